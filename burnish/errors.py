@@ -1,0 +1,42 @@
+"""The error tree. Every message a user can act on is one of these: rule, value, remedy."""
+
+from __future__ import annotations
+
+
+class BurnishError(Exception):
+    """Base of all errors that are the user's to read; the CLI prints the message, not a traceback."""
+
+
+class ConfigError(BurnishError):
+    """A recipe or a setting is wrong."""
+
+
+class DataError(BurnishError):
+    """A prompt, a dataset row or a reward is not what its task needs."""
+
+
+class ModelError(BurnishError):
+    """A model directory, a checkpoint or a tokenizer can't be used."""
+
+
+class EngineError(BurnishError):
+    """A request that the rollout engine can't serve."""
+
+
+class RunError(BurnishError):
+    """A run directory is missing, in use, or damaged."""
+
+
+class MissingExtra(BurnishError):
+    """An optional part is not installed."""
+
+    def __init__(self, extra: str, needed_for: str) -> None:
+        super().__init__(extra, needed_for)
+        self.extra = extra
+        self.needed_for = needed_for
+
+    def __str__(self) -> str:
+        return (
+            f"{self.needed_for} needs the optional part '{self.extra}'; "
+            f"install it with: pip install 'burnish[{self.extra}]'"
+        )

@@ -1,0 +1,163 @@
+"""The records that flow round the circle: Prompt → Completion → Group → PackedBatch → LearnBatch.
+
+Legend: G samples per group, T tokens of one sequence, C response tokens, N packed tokens, S packed
+sequences. Index t describes token t: ``logprobs[t] = log π(token_t | token_<t)``. Four policies, four
+names: ``behavior`` sampled it, ``proximal`` is the learner at the start of the batch, ``policy`` is
+being differentiated, ``reference`` is frozen. Records are numpy before packing, torch from there on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    prompt_id: str
+    text: str
+    token_ids: IntArray
+    """[T]"""
+    task: str
+    """Names the grader."""
+    reference: Any = None
+    """What the grader compares with; opaque to everything else."""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    temperature: float = 1.0
+    """0 is greedy; training on greedy samples is refused."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    max_tokens: int = 128
+    min_tokens: int = 0
+    """End ids and stop strings are held back before this many tokens."""
+    stop: tuple[str, ...] = ()
+    include_stop: bool = True
+    """Whether ``Completion.text`` keeps the stop string it was cut at."""
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    """The run's seed; the draws are hashed from (seed, stream, group, sample, position)."""
+
+
+class Finish(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class Completion:
+    request_id: str
+    sample_index: int
+    token_ids: IntArray
+    """[C] all that was sampled, the end token included."""
+    logprobs: FloatArray
+    """[C] of the model at the sampling temperature, before any mask or truncation."""
+    versions: IntArray
+    """[C] the weights that sampled each token."""
+    sampled: BoolArray
+    """[C] false for tokens that the system put there."""
+    params: SamplingParams
+    finish: Finish
+    stop: str | int | None
+    """Which stop string or end id ended it; None when it did not end by itself."""
+    text: str
+    """The view cut at the stop."""
+
+
+class Status(StrEnum):
+    SCORED = "scored"
+    UNPARSED = "unparsed"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Grade:
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """What the reward is made of: format, answer, length, …"""
+    status: Status = Status.SCORED
+
+
+@dataclass(frozen=True)
+class Group:
+    index: int
+    """Running number of the group in the run; a reissued group keeps it, and so draws the same."""
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    grades: tuple[Grade, ...]
+
+    @property
+    def rewards(self) -> FloatArray:
+        return np.array([grade.reward for grade in self.grades], dtype=np.float32)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(int(c.versions.min()) for c in self.completions if c.versions.size)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """What happened: each group laid out as prompt, response 1, response 2, …"""
+
+    tokens: Tensor
+    """[N] int64"""
+    positions: Tensor
+    """[N] int64; each response's positions go on from its prompt's end."""
+    predecessor: Tensor
+    """[N] int64: the slot whose hidden state predicts this token; a prompt's first token names itself."""
+    sequence_ids: Tensor
+    """[N] int64 in [0, S); a prompt's tokens carry the id of its group's first response."""
+    is_action: Tensor
+    """[N] bool: the policy sampled this token."""
+    behavior_logprobs: Tensor
+    """[N] float; 0 where nothing was sampled."""
+    temperature: Tensor
+    """[N] float; 1 where nothing was sampled."""
+    versions: Tensor
+    """[N] int64; -1 where nothing was sampled."""
+    segment_offsets: Tensor
+    """[segments + 1] int64: a segment is one prompt or one response."""
+    segment_is_prompt: Tensor
+    """[segments] bool"""
+    group_ids: Tensor
+    """[S] int64 in [0, groups)"""
+    rewards: Tensor
+    """[S] float"""
+
+
+@dataclass(frozen=True)
+class LearnBatch:
+    """What to learn: a ``PackedBatch`` and the per-token streams the learner executes, all [N]."""
+
+    batch: PackedBatch
+    advantages: Tensor
+    loss_weight: Tensor
+    """The denominator as a weight: loss = Σ loss_weight × objective over the whole train batch."""
+    proximal_logprobs: Tensor
+    reference_logprobs: Tensor | None = None
+    importance: Tensor | None = None
+    """Corrects for the gap between behavior and proximal; no gradient."""
+
+
+class Weights(NamedTuple):
+    version: int
+    """0 is the initial model, +1 per optimizer step that was taken."""
+    incarnation: int
+    """How often the run was restarted."""
+    tensors: dict[str, Tensor]
