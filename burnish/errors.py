@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class BurnishError(Exception):
-    """Base of all errors that are the user's to read; the CLI prints the message, not a traceback."""
+    """Base of all errors meant for the user; the CLI prints the message, not a traceback."""
 
 
 class ConfigError(BurnishError):

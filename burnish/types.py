@@ -1,9 +1,10 @@
 """The records that flow round the circle: Prompt → Completion → Group → PackedBatch → LearnBatch.
 
 Legend: G samples per group, T tokens of one sequence, C response tokens, N packed tokens, S packed
-sequences. Index t describes token t: ``logprobs[t] = log π(token_t | token_<t)``. Four policies, four
-names: ``behavior`` sampled it, ``proximal`` is the learner at the start of the batch, ``policy`` is
-being differentiated, ``reference`` is frozen. Records are numpy before packing, torch from there on.
+sequences. Index t describes token t: ``logprobs[t] = log π(token_t | token_<t)``. Four policies,
+four names: ``behavior`` sampled it, ``proximal`` is the learner at the start of the batch,
+``policy`` is being differentiated, ``reference`` is frozen. Records are numpy before packing, torch
+from there on.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class PackedBatch:
     positions: Tensor
     """[N] int64; each response's positions go on from its prompt's end."""
     predecessor: Tensor
-    """[N] int64: the slot whose hidden state predicts this token; a prompt's first token names itself."""
+    """[N] int64: the slot whose hidden state predicts this token; a prompt's first names itself."""
     sequence_ids: Tensor
     """[N] int64 in [0, S); a prompt's tokens carry the id of its group's first response."""
     is_action: Tensor

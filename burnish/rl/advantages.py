@@ -1,0 +1,241 @@
+"""Advantage estimators: how much better than expected a response, a step or a token was.
+
+Estimators over groups take ``rewards`` [S], one per response, and ``group_ids`` [S], which say
+whose prompt it answers (any integers, in any order), and return advantages [S];
+``sequences.to_tokens`` writes them on tokens. Estimators over time take and return tensors shaped
+like their mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burnish.rl.sequences import Rows, sum_by, to_tokens
+
+
+def raw(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The reward itself; no baseline.
+
+        A_i = r_i
+
+    Williams 1992 (REINFORCE).
+    """
+    _check_groups(rewards, group_ids)
+    return rewards.clone()
+
+
+def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The reward above its group's mean.
+
+        A_i = r_i − mean_g(r)
+
+    Liu et al. 2025, https://arxiv.org/abs/2503.20783 (Dr. GRPO), which drops GRPO's std.
+    """
+    group, size = _check_groups(rewards, group_ids, least=2, estimator="group_mean")
+    return rewards - _mean(rewards, group, size)[group]
+
+
+def group_zscore(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """The reward above its group's mean, in standard deviations.
+
+        A_i = (r_i − mean_g(r)) / (std_g(r) + ε)
+
+    Shao et al. 2024, https://arxiv.org/abs/2402.03300 (GRPO), section 4.1.2.
+    Differs from the paper in nothing it fixes: it leaves open the std (unbiased here, divided by
+    G − 1, as in verl and TRL) and ε (1e-6 as in verl; TRL has 1e-4).
+    """
+    group, size = _check_groups(rewards, group_ids, least=2, estimator="group_zscore")
+    centered = rewards - _mean(rewards, group, size)[group]
+    variance = sum_by(centered**2, group, len(size)) / (size - 1)
+    return centered / (variance.sqrt()[group] + eps)
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The reward above the mean of the other responses of its group.
+
+        A_i = r_i − (Σ_g r − r_i) / (G − 1)
+
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 (RLOO).
+    """
+    group, size = _check_groups(rewards, group_ids, least=2, estimator="leave_one_out")
+    others = (sum_by(rewards, group, len(size))[group] - rewards) / (size[group] - 1)
+    return rewards - others
+
+
+def best_of_group(rewards: Tensor, group_ids: Tensor, *, centered: bool = False) -> Tensor:
+    """Only a group's best responses count; a response below the group's maximum gets 0.
+
+        A_i = r_i [r_i = max_g(r)]                  (plain)
+        A_i = (r_i − mean_g(r)) [r_i = max_g(r)]    (centred)
+
+    From a lecture's worked example (its "max" delta). Its text centres, its code does not: both are
+    here. Centred, a group whose rewards are all equal teaches nothing; plain, it is reinforced.
+    """
+    group, size = _check_groups(rewards, group_ids)
+    best = torch.full_like(size, -torch.inf).scatter_reduce(0, group, rewards, "amax")
+    kept = rewards - _mean(rewards, group, size)[group] if centered else rewards
+    return torch.where(rewards == best[group], kept, torch.zeros_like(rewards))
+
+
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """x moved and scaled so that its actions have mean 0 and variance 1 over the whole batch.
+
+        w_t = (x_t − mean(x)) / sqrt(var(x) + ε),  var unbiased, both over the mask
+
+    ``shift_mean=False`` scales alone and keeps the mean. Slots outside the mask are mapped too and
+    mean nothing. Any shape, mask shaped alike.
+    """
+    acted = x[mask.bool()]
+    if acted.numel() < 2:
+        raise ValueError(f"whitening needs at least 2 actions, got {acted.numel()}")
+    mean = acted.mean()
+    variance = ((acted - mean) ** 2).sum() / (acted.numel() - 1)
+    whitened = (x - mean) * torch.rsqrt(variance + eps)
+    return whitened if shift_mean else whitened + mean
+
+
+def discounted_returns(
+    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, sequence_ids: Tensor | None = None
+) -> Tensor:
+    """The discounted sum of the rewards from each action on.
+
+        R_t = r_t + γ R_(t+1)
+
+    t counts actions: a token that is not an action is skipped, its reward ignored, its return 0.
+    ``rewards`` and the result are shaped like the mask.
+    """
+    rows = Rows(mask, sequence_ids)
+    reward = rows.pack(rewards)
+    returns = []
+    ahead = reward.new_zeros(rows.count)
+    for t in reversed(range(rows.width)):
+        ahead = reward[:, t] + gamma * ahead
+        returns.append(ahead)
+    return rows.unpack(_stack_reversed(returns, reward))
+
+
+def reinforce_plus_plus(
+    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, sequence_ids: Tensor | None = None
+) -> Tensor:
+    """Returns, whitened over all actions of the batch instead of within groups.
+
+        A_t = whiten(R_t),  R_t = r_t + γ R_(t+1)
+
+    Hu 2025, https://arxiv.org/abs/2501.03262 (REINFORCE++). ``rewards`` are per token
+    and shaped like the mask, as the paper's KL penalty is a part of them (see
+    ``kl.penalised_rewards``); ``sequences.on_last_action`` makes them from one reward per response.
+    """
+    returns = discounted_returns(rewards, mask, gamma=gamma, sequence_ids=sequence_ids)
+    return torch.where(mask.bool(), whiten(returns, mask), torch.zeros_like(returns))
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, group_ids: Tensor, mask: Tensor, *, sequence_ids: Tensor | None = None
+) -> Tensor:
+    """The reward above its group's mean, then whitened over all actions of the batch.
+
+        A_(i,t) = whiten(r_i − mean_g(r))
+
+    The same paper's REINFORCE++-baseline. Each response counts once per action in the whitening, so
+    that long responses weigh more, as in verl. Returns a tensor shaped like the mask.
+    """
+    centered = to_tokens(group_mean(rewards, group_ids), mask, sequence_ids)
+    return torch.where(mask.bool(), whiten(centered, mask), torch.zeros_like(centered))
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    bootstrap: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, over actions alone; returns (advantages, returns).
+
+        δ_t = r_t + γ V_(t+1) − V_t
+        A_t = δ_t + γ λ A_(t+1),   returns_t = A_t + V_t
+
+    Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16. By the alignment law
+    ``values[t]`` is the value before token t. ``bootstrap`` [S] is the value after the last action:
+    give it for responses that were truncated and 0 for those that ended; None means 0 for all.
+    Tokens that are not actions are skipped: the step goes from one action to the next, and a reward
+    written on another token is ignored. Not whitened. All shaped like the mask; 0 outside it.
+    """
+    rows = Rows(mask, sequence_ids)
+    reward, value = rows.pack(rewards), rows.pack(values)
+    next_value = value.new_zeros(rows.count) if bootstrap is None else bootstrap[: rows.count]
+    next_advantage = value.new_zeros(rows.count)
+    advantages = []
+    for t in reversed(range(rows.width)):
+        inside = t < rows.lengths
+        delta = reward[:, t] + gamma * next_value - value[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        next_advantage = torch.where(inside, advantage, next_advantage)
+        next_value = torch.where(inside, value[:, t], next_value)
+        advantages.append(advantage)
+    advantage_rows = _stack_reversed(advantages, value)
+    return rows.unpack(advantage_rows), rows.unpack(advantage_rows + value)
+
+
+def monte_carlo_steps(
+    rewards: Tensor,
+    values: Tensor,
+    step_start: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
+    """The change in expected reward over each reasoning step, given to all of the step's actions.
+
+        A_k = V_(k+1) − V_k,   V_K = r (what the response earned)
+
+    Kazemnejad et al. 2024, https://arxiv.org/abs/2410.01679 (VinePPO), with γ = 1 and
+    the reward at the end alone. ``step_start`` is true on the first action of each step and
+    ``values`` holds there the value before it, estimated by rolling out from that state; what
+    ``values`` holds elsewhere is not read. ``rewards`` [S]; the others, and the result, are shaped
+    like the mask.
+    """
+    rows = Rows(mask, sequence_ids)
+    start = rows.pack(step_start.long())
+    if rows.width and not bool(start[rows.lengths > 0, 0].all()):
+        raise ValueError(
+            "the first action of every sequence must start a step; mark it in step_start"
+        )
+    step = start.cumsum(1)  # [S, L], counted from 1
+    steps = int(step.max()) if rows.width else 0
+    # Column k of the table is V_k for k = 1 … K; every column past a row's last step is its reward.
+    table = rewards[: rows.count, None].expand(rows.count, steps + 2).clone()
+    row, column = (start > 0).nonzero(as_tuple=True)
+    table = table.index_put((row, step[row, column]), rows.pack(values)[row, column])
+    return rows.unpack(table.gather(1, step + 1) - table.gather(1, step))
+
+
+def _check_groups(
+    rewards: Tensor, group_ids: Tensor, *, least: int = 1, estimator: str = "this"
+) -> tuple[Tensor, Tensor]:
+    """The group number of each reward [S] in [0, groups), and the sizes [groups] as floats."""
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        raise ValueError(
+            "rewards and group_ids must both be [S], one entry per response, "
+            f"got {list(rewards.shape)} and {list(group_ids.shape)}"
+        )
+    names, group, size = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    if size.numel() and int(size.min()) < least:
+        name = names[int(size.argmin())].item()
+        raise ValueError(
+            f"{estimator} needs at least {least} responses per group, group {name} has "
+            f"{int(size.min())}; drop the group or use raw"
+        )
+    return group, size.to(rewards.dtype)
+
+
+def _mean(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
+    return sum_by(rewards, group, len(size)) / size
+
+
+def _stack_reversed(columns: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(like)

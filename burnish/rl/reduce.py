@@ -1,0 +1,64 @@
+"""Reductions as weights: from a mask of the whole optimizer batch to ``loss_weight``.
+
+    loss = Σ_t loss_weight_t · objective_t
+
+Weights are made once, over the whole train batch; micro-batches, packs and ranks then only add up,
+so that any split gives the batch's loss by construction. A sequence without actions leaves every
+denominator. All take a mask [B, T], or [N] with sequence ids, and return weights shaped like it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burnish.rl.sequences import sequence_lengths, to_tokens
+
+
+def sequence_mean(mask: Tensor, *, sequence_ids: Tensor | None = None) -> Tensor:
+    """Every response counts the same: its tokens' mean, then the mean over responses.
+
+        weight_(i,t) = 1 / (S |y_i|)
+
+    GRPO, https://arxiv.org/abs/2402.03300, equation 3. A long response's tokens count less.
+    """
+    lengths = sequence_lengths(mask, sequence_ids).double()
+    weights = torch.where(lengths > 0, 1 / (_count(lengths) * lengths), 0.0)
+    return to_tokens(weights, mask, sequence_ids)
+
+
+def token_mean(mask: Tensor, *, sequence_ids: Tensor | None = None) -> Tensor:
+    """Every token counts the same: one mean over the batch.
+
+        weight_(i,t) = 1 / Σ_i |y_i|
+
+    DAPO, https://arxiv.org/abs/2503.14476, equation 12. A long response counts more.
+    """
+    lengths = sequence_lengths(mask, sequence_ids).double()
+    weights = torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
+    return to_tokens(weights, mask, sequence_ids)
+
+
+def constant(mask: Tensor, *, length: float, sequence_ids: Tensor | None = None) -> Tensor:
+    """Every token counts the same whatever the lengths: sums over a constant, mean over responses.
+
+        weight_(i,t) = 1 / (S · length)
+
+    Liu et al. 2025, https://arxiv.org/abs/2503.20783 (Dr. GRPO); ``length`` is usually the largest
+    response length. With length = 1 it is the mean over responses of their sums.
+    """
+    if length <= 0:
+        raise ValueError(f"the constant length must be above 0, got {length}")
+    lengths = sequence_lengths(mask, sequence_ids).double()
+    weights = torch.full_like(lengths, 1.0) / (_count(lengths) * length)
+    return to_tokens(weights, mask, sequence_ids)
+
+
+def weighted_sum(objective: Tensor, weights: Tensor) -> Tensor:
+    """The loss: Σ weight · objective. Slots of weight 0 are left out, whatever they hold."""
+    kept = torch.where(weights != 0, objective, torch.zeros_like(objective))
+    return (kept * weights).sum()
+
+
+def _count(lengths: Tensor) -> Tensor:
+    return (lengths > 0).sum().clamp(min=1)

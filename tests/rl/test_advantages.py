@@ -1,0 +1,253 @@
+import pytest
+import torch
+
+from burnish.rl import advantages
+from burnish.rl.sequences import on_last_action, to_tokens
+
+D = torch.float64
+REWARDS = torch.tensor([1.0, 3.0, 5.0, 2.0, 2.0], dtype=D)
+GROUPS = torch.tensor([7, 4, 7, 4, 7])  # group 7: rewards 1, 5, 2; group 4: rewards 3, 2
+
+
+def close(got, expected, atol=1e-12):
+    expected = torch.as_tensor(expected, dtype=got.dtype)
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+def test_raw_is_the_reward():
+    close(advantages.raw(REWARDS, GROUPS), REWARDS)
+
+
+def test_group_mean():
+    # Means 8/3 and 5/2.
+    close(advantages.group_mean(REWARDS, GROUPS), [-5 / 3, 0.5, 7 / 3, -0.5, -2 / 3])
+
+
+def test_group_zscore_has_the_unbiased_std_and_adds_eps_to_it():
+    # Group 7: squared deviations 25/9 + 49/9 + 4/9 = 78/9, over 2. Group 4: 1/4 + 1/4, over 1.
+    std7, std4 = (78 / 18) ** 0.5, 0.5**0.5
+    expected = [-5 / 3 / (std7 + 0.1), 0.5 / (std4 + 0.1), 7 / 3 / (std7 + 0.1)]
+    expected += [-0.5 / (std4 + 0.1), -2 / 3 / (std7 + 0.1)]
+    close(advantages.group_zscore(REWARDS, GROUPS, eps=0.1), expected)
+    assert advantages.group_zscore(REWARDS, GROUPS).abs().max() < 2
+
+
+def test_default_eps_of_the_zscore_is_1e_6():
+    rewards = torch.tensor([0.0, 1e-6], dtype=D)  # std = 1e-6 / √2
+    close(
+        advantages.group_zscore(rewards, torch.zeros(2)),
+        [-0.5 / (0.5**0.5 + 1), 0.5 / (0.5**0.5 + 1)],
+    )
+
+
+def test_equal_rewards_teach_nothing():
+    rewards = torch.full((4,), 0.1, dtype=D)
+    close(advantages.group_zscore(rewards, torch.zeros(4)), torch.zeros(4), atol=1e-9)
+
+
+def test_leave_one_out():
+    # Group 7: 1 − 7/2, 5 − 3/2, 2 − 6/2. Group 4: 3 − 2, 2 − 3.
+    close(advantages.leave_one_out(REWARDS, GROUPS), [-2.5, 1.0, 3.5, -1.0, -1.0])
+
+
+def test_best_of_group():
+    close(advantages.best_of_group(REWARDS, GROUPS), [0, 3, 5, 0, 0])
+    close(advantages.best_of_group(REWARDS, GROUPS, centered=True), [0, 0.5, 7 / 3, 0, 0])
+    ties = torch.tensor([-1.0, -1.0, -3.0], dtype=D)
+    close(advantages.best_of_group(ties, torch.zeros(3)), [-1, -1, 0])
+
+
+@pytest.mark.parametrize("name", ["group_mean", "group_zscore", "leave_one_out"])
+def test_a_group_of_one_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=rf"{name} needs at least 2 .* group 9 has 1; drop"):
+        getattr(advantages, name)(REWARDS[:3], torch.tensor([4, 9, 4]))
+
+
+@pytest.mark.parametrize("name", ["raw", "best_of_group"])
+def test_a_group_of_one_is_fine_without_a_baseline(name):
+    close(getattr(advantages, name)(REWARDS[:1], GROUPS[:1]), [1.0])
+
+
+def test_rewards_and_groups_must_match():
+    with pytest.raises(ValueError, match=r"one entry per response, got \[5\] and \[4\]"):
+        advantages.raw(REWARDS, GROUPS[:4])
+    with pytest.raises(ValueError, match=r"got \[5, 1\]"):
+        advantages.raw(REWARDS[:, None], GROUPS[:, None])
+
+
+# Over time. The mask has a hole, a row of one and an empty row.
+
+MASK = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+PACKED = torch.tensor([2, 0, 0, 1, 0, 0, 2, 2])  # row 0 at 1, 2, 4, 5; row 1 at 3; row 2 elsewhere
+SLOTS = torch.tensor([[1, 2, 4, 5], [3, 0, 0, 0], [0, 6, 7, 0]])
+
+
+def packed(x):
+    """The padded [3, 4] as packed [8]; slots that no action uses hold nan."""
+    flat = torch.full((8,), torch.nan, dtype=D)
+    for row, column in MASK.nonzero():
+        flat[SLOTS[row, column]] = x[row, column]
+    return flat
+
+
+def packed_mask():
+    flat = torch.zeros(8, dtype=torch.bool)
+    flat[SLOTS[MASK]] = True
+    return flat
+
+
+def check_both_layouts(fn, expected, *tokens):
+    """fn(*tokens, mask, sequence_ids) equals expected [3, 4], padded and packed; 0 off the mask."""
+    got = fn(*[torch.where(MASK, t, torch.nan) for t in tokens], MASK, None)
+    close(got, expected)
+    flat = fn(*map(packed, tokens), packed_mask(), PACKED)
+    close(flat, torch.nan_to_num(packed(torch.as_tensor(expected, dtype=D))))
+
+
+def test_whiten():
+    x = torch.tensor([[1.0, 9.0, 3.0, 5.0], [7.0, 9.0, 9.0, 9.0], [9.0] * 4], dtype=D)
+    # Actions 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 3.
+    scale = (20 / 3 + 1e-8) ** -0.5
+    close(advantages.whiten(x, MASK)[MASK], torch.tensor([-3.0, -1, 1, 3], dtype=D) * scale)
+    kept = advantages.whiten(x, MASK, shift_mean=False)
+    close(kept[MASK], torch.tensor([-3.0, -1, 1, 3], dtype=D) * scale + 4)
+    close(advantages.whiten(x, MASK, eps=1.0)[0, 0], -3 * (20 / 3 + 1) ** -0.5)
+
+
+def test_whitening_one_action_is_refused():
+    with pytest.raises(ValueError, match="at least 2 actions, got 1"):
+        advantages.whiten(torch.ones(2, 2), torch.tensor([[1, 0], [0, 0]]))
+    close(advantages.whiten(torch.tensor([1.0, 1.0]), torch.ones(2)), [0.0, 0.0])
+
+
+def test_discounted_returns_skip_what_is_not_an_action():
+    rewards = torch.tensor([[1.0, 64.0, 2.0, 4.0], [3.0, 0, 0, 0], [0.0] * 4], dtype=D)
+    expected = [[1 + 0.5 * (2 + 0.5 * 4), 0, 2 + 0.5 * 4, 4], [3, 0, 0, 0], [0] * 4]
+    check_both_layouts(
+        lambda r, m, ids: advantages.discounted_returns(r, m, gamma=0.5, sequence_ids=ids),
+        expected,
+        rewards,
+    )
+    undiscounted = advantages.discounted_returns(rewards, MASK)
+    close(undiscounted[0], [7, 0, 6, 4])
+
+
+def test_reinforce_plus_plus_whitens_the_returns_of_the_batch():
+    rewards = torch.tensor([[0.0, 0, 0, 2.0], [4.0, 0, 0, 0], [0.0] * 4], dtype=D)
+    # γ = ½: returns ½, 1, 2 and 4; mean 15/8, squared deviations sum to 1 + 4 + 16 + ¼ − 4 (15/8)².
+    returns = torch.tensor([0.5, 1, 2, 4], dtype=D)
+    variance = (returns.square().sum() - 4 * (15 / 8) ** 2) / 3
+    expected = torch.zeros(3, 4, dtype=D)
+    expected[MASK] = (returns - 15 / 8) / (variance + 1e-8).sqrt()
+    check_both_layouts(
+        lambda r, m, ids: advantages.reinforce_plus_plus(r, m, gamma=0.5, sequence_ids=ids),
+        expected,
+        rewards,
+    )
+
+
+def test_reinforce_plus_plus_default_does_not_discount():
+    rewards = torch.tensor([[0.0, 0, 0, 2.0], [4.0, 0, 0, 0], [0.0] * 4], dtype=D)
+    got = advantages.reinforce_plus_plus(rewards, MASK)
+    scale = (3 * 0.25 + 2.25) / 3  # returns 2, 2, 2, 4
+    close(got[1, 0], 1.5 / (scale + 1e-8) ** 0.5)
+
+
+def test_reinforce_plus_plus_baseline_counts_a_response_once_per_action():
+    rewards = torch.tensor([1.0, 3.0], dtype=D)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    # Centred −1, −1, −1, 1: mean −½, variance (3 ¼ + 9/4) / 3 = 1.
+    got = advantages.reinforce_plus_plus_baseline(rewards, torch.zeros(2), mask)
+    close(got, [[-0.5] * 3, [1.5, 0, 0]], atol=1e-7)
+    ids = torch.tensor([0, 0, 1, 0])
+    flat = advantages.reinforce_plus_plus_baseline(
+        rewards, torch.zeros(2), torch.ones(4), sequence_ids=ids
+    )
+    close(flat, [-0.5, -0.5, 1.5, -0.5], atol=1e-7)
+
+
+def gae_oracle(reward, value, gamma, lam, bootstrap):
+    """One sequence of actions, as a double sum: A_t = Σ_l (γλ)^l δ_(t+l)."""
+    following = [*value[1:], bootstrap]
+    delta = [r + gamma * n - v for r, n, v in zip(reward, following, value, strict=True)]
+    return [
+        sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
+        for t in range(len(delta))
+    ]
+
+
+@pytest.mark.parametrize("bootstrap", [None, [0.7, -0.3, 5.0]])
+def test_gae_equals_the_sum_of_discounted_errors(bootstrap):
+    rewards = torch.tensor([[1.0, 99, 2.0, 4.0], [3.0, 0, 0, 0], [0.0] * 4], dtype=D)
+    values = torch.tensor([[0.5, 99, 1.5, -1.0], [2.0, 0, 0, 0], [0.0] * 4], dtype=D)
+    after = [0.0] * 3 if bootstrap is None else bootstrap
+    first = gae_oracle([1.0, 2.0, 4.0], [0.5, 1.5, -1.0], 0.9, 0.8, after[0])
+    second = gae_oracle([3.0], [2.0], 0.9, 0.8, after[1])
+    expected = torch.zeros(3, 4, dtype=D)
+    expected[MASK] = torch.tensor([*first, *second], dtype=D)
+    boot = None if bootstrap is None else torch.tensor(bootstrap, dtype=D)
+
+    def run(r, v, m, ids):
+        return advantages.gae(r, v, m, gamma=0.9, lam=0.8, bootstrap=boot, sequence_ids=ids)
+
+    check_both_layouts(lambda *a: run(*a)[0], expected, rewards, values)
+    returns = torch.where(MASK, expected + values, 0.0)
+    check_both_layouts(lambda *a: run(*a)[1], returns, rewards, values)
+
+
+def test_gae_with_lambda_and_gamma_one_is_return_minus_value():
+    rewards = torch.tensor([[0.0, 0.0, 3.0]], dtype=D)
+    values = torch.tensor([[1.0, 5.0, 2.0]], dtype=D)
+    adv, returns = advantages.gae(rewards, values, torch.ones(1, 3))
+    close(adv, [[2, -2, 1]])
+    close(returns, [[3, 3, 3]])
+
+
+def test_monte_carlo_steps():
+    # Row 0: two steps, from action 0 and from action 2 (its second token); row 1 one step.
+    values = torch.tensor([[0.25, 99, 99, 0.5], [0.75, 99, 99, 99], [99.0] * 4], dtype=D)
+    start = torch.tensor([[1, 0, 0, 1], [1, 0, 0, 0], [0] * 4])
+    rewards = torch.tensor([1.0, 0.0, 9.0], dtype=D)
+    expected = [[0.25, 0, 0.25, 0.5], [-0.75, 0, 0, 0], [0] * 4]
+
+    def run(v, s, m, ids):
+        starts = torch.nan_to_num(s).bool()
+        return advantages.monte_carlo_steps(rewards, v, starts, m, sequence_ids=ids)
+
+    check_both_layouts(run, expected, values, start.double())
+
+
+def test_the_first_action_must_start_a_step():
+    with pytest.raises(ValueError, match="first action of every sequence must start a step"):
+        advantages.monte_carlo_steps(
+            torch.ones(1), torch.ones(1, 2), torch.tensor([[0, 1]]), torch.ones(1, 2)
+        )
+
+
+def test_estimators_of_an_empty_batch_are_empty():
+    nothing = torch.zeros(2, 3, dtype=D)
+    for got in (
+        *advantages.gae(nothing, nothing, nothing),
+        advantages.discounted_returns(nothing, nothing),
+        advantages.monte_carlo_steps(torch.zeros(2, dtype=D), nothing, nothing, nothing),
+        on_last_action(torch.ones(2, dtype=D), nothing),
+    ):
+        close(got, nothing)
+
+
+# Between sequences and tokens
+
+
+def test_to_tokens_and_last_action():
+    per_sequence = torch.tensor([10.0, 20.0, 30.0], dtype=D)
+    close(to_tokens(per_sequence, MASK), [[10, 0, 10, 10], [20, 0, 0, 0], [0] * 4])
+    close(on_last_action(per_sequence, MASK), [[0, 0, 0, 10], [20, 0, 0, 0], [0] * 4])
+    close(on_last_action(per_sequence, packed_mask(), PACKED), [0, 0, 0, 20, 0, 10, 0, 0])
+    close(to_tokens(per_sequence, packed_mask(), PACKED), [0, 10, 0, 20, 10, 10, 0, 0])
+
+
+def test_layouts_are_checked():
+    with pytest.raises(ValueError, match=r"padded \[B, T\], got \[8\]; pass sequence_ids"):
+        to_tokens(REWARDS, torch.ones(8))
+    with pytest.raises(ValueError, match=r"mask's shape \[8\], got \[3\]"):
+        to_tokens(REWARDS, torch.ones(8), torch.zeros(3))
