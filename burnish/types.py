@@ -124,6 +124,8 @@ class PackedBatch:
     """[N] int64: the slot whose hidden state predicts this token; a prompt's first names itself."""
     sequence_ids: Tensor
     """[N] int64 in [0, S); a prompt's tokens carry the id of its group's first response."""
+    in_prompt: Tensor
+    """[N] bool"""
     is_action: Tensor
     """[N] bool: the policy sampled this token."""
     behavior_logprobs: Tensor
@@ -131,7 +133,7 @@ class PackedBatch:
     temperature: Tensor
     """[N] float; 1 where nothing was sampled."""
     versions: Tensor
-    """[N] int64; -1 where nothing was sampled."""
+    """[N] int64; means nothing where nothing was sampled."""
     segment_offsets: Tensor
     """[segments + 1] int64: a segment is one prompt or one response."""
     segment_is_prompt: Tensor

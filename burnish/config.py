@@ -1,0 +1,307 @@
+"""Recipes: pydantic models, TOML files that hold only what differs from the defaults, overrides.
+
+``load`` is the one way from a recipe's name or file to a checked ``Recipe``. Whatever is wrong with
+it is one ``ConfigError`` that says the rule, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from burnish import pieces
+from burnish.errors import ConfigError
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def one_of(names: Iterable[str]) -> AfterValidator:
+    """A field that takes one of the names, and names the nearest when it is given another."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"must be {' or '.join(names)}, got {name!r}{nearest(name, names)}")
+        return name
+
+    return AfterValidator(check)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SortTask(Section):
+    """Sort the numbers of the prompt; partial credit."""
+
+    name: Literal["sort"] = "sort"
+    prompts: int = Field(3, ge=1, description="how many prompts there are")
+    length: int = Field(3, ge=2, description="numbers per prompt")
+    numbers: int = Field(5, ge=2, description="the numbers are 0 … numbers − 1")
+    reward: Literal["inclusion_ordering", "position_match"] = "inclusion_ordering"
+
+
+class SorterConfig(Section):
+    """The non-autoregressive sorting model."""
+
+    name: Literal["sorter"] = "sorter"
+    width: int = Field(10, ge=1, description="embedding dimension")
+
+
+class RolloutConfig(Section):
+    batch: int = Field(30, ge=1, description="responses per rollout")
+    group_size: int = Field(10, ge=1, description="responses per prompt")
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+
+
+class ObjectiveConfig(Section):
+    """Names of pieces (see ``burnish/pieces.py``) and their settings."""
+
+    advantage: Annotated[str, one_of(pieces.ADVANTAGES)] = "group_zscore"
+    advantage_eps: float = Field(1e-6, gt=0, description="added to the group's std")
+    centered: bool = Field(False, description="best_of_group: subtract the group's mean")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    ratio: Annotated[str, one_of(pieces.RATIOS)] = "token"
+    loss: Annotated[str, one_of(pieces.LOSSES)] = "clip"
+    clip_low: float = Field(0.2, ge=0, description="ratio at least 1 − clip_low; inf: no bound")
+    clip_high: float = Field(0.2, ge=0, description="ratio at most 1 + clip_high; inf: no bound")
+    dual_clip: float | None = Field(None, gt=1, description="bounds the loss of bad tokens")
+    cispo_cap: float = Field(5.0, gt=0)
+    cispo_floor: float = Field(0.0, ge=0)
+    reduction: Annotated[str, one_of(pieces.REDUCTIONS)] = "sequence_mean"
+    constant_length: int | None = Field(None, ge=1, description="what sums are divided by")
+    kl: Annotated[str, one_of(pieces.KLS)] = "none"
+    kl_coefficient: float = Field(0.01, gt=0, allow_inf_nan=False)
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_refresh: int | None = Field(None, ge=1, description="reference := policy every n steps")
+    importance: Annotated[str, one_of(pieces.IMPORTANCES)] = "none"
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    importance_low: float = Field(0.0, ge=0)
+    importance_high: float = Field(2.0, gt=0)
+    entropy_coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
+    proximal: Annotated[str, one_of(pieces.PROXIMALS)] = "recompute"
+
+
+class TrainConfig(Section):
+    steps: int = Field(100, ge=1, description="rollouts, each followed by its gradient steps")
+    batch: int = Field(30, ge=1, description="responses per gradient step")
+    epochs: int = Field(1, ge=1, description="passes over each rollout")
+    learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
+    optimizer: Literal["adam"] = "adam"
+
+
+class Recipe(Section):
+    name: str = Field("run", pattern=r"^[\w.-]+$", description="what its runs are called")
+    description: str = ""
+    seed: int = Field(0, ge=0, lt=2**63)
+    task: SortTask = SortTask()
+    model: SorterConfig = SorterConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    train: TrainConfig = TrainConfig()
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        return self.rollout.batch // self.rollout.group_size
+
+    @property
+    def gradient_steps_per_rollout(self) -> int:
+        return self.rollout.batch // self.train.batch * self.train.epochs
+
+
+def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -> Recipe:
+    """The recipe of that name (or the TOML file at that path) with ``a.b=c`` overrides applied."""
+    given = merge({"name": Path(name).stem}, read_recipe(name))
+    recipe = _validate(given)
+    _refuse_without_effect(recipe, given, f"recipe {name}")
+    changes = merge({}, *(parse_override(text) for text in overrides))
+    if seed is not None:
+        changes = merge(changes, {"seed": seed})
+    merged = merge(given, changes)
+    recipe = _validate(merged)
+    _refuse_without_effect(recipe, changes, "--set")
+    # What the recipe set for a piece that an override replaced goes with the piece.
+    recipe = _validate(effective(recipe, merged))
+    _check_batches(recipe)
+    _check_objective(recipe)
+    return recipe
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """The TOML table of a recipe in the package, or of a file."""
+    path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
+    if not path.is_file():
+        known = list_recipes()
+        raise ConfigError(
+            f"there is no recipe {name!r}{nearest(name, known)}; `burnish recipes` lists "
+            f"{', '.join(known)}, and a path that ends in .toml is read as a file"
+        )
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a TOML file: {error}") from error
+
+
+def list_recipes() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """``a.b=c`` as a nested table; the value is read as TOML, or else taken as a string."""
+    key, separator, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"--set takes section.key=value, got {text!r}")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    for part in reversed(parts):
+        parsed = {part: parsed}
+    table: dict[str, Any] = parsed
+    return table
+
+
+def merge(*tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables laid over each other, the last on top."""
+    result: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            below = result.get(key)
+            if isinstance(below, dict) and isinstance(value, dict):
+                value = merge(below, value)
+            result[key] = value
+    return result
+
+
+def effective(recipe: Recipe, table: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The recipe (or the part of ``table``) without settings that its pieces do not read."""
+    full: Mapping[str, Any] = recipe.model_dump() if table is None else table
+    used = pieces.settings_of(recipe.objective)
+    objective = {k: v for k, v in full.get("objective", {}).items() if k in used}
+    return {**full, "objective": objective} if "objective" in full else dict(full)
+
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """A table of scalars, lists of scalars and sub-tables as TOML; None is left out."""
+    lines = [f"{k} = {_toml(v)}" for k, v in table.items() if not isinstance(v, dict | None)]
+    for name, section in table.items():
+        if isinstance(section, dict):
+            lines += ["", f"[{name}]", to_toml(section).rstrip()]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Words for an error: the nearest right spelling, if there is one."""
+    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value)
+
+
+def _validate(table: Mapping[str, Any]) -> Recipe:
+    try:
+        return Recipe.model_validate(table)
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        raise ConfigError("\n".join(problems)) from None
+
+
+def _explain(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        keys = list(_keys(Recipe))
+        by_name = [key for key in keys if key.rpartition(".")[2] == where.rpartition(".")[2]]
+        hint = f"; did you mean {by_name[0]!r}?" if by_name else nearest(where, keys)
+        return f"unknown setting {where!r}{hint or '; the README lists the recipe sections'}"
+    if problem["type"] == "value_error":  # from one_of, which says the value itself
+        return f"{where} {problem['msg'].removeprefix('Value error, ')}"
+    message = problem["msg"].replace("Input should be", "must be")
+    return f"{where} {message}, got {problem['input']!r}"
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+
+
+def _refuse_without_effect(recipe: Recipe, table: Mapping[str, Any], where: str) -> None:
+    used = pieces.settings_of(recipe.objective)
+    for key in table.get("objective", {}):
+        if key in used:
+            continue
+        chosen = {user.split(" = ")[0] for user in pieces.users_of(key)}
+        now = ", ".join(f"{kind} = '{getattr(recipe.objective, kind)}'" for kind in sorted(chosen))
+        raise ConfigError(
+            f"objective.{key} ({where}) has no effect with {now}; remove it, or use "
+            + " or ".join(pieces.users_of(key))
+        )
+
+
+def _check_batches(recipe: Recipe) -> None:
+    group = recipe.rollout.group_size
+    _check_divides("rollout.batch", recipe.rollout.batch, "rollout.group_size", group)
+    _check_divides("train.batch", recipe.train.batch, "rollout.group_size", group)
+    if recipe.rollout.batch % recipe.train.batch:
+        prompts = recipe.prompts_per_rollout
+        fits = [n * group for n in range(1, prompts + 1) if prompts % n == 0]
+        raise ConfigError(
+            f"train.batch = {recipe.train.batch} does not divide rollout.batch = "
+            f"{recipe.rollout.batch}; use one of {', '.join(map(str, fits))}"
+        )
+
+
+def _check_divides(name: str, value: int, by: str, divisor: int) -> None:
+    if value % divisor:
+        below = value // divisor * divisor
+        choices = [str(n) for n in (below, below + divisor) if n]
+        raise ConfigError(
+            f"{name} = {value} is not a multiple of {by} = {divisor}: a batch holds whole groups; "
+            f"use {name} = {' or '.join(choices)}"
+        )
+
+
+def _check_objective(recipe: Recipe) -> None:
+    c, group = recipe.objective, recipe.rollout.group_size
+    needs_two = ("group_mean", "group_zscore", "leave_one_out", "reinforce_plus_plus_baseline")
+    if group < 2 and c.advantage in needs_two:
+        raise ConfigError(
+            f"rollout.group_size must be at least 2 for objective.advantage = '{c.advantage}', "
+            f"got {group}; use objective.advantage = 'raw'"
+        )
+    if c.reduction == "constant" and c.constant_length is None:
+        raise ConfigError(
+            "objective.reduction = 'constant' needs objective.constant_length, "
+            "usually the largest response length"
+        )
+    if c.loss == "cispo" and c.cispo_floor > c.cispo_cap:
+        raise ConfigError(
+            f"objective.cispo_floor = {c.cispo_floor:g} is above cispo_cap = {c.cispo_cap:g}"
+        )
+    if c.importance != "none":
+        if c.proximal == "behavior":
+            raise ConfigError(
+                "objective.importance corrects proximal against behavior; with proximal = "
+                "'behavior' it would always be 1: use proximal = 'recompute' or importance = 'none'"
+            )
+        if c.importance_low > c.importance_high or math.isnan(c.importance_high):
+            raise ConfigError(
+                f"objective.importance_low = {c.importance_low:g} is above importance_high = "
+                f"{c.importance_high:g}"
+            )

@@ -1,0 +1,46 @@
+"""Counter-based randomness: one uniform number per token, hashed from where the token stands.
+
+A draw depends on (run seed, stream, group index, sample, position) and on nothing else: not on the
+batch a token was sampled in, not on what was drawn before. A group that is sampled again draws the
+same.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+class Stream(IntEnum):
+    """What a draw is for; streams never share numbers."""
+
+    TRAIN = 0
+    EVALUATION = 1
+    TASK = 2
+
+
+def uniforms(
+    seed: int,
+    stream: int,
+    group: npt.ArrayLike,
+    sample: npt.ArrayLike,
+    position: npt.ArrayLike,
+) -> npt.NDArray[np.float64]:
+    """Float64 in [0, 1) with 53 random bits; group, sample and position broadcast."""
+    state = np.zeros(1, dtype=np.uint64)
+    for word in (seed, int(stream), group, sample, position):
+        state = _mix(state + _GOLDEN + _mix(np.asarray(word).astype(np.uint64)[..., None]))
+    return (state[..., 0] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele et al. 2014), a bijection that spreads every bit over all."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,144 @@
+"""From the names in a recipe to the per-token streams and the loss: ``rl/``'s pieces, put together.
+
+This is the one place where names of pieces meet their functions. The learner executes what comes
+out of here and does not know what it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from burnish.config import ObjectiveConfig
+from burnish.rl import advantages, kl, losses, ratios, reduce
+from burnish.rl.sequences import on_last_action, sequence_sum, to_tokens
+from burnish.types import LearnBatch, PackedBatch
+
+Metrics = dict[str, float]
+
+GROUP_ADVANTAGES: dict[str, Callable[[ObjectiveConfig, Tensor, Tensor], Tensor]] = {
+    "raw": lambda c, r, g: advantages.raw(r, g),
+    "group_mean": lambda c, r, g: advantages.group_mean(r, g),
+    "group_zscore": lambda c, r, g: advantages.group_zscore(r, g, eps=c.advantage_eps),
+    "leave_one_out": lambda c, r, g: advantages.leave_one_out(r, g),
+    "best_of_group": lambda c, r, g: advantages.best_of_group(r, g, centered=c.centered),
+}
+KL = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
+REDUCTIONS: dict[str, Callable[[ObjectiveConfig, Tensor, Tensor], Tensor]] = {
+    "sequence_mean": lambda c, mask, ids: reduce.sequence_mean(mask, sequence_ids=ids),
+    "token_mean": lambda c, mask, ids: reduce.token_mean(mask, sequence_ids=ids),
+    "constant": lambda c, mask, ids: reduce.constant(
+        mask, length=float(c.constant_length or 0), sequence_ids=ids
+    ),
+}
+LOSSES: dict[str, Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]] = {
+    "reinforce": lambda c, logprobs, ratio, a: losses.reinforce(logprobs, a),
+    "unclipped": lambda c, logprobs, ratio, a: losses.unclipped(ratio, a),
+    "clip": lambda c, logprobs, ratio, a: losses.clipped(
+        ratio, a, low=c.clip_low, high=c.clip_high, dual=c.dual_clip
+    ),
+    "cispo": lambda c, logprobs, ratio, a: losses.cispo(
+        logprobs, ratio, a, cap=c.cispo_cap, floor=c.cispo_floor
+    ),
+}
+
+
+def token_advantages(
+    config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor, reference: Tensor | None
+) -> Tensor:
+    """The advantage of every action, [N]; a KL term in the reward is a part of it."""
+    mask, ids, rewards = batch.is_action, batch.sequence_ids, batch.rewards
+    penalty = None
+    if reference is not None and config.kl_in == "reward":
+        penalty = KL[config.kl](proximal, reference)
+    if config.advantage == "reinforce_plus_plus":
+        if penalty is None:
+            per_token = on_last_action(rewards, mask, ids)
+        else:
+            per_token = kl.penalised_rewards(
+                rewards, penalty, mask, coefficient=config.kl_coefficient, sequence_ids=ids
+            )
+        return advantages.reinforce_plus_plus(per_token, mask, gamma=config.gamma, sequence_ids=ids)
+    if penalty is not None:
+        rewards = rewards - config.kl_coefficient * sequence_sum(penalty, mask, ids)
+    if config.advantage == "reinforce_plus_plus_baseline":
+        return advantages.reinforce_plus_plus_baseline(
+            rewards, batch.group_ids, mask, sequence_ids=ids
+        )
+    per_response = GROUP_ADVANTAGES[config.advantage](config, rewards, batch.group_ids)
+    return to_tokens(per_response, mask, ids)
+
+
+def loss_weight(config: ObjectiveConfig, batch: PackedBatch) -> Tensor:
+    """The denominator over this train batch, [N]."""
+    weights = REDUCTIONS[config.reduction](config, batch.is_action, batch.sequence_ids)
+    return weights.to(batch.behavior_logprobs.dtype)
+
+
+def importance(config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor) -> Tensor | None:
+    """The correction for the gap between sampler and learner, [N]; None if the recipe has none."""
+    if config.importance == "none":
+        return None
+    weights = ratios.importance_ratio(
+        proximal,
+        batch.behavior_logprobs,
+        batch.is_action,
+        level=config.importance_level,
+        sequence_ids=batch.sequence_ids,
+    )
+    low, high = config.importance_low, config.importance_high
+    if config.importance == "truncate":
+        return ratios.truncate(weights, low=low, high=high)
+    return ratios.keep_between(weights, low=low, high=high)
+
+
+def token_loss(
+    config: ObjectiveConfig, logprobs: Tensor, entropy: Tensor, learn: LearnBatch
+) -> tuple[Tensor, Metrics]:
+    """The loss of every slot before its weight, [N], and what to report of it."""
+    batch, action = learn.batch, learn.batch.is_action
+    if config.ratio == "token":
+        ratio = ratios.token_ratio(logprobs, learn.proximal_logprobs)
+    else:
+        ratio = ratios.sequence_ratio(
+            logprobs, learn.proximal_logprobs, action, sequence_ids=batch.sequence_ids
+        )
+    loss = LOSSES[config.loss](config, logprobs, ratio, learn.advantages)
+    if learn.importance is not None:
+        loss = loss * learn.importance
+    metrics = _describe(config, ratio.detach(), entropy.detach(), learn)
+    if learn.reference_logprobs is not None:
+        reference = learn.reference_logprobs
+        for name in ("k1", "k3"):
+            value = KL[name](logprobs.detach(), reference)[action].mean()
+            metrics[f"kl/reference_{name}"] = value.item()
+        if config.kl_in == "loss":
+            loss = loss + config.kl_coefficient * KL[config.kl](logprobs, reference)
+    if config.entropy_coefficient:
+        loss = loss + config.entropy_coefficient * losses.entropy_bonus(entropy)
+    return loss, metrics
+
+
+def _describe(
+    config: ObjectiveConfig, ratio: Tensor, entropy: Tensor, learn: LearnBatch
+) -> Metrics:
+    action = learn.batch.is_action
+    ratio, advantage = ratio[action], learn.advantages[action]
+    metrics = {
+        "train/entropy": entropy[action].mean().item(),
+        "train/ratio_min": ratio.min().item(),
+        "train/ratio_max": ratio.max().item(),
+        "train/advantage_std": advantage.std(correction=0).item(),
+    }
+    if config.loss == "clip":
+        clipped = losses.is_clipped(ratio, advantage, low=config.clip_low, high=config.clip_high)
+        if config.dual_clip is not None:
+            clipped |= losses.is_dual_clipped(ratio, advantage, dual=config.dual_clip)
+        metrics["train/clip_fraction"] = clipped.float().mean().item()
+    if config.loss == "cispo":
+        outside = (ratio < config.cispo_floor) | (ratio > config.cispo_cap)
+        metrics["train/clip_fraction"] = outside.float().mean().item()
+    if learn.importance is not None:
+        metrics["train/importance"] = learn.importance[action].mean().item()
+    return metrics

@@ -1,0 +1,111 @@
+"""The synchronous loop: Algorithm 1 of GRPO (https://arxiv.org/abs/2402.03300), step by step.
+
+    for step = 1 … steps:
+        every kl_refresh steps:  π_ref ← π
+        sample a group of responses to each prompt from π          generate
+        score the responses                                        grade
+        log π_prox, log π_ref of the sampled tokens                score
+        advantages relative to the group                           advantages
+        for each of the gradient steps:  π ← step on the loss      learn
+        hand the new weights to the generator                      publish
+
+The sorting model and a language model run through it alike: a ``Generator`` samples, a ``Learner``
+scores and steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from burnish.config import Recipe
+from burnish.draws import Stream
+from burnish.learner import objective
+from burnish.learner.learner import Learner, Scores
+from burnish.rl.sequences import sequence_lengths, sequence_sum
+from burnish.rollout.packing import pack, slice_groups
+from burnish.rollout.rollout import Generator, Task, describe, grade
+from burnish.runs.metrics import Row, combine
+from burnish.runs.timers import Timers
+from burnish.types import Group, LearnBatch, PackedBatch, SamplingParams
+
+
+class Step(NamedTuple):
+    """What one round of the loop leaves to be written down."""
+
+    number: int
+    groups: list[Group]
+    advantages: list[float]
+    """One per response, in the groups' order: the mean over its tokens."""
+    metrics: Row
+    timings: Row
+
+
+def train(recipe: Recipe, *, task: Task, generator: Generator, learner: Learner) -> Iterator[Step]:
+    """Runs the loop, yielding after each step."""
+    params = SamplingParams(temperature=recipe.rollout.temperature, seed=recipe.seed)
+    prompts_per_step = recipe.prompts_per_rollout
+    timers = Timers()
+    for number in range(recipe.train.steps):
+        refresh = recipe.objective.kl_refresh
+        if recipe.objective.kl != "none" and refresh and number % refresh == 0:
+            learner.refresh_reference()
+        first = number * prompts_per_step
+        prompts = [task.prompt(first + k) for k in range(prompts_per_step)]
+        with timers("generate"):
+            responses = generator.generate(
+                prompts,
+                first_group=first,
+                samples=recipe.rollout.group_size,
+                params=params,
+                stream=Stream.TRAIN,
+            )
+        with timers("grade"):
+            groups = grade(task, prompts, responses, first)
+        with timers("score"):
+            batch = pack(groups)
+            scores = learner.score(batch)
+        with timers("learn"):
+            advantages = objective.token_advantages(recipe.objective, batch, *scores)
+            lag = learner.version - min(group.oldest_version for group in groups)
+            train_batches = split(recipe, batch, advantages, scores)
+            rows = [
+                learner.step(learn) for _ in range(recipe.train.epochs) for learn in train_batches
+            ]
+        with timers("publish"):
+            generator.load(learner.weights())
+        metrics = describe(groups) | combine(rows)
+        metrics |= {"train/version": learner.version, "train/lag": lag}
+        per_response = _per_response(batch, advantages)
+        yield Step(number, groups, per_response, metrics, timers.take())
+
+
+def split(
+    recipe: Recipe, batch: PackedBatch, advantages: Tensor, scores: Scores
+) -> list[LearnBatch]:
+    """The rollout's train batches, whole groups each, with the weights of their own denominator."""
+    groups = recipe.train.batch // recipe.rollout.group_size
+    correction = objective.importance(recipe.objective, batch, scores.proximal)
+    train_batches = []
+    for first in range(0, recipe.prompts_per_rollout, groups):
+        part, slots = slice_groups(batch, first, first + groups)
+        train_batches.append(
+            LearnBatch(
+                batch=part,
+                advantages=advantages[slots],
+                loss_weight=objective.loss_weight(recipe.objective, part),
+                proximal_logprobs=scores.proximal[slots],
+                reference_logprobs=None if scores.reference is None else scores.reference[slots],
+                importance=None if correction is None else correction[slots],
+            )
+        )
+    return train_batches
+
+
+def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:
+    mask, ids = batch.is_action, batch.sequence_ids
+    totals = sequence_sum(advantages, mask, ids)
+    means: list[float] = (totals / sequence_lengths(mask, ids).clamp(min=1)).tolist()
+    return means

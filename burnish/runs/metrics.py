@@ -1,0 +1,43 @@
+"""Rows of metrics: putting several into one, and reading them back from a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.errors import RunError
+
+Row = dict[str, float]
+
+
+def combine(rows: Iterable[Mapping[str, float]]) -> Row:
+    """One row for several: least of ``…_min``, greatest of ``…_max``, mean of the rest."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+
+    def one(name: str, values: list[float]) -> float:
+        if name.endswith("_min"):
+            return min(values)
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    return {name: one(name, values) for name, values in columns.items()}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; a last line that a crash cut short is left out."""
+    if not path.is_file():
+        raise RunError(f"{path.parent} is not a run directory: it has no {path.name}")
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise RunError(f"{path}, line {number}, is not JSON: {error}") from error
+    return rows

@@ -1,0 +1,71 @@
+"""Sorting: a prompt is a list of numbers, the right response the same numbers in ascending order.
+
+Two rewards with partial credit, from a lecture's worked example. Numbers are their own token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from burnish.config import SortTask
+from burnish.draws import Stream, uniforms
+from burnish.types import Completion, Grade, Prompt
+
+
+def position_match(prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
+    """One point for every position that holds what the sorted prompt holds there."""
+    matches = sum(a == b for a, b in zip(sorted(prompt), response, strict=True))
+    return {"position": float(matches)}
+
+
+def inclusion_ordering(prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
+    """A point for each prompt number in the response, one for each neighbouring pair in order.
+
+    A loophole is left on purpose, as in the lecture: for the prompt 1 0 1 the response 0 1 1 and
+    the wrong 0 0 1 earn the same, since a number counts as held however often it occurs.
+    """
+    inclusion = sum(number in response for number in prompt)
+    ordering = sum(a <= b for a, b in pairwise(response))
+    return {"inclusion": float(inclusion), "ordering": float(ordering)}
+
+
+REWARDS: dict[str, Callable[[Sequence[int], Sequence[int]], dict[str, float]]] = {
+    "position_match": position_match,
+    "inclusion_ordering": inclusion_ordering,
+}
+
+
+class Sorting:
+    """The prompts, drawn once from the run's seed, and their grader."""
+
+    def __init__(self, config: SortTask, *, seed: int) -> None:
+        self.config = config
+        rows = np.arange(config.prompts)[:, None]
+        draws = uniforms(seed, Stream.TASK, rows, 0, np.arange(config.length))
+        numbers = (draws * config.numbers).astype(np.int32)
+        self.prompts = [
+            Prompt(
+                f"sort/{i}", " ".join(map(str, row)), row, "sort", reference=sorted(row.tolist())
+            )
+            for i, row in enumerate(numbers)
+        ]
+        perfect = (self.parts(p.token_ids.tolist(), p.reference) for p in self.prompts)
+        self.best_reward = float(np.mean([sum(parts.values()) for parts in perfect]))
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of the run's group number ``index``: the prompts in turn."""
+        return self.prompts[index % len(self.prompts)]
+
+    def parts(self, prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
+        return REWARDS[self.config.reward](prompt, response)
+
+    def grade(self, prompt: Prompt, completion: Completion) -> Grade:
+        parts = self.parts(prompt.token_ids.tolist(), completion.token_ids.tolist())
+        return Grade(sum(parts.values()), parts | {"sorted": float(is_sorted(prompt, completion))})
+
+
+def is_sorted(prompt: Prompt, completion: Completion) -> bool:
+    return bool(completion.token_ids.tolist() == prompt.reference)
