@@ -49,7 +49,7 @@ def grade(
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
     """What a rollout's groups look like, before anything is learned from them."""
-    rewards = np.concatenate([group.rewards for group in groups])
+    rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
     grades = [grade for group in groups for grade in group.grades]
     lengths = [len(c.token_ids) for group in groups for c in group.completions]
     metrics = {

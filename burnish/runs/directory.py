@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from burnish import __version__
 from burnish.config import Recipe, effective, to_toml
 from burnish.errors import RunError
 
@@ -32,18 +31,9 @@ class RunDirectory:
 
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / ".lock").open("w")
-        except OSError as error:
-            raise RunError(
-                f"can't write to {path}: {error.strerror}; choose another --out"
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{path} is in use by another run; choose another --out") from None
+        self._lock = _lock(path)
         if (path / "metrics.jsonl").exists():
+            self._lock.close()
             raise RunError(f"{path} already holds a run; choose another --out or remove it")
         self.write("recipe.toml", to_toml(effective(recipe)))
         self.write("environment.json", json.dumps(environment(), indent=2) + "\n")
@@ -78,6 +68,21 @@ class RunDirectory:
         os.replace(temporary, self.path / name)
 
 
+def _lock(path: Path) -> TextIO:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("w")
+    except OSError as error:
+        message = f"can't write to {path}: {error.strerror}; choose another --out"
+        raise RunError(message) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise RunError(f"{path} is in use by another run; choose another --out") from None
+    return lock
+
+
 def next_directory(root: Path, name: str) -> Path:
     """The first of root/name-1, root/name-2, … that does not exist."""
     number = 1
@@ -89,7 +94,7 @@ def next_directory(root: Path, name: str) -> Path:
 def environment() -> dict[str, Any]:
     """What bit-exactness depends on."""
     return {
-        "burnish": __version__,
+        "burnish": _version("burnish"),
         "python": sys.version.split()[0],
         "packages": {name: _version(name) for name in ("torch", "numpy", "pydantic")},
         "machine": platform.machine(),

@@ -51,7 +51,7 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
         if not run:
             raise RunError(f"{path} has no finished step yet")
         parts = [f"{k.rpartition('.')[2]} = {recipe[k]}" for k in differing if k in recipe]
-        label = ", ".join(parts) or path.name
+        label = ", ".join(parts) or str(recipe.get("name", path.name))
         curve = curves.setdefault(label, Curve(label, [], []))
         curve.seeds.append(recipe.get("seed", 0))
         curve.rows.append(run)

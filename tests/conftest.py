@@ -1,0 +1,36 @@
+"""Small groups, made by hand, that several tests share."""
+
+import numpy as np
+import pytest
+
+from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
+
+
+def make_group(index, prompt, responses, rewards, *, version=0, temperature=1.0, sampled=None):
+    completions = tuple(
+        Completion(
+            request_id="r",
+            sample_index=i,
+            token_ids=np.array(ids, dtype=np.int32),
+            logprobs=-0.1 * np.arange(1, len(ids) + 1, dtype=np.float32),
+            versions=np.full(len(ids), version, dtype=np.int32),
+            sampled=np.ones(len(ids), dtype=bool) if sampled is None else np.array(sampled[i]),
+            params=SamplingParams(temperature=temperature),
+            finish=Finish.STOP,
+            stop=None,
+            text=" ".join(map(str, ids)),
+        )
+        for i, ids in enumerate(responses)
+    )
+    text = " ".join(map(str, prompt))
+    head = Prompt(f"p{index}", text, np.array(prompt, dtype=np.int32), "t", sorted(prompt))
+    return Group(index, head, completions, tuple(Grade(r) for r in rewards))
+
+
+@pytest.fixture
+def two_groups():
+    """Prompts of 2 and 3 tokens; responses of 2, 1 and of 3, 1, 2 tokens."""
+    return [
+        make_group(0, [5, 6], [[7, 8], [9]], [1.0, 0.0], temperature=0.5),
+        make_group(1, [1, 2, 3], [[4, 5, 6], [7], [8, 9]], [2.0, 3.0, 7.0], version=1),
+    ]

@@ -1,0 +1,72 @@
+import numpy as np
+import torch
+
+from burnish.config import SortTask
+from burnish.engine.sorter import SorterEngine, invert
+from burnish.model.sorter import Sorter
+from burnish.tasks.sorting import Sorting
+from burnish.types import SamplingParams, Weights
+
+TASK = Sorting(SortTask(), seed=0)
+
+
+def generate(engine, prompts, first=0, samples=4, temperature=1.0, seed=3):
+    params = SamplingParams(temperature=temperature, seed=seed)
+    return engine.generate(prompts, first_group=first, samples=samples, params=params, stream=0)
+
+
+def test_a_draw_does_not_depend_on_the_batch():
+    engine = SorterEngine(Sorter(5, 3, 10, seed=0))
+    whole = generate(engine, TASK.prompts)
+    alone = generate(engine, TASK.prompts[1:2], first=1, samples=2)
+    for a, b in zip(whole[1][:2], alone[0], strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+    again = generate(engine, TASK.prompts[1:2], first=2)
+    assert any(
+        not np.array_equal(a.token_ids, b.token_ids)
+        for a, b in zip(whole[1], again[0], strict=True)
+    )
+
+
+def test_log_probabilities_are_the_models_at_the_sampling_temperature():
+    model = Sorter(5, 3, 10, seed=0)
+    (completions,) = generate(SorterEngine(model), TASK.prompts[:1], temperature=0.7)
+    tokens = torch.from_numpy(TASK.prompts[0].token_ids).long()[None]
+    expected = torch.log_softmax(model(tokens)[0] / 0.7, -1)
+    for completion in completions:
+        picked = expected[torch.arange(3), torch.from_numpy(completion.token_ids).long()]
+        np.testing.assert_allclose(completion.logprobs, picked.detach().numpy(), atol=1e-6)
+
+
+def test_samples_follow_the_model():
+    model = Sorter(5, 3, 10, seed=1)
+    (completions,) = generate(SorterEngine(model), TASK.prompts[:1], samples=20_000)
+    tokens = torch.from_numpy(TASK.prompts[0].token_ids).long()[None]
+    expected = model(tokens)[0].softmax(-1).detach().numpy() * 20_000
+    drawn = np.stack([completion.token_ids for completion in completions])
+    for place in range(3):
+        counts = np.bincount(drawn[:, place], minlength=5)
+        assert ((counts - expected[place]) ** 2 / expected[place]).sum() < 18.5  # 4 degrees: 0.001
+
+
+def test_temperature_0_is_greedy():
+    model = Sorter(5, 3, 10, seed=0)
+    ((completion,),) = generate(SorterEngine(model), TASK.prompts[:1], samples=1, temperature=0.0)
+    tokens = torch.from_numpy(TASK.prompts[0].token_ids).long()[None]
+    assert completion.token_ids.tolist() == model(tokens)[0].argmax(-1).tolist()
+
+
+def test_a_token_of_probability_0_is_never_drawn():
+    logprobs = torch.tensor([-torch.inf, 0.5, 0.5, -torch.inf]).log_softmax(-1).expand(4, 4)
+    draws = torch.tensor([0.0, 0.4999, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    assert invert(logprobs, draws).tolist() == [1, 1, 2, 2]
+
+
+def test_loaded_weights_stamp_their_version():
+    engine = SorterEngine(Sorter(5, 3, 10, seed=0))
+    other = Sorter(5, 3, 10, seed=1)
+    engine.load(Weights(4, 0, dict(other.state_dict())))
+    (got,) = generate(engine, TASK.prompts[:1])
+    (expected,) = generate(SorterEngine(other), TASK.prompts[:1])
+    assert got[0].versions.tolist() == [4, 4, 4]
+    assert np.array_equal(got[0].token_ids, expected[0].token_ids)

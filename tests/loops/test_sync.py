@@ -1,0 +1,186 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from burnish import api, config
+from burnish.engine.sorter import SorterEngine
+from burnish.learner import objective
+from burnish.learner.learner import Learner, Scores
+from burnish.loops import sync
+from burnish.model.sorter import Sorter
+from burnish.rl.reduce import weighted_sum
+from burnish.rollout.packing import pack
+from burnish.tasks.sorting import Sorting
+from tests.conftest import make_group
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*overrides, seed=0, name="sort"):
+    recipe = config.load(name, overrides, seed=seed)
+    task = Sorting(recipe.task, seed=recipe.seed)
+    size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
+    learner = Learner(
+        Sorter(*size, seed=recipe.seed), recipe.objective, learning_rate=recipe.train.learning_rate
+    )
+    engine = SorterEngine(Sorter(*size, seed=recipe.seed))
+    return list(sync.train(recipe, task=task, generator=engine, learner=learner)), learner
+
+
+def test_the_default_recipe_learns_to_sort():
+    steps, _ = run()
+    rewards = [step.metrics["rollout/reward"] for step in steps]
+    assert np.mean(rewards[:5]) < 3.2
+    assert np.mean(rewards[-5:]) > 4.7
+
+
+@pytest.mark.slow
+def test_a_larger_size_learns_too():
+    steps, _ = run("train.steps=30", name="sort-large")
+    assert steps[0].metrics["rollout/part_sorted"] < 0.01
+    assert steps[-1].metrics["rollout/part_sorted"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["objective.advantage=raw", "objective.loss=reinforce"],
+        ["objective.advantage=best_of_group", "objective.loss=unclipped"],
+        ["objective.advantage=best_of_group", "objective.centered=true"],
+        ["objective.advantage=group_zscore", "objective.ratio=sequence"],
+        ["objective.advantage=leave_one_out", "objective.loss=cispo"],
+        ["objective.advantage=reinforce_plus_plus", "objective.kl=k1", "objective.kl_in=reward"],
+        ["objective.advantage=reinforce_plus_plus_baseline", "objective.importance=truncate"],
+        ["objective.kl=k3", "objective.kl_refresh=2", "objective.entropy_coefficient=0.01"],
+        ["objective.proximal=behavior", "objective.reduction=sequence_mean"],
+        ["objective.reduction=constant", "objective.constant_length=3", "train.batch=10"],
+    ],
+)
+def test_every_piece_runs_and_moves_the_policy(change):
+    steps, learner = run("train.steps=3", *change)
+    per_rollout = 30 if "train.batch=10" in change else 10
+    assert learner.version == steps[-1].metrics["train/version"] == 3 * per_rollout
+    assert all(np.isfinite(list(step.metrics.values())).all() for step in steps)
+    assert steps[-1].metrics["train/grad_norm"] > 0
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not():
+    (a, first), (b, second), (c, _) = (run("train.steps=5", seed=s) for s in (1, 1, 2))
+    assert [step.metrics for step in a] == [step.metrics for step in b]
+    assert [step.metrics for step in a] != [step.metrics for step in c]
+    for name, tensor in first.weights().tensors.items():
+        assert torch.equal(tensor, second.weights().tensors[name])
+
+
+def test_the_reference_is_refreshed_every_n_steps():
+    change = ["objective.kl=k3", "objective.kl_coefficient=0.001", "train.epochs=1"]
+    steps, _ = run(*change, "objective.kl_refresh=3", "train.steps=7")
+    kl = [step.metrics["kl/reference_k3"] for step in steps]
+    assert [value == 0 for value in kl] == [True, False, False, True, False, False, True]
+    frozen, _ = run(*change, "train.steps=7")
+    assert [step.metrics["kl/reference_k3"] == 0 for step in frozen] == [True] + [False] * 6
+
+
+def test_generator_and_learner_stay_in_step():
+    steps, _ = run("train.steps=4")
+    for step in steps:
+        assert step.metrics["train/lag"] == 0
+        assert step.metrics["mismatch/logprob_max"] < 1e-6
+    versions = [step.groups[0].completions[0].versions[0] for step in steps]
+    assert versions == [0, 10, 20, 30]
+    assert [group.index for step in steps for group in step.groups] == list(range(12))
+
+
+def test_train_batches_have_their_own_denominators():
+    recipe = config.load("sort", ["train.batch=10"])
+    groups = [
+        make_group(i, [1, 2], [[3, 4, 5], [3]] * 5, [1.0, 0.0] * 5) for i in range(3)
+    ]  # 10 responses each
+    batch = pack(groups)
+    proximal = batch.behavior_logprobs
+    advantages = objective.token_advantages(recipe.objective, batch, proximal, None)
+    parts = sync.split(recipe, batch, advantages, Scores(proximal, None))
+    assert len(parts) == 3
+    for part in parts:
+        ones = torch.ones_like(part.loss_weight)
+        assert weighted_sum(ones, part.loss_weight).item() == pytest.approx(1.0)
+
+
+def one_file():
+    spec = importlib.util.spec_from_file_location("one", ROOT / "examples" / "grpo_one_file.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_one_file_example_learns_and_is_short():
+    example = one_file()
+    assert len((ROOT / "examples" / "grpo_one_file.py").read_text().splitlines()) <= 200
+    history = example.train(example.Sorter(), steps=60)
+    assert np.mean(history[-5:]) > np.mean(history[:5]) + 0.5
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_one_step_of_the_example_equals_one_step_of_the_package(kl):
+    """Same weights, same responses, two gradient steps: the same weights afterwards."""
+    example = one_file()
+    ours, theirs = Sorter(5, 3, 10, seed=4), example.Sorter(seed=4)
+    responses = example.sample(theirs, example.PROMPTS, 10, torch.Generator().manual_seed(0))
+    rewards = example.grade(example.PROMPTS, responses)
+    groups = [
+        make_group(i, p.tolist(), r.tolist(), s.tolist())
+        for i, (p, r, s) in enumerate(zip(example.PROMPTS, responses, rewards, strict=True))
+    ]
+    change = ["objective.advantage=group_zscore", "train.epochs=2"]
+    change += ["objective.kl=k3", f"objective.kl_coefficient={kl}"] if kl else []
+    recipe = config.load("sort", change)
+    learner = Learner(ours, recipe.objective, learning_rate=1e-3)
+    batch = pack(groups)
+    scores = learner.score(batch)
+    advantages = objective.token_advantages(recipe.objective, batch, *scores)
+    (learn,) = sync.split(recipe, batch, advantages, scores)
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-3)
+    old = example.log_probs(theirs, example.PROMPTS, responses).detach()
+    for _ in range(2):
+        metrics = learner.step(learn)
+        loss = example.grpo_loss(
+            example.log_probs(theirs, example.PROMPTS, responses),
+            old,
+            example.advantages(rewards),
+            clip=0.01,
+            reference=old if kl else None,
+            kl_coefficient=kl,
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-7)
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(learner.policy.state_dict()[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_a_run_leaves_its_directory(tmp_path):
+    seen = []
+    path = api.train("sort", overrides=["train.steps=3"], out=tmp_path / "run", on_step=seen.append)
+    assert len(seen) == 3
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    timings = [json.loads(line) for line in (path / "timings.jsonl").read_text().splitlines()]
+    for row in timings:
+        phases = [v for k, v in row.items() if k.startswith("time/") and k != "time/step"]
+        assert sum(phases) == pytest.approx(row["time/step"])
+    assert not any(key.startswith("time/") for key in rows[0])
+    assert config.load(str(path / "recipe.toml")) == config.load("sort", ["train.steps=3"])
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["gradient_steps"], summary["responses"]) == (30, 90)
+    assert len(summary["greedy"]) == 3
+    assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    log = (path / "log.txt").read_text()
+    assert log.startswith("step 0\n  prompt '")
+    assert log.count("prompt") == 9
+    assert "reward" in log
+    assert "advantage" in log

@@ -1,0 +1,118 @@
+"""The command line as a user meets it: a process, its output, its exit code."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BURNISH = str(Path(sys.executable).with_name("burnish"))
+
+
+def burnish(*arguments, cwd, **more):
+    return subprocess.run(
+        [BURNISH, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "160", **more},
+        check=False,
+    )
+
+
+def test_train_compare_and_the_files(tmp_path):
+    for seed in (0, 1):
+        done = burnish("train", "sort", "--set", "train.steps=3", "--seed", str(seed), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "best possible 5.00" in done.stdout
+        assert f"run directory: runs/sort-{seed + 1}" in done.stdout
+    assert json.loads((tmp_path / "runs/sort-2/summary.json").read_text())["seed"] == 1
+    done = burnish("compare", "runs/sort-1", "runs/sort-2", "--out", "both.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "seeds 0, 1" in done.stdout
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_says_what_will_be_computed_and_writes_nothing(tmp_path):
+    done = burnish("plan", "sort", "--set", "objective.kl=k3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "Σ w_(i,t) (L_t + 0.01 k3_t)",
+        "L_t = −min(ρ_t A_t, clip(ρ_t, 0.99, 1.01) A_t)",
+        "w_(i,t) = 1 / Σ_i |y_i|",
+        "30 responses = 3 prompts × 10 samples",
+        "10 per rollout = 1 train batch of 30 responses × 10 epochs",
+        "3,000 responses sampled, 1,000 gradient steps",
+        "650 parameters",
+        "runs/sort-1",
+    ):
+        assert line in done.stdout, line
+    assert not list(tmp_path.iterdir())
+
+
+def test_recipes_are_listed(tmp_path):
+    done = burnish("recipes", cwd=tmp_path)
+    assert "sort" in done.stdout
+    assert "the lecture's example" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "sort", "--set", "train.step=3"], "did you mean 'train.steps'?"),
+        (["train", "nothing"], "there is no recipe 'nothing'"),
+        (["compare", "nowhere"], "nowhere is not a run directory"),
+        (["compare", "nowhere", "--out", "no/such/place.png"], "no/such is not a directory"),
+        (["plan", "sort", "--set", "objective.gamma=0.9"], "has no effect"),
+    ],
+)
+def test_an_error_is_one_message(arguments, message, tmp_path):
+    done = burnish(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+    debug = burnish(*arguments, "--debug", cwd=tmp_path)
+    assert debug.returncode == 1
+    assert "Traceback" in debug.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_run_says_where_its_steps_are(tmp_path):
+    process = subprocess.Popen(
+        [BURNISH, "train", "sort", "--set", "train.steps=100000", "--out", "run"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < deadline, "no step within a minute"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; the finished steps are in run" in out
+
+
+def test_help_and_import_are_light():
+    code = (
+        "import sys, burnish.cli; print([m for m in ('torch', 'pydantic', 'ray', 'transformers', "
+    )
+    code += "'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_train_is_there_from_python(tmp_path):
+    code = "import burnish; print(burnish.train('sort', overrides=['train.steps=2'], out='mine'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "mine"
+    assert (tmp_path / "mine" / "summary.json").exists()

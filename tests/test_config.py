@@ -1,0 +1,145 @@
+import math
+
+import pytest
+
+from burnish import config, pieces
+from burnish.errors import ConfigError
+
+
+def refused(*overrides, name="sort"):
+    with pytest.raises(ConfigError) as caught:
+        config.load(name, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", config.list_recipes())
+def test_every_recipe_loads_and_says_what_it_is(name):
+    recipe = config.load(name)
+    assert recipe.description
+    assert recipe.name == name
+
+
+@pytest.mark.parametrize("name", config.list_recipes())
+def test_a_recipe_holds_only_what_differs_or_names_its_task(name):
+    given = config.read_recipe(name)
+    for section, values in given.items():
+        if isinstance(values, dict) and section == "model":
+            defaults = config.SorterConfig().model_dump()
+            assert all(defaults[key] != value for key, value in values.items()), section
+
+
+def test_the_resolved_recipe_is_a_recipe(tmp_path):
+    changes = ["objective.loss=clip", "objective.clip_high=inf", "objective.kl=k2", "seed=7"]
+    recipe = config.load("sort", changes)
+    file = tmp_path / "again.toml"
+    file.write_text(config.to_toml(config.effective(recipe)))
+    again = config.load(str(file))
+    assert again == recipe
+    assert again.objective.clip_high == math.inf
+
+
+def test_toml_round_trip():
+    import tomllib
+
+    table = {"a": 'say "hi"\\\n', "b": [1, 2.5], "c": {"d": True, "e": 1e-6, "f": math.inf}}
+    assert tomllib.loads(config.to_toml({**table, "g": None})) == table
+
+
+def test_overrides_are_read_as_toml_or_else_as_words():
+    assert config.parse_override("a.b=3") == {"a": {"b": 3}}
+    assert config.parse_override("a.b=1e-3") == {"a": {"b": 1e-3}}
+    assert config.parse_override("a.b=k3") == {"a": {"b": "k3"}}
+    assert config.parse_override("a = true") == {"a": True}
+    for bad in ("a.b", "=3", "a..b=1"):
+        with pytest.raises(ConfigError, match=r"section\.key=value"):
+            config.parse_override(bad)
+
+
+def test_seed_and_overrides_win_over_the_recipe():
+    recipe = config.load("sort", ["train.steps=7", "train.steps=8"], seed=5)
+    assert (recipe.train.steps, recipe.seed) == (8, 5)
+
+
+def test_an_unknown_key_names_the_nearest():
+    assert "unknown setting 'train.step'; did you mean 'train.steps'?" in refused("train.step=3")
+    assert "did you mean 'train.learning_rate'?" in refused("objective.learning_rate=1")
+    assert "did you mean 'rollout'?" in refused("rolout.batch=3")
+
+
+def test_an_unknown_name_names_the_nearest():
+    message = refused("objective.loss=clipp")
+    assert "objective.loss must be reinforce or unclipped or clip or cispo, got 'clipp'" in message
+    assert "did you mean 'clip'?" in message
+    with pytest.raises(ConfigError, match="no recipe 'sorts'; did you mean 'sort'"):
+        config.load("sorts")
+
+
+def test_wrong_values_are_said_with_the_rule():
+    assert refused("train.learning_rate=-1") == "train.learning_rate must be greater than 0, got -1"
+    assert "train.steps must be a valid integer" in refused("train.steps=many")
+    assert "rollout.temperature must be greater than 0, got 0" in refused("rollout.temperature=0")
+
+
+def test_a_file_that_is_not_toml(tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_text("a = = 3")
+    with pytest.raises(ConfigError, match="is not a TOML file"):
+        config.load(str(file))
+
+
+def test_a_setting_without_effect_is_refused_with_the_reason():
+    message = refused("objective.advantage_eps=0.1")
+    assert message == (
+        "objective.advantage_eps (--set) has no effect with advantage = 'group_mean'; remove it, "
+        "or use advantage = 'group_zscore'"
+    )
+    assert "kl = 'k1' or kl = 'k2' or kl = 'k3'" in refused("objective.kl_coefficient=0.1")
+    assert "has no effect with loss = 'reinforce'" in refused(
+        "objective.loss=reinforce", "objective.ratio=sequence"
+    )
+    assert "must be greater than 0" in refused("objective.kl=k3", "objective.kl_coefficient=0")
+
+
+def test_a_recipe_with_a_setting_without_effect_is_refused(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[objective]\nloss = "reinforce"\nclip_low = 0.1\n')
+    with pytest.raises(
+        ConfigError, match=r"objective\.clip_low \(recipe .*mine\.toml\) has no effect"
+    ):
+        config.load(str(file))
+
+
+def test_what_an_override_replaces_takes_its_settings_along():
+    recipe = config.load("sort", ["objective.loss=reinforce"])  # the recipe sets clip_low
+    assert recipe.objective.clip_low == config.ObjectiveConfig().clip_low
+    assert "clip_low" not in config.effective(recipe)["objective"]
+
+
+def test_every_setting_is_read_by_some_piece():
+    always = {*pieces.KINDS, "entropy_coefficient", "proximal"}
+    for name in config.ObjectiveConfig.model_fields:
+        assert name in always or pieces.users_of(name), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.batch=32"], "use rollout.batch = 30 or 40"),
+        (["rollout.batch=5"], "use rollout.batch = 10"),
+        (["train.batch=15"], "use train.batch = 10 or 20"),
+        (["train.batch=20"], "does not divide rollout.batch = 30; use one of 10, 30"),
+        (["rollout.group_size=1"], "use objective.advantage = 'raw'"),
+        (["objective.reduction=constant"], "needs objective.constant_length"),
+        (["objective.loss=cispo", "objective.cispo_floor=6"], "is above cispo_cap = 5"),
+        (["objective.importance=mask", "objective.importance_low=3"], "is above importance_high"),
+        (["objective.importance=mask", "objective.proximal=behavior"], "it would always be 1"),
+    ],
+)
+def test_numbers_that_do_not_fit_say_which_do(overrides, message):
+    assert message in refused(*overrides)
+
+
+def test_a_group_of_one_is_fine_for_raw_rewards():
+    recipe = config.load("sort", ["rollout.group_size=1", "objective.advantage=raw"])
+    assert recipe.prompts_per_rollout == 30
+    assert config.load("sort", ["train.batch=10"]).gradient_steps_per_rollout == 30
