@@ -215,7 +215,7 @@ def monte_carlo_steps(
 
 
 def _check_groups(
-    rewards: Tensor, group_ids: Tensor, *, least: int = 1, estimator: str = "this"
+    rewards: Tensor, group_ids: Tensor, *, least: int = 1, estimator: str = ""
 ) -> tuple[Tensor, Tensor]:
     """The group number of each reward [S] in [0, groups), and the sizes [groups] as floats."""
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:

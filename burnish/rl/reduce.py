@@ -23,7 +23,7 @@ def sequence_mean(mask: Tensor, *, sequence_ids: Tensor | None = None) -> Tensor
     GRPO, https://arxiv.org/abs/2402.03300, equation 3. A long response's tokens count less.
     """
     lengths = sequence_lengths(mask, sequence_ids).double()
-    weights = torch.where(lengths > 0, 1 / (_count(lengths) * lengths), 0.0)
+    weights = 1 / (_count(lengths) * lengths.clamp(min=1))
     return to_tokens(weights, mask, sequence_ids)
 
 

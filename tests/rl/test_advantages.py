@@ -224,6 +224,19 @@ def test_the_first_action_must_start_a_step():
         )
 
 
+def test_that_holds_for_a_sequence_of_one_action_too():
+    with pytest.raises(ValueError, match="must start a step"):
+        advantages.monte_carlo_steps(
+            torch.ones(1), torch.ones(1, 2), torch.zeros(1, 2), torch.tensor([[1, 0]])
+        )
+
+
+def test_estimators_of_an_empty_pack_are_empty():
+    nothing, ids = torch.zeros(0, dtype=D), torch.zeros(0, dtype=torch.long)
+    assert advantages.discounted_returns(nothing, nothing, sequence_ids=ids).tolist() == []
+    assert on_last_action(nothing, nothing, ids).tolist() == []
+
+
 def test_estimators_of_an_empty_batch_are_empty():
     nothing = torch.zeros(2, 3, dtype=D)
     for got in (

@@ -35,6 +35,20 @@ def test_an_empty_batch_weighs_nothing(name):
     assert torch.equal(REDUCTIONS[name](torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("name", "weight"), [("sequence_mean", 1), ("token_mean", 1), ("constant", 1 / 8)]
+)
+def test_a_single_action_has_the_whole_say(name, weight):
+    got = REDUCTIONS[name](torch.tensor([[1, 0], [0, 0]]))
+    assert got.tolist() == [[weight, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_pack_of_nothing_has_no_weights(name):
+    nothing = torch.zeros(0, dtype=torch.long)
+    assert REDUCTIONS[name](nothing, sequence_ids=nothing).tolist() == []
+
+
 @pytest.mark.parametrize("length", [0, -1])
 def test_the_constant_must_be_positive(length):
     with pytest.raises(ValueError, match=f"above 0, got {length}"):
