@@ -1,8 +1,12 @@
-"""Small groups, made by hand, that several tests share."""
+"""What several rooms of the tests share."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from burnish.errors import ModelError
+from burnish.model import hub
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
 
 
@@ -34,3 +38,14 @@ def two_groups():
         make_group(0, [5, 6], [[7, 8], [9]], [1.0, 0.0], temperature=0.5),
         make_group(1, [1, 2, 3], [[4, 5, 6], [7], [8, 9]], [2.0, 3.0, 7.0], version=1),
     ]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's directory, downloaded once into the user's cache."""
+    try:
+        return hub.resolve(hub.DEFAULT)
+    except ModelError as error:
+        if "can't be downloaded" in str(error):
+            pytest.skip(str(error))
+        raise
