@@ -153,8 +153,9 @@ class CachedAttention:
             query = folded[shared.rows].transpose(1, 2).flatten(2, 3)  # [groups, Hkv, R · …, D]
             keys, values = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, groups))
             part, total = self._attention(query, keys, values, shared.mask)
-            part = part.unflatten(2, (samples, -1)).transpose(1, 2).reshape(-1, *q.shape[1:])
-            total = total.unflatten(2, (samples, -1)).transpose(1, 2).reshape(len(part), -1)
+            part = part.view(groups, heads, samples, -1, cache.width).transpose(1, 2)
+            part = part.reshape(-1, *q.shape[1:])
+            total = total.reshape(groups, heads, samples, -1).transpose(1, 2).reshape(len(part), -1)
             rows = shared.rows.flatten()[shared.real]
             _merge(out, torch.cat(totals), rows, part[shared.real], total[shared.real])
 
@@ -187,7 +188,7 @@ class CachedAttention:
         return found
 
     def _table(self, tables: list[list[int]], lengths: list[int]) -> tuple[Tensor, Tensor]:
-        """-> pages [rows · n], padded by repeating, and the mask [rows, 1, 1, n · size] for that."""
+        """-> pages [rows · n], padded by repeating, and the mask [rows, 1, 1, n · size] of that."""
         most = max(map(len, tables))
         pages = [page for table in tables for page in [*table, *table[:1] * (most - len(table))]]
         place = np.arange(most * self._cache.size)
@@ -226,6 +227,6 @@ def _buckets(items: Sequence[T], length: Callable[[T], int]) -> list[list[T]]:
 
 
 def _merge(out: Tensor, total: Tensor, rows: Tensor, part: Tensor, part_total: Tensor) -> None:
-    """Join attention over two sets of keys, in place: out [S, Hq, D] at rows with part [r, Hq, D]."""
+    """Join attention over two sets of keys: into out [S, Hq, D] at rows goes part [r, Hq, D]."""
     share = torch.sigmoid(part_total - total[rows])[..., None]
     out[rows] = torch.lerp(out[rows].to(share.dtype), part.to(share.dtype), share).to(out.dtype)

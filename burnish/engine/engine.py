@@ -1,4 +1,4 @@
-"""The native rollout engine: continuous batching over a paged cache, on the model the learner trains.
+"""The native rollout engine: continuous batching over a paged cache, on the learner's own model.
 
 submit ──► Scheduler.plan ──► model ──► sample ──► Reader ──► events
                  ▲                                   │

@@ -1,4 +1,4 @@
-"""The fast path on a CPU, beside the plain versions that run everywhere and that tests compare with.
+"""The fast path on a CPU, beside the plain versions that run everywhere and that tests trust.
 
 Nothing else in the engine knows the device.
 """
@@ -17,7 +17,7 @@ from burnish.model.attention import Attend
 from burnish.model.transformer import Layer, Transformer
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""q [B, H, R, D], k and v [B, H, T, D], mask [B, 1, 1, T] to add -> out as q, log-sum-exp [B, H, R]."""
+"""q [B, H, R, D], k, v [B, H, T, D], mask [B, 1, 1, T] to add -> like q, log-sum-exp [B, H, R]."""
 
 
 class Body(Protocol):
@@ -103,7 +103,7 @@ def body_for(model: Transformer) -> Body:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
     """q [L, Hq, D] at positions start …, k and v [T, Hkv, D] from position 0 on -> [L, Hq, D]."""
     seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(start)
-    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=gqa)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=gqa)
     return out[0].transpose(0, 1)

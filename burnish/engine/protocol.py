@@ -1,4 +1,4 @@
-"""What every rollout engine takes and gives: requests in, events out, weights between any two steps."""
+"""What every rollout engine takes and gives: requests, events, weights between any two steps."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def _broken_setting(p: SamplingParams, vocab: int, has_text: bool) -> str | None
         return f"top_p must lie in (0, 1], got {p.top_p}; 1 turns it off"
     if p.top_k is not None and p.top_k < 1:
         return f"top_k must be at least 1, got {p.top_k}; None turns it off"
-    for stop in p.stop:
-        if not isinstance(stop, str) or not stop:
-            return f"a stop must be a text of at least one character, got {stop!r}; ids: stop_ids"
-    if isinstance(p.stop, str):
-        return f"stop must be a tuple of texts, got the text {p.stop!r}; write ({p.stop!r},)"
+    stops: object = p.stop
+    if not isinstance(stops, tuple) or not all(isinstance(s, str) and s for s in stops):
+        return (
+            f"stop must be a tuple of texts that are not empty, got {stops!r}; ids go to stop_ids"
+        )
     if p.stop and not has_text:
         return f"stop strings need a tokenizer, got {p.stop!r}; use stop_ids or give the engine one"
     for token in p.stop_ids:

@@ -71,7 +71,13 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float
     sums = weights.view(rows, -1, BLOCK).sum(2)  # [M, blocks]
     total = peak.double() + sums.sum(1, dtype=torch.float64).log()
 
-    changed = [i for i, draw in enumerate(draws) if draw.banned or _truncates(draw)]
+    if any(draw.banned for draw in draws):
+        pairs = [(row, token) for row, draw in enumerate(draws) for token in draw.banned]
+        weights[tuple(torch.tensor(pairs, device=device).T)] = 0
+        sums = weights.view(rows, -1, BLOCK).sum(2)
+    # Also where a ban left nothing: next to a banned token, the rest may vanish in float32.
+    gone = set((sums.sum(1) == 0).nonzero()[:, 0].tolist())
+    changed = [i for i, draw in enumerate(draws) if i in gone or _truncates(draw)]
     if changed:
         at = torch.tensor(changed, device=device)
         weights[at, :vocab] = _kept(scaled[at], [draws[i] for i in changed])
@@ -105,7 +111,7 @@ def _invert(weights: Tensor, sums: Tensor, points: npt.NDArray[np.float64]) -> T
 
 
 def _search(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """-> the index hit by `at` [M, 1], a share of the weights [M, n], and where inside it: [0, 1)."""
+    """-> the index that `at` [M, 1], a share of the weights [M, n], falls into, and where in it."""
     upto = weights.double().cumsum(1)
     end = upto[:, -1:]
     target = torch.minimum(at * end, torch.nextafter(end, torch.zeros_like(end)))

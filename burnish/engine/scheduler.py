@@ -132,7 +132,7 @@ class Scheduler:
             self.pages.share(pages)
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Pages for the next `count` tokens, the first of them not shared. False: it was evicted."""
+        """Pages for the next `count` tokens, the first not shared. False: it was evicted itself."""
         pages = self.pages
         end = pages.needed(sequence.computed + count)
         first = sequence.computed // pages.size

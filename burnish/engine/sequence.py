@@ -24,7 +24,7 @@ class Group:
     request: Request
     sequences: list[Sequence] = field(default_factory=list)
     prefix: Prefix | None = None
-    """Held by the group itself while samples wait to join; a sample that joined has its own hold."""
+    """Held by the group itself while samples wait to join; one that joined has its own hold."""
     filler: Sequence | None = None
     """The sample that is computing the prompt for all; the others wait for it."""
 
