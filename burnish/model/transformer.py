@@ -86,45 +86,43 @@ class ModelConfig:
                 f"architecture {names[0] or hf.get('model_type')!r} is not supported; "
                 f"burnish runs {', '.join(families)}"
             )
-        family = families[names[0]]
         _refuse_unsupported(hf)
-        try:
-            return cls(
-                vocab_size=hf["vocab_size"],
-                n_layers=hf["num_hidden_layers"],
-                d_model=hf["hidden_size"],
-                n_heads=hf["num_attention_heads"],
-                d_ff=hf["intermediate_size"],
-                context=hf["max_position_embeddings"],
-                n_kv_heads=hf.get("num_key_value_heads"),
-                head_dim=hf.get("head_dim") or (128 if family == "qwen3" else None),
-                family=family,
-                rope=Rope.from_hf(hf),
-                norm_eps=hf.get("rms_norm_eps", 1e-6),
-                tied=hf.get("tie_word_embeddings", False),
-                init_std=hf.get("initializer_range", 0.02),
-            )
-        except KeyError as missing:
-            raise ModelError(f"config.json lacks {missing}") from None
+        family = families[names[0]]
+        absent = {"num_key_value_heads": None, "head_dim": 128 if family == "qwen3" else None}
+        full = ABSENT | absent | {key: value for key, value in hf.items() if value is not None}
+        missing = [name for name in HF_NAMES.values() if name not in full]
+        if missing:
+            raise ModelError(f"config.json lacks {', '.join(missing)}")
+        sizes = {ours: full[name] for ours, name in HF_NAMES.items()}
+        return cls(family=family, rope=Rope.from_hf(full), **sizes)
 
     def to_hf(self) -> dict[str, Any]:
+        derived = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_width}
         return {
             "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family,
-            "vocab_size": self.vocab_size,
-            "num_hidden_layers": self.n_layers,
-            "hidden_size": self.d_model,
-            "num_attention_heads": self.n_heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_width,
-            "intermediate_size": self.d_ff,
-            "max_position_embeddings": self.context,
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tied,
-            "initializer_range": self.init_std,
             "hidden_act": "silu",
+            **{name: getattr(self, ours) for ours, name in HF_NAMES.items()},
+            **derived,
             **self.rope.to_hf(),
         }
+
+
+HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "n_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "d_ff": "intermediate_size",
+    "context": "max_position_embeddings",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+ABSENT = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
+"""What transformers takes where config.json says nothing."""
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:

