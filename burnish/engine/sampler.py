@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
+ROWS = 16
+"""Rows at a time: more would not fit the processor's cache, nor memory that is mapped in already."""
 CANDIDATES = 1024
 """Tokens that top-p looks at before it sorts the whole vocabulary."""
 MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -59,6 +61,17 @@ def _mix(x: int) -> int:
 @torch.no_grad()
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
     """logits [M, V] -> M tokens and their log-probabilities."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for first in range(0, len(draws), ROWS):
+        some = slice(first, first + ROWS)
+        found = _sample(logits[some], draws[some])
+        tokens += found[0]
+        logprobs += found[1]
+    return tokens, logprobs
+
+
+def _sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
     rows, vocab = logits.shape
     device = logits.device
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
