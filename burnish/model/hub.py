@@ -62,7 +62,7 @@ def resolve(name: str) -> Path:
 
 def cache_directory() -> Path:
     if "BURNISH_CACHE" in os.environ:
-        return Path(os.environ["BURNISH_CACHE"])
+        return Path(os.environ["BURNISH_CACHE"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
 
 

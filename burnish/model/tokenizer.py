@@ -6,13 +6,13 @@ import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import tokenizers
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -75,10 +75,9 @@ class Tokenizer:
         """The bytes of a byte-level token; ids that have no text have none."""
         if token not in self._bytes:
             text = self._backend.id_to_token(token) or ""
-            mapped = [BYTE_OF.get(char) for char in text]
-            whole = None in mapped
+            in_alphabet = all(char in BYTE_OF for char in text)  # an added token may not be
             self._bytes[token] = (
-                text.encode() if whole else bytes(b for b in mapped if b is not None)
+                bytes(BYTE_OF[char] for char in text) if in_alphabet else text.encode()
             )
         return self._bytes[token]
 
@@ -89,8 +88,7 @@ class Tokenizer:
 
     @cached_property
     def is_byte_level(self) -> bool:
-        decoder = json.loads(self._backend.to_str())["decoder"]
-        return bool(decoder) and decoder["type"] == "ByteLevel"
+        return isinstance(self._backend.decoder, decoders.ByteLevel)
 
     def chat(
         self,
@@ -106,12 +104,17 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ModelError("this model has no chat template; give the prompt as plain text")
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        # Templates ask `is not none`, which holds for what is not defined at all.
-        absent = {"tools": None, "documents": None}
+        # Templates ask whether tools are `none`, which what is not defined at all is not.
+        given: dict[str, Any] = {
+            "tools": None,
+            "documents": None,
+            **self.special,
+            "messages": messages,
+        }
+        given |= {"add_generation_prompt": add_generation_prompt, **variables}
         try:
-            template = _environment(now).from_string(self.chat_template)
-            return template.render({**absent, **self.special, **given, **variables})
+            template = _compiled(self.chat_template)
+            return template.render(given, strftime_now=(now or datetime.now()).strftime)
         except TemplateError as error:
             raise ModelError(f"the chat template refused these messages: {error}") from error
 
@@ -124,9 +127,9 @@ class Tokenizer:
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
         _write_json(directory / "tokenizer_config.json", settings)
-        generation: dict[str, Any] = {"eos_token_id": list(self.end_ids)}
-        for role in self.special.keys() & {"bos_token", "pad_token"}:
-            generation[f"{role}_id"] = self._backend.token_to_id(self.special[role])
+        roles = [role for role in ("bos_token", "pad_token") if role in self.special]
+        ids = {f"{role}_id": self._backend.token_to_id(self.special[role]) for role in roles}
+        generation = ids | ({"eos_token_id": list(self.end_ids)} if self.end_ids else {})
         _write_json(directory / "generation_config.json", generation)
 
 
@@ -186,7 +189,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment(now: datetime | None) -> ImmutableSandboxedEnvironment:
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Template:
     """Templates come with the model and are not trusted: sandboxed, with the customary helpers."""
 
     def raise_exception(message: str) -> NoReturn:
@@ -195,15 +199,12 @@ def _environment(now: datetime | None) -> ImmutableSandboxedEnvironment:
     def tojson(value: Any, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, indent=indent, **{"ensure_ascii": False, **options})
 
-    def strftime_now(form: str) -> str:
-        return (now or datetime.now()).strftime(form)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    return environment
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(template)
 
 
 def _from_directory(directory: Path) -> Tokenizer:
@@ -225,12 +226,10 @@ def _from_directory(directory: Path) -> Tokenizer:
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if (directory / "chat_template.jinja").exists():
         template = (directory / "chat_template.jinja").read_text()
-    ends = _read_json(directory / "generation_config.json").get("eos_token_id")
-    if ends is None:
-        ends = _read_json(directory / "config.json").get("eos_token_id")
-    if ends is None:
-        ends = backend.token_to_id(special.get("eos_token", ""))
-    end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    said = (_read_json(directory / name) for name in ("generation_config.json", "config.json"))
+    ends = [given["eos_token_id"] for given in said if given.get("eos_token_id") is not None]
+    ends.append(backend.token_to_id(special.get("eos_token", "")))
+    end_ids = ends[0] if isinstance(ends[0], list) else [end for end in ends[:1] if end is not None]
     return Tokenizer(backend, end_ids=end_ids, special=special, chat_template=template)
 
 
@@ -267,7 +266,7 @@ def _from_gguf(gguf: Gguf) -> Tokenizer:
             f"{gguf.path}: tokenizer {kind!r} with pre-tokenizer {pre!r} can't be rebuilt; burnish "
             f"reads 'gpt2' with {', '.join(PRE_TOKENIZERS)}; use the model's own directory instead"
         )
-    tokens: list[str] = setting("tokens")
+    tokens: list[str] = setting("tokens", [])
     merges = [tuple(merge.split(" ")) for merge in setting("merges", [])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe")
@@ -276,8 +275,7 @@ def _from_gguf(gguf: Gguf) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     if "qwen" in pre:
         backend.normalizer = normalizers.NFC()
-    kinds = setting("token_type", [])
-    for token, what in zip(tokens, kinds, strict=False):
+    for token, what in zip(tokens, setting("token_type", []), strict=False):
         if what in (CONTROL, USER_DEFINED):
             backend.add_tokens([AddedToken(token, special=what == CONTROL, normalized=False)])
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}

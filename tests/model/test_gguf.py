@@ -1,81 +1,23 @@
 """GGUF files, written here with the `gguf` package and read by transformers and by burnish."""
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
-from families import make
+from families import make, write
 from gguf import GGMLQuantizationType as Kind
 
 from burnish.errors import ModelError
 from burnish.model import checkpoint
 from burnish.model.attention import causal
-from burnish.model.gguf import NAMES, Gguf
+from burnish.model.gguf import Gguf
 from burnish.model.rope import Rope, frequencies
 
 TOKENS = torch.randint(96, (40,), generator=torch.Generator().manual_seed(0))
 ARCH = {"llama": "llama", "smollm2": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-
-
-def side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of q and k: the dimensions that turn together are neighbours."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write(
-    path: Path,
-    model: Any,
-    arch: str,
-    kind: Kind = Kind.F32,
-    *,
-    tokenizer: bool = False,
-    **extra: Any,
-) -> Path:
-    config = model.config
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_name("tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_key_length(model.model.layers[0].self_attn.head_dim)
-    if tokenizer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("smollm")
-        writer.add_token_list(["<|bos|>", "<|end|>", *map(chr, range(33, 127))])
-        writer.add_token_types([3, 3, *[1] * 94])
-        writer.add_eos_token_id(1)
-    names = {hf: name for name, hf in NAMES.items()}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.float().numpy()
-        stem, suffix = name.removeprefix("model.layers.").rsplit(".", 1)
-        block, _, rest = stem.partition(".")
-        prefix, stem = (f"blk.{block}.", rest) if block.isdigit() else ("", stem)
-        if arch == "llama" and stem.endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
-            values = side_by_side(values, heads)
-        used = kind if values.ndim == 2 else Kind.F32
-        writer.add_tensor(
-            f"{prefix}{names[stem]}.{suffix}", gguf.quantize(values, used), raw_dtype=used
-        )
-    for name, values in extra.items():
-        writer.add_tensor(name.replace("__", "."), values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @torch.no_grad()

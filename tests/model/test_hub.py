@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import make
-from test_gguf import write
-from test_tokenizer import TEXTS, UNUSUAL_DIGITS
+from families import make, write
+from texts import TEXTS, UNUSUAL_DIGITS
 
 from burnish.errors import MissingExtra, ModelError
 from burnish.model import checkpoint, hub
