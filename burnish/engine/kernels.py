@@ -62,18 +62,35 @@ class PackedLinear(nn.Module):
         return out
 
 
+class PackedNorm(nn.Module):
+    """RMSNorm in a third fewer passes over the data, all but the last in float32."""
+
+    def __init__(self, norm: nn.RMSNorm) -> None:
+        super().__init__()
+        self._weight, self._eps = norm.weight.detach().float(), norm.eps or 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, 2, -1, keepdim=True).square_()
+        scale = scale.mul_(1 / x.shape[-1]).add_(self._eps).rsqrt_()
+        return wide.mul_(scale).mul_(self._weight).to(x.dtype)
+
+
 class PackedTransformer:
-    """The model with packed weights; norms and embedding are the model's own."""
+    """The model with packed weights; the embedding is the model's own."""
 
     def __init__(self, model: Transformer) -> None:
         with torch.device("meta"):
             self._body = Transformer(model.config)
-        self._body.embed, self._body.norm = model.embed, model.norm
+        self._body.embed = model.embed
+        setattr(self._body, "norm", PackedNorm(model.norm))  # noqa: B010
         for mine, layer in zip(self._body.layers, model.layers, strict=True):
             assert isinstance(layer, Layer)
             for name, part in layer.named_children():
                 if isinstance(part, nn.Linear):
                     part = PackedLinear(part.weight, part.bias)
+                elif isinstance(part, nn.RMSNorm):
+                    part = PackedNorm(part)
                 setattr(mine, name, part)
         self._model = model
         head = model.embed if model.head is None else model.head

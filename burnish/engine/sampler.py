@@ -18,7 +18,7 @@ from torch import Tensor
 
 BLOCK = 256
 ROWS = 16
-"""Rows at a time: more would not fit the processor's cache, nor memory that is mapped in already."""
+"""Rows at a time: more fit neither the processor's cache nor memory that is mapped in already."""
 CANDIDATES = 1024
 """Tokens that top-p looks at before it sorts the whole vocabulary."""
 MASK64 = 0xFFFFFFFFFFFFFFFF
