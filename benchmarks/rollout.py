@@ -29,10 +29,34 @@ Job = dict[str, Any]
 """prompts: lists of token ids; n: samples of each; new: tokens to sample, per prompt."""
 Serve = Callable[[Job], dict[str, float]]
 
-WORDS = (
-    "apple river window garden silver thunder pocket candle bridge winter orange teacher market "
-    "guitar forest pencil mirror rocket dragon butter castle island letter summer planet velvet"
-).split()
+WORDS = [
+    "apple",
+    "river",
+    "window",
+    "garden",
+    "silver",
+    "thunder",
+    "pocket",
+    "candle",
+    "bridge",
+    "winter",
+    "orange",
+    "teacher",
+    "market",
+    "guitar",
+    "forest",
+    "pencil",
+    "mirror",
+    "rocket",
+    "dragon",
+    "butter",
+    "castle",
+    "island",
+    "letter",
+    "summer",
+    "planet",
+    "velvet",
+]
 
 
 def serve_burnish(model: str, dtype: str) -> Serve:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from burnish.errors import BurnishError, RunError
+from burnish.errors import BurnishError, ConfigError, RunError
 
 if TYPE_CHECKING:
     from burnish.loops.sync import Step
@@ -134,6 +134,62 @@ def compare(
         table.add_row(escape(curve.label), f"reward {mean:.2f} ± {spread:.2f}", f"seeds {seeds}")
     out_console.print(table)
     out_console.print(f"picture: {escape(str(out))}")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="what to answer")] = None,
+    model: Annotated[str, typer.Option(help="a name, a directory or hf:ORG/NAME")] = "smollm2-135m",
+    samples: Annotated[int, typer.Option("-n", "--samples", help="responses per prompt")] = 1,
+    prompts: Annotated[
+        Path | None, typer.Option(help='a file: a prompt a line, or .jsonl with "prompt"')
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write what was sampled as JSONL")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    max_tokens: Annotated[int, typer.Option()] = 128,
+    min_tokens: Annotated[int, typer.Option()] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="a text to stop at; repeatable")] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    quiet: Annotated[bool, typer.Option("--quiet", help="only the speed, no text")] = False,
+) -> None:
+    """Sample responses from a model and stream them."""
+    from burnish.loops import generate as text
+    from burnish.types import SamplingParams
+
+    if (prompt is None) == (prompts is None):
+        raise ConfigError("give a PROMPT or --prompts FILE, one of the two")
+    given = [prompt] if prompt is not None else text.read_prompts(prompts or Path())
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=tuple(stop or ()),
+        seed=seed,
+    )
+    engine, tokenizer = text.open_engine(model, dtype=dtype, device=device)
+
+    def write(piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    speed = text.generate(
+        engine,
+        tokenizer,
+        given,
+        n=samples,
+        params=params,
+        chat=not raw,
+        write=(lambda piece: None) if quiet else write,
+        jsonl=out,
+    )
+    Console(stderr=True, highlight=False).print(escape(str(speed)))
 
 
 def _show_summary(path: Path, summary: dict[str, object]) -> None:

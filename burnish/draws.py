@@ -23,18 +23,19 @@ class Stream(IntEnum):
     TRAIN = 0
     EVALUATION = 1
     TASK = 2
+    GENERATE = 3
 
 
 def uniforms(
-    seed: int,
-    stream: int,
+    seed: npt.ArrayLike,
+    stream: npt.ArrayLike,
     group: npt.ArrayLike,
     sample: npt.ArrayLike,
     position: npt.ArrayLike,
 ) -> npt.NDArray[np.float64]:
-    """Float64 in [0, 1) with 53 random bits; group, sample and position broadcast."""
+    """Float64 in [0, 1) with 53 random bits; the arguments broadcast."""
     state = np.zeros(1, dtype=np.uint64)
-    for word in (seed, int(stream), group, sample, position):
+    for word in (seed, stream, group, sample, position):
         state = _mix(state + _GOLDEN + _mix(np.asarray(word).astype(np.uint64)[..., None]))
     return (state[..., 0] >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -116,3 +116,35 @@ def test_train_is_there_from_python(tmp_path):
     )
     assert done.stdout.strip() == "mine"
     assert (tmp_path / "mine" / "summary.json").exists()
+
+
+def test_generate_writes_text_and_jsonl(smollm2, tmp_path):
+    (tmp_path / "prompts.txt").write_text("Hello\nWhat is 2 + 2?\n")
+    arguments = ["--prompts", "prompts.txt", "-n", "2", "--max-tokens", "4", "--out", "out.jsonl"]
+    done = burnish("generate", *arguments, "--model", str(smollm2), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "── prompt 2, sample 2 ──" in done.stdout
+    assert "tokens per second" in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["sample"]) for row in rows[:3]] == [
+        ("Hello", 0),
+        ("Hello", 1),
+        ("What is 2 + 2?", 0),
+    ]
+    assert all(len(row["token_ids"]) == len(row["logprobs"]) <= 4 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a PROMPT or --prompts FILE"),
+        (["x", "--dtype", "int8"], "dtype must be float32, bfloat16 or float16, got 'int8'"),
+        (["--prompts", "none.txt"], "none.txt can't be read"),
+        (["x", "--model", "nothing"], "no model 'nothing'"),
+    ],
+)
+def test_generate_refuses_with_one_message(arguments, message, tmp_path):
+    done = burnish("generate", *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

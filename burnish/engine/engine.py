@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.draws import uniforms
 from burnish.engine import cache, kernels, protocol, sampler
 from burnish.engine.pages import Pages
 from burnish.engine.protocol import Capabilities, Event, Request, TokenEvent
@@ -195,7 +196,7 @@ class NativeEngine:
         if not ready:
             return []
         logits = self._body.logits(torch.stack([last[sequence] for sequence in ready]))
-        tokens, logprobs = sampler.sample(logits, [_draw(sequence) for sequence in ready])
+        tokens, logprobs = sampler.sample(logits, _draws(ready))
         events: list[Event] = []
         for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
             events += self._extend(sequence, token, logprob)
@@ -234,13 +235,23 @@ class NativeEngine:
         )
 
 
-def _draw(sequence: Sequence) -> sampler.Draw:
-    request, reader = sequence.group.request, sequence.reader
+def _draws(ready: list[Sequence]) -> list[sampler.Draw]:
+    requests = [sequence.group.request for sequence in ready]
+    points = uniforms(
+        [request.params.seed for request in requests],
+        [request.stream for request in requests],
+        [request.group for request in requests],
+        [sequence.index for sequence in ready],
+        [len(sequence.logprobs) for sequence in ready],
+    )
+    return [_draw(sequence, float(point)) for sequence, point in zip(ready, points, strict=True)]
+
+
+def _draw(sequence: Sequence, uniform: float) -> sampler.Draw:
+    reader, params = sequence.reader, sequence.group.request.params
     assert reader is not None
-    params = request.params
-    key = sampler.stream_key(params.seed, request.stream, request.group, sequence.index)
     return sampler.Draw(
-        uniform=sampler.uniform(key, len(sequence.logprobs)),
+        uniform=uniform,
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.draws import uniforms
 from burnish.engine import protocol
 from burnish.engine.protocol import Capabilities, Event, Request, TokenEvent
 from burnish.engine.reader import Reader
-from burnish.engine.sampler import stream_key
 from burnish.errors import EngineError, MissingExtra
 from burnish.model.logprobs import logprobs_of
 from burnish.model.tokenizer import Tokenizer
@@ -155,7 +155,8 @@ class HFEngine:
             **settings,
         )
         with torch.random.fork_rng():
-            torch.manual_seed(stream_key(params.seed, request.stream, request.group, index) >> 1)
+            point = uniforms(params.seed, request.stream, request.group, index, 0)
+            torch.manual_seed(int(point * 2**53))
             out = self._model.generate(ids, attention_mask=mask, generation_config=generation)
         tokens: Tensor = out.sequences[:, longest:]
         heat = params.temperature or 1.0

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from burnish.draws import Stream
 from burnish.errors import EngineError
 from burnish.types import Completion, IntArray, SamplingParams, Weights
 
@@ -21,7 +22,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     group: int = 0
     """The group's running number in the run; draws are hashed from it."""
-    stream: str = "train"
+    stream: Stream = Stream.TRAIN
     """Keeps the draws of training and of evaluation apart."""
 
 

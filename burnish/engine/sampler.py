@@ -1,13 +1,11 @@
 """From logits to tokens: one uniform number per token inverts the cumulative distribution.
 
-The number is hashed from (seed, stream, group, sample, position), so a draw does not depend on the
-batch. Log-probabilities are the model's at the sampling temperature, before any mask or truncation.
-Legend: M rows, V vocabulary.
+The number comes from `draws.py` and does not depend on the batch. Log-probabilities are the model's
+at the sampling temperature, before any mask or truncation. Legend: M rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,8 +19,6 @@ ROWS = 16
 """Rows at a time: more fit neither the processor's cache nor memory that is mapped in already."""
 CANDIDATES = 1024
 """Tokens that top-p looks at before it sorts the whole vocabulary."""
-MASK64 = 0xFFFFFFFFFFFFFFFF
-GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -37,25 +33,6 @@ class Draw:
     top_p: float = 1.0
     banned: tuple[int, ...] = ()
     """Not to be drawn here: end ids before min_tokens."""
-
-
-def stream_key(seed: int, stream: str, group: int, sample: int) -> int:
-    """One key per sample; `uniform` turns it and a position into a number."""
-    key = int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little")
-    for value in (seed, group, sample):
-        key = _mix((key ^ (value & MASK64)) + GOLDEN & MASK64)
-    return key
-
-
-def uniform(key: int, position: int) -> float:
-    """In [0, 1), of 53 bits: splitmix64's counter mode."""
-    return (_mix(key + (position + 1) * GOLDEN & MASK64) >> 11) * 2.0**-53
-
-
-def _mix(x: int) -> int:
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
-    return x ^ x >> 31
 
 
 @torch.no_grad()

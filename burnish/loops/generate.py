@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request, TokenEvent
-from burnish.errors import DataError
+from burnish.errors import ConfigError, DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.types import Completion, SamplingParams
 
@@ -50,6 +51,10 @@ def open_engine(
     from burnish.engine.engine import EngineConfig, NativeEngine
     from burnish.model import checkpoint, hub
 
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} needs a CUDA device, and torch finds none; use cpu")
     path = hub.resolve(model)
     tokenizer = Tokenizer.load(path)
     weights = checkpoint.load(path, dtype=getattr(torch, dtype)).to(device)
@@ -100,7 +105,7 @@ def generate(
     start = clock()
     for index, prompt in enumerate(prompts):
         ids = encode(tokenizer, prompt, chat=chat)
-        engine.submit(Request(str(index), ids, n, params, group=index, stream="generate"))
+        engine.submit(Request(str(index), ids, n, params, group=index, stream=Stream.GENERATE))
     keys = [(str(index), sample) for index in range(len(prompts)) for sample in range(n)]
     screen = _Screen(keys, write)
     done: list[Completion] = []

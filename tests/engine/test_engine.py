@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 
+from burnish.draws import Stream
 from burnish.engine.engine import EngineConfig, NativeEngine
 from burnish.engine.protocol import Request, TokenEvent
 from burnish.errors import EngineError
@@ -180,17 +181,17 @@ def test_draws_depend_on_group_sample_and_stream_alone() -> None:
     params = SamplingParams(max_tokens=16)
     ids = tiny.prompt(7)
 
-    def tokens(group: int, stream: str, name: str = "a", seed: int = 0) -> list[list[int]]:
+    def tokens(group: int, stream: Stream, name: str = "a", seed: int = 0) -> list[list[int]]:
         chosen = SamplingParams(max_tokens=16, seed=seed) if seed else params
         done = tiny.finish(tiny.engine(), [Request(name, ids, 2, chosen, group, stream)])
         return [done[name, i].token_ids.tolist() for i in range(2)]
 
-    assert tokens(3, "train") == tokens(3, "train", "another name")
+    assert tokens(3, Stream.TRAIN) == tokens(3, Stream.TRAIN, "another name")
     different = [
-        tokens(3, "train"),
-        tokens(4, "train"),
-        tokens(3, "eval"),
-        tokens(3, "train", seed=1),
+        tokens(3, Stream.TRAIN),
+        tokens(4, Stream.TRAIN),
+        tokens(3, Stream.EVALUATION),
+        tokens(3, Stream.TRAIN, seed=1),
     ]
     samples = [tuple(sample) for pair in different for sample in pair]
     assert len(set(samples)) == len(samples)

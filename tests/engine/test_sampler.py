@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.engine.sampler import Draw, sample, stream_key, uniform
+from burnish.draws import uniforms
+from burnish.engine.sampler import Draw, sample
 
 LOGITS = torch.tensor([1.3, 0.2, -0.5, 2.0, 0.9, -torch.inf, -1.5, 0.0])
 CASES: dict[str, dict[str, Any]] = {
@@ -46,8 +47,7 @@ def expected(
 def test_the_distribution_is_right(case: str) -> None:
     """Chi-square over 20,000 draws; the limit is passed by chance once in 10,000 tests."""
     n = 20_000
-    key = stream_key(0, "test", 1, 2)
-    draws = [Draw(uniform(key, i), **CASES[case]) for i in range(n)]
+    draws = [Draw(point, **CASES[case]) for point in uniforms(0, 0, 1, 2, np.arange(n))]
     tokens, logprobs = sample(LOGITS.expand(n, -1), draws)
     p = expected(**CASES[case])
     counts = np.bincount(tokens, minlength=len(p))
@@ -101,20 +101,11 @@ def test_top_p_beyond_the_candidates() -> None:
     assert max(tokens) - min(tokens) > 4000
 
 
-def test_uniform_numbers_are_uniform_and_apart() -> None:
-    keys = [stream_key(s, t, g, i) for s in (0, 1) for t in "ab" for g in (0, 1) for i in (0, 1)]
-    assert len(set(keys)) == 16
-    numbers = np.array([[uniform(key, i) for i in range(4000)] for key in keys])
-    assert ((numbers >= 0) & (numbers < 1)).all()
-    assert abs(numbers.mean() - 0.5) < 0.005
-    assert np.abs(np.corrcoef(numbers) - np.eye(16)).max() < 0.08
-    assert stream_key(-1, "a", 0, 0) != stream_key(1, "a", 0, 0)
-
-
 def test_draws_do_not_depend_on_the_batch() -> None:
     torch.manual_seed(1)
     logits = torch.randn(40, 1300)
-    draws = [Draw(uniform(7, i), temperature=[1.0, 0.5, 0.0][i % 3]) for i in range(40)]
+    points = uniforms(7, 0, 0, 0, np.arange(40))
+    draws = [Draw(p, temperature=[1.0, 0.5, 0.0][i % 3]) for i, p in enumerate(points)]
     together = sample(logits, draws)
     apart = [sample(logits[i : i + 1], draws[i : i + 1]) for i in range(40)]
     assert together[0] == [tokens[0] for tokens, _ in apart]
