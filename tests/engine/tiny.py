@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.types import Completion, SamplingParams, Weights
 
+DEVICE = os.environ.get("BURNISH_TEST_DEVICE", "cpu")
+"""The engine's equalities can be run on a GPU: BURNISH_TEST_DEVICE=cuda pytest tests/engine"""
 VOCAB = 260
 END = 256
 
@@ -34,7 +37,7 @@ def model(seed: int = 0, **changes: Any) -> Transformer:
         "context": 96,
         "init_std": 0.3,
     }
-    return Transformer(ModelConfig(**settings | changes)).init_weights(seed)
+    return Transformer(ModelConfig(**settings | changes)).init_weights(seed).to(DEVICE)
 
 
 def tokenizer(end_ids: tuple[int, ...] = (END,)) -> Tokenizer:
