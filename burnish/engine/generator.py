@@ -1,0 +1,42 @@
+"""An engine as the loop's generator: a whole batch of prompts in, their completions out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from burnish.draws import Stream
+from burnish.engine.protocol import Engine, Request
+from burnish.types import Completion, Prompt, SamplingParams, Weights
+
+
+class EngineGenerator:
+    """Submits everything before the first step, so that the batches an engine runs, and with them
+    the last bits of its logits, are the same whenever the same prompts come."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def load(self, weights: Weights) -> None:
+        self.engine.load(weights)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        first_group: int,
+        samples: int,
+        params: SamplingParams,
+        stream: int,
+    ) -> list[tuple[Completion, ...]]:
+        names = [f"group-{first_group + k}" for k in range(len(prompts))]
+        for k, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+            request = Request(
+                name, prompt.token_ids, samples, params, first_group + k, Stream(stream)
+            )
+            self.engine.submit(request)
+        done: dict[tuple[str, int], Completion] = {}
+        while self.engine.unfinished:
+            for event in self.engine.step():
+                if isinstance(event, Completion):
+                    done[event.request_id, event.sample_index] = event
+        return [tuple(done[name, i] for i in range(samples)) for name in names]
