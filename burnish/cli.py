@@ -162,5 +162,6 @@ def main() -> None:
     except BurnishError as error:
         if "--debug" in sys.argv:
             raise
-        Console(stderr=True, highlight=False).print(f"[red]error:[/] {escape(str(error))}")
+        console = Console(stderr=True, highlight=False)
+        console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)

@@ -156,6 +156,8 @@ def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -
 def read_recipe(name: str) -> dict[str, Any]:
     """The TOML table of a recipe in the package, or of a file."""
     path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
+    if name.endswith(".toml") and not path.is_file():
+        raise ConfigError(f"there is no file {name}; `burnish recipes` lists recipes by name")
     if not path.is_file():
         known = list_recipes()
         raise ConfigError(
@@ -248,7 +250,8 @@ def _explain(problem: Any) -> str:
         keys = list(_keys(Recipe))
         by_name = [key for key in keys if key.rpartition(".")[2] == where.rpartition(".")[2]]
         hint = f"; did you mean {by_name[0]!r}?" if by_name else nearest(where, keys)
-        return f"unknown setting {where!r}{hint or '; the README lists the recipe sections'}"
+        sections = ", ".join(key for key in keys if "." not in key)
+        return f"unknown setting {where!r}{hint or f'; a recipe has {sections}'}"
     if problem["type"] == "value_error":  # from one_of, which says the value itself
         return f"{where} {problem['msg'].removeprefix('Value error, ')}"
     message = problem["msg"].replace("Input should be", "must be")

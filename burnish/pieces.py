@@ -50,17 +50,17 @@ RATIOS = {
 
 LOSSES = {
     "reinforce": Piece(lambda c: "L_t = −A_t log π"),
-    "unclipped": Piece(lambda c: "L_t = −A_t ρ_t", ("ratio",)),
+    "unclipped": Piece(lambda c: "L_t = −A_t ρ_t", ("ratio", "proximal")),
     "clip": Piece(
         lambda c: (
             f"L_t = −min(ρ_t A_t, clip(ρ_t, {1 - c.clip_low:g}, {1 + c.clip_high:g}) A_t)"
             + ("" if c.dual_clip is None else f", at most −{c.dual_clip:g} A_t where A_t < 0")
         ),
-        ("ratio", "clip_low", "clip_high", "dual_clip"),
+        ("ratio", "proximal", "clip_low", "clip_high", "dual_clip"),
     ),
     "cispo": Piece(
         lambda c: f"L_t = −sg[clip(ρ_t, {c.cispo_floor:g}, {c.cispo_cap:g})] A_t log π",
-        ("ratio", "cispo_floor", "cispo_cap"),
+        ("ratio", "proximal", "cispo_floor", "cispo_cap"),
     ),
 }
 
@@ -78,7 +78,7 @@ KLS = {
     "k3": Piece(lambda c: "k3 = exp(−x) + x − 1", _KL_SETTINGS),
 }
 
-_IMPORTANCE_SETTINGS = ("importance_level", "importance_low", "importance_high")
+_IMPORTANCE_SETTINGS = ("proximal", "importance_level", "importance_low", "importance_high")
 IMPORTANCES = {
     "none": Piece(lambda c: ""),
     "truncate": Piece(
@@ -101,7 +101,9 @@ KINDS = {
 
 def settings_of(config: ObjectiveConfig) -> set[str]:
     """The fields that have an effect with the pieces that ``config`` names."""
-    used = {*KINDS, "entropy_coefficient", "proximal"} - {"ratio"}
+    used = {*KINDS, "entropy_coefficient"} - {"ratio"}
+    if config.kl != "none" and config.kl_in == "reward":
+        used.add("proximal")  # the KL of the reward is the proximal policy's
     for kind, pieces in KINDS.items():
         used.update(pieces[getattr(config, kind)].settings)
     return used

@@ -55,7 +55,7 @@ def _batches(recipe: Recipe) -> list[tuple[str, str]]:
             f"{train.steps * per_rollout:,} gradient steps (AdamW, "
             f"learning rate {train.learning_rate:g})",
         ),
-        ("S in the denominator", f"{train.batch} responses of a train batch"),
+        ("denominator", f"over a train batch: S = {train.batch} responses"),
     ]
 
 

@@ -64,6 +64,9 @@ def test_an_unknown_key_names_the_nearest():
     assert "unknown setting 'train.step'; did you mean 'train.steps'?" in refused("train.step=3")
     assert "did you mean 'train.learning_rate'?" in refused("objective.learning_rate=1")
     assert "did you mean 'rollout'?" in refused("rolout.batch=3")
+    assert "a recipe has name, description, seed, task, model" in refused("zzz=3")
+    with pytest.raises(ConfigError, match=r"there is no file nowhere\.toml"):
+        config.load("nowhere.toml")
 
 
 def test_an_unknown_name_names_the_nearest():
@@ -97,6 +100,9 @@ def test_a_setting_without_effect_is_refused_with_the_reason():
     assert "has no effect with loss = 'reinforce'" in refused(
         "objective.loss=reinforce", "objective.ratio=sequence"
     )
+    assert "has no effect" in refused("objective.loss=reinforce", "objective.proximal=behavior")
+    in_reward = ["objective.kl=k1", "objective.kl_in=reward", "objective.proximal=behavior"]
+    assert config.load("sort", ["objective.loss=reinforce", *in_reward])
     assert "must be greater than 0" in refused("objective.kl=k3", "objective.kl_coefficient=0")
 
 
@@ -116,7 +122,7 @@ def test_what_an_override_replaces_takes_its_settings_along():
 
 
 def test_every_setting_is_read_by_some_piece():
-    always = {*pieces.KINDS, "entropy_coefficient", "proximal"}
+    always = {*pieces.KINDS, "entropy_coefficient"}
     for name in config.ObjectiveConfig.model_fields:
         assert name in always or pieces.users_of(name), name
 

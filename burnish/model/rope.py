@@ -157,14 +157,14 @@ def frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
 
 
 def rotation(rope: Rope, positions: Tensor, head_dim: int, dtype: torch.dtype) -> Rotation:
-    """positions [N] -> what turns the heads at these positions."""
+    """positions [N] -> what turns the heads at these positions: cos and sin, [N, 1, head_dim]."""
     angles = positions[:, None, None].float() * frequencies(rope, head_dim, positions.device)
-    scale = _magnitude(rope)
-    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    cos, sin = angles.cos() * _magnitude(rope), angles.sin() * _magnitude(rope)
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """x [N, H, D]: dimension i turns with i + D/2, as Hugging Face stores q and k."""
     cos, sin = rotation
     left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+    return torch.addcmul(x * cos, torch.cat((right, left), dim=-1), sin)

@@ -167,10 +167,12 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
         """[N, d] -> [N, d]"""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.width))
-        q, k, v = qkv.split(self.heads, dim=1)
+        qk, v = qkv.tensor_split([-self.heads[2]], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, turn), rotate(k, turn)
+            q, k = qk.split(self.heads[:2], dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        # Both at once: with few tokens, the number of operations is what costs.
+        q, k = torch.split(rotate(qk, turn), self.heads[:2], dim=1)
         x = x + self.out(attend(self.index, q, k, v).reshape(x.shape[0], -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         out: Tensor = x + self.down(F.silu(gate) * up)

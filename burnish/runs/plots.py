@@ -29,7 +29,9 @@ def draw_run(path: Path) -> Path:
     """Loss and reward of one run, as ``curves.png`` in its directory."""
     recipe = read_recipe(path)
     curve = Curve("", [recipe.get("seed", 0)], [read_rows(path / "metrics.jsonl")])
-    return _draw([curve], path / "curves.png", f"{path.name}, seed {curve.seeds[0]}")
+    return _draw(
+        [curve], path / "curves.png", f"{recipe.get('name', path.name)}, seed {curve.seeds[0]}"
+    )
 
 
 def draw_comparison(paths: Sequence[Path], out: Path) -> list[Curve]:
@@ -45,7 +47,9 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     rows = [read_rows(path / "metrics.jsonl") for path in paths]
     ignored = {"seed", "description", "name"}
     keys = sorted({key for recipe in recipes for key in recipe} - ignored)
-    differing = [key for key in keys if len({repr(recipe.get(key)) for recipe in recipes}) > 1]
+    # A setting that only some runs have belongs to a piece that differs; the piece says it all.
+    values = {key: {repr(recipe[key]) for recipe in recipes if key in recipe} for key in keys}
+    differing = [key for key in keys if len(values[key]) > 1]
     curves: dict[str, Curve] = {}
     for path, recipe, run in zip(paths, recipes, rows, strict=True):
         if not run:
@@ -105,7 +109,8 @@ def _draw(curves: Sequence[Curve], out: Path, title: str | None) -> Path:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
-        figure.axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     if title:
         figure.suptitle(title, fontsize=10)
     temporary = out.with_name(f".{out.name}.new")

@@ -1,0 +1,281 @@
+"""Tokens per second of burnish and of a peer, interleaved on the same prompts.
+
+    python benchmarks/rollout.py even                         64 prompts of about 44 tokens, 64 new
+    python benchmarks/rollout.py spread                       the same prompts, 8 to 128 new tokens
+    python benchmarks/rollout.py groups                       8 prompts of 512 tokens × 8 samples, 64 new
+    python benchmarks/rollout.py few                          burnish alone: 64 prompts against 4
+    python benchmarks/rollout.py budget                       burnish alone: memory under small caches
+    python benchmarks/rollout.py even --vllm ENV/bin/python   against vLLM in its own environment
+
+Each engine lives in a process of its own and takes turns; only ratios inside one run mean anything.
+The peer transformers runs in fp32 and in bf16, and the better one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Job = dict[str, Any]
+"""prompts: lists of token ids; n: samples of each; new: tokens to sample, per prompt."""
+Serve = Callable[[Job], dict[str, float]]
+
+WORDS = (
+    "apple river window garden silver thunder pocket candle bridge winter orange teacher market "
+    "guitar forest pencil mirror rocket dragon butter castle island letter summer planet velvet"
+).split()
+
+
+def serve_burnish(model: str, dtype: str) -> Serve:
+    import numpy as np
+    import torch
+
+    from burnish.engine.engine import EngineConfig, NativeEngine
+    from burnish.engine.protocol import Request, TokenEvent
+    from burnish.model.checkpoint import load
+    from burnish.types import SamplingParams
+
+    own = load(model, dtype=getattr(torch, dtype))
+    kv_bytes = int(os.environ.get("KV_BYTES", 1 << 30))
+    engine = NativeEngine(own, None, EngineConfig(kv_bytes=kv_bytes))
+
+    def run(job: Job) -> dict[str, float]:
+        for i, (ids, new) in enumerate(zip(job["prompts"], job["new"], strict=True)):
+            params = SamplingParams(max_tokens=new, min_tokens=new)
+            engine.submit(Request(str(i), np.array(ids, np.int32), job["n"], params, group=i))
+        tokens = 0
+        while engine.unfinished:
+            tokens += sum(isinstance(event, TokenEvent) for event in engine.step())
+        return {"tokens": tokens, "preemptions": engine.preemptions}
+
+    return run
+
+
+def serve_transformers(model: str, dtype: str) -> Serve:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+
+    def run(job: Job) -> dict[str, float]:
+        """One padded batch, which has to run until its longest response ends."""
+        longest = max(map(len, job["prompts"]))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in job["prompts"]])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in job["prompts"]])
+        new = max(job["new"])
+        own.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            num_return_sequences=job["n"],
+            pad_token_id=0,
+        )
+        return {"tokens": sum(job["new"]) * job["n"]}
+
+    return run
+
+
+def serve_vllm(model: str, dtype: str) -> Serve:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model,
+        dtype=dtype,
+        max_model_len=1024,
+        enforce_eager=True,
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+        seed=0,
+    )
+
+    def run(job: Job) -> dict[str, float]:
+        prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+        params = [
+            SamplingParams(n=job["n"], temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=0)
+            for new in job["new"]
+        ]
+        done = llm.generate(prompts, params, use_tqdm=False)
+        return {"tokens": sum(len(s.token_ids) for out in done for s in out.outputs)}
+
+    return run
+
+
+ENGINES = {"burnish": serve_burnish, "transformers": serve_transformers, "vllm": serve_vllm}
+
+
+def serve(engine: str, dtype: str, model: str, threads: int) -> None:
+    """Jobs come by stdin, one JSON a line; answers go to stdout marked, among whatever is logged."""
+    import torch
+
+    torch.set_num_threads(threads)
+    run = ENGINES[engine](model, dtype)
+    print("ANSWER {}", flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        answer = run(json.loads(line))
+        answer["seconds"] = time.perf_counter() - start
+        answer["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print("ANSWER " + json.dumps(answer), flush=True)
+
+
+class Worker:
+    def __init__(self, engine: str, dtype: str, args: argparse.Namespace, **env: str) -> None:
+        self.name = f"{engine} {dtype}"
+        python = args.vllm if engine == "vllm" else sys.executable
+        command = [python, __file__, "serve", "--engine", engine, "--dtype", dtype]
+        command += ["--model", args.model, "--threads", str(args.threads)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)} | env
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self._answer()
+
+    def run(self, job: Job) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("ANSWER "):
+                answer: dict[str, float] = json.loads(line.removeprefix("ANSWER "))
+                return answer
+        raise SystemExit(f"{self.name} ended with status {self._process.wait()}")
+
+
+def jobs(workload: str, model: str) -> Job:
+    from burnish.model.tokenizer import Tokenizer
+
+    tokenizer, rng = Tokenizer.load(model), random.Random(0)
+
+    def prompt(words: int) -> list[int]:
+        chosen = ", ".join(rng.choice(WORDS) for _ in range(words))
+        text = tokenizer.chat([{"role": "user", "content": f"Write a sentence with: {chosen}."}])
+        ids: list[int] = tokenizer.encode(text, add_special=False).tolist()
+        return ids
+
+    if workload == "groups":
+        return {"prompts": [prompt(280)[:512] for _ in range(8)], "n": 8, "new": [64] * 8}
+    count = 4 if workload == "few" else 64
+    new = [rng.randint(8, 128) if workload == "spread" else 64 for _ in range(count)]
+    return {"prompts": [prompt(3) for _ in range(count)], "n": 1, "new": new}
+
+
+def describe(job: Job) -> str:
+    lengths = [len(p) for p in job["prompts"]]
+    return (
+        f"{len(lengths)} prompts of {min(lengths)}–{max(lengths)} tokens × {job['n']} samples, "
+        f"{min(job['new'])}–{max(job['new'])} new tokens"
+    )
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
+
+
+def compare(args: argparse.Namespace) -> None:
+    job = jobs(args.workload, args.model)
+    names = (
+        [("vllm", "bfloat16")]
+        if args.vllm
+        else [("transformers", "float32"), ("transformers", "bfloat16")]
+    )
+    own = Worker("burnish", args.dtype, args)
+    peers = [Worker(engine, dtype, args) for engine, dtype in names]
+    warm = {**job, "new": [min(8, n) for n in job["new"]]}
+    for worker in [own, *peers]:
+        worker.run(warm)
+    print(f"{args.workload}: {describe(job)}, {args.threads} threads")
+    rates: dict[str, list[float]] = {worker.name: [] for worker in [own, *peers]}
+    for _ in range(args.repeats):
+        for worker in [own, *peers]:
+            answer = worker.run(job)
+            rates[worker.name].append(answer["tokens"] / answer["seconds"])
+    for name, values in rates.items():
+        print(f"  {name:22s} {spread(values, '.0f')} tokens/s")
+    best = max((w.name for w in peers), key=lambda name: statistics.median(rates[name]))
+    ratios = [mine / its for mine, its in zip(rates[own.name], rates[best], strict=True)]
+    print(f"  burnish / {best}: {spread(ratios)} times, {args.repeats} rounds")
+    for worker in [own, *peers]:
+        worker.close()
+
+
+def few(args: argparse.Namespace) -> None:
+    worker = Worker("burnish", args.dtype, args)
+    some, many = jobs("few", args.model), jobs("even", args.model)
+    worker.run(some), worker.run(many)
+    ratios = []
+    for _ in range(args.repeats):
+        short, long = (worker.run(job)["seconds"] for job in (some, many))
+        ratios.append(long / short)
+    print(f"few: 64 prompts take {spread(ratios)} times as long as 4, {args.repeats} rounds")
+    worker.close()
+
+
+def budget(args: argparse.Namespace) -> None:
+    job = jobs("even", args.model)
+    for megabytes in (32, 64, 128, 256, 512):
+        worker = Worker("burnish", args.dtype, args, KV_BYTES=str(megabytes << 20))
+        first = worker.run({"prompts": [[1, 2, 3]], "n": 1, "new": [2]})
+        answer = worker.run(job)
+        grown = answer["rss_mb"] - first["rss_mb"]
+        print(
+            f"budget {megabytes} MB: {answer['tokens'] / answer['seconds']:.0f} tokens/s, "
+            f"{answer['preemptions']:.0f} preemptions, memory grew by {grown:.0f} MB at most"
+        )
+        worker.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workload", choices=["even", "spread", "groups", "few", "budget", "serve"])
+    parser.add_argument("--model", help="a model directory; by default burnish's default model")
+    parser.add_argument("--dtype", default="bfloat16", help="burnish's precision")
+    parser.add_argument("--vllm", help="the python of an environment with vllm-cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engine", choices=list(ENGINES), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.workload == "serve":
+        serve(args.engine, args.dtype, args.model, args.threads)
+        return
+    if args.model is None:
+        from burnish.model import hub
+
+        args.model = str(hub.resolve(hub.DEFAULT))
+    {"few": few, "budget": budget}.get(args.workload, compare)(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Keys and values in pages, and how a step's tokens attend to them.
+
+Legend: N tokens of a step, S of them decoding rows, Hq and Hkv heads, D head width, R rows that
+share a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.engine import kernels
+from burnish.engine.sequence import Prefix
+from burnish.engine.sequence import Sequence as Sample
+from burnish.model.attention import PackedAttention, causal
+from burnish.model.transformer import ModelConfig
+
+T = TypeVar("T")
+
+
+class Cache:
+    def __init__(
+        self, config: ModelConfig, pages: int, size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.size, self.dtype, self.device = size, dtype, device
+        self.heads, self.width = config.kv_heads, config.head_width
+        # Zeros, not whatever memory holds: a masked slot is still multiplied, and NaN · 0 is NaN.
+        shape = (config.n_layers, 2, pages, size * self.heads * self.width)
+        self._pool = torch.zeros(shape, dtype=dtype, device=device)
+        self._scratch = [torch.empty(0, shape[3], dtype=dtype, device=device) for _ in range(2)]
+
+    @staticmethod
+    def page_bytes(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
+        return 2 * config.n_layers * size * config.kv_heads * config.head_width * dtype.itemsize
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """All pages are read before any is written, so one may be both source and target."""
+        source, target = torch.tensor(pairs, device=self.device).T
+        self._pool[:, :, target] = self._pool[:, :, source]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """slots [N]: page · size + place, for k and v [N, Hkv, D]."""
+        for pool, x in zip(self._pool[layer], (k, v), strict=True):
+            pool.view(-1, self.heads * self.width).index_copy_(0, slots, x.reshape(len(x), -1))
+
+    def read(self, layer: int, pages: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """pages [rows · n] -> keys and values [rows, n · size, Hkv, D], until the next read.
+
+        Reusing the memory they are gathered into halves the time: fresh memory has to be mapped in.
+        """
+        found = []
+        for i, pool in enumerate(self._pool[layer]):
+            if len(self._scratch[i]) < len(pages):
+                self._scratch[i] = pool.new_empty(len(pages), pool.shape[1])
+            out = self._scratch[i][: len(pages)]
+            torch.index_select(pool, 0, pages, out=out)
+            found.append(out.view(rows, -1, self.heads, self.width))
+        return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The tokens of one sequence that a step runs."""
+
+    sequence: Sample
+    start: int
+    count: int
+
+    def own_pages(self) -> list[int]:
+        """Those that decoding reads for this sequence alone."""
+        return self.sequence.pages[self.shared :]
+
+    @property
+    def shared(self) -> int:
+        """Pages that decoding reads once for the whole group."""
+        return self.sequence.prefix.whole if self.sequence.prefix else 0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows of about one length that are attended in one call."""
+
+    rows: slice
+    pages: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Groups whose samples read their prompt's pages once, as R rows of one query."""
+
+    rows: Tensor
+    """[groups, R]; a smaller group repeats its first row."""
+    real: Tensor
+    """Which of groups · R are not repeats."""
+    pages: Tensor
+    mask: Tensor
+
+
+class CachedAttention:
+    """The engine's `Attend`. Decoding rows come first, ordered by `order`."""
+
+    def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
+        self._cache = cache
+        self._attention = kernels.attention_for(cache.device, cache.dtype)
+        self._slots = self._tensor(np.concatenate([_slots(run, cache.size) for run in runs]))
+        decoding = [run for run in runs if run.count == 1]
+        self._rows = len(decoding)
+        self._blocks = self._private(decoding)
+        self._shared = self._prefixes(decoding)
+        fresh = [run.count for run in runs[self._rows :] if not run.start]
+        self._fresh = slice(self._rows, self._rows + sum(fresh))
+        self._packed: PackedAttention | None = causal(fresh, cache.device) if fresh else None
+        self._resumed = [
+            (run, self._tensor(run.sequence.pages)) for run in runs[self._rows + len(fresh) :]
+        ]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._cache.write(layer, self._slots, k, v)
+        out = torch.empty_like(q)
+        if self._rows:
+            self._decode(layer, q[: self._rows], out[: self._rows])
+        if self._packed is not None:
+            at = self._fresh
+            out[at] = self._packed(layer, q[at], k[at], v[at])
+        first = self._fresh.stop
+        for run, pages in self._resumed:
+            at = slice(first, first + run.count)
+            keys, values = self._cache.read(layer, pages, 1)
+            end = run.start + run.count
+            out[at] = kernels.causal_attention(q[at], keys[0, :end], values[0, :end], run.start)
+            first = at.stop
+        return out
+
+    def _decode(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """q and out [S, Hq, D]"""
+        cache, heads = self._cache, self._cache.heads
+        folded = q.view(len(q), heads, -1, cache.width)  # a key head's queries are its rows
+        totals = []
+        for block in self._blocks:
+            mine = folded[block.rows]
+            keys, values = (x.transpose(1, 2) for x in cache.read(layer, block.pages, len(mine)))
+            part, total = self._attention(mine, keys, values, block.mask)
+            out[block.rows] = part.reshape(len(mine), *q.shape[1:])
+            totals.append(total.reshape(len(mine), -1))
+        for shared in self._shared:
+            groups, samples = shared.rows.shape
+            query = folded[shared.rows].transpose(1, 2).flatten(2, 3)  # [groups, Hkv, R · …, D]
+            keys, values = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, groups))
+            part, total = self._attention(query, keys, values, shared.mask)
+            part = part.view(groups, heads, samples, -1, cache.width).transpose(1, 2)
+            part = part.reshape(-1, *q.shape[1:])
+            total = total.reshape(groups, heads, samples, -1).transpose(1, 2).reshape(len(part), -1)
+            rows = shared.rows.flatten()[shared.real]
+            _merge(out, torch.cat(totals), rows, part[shared.real], total[shared.real])
+
+    def _private(self, runs: Sequence[Run]) -> list[_Block]:
+        blocks, first = [], 0
+        for bucket in _buckets(runs, lambda run: len(run.own_pages())):
+            tables = [run.own_pages() for run in bucket]
+            lengths = [run.start + 1 - run.shared * self._cache.size for run in bucket]
+            rows = slice(first, first + len(bucket))
+            blocks.append(_Block(rows, *self._table(tables, lengths)))
+            first = rows.stop
+        return blocks
+
+    def _prefixes(self, runs: Sequence[Run]) -> list[_Shared]:
+        rows_of: dict[Prefix, list[int]] = {}
+        for row, run in enumerate(runs):
+            if run.sequence.prefix is not None and run.sequence.prefix.whole:
+                rows_of.setdefault(run.sequence.prefix, []).append(row)
+        ordered = sorted(rows_of, key=lambda prefix: -prefix.whole)
+        found = []
+        for bucket in _buckets(ordered, lambda prefix: prefix.whole):
+            most = max(len(rows_of[prefix]) for prefix in bucket)
+            rows = [rows_of[prefix] for prefix in bucket]
+            padded = self._tensor([[*r, *r[:1] * (most - len(r))] for r in rows])
+            real = [[i < len(r) for i in range(most)] for r in rows]
+            tables = [list(prefix.pages[: prefix.whole]) for prefix in bucket]
+            lengths = [len(table) * self._cache.size for table in tables]
+            real_at = self._tensor(np.flatnonzero(np.array(real)))
+            found.append(_Shared(padded, real_at, *self._table(tables, lengths)))
+        return found
+
+    def _table(self, tables: list[list[int]], lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """-> pages [rows · n], padded by repeating, and the mask [rows, 1, 1, n · size] of that."""
+        most = max(map(len, tables))
+        pages = [page for table in tables for page in [*table, *table[:1] * (most - len(table))]]
+        place = np.arange(most * self._cache.size)
+        beyond = place[None] >= np.array(lengths)[:, None]
+        mask = torch.zeros(beyond.shape, dtype=self._cache.dtype)
+        mask.masked_fill_(torch.from_numpy(beyond), -torch.inf)
+        return self._tensor(pages), mask[:, None, None].to(self._cache.device)
+
+    def _tensor(self, values: object) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._cache.device)
+
+
+def order(runs: Sequence[Run]) -> list[Run]:
+    """Decoding rows from long to short, then fresh prompts, then prompts that go on."""
+    decoding = [run for run in runs if run.count == 1]
+    decoding.sort(key=lambda run: -len(run.own_pages()))
+    fresh = [run for run in runs if run.count > 1 and not run.start]
+    return decoding + fresh + [run for run in runs if run.count > 1 and run.start]
+
+
+def _slots(run: Run, size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    positions = np.arange(run.start, run.start + run.count)
+    pages = np.asarray(run.sequence.pages, dtype=np.int64)
+    return pages[positions // size] * size + positions % size
+
+
+def _buckets(items: Sequence[T], length: Callable[[T], int]) -> list[list[T]]:
+    """Items from long to short, cut where padding to the longest would waste over a quarter."""
+    buckets: list[list[T]] = []
+    for item in items:
+        if buckets and 4 * length(item) >= 3 * length(buckets[-1][0]):
+            buckets[-1].append(item)
+        else:
+            buckets.append([item])
+    return buckets
+
+
+def _merge(out: Tensor, total: Tensor, rows: Tensor, part: Tensor, part_total: Tensor) -> None:
+    """Join attention over two sets of keys: into out [S, Hq, D] at rows goes part [r, Hq, D]."""
+    share = torch.sigmoid(part_total - total[rows])[..., None]
+    out[rows] = torch.lerp(out[rows].to(share.dtype), part.to(share.dtype), share).to(out.dtype)

@@ -1,0 +1,248 @@
+"""The native rollout engine: continuous batching over a paged cache, on the learner's own model.
+
+submit ──► Scheduler.plan ──► model ──► sample ──► Reader ──► events
+                 ▲                                   │
+                 └────────── tokens, freed pages ◄───┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from burnish.engine import cache, kernels, protocol, sampler
+from burnish.engine.pages import Pages
+from burnish.engine.protocol import Capabilities, Event, Request, TokenEvent
+from burnish.engine.reader import Reader
+from burnish.engine.scheduler import Plan, Scheduler
+from burnish.engine.sequence import Group, Sequence
+from burnish.errors import EngineError, ModelError
+from burnish.model.checkpoint import load_hf_state
+from burnish.model.tokenizer import Tokenizer
+from burnish.model.transformer import Transformer
+from burnish.types import Completion, Finish, Weights
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    kv_bytes: int = 1 << 30
+    """Memory for keys and values; samples that do not fit wait, or are computed again later."""
+    page_size: int = 16
+    """Tokens per page."""
+    max_running: int = 128
+    """Samples that decode at once."""
+    step_tokens: int = 1024
+    """Tokens per step; longer prompts are computed in chunks."""
+    on_update: Literal["keep", "recompute"] = "recompute"
+    """What `load` does to the caches of samples in flight."""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_bytes", "page_size", "max_running", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise EngineError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.on_update not in ("keep", "recompute"):
+            raise EngineError(f"on_update must be 'keep' or 'recompute', got {self.on_update!r}")
+
+
+class NativeEngine:
+    """Runs in the model's precision and on its device. It owns the model: `load` writes to it."""
+
+    capabilities = Capabilities(
+        continuous_batching=True,
+        shared_prompts=True,
+        updates_in_flight=True,
+        counter_draws=True,
+        streaming=True,
+    )
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None = None,
+        config: EngineConfig = EngineConfig(),
+        *,
+        version: int = 0,
+    ) -> None:
+        """Without a tokenizer, completions have no text and end by stop ids or length alone."""
+        self.config, self._model, self._tokenizer = config, model, tokenizer
+        weight = model.embed.weight
+        page_bytes = cache.Cache.page_bytes(model.config, config.page_size, weight.dtype)
+        pages = Pages(config.kv_bytes // page_bytes, config.page_size)
+        if not pages.count:
+            raise EngineError(
+                f"kv_bytes must hold at least one page of {page_bytes} bytes, "
+                f"got {config.kv_bytes}; raise kv_bytes or lower page_size"
+            )
+        self._cache = cache.Cache(
+            model.config, pages.count, pages.size, weight.dtype, weight.device
+        )
+        self._scheduler = Scheduler(
+            pages,
+            max_running=config.max_running,
+            step_tokens=config.step_tokens,
+            keep=config.on_update == "keep",
+        )
+        self._scheduler.version = version
+        self._body = kernels.body_for(model)
+        self._groups: dict[str, Group] = {}
+        self._undelivered: list[Event] = []
+        self._paused = False
+
+    @property
+    def version(self) -> int:
+        return self._scheduler.version
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._scheduler.waiting) + len(self._scheduler.running)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sample gave its pages up to be computed again."""
+        return self._scheduler.preemptions
+
+    def submit(self, request: Request) -> None:
+        config, pages = self._model.config, self._scheduler.pages
+        has_text = self._tokenizer is not None
+        if request.request_id in self._groups:
+            raise EngineError(f"request_id must be new, {request.request_id!r} is in flight")
+        protocol.check(
+            request, vocab_size=config.vocab_size, context=config.context, has_text=has_text
+        )
+        limit = min(request.params.max_tokens, config.context - len(request.prompt))
+        needed = pages.needed(len(request.prompt) + limit - 1)
+        if needed > pages.count:
+            raise EngineError(
+                f"request {request.request_id!r}: one sample must fit the cache of "
+                f"{pages.count * pages.size} tokens, got a prompt of {len(request.prompt)} and up "
+                f"to {limit} more; raise kv_bytes or lower max_tokens"
+            )
+        group = Group(request)
+        for sequence in group.sequences:
+            sequence.reader = Reader(
+                request.params,
+                end_ids=self._tokenizer.end_ids if self._tokenizer else (),
+                limit=limit,
+                detokenizer=self._tokenizer.stream(skip_special=True) if self._tokenizer else None,
+            )
+        self._groups[request.request_id] = group
+        self._scheduler.add(group)
+
+    def step(self) -> list[Event]:
+        """Run the model once -> what came of it; nothing while paused."""
+        events, self._undelivered = self._undelivered, []
+        if self._paused:
+            return events
+        plan = self._scheduler.plan()
+        if plan.counts:
+            last = self._run(plan)
+            ready = self._scheduler.advance(plan)
+            events += self._sample(ready, last)
+        return events
+
+    def load(self, weights: Weights) -> None:
+        """New weights from the next step on: all of them, or an error and the old ones stay."""
+        broken = [name for name, t in weights.tensors.items() if not bool(t.isfinite().all())]
+        if broken:
+            raise EngineError(
+                f"weights must be finite, version {weights.version} has {len(broken)} tensors that "
+                f"are not ({broken[0]}, …); version {self.version} stays loaded"
+            )
+        try:
+            load_hf_state(self._model, weights.tensors)
+        except ModelError as error:
+            raise EngineError(f"{error}; version {self.version} stays loaded") from error
+        self._body = kernels.body_for(self._model)
+        self._scheduler.update(weights.version)
+
+    def abort(self, request_id: str) -> None:
+        """End a request's unfinished samples; the next step delivers what they had."""
+        if request_id not in self._groups:
+            raise EngineError(f"request {request_id!r} is not in flight; it can't be aborted")
+        for sequence in list(self._groups[request_id].sequences):
+            self._undelivered.append(self._complete(sequence, Finish.ABORT))
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    @torch.inference_mode()
+    def _run(self, plan: Plan) -> dict[Sequence, Tensor]:
+        """-> the hidden state after each sequence's last token that was run."""
+        if plan.copies:
+            self._cache.copy(list(plan.copies.values()))
+        runs = cache.order([cache.Run(s, s.computed, n) for s, n in plan.counts.items()])
+        tokens = [t for r in runs for t in r.sequence.tokens[r.start : r.start + r.count]]
+        positions = np.concatenate([np.arange(r.start, r.start + r.count) for r in runs])
+        device = self._cache.device
+        hidden = self._body(
+            torch.tensor(tokens, device=device),
+            torch.from_numpy(positions).to(device),
+            cache.CachedAttention(self._cache, runs),
+        )
+        ends = np.cumsum([run.count for run in runs]) - 1
+        last = hidden[torch.from_numpy(ends).to(device)]
+        return {run.sequence: row for run, row in zip(runs, last, strict=True)}
+
+    @torch.inference_mode()
+    def _sample(self, ready: list[Sequence], last: dict[Sequence, Tensor]) -> list[Event]:
+        if not ready:
+            return []
+        logits = self._body.logits(torch.stack([last[sequence] for sequence in ready]))
+        tokens, logprobs = sampler.sample(logits, [_draw(sequence) for sequence in ready])
+        events: list[Event] = []
+        for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
+            events += self._extend(sequence, token, logprob)
+        return events
+
+    def _extend(self, sequence: Sequence, token: int, logprob: float) -> list[Event]:
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        sequence.versions.append(self.version)
+        assert sequence.reader is not None
+        text = sequence.reader.push(token)
+        request_id = sequence.group.request.request_id
+        event = TokenEvent(request_id, sequence.index, token, logprob, self.version, text)
+        if sequence.reader.finish is None:
+            return [event]
+        return [event, self._complete(sequence, sequence.reader.finish)]
+
+    def _complete(self, sequence: Sequence, finish: Finish) -> Completion:
+        group, reader = sequence.group, sequence.reader
+        assert reader is not None
+        self._scheduler.finish(sequence)
+        group.sequences.remove(sequence)
+        if not group.sequences:
+            del self._groups[group.request.request_id]
+        return Completion(
+            request_id=group.request.request_id,
+            sample_index=sequence.index,
+            token_ids=np.array(sequence.response, dtype=np.int32),
+            logprobs=np.array(sequence.logprobs, dtype=np.float32),
+            versions=np.array(sequence.versions, dtype=np.int32),
+            sampled=np.ones(len(sequence.logprobs), dtype=np.bool_),
+            params=group.request.params,
+            finish=finish,
+            stop=reader.stop,
+            text=reader.text,
+        )
+
+
+def _draw(sequence: Sequence) -> sampler.Draw:
+    request, reader = sequence.group.request, sequence.reader
+    assert reader is not None
+    params = request.params
+    key = sampler.stream_key(params.seed, request.stream, request.group, sequence.index)
+    return sampler.Draw(
+        uniform=sampler.uniform(key, len(sequence.logprobs)),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        banned=reader.end_ids if reader.held else (),
+    )

@@ -1,0 +1,59 @@
+"""Pages of the KV cache: who holds them, and which weights filled them. No tensors here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Pages:
+    """A pool of `count` pages of `size` tokens each, counted by reference.
+
+    A page may have several holders as long as nobody writes to it; `writable` hands a writer its
+    own copy. A page's version is that of the oldest weights that may have written to it.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        self.count, self.size = count, size
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._versions = [0] * count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-tokens // self.size)
+
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
+    def version(self, page: int) -> int:
+        return self._versions[page]
+
+    def allocate(self, version: int) -> int:
+        page = self._free.pop()
+        self._holders[page] = 1
+        self._versions[page] = version
+        return page
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is free and can't be shared"
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} was released twice"
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def writable(self, page: int) -> int:
+        """The page itself for its only holder; for one of several a fresh page, to be copied to."""
+        if self._holders[page] == 1:
+            return page
+        copy = self.allocate(self._versions[page])
+        self._holders[page] -= 1
+        return copy

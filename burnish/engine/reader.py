@@ -1,0 +1,92 @@
+"""Reads a response as it is sampled: its text, and where it ends."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from burnish.types import Finish, SamplingParams
+
+
+class Detokenizer(Protocol):
+    """Text of tokens as they come; a character that straddles tokens appears when it is whole."""
+
+    text: str
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Reader:
+    """Watches one response for end ids, stop strings and its length limit.
+
+    A token at index t < min_tokens ends nothing: its end id is not drawn (see `held`) and a stop
+    string that it completes does not count.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        end_ids: tuple[int, ...],
+        limit: int,
+        detokenizer: Detokenizer | None,
+    ) -> None:
+        self._params, self._limit, self._detokenizer = params, limit, detokenizer
+        self.end_ids = tuple(dict.fromkeys((*end_ids, *map(int, params.stop_ids))))
+        self.finish: Finish | None = None
+        self.stop: str | int | None = None
+        self._count = 0
+        self._shown = 0
+        self._cut: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether end ids may not be drawn yet."""
+        return self._count < self._params.min_tokens
+
+    @property
+    def text(self) -> str:
+        """The view: cut at the stop string, without the end token."""
+        return self._detokenizer.text[: self._cut] if self._detokenizer else ""
+
+    def push(self, token: int) -> str:
+        """Take the next token -> the text that can be shown because of it."""
+        held = self.held
+        self._count += 1
+        if token in self.end_ids and not held:
+            self.finish, self.stop = Finish.STOP, token
+        else:
+            fresh = self._detokenizer.push(token) if self._detokenizer else ""
+            self._look_for_stop(fresh, held)
+        if self.finish is None and self._count >= self._limit:
+            self.finish = Finish.LENGTH
+        if self.finish is not None and self._cut is None and self._detokenizer:
+            self._detokenizer.flush()
+        return self._show()
+
+    def _look_for_stop(self, fresh: str, held: bool) -> None:
+        """A stop string must end inside the fresh text; the earliest one to begin wins."""
+        if held or not fresh or not self._params.stop or self._detokenizer is None:
+            return
+        text = self._detokenizer.text
+        seen = len(text) - len(fresh)
+        found = [(text.find(s, max(0, seen - len(s) + 1)), s) for s in self._params.stop]
+        hits = [(at, -len(stop), stop) for at, stop in found if at >= 0]
+        if hits:
+            at, _, self.stop = min(hits)
+            self.finish = Finish.STOP
+            self._cut = at + (len(self.stop) if self._params.include_stop else 0)
+
+    def _show(self) -> str:
+        """What was not shown yet, less an ending that a stop string may still take away."""
+        text = self.text
+        until = len(text)
+        if self.finish is None:
+            longest = max(map(len, self._params.stop), default=0)
+            for size in range(min(longest, len(text)), 0, -1):
+                if any(len(s) > size and s.startswith(text[-size:]) for s in self._params.stop):
+                    until -= size
+                    break
+        shown, self._shown = self._shown, max(self._shown, until)
+        return text[shown : self._shown]

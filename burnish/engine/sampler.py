@@ -1,0 +1,166 @@
+"""From logits to tokens: one uniform number per token inverts the cumulative distribution.
+
+The number is hashed from (seed, stream, group, sample, position), so a draw does not depend on the
+batch. Log-probabilities are the model's at the sampling temperature, before any mask or truncation.
+Legend: M rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+BLOCK = 256
+ROWS = 16
+"""Rows at a time: more fit neither the processor's cache nor memory that is mapped in already."""
+CANDIDATES = 1024
+"""Tokens that top-p looks at before it sorts the whole vocabulary."""
+MASK64 = 0xFFFFFFFFFFFFFFFF
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How one row's token is drawn."""
+
+    uniform: float
+    """In [0, 1)."""
+    temperature: float = 1.0
+    """0 takes the likeliest token, with its log-probability at temperature 1."""
+    top_k: int | None = None
+    top_p: float = 1.0
+    banned: tuple[int, ...] = ()
+    """Not to be drawn here: end ids before min_tokens."""
+
+
+def stream_key(seed: int, stream: str, group: int, sample: int) -> int:
+    """One key per sample; `uniform` turns it and a position into a number."""
+    key = int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little")
+    for value in (seed, group, sample):
+        key = _mix((key ^ (value & MASK64)) + GOLDEN & MASK64)
+    return key
+
+
+def uniform(key: int, position: int) -> float:
+    """In [0, 1), of 53 bits: splitmix64's counter mode."""
+    return (_mix(key + (position + 1) * GOLDEN & MASK64) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
+    return x ^ x >> 31
+
+
+@torch.no_grad()
+def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+    """logits [M, V] -> M tokens and their log-probabilities."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for first in range(0, len(draws), ROWS):
+        some = slice(first, first + ROWS)
+        found = _sample(logits[some], draws[some])
+        tokens += found[0]
+        logprobs += found[1]
+    return tokens, logprobs
+
+
+def _sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+    rows, vocab = logits.shape
+    device = logits.device
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    heat = np.array([draw.temperature or 1.0 for draw in draws])
+    if (heat != 1).any():
+        scaled = scaled / torch.tensor(heat, dtype=scaled.dtype, device=device)[:, None]
+    weights = scaled.new_zeros(rows, -(-vocab // BLOCK) * BLOCK)
+    peak = scaled.amax(1)
+    torch.sub(scaled, peak[:, None], out=weights[:, :vocab]).exp_()
+    sums = weights.view(rows, -1, BLOCK).sum(2)  # [M, blocks]
+    total = peak.double() + sums.sum(1, dtype=torch.float64).log()
+
+    if any(draw.banned for draw in draws):
+        pairs = [(row, token) for row, draw in enumerate(draws) for token in draw.banned]
+        weights[tuple(torch.tensor(pairs, device=device).T)] = 0
+        sums = weights.view(rows, -1, BLOCK).sum(2)
+    # Also where a ban left nothing: next to a banned token, the rest may vanish in float32.
+    gone = set((sums.sum(1) == 0).nonzero()[:, 0].tolist())
+    changed = [i for i, draw in enumerate(draws) if i in gone or _truncates(draw)]
+    if changed:
+        at = torch.tensor(changed, device=device)
+        weights[at, :vocab] = _kept(scaled[at], [draws[i] for i in changed])
+        sums[at] = weights[at].view(len(changed), -1, BLOCK).sum(2)
+    points = np.array([draw.uniform for draw in draws])
+    tokens = _invert(weights, sums, points)
+    greedy = [i for i, draw in enumerate(draws) if draw.temperature == 0]
+    if greedy:
+        at = torch.tensor(greedy, device=device)
+        tokens[at] = _ban(scaled[at], [draws[i] for i in greedy]).argmax(1)
+    logprobs = scaled.gather(1, tokens[:, None])[:, 0].double() - total
+    return tokens.tolist(), logprobs.tolist()
+
+
+def _truncates(draw: Draw) -> bool:
+    return draw.temperature > 0 and (draw.top_k is not None or draw.top_p < 1)
+
+
+def _invert(weights: Tensor, sums: Tensor, points: npt.NDArray[np.float64]) -> Tensor:
+    """weights [M, blocks · BLOCK] not normalised, sums [M, blocks], points [M] in [0, 1) -> [M].
+
+    The cumulative distribution is only summed up, in float64, over blocks and inside the block that
+    is hit: summing 64 × 50k numbers one after another would cost more than the model's head. A
+    token is hit when the sum up to it is the first above the point, so never at probability 0.
+    """
+    at = torch.from_numpy(points).to(weights.device)[:, None]
+    block, inside = _search(sums, at)
+    chosen = weights.view(*sums.shape, BLOCK).gather(1, block[..., None].expand(-1, -1, BLOCK))
+    token, _ = _search(chosen[:, 0], inside)
+    return (block * BLOCK + token)[:, 0]
+
+
+def _search(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """-> the index that `at` [M, 1], a share of the weights [M, n], falls into, and where in it."""
+    upto = weights.double().cumsum(1)
+    end = upto[:, -1:]
+    target = torch.minimum(at * end, torch.nextafter(end, torch.zeros_like(end)))
+    index = torch.searchsorted(upto, target, right=True)
+    width = weights.gather(1, index).double()
+    inside = 1 - (upto.gather(1, index) - target) / width
+    return index, inside.clamp(0, 1)
+
+
+def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """[m, V] -> the same with banned tokens at −∞."""
+    scaled = scaled.clone()
+    for row, draw in enumerate(draws):
+        scaled[row, list(draw.banned)] = -torch.inf
+    return scaled
+
+
+def _kept(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Weights [m, V] of what may be drawn: first top-k, then top-p of what top-k left."""
+    scaled = _ban(scaled, draws)
+    weights = torch.softmax(scaled, 1)
+    for row, draw in enumerate(draws):
+        if _truncates(draw):
+            weights[row] = _truncate(weights[row], draw)
+    return weights
+
+
+def _truncate(weights: Tensor, draw: Draw) -> Tensor:
+    """[V] -> [V]: the smallest set of likeliest tokens whose share reaches top_p, 0 elsewhere."""
+    vocab = weights.numel()
+    count = min(draw.top_k or CANDIDATES, vocab)
+    likeliest, ids = weights.topk(count)
+    if draw.top_k is None and likeliest.sum() < draw.top_p * weights.sum() and count < vocab:
+        likeliest, ids = weights.sort(descending=True)
+    whole = likeliest.sum() if draw.top_k is not None else weights.sum()
+    before = likeliest.double().cumsum(0) - likeliest
+    keep = before < draw.top_p * whole.double()
+    keep[0] = True
+    return torch.zeros_like(weights).scatter_(0, ids[keep], likeliest[keep])

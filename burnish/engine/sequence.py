@@ -1,0 +1,64 @@
+"""A request in flight: its group, and one sequence per sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from burnish.engine.protocol import Request
+from burnish.engine.reader import Reader
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """A group's prompt in the cache, once it has been computed."""
+
+    pages: tuple[int, ...]
+    """They hold the whole prompt; the last one may be partly filled."""
+    whole: int
+    """How many of the pages no sample ever writes to: decoding reads those once for all samples."""
+    version: int
+
+
+@dataclass(eq=False)
+class Group:
+    request: Request
+    sequences: list[Sequence] = field(default_factory=list)
+    prefix: Prefix | None = None
+    """Held by the group itself while samples wait to join; one that joined has its own hold."""
+    filler: Sequence | None = None
+    """The sample that is computing the prompt for all; the others wait for it."""
+
+    def __post_init__(self) -> None:
+        self.sequences = [Sequence(self, index) for index in range(self.request.n)]
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+
+class Sequence:
+    """One sample: prompt and response, what of it is in the cache, and what was recorded."""
+
+    def __init__(self, group: Group, index: int) -> None:
+        self.group, self.index = group, index
+        self.tokens: list[int] = [int(token) for token in group.request.prompt]
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.waits = True
+        """In the scheduler's queue, not running."""
+        self.computed = 0
+        """Tokens whose keys and values are in the cache."""
+        self.pages: list[int] = []
+        self.prefix: Prefix | None = None
+        """The shared prompt that this sequence's first pages are."""
+        self.reader: Reader | None = None
+        """Turns the response into text and watches for its end."""
+
+    @property
+    def pending(self) -> int:
+        """Tokens to run before the next one can be sampled; 1 is plain decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def response(self) -> list[int]:
+        return self.tokens[self.group.prompt_length :]

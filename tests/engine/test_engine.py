@@ -1,0 +1,362 @@
+"""The equalities: whatever batch, schedule and pages do, the numbers are the learner's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.protocol import Request, TokenEvent
+from burnish.errors import EngineError
+from burnish.types import Completion, Finish, SamplingParams
+
+MIX = [
+    tiny.request("short", 3, n=2, group=0, max_tokens=20),
+    tiny.request("long", 41, n=3, group=1, max_tokens=30),
+    tiny.request("hot", 9, n=1, group=2, temperature=1.7),
+    tiny.request("pages", 16, n=4, group=3, max_tokens=17),
+    tiny.request("greedy", 8, n=2, group=4, temperature=0.0),
+    tiny.request("one token", 1, n=2, group=5),
+]
+
+
+def alone(requests: list[Request]) -> dict[tuple[str, int], Completion]:
+    done: dict[tuple[str, int], Completion] = {}
+    for one in requests:
+        done |= tiny.finish(tiny.engine(), [one])
+    return done
+
+
+@pytest.mark.parametrize("one", MIX, ids=lambda r: r.request_id)
+def test_decode_equals_the_learners_forward(one: Request) -> None:
+    for done in tiny.finish(tiny.engine(), [one]).values():
+        oracle = tiny.learner_logprobs(
+            tiny.model(), one.prompt, done.token_ids, one.params.temperature
+        )
+        np.testing.assert_allclose(done.logprobs, oracle, atol=1e-5)
+        assert done.logprobs.dtype == np.float32
+        assert len(done.token_ids) == one.params.max_tokens
+        assert done.finish is Finish.LENGTH
+        assert done.sampled.all()
+
+
+def test_alone_equals_in_a_crowd() -> None:
+    tiny.assert_same(alone(MIX), tiny.finish(tiny.engine(), MIX))
+
+
+def test_shared_prompt_equals_repeated_prompt() -> None:
+    group = tiny.request("group", 37, n=5, group=7)
+    shared = tiny.finish(tiny.engine(), [group])
+    engine = tiny.engine()
+    # Alone, sample i of the group: the same draws, its own prompt.
+    for index in range(5):
+        one = Request("group", group.prompt, index + 1, group.params, 7)
+        own = tiny.finish(engine, [one])
+        tiny.assert_same(
+            {("group", index): shared["group", index]}, {("group", index): own["group", index]}
+        )
+
+
+def test_a_groups_prompt_is_computed_once() -> None:
+    engine = tiny.engine()
+    ran: list[int] = []
+    body = engine._body
+    engine._body = _counting(body, ran)
+    tiny.finish(engine, [tiny.request("group", 40, n=6, max_tokens=5)])
+    # The prompt once, its last token again for the five that join, then five decoding steps less
+    # the last token, which nobody reads.
+    assert sum(ran) == 40 + 5 + 6 * 4
+
+
+def _counting(body: Any, ran: list[int]) -> Any:
+    class Counting:
+        def __call__(self, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+            ran.append(len(tokens))
+            return body(tokens, *rest)
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return body.logits(hidden)
+
+    return Counting()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 16])
+def test_chunked_prefill_equals_whole(chunk: int) -> None:
+    tiny.assert_same(alone(MIX), tiny.finish(tiny.engine(step_tokens=chunk), MIX))
+
+
+@pytest.mark.parametrize("running", [1, 2, 5])
+def test_few_slots_change_nothing(running: int) -> None:
+    tiny.assert_same(alone(MIX), tiny.finish(tiny.engine(max_running=running), MIX))
+
+
+@pytest.mark.parametrize("tokens", [72, 100, 140])
+def test_preempted_equals_not_preempted(tokens: int) -> None:
+    engine = tiny.engine(tokens=tokens)
+    tiny.assert_same(alone(MIX), tiny.finish(engine, MIX))
+    assert engine.preemptions > 0
+    assert engine._scheduler.pages.free == engine._scheduler.pages.count
+
+
+@pytest.mark.parametrize("on_update", ["keep", "recompute"])
+@pytest.mark.parametrize("tokens", [100, 4096])
+def test_an_update_with_the_same_weights_changes_nothing(on_update: str, tokens: int) -> None:
+    engine = tiny.engine(on_update=on_update, tokens=tokens)
+
+    def update(step: int) -> None:
+        if step % 3 == 1:
+            engine.load(tiny.weights(tiny.model(), engine.version + 1))
+
+    done = tiny.finish(engine, MIX, update)
+    tiny.assert_same(alone(MIX), done)
+    versions = done["long", 0].versions
+    assert versions[0] < versions[-1]
+    assert (np.diff(versions) >= 0).all()
+
+
+def test_after_an_update_recomputing_forgets_the_old_weights() -> None:
+    """From the update on, log-probabilities are those of the new model over the whole context."""
+    engine = tiny.engine(on_update="recompute")
+    one = tiny.request("a", 21, n=3, max_tokens=14)
+
+    def update(step: int) -> None:
+        if step == 6:
+            engine.load(tiny.weights(tiny.model(1), 5))
+
+    for done in tiny.finish(engine, [one], update).values():
+        for seed, version in ((0, 0), (1, 5)):
+            oracle = tiny.learner_logprobs(tiny.model(seed), one.prompt, done.token_ids, 1.0)
+            mine = done.versions == version
+            assert 0 < mine.sum() < len(mine)
+            np.testing.assert_allclose(done.logprobs[mine], oracle[mine], atol=1e-5)
+
+
+def test_after_an_update_keeping_reads_the_old_cache() -> None:
+    """Only tokens run since the update are the new model's; the cache before is the old one's."""
+    engine = tiny.engine(on_update="keep")
+    one = tiny.request("a", 21, n=2, max_tokens=14)
+
+    def update(step: int) -> None:
+        if step == 6:
+            engine.load(tiny.weights(tiny.model(1), 5))
+
+    for done in tiny.finish(engine, [one], update).values():
+        new = done.versions == 5
+        old = tiny.learner_logprobs(tiny.model(), one.prompt, done.token_ids, 1.0)
+        np.testing.assert_allclose(done.logprobs[~new], old[~new], atol=1e-5)
+        oracle = tiny.learner_logprobs(tiny.model(1), one.prompt, done.token_ids, 1.0)
+        assert np.abs(done.logprobs[new] - oracle[new]).max() > 1e-3
+
+
+def test_greedy_equals_transformers(tmp_path: Any) -> None:
+    import families
+
+    from burnish.model.checkpoint import load
+
+    for family in families.FAMILIES:
+        peer = families.make(family)
+        own = load(families.save(peer, tmp_path / family))
+        engine = NativeEngine(own, None, EngineConfig(kv_bytes=1 << 20, page_size=4))
+        ids = tiny.prompt(11) % 96
+        params = SamplingParams(temperature=0.0, max_tokens=24)
+        done = tiny.finish(engine, [Request("a", ids, 1, params)])["a", 0]
+        out = peer.generate(
+            torch.tensor(ids[None], dtype=torch.long),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=24,
+            min_new_tokens=24,
+            pad_token_id=0,
+        )
+        # Transformers bans its end ids by min_new_tokens; these random models have their own.
+        assert done.token_ids.tolist() == out[0, len(ids) :].tolist(), family
+
+
+def test_draws_depend_on_group_sample_and_stream_alone() -> None:
+    params = SamplingParams(max_tokens=16)
+    ids = tiny.prompt(7)
+
+    def tokens(group: int, stream: str, name: str = "a", seed: int = 0) -> list[list[int]]:
+        chosen = SamplingParams(max_tokens=16, seed=seed) if seed else params
+        done = tiny.finish(tiny.engine(), [Request(name, ids, 2, chosen, group, stream)])
+        return [done[name, i].token_ids.tolist() for i in range(2)]
+
+    assert tokens(3, "train") == tokens(3, "train", "another name")
+    different = [
+        tokens(3, "train"),
+        tokens(4, "train"),
+        tokens(3, "eval"),
+        tokens(3, "train", seed=1),
+    ]
+    samples = [tuple(sample) for pair in different for sample in pair]
+    assert len(set(samples)) == len(samples)
+
+
+def test_end_ids_are_sampled_recorded_and_named() -> None:
+    engine = tiny.engine(text=True)
+    likely = int(
+        tiny.finish(engine, [tiny.request("probe", temperature=0.0, max_tokens=3)])[
+            "probe", 0
+        ].token_ids[2]
+    )
+    engine = NativeEngine(tiny.model(), tiny.tokenizer(end_ids=(END_UNUSED, likely)))
+    done = tiny.finish(engine, [tiny.request("a", temperature=0.0)])["a", 0]
+    assert (done.finish, done.stop) == (Finish.STOP, likely)
+    assert done.token_ids[-1] == likely
+    assert len(done.logprobs) == len(done.token_ids) <= 3
+    held = tiny.finish(engine, [tiny.request("a", temperature=0.0, min_tokens=7)])["a", 0]
+    assert likely not in held.token_ids[:7]
+    oracle = tiny.learner_logprobs(tiny.model(), tiny.prompt(9, 9), held.token_ids, 1.0)
+    np.testing.assert_allclose(held.logprobs, oracle, atol=1e-5)  # before the ban
+
+
+END_UNUSED = 259
+
+
+def test_stop_ids_of_a_request() -> None:
+    engine = tiny.engine()
+    probe = tiny.finish(engine, [tiny.request("probe", temperature=0.0)])["probe", 0]
+    stop = int(probe.token_ids[4])
+    done = tiny.finish(engine, [tiny.request("a", temperature=0.0, stop_ids=(stop,))])["a", 0]
+    first = probe.token_ids.tolist().index(stop)
+    assert done.token_ids.tolist() == probe.token_ids[: first + 1].tolist()
+    assert (done.finish, done.stop) == (Finish.STOP, stop)
+
+
+def test_the_context_ends_a_response() -> None:
+    done = tiny.finish(tiny.engine(), [tiny.request("a", 90, max_tokens=50)])["a", 0]
+    assert len(done.token_ids) == 96 - 90
+    assert done.finish is Finish.LENGTH
+
+
+def test_events_tell_the_completion() -> None:
+    engine = tiny.engine(text=True)
+    engine.submit(tiny.request("a", n=2))
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    shown = {0: "", 1: ""}
+    done: dict[int, Completion] = {}
+    while engine.unfinished:
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                tokens[event.sample_index].append(event.token_id)
+                shown[event.sample_index] += event.text
+            else:
+                done[event.sample_index] = event
+    for index in range(2):
+        assert done[index].token_ids.tolist() == tokens[index]
+        assert done[index].text == shown[index]
+
+
+def test_abort_pause_resume() -> None:
+    engine = tiny.engine()
+    for name in ("a", "b"):
+        engine.submit(tiny.request(name, n=2, max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    engine.pause()
+    assert engine.step() == []
+    assert engine.unfinished == 4
+    engine.abort("a")
+    aborted = engine.step()
+    assert [(e.request_id, e.finish) for e in aborted if isinstance(e, Completion)] == [
+        ("a", Finish.ABORT)
+    ] * 2
+    assert all(isinstance(e, Completion) and len(e.token_ids) in (3, 4) for e in aborted)
+    engine.resume()
+    rest = tiny.finish(engine, [tiny.request("a")])
+    assert set(rest) == {("a", 0), ("b", 0), ("b", 1)}
+    with pytest.raises(EngineError, match="not in flight"):
+        engine.abort("a")
+
+
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "empty": ("at least one token", {"prompt": np.array([], np.int32)}),
+    "long": ("context of 96", {"prompt": tiny.prompt(96)}),
+    "beyond": ("0 … 259", {"prompt": np.array([1, 260], np.int32)}),
+    "negative id": ("0 … 259", {"prompt": np.array([-1], np.int32)}),
+    "floats": ("flat array of token ids", {"prompt": np.array([1.0])}),
+    "n": ("n must be at least 1", {"n": 0}),
+    "max_tokens": ("max_tokens must be at least 1, got 0", {"params": {"max_tokens": 0}}),
+    "min_tokens": ("min_tokens", {"params": {"max_tokens": 3, "min_tokens": 4}}),
+    "negative": ("temperature must be 0", {"params": {"temperature": -0.5}}),
+    "nan": ("temperature", {"params": {"temperature": float("nan")}}),
+    "top_p": ("top_p", {"params": {"top_p": 0.0}}),
+    "top_k": ("top_k", {"params": {"top_k": 0}}),
+    "stop type": ("stop must be a tuple of texts", {"params": {"stop": (7,)}}),
+    "stop text": ("stop must be a tuple of texts", {"params": {"stop": "###"}}),
+    "stop id": ("stop_ids", {"params": {"stop_ids": ("x",)}}),
+    "no tokenizer": ("need a tokenizer", {"params": {"stop": ("x",)}}),
+    "cache": ("must fit the cache of 64 tokens", {"params": {"max_tokens": 60}}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests_are_refused_and_the_others_served(name: str) -> None:
+    message, wrong = BAD[name]
+    engine = tiny.engine(tokens=64)
+    good = tiny.request("good", n=2)
+    engine.submit(good)
+    engine.step()
+    params = SamplingParams(**wrong.get("params", {"max_tokens": 4}))
+    with pytest.raises(EngineError, match=message):
+        engine.submit(
+            Request("bad", wrong.get("prompt", tiny.prompt(9)), wrong.get("n", 1), params)
+        )
+    with pytest.raises(EngineError, match="in flight"):
+        engine.submit(good)
+    tiny.assert_same(alone([good]), tiny.finish(engine, []))
+
+
+def test_load_refuses_and_keeps_the_old_weights() -> None:
+    engine = tiny.engine()
+    one = tiny.request("a", n=2)
+    engine.submit(one)
+    engine.step()
+    broken = tiny.weights(tiny.model(1), 1)
+    broken.tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.inf
+    with pytest.raises(EngineError, match=r"finite.*version 0 stays"):
+        engine.load(broken)
+    missing = tiny.weights(tiny.model(1), 1)
+    del missing.tensors["model.norm.weight"]
+    with pytest.raises(EngineError, match=r"missing.*version 0 stays"):
+        engine.load(missing)
+    assert engine.version == 0
+    tiny.assert_same(alone([one]), tiny.finish(engine, []))
+
+
+def test_the_cache_stays_within_its_budget() -> None:
+    engine = tiny.engine(tokens=200)
+    assert engine._cache._pool.nbytes <= engine.config.kv_bytes
+    with pytest.raises(EngineError, match="at least one page"):
+        tiny.engine(tokens=3)
+    with pytest.raises(EngineError, match="step_tokens must be at least 1"):
+        tiny.engine(step_tokens=0)
+    with pytest.raises(EngineError, match="on_update"):
+        tiny.engine(on_update="forget")
+
+
+def test_bfloat16_runs_packed_and_close_to_float32() -> None:
+    own = tiny.model().to(torch.bfloat16)
+    engine = NativeEngine(own, None, EngineConfig(kv_bytes=1 << 20, page_size=4))
+    one = tiny.request("a", 21, n=3, max_tokens=20)
+    for done in tiny.finish(engine, [one]).values():
+        oracle = tiny.learner_logprobs(tiny.model(), one.prompt, done.token_ids, 1.0)
+        assert np.abs(done.logprobs - oracle).mean() < 0.2
+        same = tiny.learner_logprobs(own, one.prompt, done.token_ids, 1.0)
+        assert np.abs(done.logprobs - same).mean() < 0.2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_equalities_hold_on_a_gpu() -> None:
+    engine = NativeEngine(tiny.model().cuda(), None, EngineConfig(kv_bytes=1 << 17, page_size=4))
+    for (name, _), done in tiny.finish(engine, MIX).items():
+        one = next(r for r in MIX if r.request_id == name)
+        oracle = tiny.learner_logprobs(
+            tiny.model(), one.prompt, done.token_ids, one.params.temperature
+        )
+        np.testing.assert_allclose(done.logprobs, oracle, atol=1e-4)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+
+from burnish.engine.reader import Reader
+from burnish.types import Finish, SamplingParams
+
+
+def read(
+    text: str | bytes, limit: int = 100, end: int | None = None, **params: Any
+) -> tuple[Reader, list[str], int]:
+    """One token per byte -> the reader, what it showed token by token, and the tokens it took."""
+    tokenizer = tiny.tokenizer()
+    data = text.encode() if isinstance(text, str) else text
+    ids = {tokenizer.token_bytes(i)[0]: i for i in range(256)}
+    tokens = [ids[byte] for byte in data] + ([end] if end is not None else [])
+    reader = Reader(
+        SamplingParams(max_tokens=limit, **params),
+        end_ids=(tiny.END,),
+        limit=limit,
+        detokenizer=tokenizer.stream(skip_special=True),
+    )
+    shown = []
+    for token in tokens:
+        shown.append(reader.push(token))
+        if reader.finish is not None:
+            break
+    return reader, shown, len(shown)
+
+
+@pytest.mark.parametrize(("include", "view"), [(True, "go \n## st"), (False, "go \n##")])
+def test_a_stop_string_straddles_tokens(include: bool, view: str) -> None:
+    reader, shown, taken = read("go \n## stop", stop=(" st",), include_stop=include)
+    assert (reader.finish, reader.stop, reader.text) == (Finish.STOP, " st", view)
+    assert "".join(shown) == view
+    assert taken == len("go \n## st")
+
+
+def test_text_that_a_stop_may_take_away_is_not_shown() -> None:
+    _, shown, _ = read("a##b###", stop=("###",), include_stop=False)
+    assert shown == ["a", "", "", "##b", "", "", ""]
+
+
+def test_the_earliest_stop_wins() -> None:
+    reader, _, _ = read("xabc", stop=("c", "abc", "bc"))
+    assert (reader.stop, reader.text) == ("abc", "xabc")
+
+
+def test_characters_straddle_tokens() -> None:
+    reader, shown, _ = read("é漢🙂", stop=("漢",), include_stop=False)
+    assert (reader.text, reader.stop) == ("é", "漢")
+    assert shown == ["", "é", "", "", ""]
+    reader, shown, _ = read("a🙂b")
+    assert shown == ["a", "", "", "", "🙂", "b"]
+
+
+def test_a_character_cut_short_by_the_limit() -> None:
+    reader, shown, _ = read("ab🙂", limit=4)
+    assert (reader.finish, reader.text) == (Finish.LENGTH, "ab\ufffd")
+    assert "".join(shown) == reader.text
+
+
+def test_the_end_token_is_no_text() -> None:
+    reader, _, taken = read("ab", end=tiny.END)
+    assert (reader.finish, reader.stop, reader.text, taken) == (Finish.STOP, tiny.END, "ab", 3)
+
+
+def test_min_tokens_holds_back_stop_strings_and_end_ids() -> None:
+    reader, _, taken = read("..x..x", min_tokens=3, stop=("x",))
+    assert (reader.stop, taken, reader.text) == ("x", 6, "..x..x")
+    reader, _, taken = read("..xx", min_tokens=3, stop=("xx",))
+    assert taken == 4  # begun while held back, completed after
+    reader, _, _ = read("ab", end=tiny.END, min_tokens=3)
+    assert reader.finish is None
+    reader, _, _ = read("abc", end=tiny.END, min_tokens=3)
+    assert reader.finish is Finish.STOP
+
+
+def test_without_a_tokenizer() -> None:
+    reader = Reader(SamplingParams(stop_ids=(7,)), end_ids=(3,), limit=9, detokenizer=None)
+    assert [reader.push(token) for token in (1, 2, 7)] == ["", "", ""]
+    assert (reader.finish, reader.stop, reader.text) == (Finish.STOP, 7, "")

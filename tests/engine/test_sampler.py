@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.engine.sampler import Draw, sample, stream_key, uniform
+
+LOGITS = torch.tensor([1.3, 0.2, -0.5, 2.0, 0.9, -torch.inf, -1.5, 0.0])
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warm": {"temperature": 1.8},
+    "cold": {"temperature": 0.4},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.7},
+    "both, warm": {"top_k": 5, "top_p": 0.8, "temperature": 1.5},
+    "banned": {"banned": (3, 6)},
+    "banned, top_k": {"banned": (3,), "top_k": 2},
+}
+
+
+def expected(
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    banned: tuple[int, ...] = (),
+) -> np.ndarray:
+    """By the definition: one token after another."""
+    logits = LOGITS.double().numpy() / temperature
+    logits[list(banned)] = -np.inf
+    p = np.exp(logits) / np.exp(logits).sum()
+    ranked = sorted(range(len(p)), key=lambda i: -p[i])[:top_k]
+    whole = sum(p[i] for i in ranked)
+    kept: list[int] = []
+    for i in ranked:
+        if sum(p[j] for j in kept) < top_p * whole:
+            kept.append(i)
+    out = np.zeros_like(p)
+    out[kept] = p[kept]
+    return out / out.sum()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_distribution_is_right(case: str) -> None:
+    """Chi-square over 20,000 draws; the limit is passed by chance once in 10,000 tests."""
+    n = 20_000
+    key = stream_key(0, "test", 1, 2)
+    draws = [Draw(uniform(key, i), **CASES[case]) for i in range(n)]
+    tokens, logprobs = sample(LOGITS.expand(n, -1), draws)
+    p = expected(**CASES[case])
+    counts = np.bincount(tokens, minlength=len(p))
+    assert counts[p == 0].sum() == 0
+    seen = p > 0
+    chi2 = ((counts[seen] - n * p[seen]) ** 2 / (n * p[seen])).sum()
+    assert chi2 < {1: 15.2, 2: 18.5, 3: 21.2, 4: 23.6, 5: 25.8, 6: 27.9}[int(seen.sum()) - 1]
+    scaled = LOGITS / CASES[case].get("temperature", 1.0)
+    np.testing.assert_allclose(logprobs, torch.log_softmax(scaled, 0)[tokens], atol=1e-6)
+
+
+def test_inverse_of_the_cumulative_distribution() -> None:
+    """A large vocabulary, blocks and a remainder: the token is the first whose sum exceeds u."""
+    torch.manual_seed(0)
+    logits = torch.randn(64, 1000) * 2
+    u = np.random.default_rng(0).random(64)
+    tokens, _ = sample(logits, [Draw(float(x)) for x in u])
+    p = torch.softmax(logits.double(), 1).numpy().cumsum(1)
+    assert tokens == [
+        int(np.searchsorted(row, x, side="right")) for row, x in zip(p, u, strict=True)
+    ]
+
+
+def test_probability_zero_is_never_drawn() -> None:
+    logits = torch.full((4, 600), -torch.inf)
+    logits[:, [5, 300, 599]] = torch.tensor([0.0, -200.0, 1.0])
+    edges = [0.0, 2.0**-53, 1 - 2.0**-53, 0.5]
+    tokens, _ = sample(logits, [Draw(u) for u in edges])
+    assert set(tokens) <= {5, 599}
+    assert (tokens[0], tokens[2]) == (5, 599)
+
+
+def test_greedy_takes_the_likeliest_at_temperature_one() -> None:
+    tokens, logprobs = sample(LOGITS.expand(2, -1), [Draw(0.1, 0.0), Draw(0.1, 0.0, banned=(3,))])
+    assert tokens == [3, 0]
+    np.testing.assert_allclose(logprobs, torch.log_softmax(LOGITS, 0)[[3, 0]], atol=1e-6)
+
+
+def test_a_ban_on_nearly_all_the_mass() -> None:
+    logits = torch.tensor([[500.0, 1.0, 2.0]])
+    for point, token in ((0.0, 1), (0.9, 2)):
+        tokens, logprobs = sample(logits, [Draw(point, banned=(0,))])
+        assert tokens == [token]
+        assert logprobs[0] == pytest.approx(float(logits[0, token]) - 500, abs=1e-4)
+
+
+def test_top_p_beyond_the_candidates() -> None:
+    logits = torch.zeros(1, 5000)
+    tokens, _ = sample(logits.expand(50, -1), [Draw((i + 0.5) / 50, top_p=0.9) for i in range(50)])
+    assert len(set(tokens)) == 50
+    assert max(tokens) - min(tokens) > 4000
+
+
+def test_uniform_numbers_are_uniform_and_apart() -> None:
+    keys = [stream_key(s, t, g, i) for s in (0, 1) for t in "ab" for g in (0, 1) for i in (0, 1)]
+    assert len(set(keys)) == 16
+    numbers = np.array([[uniform(key, i) for i in range(4000)] for key in keys])
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert abs(numbers.mean() - 0.5) < 0.005
+    assert np.abs(np.corrcoef(numbers) - np.eye(16)).max() < 0.08
+    assert stream_key(-1, "a", 0, 0) != stream_key(1, "a", 0, 0)
+
+
+def test_draws_do_not_depend_on_the_batch() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(40, 1300)
+    draws = [Draw(uniform(7, i), temperature=[1.0, 0.5, 0.0][i % 3]) for i in range(40)]
+    together = sample(logits, draws)
+    apart = [sample(logits[i : i + 1], draws[i : i + 1]) for i in range(40)]
+    assert together[0] == [tokens[0] for tokens, _ in apart]
+    np.testing.assert_allclose(together[1], [logprobs[0] for _, logprobs in apart], atol=1e-6)

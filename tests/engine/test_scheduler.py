@@ -1,0 +1,146 @@
+"""Random schedules: no page leaks, none is shared wrongly, and every sample finishes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burnish.engine.pages import Pages
+from burnish.engine.protocol import Request
+from burnish.engine.scheduler import Scheduler
+from burnish.engine.sequence import Group, Sequence
+
+
+@dataclass
+class Simulation:
+    """An engine whose cache holds, in each slot, which tokens under which weights were written."""
+
+    scheduler: Scheduler
+    groups: list[Group] = field(default_factory=list)
+    lengths: dict[Sequence, int] = field(default_factory=dict)
+    slots: dict[tuple[int, int], tuple[tuple[int, ...], int]] = field(default_factory=dict)
+
+    def submit(self, prompt: int, n: int, length: int) -> None:
+        """Groups of the same size share no token values, so that a mix-up shows."""
+        name = len(self.groups)
+        group = Group(Request(str(name), np.arange(prompt) + 1000 * name, n))
+        self.groups.append(group)
+        self.lengths |= dict.fromkeys(group.sequences, prompt + length)
+        self.scheduler.add(group)
+
+    def step(self) -> None:
+        plan = self.scheduler.plan()
+        size = self.scheduler.pages.size
+        assert sum(plan.counts.values()) <= self.scheduler.step_tokens
+        assert len(self.scheduler.running) <= self.scheduler.max_running
+        copied = {}
+        for source, target in plan.copies.values():
+            copied |= {(target, i): self.slots.get((source, i)) for i in range(size)}
+        self.slots |= {slot: content for slot, content in copied.items() if content}
+        writers: Counter[tuple[int, int]] = Counter()
+        for sequence, count in plan.counts.items():
+            for position in range(sequence.computed, sequence.computed + count):
+                slot = (sequence.pages[position // size], position % size)
+                assert self.scheduler.pages.holders(slot[0]) == 1, "writes go to one's own pages"
+                writers[slot] += 1
+                tokens = tuple(sequence.tokens[: position + 1])
+                self.slots[slot] = (tokens, self.scheduler.version)
+        assert set(writers.values()) <= {1}
+        for sequence, count in plan.counts.items():
+            self._read(sequence, sequence.computed + count)
+        for sequence in self.scheduler.advance(plan):
+            sequence.tokens.append(10**6 * (sequence.index + 1) + len(sequence.tokens))
+            sequence.logprobs.append(0.0)
+            if len(sequence.tokens) >= self.lengths[sequence]:
+                self.finish(sequence)
+        self.check()
+
+    def finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        sequence.group.sequences.remove(sequence)
+
+    def abort(self, which: int) -> None:
+        live = [s for group in self.groups for s in group.sequences]
+        if live:
+            self.finish(live[which % len(live)])
+
+    def _read(self, sequence: Sequence, end: int) -> None:
+        size = self.scheduler.pages.size
+        for position in range(end):
+            page = sequence.pages[position // size]
+            tokens, version = self.slots[page, position % size]
+            assert tokens == tuple(sequence.tokens[: position + 1])
+            assert self.scheduler.keep or version == self.scheduler.version
+            assert self.scheduler.pages.version(page) <= version
+
+    def check(self) -> None:
+        """The holders of each page, counted afresh."""
+        held: Counter[int] = Counter()
+        for group in self.groups:
+            held.update(group.prefix.pages if group.prefix else ())
+            for sequence in group.sequences:
+                held.update(sequence.pages)
+                assert sequence.waits == (sequence in self.scheduler.waiting)
+                assert not (sequence.waits and sequence.pages)
+        pages = self.scheduler.pages
+        assert all(pages.holders(page) == held[page] for page in range(pages.count))
+        assert pages.free == pages.count - len(held)
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 20), st.integers(1, 5), st.integers(1, 12)),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+    st.tuples(st.just("abort"), st.integers(0, 30)),
+    st.tuples(st.just("update")),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    events=st.lists(EVENTS, max_size=25),
+    pages=st.integers(8, 30),
+    running=st.integers(1, 8),
+    budget=st.integers(1, 24),
+    keep=st.booleans(),
+)
+def test_random_schedules(
+    events: list[tuple[str, *tuple[int, ...]]], pages: int, running: int, budget: int, keep: bool
+) -> None:
+    scheduler = Scheduler(Pages(pages, 4), max_running=running, step_tokens=budget, keep=keep)
+    simulation = Simulation(scheduler)
+    for name, *numbers in events:
+        match name:
+            case "submit":
+                simulation.submit(*numbers)
+            case "step":
+                for _ in range(numbers[0]):
+                    simulation.step()
+            case "abort":
+                simulation.abort(*numbers)
+            case "update":
+                scheduler.update(scheduler.version + 1)
+        simulation.check()
+    for _ in range(20_000):
+        if not (scheduler.waiting or scheduler.running):
+            break
+        simulation.step()
+    assert not scheduler.waiting
+    assert not scheduler.running
+    assert scheduler.pages.free == pages
+
+
+def test_a_group_is_computed_once_and_its_pages_are_shared() -> None:
+    scheduler = Scheduler(Pages(100, 4), max_running=8, step_tokens=64, keep=True)
+    simulation = Simulation(scheduler)
+    simulation.submit(prompt=18, n=4, length=6)
+    simulation.step()
+    simulation.step()
+    whole = [tuple(s.pages[:4]) for s in simulation.groups[0].sequences]
+    assert len(set(whole)) == 1
+    assert scheduler.pages.holders(whole[0][0]) == 4
+    last = [s.pages[4] for s in simulation.groups[0].sequences]
+    assert len(set(last)) == 4
