@@ -51,7 +51,7 @@ def train(
         return Sorter(size.numbers, size.length, loaded.model.width, seed=loaded.seed)
 
     generator = SorterEngine(model())
-    learner = Learner(model(), loaded.objective, learning_rate=loaded.train.learning_rate)
+    learner = Learner(model(), loaded.objective, loaded.train)
     with RunDirectory(path, loaded) as run:
         rows = []
         for step in sync.train(loaded, task=task, generator=generator, learner=learner):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from burnish import pieces
 from burnish.errors import ConfigError
@@ -91,8 +91,28 @@ class TrainConfig(Section):
     steps: int = Field(100, ge=1, description="rollouts, each followed by its gradient steps")
     batch: int = Field(30, ge=1, description="responses per gradient step")
     epochs: int = Field(1, ge=1, description="passes over each rollout")
+    micro_sequences: int | None = Field(None, ge=1, description="responses per forward pass")
+    micro_tokens: int | None = Field(None, ge=1, description="tokens per forward pass")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of forward, backward")
+    recompute: bool = Field(False, description="layers run again in the backward pass: memory")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
-    optimizer: Literal["adam"] = "adam"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
+    decay_steps: int | None = Field(None, ge=1, description="gradient steps down to the last rate")
+    final_rate: float | None = Field(None, ge=0, le=1, description="last / full rate; none: 0")
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="of matrices alone")
+    clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
+    max_skipped: int = Field(3, ge=1, description="steps in a row that may be not finite")
+    log_kl: bool = Field(False, description="KL to the initial model and the step before")
+    log_kl_groups: int | None = Field(None, ge=1, description="how many groups of it; none: all")
+
+    @field_validator("betas")
+    @classmethod
+    def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"must be two numbers of at least 0 and below 1, got {list(betas)}")
+        return betas
 
 
 class Recipe(Section):
@@ -128,6 +148,7 @@ def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -
     # What the recipe set for a piece that an override replaced goes with the piece.
     recipe = _validate(effective(recipe, merged))
     _check_batches(recipe)
+    _check_train(recipe)
     _check_objective(recipe)
     return recipe
 
@@ -278,6 +299,31 @@ def _check_divides(name: str, value: int, by: str, divisor: int) -> None:
             f"{name} = {value} is not a multiple of {by} = {divisor}: a batch holds whole groups; "
             f"use {name} = {' or '.join(choices)}"
         )
+
+
+def _check_train(recipe: Recipe) -> None:
+    train = recipe.train
+    if train.recompute and recipe.model.name == "sorter":
+        raise ConfigError("train.recompute has no effect on the sorting model; remove it")
+    if train.micro_sequences is not None and train.micro_tokens is not None:
+        raise ConfigError(
+            "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
+            f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
+        )
+    if train.schedule == "constant":
+        for name in ("decay_steps", "final_rate"):
+            if getattr(train, name) is not None:
+                raise ConfigError(
+                    f"train.{name} has no effect with train.schedule = 'constant'; remove it, or "
+                    "use schedule = 'linear' or 'cosine'"
+                )
+    elif train.decay_steps is None or train.decay_steps <= train.warmup_steps:
+        raise ConfigError(
+            f"train.schedule = '{train.schedule}' needs train.decay_steps above warmup_steps = "
+            f"{train.warmup_steps}, got {train.decay_steps}; usually all gradient steps of the run"
+        )
+    if train.log_kl_groups is not None and not train.log_kl:
+        raise ConfigError("train.log_kl_groups has no effect with train.log_kl = false; remove it")
 
 
 def _check_objective(recipe: Recipe) -> None:

@@ -52,7 +52,7 @@ def _batches(recipe: Recipe) -> list[tuple[str, str]]:
         (
             "in all",
             f"{train.steps} steps: {train.steps * rollout.batch:,} responses sampled, "
-            f"{train.steps * per_rollout:,} gradient steps ({train.optimizer}, "
+            f"{train.steps * per_rollout:,} gradient steps (AdamW, "
             f"learning rate {train.learning_rate:g})",
         ),
         ("denominator", f"over a train batch: S = {train.batch} responses"),

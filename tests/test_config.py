@@ -139,6 +139,17 @@ def test_every_setting_is_read_by_some_piece():
         (["objective.loss=cispo", "objective.cispo_floor=6"], "is above cispo_cap = 5"),
         (["objective.importance=mask", "objective.importance_low=3"], "is above importance_high"),
         (["objective.importance=mask", "objective.proximal=behavior"], "it would always be 1"),
+        (["train.micro_sequences=2", "train.micro_tokens=9"], "in sequences or in tokens"),
+        (["train.decay_steps=9"], "no effect with train.schedule = 'constant'"),
+        (["train.final_rate=0.1"], "no effect with train.schedule = 'constant'"),
+        (["train.schedule=cosine"], "needs train.decay_steps above warmup_steps = 0, got None"),
+        (
+            ["train.schedule=linear", "train.decay_steps=5", "train.warmup_steps=5"],
+            "above warmup_steps = 5, got 5",
+        ),
+        (["train.betas=[0.9, 1.0]"], "train.betas must be two numbers of at least 0 and below 1"),
+        (["train.log_kl_groups=2"], "no effect with train.log_kl = false"),
+        (["train.recompute=true"], "no effect on the sorting model"),
     ],
 )
 def test_numbers_that_do_not_fit_say_which_do(overrides, message):

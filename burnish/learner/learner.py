@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, Self
+import math
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from burnish.config import ObjectiveConfig
-from burnish.errors import BurnishError
-from burnish.learner.objective import Metrics, token_loss
+from burnish.config import ObjectiveConfig, TrainConfig
+from burnish.errors import BurnishError, RunError
+from burnish.learner.objective import Metrics, describe, describe_kl, token_loss
+from burnish.learner.optim import Optimizer
+from burnish.learner.policy import Policy
 from burnish.rl.reduce import weighted_sum
+from burnish.rollout.packing import Pack, cut, slice_groups, take_streams, train_batches
 from burnish.types import LearnBatch, PackedBatch, Weights
 
 
@@ -23,67 +26,180 @@ class Scores(NamedTuple):
     reference: Tensor | None
 
 
-class Policy(Protocol):
-    """An ``nn.Module`` that can score a packed batch."""
+class State(NamedTuple):
+    """All that a learner has become since it was made: tensors, and what JSON can hold."""
 
-    def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of every action in its slot, 0 elsewhere: [N], [N]."""
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def requires_grad_(self, requires_grad: bool) -> Self: ...
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]
 
 
 class Learner:
-    def __init__(self, policy: Policy, objective: ObjectiveConfig, *, learning_rate: float) -> None:
-        self.policy = policy
+    """Executes per-token streams; what the algorithm is called, it does not know.
+
+    Beside the optimizer's memory (see ``optim``) it holds one frozen copy of the policy, in compute
+    precision, for each of: the reference (a recipe with KL), the initial model and the policy of
+    the step before (``train.log_kl``). A reference that is never refreshed is the initial model,
+    and then they share one copy.
+    """
+
+    def __init__(self, policy: Policy, objective: ObjectiveConfig, train: TrainConfig) -> None:
         self.objective = objective
-        self.optimizer = torch.optim.Adam(policy.parameters(), lr=learning_rate)
+        self.train = train
+        self.optimizer = Optimizer(policy, train)
+        self.policy = self.optimizer.policy
         self.version = 0
-        self.reference: Policy | None = None
-        if objective.kl != "none":
-            self.refresh_reference()
+        self.skipped_in_a_row = 0
+        self.refreshed = False
+        with_kl = objective.kl != "none"
+        initial = self._frozen() if with_kl or train.log_kl else None
+        self.reference = initial if with_kl else None
+        self.initial = initial if train.log_kl else None
+        self.previous = self._frozen() if train.log_kl else None
 
     def refresh_reference(self) -> None:
         """From now on the reference is the policy as it is."""
-        self.reference = copy.deepcopy(self.policy).requires_grad_(False)
+        self.reference, self.refreshed = self._frozen(), True
 
-    @torch.no_grad()
     def score(self, batch: PackedBatch) -> Scores:
         """What advantages and loss need of the policy as it is before the first step."""
         if self.objective.proximal == "behavior":
             proximal = batch.behavior_logprobs
         else:
-            proximal = self.policy.score(batch)[0]
-        reference = None if self.reference is None else self.reference.score(batch)[0]
+            proximal = self._logprobs(self.policy, batch)
+        reference = None if self.reference is None else self._logprobs(self.reference, batch)
         return Scores(proximal, reference)
 
-    def step(self, learn: LearnBatch) -> Metrics:
-        """One gradient step on one train batch."""
-        logprobs, entropy = self.policy.score(learn.batch)
-        per_token, metrics = token_loss(self.objective, logprobs, entropy, learn)
-        loss = weighted_sum(per_token, learn.loss_weight)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.get_total_norm(
-            [p.grad for p in self.policy.parameters() if p.grad is not None]
-        )
-        if not (loss.isfinite() and norm.isfinite()):
-            raise BurnishError(
-                f"the gradient step after version {self.version} is not finite (loss "
-                f"{loss.item():g}, gradient norm {norm.item():g}); lower train.learning_rate or "
-                "look at the rewards in the run's log"
-            )
-        metrics |= mismatch(logprobs.detach(), learn.batch, self.version)
-        self.optimizer.step()
-        self.version += 1
-        return metrics | {"train/loss": loss.item(), "train/grad_norm": norm.item()}
+    def drift(self, batch: PackedBatch, scores: Scores) -> Metrics:
+        """KL of the policy that sampled the batch to the initial model and to the one before it.
 
-    def weights(self) -> Weights:
-        tensors = {name: value.clone() for name, value in self.policy.state_dict().items()}
+        To be called once per rollout, between scoring and the first step: the policy as it is then
+        becomes the next call's "previous". Empty unless ``train.log_kl``.
+        """
+        if self.initial is None or self.previous is None:
+            return {}
+        part, slots = Pack.whole(batch)
+        if self.train.log_kl_groups is not None:
+            part, slots = slice_groups(batch, 0, self.train.log_kl_groups)
+        if scores.reference is not None and self.reference is self.initial:
+            initial = scores.reference[slots]
+        else:
+            initial = self._logprobs(self.initial, part)
+        proximal, previous = scores.proximal[slots], self._logprobs(self.previous, part)
+        _copy_weights(self.policy, self.previous)
+        return describe_kl("initial", proximal, initial, part) | describe_kl(
+            "previous", proximal, previous, part
+        )
+
+    def step(self, learn: LearnBatch) -> Metrics:
+        """One gradient step on one train batch; one that is not finite is skipped and counted."""
+        logprobs, entropy, loss = self._accumulate(learn)
+        norm = self.optimizer.gradient_norm()
+        metrics = describe(self.objective, logprobs, entropy, learn)
+        metrics |= mismatch(logprobs, learn.batch, self.version)
+        metrics |= {"train/loss": loss, "train/grad_norm": norm, "train/skipped": 0.0}
+        if self.optimizer.scale.moves:
+            metrics["train/loss_scale"] = self.optimizer.scale.value
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._skip(loss, norm)
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            return finite | {"train/skipped": 1.0}
+        metrics["train/learning_rate"] = self.optimizer.step(self.version, norm)
+        self.version += 1
+        self.skipped_in_a_row = 0
+        return metrics
+
+    def weights(self, dtype: torch.dtype | None = None) -> Weights:
+        """A copy in that precision, rounded from the masters; None: in compute precision."""
+        source = self.policy if dtype is None else self.optimizer.masters
+        tensors = {
+            name: view.to(dtype or view.dtype, copy=True)
+            for name, view in source.exchange().items()
+        }
         return Weights(self.version, 0, tensors)
+
+    def state(self) -> State:
+        """What `load_state` needs to go on bit for bit. The tensors are views: write them at once.
+
+        The initial model is not part of it; a learner is made from it again.
+        """
+        tensors, numbers = self.optimizer.state()
+        copies = {
+            "previous": self.previous,
+            "reference": self.reference if self.refreshed else None,
+        }
+        for kind, policy in copies.items():
+            named = () if policy is None else policy.named_parameters()
+            tensors |= {f"{kind}.{name}": p.detach() for name, p in named}
+        names = ("version", "skipped_in_a_row", "refreshed")
+        return State(tensors, numbers | {name: getattr(self, name) for name in names})
+
+    @torch.no_grad()
+    def load_state(self, state: State) -> None:
+        """Takes over the state of a learner that was made from the same model and recipe."""
+        if state.numbers["refreshed"]:
+            self.refresh_reference()
+        views = self.state().tensors
+        wrong = sorted(
+            name
+            for name in views.keys() | state.tensors.keys()
+            if name not in views
+            or name not in state.tensors
+            or views[name].shape != state.tensors[name].shape
+        )
+        if wrong:
+            raise RunError(
+                f"the checkpoint does not fit its recipe and model: {len(wrong)} tensors are "
+                f"missing, misshapen or too many ({wrong[0]}, …)"
+            )
+        for name, view in views.items():
+            view.copy_(state.tensors[name])
+        self.optimizer.load_numbers(state.numbers)
+        self.version = state.numbers["version"]
+        self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
+
+    def _accumulate(self, learn: LearnBatch) -> tuple[Tensor, Tensor, float]:
+        """Adds up the gradients over the packs; log-probabilities and entropy [N], and the loss."""
+        parts, loss = [], 0.0
+        for pack in self._cut(learn.batch):
+            logprobs, entropy = self.policy.score(pack.batch)
+            if not self.objective.entropy_coefficient:
+                entropy = entropy.detach()
+            part = take_streams(learn, pack)
+            per_token = token_loss(self.objective, logprobs, entropy, part)
+            part_loss = weighted_sum(per_token, part.loss_weight)
+            self.optimizer.backward(part_loss)
+            loss += part_loss.item()
+            parts.append((pack.slots, torch.stack((logprobs.detach(), entropy.detach()), 1)))
+        logprobs, entropy = _join(parts, learn.batch).unbind(1)
+        return logprobs, entropy, loss
+
+    @torch.no_grad()
+    def _logprobs(self, policy: Policy, batch: PackedBatch) -> Tensor:
+        """[N], in the packs that training will use, so that the numerics are its own."""
+        parts = []
+        for whole in train_batches(batch, self.train.batch):
+            for pack in self._cut(whole.batch):
+                parts.append((whole.slots[pack.slots], policy.score(pack.batch)[0]))
+        return _join(parts, batch)
+
+    def _cut(self, batch: PackedBatch) -> list[Pack]:
+        return cut(batch, sequences=self.train.micro_sequences, tokens=self.train.micro_tokens)
+
+    def _skip(self, loss: float, norm: float) -> None:
+        self.optimizer.drop_gradients()
+        if math.isfinite(loss) and self.optimizer.scale.shrink():
+            return  # fp16 is still looking for its loss scale: nothing is wrong yet
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self.train.max_skipped:
+            raise BurnishError(
+                f"{self.skipped_in_a_row} gradient steps in a row after version {self.version} "
+                f"were not finite (the last: loss {loss:g}, gradient norm {norm:g}); lower "
+                "train.learning_rate, look at the rewards in the run's log, or raise "
+                "train.max_skipped"
+            )
+
+    def _frozen(self) -> Policy:
+        return copy.deepcopy(self.policy).requires_grad_(False)
 
 
 def mismatch(logprobs: Tensor, batch: PackedBatch, version: int) -> Metrics:
@@ -93,3 +209,14 @@ def mismatch(logprobs: Tensor, batch: PackedBatch, version: int) -> Metrics:
         return {}
     gap = (logprobs - batch.behavior_logprobs)[same].abs()
     return {"mismatch/logprob_mean": gap.mean().item(), "mismatch/logprob_max": gap.max().item()}
+
+
+def _join(parts: list[tuple[Tensor, Tensor]], batch: PackedBatch) -> Tensor:
+    """[N, …] from (slots [n], values [n, …]) of packs; a prompt in several of them is 0 in each."""
+    slots, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    return values.new_zeros(len(batch.tokens), *values.shape[1:]).index_copy(0, slots, values)
+
+
+@torch.no_grad()
+def _copy_weights(source: Policy, target: Policy) -> None:
+    torch._foreach_copy_(list(target.parameters()), list(source.parameters()))

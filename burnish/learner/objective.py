@@ -95,36 +95,25 @@ def importance(config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor) ->
 
 def token_loss(
     config: ObjectiveConfig, logprobs: Tensor, entropy: Tensor, learn: LearnBatch
-) -> tuple[Tensor, Metrics]:
-    """The loss of every slot before its weight, [N], and what to report of it."""
-    batch, action = learn.batch, learn.batch.is_action
-    if config.ratio == "token":
-        ratio = ratios.token_ratio(logprobs, learn.proximal_logprobs)
-    else:
-        ratio = ratios.sequence_ratio(
-            logprobs, learn.proximal_logprobs, action, sequence_ids=batch.sequence_ids
-        )
+) -> Tensor:
+    """The loss of every slot before its weight, [N]."""
+    ratio = _ratio(config, logprobs, learn)
     loss = LOSSES[config.loss](config, logprobs, ratio, learn.advantages)
     if learn.importance is not None:
         loss = loss * learn.importance
-    metrics = _describe(config, ratio.detach(), entropy.detach(), learn)
-    if learn.reference_logprobs is not None:
-        reference = learn.reference_logprobs
-        for name in ("k1", "k3"):
-            value = KL[name](logprobs.detach(), reference)[action].mean()
-            metrics[f"kl/reference_{name}"] = value.item()
-        if config.kl_in == "loss":
-            loss = loss + config.kl_coefficient * KL[config.kl](logprobs, reference)
+    if learn.reference_logprobs is not None and config.kl_in == "loss":
+        loss = loss + config.kl_coefficient * KL[config.kl](logprobs, learn.reference_logprobs)
     if config.entropy_coefficient:
         loss = loss + config.entropy_coefficient * losses.entropy_bonus(entropy)
-    return loss, metrics
+    return loss
 
 
-def _describe(
-    config: ObjectiveConfig, ratio: Tensor, entropy: Tensor, learn: LearnBatch
+def describe(
+    config: ObjectiveConfig, logprobs: Tensor, entropy: Tensor, learn: LearnBatch
 ) -> Metrics:
+    """What to report of a train batch, from log-probabilities and entropy [N] without gradient."""
     action = learn.batch.is_action
-    ratio, advantage = ratio[action], learn.advantages[action]
+    ratio, advantage = _ratio(config, logprobs, learn)[action], learn.advantages[action]
     metrics = {
         "train/entropy": entropy[action].mean().item(),
         "train/ratio_min": ratio.min().item(),
@@ -141,4 +130,31 @@ def _describe(
         metrics["train/clip_fraction"] = outside.float().mean().item()
     if learn.importance is not None:
         metrics["train/importance"] = learn.importance[action].mean().item()
+    if learn.reference_logprobs is not None:
+        metrics |= _mean_kl("reference", logprobs[action], learn.reference_logprobs[action])
     return metrics
+
+
+def describe_kl(name: str, logprobs: Tensor, other: Tensor, batch: PackedBatch) -> Metrics:
+    """KL to another policy, k1 and k3: mean per token, and sum per response, mean over those."""
+    action = batch.is_action
+    metrics = _mean_kl(name, logprobs[action], other[action])
+    for estimator in ("k1", "k3"):
+        sums = sequence_sum(KL[estimator](logprobs, other), action, batch.sequence_ids)
+        metrics[f"kl/{name}_{estimator}_response"] = sums.mean().item()
+    return metrics
+
+
+def _mean_kl(name: str, logprobs: Tensor, other: Tensor) -> Metrics:
+    return {f"kl/{name}_{k}": KL[k](logprobs, other).mean().item() for k in ("k1", "k3")}
+
+
+def _ratio(config: ObjectiveConfig, logprobs: Tensor, learn: LearnBatch) -> Tensor:
+    if config.ratio == "token":
+        return ratios.token_ratio(logprobs, learn.proximal_logprobs)
+    return ratios.sequence_ratio(
+        logprobs,
+        learn.proximal_logprobs,
+        learn.batch.is_action,
+        sequence_ids=learn.batch.sequence_ids,
+    )

@@ -67,6 +67,7 @@ def train(recipe: Recipe, *, task: Task, generator: Generator, learner: Learner)
         with timers("score"):
             batch = pack(groups)
             scores = learner.score(batch)
+            drift = learner.drift(batch, scores)
         with timers("learn"):
             advantages = objective.token_advantages(recipe.objective, batch, *scores)
             lag = learner.version - min(group.oldest_version for group in groups)
@@ -76,7 +77,7 @@ def train(recipe: Recipe, *, task: Task, generator: Generator, learner: Learner)
             ]
         with timers("publish"):
             generator.load(learner.weights())
-        metrics = describe(groups) | combine(rows)
+        metrics = describe(groups) | drift | combine(rows)
         metrics |= {"train/version": learner.version, "train/lag": lag}
         per_response = _per_response(batch, advantages)
         yield Step(number, groups, per_response, metrics, timers.take())

@@ -42,3 +42,7 @@ class Sorter(nn.Module):
         logprobs = torch.log_softmax(logits, -1).gather(-1, batch.tokens[action, None])
         zeros = logits.new_zeros(len(batch.tokens))
         return zeros.masked_scatter(action, logprobs), zeros.masked_scatter(action, entropy(logits))
+
+    def exchange(self) -> dict[str, Tensor]:
+        """Views of the weights under the names that generators know, without gradient."""
+        return dict(self.state_dict())

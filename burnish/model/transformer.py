@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from burnish.errors import ModelError
 from burnish.model.attention import Attend
@@ -189,12 +190,22 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tied else _Linear(config.d_model, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens [N], positions [N] -> hidden [N, d] after the final norm."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, *, recompute: bool = False
+    ) -> Tensor:
+        """tokens [N], positions [N] -> hidden [N, d] after the final norm.
+
+        ``recompute``: only layers' inputs are kept; the backward pass runs each layer again.
+        """
         x: Tensor = self.embed(tokens)
         turn = rotation(self.config.rope, positions, self.config.head_width, x.dtype)
         for layer in self.layers:
-            x = layer(x, turn, attend)
+            if recompute and torch.is_grad_enabled():
+                x = checkpoint(
+                    layer, x, turn, attend, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = layer(x, turn, attend)
         hidden: Tensor = self.norm(x)
         return hidden
 

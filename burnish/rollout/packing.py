@@ -1,18 +1,33 @@
-"""From groups to one packed batch: no padding, a group's prompt once, its responses after it."""
+"""From groups to packed batches: no padding, a group's prompt once, its responses after it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from burnish.types import Group, PackedBatch
+from burnish.errors import ConfigError
+from burnish.types import Group, LearnBatch, PackedBatch
 
 Arrays = dict[str, np.ndarray]
 
 
-def pack(groups: Sequence[Group]) -> PackedBatch:
+class Pack(NamedTuple):
+    """A part of a batch that is a batch of its own, and the slots [n] it has in the whole."""
+
+    batch: PackedBatch
+    slots: Tensor
+
+    @classmethod
+    def whole(cls, batch: PackedBatch) -> Pack:
+        return cls(batch, torch.arange(len(batch.tokens), device=batch.tokens.device))
+
+
+def pack(groups: Sequence[Group], *, device: torch.device | str = "cpu") -> PackedBatch:
     """Lays the groups out one after the other, each as prompt, response 1, response 2, …"""
     laid_out = []
     slots = sequences = 0
@@ -25,36 +40,106 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         slots += len(arrays["tokens"])
         sequences += len(group.completions)
     joined = {
-        name: torch.from_numpy(np.concatenate([arrays[name] for arrays in laid_out]))
+        name: torch.from_numpy(np.concatenate([arrays[name] for arrays in laid_out])).to(device)
         for name in laid_out[0]
     }
     offsets = torch.nn.functional.pad(joined.pop("segment_lengths").cumsum(0), (1, 0))
     return PackedBatch(**joined, segment_offsets=offsets)
 
 
-def slice_groups(batch: PackedBatch, first: int, end: int) -> tuple[PackedBatch, slice]:
-    """The groups first … end − 1 as a batch of their own, and the slots they had."""
+def slice_groups(batch: PackedBatch, first: int, end: int) -> Pack:
+    """The groups first … end − 1."""
     chosen = (batch.group_ids >= first) & (batch.group_ids < end)
-    sequences = chosen.nonzero().squeeze(1)
-    s = slice(int(sequences[0]), int(sequences[-1]) + 1)
-    slots = chosen[batch.sequence_ids].nonzero().squeeze(1)
-    n = slice(int(slots[0]), int(slots[-1]) + 1)
-    inside = (batch.segment_offsets >= n.start) & (batch.segment_offsets <= n.stop)
-    return PackedBatch(
-        tokens=batch.tokens[n],
-        positions=batch.positions[n],
-        predecessor=batch.predecessor[n] - n.start,
-        sequence_ids=batch.sequence_ids[n] - s.start,
-        in_prompt=batch.in_prompt[n],
-        is_action=batch.is_action[n],
-        behavior_logprobs=batch.behavior_logprobs[n],
-        temperature=batch.temperature[n],
-        versions=batch.versions[n],
-        segment_offsets=batch.segment_offsets[inside] - n.start,
-        segment_is_prompt=batch.segment_is_prompt[inside[:-1] & inside[1:]],
-        group_ids=batch.group_ids[s] - first,
-        rewards=batch.rewards[s],
-    ), n
+    return take(batch, chosen.nonzero().squeeze(1))
+
+
+def take(batch: PackedBatch, sequences: Tensor) -> Pack:
+    """The given sequences (ids in rising order), each group of theirs after its prompt."""
+    groups, new_group = torch.unique_consecutive(batch.group_ids[sequences], return_inverse=True)
+    # Segments are numbered through: every group has its prompt's before its responses'.
+    prompt_segments = batch.segment_is_prompt.nonzero().squeeze(1)[groups]
+    response_segments = (~batch.segment_is_prompt).nonzero().squeeze(1)[sequences]
+    segments = torch.cat((prompt_segments, response_segments)).sort().values
+    lengths = batch.segment_offsets.diff()[segments]
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    is_prompt = batch.segment_is_prompt[segments]
+    shift = (batch.segment_offsets[segments] - offsets[:-1]).repeat_interleave(lengths)
+    slots = torch.arange(len(shift), device=shift.device) + shift
+    place = torch.empty_like(batch.tokens)
+    place[slots] = torch.arange(len(slots), device=slots.device)
+    # A prompt carries the number of the response after it: as many as lie before it.
+    owner = (~is_prompt).cumsum(0) - (~is_prompt).long()
+    part = PackedBatch(
+        tokens=batch.tokens[slots],
+        positions=batch.positions[slots],
+        predecessor=place[batch.predecessor[slots]],
+        sequence_ids=owner.repeat_interleave(lengths),
+        in_prompt=batch.in_prompt[slots],
+        is_action=batch.is_action[slots],
+        behavior_logprobs=batch.behavior_logprobs[slots],
+        temperature=batch.temperature[slots],
+        versions=batch.versions[slots],
+        segment_offsets=offsets,
+        segment_is_prompt=is_prompt,
+        group_ids=new_group,
+        rewards=batch.rewards[sequences],
+    )
+    return Pack(part, slots)
+
+
+def train_batches(batch: PackedBatch, responses: int) -> list[Pack]:
+    """A rollout as whole groups of so many responses each."""
+    first = torch.unique_consecutive(batch.group_ids, return_counts=True)[1].cumsum(0)
+    number = torch.nn.functional.pad(first[:-1], (1, 0))[batch.group_ids] // responses
+    if not number.any():
+        return [Pack.whole(batch)]
+    return [take(batch, (number == n).nonzero().squeeze(1)) for n in sorted(set(number.tolist()))]
+
+
+def take_streams(learn: LearnBatch, pack: Pack) -> LearnBatch:
+    """The part of what to learn that goes with a pack's tokens."""
+    streams = {name: value for name, value in vars(learn).items() if isinstance(value, Tensor)}
+    return replace(learn, batch=pack.batch, **{k: v[pack.slots] for k, v in streams.items()})
+
+
+def cut(
+    batch: PackedBatch, *, sequences: int | None = None, tokens: int | None = None
+) -> list[Pack]:
+    """Packs of at most so many sequences, or so many tokens; neither: the batch as it is.
+
+    A pack holds whole groups where they fit. A group that is too large alone is spread over packs
+    that hold its prompt and some of its responses each.
+    """
+    limit, unit = (sequences, "sequences") if tokens is None else (tokens, "tokens")
+    if limit is None:
+        return [Pack.whole(batch)]
+    lengths = batch.segment_offsets.diff()
+    responses: list[int] = lengths[~batch.segment_is_prompt].tolist()
+    prompts: list[int] = lengths[batch.segment_is_prompt].tolist()
+    if tokens is None:
+        responses, prompts = [1] * len(responses), [0] * len(prompts)
+    parts: list[list[int]] = [[]]
+    room = limit
+    for group, prompt in enumerate(prompts):
+        members = (batch.group_ids == group).nonzero().squeeze(1).tolist()
+        whole = prompt + sum(responses[s] for s in members)
+        opened = whole <= room
+        if opened:
+            room -= prompt
+        for s in members:
+            if not opened or responses[s] > room:
+                if parts[-1]:
+                    parts.append([])
+                room, opened = limit - prompt, True
+            if responses[s] > room:
+                raise ConfigError(
+                    f"train.micro_{unit} = {limit} is below prompt and response of a sequence, "
+                    f"{prompt + responses[s]}; use at least that much"
+                )
+            parts[-1].append(s)
+            room -= responses[s]
+    device = batch.tokens.device
+    return [take(batch, torch.tensor(part, device=device)) for part in parts if part]
 
 
 def _lay_out(group: Group) -> Arrays:

@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from burnish.config import ObjectiveConfig, SortTask
+from burnish.config import ObjectiveConfig, SortTask, TrainConfig
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError
 from burnish.learner import objective
@@ -11,6 +13,11 @@ from burnish.rollout.packing import pack
 from burnish.rollout.rollout import grade
 from burnish.tasks.sorting import Sorting
 from burnish.types import LearnBatch, SamplingParams
+
+
+def rate(learning_rate, **more):
+    return TrainConfig(learning_rate=learning_rate, clip_norm=math.inf, **more)
+
 
 TASK = Sorting(SortTask(), seed=0)
 
@@ -38,7 +45,7 @@ def learn_batch(learner, batch):
 def test_sampler_and_learner_agree(temperature):
     model = Sorter(5, 3, 10, seed=0)
     batch = rollout(model, temperature)
-    learner = Learner(model, ObjectiveConfig(), learning_rate=1e-3)
+    learner = Learner(model, ObjectiveConfig(), rate(1e-3))
     torch.testing.assert_close(learner.score(batch).proximal, batch.behavior_logprobs)
     learn = learn_batch(learner, batch)
     first, second = learner.step(learn), learner.step(learn)
@@ -50,7 +57,7 @@ def test_a_step_is_adam_on_the_weighted_loss():
     model, plain = Sorter(5, 3, 10, seed=0), Sorter(5, 3, 10, seed=0)
     batch = rollout(model)
     config = ObjectiveConfig(loss="reinforce", reduction="token_mean", entropy_coefficient=0.1)
-    learner = Learner(model, config, learning_rate=1e-2)
+    learner = Learner(model, config, rate(1e-2))
     learn = learn_batch(learner, batch)
     metrics = learner.step(learn)
     optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2)
@@ -67,7 +74,7 @@ def test_a_step_is_adam_on_the_weighted_loss():
 
 
 def test_versions_count_steps_and_weights_are_a_copy():
-    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(), learning_rate=1e-2)
+    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(), rate(1e-2))
     learn = learn_batch(learner, rollout(learner.policy))
     before = learner.weights()
     learner.step(learn)
@@ -77,16 +84,14 @@ def test_versions_count_steps_and_weights_are_a_copy():
 
 
 def test_behavior_may_serve_as_proximal():
-    learner = Learner(
-        Sorter(5, 3, 10, seed=0), ObjectiveConfig(proximal="behavior"), learning_rate=1e-2
-    )
+    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(proximal="behavior"), rate(1e-2))
     batch = rollout(Sorter(5, 3, 10, seed=9))
     assert torch.equal(learner.score(batch).proximal, batch.behavior_logprobs)
 
 
 def test_the_reference_stays_until_it_is_refreshed():
     learner = Learner(
-        Sorter(5, 3, 10, seed=0), ObjectiveConfig(kl="k3", kl_coefficient=0.1), learning_rate=1e-2
+        Sorter(5, 3, 10, seed=0), ObjectiveConfig(kl="k3", kl_coefficient=0.1), rate(1e-2)
     )
     batch = rollout(learner.policy)
     start = learner.score(batch).proximal
@@ -99,12 +104,12 @@ def test_the_reference_stays_until_it_is_refreshed():
 
 
 def test_without_a_kl_term_there_is_no_reference():
-    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(), learning_rate=1e-2)
+    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(), rate(1e-2))
     assert learner.score(rollout(learner.policy)).reference is None
 
 
 def test_a_step_that_is_not_finite_is_refused_and_changes_nothing():
-    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(), learning_rate=1e-2)
+    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(), rate(1e-2, max_skipped=1))
     learn = learn_batch(learner, rollout(learner.policy))
     learn.advantages[-1] = torch.nan
     before = learner.weights()

@@ -87,7 +87,9 @@ def test_losses(loss, ratio, two_groups):
     )  # fmt: skip
     learn = learn_batch(config, batch)
     logprobs = random(batch, 2)
-    got, metrics = objective.token_loss(config, logprobs, torch.ones_like(logprobs), learn)
+    entropy = torch.ones_like(logprobs)
+    got = objective.token_loss(config, logprobs, entropy, learn)
+    metrics = objective.describe(config, logprobs, entropy, learn)
     r = ratios.token_ratio(logprobs, learn.proximal_logprobs)
     if ratio == "sequence":
         r = ratios.sequence_ratio(
@@ -114,7 +116,9 @@ def test_kl_and_entropy_terms_are_added(name, two_groups):
     reference, logprobs = random(batch, 1), random(batch, 2)
     config = ObjectiveConfig(loss="reinforce", kl=name, kl_coefficient=0.3, entropy_coefficient=0.2)
     learn = learn_batch(config, batch, reference)
-    got, metrics = objective.token_loss(config, logprobs, 3 * torch.ones_like(logprobs), learn)
+    entropy = 3 * torch.ones_like(logprobs)
+    got = objective.token_loss(config, logprobs, entropy, learn)
+    metrics = objective.describe(config, logprobs, entropy, learn)
     term = getattr(kl, name)(logprobs, reference)
     expected = losses.reinforce(logprobs, learn.advantages) + 0.3 * term - 0.2 * 3
     torch.testing.assert_close(got, expected)
@@ -128,7 +132,7 @@ def test_kl_in_the_reward_stays_out_of_the_loss(two_groups):
     reference, logprobs = random(batch, 1), random(batch, 2)
     config = ObjectiveConfig(loss="reinforce", kl="k1", kl_in="reward")
     learn = learn_batch(config, batch, reference)
-    got, _ = objective.token_loss(config, logprobs, torch.ones_like(logprobs), learn)
+    got = objective.token_loss(config, logprobs, torch.ones_like(logprobs), learn)
     torch.testing.assert_close(got, losses.reinforce(logprobs, learn.advantages))
 
 
@@ -142,7 +146,9 @@ def test_importance_weighs_the_loss(kind, level, two_groups):
     )  # fmt: skip
     learn = learn_batch(config, batch)
     logprobs = random(batch, 2)
-    got, metrics = objective.token_loss(config, logprobs, torch.ones_like(logprobs), learn)
+    entropy = torch.ones_like(logprobs)
+    got = objective.token_loss(config, logprobs, entropy, learn)
+    metrics = objective.describe(config, logprobs, entropy, learn)
     weights = ratios.importance_ratio(
         learn.proximal_logprobs,
         batch.behavior_logprobs,

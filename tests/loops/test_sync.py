@@ -24,9 +24,7 @@ def run(*overrides, seed=0, name="sort"):
     recipe = config.load(name, overrides, seed=seed)
     task = Sorting(recipe.task, seed=recipe.seed)
     size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
-    learner = Learner(
-        Sorter(*size, seed=recipe.seed), recipe.objective, learning_rate=recipe.train.learning_rate
-    )
+    learner = Learner(Sorter(*size, seed=recipe.seed), recipe.objective, recipe.train)
     engine = SorterEngine(Sorter(*size, seed=recipe.seed))
     return list(sync.train(recipe, task=task, generator=engine, learner=learner)), learner
 
@@ -138,7 +136,7 @@ def test_one_step_of_the_example_equals_one_step_of_the_package(kl):
     change = ["objective.advantage=group_zscore", "train.epochs=2"]
     change += ["objective.kl=k3", f"objective.kl_coefficient={kl}"] if kl else []
     recipe = config.load("sort", change)
-    learner = Learner(ours, recipe.objective, learning_rate=1e-3)
+    learner = Learner(ours, recipe.objective, recipe.train)
     batch = pack(groups)
     scores = learner.score(batch)
     advantages = objective.token_advantages(recipe.objective, batch, *scores)

@@ -1,9 +1,11 @@
 import dataclasses
 
+import pytest
 import torch
 
-from burnish.rollout.packing import pack, slice_groups
-from burnish.types import PackedBatch
+from burnish.errors import ConfigError
+from burnish.rollout.packing import cut, pack, slice_groups, take_streams, train_batches
+from burnish.types import LearnBatch, PackedBatch
 
 
 def test_a_group_packs_as_prompt_then_responses(two_groups):
@@ -47,3 +49,78 @@ def test_a_slice_is_what_packing_those_groups_gives(two_groups):
         for field in dataclasses.fields(PackedBatch):
             assert torch.equal(getattr(part, field.name), getattr(expected, field.name)), field
         assert torch.equal(whole.tokens[slots], part.tokens)
+
+
+def pieces(packs, whole):
+    """What each pack holds: the sequences of the whole, by group."""
+    return [
+        [
+            int(whole.sequence_ids[pack.slots[pack.batch.sequence_ids == s]][-1])
+            for s in range(len(pack.batch.rewards))
+        ]
+        for pack in packs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ({}, [[0, 1, 2, 3, 4]]),
+        ({"sequences": 5}, [[0, 1, 2, 3, 4]]),
+        ({"sequences": 4}, [[0, 1], [2, 3, 4]]),  # whole groups
+        ({"sequences": 2}, [[0, 1], [2, 3], [4]]),  # the second group does not fit
+        ({"sequences": 1}, [[0], [1], [2], [3], [4]]),
+        ({"tokens": 14}, [[0, 1, 2, 3, 4]]),
+        ({"tokens": 13}, [[0, 1], [2, 3, 4]]),  # 5 tokens and 9
+        ({"tokens": 8}, [[0, 1], [2, 3], [4]]),  # prompt 3 + responses 3, 1 | prompt 3 + 2
+        ({"tokens": 6}, [[0, 1], [2], [3, 4]]),
+    ],
+)
+def test_cut_keeps_groups_whole_where_they_fit(limit, expected, two_groups):
+    whole = pack(two_groups)
+    packs = cut(whole, **limit)
+    assert pieces(packs, whole) == expected
+    for part in packs:
+        assert len(part.batch.tokens) <= limit.get("tokens", 14)
+
+
+def test_a_pack_is_what_packing_its_sequences_gives(two_groups):
+    whole = pack(two_groups)
+    for part, sequences in zip(cut(whole, sequences=2), ([0, 1], [2, 3], [4]), strict=True):
+        groups = []
+        for group, first in zip(two_groups, (0, 2), strict=True):
+            kept = [s - first for s in sequences if 0 <= s - first < len(group.completions)]
+            if kept:
+                completions = tuple(group.completions[i] for i in kept)
+                grades = tuple(group.grades[i] for i in kept)
+                groups.append(dataclasses.replace(group, completions=completions, grades=grades))
+        expected = pack(groups)
+        for field in dataclasses.fields(PackedBatch):
+            assert torch.equal(getattr(part.batch, field.name), getattr(expected, field.name))
+        assert torch.equal(whole.tokens[part.slots], part.batch.tokens)
+
+
+def test_a_sequence_longer_than_the_limit_is_refused(two_groups):
+    with pytest.raises(ConfigError, match=r"micro_tokens = 5 is below .* a sequence, 6; use"):
+        cut(pack(two_groups), tokens=5)
+
+
+def test_train_batches_are_whole_groups(two_groups):
+    whole = pack([two_groups[0]] * 4)  # 2 responses each
+    assert pieces(train_batches(whole, 4), whole) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert pieces(train_batches(whole, 8), whole) == [[*range(8)]]
+    assert pieces(train_batches(pack(two_groups), 2), pack(two_groups)) == [[0, 1], [2, 3, 4]]
+
+
+def test_streams_go_with_their_tokens(two_groups):
+    whole = pack(two_groups)
+    numbers = torch.arange(14.0)
+    learn = LearnBatch(whole, numbers, numbers + 1, numbers + 2, importance=numbers + 3)
+    part = cut(whole, sequences=2)[2]  # prompt 1 2 3, response 8 9
+    got = take_streams(learn, part)
+    assert got.batch is part.batch
+    assert got.advantages.tolist() == [5, 6, 7, 12, 13]
+    assert got.loss_weight.tolist() == [6, 7, 8, 13, 14]
+    assert got.proximal_logprobs.tolist() == [7, 8, 9, 14, 15]
+    assert got.importance.tolist() == [8, 9, 10, 15, 16]
+    assert got.reference_logprobs is None

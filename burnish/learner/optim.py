@@ -1,0 +1,160 @@
+"""AdamW over fp32 master weights, whatever the precision of the forward and backward passes.
+
+Of a model with P parameters it holds 16 P bytes: masters, gradients, two moments. In fp32 the
+policy's own parameters are the masters; in bf16 and fp16 the policy is a cast copy of them (2 P
+bytes more), written anew after each step, and a gradient leaves it for the fp32 sum as soon as the
+backward pass has made it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config import TrainConfig
+from burnish.learner.policy import Policy
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FIRST_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+"""Steps in a row without overflow after which the loss scale doubles."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def rate(train: TrainConfig, step: int) -> float:
+    """The learning rate of gradient step ``step``, counted from 0.
+
+    It rises over the first ``warmup_steps``, which end at the full rate, then stays or falls to
+    ``final_rate`` of it at step ``decay_steps``.
+    """
+    full = train.learning_rate
+    if step < train.warmup_steps:
+        return full * (step + 1) / train.warmup_steps
+    if train.decay_steps is None:
+        return full
+    last = train.final_rate or 0.0
+    done = min(1.0, (step - train.warmup_steps) / (train.decay_steps - train.warmup_steps))
+    left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return full * (last + (1 - last) * left)
+
+
+class LossScale:
+    """fp16's dynamic loss scale: a gradient too large halves it, a long run without doubles it."""
+
+    def __init__(self, precision: str) -> None:
+        self.moves = precision == "fp16"
+        self.value = FIRST_SCALE if self.moves else 1.0
+        self.good_steps = 0
+
+    def grow(self) -> None:
+        self.good_steps += self.moves
+        if self.good_steps == GROWTH_INTERVAL:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def shrink(self) -> bool:
+        """Whether there was anything left to halve: a scale stays at 1 or above."""
+        self.good_steps = 0
+        if self.value <= 1:
+            return False
+        self.value /= 2
+        return True
+
+
+class Optimizer:
+    def __init__(self, policy: Policy, train: TrainConfig) -> None:
+        """The masters start as the policy's weights, so hand it over in fp32 (or better)."""
+        self.train = train
+        self.scale = LossScale(train.precision)
+        self.masters = policy
+        self.policy = policy
+        if train.precision != "fp32":
+            self.masters = policy.to(torch.float32)
+            self.policy = copy.deepcopy(policy).to(PRECISIONS[train.precision])
+        self.parameters: dict[str, nn.Parameter] = dict(self.masters.named_parameters())
+        if self.policy is not self.masters:
+            for low, master in zip(self.policy.parameters(), self._masters(), strict=True):
+                low.register_post_accumulate_grad_hook(_Fold(master))  # type: ignore[no-untyped-call]
+        matrices = [p for p in self._masters() if p.ndim > 1]
+        vectors = [p for p in self._masters() if p.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": train.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=train.learning_rate,
+            betas=train.betas,
+            fused=True,
+        )
+        for p in self._masters():  # now rather than at the first step: memory is known, state whole
+            moments = {name: torch.zeros_like(p) for name in MOMENTS}
+            self.adamw.state[p] = {"step": torch.tensor(0.0), **moments}
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the loss's gradients to the masters'."""
+        scaled = loss * self.scale.value if self.scale.moves else loss
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def gradient_norm(self) -> float:
+        """Of the gradients as added up so far, without the loss scale."""
+        gradients = [p.grad for p in self._masters() if p.grad is not None]
+        return nn.utils.get_total_norm(gradients).item() / self.scale.value
+
+    def step(self, number: int, norm: float) -> float:
+        """Steps along the gradients, clipped given their norm; returns the learning rate."""
+        shrink = min(1.0, self.train.clip_norm / norm if norm else 1.0) / self.scale.value
+        if shrink != 1:
+            torch._foreach_mul_([p.grad for p in self._masters() if p.grad is not None], shrink)
+        learning_rate = rate(self.train, number)
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.scale.grow()
+        self.drop_gradients()
+        self.refresh()
+        return learning_rate
+
+    def drop_gradients(self) -> None:
+        for p in (*self._masters(), *self.policy.parameters()):
+            p.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Writes the masters into the policy that computes."""
+        if self.policy is not self.masters:
+            torch._foreach_copy_(list(self.policy.parameters()), self._masters())
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Views of masters, moments and step counters; and the loss scale."""
+        tensors = {}
+        for name, p in self.parameters.items():
+            tensors[f"master.{name}"] = p.detach()
+            tensors |= {f"{key}.{name}": value for key, value in self.adamw.state[p].items()}
+        return tensors, {"loss_scale": self.scale.value, "good_steps": self.scale.good_steps}
+
+    def load_numbers(self, numbers: dict[str, Any]) -> None:
+        """To be called once the tensors of ``state`` have been written over."""
+        self.scale.value, self.scale.good_steps = numbers["loss_scale"], numbers["good_steps"]
+        self.refresh()
+
+    def _masters(self) -> list[Tensor]:
+        return list(self.parameters.values())
+
+
+class _Fold:
+    """Moves a finished low-precision gradient into its master's."""
+
+    def __init__(self, master: Tensor) -> None:
+        self.master = master
+
+    def __call__(self, low: Tensor) -> None:
+        assert low.grad is not None, "called once the gradient is there"
+        if self.master.grad is None:
+            self.master.grad = low.grad.to(self.master.dtype)
+        else:
+            self.master.grad.add_(low.grad)
+        low.grad = None

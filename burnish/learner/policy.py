@@ -1,0 +1,70 @@
+"""What the learner learns: the protocol of a policy, and the language model as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from burnish.model.attention import PackedAttention
+from burnish.model.checkpoint import hf_state
+from burnish.model.logprobs import CHUNK, logprobs_and_entropy_of, token_logprobs
+from burnish.model.transformer import Transformer
+from burnish.types import PackedBatch
+
+
+class Policy(Protocol):
+    """An ``nn.Module`` that can score a packed batch."""
+
+    def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of every action in its slot, 0 elsewhere: [N], [N]."""
+
+    def exchange(self) -> dict[str, Tensor]:
+        """Views of the weights under the names that generators know, without gradient."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def requires_grad_(self, requires_grad: bool) -> Self: ...
+
+    def to(self, dtype: torch.dtype) -> Self: ...
+
+
+class LanguagePolicy(nn.Module):
+    """A transformer over packs: a group's prompt runs once, the head on actions' contexts alone."""
+
+    def __init__(self, model: Transformer, *, recompute: bool = False, chunk: int = CHUNK) -> None:
+        """``recompute``: activations of a layer are made again in the backward pass, not kept.
+
+        At most ``chunk`` rows of logits exist at a time.
+        """
+        super().__init__()
+        self.model = model
+        self.recompute = recompute
+        self.chunk = chunk
+
+    def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of every action in its slot, 0 elsewhere: [N], [N]."""
+        attend = PackedAttention(batch.segment_offsets, batch.segment_is_prompt)
+        hidden = self.model(batch.tokens, batch.positions, attend, recompute=self.recompute)
+        actions = batch.is_action.nonzero().squeeze(1)
+        measured = token_logprobs(
+            self.model,
+            hidden,
+            batch.tokens,
+            batch.predecessor,
+            actions,
+            batch.temperature,
+            measure=logprobs_and_entropy_of,
+            chunk=self.chunk,
+        )
+        zeros = measured.new_zeros(len(batch.tokens), 2)
+        logprobs, entropy = zeros.index_copy(0, actions, measured).unbind(1)
+        return logprobs, entropy
+
+    def exchange(self) -> dict[str, Tensor]:
+        """Views of the weights under Hugging Face's names, without gradient."""
+        return hf_state(self.model)

@@ -1,0 +1,81 @@
+"""A tiny language model and rollouts for it."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from burnish.config import ObjectiveConfig, TrainConfig
+from burnish.learner import objective
+from burnish.learner.learner import Learner
+from burnish.learner.policy import LanguagePolicy
+from burnish.model.checkpoint import hf_state
+from burnish.model.transformer import ModelConfig, Transformer
+from burnish.rollout.packing import pack
+from burnish.types import LearnBatch
+from tests.conftest import make_group
+
+CONFIG = ModelConfig(
+    vocab_size=37, n_layers=2, d_model=16, n_heads=4, d_ff=24, n_kv_heads=2, init_std=0.3
+)
+SHAPE = {"groups": ((5, (4, 1, 6, 4)), (3, (7, 2, 7)), (1, (3, 5, 5)), (6, (2, 2)))}
+
+
+def make_policy(dtype=torch.float64, **changes):
+    return LanguagePolicy(Transformer(CONFIG).init_weights(3).to(dtype), **changes)
+
+
+def make_groups(shape=SHAPE["groups"], temperature=0.8):
+    """Random tokens; the second token of every longer response was put there by the system."""
+    random = np.random.default_rng(0)
+    groups = []
+    for index, (prompt, lengths) in enumerate(shape):
+        responses = [random.integers(0, 37, n).tolist() for n in lengths]
+        sampled = [[i != 1 for i in range(n)] for n in lengths]
+        rewards = random.normal(size=len(lengths)).tolist()
+        tokens = random.integers(0, 37, prompt).tolist()
+        groups.append(
+            make_group(index, tokens, responses, rewards, temperature=temperature, sampled=sampled)
+        )
+    return groups
+
+
+def make_learner(policy, objective_settings=None, **train):
+    settings = {"batch": 100, "clip_norm": 1e9, "learning_rate": 1e-2} | train
+    return Learner(policy, ObjectiveConfig(**(objective_settings or {})), TrainConfig(**settings))
+
+
+def make_learn_batch(learner, batch, *, moved=0.1):
+    """Streams that make every term count: proximal and reference are off by some noise."""
+    config, scores = learner.objective, learner.score(batch)
+    random = torch.Generator().manual_seed(1)
+
+    def near(x):
+        noise = moved * torch.randn(x.shape, generator=random, dtype=torch.float64)
+        return x + noise.to(x)
+
+    proximal = near(scores.proximal)
+    reference = None if scores.reference is None else near(scores.reference)
+    return LearnBatch(
+        batch=batch,
+        advantages=objective.token_advantages(config, batch, proximal, reference).to(proximal),
+        loss_weight=objective.loss_weight(config, batch).to(proximal),
+        proximal_logprobs=proximal,
+        reference_logprobs=reference,
+        importance=objective.importance(config, batch, proximal),
+    )
+
+
+def hf_gradients(policy):
+    """Hugging Face name -> gradient."""
+    holder = copy.deepcopy(policy)
+    with torch.no_grad():
+        for ours, theirs in zip(holder.parameters(), policy.parameters(), strict=True):
+            ours.copy_(theirs.grad)
+    return {name: view.clone() for name, view in hf_state(holder.model).items()}
+
+
+@pytest.fixture
+def batch():
+    return pack(make_groups())

@@ -1,0 +1,221 @@
+"""The learner with a language model: any split is the batch, any precision has fp32 masters."""
+
+import math
+
+import pytest
+import torch
+
+from burnish.errors import BurnishError, RunError
+from burnish.learner.learner import State
+from burnish.rollout.packing import pack, take_streams, train_batches
+from tests.learner.conftest import make_groups, make_learn_batch, make_learner, make_policy
+
+OBJECTIVES = {
+    "clip, kl, entropy": {"kl": "k3", "kl_coefficient": 0.3, "entropy_coefficient": 0.1},
+    "gspo": {"ratio": "sequence", "reduction": "token_mean"},
+    "cispo, importance": {"loss": "cispo", "importance": "truncate"},
+}
+SPLITS = [{"micro_sequences": n} for n in (1, 2, 5, 100)]
+SPLITS += [{"micro_tokens": n} for n in (11, 17, 40)]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_any_split_is_the_whole_batch(split, dtype, tolerance, objective, batch):
+    """Gradients and every metric; the streams are the same in both."""
+    whole = make_learner(make_policy(dtype), objective)
+    parts = make_learner(make_policy(dtype), objective, **split)
+    learn = make_learn_batch(whole, batch)
+    got, want = parts._accumulate(learn), whole._accumulate(learn)
+    for a, b in zip(got[:2], want[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    for a, b in zip(parts.policy.parameters(), whole.policy.parameters(), strict=True):
+        scale = b.grad.abs().max().item()
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=tolerance * scale)
+    for learner in (parts, whole):
+        learner.optimizer.drop_gradients()
+    got, want = parts.step(learn), whole.step(learn)
+    assert got == pytest.approx(want, rel=100 * tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("split", [{}, *SPLITS], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_scores_come_from_the_packs_of_training(precision, split):
+    """To the bit: before the first step of each train batch the ratio is exactly 1."""
+    batch = pack(make_groups([(5, (4, 6)), (3, (7, 2)), (4, (3, 5)), (2, (2, 2))]))
+    learner = make_learner(make_policy(torch.float32), batch=4, precision=precision, **split)
+    learn = make_learn_batch(learner, batch, moved=0.0)
+    for part in train_batches(batch, 4):
+        before = learner._accumulate(take_streams(learn, part))[0]
+        assert torch.equal(before, learn.proximal_logprobs[part.slots])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_small_learning_rate_moves_the_masters(precision, batch):
+    """A step of 1e-6 is below bfloat16's spacing: only the masters can remember it."""
+    learner = make_learner(make_policy(torch.float32), precision=precision, learning_rate=1e-6)
+    start = learner.weights(torch.float32).tensors
+    low = learner.weights().tensors
+    for _ in range(3):
+        learner.step(make_learn_batch(learner, batch))
+    name = "model.layers.0.mlp.down_proj.weight"
+    moved = (learner.weights(torch.float32).tensors[name] - start[name]).abs()
+    assert low[name].dtype == learner.policy.model.embed.weight.dtype != torch.float32
+    assert (moved > 0).float().mean() > 0.95
+    assert moved.max() < 4e-6
+    same = (learner.weights().tensors[name] == low[name]).float().mean()
+    assert same > 0.8
+    for name, master in learner.weights(torch.float32).tensors.items():
+        assert torch.equal(learner.weights().tensors[name], master.to(low[name].dtype))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_is_near_fp32(precision, batch):
+    exact = make_learner(make_policy(torch.float32))
+    rough = make_learner(make_policy(torch.float32), precision=precision)
+    learn = make_learn_batch(exact, batch)
+    want, got = exact.step(learn), rough.step(learn)
+    assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=0.05)
+    assert got["train/loss"] == pytest.approx(want["train/loss"], abs=0.05)
+
+
+def test_the_loss_scale_drops_out_in_exact_arithmetic(batch):
+    """A power of two only moves exponents: the scaled step is the plain step to the bit."""
+    learners = [make_learner(make_policy(torch.float32), clip_norm=0.5) for _ in range(2)]
+    learners[1].optimizer.scale.moves = True
+    learners[1].optimizer.scale.value = 2.0**10
+    learn = make_learn_batch(learners[0], batch)
+    metrics = [learner.step(learn) for learner in learners]
+    assert metrics[1].pop("train/loss_scale") == 2**10
+    assert metrics[0] == metrics[1]
+    for a, b in zip(*(learner.policy.parameters() for learner in learners), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_fp16_overflow_is_skipped_and_halves_the_scale(batch):
+    learner = make_learner(make_policy(torch.float32), precision="fp16", max_skipped=1)
+    learn = make_learn_batch(learner, batch)
+    learner.optimizer.scale.value = 2.0**30
+    before = learner.weights(torch.float32).tensors
+    metrics = learner.step(learn)
+    assert (metrics["train/skipped"], learner.version, learner.skipped_in_a_row) == (1, 0, 0)
+    assert learner.optimizer.scale.value == 2.0**29
+    assert "train/grad_norm" not in metrics
+    for name, tensor in learner.weights(torch.float32).tensors.items():
+        assert torch.equal(tensor, before[name])
+    while learner.step(learn)["train/skipped"]:
+        pass
+    assert learner.version == 1
+    assert 1 < learner.optimizer.scale.value < 2**29
+
+
+def test_steps_that_are_not_finite_are_counted_and_then_halt(batch):
+    learner = make_learner(make_policy(torch.float32), max_skipped=2)
+    good, bad = make_learn_batch(learner, batch), make_learn_batch(learner, batch)
+    bad.advantages[batch.is_action] = math.inf
+    for _ in range(2):  # a good step between them starts the count anew
+        metrics = learner.step(bad)
+        assert metrics["train/skipped"] == 1
+        assert all(map(math.isfinite, metrics.values()))
+        assert learner.step(good)["train/skipped"] == 0
+    assert learner.version == 2
+    learner.step(bad)
+    with pytest.raises(BurnishError, match=r"2 gradient steps in a row .* train\.max_skipped"):
+        learner.step(bad)
+    assert learner.version == 2
+
+
+STATES = [
+    {},
+    {"precision": "bf16", "micro_sequences": 3, "schedule": "cosine", "decay_steps": 9},
+    {"precision": "fp16", "warmup_steps": 3, "log_kl": True},
+]
+
+
+@pytest.mark.parametrize("refresh", [None, 2])
+@pytest.mark.parametrize("train", STATES, ids=str)
+def test_a_loaded_state_goes_on_bit_for_bit(train, refresh, batch):
+    objective = {"kl": "k3", "kl_refresh": refresh}
+
+    def run(learner, steps):
+        rows = []
+        for number in steps:
+            if refresh and number % refresh == 0:
+                learner.refresh_reference()
+            drift = learner.drift(batch, learner.score(batch))
+            rows.append(drift | learner.step(make_learn_batch(learner, batch)))
+        return rows
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        never = make_learner(make_policy(torch.float32), objective, **train)
+        rows = run(never, range(7))
+        killed = make_learner(make_policy(torch.float32), objective, **train)
+        run(killed, range(3))
+        tensors, numbers = killed.state()
+        saved = State({name: tensor.clone() for name, tensor in tensors.items()}, dict(numbers))
+        resumed = make_learner(make_policy(torch.float32), objective, **train)
+        resumed.load_state(saved)
+        assert resumed.version == killed.version
+        assert run(resumed, range(3, 7)) == rows[3:]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    a, b = never.state(), resumed.state()
+    assert a.numbers == b.numbers
+    assert a.tensors.keys() == b.tensors.keys()
+    assert all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
+
+
+def test_a_state_of_another_model_is_refused():
+    learner = make_learner(make_policy(torch.float32))
+    tensors, numbers = learner.state()
+    name = next(iter(tensors))
+    for broken in (
+        {k: v for k, v in tensors.items() if k != name},
+        tensors | {"more": torch.zeros(1)},
+        tensors | {name: torch.zeros(2, 2)},
+    ):
+        with pytest.raises(RunError, match="does not fit"):
+            learner.load_state(State(broken, numbers))
+
+
+def test_kl_to_the_initial_model_and_to_the_step_before(batch):
+    learner = make_learner(make_policy(), log_kl=True, learning_rate=1e-3)
+    history = [learner.score(batch).proximal]
+    rows = []
+    for _ in range(4):
+        scores = learner.score(batch)
+        rows.append(learner.drift(batch, scores))
+        for _ in range(2):
+            learner.step(make_learn_batch(learner, batch))
+        history.append(learner.score(batch).proximal)
+    assert set(rows[0].values()) == {0.0}
+    action, ids = batch.is_action, batch.sequence_ids
+    for step in (1, 2, 3):
+        for name, other in {"initial": history[0], "previous": history[step - 1]}.items():
+            x = (history[step] - other)[action]
+            k3 = (-x).exp() + x - 1
+            want = {f"kl/{name}_k1": x.mean(), f"kl/{name}_k3": k3.mean()}
+            for k, value in {"k1": x, "k3": k3}.items():
+                sums = [value[ids[action] == s].sum() for s in range(len(batch.rewards))]
+                want[f"kl/{name}_{k}_response"] = torch.stack(sums).mean()
+            for key, value in want.items():
+                assert rows[step][key] == pytest.approx(value.item(), rel=1e-9), key
+    assert rows[3]["kl/initial_k3"] > rows[3]["kl/previous_k3"] > 0
+
+
+def test_kl_on_some_groups_and_shared_with_the_reference(batch):
+    settings = {"log_kl": True, "log_kl_groups": 2, "learning_rate": 1e-3}
+    learner = make_learner(make_policy(), {"kl": "k3"}, **settings)
+    assert learner.reference is learner.initial
+    learner.step(make_learn_batch(learner, batch))
+    scores = learner.score(batch)
+    got = learner.drift(batch, scores)
+    part = batch.is_action & (batch.sequence_ids < 7)  # the first two groups
+    x = (scores.proximal - scores.reference)[part]
+    assert got["kl/initial_k1"] == pytest.approx(x.mean().item(), rel=1e-9)
+    learner.refresh_reference()
+    again = learner.drift(batch, learner.score(batch))
+    assert again["kl/initial_k1"] == pytest.approx(x.mean().item(), rel=1e-9)
+    assert again["kl/previous_k1"] == 0

@@ -1,0 +1,95 @@
+"""The optimizer is AdamW, its schedules are functions of the step, its scale is dynamic."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from burnish.config import TrainConfig
+from burnish.learner import optim
+from burnish.learner.optim import LossScale, Optimizer, rate
+from burnish.model.sorter import Sorter
+
+
+def rates(steps, **settings):
+    train = TrainConfig(learning_rate=2.0, **settings)
+    return [pytest.approx(rate(train, step)) for step in steps]
+
+
+def test_schedules():
+    assert rates([0, 5, 10**6]) == [2, 2, 2]
+    assert rates([0, 1, 3, 4, 9], warmup_steps=4) == [0.5, 1, 2, 2, 2]
+    linear = {"schedule": "linear", "decay_steps": 10}
+    assert rates([0, 5, 10, 11], **linear) == [2, 1, 0, 0]
+    assert rates([1, 2, 6, 10], **linear, warmup_steps=2, final_rate=0.5) == [2, 2, 1.5, 1]
+    cosine = {"schedule": "cosine", "decay_steps": 10}
+    assert rates([0, 5, 10], **cosine) == [2, 1, 0]
+    assert rates([2.5], **cosine) == [1 + math.cos(math.pi / 4)]
+    assert rates([10, 20], **cosine, final_rate=0.1) == [0.2, 0.2]
+
+
+@pytest.mark.parametrize("clip_norm", [math.inf, 1e9, 0.01])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_steps_equal_torchs_adamw(clip_norm, weight_decay):
+    ours, theirs = Sorter(5, 3, 4, seed=0), Sorter(5, 3, 4, seed=0)
+    for model in (ours, theirs):
+        model.bias = nn.Parameter(torch.ones(3))
+    train = TrainConfig(
+        learning_rate=1e-2, warmup_steps=2, clip_norm=clip_norm, weight_decay=weight_decay
+    )
+    optimizer = Optimizer(ours, train)
+    decayed = [p for p in theirs.parameters() if p.ndim > 1]
+    plain = torch.optim.AdamW(
+        [{"params": decayed}, {"params": [theirs.bias], "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        weight_decay=weight_decay,
+        foreach=False,
+    )
+    for step in range(4):
+        for model in (ours, theirs):
+            model(torch.tensor([[1, 2, 3]])).pow(2).sum().add(model.bias.sum()).backward()
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
+        assert optimizer.gradient_norm() == pytest.approx(norm.item(), rel=1e-6)
+        for group in plain.param_groups:
+            group["lr"] = 1e-2 * min(1, (step + 1) / 2)
+        plain.step()
+        plain.zero_grad()
+        optimizer.step(step, optimizer.gradient_norm())
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        # clip_grad_norm_ adds 1e-6 to the norm.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_low_precision_gradients_add_up_in_fp32():
+    optimizer = Optimizer(Sorter(5, 3, 4, seed=0), TrainConfig(precision="bf16"))
+    low, master = optimizer.policy.embedding, optimizer.masters.embedding
+    assert (low.dtype, master.dtype) == (torch.bfloat16, torch.float32)
+    optimizer.backward((256 * low).sum())
+    assert low.grad is None
+    for _ in range(3):
+        optimizer.backward(low.sum())
+    assert (master.grad == 259).all()  # in bfloat16, 256 + 1 is 256
+
+
+def test_the_scale_halves_at_once_and_doubles_after_a_while(monkeypatch):
+    monkeypatch.setattr(optim, "GROWTH_INTERVAL", 3)
+    scale = LossScale("fp16")
+    assert scale.value == 2**16
+    assert scale.shrink()
+    for _ in range(2):
+        scale.grow()
+    assert scale.value == 2**15
+    scale.grow()
+    assert (scale.value, scale.good_steps) == (2**16, 0)
+    scale.grow()
+    scale.shrink()
+    assert scale.good_steps == 0
+    while scale.shrink():
+        pass
+    assert scale.value == 1
+    for precision in ("fp32", "bf16"):
+        fixed = LossScale(precision)
+        assert not fixed.shrink()
+        fixed.grow()
+        assert (fixed.value, fixed.good_steps) == (1, 0)
