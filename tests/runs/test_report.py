@@ -302,7 +302,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     assert HOSTILE[1] in texts
     assert "left ⟨202E⟩ right ⟨2066⟩⟨200F⟩" in texts
     assert "\u202e" not in texts
-    assert "␀␇␛[31m␍↵" in texts
+    assert "⟨00⟩⟨07⟩⟨1B⟩[31m⟨0D⟩↵" in texts
     assert "cut here: 1 of 1 tokens, 1,000,000 characters in all" in texts
     assert browser.problems == []
 
