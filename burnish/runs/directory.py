@@ -1,12 +1,17 @@
 """A run is a directory. Everything a plot or a report shows is read from there.
 
-recipe.toml      the resolved recipe; itself a recipe
-environment.json versions, machine, threads
-metrics.jsonl    a row per step, the same for the same seed
-timings.jsonl    a row per step, wall clock
-log.txt          prompts, responses, rewards and advantages, to be read
-summary.json     where it began and ended
-curves.png       loss and reward
+recipe.toml       the resolved recipe; itself a recipe
+environment.json  versions, machine, threads
+metrics.jsonl     a row per step, the same for the same seed
+timings.jsonl     a row per step, wall clock
+rollouts.jsonl    a row per response, with its tokens and log-probabilities
+evaluations.jsonl the same for validation
+log.txt           prompts, responses, rewards and advantages, to be read
+events.…          the metrics for TensorBoard
+checkpoints/      what a killed run resumes from
+summary.json      where it began and ended; a finished run has one
+report.html       all of it, to be looked at
+curves.png        loss and reward
 """
 
 from __future__ import annotations
@@ -16,8 +21,10 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -25,19 +32,46 @@ from typing import Any, Self, TextIO
 from burnish.config import Recipe, effective, to_toml
 from burnish.errors import RunError
 
+EVENTS = "events.out.tfevents.burnish"
+"""TensorBoard finds a file by the middle of this name."""
+APPENDED = (
+    "metrics.jsonl",
+    "timings.jsonl",
+    "rollouts.jsonl",
+    "evaluations.jsonl",
+    "log.txt",
+    EVENTS,
+)
+"""Files that only grow; a resumed run cuts them back to where its checkpoint was."""
+
 
 class RunDirectory:
     """Open for writing by one process at a time, which holds its lock."""
 
     def __init__(self, path: Path, recipe: Recipe) -> None:
-        self.path = path
-        self._lock = _lock(path)
-        if (path / "metrics.jsonl").exists():
+        self._open(path)
+        if any((path / name).exists() for name in (*APPENDED, "checkpoints")):
             self._lock.close()
-            raise RunError(f"{path} already holds a run; choose another --out or remove it")
+            raise RunError(
+                f"{path} already holds a run; continue it with `burnish resume`, "
+                "choose another --out or remove it"
+            )
         self.write("recipe.toml", to_toml(effective(recipe)))
         self.write("environment.json", json.dumps(environment(), indent=2) + "\n")
-        self._files: dict[str, TextIO] = {}
+
+    @classmethod
+    def reopen(cls, path: Path) -> Self:
+        """A run that was begun before, as it lies there; ``cut_back`` is what comes next."""
+        if not (path / "recipe.toml").is_file():
+            raise RunError(f"{path} is not a run directory: it has no recipe.toml")
+        run = cls.__new__(cls)
+        run._open(path)
+        return run
+
+    def _open(self, path: Path) -> None:
+        self.path = path
+        self._lock = _lock(path)
+        self._files: dict[str, FileIO] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -48,24 +82,92 @@ class RunDirectory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for file in (*self._files.values(), self._lock):
+        for file in self._files.values():
             file.close()
+        self._lock.close()
 
-    def append(self, name: str, text: str) -> None:
+    def append(self, name: str, content: str | bytes) -> None:
         """Adds to a file and hands it to the operating system, so that a crash loses no line."""
-        if name not in self._files:
-            self._files[name] = (self.path / name).open("a", encoding="utf-8")
-        self._files[name].write(text)
-        self._files[name].flush()
+        assert name in APPENDED, name  # another file would not be cut back
+        data = content.encode() if isinstance(content, str) else content
+        try:
+            if name not in self._files:
+                self._files[name] = (self.path / name).open("ab", buffering=0)
+            while data:
+                data = data[self._files[name].write(data) :]
+        except OSError as error:
+            raise RunError(
+                f"can't write {self.path / name}: {error.strerror}; "
+                "make room and continue with `burnish resume`"
+            ) from error
 
     def append_row(self, name: str, row: Mapping[str, Any]) -> None:
         self.append(name, json.dumps(row) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Replaces a file as a whole: a reader sees the old one or the new one."""
-        temporary = self.path / f".{name}.new"
+        replace_file(self.path / name, text)
+
+    def positions(self) -> dict[str, int]:
+        """How long each growing file is, once all of it is on the disk; a checkpoint keeps this."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        fsync_directory(self.path)
+        files = {name: self.path / name for name in APPENDED}
+        return {name: file.stat().st_size for name, file in files.items() if file.exists()}
+
+    def cut_back(self, positions: Mapping[str, int]) -> None:
+        """Undoes what was written after a checkpoint: each file ends where it ended then.
+
+        A file that the checkpoint does not name had not begun, and goes. All files are looked at
+        before the first is cut.
+        """
+        sizes = self.positions()
+        for name, length in positions.items():
+            if sizes.get(name, 0) < length:
+                raise RunError(
+                    f"{self.path / name} holds {sizes.get(name, 0):,} bytes, the checkpoint "
+                    f"recorded {length:,}: it was cut or replaced; put it back, or resume from "
+                    "an earlier checkpoint with --from"
+                )
+        for name in sizes:
+            if name in positions:
+                os.truncate(self.path / name, positions[name])
+            else:
+                (self.path / name).unlink()
+        (self.path / "summary.json").unlink(missing_ok=True)  # the run is no longer finished
+        fsync_directory(self.path)
+
+
+def replace_file(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    try:
         temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path / name)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"can't write {path}: {error.strerror}") from error
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process is writing this run."""
+    try:
+        with (path / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _lock(path: Path) -> TextIO:
@@ -75,12 +177,14 @@ def _lock(path: Path) -> TextIO:
     except OSError as error:
         message = f"can't write to {path}: {error.strerror}; choose another --out"
         raise RunError(message) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise RunError(f"{path} is in use by another run; choose another --out") from None
-    return lock
+    for patience in (0.05, 0.05, 0.0):  # a report that asks ``is_held`` holds it for a moment
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            time.sleep(patience)
+    lock.close()
+    raise RunError(f"{path} is in use by another run; choose another --out")
 
 
 def next_directory(root: Path, name: str) -> Path:

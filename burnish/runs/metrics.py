@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file; a last line that a crash cut short is left out."""
     if not path.is_file():
         raise RunError(f"{path.parent} is not a run directory: it has no {path.name}")
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise RunError(f"{path}, line {number}, is not JSON: {error}") from error
-    return rows
+    return list(iterate_rows(path))
+
+
+def iterate_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The same one by one, for files that may be large; none where there is no file."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):  # the last, cut short by a crash or not yet written
+                    return
+                raise RunError(f"{path}, line {number}, is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise RunError(f"{path}, line {number}, is not a JSON object")
+            yield row

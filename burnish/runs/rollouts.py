@@ -1,11 +1,105 @@
-"""The readable log of a run: prompts, responses, rewards and advantages, step by step."""
+"""What the model wrote: rows to be read back, and the readable log, step by step."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypedDict, cast
 
-from burnish.types import Group
+from burnish.errors import RunError
+from burnish.runs.metrics import iterate_rows
+from burnish.types import FloatArray, Group, IntArray
+
+
+class Rollout(TypedDict):
+    """A row of rollouts.jsonl or evaluations.jsonl: one response."""
+
+    step: int
+    group: int
+    prompt_id: str
+    prompt: str
+    sample: int
+    response: str
+    tokens: list[str]
+    """As decoded, the end token included; their length is C."""
+    logprobs: list[float | None]
+    """[C] of the policy that sampled them; None where it was not finite."""
+    learner_logprobs: list[float | None] | None
+    """[C] of the learner at the start of the batch (proximal); None where it did not score them."""
+    reward: float | None
+    parts: dict[str, float | None]
+    status: str
+    advantage: float | None
+    """None for validation."""
+    finish: str
+    version: int | None
+    """Of the weights that sampled its first token; None without tokens."""
+
+
+def rows(
+    step: int,
+    groups: Sequence[Group],
+    *,
+    decode: Callable[[IntArray], list[str]],
+    advantages: Sequence[float] | None = None,
+    learner_logprobs: Sequence[FloatArray] | None = None,
+    limit: int | None = None,
+) -> Iterator[Rollout]:
+    """A step's responses as rows, at most ``limit`` of them.
+
+    ``decode`` turns token ids into one string each. ``advantages`` and ``learner_logprobs`` [C]
+    are given per response, in the groups' order. The limit takes every group's first response,
+    then every group's second, and so on; rows come in the groups' order.
+    """
+    ranked = [(k, g) for g, group in enumerate(groups) for k in range(len(group.completions))]
+    chosen = set(sorted(ranked)[:limit])
+    for place, (k, g) in enumerate(ranked):
+        if (k, g) not in chosen:
+            continue
+        group = groups[g]
+        completion, grade = group.completions[k], group.grades[k]
+        tokens = decode(completion.token_ids)
+        assert len(tokens) == len(completion.token_ids)
+        yield Rollout(
+            step=step,
+            group=group.index,
+            prompt_id=group.prompt.prompt_id,
+            prompt=group.prompt.text,
+            sample=completion.sample_index,
+            response=completion.text,
+            tokens=tokens,
+            logprobs=_rounded(completion.logprobs),
+            learner_logprobs=(
+                None if learner_logprobs is None else _rounded(learner_logprobs[place])
+            ),
+            reward=_finite(grade.reward),
+            parts={name: _finite(value) for name, value in grade.parts.items()},
+            status=str(grade.status),
+            advantage=None if advantages is None else _finite(advantages[place]),
+            finish=str(completion.finish),
+            version=int(completion.versions[0]) if len(completion.versions) else None,
+        )
+
+
+def read(path: Path) -> Iterator[Rollout]:
+    """The rows of rollouts.jsonl or evaluations.jsonl; none where there is no file."""
+    for number, row in enumerate(iterate_rows(path), 1):
+        missing = Rollout.__annotations__.keys() - row.keys()
+        if missing:
+            lacks = ", ".join(sorted(missing))
+            raise RunError(f"{path}, line {number}, is not a rollout: it lacks {lacks}")
+        yield cast(Rollout, row)
+
+
+def _rounded(values: FloatArray) -> list[float | None]:
+    return [_finite(round(float(value), 4)) for value in values]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return float(value) if math.isfinite(value) else None
 
 
 def readable(step: int, groups: Sequence[Group], advantages: Sequence[float]) -> str:

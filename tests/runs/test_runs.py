@@ -1,14 +1,16 @@
 import json
 import os
 
+import numpy as np
 import pytest
 
 from burnish import config
 from burnish.errors import RunError
-from burnish.runs import plots
-from burnish.runs.directory import RunDirectory, next_directory
+from burnish.runs import plots, rollouts
+from burnish.runs.directory import EVENTS, RunDirectory, is_held, next_directory
 from burnish.runs.metrics import combine, read_rows
 from burnish.runs.rollouts import readable
+from burnish.runs.tensorboard import append_scalars
 from burnish.runs.timers import Timers
 from tests.conftest import make_group
 
@@ -95,6 +97,125 @@ def test_readable_counts_equal_responses_and_escapes_text():
     ]
 
 
+def test_rows_say_what_a_response_was(tmp_path):
+    groups = [
+        make_group(4, [1], [[2, 3], [2]], [1.0, float("nan")], version=7),
+        make_group(5, [6], [[], [8]], [0.5, 0.0]),
+    ]
+
+    def decode(ids):
+        return [f"<{i}>" for i in ids]
+
+    advantages = [0.25, float("nan"), 0.0, -1.0]
+    learner = [np.array(x, dtype=np.float32) for x in ([-0.1, -0.30004], [-np.inf], [], [-2])]
+    written = list(
+        rollouts.rows(3, groups, decode=decode, advantages=advantages, learner_logprobs=learner)
+    )
+    assert written[0] == {
+        "step": 3,
+        "group": 4,
+        "prompt_id": "p4",
+        "prompt": "1",
+        "sample": 0,
+        "response": "2 3",
+        "tokens": ["<2>", "<3>"],
+        "logprobs": [-0.1, -0.2],
+        "learner_logprobs": [-0.1, -0.3],
+        "reward": 1.0,
+        "parts": {},
+        "status": "scored",
+        "advantage": 0.25,
+        "finish": "stop",
+        "version": 7,
+    }
+    assert (written[1]["reward"], written[1]["advantage"]) == (None, None)
+    assert written[1]["learner_logprobs"] == [None]
+    assert (written[2]["tokens"], written[2]["version"]) == ([], None)
+    assert [row["advantage"] for row in rollouts.rows(0, groups, decode=decode)] == [None] * 4
+
+    with RunDirectory(tmp_path / "run", RECIPE) as run:
+        for row in written:
+            run.append_row("rollouts.jsonl", row)
+    assert list(rollouts.read(tmp_path / "run" / "rollouts.jsonl")) == written
+    assert list(rollouts.read(tmp_path / "none.jsonl")) == []
+    (tmp_path / "bad.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(RunError, match=r"line 1, is not a rollout: it lacks advantage"):
+        list(rollouts.read(tmp_path / "bad.jsonl"))
+
+
+def test_a_limit_takes_every_groups_first_response_first():
+    groups = [make_group(g, [1], [[1], [2], [3]], [0, 0, 0]) for g in range(3)]
+
+    def kept(limit):
+        some = rollouts.rows(0, groups, decode=lambda ids: [str(i) for i in ids], limit=limit)
+        return [(row["group"], row["sample"]) for row in some]
+
+    assert kept(0) == []
+    assert kept(2) == [(0, 0), (1, 0)]
+    assert kept(4) == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    assert len(kept(100)) == len(kept(None)) == 9
+
+
+def test_a_reopened_run_is_cut_back_to_its_checkpoint(tmp_path):
+    def work(run, steps):
+        for step in steps:
+            run.append_row("metrics.jsonl", {"step": step})
+            run.append("log.txt", f"step {step} 🙂\n")
+            append_scalars(run, step, {"a": step}, wall_time=float(step))
+            if step > 3:
+                run.append_row("evaluations.jsonl", {"step": step})
+
+    def contents(path):
+        return {f.name: f.read_bytes() for f in path.iterdir() if f.is_file()}
+
+    with RunDirectory(tmp_path / "whole", RECIPE) as run:
+        work(run, range(6))
+    with RunDirectory(tmp_path / "killed", RECIPE) as run:
+        work(run, range(3))
+        positions = run.positions()
+        work(run, range(3, 5))
+        run.append("metrics.jsonl", '{"step": 5, "rew')
+        run.write("summary.json", "{}")
+    assert sorted(positions) == [EVENTS, "log.txt", "metrics.jsonl"]
+    with RunDirectory.reopen(tmp_path / "killed") as run:
+        with pytest.raises(RunError, match="in use"):
+            RunDirectory.reopen(tmp_path / "killed")
+        run.append("metrics.jsonl", "an open file is cut too\n")
+        run.cut_back(positions)
+        assert run.positions() == positions
+        work(run, range(3, 6))
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_a_file_shorter_than_its_checkpoint_is_an_error_and_nothing_is_cut(tmp_path):
+    with RunDirectory(tmp_path, RECIPE) as run:
+        run.append("log.txt", "0123456789")
+        run.append("metrics.jsonl", "0123456789")
+        with pytest.raises(RunError, match=r"metrics\.jsonl holds 10 bytes.*recorded 12.*--from"):
+            run.cut_back({"log.txt": 5, "metrics.jsonl": 12})
+        assert run.positions() == {"log.txt": 10, "metrics.jsonl": 10}
+
+
+def test_only_a_run_can_be_reopened(tmp_path):
+    with pytest.raises(RunError, match=r"no recipe\.toml"):
+        RunDirectory.reopen(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path):
+    with RunDirectory(tmp_path, RECIPE) as run:
+        (tmp_path / "log.txt").symlink_to("/dev/full")
+        with pytest.raises(RunError, match=r"can't write .*log\.txt: No space left on device"):
+            run.append("log.txt", "a line\n")
+
+
+def test_who_holds_a_run_is_seen_from_outside(tmp_path):
+    assert not is_held(tmp_path)
+    with RunDirectory(tmp_path, RECIPE):
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
+
+
 def make_run(path, rewards, *overrides, seed=0):
     recipe = config.load("sort", overrides, seed=seed)
     with RunDirectory(path, recipe) as run:
@@ -130,8 +251,6 @@ def test_a_run_without_steps_cannot_be_compared(tmp_path):
 
 
 def test_smoothing_is_a_trailing_mean():
-    import numpy as np
-
     values = np.arange(8.0)
     expected = [values[max(0, i - 4) : i + 1].mean() for i in range(8)]
     np.testing.assert_allclose(plots._smooth(values), expected)

@@ -1,0 +1,150 @@
+"""The responses that a page has room for, as the page's JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from burnish.runs import rollouts
+from burnish.runs.rollouts import Rollout
+
+CHARACTERS, TOKENS = 20_000, 2_000
+"""Of one response; a prompt has a fifth of the characters."""
+PAIRS = 200
+
+
+class Entry(NamedTuple):
+    """A response on disk: where it lies and what it costs."""
+
+    source: int
+    place: int
+    step: int
+    prompt_id: str
+    sample: int
+    prompt: str
+    size: int
+
+
+def excerpt(run: Path, budget: int) -> dict[str, Any]:
+    """As many responses as fit: pairs before and after first, then all steps evenly."""
+    entries: list[Entry] = []
+    texts: dict[str, str] = {}
+    for source, place, row in _read(run):
+        prompt = texts.setdefault(
+            row["prompt"][: CHARACTERS // 5], row["prompt"][: CHARACTERS // 5]
+        )
+        size = len(encode(_compact(source, row, 0))) + 6
+        entries.append(
+            Entry(source, place, row["step"], row["prompt_id"], row["sample"], prompt, size)
+        )
+    pairs = pair_up(entries)
+    chosen: dict[Entry, None] = {}
+    prompts: dict[str, int] = {}
+    for entry in [*(entry for pair in pairs for entry in pair), *spread(entries)]:
+        if entry in chosen:
+            continue
+        fresh = entry.prompt not in prompts
+        budget -= entry.size + (len(encode(entry.prompt)) + 1 if fresh else 0) + 14  # and its pair
+        if budget < 0:
+            break
+        chosen[entry] = None
+        prompts.setdefault(entry.prompt, len(prompts))
+    wanted = {(entry.source, entry.place): entry for entry in chosen}
+    rows: list[dict[str, Any]] = []
+    at: dict[Entry, int] = {}
+    for source, place, row in _read(run):
+        kept = wanted.get((source, place))
+        if kept is not None:
+            at[kept] = len(rows)
+            rows.append(_compact(source, row, prompts[kept.prompt]))
+    shown = [(at[a], at[b]) for a, b in pairs if a in at and b in at]
+    return {"total": len(entries), "prompts": list(prompts), "rows": rows, "pairs": shown}
+
+
+def pair_up(entries: list[Entry]) -> list[tuple[Entry, Entry]]:
+    """The same prompt and sample, first and last seen: in validation, else in training."""
+    for source in (1, 0):
+        seen: dict[tuple[str, int], list[Entry]] = defaultdict(list)
+        for entry in entries:
+            if entry.source == source:
+                seen[entry.prompt_id, entry.sample].append(entry)
+        pairs = [
+            (min(same, key=lambda e: e.step), max(same, key=lambda e: e.step))
+            for same in seen.values()
+        ]
+        pairs = [(a, b) for a, b in pairs if a.step < b.step]
+        if pairs:
+            return sorted(pairs, key=lambda pair: pair[0].sample)[:PAIRS]
+    return []
+
+
+def spread(entries: list[Entry]) -> list[Entry]:
+    """An order whose every beginning covers the run's steps evenly."""
+    number = {step: n for n, step in enumerate(sorted({entry.step for entry in entries}))}
+    ranks: Counter[tuple[int, int]] = Counter()
+    keyed = []
+    for entry in entries:
+        rank = ranks[entry.source, entry.step]
+        ranks[entry.source, entry.step] += 1
+        keyed.append((rank, f"{number[entry.step]:040b}"[::-1], entry))
+    return [entry for *_, entry in sorted(keyed, key=lambda key: key[:2])]
+
+
+def _read(run: Path) -> Iterator[tuple[int, int, Rollout]]:
+    for source, name in enumerate(("rollouts.jsonl", "evaluations.jsonl")):
+        for place, row in enumerate(rollouts.read(run / name)):
+            yield source, place, row
+
+
+def _compact(source: int, row: Rollout, prompt: int) -> dict[str, Any]:
+    """A row for the page: short keys, long responses cut."""
+    tokens, room = [], CHARACTERS
+    for token in row["tokens"][:TOKENS]:
+        tokens.append(token[:room])
+        room -= len(token)
+        if room <= 0:
+            break
+    n = len(tokens)
+    compact = {
+        "v": source,
+        "s": row["step"],
+        "g": row["group"],
+        "i": row["sample"],
+        "p": prompt,
+        "t": tokens,
+        "l": [_number(value) for value in row["logprobs"][:n]],
+        "m": [_number(value) for value in row["learner_logprobs"] or ()][:n],
+        "r": _number(row["reward"]),
+        "a": _number(row["advantage"]),
+        "x": {name[:40]: _number(value) for name, value in list(row["parts"].items())[:12]},
+        "f": row["finish"],
+        "w": row["version"],
+    }
+    if row["status"] != "scored":
+        compact["e"] = row["status"]
+    whole = "".join(row["tokens"])
+    if whole != row["response"]:
+        compact["y"] = row["response"][:CHARACTERS]
+    if n < len(row["tokens"]) or len(whole) > CHARACTERS:
+        compact["c"] = [len(row["tokens"]), len(whole)]
+    return {key: value for key, value in compact.items() if value not in (None, [], {})}
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else rounded(value)
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def encode(value: Any) -> str:
+    """JSON for a script element: all ASCII, and nothing that HTML could take for markup."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

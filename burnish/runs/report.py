@@ -1,0 +1,249 @@
+"""``report.html``: one file that shows a run, made from its directory at any time.
+
+The page is a template (report.html in this package) and one block of JSON. What a model wrote is
+data: it is escaped in the JSON, put into the page as text only, and no other script may run there.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from burnish.errors import RunError
+from burnish.runs import checkpoint
+from burnish.runs.directory import is_held, replace_file
+from burnish.runs.drift import read_drift, read_mismatch
+from burnish.runs.excerpt import encode, excerpt, rounded
+from burnish.runs.metrics import combine, iterate_rows
+
+LIMIT = 4_000_000
+"""Bytes of a page; rollouts are sampled past it."""
+POINTS = 400
+"""Points of a line; longer runs are shown as means over several steps."""
+WINDOW = 10
+"""Steps averaged at a run's two ends."""
+
+REWARD, VALIDATION = "rollout/reward", "validation/reward"
+
+PANELS = (
+    ("reward", "Reward", (REWARD, VALIDATION)),
+    ("reward", "Parts of the reward", ("rollout/part_*", "validation/part_*")),
+    ("drift", "KL to the initial model, per token", ("kl/initial*token*",)),
+    ("drift", "KL to the initial model", ("kl/initial*",)),
+    ("drift", "KL to the previous step, per token", ("kl/previous*token*",)),
+    ("drift", "KL to the previous step", ("kl/previous*",)),
+    ("drift", "KL, other", ("kl/*",)),
+    ("drift", "Sampler against learner, nats", ("mismatch/*",)),
+    ("policy", "Entropy, nats per token", ("*/entropy*",)),
+    ("policy", "Response length, tokens", ("*/length*",)),
+    ("policy", "Ended and truncated, share", ("*/ended*", "*/truncated*")),
+    ("policy", "Clipped, share of tokens", ("*/clip_fraction*",)),
+    ("policy", "Ratio to the proximal policy", ("*/ratio_*",)),
+    ("policy", "Gradient norm", ("*/grad_norm*",)),
+    ("policy", "Loss", ("train/loss*",)),
+    ("policy", "Groups without variance, share", ("*/dead_groups*",)),
+    ("policy", "Grades, share", ("*/grades_*",)),
+    ("policy", "Lag, versions", ("*/lag*",)),
+    ("policy", "Tokens per second", ("*tokens_per_second*",)),
+    ("other", "{}", ("*",)),
+)
+"""Section, title, metrics: a metric is shown by the first panel that takes it."""
+
+PHASES = {
+    "generate": "rollout generation",
+    "grade": "reward computation",
+    "score": "policy optimization: scoring",
+    "learn": "policy optimization: steps",
+    "publish": "weight synchronization",
+    "evaluate": "evaluation",
+    "checkpoint": "checkpointing",
+    "other": "unclaimed",
+}
+
+Series = dict[str, list[tuple[float, float]]]
+
+
+def write_report(run: Path, *, limit: int = LIMIT) -> Path:
+    """Makes the report of a run that runs, crashed or finished; at most ``limit`` bytes."""
+    recipe_file = run / "recipe.toml"
+    if not recipe_file.is_file():
+        raise RunError(f"{run} is not a run directory: it has no recipe.toml")
+    recipe = tomllib.loads(recipe_file.read_text(encoding="utf-8"))
+    clocks = collect(iterate_rows(run / "timings.jsonl"))
+    series = collect(iterate_rows(run / "metrics.jsonl"))
+    series |= {k: v for k, v in clocks.items() if not k.startswith("time/")}
+    trained = (key for key in series if key.startswith(("rollout/", "train/")))
+    done = len({step for key in trained for step, _ in series[key]})
+    total = recipe.get("train", {}).get("steps")
+    kl = drift_metric(series, "kl/initial")
+    previous = drift_metric(series, "kl/previous")
+    reward = series.get(VALIDATION, []) if len(series.get(VALIDATION, [])) > 3 else []
+    reward = reward or series.get(REWARD, [])
+    data = {
+        "name": str(recipe.get("name", run.name)),
+        "run": run.name,
+        "description": str(recipe.get("description", "")),
+        "seed": recipe.get("seed", 0),
+        "state": state_of(run, done, total),
+        "asof": _as_of(run),
+        "tiles": tiles(series, clocks, kl),
+        "reading": [
+            *read_drift(reward, series.get(kl, []), series.get(previous, []), unit=unit_of(kl)),
+            *read_mismatch(
+                series.get("mismatch/logprob_mean", []), series.get("mismatch/logprob_max", [])
+            ),
+        ],
+        "panels": panels(series),
+        "frontier": frontier(series, kl),
+        "time": time_split(clocks),
+        "recipe": recipe_file.read_text(encoding="utf-8")[:100_000],
+        "environment": _read_text(run / "environment.json")[:100_000],
+    }
+    template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
+    empty = len(render(template, data | {"rollouts": {"total": 0}}).encode())
+    data["rollouts"] = excerpt(run, limit - empty - 200)
+    replace_file(run / "report.html", render(template, data))
+    return run / "report.html"
+
+
+def render(template: str, data: Mapping[str, Any]) -> str:
+    """The template with its data and with the hash of its one script, which alone may run."""
+    script = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
+    assert len(script) == 1
+    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
+    before, after = template.replace("__SCRIPT__", f"sha256-{digest}").split("__DATA__")
+    return before + encode(data) + after
+
+
+def collect(rows: Iterable[Mapping[str, Any]]) -> Series:
+    """Metric -> (step, value) where it is a finite number."""
+    series: Series = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                series.setdefault(name, []).append((row["step"], float(value)))
+    return series
+
+
+def thin(name: str, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most POINTS of them: what ``combine`` makes of each stretch of steps."""
+    stride = math.ceil(len(points) / POINTS)
+    stretches = (points[i : i + stride] for i in range(0, len(points), stride)) if stride else ()
+    return [(s[-1][0], rounded(combine({name: v} for _, v in s)[name])) for s in stretches]
+
+
+def panels(series: Series) -> list[dict[str, Any]]:
+    """What is drawn, in order; a panel without its metrics does not appear."""
+    left = dict(sorted(series.items(), key=lambda item: item[0].startswith("validation/")))
+    drawn = []
+    for section, title, patterns in PANELS:
+        names = [name for name in left if any(fnmatch(name, pattern) for pattern in patterns)][:40]
+        lines = [{"name": name, "points": thin(name, left.pop(name))} for name in names]
+        alone = section == "other"
+        for group in [[line] for line in lines] if alone else [lines[:8]] if lines else []:
+            shown = title.format(group[0]["name"])
+            drawn.append({"section": section, "title": shown, "lines": group})
+    return drawn
+
+
+def drift_metric(series: Series, prefix: str) -> str:
+    """The figure that is read: k3 per token if it was measured."""
+    names = [name for name in series if name.startswith(prefix)]
+    return min(names, key=lambda n: ("token" not in n, "k3" not in n, n), default="")
+
+
+def unit_of(metric: str) -> str:
+    return "nats per token" if "token" in metric else "nats"
+
+
+def frontier(series: Series, kl: str) -> dict[str, Any] | None:
+    """Reward against KL, step by step: what each nat bought."""
+    name = VALIDATION if len(series.get(VALIDATION, [])) > 3 else REWARD
+    at = dict(series.get(kl, []))
+    points = [(step, at[step], value) for step, value in series.get(name, []) if step in at]
+    stride = math.ceil(len(points) / POINTS) or 1
+    kept = [(step, rounded(x), rounded(y)) for step, x, y in points[::stride]]
+    return {"x": f"{kl} ({unit_of(kl)})", "y": name, "points": kept} if len(kept) > 2 else None
+
+
+def time_split(clocks: Series) -> dict[str, Any] | None:
+    """Seconds per phase, the largest first, in all and step by step."""
+    series = {name: points for name, points in clocks.items() if name.startswith("time/")}
+    whole = sum(value for _, value in series.pop("time/step", []))
+    if not series:
+        return None
+    totals = {name: sum(value for _, value in points) for name, points in series.items()}
+    names = sorted(totals, key=lambda name: (name == "time/other", -totals[name]))[:12]
+    whole = whole or sum(totals.values())
+    phases = [
+        {
+            "label": PHASES.get(name[5:], name[5:].replace("_", " ")),
+            "seconds": rounded(totals[name]),
+            "share": rounded(totals[name] / whole) if whole > 0 else 0,
+            "points": thin(name, series[name]),
+        }
+        for name in names
+    ]
+    return {"phases": phases, "whole": rounded(whole), "steps": max(map(len, series.values()))}
+
+
+def tiles(series: Series, clocks: Series, kl: str) -> list[dict[str, str]]:
+    """The few figures of the page's head."""
+    found = []
+
+    def ends(name: str, label: str, window: int) -> None:
+        values = [value for _, value in series.get(name, [])]
+        if not values:
+            return
+        first, last = (sum(part) / len(part) for part in (values[:window], values[-window:]))
+        note = f"from {first:.3g}" if len(values) > 1 else "one measurement"
+        if name == VALIDATION and len(values) > 1:
+            step, best = max(series[name], key=lambda point: point[1])
+            note += f"; best {best:.3g} at step {step:g}"
+        found.append({"label": label, "value": f"{last:.3g}", "note": note})
+
+    ends(REWARD, "reward", WINDOW)
+    ends(VALIDATION, "validation", 1)
+    ends(kl, f"KL to initial, {unit_of(kl)}", 1)
+    ends(next((n for n in series if fnmatch(n, "*/ended*")), ""), "ended by itself", WINDOW)
+    responses = sum(value for _, value in series.get("rollout/responses", []))
+    if responses:
+        found.append(
+            {"label": "responses", "value": f"{responses:,.0f}", "note": "sampled to learn"}
+        )
+    seconds = sum(value for _, value in clocks.get("time/step", []))
+    if seconds:
+        value = f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+        found.append({"label": "time", "value": value, "note": "wall clock of the steps"})
+    return found
+
+
+def state_of(run: Path, done: int, total: int | None) -> dict[str, Any]:
+    """Running, finished or stopped early, told from the files."""
+    of = f"{done:,} of {total:,} steps" if total else f"{done:,} steps"
+    if (run / "summary.json").exists():
+        return {"kind": "finished", "text": f"finished, {of}"}
+    if is_held(run):
+        return {"kind": "running", "text": f"running, {of}"}
+    last = checkpoint.latest(run)
+    note = "" if last is None else f"; resumes from {last.name}"
+    return {"kind": "stopped", "text": f"stopped early after {of}{note}"}
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _as_of(run: Path) -> str:
+    """When the run last wrote something."""
+    files = [run / name for name in ("recipe.toml", "metrics.jsonl", "summary.json")]
+    newest = max(file.stat().st_mtime for file in files if file.exists())
+    return datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d %H:%M UTC")

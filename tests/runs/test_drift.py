@@ -1,0 +1,86 @@
+import pytest
+
+from burnish.runs.drift import read_drift, read_mismatch
+
+
+def line(values, first=0):
+    return [(first + step, value) for step, value in enumerate(values)]
+
+
+def saturating(n, full, pace):
+    return [full * (1 - 2 ** (-step / pace)) for step in range(n)]
+
+
+def test_reward_that_follows_kl():
+    growth, company = read_drift(
+        line([0.1 + 0.02 * s for s in range(40)]),
+        line([0.01 * s for s in range(40)]),
+        unit="nats per token",
+    )
+    assert growth == (
+        "KL to the initial model grew from 0 to 0.39 nats per token by step 39, evenly."
+    )
+    assert company == (
+        "The reward followed, from 0.12 to 0.84 by step 37 (1.95 per nat); KL did not run away."
+    )
+
+
+def test_kl_that_runs_away_once_the_reward_is_made():
+    reward = line(saturating(60, 0.9, 4))
+    kl = line([0.02 * s if s < 30 else 0.6 + 0.1 * (s - 30) for s in range(60)])
+    growth, company, runaway = read_drift(reward, kl)
+    assert growth.endswith("by step 59, ever faster.")
+    assert company.startswith("The reward followed, from ")
+    assert runaway == (
+        "From step 19 on KL ran away: 0.38 to 3.5 nats by step 59, "
+        "while the reward went from 0.87 to 0.9."
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "kl", "expected"),
+    [
+        ([0.5] * 20, [0.1 * s for s in range(20)], "did not follow: 0.5 at first, 0.5 at last"),
+        ([1 - 0.05 * s for s in range(20)], [0.1 * s for s in range(20)], "The reward fell"),
+        ([0.2] * 20, [1e-5 * s for s in range(20)], "the policy hardly moved"),
+        ([0.1 * s for s in range(20)], [0.3] * 20, "stayed near 0.3"),
+        ([0.1] * 20, saturating(20, 0.5, 2), "most of it early"),
+        ([0.1] * 9, [0, 1, 2, 3, 4, 3, 2, 1, 1], "rose to 4 nats at step 4 and fell back to 1."),
+        ([0, 1, 2, 3, 4, 4, 2, 1, 0], [0, 1, 2, 3, 4, 4, 4, 4, 4], "has since fallen to 0"),
+    ],
+)
+def test_what_else_may_happen(reward, kl, expected):
+    assert expected in " ".join(read_drift(line(reward), line(kl)))
+
+
+def test_a_validation_measured_now_and_then_is_read_at_kls_steps():
+    kl = line([0.01 * s for s in range(41)])
+    text = " ".join(read_drift([(0, 0.1), (20, 0.5), (40, 0.9)], kl))
+    assert "The reward followed, from 0.1 to 0.86 by step 38" in text
+
+
+def test_the_step_that_stands_out():
+    kl = line([0.01 * s for s in range(20)])
+    usual = [0.002] * 20
+    assert read_drift([], kl, line(usual))[-1] == (
+        "From one step to the next the policy usually moved by 0.002 nats; no step stands out."
+    )
+    usual[7] = 0.2
+    assert read_drift([], kl, line(usual))[-1].endswith("step 7 stands out with 0.2.")
+
+
+def test_nothing_is_read_from_nothing():
+    assert read_drift(line([1, 2, 3]), []) == []
+    assert read_drift([], line([0, 1])) == ["Too few steps have been measured to read a trend."]
+    assert read_mismatch([], []) == []
+
+
+def test_mismatch():
+    assert read_mismatch(line([0, 0]), line([0, 0])) == [
+        "Sampler and learner agree to the last bit of every log-probability."
+    ]
+    assert read_mismatch(line([1e-7, 3e-7]), line([1e-5, 4e-5])) == [
+        "Sampler and learner agree: their log-probabilities differ by 2e-07 nats on average "
+        "and by 4e-05 at most (step 1)."
+    ]
+    assert "disagree" in read_mismatch(line([0.2]), [])[0]

@@ -1,0 +1,314 @@
+"""The report: its data by hand, then the page in a real browser."""
+
+import json
+import re
+from itertools import pairwise
+
+import pytest
+
+from burnish import config
+from burnish.errors import RunError
+from burnish.runs import checkpoint, excerpt, report
+from burnish.runs.directory import RunDirectory
+from burnish.runs.report import write_report
+from tests.runs.browser import EXECUTABLE, Browser
+
+RECIPE = config.load("sort")
+HOSTILE = (
+    "</script><script>window.hacked = 1</script>",
+    '<img src="x" onerror="window.hacked = 2">',
+    "<!--<script>",
+    "a\u2028b\u2029c\x00\x07\x1b[31m\r\n\t",
+    "left \u202e right \u2066\u200f",
+    "👩‍👩‍👧 日本語 \ud800",
+    "'\"`${window.hacked = 3}&lt;",
+)
+
+
+def rollout(step, sample=0, *, prompt="say it", tokens=("a", " b"), **changes):
+    return {
+        "step": step,
+        "group": step,
+        "prompt_id": prompt,
+        "prompt": prompt,
+        "sample": sample,
+        "response": "".join(tokens),
+        "tokens": list(tokens),
+        "logprobs": [-0.5 * (k + 1) for k in range(len(tokens))],
+        "learner_logprobs": [-0.5 * (k + 1) + 0.01 for k in range(len(tokens))],
+        "reward": step / 10,
+        "parts": {"inclusion": 1.0},
+        "status": "scored",
+        "advantage": 0.5,
+        "finish": "stop",
+        "version": step,
+    } | changes
+
+
+def make_run(path, steps=12, *, rollouts=(), evaluations=(), finished=True):
+    with RunDirectory(path, RECIPE) as run:
+        for step in range(steps):
+            metrics = {
+                "step": step,
+                "rollout/reward": step / 10,
+                "rollout/responses": 30,
+                "train/entropy": 2.0 - step / 10,
+                "train/loss": float("nan") if step == 3 else 0.1,
+                "kl/initial_k3_token": 0.01 * step,
+                "kl/previous_k3_token": 0.01,
+                "mismatch/logprob_mean": 1e-6,
+                "mismatch/logprob_max": 1e-4,
+                "custom/thing": 1.0,
+            }
+            if step % 3 == 0:
+                metrics["validation/reward"] = step / 10
+            run.append_row("metrics.jsonl", metrics)
+            times = {"time/generate": 2.0, "time/learn": 1.0, "time/other": 0.0, "time/step": 3.0}
+            run.append_row("timings.jsonl", {"step": step} | times)
+        for name, rows in (("rollouts.jsonl", rollouts), ("evaluations.jsonl", evaluations)):
+            for row in rows:
+                run.append_row(name, row)
+        if finished:
+            run.write("summary.json", "{}")
+    return path
+
+
+def data_of(page):
+    text = page.read_text(encoding="utf-8")
+    (block,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return json.loads(block)
+
+
+def test_the_data_of_a_page(tmp_path):
+    data = data_of(write_report(make_run(tmp_path)))
+    assert (data["name"], data["seed"]) == ("sort", 0)
+    assert data["state"] == {"kind": "finished", "text": "finished, 12 of 100 steps"}
+    titles = {panel["title"]: panel for panel in data["panels"]}
+    assert [line["name"] for line in titles["Reward"]["lines"]] == [
+        "rollout/reward",
+        "validation/reward",
+    ]
+    assert titles["Reward"]["lines"][1]["points"] == [[0, 0], [3, 0.3], [6, 0.6], [9, 0.9]]
+    assert len(titles["Loss"]["lines"][0]["points"]) == 11  # one was not finite
+    assert titles["custom/thing"]["section"] == "other"
+    assert "Clipped, share of tokens" not in titles  # it was not measured
+    assert data["reading"][0].startswith("KL to the initial model grew from 0 to 0.11 nats per")
+    assert data["frontier"]["points"][1] == [3, 0.03, 0.3]
+    first = data["time"]["phases"][0]
+    assert (first["label"], first["seconds"]) == ("rollout generation", 24.0)
+    assert first["share"] == pytest.approx(2 / 3, abs=1e-5)
+    assert {tile["label"]: tile["value"] for tile in data["tiles"]} == {
+        "reward": "0.65",
+        "validation": "0.9",
+        "KL to initial, nats per token": "0.11",
+        "responses": "360",
+        "time": "36 s",
+    }
+
+
+def test_the_state_is_told_from_the_files(tmp_path):
+    with RunDirectory(tmp_path / "run", RECIPE) as run:
+        data = data_of(write_report(run.path))
+        assert data["state"] == {"kind": "running", "text": "running, 0 of 100 steps"}
+        assert data["panels"] == []
+        run.append("metrics.jsonl", '{"step": 0, "train/loss": 1}\n{"step": 1, "tr')
+    import torch
+
+    checkpoint.save(run.path, 1, {"a": torch.zeros(1)}, {})
+    assert data_of(write_report(run.path))["state"] == {
+        "kind": "stopped",
+        "text": "stopped early after 1 of 100 steps; resumes from step-00000001",
+    }
+    with pytest.raises(RunError, match="not a run directory"):
+        write_report(tmp_path)
+
+
+def test_long_runs_are_thinned_as_metrics_are_combined():
+    points = [(float(step), float(step)) for step in range(1000)]
+    assert report.thin("a", points)[:2] == [(2.0, 1.0), (5.0, 4.0)]
+    assert report.thin("a_max", points)[:2] == [(2.0, 2.0), (5.0, 5.0)]
+    assert len(report.thin("a", points)) <= report.POINTS
+    assert report.thin("a", []) == []
+
+
+def test_what_a_model_wrote_cannot_leave_its_data(tmp_path):
+    rows = [rollout(0, prompt=text, tokens=(text, text)) for text in HOSTILE]
+    page = write_report(make_run(tmp_path, rollouts=rows))
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<script") == 2
+    assert text.count("</script") == 2
+    assert "<img" not in text
+    assert not re.search("[\u2028\u2029\u202e\x00\x1b]", text)
+    data = data_of(page)
+    assert [row["t"] for row in data["rollouts"]["rows"]] == [[t, t] for t in HOSTILE]
+    assert data["rollouts"]["prompts"] == list(HOSTILE)
+
+
+def test_the_file_is_bounded_and_says_what_it_shows(tmp_path):
+    long = ["word " * 10, "<&>" * 10] * 20
+    rows = [
+        rollout(step, sample, prompt=f"p{step}-{sample % 2}", tokens=long)
+        for step in range(40)
+        for sample in range(8)
+    ]
+    evaluations = [
+        rollout(step, prompt=f"v{k}", tokens=long) for step in (0, 39) for k in range(10)
+    ]
+    run = make_run(tmp_path, rollouts=rows, evaluations=evaluations)
+    assert len(data_of(write_report(run))["rollouts"]["rows"]) == 340
+    for limit in (700_000, 250_000):
+        page = write_report(run, limit=limit)
+        assert limit * 0.95 < page.stat().st_size <= limit
+        told = data_of(page)["rollouts"]
+        assert told["total"] == 340
+        assert 20 < len(told["rows"]) < 340
+        assert len(told["pairs"]) == 10  # they come first
+        for a, b in told["pairs"]:
+            before, after = told["rows"][a], told["rows"][b]
+            assert before["p"] == after["p"]
+            assert (before["s"], after["s"]) == (0, 39)
+        steps = [row["s"] for row in told["rows"] if not row["v"]]
+        assert max(b - a for a, b in pairwise(steps)) <= 4  # evenly
+
+
+def test_one_huge_response_is_cut_and_says_so(tmp_path):
+    huge = rollout(0, tokens=["x" * 1_000_000])
+    many = rollout(1, tokens=["y"] * 50_000)
+    page = write_report(make_run(tmp_path, rollouts=[huge, many]))
+    assert page.stat().st_size < 300_000
+    first, second = data_of(page)["rollouts"]["rows"]
+    assert (len(first["t"][0]), first["c"]) == (excerpt.CHARACTERS, [1, 1_000_000])
+    assert (len(second["t"]), second["c"]) == (excerpt.TOKENS, [50_000, 50_000])
+
+
+def test_pairs_fall_back_to_training_prompts_seen_twice():
+    def entry(source, step, prompt, sample=0):
+        return excerpt.Entry(source, step, step, prompt, sample, prompt, 1)
+
+    train = [entry(0, s, "p", k) for s in (1, 5, 9) for k in (0, 1)] + [entry(0, 2, "q")]
+    pairs = excerpt.pair_up([*train, entry(1, 0, "v")])  # validated once: nothing to compare
+    assert [(a.step, b.step, a.sample) for a, b in pairs] == [(1, 9, 0), (1, 9, 1)]
+    assert excerpt.pair_up([]) == []
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if EXECUTABLE is None:
+        pytest.skip("chromium is not installed")
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def check_page(browser, page, *, width=1280, dark=False):
+    """Opens it; nothing is wrong, nothing is fetched, nothing is cut off at the side."""
+    browser.problems.clear()
+    browser.requests.clear()
+    browser.open(page.as_uri(), width=width, dark=dark)
+    browser.wait("document.querySelector('#recipe pre') !== null")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    wide = """[...document.querySelectorAll('main *')].filter(e => {
+        const box = e.getBoundingClientRect();
+        return box.width && (box.right > innerWidth + 1 || box.left < -1);
+    }).map(e => e.outerHTML.slice(0, 200))"""
+    assert browser.evaluate(wide) == []
+    assert browser.requests == [page.as_uri()]
+    assert browser.problems == []
+
+
+def test_a_browser_shows_it_and_its_controls_work(browser, tmp_path):
+    rows = [rollout(step, k, prompt=f"p{k}") for step in range(10) for k in range(3)]
+    rows.append(rollout(4, prompt="odd", tokens=["needle", "<|im_end|>"], reward=-2.0))
+    page = write_report(make_run(tmp_path, rollouts=rows))
+    for dark in (False, True):
+        for width in (400, 1280):
+            check_page(browser, page, width=width, dark=dark)
+
+    def count():
+        return browser.evaluate("document.querySelector('#counts').textContent")
+
+    def enter(field, value):
+        browser.evaluate(
+            f"{{ const e = document.querySelector('#{field}'); e.value = {json.dumps(value)};"
+            "e.dispatchEvent(new Event(e.tagName === 'SELECT' ? 'change' : 'input')); }"
+        )
+
+    assert browser.evaluate("document.querySelector('#state').textContent").startswith("finished")
+    assert browser.evaluate("document.querySelectorAll('svg path').length") > 8
+    assert browser.evaluate("document.querySelectorAll('#times tr').length") == 5
+    assert count() == "12 shown, 31 match, 31 in this page, all that are on disk."
+    browser.evaluate("document.querySelector('#more').click()")
+    assert count().startswith("24 shown, 31 match")
+    enter("text", "NEEDLE")
+    assert count().startswith("1 shown, 1 match")
+    enter("text", "")
+    enter("low", "0.75")
+    assert count().startswith("6 shown, 6 match")
+    enter("low", "")
+    enter("from", "2")
+    enter("to", "3")
+    assert count().startswith("6 shown, 6 match")
+    enter("source", "1")
+    assert count().startswith("0 shown, 0 match")
+    enter("source", "0")
+    enter("from", "")
+    enter("to", "")
+    enter("order", "r")
+    first = "document.querySelector('#list .meta').textContent"
+    assert "reward -2" in browser.evaluate(first)
+
+    colours = (
+        "[...document.querySelectorAll('#pairs .text span')].map(e => e.style.backgroundColor)"
+    )
+    by_logprob = browser.evaluate(colours)
+    assert all("--hot" in colour for colour in by_logprob)
+    browser.evaluate("document.querySelector('[data-mode=gap]').click()")
+    assert all("--cold" in colour for colour in browser.evaluate(colours))  # the learner is higher
+    browser.evaluate("document.querySelector('[data-mode=plain]').click()")
+    assert browser.evaluate(colours) == []
+    browser.evaluate("document.querySelector('[data-mode=logprob]').click()")
+    assert browser.evaluate(colours) == by_logprob
+    assert browser.evaluate("document.querySelectorAll('#pairs .card').length") == 3
+    assert "first and last seen: 3 of 3" in browser.evaluate(
+        "document.querySelector('#pair-count').textContent"
+    )
+
+    def hover(selector):
+        place = browser.evaluate(
+            f"(() => {{ const e = document.querySelector('{selector}');"
+            "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect();"
+            "return [b.left + b.width / 2, b.top + b.height / 2]; })()"
+        )
+        browser.move(*place)
+        browser.wait("document.querySelector('#tip').style.display === 'block'")
+        return browser.evaluate("document.querySelector('#tip').textContent")
+
+    assert re.match(r"step \d+\nreward  ", hover("#reward svg"))
+    assert hover("#pairs .text span").startswith('token 1: "a"\nlog p  -0.5')
+    assert browser.problems == []
+
+
+def test_hostile_text_is_shown_as_text(browser, tmp_path):
+    rows = [rollout(s, prompt=text, tokens=(text, text)) for text in HOSTILE for s in (0, 1)]
+    rows.append(rollout(0, tokens=["z" * 1_000_000]))
+    page = write_report(make_run(tmp_path, rollouts=rows))
+    check_page(browser, page, width=400)
+    browser.evaluate("document.querySelector('#more').click()")
+    for mode in ("gap", "plain", "logprob"):
+        browser.evaluate(f"document.querySelector('[data-mode={mode}]').click()")
+        assert browser.evaluate("document.querySelectorAll('img').length") == 0
+    assert browser.evaluate("window.hacked") is None
+    texts = browser.evaluate("document.querySelector('#list').textContent")
+    assert HOSTILE[0] in texts
+    assert HOSTILE[1] in texts
+    assert "left ⟨202E⟩ right ⟨2066⟩⟨200F⟩" in texts
+    assert "\u202e" not in texts
+    assert "⟨00⟩⟨07⟩⟨1B⟩[31m⟨0D⟩↵" in texts
+    assert "cut here: 1 of 1 tokens, 1,000,000 characters in all" in texts
+    assert browser.problems == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_run_that_has_just_started(browser, tmp_path, steps):
+    check_page(browser, write_report(make_run(tmp_path, steps, finished=False)))
+    text = browser.evaluate("document.querySelector('main').textContent")
+    assert ("No step has finished yet" in text) == (steps == 0)
