@@ -56,7 +56,7 @@ class Limits:
     start_seconds: float = 120.0
     """To load the reward; no item's deadline runs before that."""
     memory_bytes: int = 1 << 30
-    """Beyond what the loaded reward takes."""
+    """Beyond what the loaded reward takes; Linux only."""
     characters: int = 100_000
     """A longer response is not looked at: unparsed, reward 0."""
 

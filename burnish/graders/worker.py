@@ -100,8 +100,8 @@ def _bound_memory(extra: int) -> None:
     try:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # no Linux: the bound is on everything
-        now = 0
+    except OSError:  # only Linux says what is taken, and only Linux keeps such a bound
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = now + extra if hard == resource.RLIM_INFINITY else min(now + extra, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
