@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish import config
-from burnish.config import Recipe
+from burnish.config import Recipe, SortTask
 from burnish.draws import Stream
+from burnish.errors import ConfigError
 from burnish.runs.directory import RunDirectory, next_directory
 from burnish.types import SamplingParams
 
@@ -35,6 +36,9 @@ def train(
     """
     loaded = config.load(recipe, overrides, seed=seed) if isinstance(recipe, str) else recipe
     path = next_directory(Path("runs"), loaded.name) if out is None else Path(out)
+    size = loaded.task
+    if not isinstance(size, SortTask):
+        raise ConfigError(f"train runs task.name = 'sort' alone so far, got {size.name!r}")
     # Torch loads only now: what is wrong with a recipe is said at once.
     from burnish.engine.sorter import SorterEngine
     from burnish.learner.learner import Learner
@@ -44,10 +48,9 @@ def train(
     from burnish.runs.rollouts import readable
     from burnish.tasks.sorting import Sorting
 
-    task = Sorting(loaded.task, seed=loaded.seed)
+    task = Sorting(size, seed=loaded.seed)
 
     def model() -> Sorter:
-        size = loaded.task
         return Sorter(size.numbers, size.length, loaded.model.width, seed=loaded.seed)
 
     generator = SorterEngine(model())

@@ -11,9 +11,19 @@ import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from burnish import pieces
 from burnish.errors import ConfigError
@@ -46,6 +56,70 @@ class SortTask(Section):
     reward: Literal["inclusion_ordering", "position_match"] = "inclusion_ordering"
 
 
+class KeywordsTask(Section):
+    """Write a sentence that includes the given words."""
+
+    name: Literal["keywords"] = "keywords"
+    least: int = Field(2, ge=1, description="keywords per prompt, at least")
+    most: int = Field(4, ge=1, le=20, description="keywords per prompt, at most")
+    match: Literal["word", "substring"] = "word"
+    must_end: bool = Field(False, description="a response that does not end by itself earns 0")
+    chat: bool = Field(True, description="the prompt goes in as a user's chat message")
+    validation_words: float = Field(0.2, gt=0, lt=1, description="share of the words held out")
+    validation_prompts: int = Field(256, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.least > self.most:
+            raise ValueError(f"needs least at or below most, got {self.least} and {self.most}")
+        return self
+
+
+class FilesTask(Section):
+    """Rows of a JSONL file, each with a prompt, and a reward of the user's own."""
+
+    name: Literal["files"] = "files"
+    train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
+    validation: str | None = Field(
+        None, description="a JSONL file; None: rows of train are held out"
+    )
+    validation_share: float | None = Field(
+        None, ge=0, lt=1, description="of train's rows, chosen by the seed; None: 0.1"
+    )
+    reward: str | None = Field(None, description="FILE.py:NAME or a built-in name")
+    must_end: bool = Field(False, description="a response that does not end by itself earns 0")
+    chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
+    workers: int = Field(2, ge=1, description="grader processes")
+    cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
+    wall_seconds: float = Field(20.0, gt=0, description="per grade")
+    memory_mb: int = Field(1024, ge=1, description="per worker, beyond what the reward loads")
+    characters: int = Field(100_000, ge=1, description="a longer response is unparsed, reward 0")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.validation is not None and self.validation_share is not None:
+            raise ValueError(
+                "has validation, so validation_share has no effect; remove one of them"
+            )
+        if self.wall_seconds < self.cpu_seconds:
+            raise ValueError("needs wall_seconds at or above cpu_seconds")
+        return self
+
+
+def _task_name(task: Any) -> str:
+    name = task.get("name", "sort") if isinstance(task, Mapping) else getattr(task, "name", task)
+    return name if isinstance(name, str) else repr(name)
+
+
+AnyTask = Annotated[
+    Annotated[SortTask, Tag("sort")]
+    | Annotated[KeywordsTask, Tag("keywords")]
+    | Annotated[FilesTask, Tag("files")],
+    Discriminator(_task_name),
+]
+TASKS = ("sort", "keywords", "files")
+
+
 class SorterConfig(Section):
     """The non-autoregressive sorting model."""
 
@@ -55,6 +129,9 @@ class SorterConfig(Section):
 
 class RolloutConfig(Section):
     batch: int = Field(30, ge=1, description="responses per rollout")
+    max_errors: float = Field(
+        0.1, ge=0, le=1, description="share of grades that may be errors before the run halts"
+    )
     group_size: int = Field(10, ge=1, description="responses per prompt")
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
 
@@ -119,7 +196,7 @@ class Recipe(Section):
     name: str = Field("run", pattern=r"^[\w.-]+$", description="what its runs are called")
     description: str = ""
     seed: int = Field(0, ge=0, lt=2**63)
-    task: SortTask = SortTask()
+    task: AnyTask = SortTask()
     model: SorterConfig = SorterConfig()
     rollout: RolloutConfig = RolloutConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -142,6 +219,9 @@ def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -
     changes = merge({}, *(parse_override(text) for text in overrides))
     if seed is not None:
         changes = merge(changes, {"seed": seed})
+    asked = changes.get("task", {})
+    if "name" in asked and _task_name(asked) != _task_name(given.get("task", {})):
+        given = {**given, "task": {}}  # what the recipe set for its own task goes with it
     merged = merge(given, changes)
     recipe = _validate(merged)
     _refuse_without_effect(recipe, changes, "--set")
@@ -245,9 +325,15 @@ def _validate(table: Mapping[str, Any]) -> Recipe:
 
 
 def _explain(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
+    loc = problem["loc"]
+    if loc[0] == "task" and len(loc) > 1 and loc[1] in TASKS:
+        loc = loc[:1] + loc[2:]  # which task it is goes without saying
+    where = ".".join(str(part) for part in loc)
+    if problem["type"] == "union_tag_invalid":
+        name = problem["ctx"]["tag"]
+        return f"{where}.name must be {' or '.join(TASKS)}, got {name!r}{nearest(name, TASKS)}"
     if problem["type"] == "extra_forbidden":
-        keys = list(_keys(Recipe))
+        keys = [key for key in _keys(Recipe) if key != where]  # which another task may have
         by_name = [key for key in keys if key.rpartition(".")[2] == where.rpartition(".")[2]]
         hint = f"; did you mean {by_name[0]!r}?" if by_name else nearest(where, keys)
         sections = ", ".join(key for key in keys if "." not in key)
@@ -261,8 +347,17 @@ def _explain(problem: Any) -> str:
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
+        for kind in _sections(field.annotation):
+            yield from _keys(kind, f"{prefix}{name}.")
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that an annotation names, one or those of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    else:
+        for part in get_args(annotation):
+            yield from _sections(part)
 
 
 def _refuse_without_effect(recipe: Recipe, table: Mapping[str, Any], where: str) -> None:

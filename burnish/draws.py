@@ -40,6 +40,11 @@ def uniforms(
     return (state[..., 0] >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def permutation(seed: int, stream: int, group: int, sample: int, size: int) -> npt.NDArray[np.intp]:
+    """0 … size − 1 in an order of its own for each (seed, stream, group, sample)."""
+    return np.argsort(uniforms(seed, stream, group, sample, np.arange(size)), kind="stable")
+
+
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """splitmix64's finaliser (Steele et al. 2014), a bijection that spreads every bit over all."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1

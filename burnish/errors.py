@@ -23,6 +23,10 @@ class EngineError(BurnishError):
     """A request that the rollout engine can't serve."""
 
 
+class GraderError(BurnishError):
+    """Grading as a whole failed: workers that do not start, or too many grades that are errors."""
+
+
 class RunError(BurnishError):
     """A run directory is missing, in use, or damaged."""
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from burnish.graders import keywords as keyword_grader
 from burnish.rl import advantages as estimators
 from burnish.rl import losses, ratios, reduce
 
@@ -59,6 +60,15 @@ def compute_group_normalized_rewards(
         if all(part in score for score in scored):
             metadata[f"{part}_mean"] = sum(float(score[part]) for score in scored) / count
     return advantages, raw, metadata
+
+
+def keyword_inclusion_reward_fn(response: str, keywords: Sequence[str]) -> dict[str, float]:
+    """reward 1 if every keyword is a whole word of the response, case aside, else 0.
+
+    Also ``inclusion`` (the same) and ``fraction``, the share of the keywords that appear. For
+    substrings: ``burnish.graders.keywords.inclusion(response, keywords, "substring")``.
+    """
+    return keyword_grader.inclusion(response, keywords)
 
 
 def compute_naive_policy_gradient_loss(

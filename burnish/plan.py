@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from burnish import pieces
-from burnish.config import Recipe
+from burnish.config import Recipe, SortTask
 
 ADAM_COPIES = 4
 """Weights, gradients and Adam's two moments, float32 each."""
@@ -23,6 +23,8 @@ def plan(recipe: Recipe, out: Path) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def _task(recipe: Recipe) -> list[tuple[str, str]]:
     task, model = recipe.task, recipe.model
+    if not isinstance(task, SortTask):
+        return [("task", task.name), ("seed", str(recipe.seed))]
     return [
         (
             "task",
@@ -60,6 +62,8 @@ def _batches(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _resources(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
+    if not isinstance(recipe.task, SortTask):
+        return [("written to", str(out))]
     copies = ADAM_COPIES + 1 + (recipe.objective.kl != "none")  # the generator's, the reference's
     memory = copies * 4 * parameters(recipe)
     rows = recipe.train.steps * 1_000  # a row of metrics and one of timings
@@ -73,6 +77,7 @@ def _resources(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
 
 def parameters(recipe: Recipe) -> int:
     width, task = recipe.model.width, recipe.task
+    assert isinstance(task, SortTask), "only the sorting model's size follows from its recipe"
     return task.numbers * width + 2 * task.length * width * width
 
 

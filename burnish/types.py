@@ -90,9 +90,12 @@ class Status(StrEnum):
 @dataclass(frozen=True)
 class Grade:
     reward: float
+    """NaN where the status is error, so that nothing can take it for a score."""
     parts: dict[str, float] = field(default_factory=dict)
     """What the reward is made of: format, answer, length, …"""
     status: Status = Status.SCORED
+    message: str | None = None
+    """What went wrong, where something did."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from burnish.errors import ModelError
 from burnish.model import hub
+from burnish.model.tokenizer import Tokenizer
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
 
 
@@ -29,6 +32,21 @@ def make_group(index, prompt, responses, rewards, *, version=0, temperature=1.0,
     text = " ".join(map(str, prompt))
     head = Prompt(f"p{index}", text, np.array(prompt, dtype=np.int32), "t", sorted(prompt))
     return Group(index, head, completions, tuple(Grade(r) for r in rewards))
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ strftime_now('%Y') }}"
+)
+
+
+def byte_tokenizer(chat_template=CHAT_TEMPLATE):
+    """A tokenizer whose tokens are bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, chat_template=chat_template)
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@ import math
 import pytest
 
 from burnish import config, pieces
+from burnish.api import train
 from burnish.errors import ConfigError
+from burnish.plan import plan
 
 
 def refused(*overrides, name="sort"):
@@ -160,3 +162,52 @@ def test_a_group_of_one_is_fine_for_raw_rewards():
     recipe = config.load("sort", ["rollout.group_size=1", "objective.advantage=raw"])
     assert recipe.prompts_per_rollout == 30
     assert config.load("sort", ["train.batch=10"]).gradient_steps_per_rollout == 30
+
+
+def test_a_task_is_chosen_by_name_and_brings_its_own_settings():
+    recipe = config.load("sort", ["task.name=keywords", "task.most=3"])
+    assert recipe.task == config.KeywordsTask(most=3)
+    assert config.load("sort", ["task.length=4"]).task == config.SortTask(length=4)
+    assert config.Recipe.model_validate({"task": {"length": 4}}).task == config.SortTask(length=4)
+
+
+def test_the_resolved_recipe_of_every_task_is_a_recipe(tmp_path):
+    for overrides in (
+        ["task.name=keywords", "task.must_end=true"],
+        ["task.name=files", "task.train=a.jsonl", "task.validation=b.jsonl", "task.reward=r.py:f"],
+    ):
+        recipe = config.load("sort", overrides)
+        file = tmp_path / "again.toml"
+        file.write_text(config.to_toml(config.effective(recipe)))
+        assert config.load(str(file)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.name=keyword"], "task.name must be sort or keywords or files, got 'keyword'"),
+        (["task.name=keyword"], "did you mean 'keywords'?"),
+        (["task.name=3"], "task.name must be sort or keywords or files, got '3'"),
+        (["task.name=keywords", "task.length=3"], "'task.length'; did you mean 'task.least'?"),
+        (["task.name=keywords", "task.mots=3"], "did you mean 'task.most'?"),
+        (["task.name=keywords", "task.most=1"], "task needs least at or below most, got 2 and 1"),
+        (["task.name=files", "task.workers=0"], "task.workers must be greater than or equal to 1"),
+        (
+            ["task.name=files", "task.validation=a.jsonl", "task.validation_share=0.1"],
+            "task has validation, so validation_share has no effect",
+        ),
+        (["task.name=files", "task.wall_seconds=1"], "wall_seconds at or above cpu_seconds"),
+        (["rollout.max_errors=2"], "rollout.max_errors must be less than or equal to 1"),
+    ],
+)
+def test_tasks_are_checked(overrides, message):
+    assert message in refused(*overrides)
+
+
+def test_what_is_not_wired_yet_is_planned_and_refused_plainly(tmp_path):
+    recipe = config.load("sort", ["task.name=keywords"])
+    sections = dict(plan(recipe, tmp_path))
+    assert ("task", "keywords") in sections["task"]
+    with pytest.raises(ConfigError, match=r"train runs task\.name = 'sort' alone so far"):
+        train(recipe, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

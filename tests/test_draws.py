@@ -1,6 +1,6 @@
 import numpy as np
 
-from burnish.draws import Stream, uniforms
+from burnish.draws import Stream, permutation, uniforms
 
 
 def test_a_draw_depends_on_where_it_stands_alone():
@@ -40,3 +40,12 @@ def test_draws_are_uniform_and_independent_of_their_neighbours():
 
 def test_large_seeds_are_taken():
     assert 0 <= float(uniforms(2**63 - 1, Stream.TASK, 2**40, 0, 0)) < 1
+
+
+def test_a_permutation_is_a_function_of_where_it_stands():
+    first = permutation(1, Stream.TASK, 3, 0, 50)
+    assert sorted(first) == list(range(50))
+    assert (first == permutation(1, Stream.TASK, 3, 0, 50)).all()
+    for words in [(2, Stream.TASK, 3, 0), (1, Stream.TASK, 4, 0), (1, Stream.TASK, 3, 1)]:
+        assert not (first == permutation(*words, 50)).all()
+    assert permutation(1, Stream.TASK, 0, 0, 0).size == 0

@@ -204,3 +204,17 @@ def test_padding_falls_back_on_the_end_token(pad, eos, filled):
 def test_tokenize_refuses_unequal_counts():
     with pytest.raises(ValueError, match="got 1 for 2"):
         grpo.tokenize_prompt_and_output(["a", "b"], ["c"], Letters())
+
+
+def test_keyword_inclusion_reward_fn():
+    assert grpo.keyword_inclusion_reward_fn("A RED apple.", ["apple", "red"]) == {
+        "reward": 1.0,
+        "inclusion": 1.0,
+        "fraction": 1.0,
+    }
+    assert grpo.keyword_inclusion_reward_fn("reduced apple", ["apple", "red"])["reward"] == 0.0
+    advantages, raw, _ = grpo.compute_group_normalized_rewards(
+        grpo.keyword_inclusion_reward_fn, ["red", "blue"], [["red"], ["red"]], 2, 1e-6, False
+    )
+    assert raw.tolist() == [1.0, 0.0]
+    assert advantages.tolist() == [0.5, -0.5]

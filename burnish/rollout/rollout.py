@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from burnish.errors import DataError
 from burnish.types import Completion, Grade, Group, Prompt, SamplingParams, Status, Weights
 
 
@@ -17,6 +19,14 @@ class Task(Protocol):
         """The prompt of the run's group number ``index``."""
 
     def grade(self, prompt: Prompt, completion: Completion) -> Grade: ...
+
+
+@runtime_checkable
+class GradesTogether(Protocol):
+    """A task whose grader is faster, or only works well, on many responses at once."""
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+        """The grades in the pairs' order."""
 
 
 class Generator(Protocol):
@@ -41,26 +51,43 @@ def grade(
     task: Task, prompts: Sequence[Prompt], responses: Sequence[tuple[Completion, ...]], first: int
 ) -> list[Group]:
     """The groups with indices first, first + 1, …"""
+    groups = list(zip(prompts, responses, strict=True))
+    pairs = [(prompt, c) for prompt, completions in groups for c in completions]
+    if isinstance(task, GradesTogether):
+        grades = task.grade_all(pairs)
+    else:
+        grades = [task.grade(*pair) for pair in pairs]
+    if len(grades) != len(pairs):
+        raise DataError(f"the task gave {len(grades)} grades for {len(pairs)} responses")
+    given = iter(grades)
     return [
-        Group(first + k, prompt, completions, tuple(task.grade(prompt, c) for c in completions))
-        for k, (prompt, completions) in enumerate(zip(prompts, responses, strict=True))
+        Group(first + k, prompt, completions, tuple(islice(given, len(completions))))
+        for k, (prompt, completions) in enumerate(groups)
     ]
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """What a rollout's groups look like, before anything is learned from them."""
-    rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
+    """What a rollout's groups look like, before anything is learned from them.
+
+    Rewards are those of grades that are not errors; without any there are no reward metrics.
+    """
     grades = [grade for group in groups for grade in group.grades]
+    by_group = [
+        np.array([g.reward for g in group.grades if g.status is not Status.ERROR])
+        for group in groups
+    ]
+    rewards = np.concatenate(by_group)
     lengths = [len(c.token_ids) for group in groups for c in group.completions]
-    metrics = {
-        "rollout/reward": float(rewards.mean()),
-        "rollout/reward_std": float(rewards.std()),
-        "rollout/reward_min": float(rewards.min()),
-        "rollout/reward_max": float(rewards.max()),
-        "rollout/dead_groups": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
-        "rollout/length": float(np.mean(lengths)),
-        "rollout/responses": float(len(rewards)),
-    }
+    metrics = {"rollout/length": float(np.mean(lengths)), "rollout/responses": float(len(grades))}
+    if rewards.size:
+        dead = [np.ptp(scored) == 0 for scored in by_group if scored.size]
+        metrics |= {
+            "rollout/reward": float(rewards.mean()),
+            "rollout/reward_std": float(rewards.std()),
+            "rollout/reward_min": float(rewards.min()),
+            "rollout/reward_max": float(rewards.max()),
+            "rollout/dead_groups": float(np.mean(dead)),
+        }
     for part in sorted({name for grade in grades for name in grade.parts}):
         values = [grade.parts[part] for grade in grades if part in grade.parts]
         metrics[f"rollout/part_{part}"] = float(np.mean(values))

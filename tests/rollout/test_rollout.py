@@ -1,5 +1,8 @@
 import dataclasses
 
+import pytest
+
+from burnish.errors import DataError
 from burnish.rollout.rollout import describe, grade
 from burnish.types import Grade, Status
 
@@ -14,6 +17,26 @@ def test_grading_keeps_the_order_and_numbers_the_groups(two_groups):
     assert [group.index for group in groups] == [7, 8]
     assert [group.rewards.tolist() for group in groups] == [[22, 21], [33, 31, 32]]
     assert [group.oldest_version for group in groups] == [0, 1]
+
+
+def test_a_task_may_grade_all_at_once(two_groups):
+    calls = []
+
+    class Together:
+        def grade_all(self, pairs):
+            calls.append(len(pairs))
+            return [Grade(10 * len(p.token_ids) + len(c.token_ids)) for p, c in pairs][: self.most]
+
+    task = Together()
+    task.most = 5
+    prompts = [group.prompt for group in two_groups]
+    responses = [group.completions for group in two_groups]
+    groups = grade(task, prompts, responses, 7)
+    assert calls == [5]
+    assert [group.rewards.tolist() for group in groups] == [[22, 21], [33, 31, 32]]
+    task.most = 4
+    with pytest.raises(DataError, match="gave 4 grades for 5 responses"):
+        grade(task, prompts, responses, 7)
 
 
 def test_describe(two_groups):

@@ -1,0 +1,150 @@
+"""What a reward is: a function of (response text, row) that returns a number or a dict of parts.
+
+A dict has a "reward" and any other parts, all of them numbers; its "status" may say "unparsed" for
+a response that could not be read, which scores 0. Whatever else a function does is an error of the
+grader: a counted failure with a message, never a 0. (Workers import this file: no numpy.)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from burnish.errors import DataError
+from burnish.graders import keywords, scripts
+
+Reward = Callable[[str, Mapping[str, Any]], Any]
+
+BUILT_IN: dict[str, Reward] = {"keywords": keywords.reward}
+LONGEST_MESSAGE = 300
+
+
+class Source(NamedTuple):
+    """Where a worker finds a reward."""
+
+    spec: str
+    """A name in ``BUILT_IN``, or FILE.py:NAME."""
+    module: str = "burnish_reward"
+    """What the file is called when it is imported; a package's module keeps its own name."""
+    definitions_only: bool = False
+    """For a running script: its imports, functions, classes and constants, not what it does."""
+
+
+class Outcome(NamedTuple):
+    """A ``Grade`` as it travels."""
+
+    status: str
+    reward: float
+    parts: dict[str, float]
+    message: str | None
+
+
+def score(reward: Reward, response: str, row: Mapping[str, Any]) -> Outcome:
+    """Calls the reward and holds what it returns to the rules above."""
+    try:
+        return _read(reward(response, row))
+    except MemoryError:
+        return Outcome("timeout", 0.0, {}, "ran out of memory")
+    except (Exception, SystemExit) as error:
+        said = "".join(traceback.format_exception_only(error)).strip()[:LONGEST_MESSAGE]
+        frames = traceback.extract_tb(error.__traceback__, limit=-1)
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        return _failed(said + where)
+
+
+def _read(value: Any) -> Outcome:
+    parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
+    status = parts.pop("status", "scored")
+    if "reward" not in parts:
+        return _failed(f"the reward's dict has no 'reward', only {', '.join(map(str, parts))}")
+    for name, part in parts.items():
+        if not isinstance(part, Real) or not math.isfinite(part):
+            shown = repr(part)[:LONGEST_MESSAGE]
+            return _failed(f"{name} must be one finite number, got {type(part).__name__} {shown}")
+    numbers = {str(name): float(part) for name, part in parts.items()}
+    total = numbers.pop("reward")
+    if status not in ("scored", "unparsed") or (status == "unparsed" and total):
+        return _failed(f"status must be scored, or unparsed with reward 0, got {status!r}, {total}")
+    return Outcome(status, total, numbers, None)
+
+
+def _failed(message: str) -> Outcome:
+    return Outcome("error", math.nan, {}, message)
+
+
+def find(reward: str | Reward) -> Source | None:
+    """Where a worker would find this reward; None for a function that lives in this process alone.
+
+    That is so for lambdas, closures, methods, functions typed into a prompt or changed since they
+    were loaded, and those of a running script whose other names depend on what the script did.
+    """
+    if isinstance(reward, str):
+        path, _, name = reward.rpartition(":")
+        if reward in BUILT_IN:
+            return Source(reward)
+        if path.endswith(".py") and name:
+            return Source(f"{Path(path).resolve()}:{name}")
+        known = ", ".join(BUILT_IN)
+        raise DataError(f"reward must be FILE.py:NAME or one of {known}, got {reward!r}")
+    module = sys.modules.get(getattr(reward, "__module__", None) or "")
+    name = getattr(reward, "__qualname__", "<none>")
+    file = getattr(module, "__file__", None) or ""
+    if module is None or not file.endswith(".py") or _attribute(module, name) is not reward:
+        return None
+    spec = f"{Path(file).resolve()}:{name}"
+    if module.__name__ != "__main__":
+        return Source(spec, module.__name__)
+    known_as = module.__spec__.name if module.__spec__ else "burnish_reward"
+    return Source(spec, known_as, True) if scripts.definitions(Path(file)) else None
+
+
+def load(source: Source) -> Reward:
+    """The reward itself; a file is run as a module of its own."""
+    if source.spec in BUILT_IN:
+        return BUILT_IN[source.spec]
+    file, _, name = source.spec.rpartition(":")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise DataError(f"reward {source.spec}: there is no file {path}")
+    sys.path.append(str(path.parent))  # last, so that a reward's neighbours hide no library
+    try:
+        module = _run(path, source)
+    except (Exception, SystemExit) as error:
+        said = "".join(traceback.format_exception_only(error)).strip()
+        raise DataError(f"reward {source.spec}: the file can't be loaded: {said}") from error
+    reward = _attribute(module, name)
+    if not callable(reward):
+        known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise DataError(f"reward {source.spec}: {path.name} has {known}, no function {name!r}")
+    found: Reward = reward
+    return found
+
+
+def _run(path: Path, source: Source) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(source.module, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path.name} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[source.module] = module
+    if source.definitions_only:
+        tree = scripts.definitions(path)
+        if tree is None:
+            raise ImportError(f"{path.name} changed since the run began")
+        exec(compile(tree, str(path), "exec"), vars(module))
+    else:
+        spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,111 @@
+"""A grader worker: ``python -m burnish.graders.worker``, started and watched by a ``GraderPool``.
+
+Frames travel over standard input and output: four bytes of length, then JSON. The first frame in
+is the set-up, the first out says that the reward is loaded and warm; after that come batches of
+(response, row), and each answer is written as soon as there is one, so that the pool always knows
+which item a worker is on. A worker holds itself to the CPU and memory limits: the kernel kills it
+by SIGPROF when the deadline of an item has passed, whatever it is doing. Nothing that is printed,
+read from standard input or forked by a reward touches the frames. No torch, no numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from burnish.errors import DataError
+from burnish.graders import rewards
+
+HEADER = struct.Struct(">I")
+
+
+def frame(content: Any) -> bytes:
+    """ASCII JSON with its length before it; lone surrogates in a text survive."""
+    body = json.dumps(content).encode("ascii")
+    return HEADER.pack(len(body)) + body
+
+
+def main() -> None:
+    incoming, outgoing = _private_pipes()
+    own = os.getpid()
+
+    def send(content: Any) -> None:
+        if os.getpid() != own:  # a reward forked, and this is the child coming back
+            os._exit(0)
+        outgoing.write(frame(content))
+        outgoing.flush()
+
+    setup = _receive(incoming)
+    if setup is None:
+        return
+    threading.Thread(target=_end_with, args=(setup["parent"],), daemon=True).start()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent's SIG_IGN would be inherited
+    sys.path.extend(entry for entry in setup["path"] if entry not in sys.path)
+    try:
+        reward = rewards.load(rewards.Source(*setup["source"]))
+    except DataError as error:
+        send({"failed": str(error)})
+        return
+    _bound_memory(setup["memory_bytes"])
+    send({"ready": True})
+    while (batch := _receive(incoming)) is not None:
+        began = time.process_time()
+        for response, row in batch:
+            signal.setitimer(signal.ITIMER_PROF, setup["cpu_seconds"])
+            outcome = rewards.score(reward, response, row)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            send(outcome)
+        send({"cpu_seconds": time.process_time() - began})
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The frames' pipes under other numbers; what a reward reads is empty, what it prints is shown.
+
+    (The copies are closed in programs that a reward starts.)
+    """
+    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return pipes
+
+
+def _receive(incoming: BinaryIO) -> Any:
+    """The next frame's content; None at the end."""
+    header = incoming.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    body = incoming.read(HEADER.unpack(header)[0])
+    return json.loads(body)
+
+
+def _end_with(parent: int, *, exit: Callable[[int], None] = os._exit) -> None:
+    """Ends this process when the pool's is gone, killed perhaps, in the middle of an item."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    exit(1)
+
+
+def _bound_memory(extra: int) -> None:
+    """At most so many bytes of address space beyond what the loaded reward takes."""
+    try:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # only Linux says what is taken, and only Linux keeps such a bound
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = now + extra if hard == resource.RLIM_INFINITY else min(now + extra, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()

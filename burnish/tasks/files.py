@@ -1,0 +1,194 @@
+"""Prompts from rows: a JSONL file, or what a script passes; graded by the user's own reward.
+
+A row is any JSON object with a "prompt": text, or chat messages. The reward sees the whole row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from burnish.config import FilesTask
+from burnish.draws import Stream, permutation
+from burnish.errors import ConfigError, DataError
+from burnish.graders.grader import Grader, grade_pairs, make_grader
+from burnish.graders.pool import Limits
+from burnish.graders.rewards import Reward
+from burnish.model.tokenizer import Tokenizer
+from burnish.types import Completion, Grade, IntArray, Prompt
+
+Row = dict[str, Any]
+TODAY = datetime(2026, 1, 1)
+"""What chat templates that write a date are told: a run resumed tomorrow reads the same prompts."""
+EPOCH, SPLIT = 0, 1
+"""What a shuffle is for; they share no draws."""
+
+
+class Files:
+    """Rows as a task: a seeded shuffle for each epoch, and a validation set apart."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        validation: Sequence[Row],
+        config: FilesTask,
+        *,
+        tokenizer: Tokenizer,
+        grader: Grader,
+        seed: int,
+    ) -> None:
+        """config: how prompts are written and responses scored; its files were read before."""
+        self.rows = rows
+        self.validation_rows = validation
+        self.config = config
+        self._tokenizer = tokenizer
+        self._grader = grader
+        self._order = lru_cache(maxsize=2)(
+            lambda epoch: permutation(seed, Stream.TASK, epoch, EPOCH, len(rows))
+        )
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of the run's group number ``index``: every row once in each epoch."""
+        epoch, place = divmod(index, len(self.rows))
+        row = int(self._order(epoch)[place])
+        return self._prompt(f"files/train/{row}", self.rows[row])
+
+    @property
+    def validation(self) -> list[Prompt]:
+        rows = enumerate(self.validation_rows)
+        return [self._prompt(f"files/validation/{i}", row) for i, row in rows]
+
+    def grade(self, prompt: Prompt, completion: Completion) -> Grade:
+        return self.grade_all([(prompt, completion)])[0]
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+        return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
+
+    def close(self) -> None:
+        self._grader.close()
+
+    def _prompt(self, prompt_id: str, row: Row) -> Prompt:
+        text, ids = encode(self._tokenizer, row["prompt"], chat=self.config.chat)
+        return Prompt(prompt_id, text, ids, "files", reference=row)
+
+
+def make_files(
+    config: FilesTask,
+    *,
+    tokenizer: Tokenizer,
+    seed: int,
+    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    reward: Reward | str | None = None,
+) -> Files:
+    """The task that a recipe's section describes; a script's prompts and reward come before it."""
+    chosen = config.reward if reward is None else reward
+    if chosen is None:
+        raise ConfigError("there is no reward; give --reward FILE.py:NAME or set task.reward")
+    rows, validation = rows_of(config, seed=seed, prompts=prompts)
+    limits = Limits(
+        workers=config.workers,
+        cpu_seconds=config.cpu_seconds,
+        wall_seconds=config.wall_seconds,
+        memory_bytes=config.memory_mb * 2**20,
+        characters=config.characters,
+    )
+    grader = make_grader(chosen, limits)
+    return Files(rows, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
+
+
+def rows_of(
+    config: FilesTask,
+    *,
+    seed: int,
+    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+) -> tuple[list[Row], list[Row]]:
+    """Train and validation rows: a script's or a file's, split by the seed if need be."""
+    if prompts is not None:
+        rows = rows_from(prompts)
+    elif config.train is not None:
+        rows = read_rows(Path(config.train))
+    else:
+        raise ConfigError("there are no prompts; give --data FILE.jsonl or set task.train")
+    if config.validation is not None:
+        return rows, read_rows(Path(config.validation))
+    share = 0.1 if config.validation_share is None else config.validation_share
+    return split(rows, share, seed=seed)
+
+
+def split(rows: Sequence[Row], share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """Train and validation rows, each in the file's order; a share above 0 is at least one row."""
+    count = max(1, round(share * len(rows))) if share else 0
+    if count >= len(rows):
+        raise DataError(
+            f"{len(rows)} rows do not split: a validation share of {share:g} leaves none to train "
+            "on; give more rows, or a validation file of their own"
+        )
+    held_out = set(permutation(seed, Stream.TASK, 0, SPLIT, len(rows))[:count].tolist())
+    train = [row for i, row in enumerate(rows) if i not in held_out]
+    return train, [row for i, row in enumerate(rows) if i in held_out]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSONL file; what is wrong is said with the line."""
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror}") from error
+    if lines == [b""]:
+        raise DataError(f"{path} holds no rows")
+    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _row(line: bytes, where: str) -> Row:
+    if not line.strip():
+        raise DataError(f"{where}: empty; every line must be a JSON object with a prompt")
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # UnicodeDecodeError is one as well
+        raise DataError(f"{where}: not JSON: {error}") from error
+    return check_row(row, where)
+
+
+def rows_from(prompts: Iterable[str | Mapping[str, Any]]) -> list[Row]:
+    """Rows that a script passes: objects with a prompt, or prompts alone."""
+    given = [{"prompt": p} if isinstance(p, str) else p for p in prompts]
+    if not given:
+        raise DataError("prompts is empty; give at least one")
+    return [check_row(row, f"prompts[{i}]") for i, row in enumerate(given)]
+
+
+def check_row(row: Any, where: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: must be an object with a prompt, got {type(row).__name__}")
+    if "prompt" not in row:
+        raise DataError(f"{where}: no field 'prompt', only {', '.join(map(repr, row)) or 'none'}")
+    prompt = row["prompt"]
+    if isinstance(prompt, str) and prompt:
+        return dict(row)
+    if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
+        raise DataError(
+            f"{where}: prompt must be a text that is not empty, or a list of messages "
+            f'{{"role": …, "content": …}}, got {str(prompt)[:80]!r}'
+        )
+    return dict(row)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
+
+
+def encode(
+    tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], *, chat: bool
+) -> tuple[str, IntArray]:
+    """What the model reads, as text and ids; chat: a text goes in as one user's message."""
+    if isinstance(prompt, str) and not chat:
+        return prompt, tokenizer.encode(prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    text = tokenizer.chat(messages, add_generation_prompt=True, now=TODAY)
+    return text, tokenizer.encode(text, add_special=False)

@@ -1,0 +1,84 @@
+"""Keyword inclusion: write a sentence that includes the given words.
+
+Prompts are made from the seed and the project's own list of words (``words.txt``: lower case, no
+word begins another). Training and validation never share a word, so a policy that scores on
+validation has learned the task, not the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from burnish.config import KeywordsTask
+from burnish.draws import Stream, permutation, uniforms
+from burnish.graders import keywords
+from burnish.graders.grader import InProcess, grade_pairs
+from burnish.model.tokenizer import Tokenizer
+from burnish.tasks.files import encode
+from burnish.types import Completion, Grade, Prompt
+
+WORDS = Path(__file__).with_name("words.txt")
+SPLIT, TRAIN, VALIDATION = 1, 2, 3
+"""What a draw is for; they share no numbers."""
+
+
+@lru_cache(maxsize=1)
+def word_list() -> tuple[str, ...]:
+    return tuple(WORDS.read_text(encoding="ascii").split())
+
+
+def instruction(words: Sequence[str]) -> str:
+    return f"Write a sentence that includes the words: {', '.join(words)}."
+
+
+class Keywords:
+    """As many prompts as are asked for; the grader is a plain text search, so it stays here."""
+
+    def __init__(self, config: KeywordsTask, *, tokenizer: Tokenizer, seed: int) -> None:
+        self.config = config
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._grader = InProcess(keywords.reward)
+        words = word_list()
+        order = permutation(seed, Stream.TASK, 0, SPLIT, len(words))
+        held_out = round(config.validation_words * len(words))
+        self.words = [words[i] for i in sorted(order[held_out:])]
+        self.validation_words = [words[i] for i in sorted(order[:held_out])]
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of the run's group number ``index``."""
+        return self._prompt(f"keywords/train/{index}", self.draw(index))
+
+    def validation_prompt(self, index: int) -> Prompt:
+        return self._prompt(f"keywords/validation/{index}", self.draw(index, validation=True))
+
+    @property
+    def validation(self) -> list[Prompt]:
+        return [self.validation_prompt(i) for i in range(self.config.validation_prompts)]
+
+    def grade(self, prompt: Prompt, completion: Completion) -> Grade:
+        return self.grade_all([(prompt, completion)])[0]
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+        """Parts: inclusion of all, the fraction included, whether the response ended by itself."""
+        return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def draw(self, index: int, *, validation: bool = False) -> list[str]:
+        """The words of a prompt, all different."""
+        least, most = self.config.least, self.config.most
+        purpose = VALIDATION if validation else TRAIN
+        draws = uniforms(self._seed, Stream.TASK, index, purpose, range(most + 1))
+        count = least + int(draws[0] * (most - least + 1))
+        words = list(self.validation_words if validation else self.words)
+        return [words.pop(int(draw * len(words))) for draw in draws[1 : count + 1]]
+
+    def _prompt(self, prompt_id: str, words: list[str]) -> Prompt:
+        asked = instruction(words)
+        text, ids = encode(self._tokenizer, asked, chat=self.config.chat)
+        row = {"prompt": asked, "keywords": words, "match": self.config.match}
+        return Prompt(prompt_id, text, ids, "keywords", reference=row)

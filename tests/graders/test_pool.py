@@ -1,0 +1,286 @@
+"""The pool with real processes: whatever a reward does, every item gets its grade, in order."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from burnish.errors import DataError, GraderError
+from burnish.graders.pool import GraderPool, Limits
+from burnish.graders.rewards import Source
+from burnish.types import Status
+
+REWARDS = Path(__file__).with_name("rewards_for_tests.py")
+OBEDIENT = Source(f"{REWARDS}:obedient")
+QUICK = Limits(workers=1, cpu_seconds=0.2, wall_seconds=1.5, memory_bytes=1 << 28)
+ERROR, TIMEOUT, SCORED, UNPARSED = Status.ERROR, Status.TIMEOUT, Status.SCORED, Status.UNPARSED
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with GraderPool(OBEDIENT, QUICK) as pool:
+        yield pool
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid, within=10.0):
+    """Whether the process ends within that time."""
+    deadline = time.monotonic() + within
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "reward", "message"),
+    [
+        ("burn", TIMEOUT, 0, "took more than 0.2 s of CPU time"),
+        ("burn in python", TIMEOUT, 0, "took more than 0.2 s of CPU time"),
+        ("sleep", TIMEOUT, 0, "took more than 1.5 s"),
+        ("allocate", TIMEOUT, 0, "ran out of memory"),
+        ("raise", ERROR, None, "ZeroDivisionError: division by zero (rewards_for_tests.py, line"),
+        ("exit", ERROR, None, "the worker exited with 3"),
+        ("sys.exit", ERROR, None, "SystemExit"),
+        ("nan", ERROR, None, "reward must be one finite number, got float nan"),
+        ("inf", ERROR, None, "reward must be one finite number, got float -inf"),
+        ("string", ERROR, None, "reward must be one finite number, got str '1.0'"),
+        ("none", ERROR, None, "reward must be one finite number, got NoneType None"),
+        ("list", ERROR, None, "reward must be one finite number, got list [1.0, 2.0]"),
+        ("no reward", ERROR, None, "the reward's dict has no 'reward', only score"),
+        ("bad part", ERROR, None, "format must be one finite number, got str 'good'"),
+        ("not a number", ERROR, None, "could not convert string to float"),
+        ("unparsed", UNPARSED, 0, None),
+        ("unparsed but paid", ERROR, None, "unparsed with reward 0"),
+        ("print", SCORED, 1, None),
+        ("read", SCORED, 1, None),
+        ("input", ERROR, None, "EOFError"),
+        ("fork", SCORED, 1, None),
+        ("fork and hang", ERROR, None, "the worker exited with 4"),
+        ("\ud800 lone surrogate", ERROR, None, "could not convert"),
+    ],
+)
+def test_whatever_a_reward_does_the_others_go_on(pool, response, status, reward, message):
+    before, middle, after = pool.grade([("1", {}), (response, {}), ("2", {})])
+    assert (before.reward, after.reward) == (1, 2)
+    assert middle.status is status
+    assert math.isnan(middle.reward) if reward is None else middle.reward == reward
+    assert (message or "") in (middle.message or "")
+    assert (middle.message is None) == (message is None)
+
+
+def test_numbers_and_parts(pool):
+    parts, row = pool.grade([("parts", {}), ("row", {"value": 2})])
+    assert (parts.reward, parts.parts) == (1.0, {"format": 1.0, "answer": 0.5})
+    assert (row.reward, row.parts, row.status, row.message) == (2.0, {}, SCORED, None)
+
+
+def test_a_long_response_is_not_looked_at():
+    with GraderPool(Source(f"{REWARDS}:length"), Limits(workers=1, characters=10)) as pool:
+        short, long = pool.grade([("x" * 10, {}), ("x" * 11, {})])
+        assert (short.reward, long.reward, long.status) == (10, 0, UNPARSED)
+        assert long.message == "longer than 10 characters"
+        assert pool.grade([]) == []
+
+
+def test_a_worker_loads_no_torch_and_no_numpy(pool):
+    assert pool.grade([("modules", {})])[0].reward == 0
+
+
+def test_order_is_kept_and_killed_workers_are_replaced():
+    responses = [str(i) for i in range(600)]
+    for place in (0, 200, 201, 599):
+        responses[place] = "exit"
+    responses[300] = "burn"
+    with GraderPool(OBEDIENT, Limits(workers=2, cpu_seconds=0.2)) as pool:
+        grades = pool.grade([(response, {}) for response in responses])
+        assert pool.counts == {"scored": 595, "error": 4, "timeout": 1, "restarts": 5}
+        assert pool.cpu_seconds > 0
+    for i, (response, grade) in enumerate(zip(responses, grades, strict=True)):
+        expected = {"exit": ERROR, "burn": TIMEOUT}.get(response, SCORED)
+        assert grade.status is expected
+        assert expected is not SCORED or grade.reward == i
+
+
+def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(pool):
+    (grade,) = pool.grade([("pid", {})])
+    os.kill(int(grade.reward), signal.SIGKILL)
+    assert gone(int(grade.reward))
+    assert [g.reward for g in pool.grade([("7", {}), ("8", {})])] == [7, 8]
+
+
+def test_the_cpu_deadline_is_each_items_own():
+    with GraderPool(OBEDIENT, Limits(workers=1, cpu_seconds=0.1)) as pool:
+        began = time.process_time()
+        grades = pool.grade([("1", {})] * 20_000)
+        assert all(grade.status is SCORED for grade in grades)
+        assert pool.cpu_seconds + time.process_time() - began > 0.1
+
+
+def test_closing_leaves_no_process_and_no_descriptor():
+    descriptors = len(os.listdir("/proc/self/fd"))
+    pool = GraderPool(OBEDIENT, Limits(workers=2, cpu_seconds=0.2))
+    answers = pool.grade([("pid", {}), ("exit", {}), ("leave a process", {}), ("pid", {})] * 3)
+    pids = [int(grade.reward) for grade in answers if grade.status is SCORED]
+    pool.close()
+    pool.close()
+    assert all(map(gone, pids))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    with pytest.raises(GraderError, match="are closed"):
+        pool.grade([("1", {})])
+
+
+def test_a_forgotten_pool_ends_its_workers():
+    pool = GraderPool(OBEDIENT, QUICK)
+    pid = int(pool.grade([("pid", {})])[0].reward)
+    del pool
+    assert gone(pid)
+
+
+def test_any_thread_may_grade():
+    answers = {}
+    with GraderPool(OBEDIENT, Limits(workers=2)) as pool:
+
+        def grade(thread):
+            answers[thread] = pool.grade([(f"{thread}{i}", {}) for i in range(300)])
+
+        threads = [threading.Thread(target=grade, args=(n,)) for n in range(1, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    for n in range(1, 4):
+        assert [grade.reward for grade in answers[n]] == [float(f"{n}{i}") for i in range(300)]
+
+
+def test_what_does_not_load_is_said_at_once(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_of_that_name\n")
+    other = tmp_path / "other.py"
+    other.write_text("def right(response, row):\n    return 1\n")
+    for spec, message in [
+        (f"{tmp_path}/none.py:f", "there is no file"),
+        (f"{broken}:f", "can't be loaded: ModuleNotFoundError: No module named 'nothing_of"),
+        (f"{other}:wrong", r"other.py has \['right'\], no function 'wrong'"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            GraderPool(Source(spec), QUICK)
+
+
+def test_a_reward_that_never_loads_or_dies_loading(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(600)\n")
+    limits = Limits(workers=1, start_seconds=0.3)
+    with pytest.raises(GraderError, match=r"grader worker 1 \(pid \d+\) did not load .* within"):
+        GraderPool(Source(f"{file}:f"), limits)
+    file.write_text("import os\nos._exit(5)\n")
+    with pytest.raises(GraderError, match=r"did not load .* and exited with 5"):
+        GraderPool(Source(f"{file}:f"), QUICK)
+
+
+def test_a_row_that_is_not_json():
+    with GraderPool(OBEDIENT, QUICK) as pool, pytest.raises(DataError, match="is not JSON"):
+        pool.grade([("1", {"value": {1, 2}})])
+
+
+def test_a_reward_imports_its_neighbours(tmp_path):
+    (tmp_path / "neighbour.py").write_text("VALUE = 3\n")
+    (tmp_path / "mine.py").write_text("import neighbour\ndef f(r, row): return neighbour.VALUE\n")
+    with GraderPool(Source(f"{tmp_path}/mine.py:f"), QUICK) as pool:
+        assert pool.grade([("", {})])[0].reward == 3
+
+
+def script(tmp_path, text, *, wait=True):
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(text))
+    process = subprocess.Popen(
+        [sys.executable, file], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if not wait:
+        return process
+    return process.communicate(timeout=120)[0]
+
+
+def test_a_plain_script_without_a_main_guard(tmp_path):
+    output = script(
+        tmp_path,
+        """
+        from burnish.graders.grader import make_grader
+        from burnish.graders.pool import Limits
+        print("begins")
+        BEST = 5
+        def reward(response, row):
+            if response == "hang":
+                while True: pass
+            return {"reward": BEST, "row": row["n"]}
+        grader = make_grader(reward, Limits(cpu_seconds=0.2))
+        for grade in grader.grade([("hang", {"n": 1}), ("fine", {"n": 2})]):
+            print(type(grader).__name__, grade.status, grade.reward, grade.parts)
+        """,
+    )
+    assert output.splitlines() == [
+        "begins",
+        "GraderPool timeout 0.0 {}",
+        "GraderPool scored 5.0 {'row': 2.0}",
+    ]
+
+
+def test_a_file_that_starts_graders_is_not_run_again_and_again(tmp_path):
+    output = script(
+        tmp_path,
+        """
+        from burnish.graders.pool import GraderPool
+        from burnish.graders.rewards import Source
+        def reward(response, row): return 1
+        GraderPool(Source(f"{__file__}:reward"))
+        """,
+    )
+    assert "a file that starts graders was loaded by a grader" in output
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    parent = script(
+        tmp_path,
+        f"""
+        from burnish.graders.pool import GraderPool, Limits
+        from burnish.graders.rewards import Source
+        pool = GraderPool(Source({OBEDIENT.spec!r}), Limits(workers=1))
+        print(int(pool.grade([("pid", {{}})])[0].reward), flush=True)
+        pool.grade([("sleep", {{}})])
+        """,
+        wait=False,
+    )
+    worker = int(parent.stdout.readline())
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait(timeout=10)
+    parent.stdout.close()
+    assert gone(worker)
+
+
+def test_throughput():
+    text = "The quick brown apple jumped over the red fence and slept in the barn. " * 3
+    row = {"prompt": "Write a sentence.", "keywords": ["apple", "red", "barn"]}
+    items = [(f"{text}{i}", row) for i in range(20_000)]
+    with GraderPool(Source("keywords"), Limits(workers=1)) as pool:
+        pool.grade(items[:100])
+        spent, own, wall = pool.cpu_seconds, time.process_time(), time.perf_counter()
+        assert all(grade.reward == 1 for grade in pool.grade(items))
+        cpu = pool.cpu_seconds - spent + time.process_time() - own
+        wall = time.perf_counter() - wall
+    print(
+        f"{len(items) / cpu:,.0f} grades per second of CPU time, {len(items) / wall:,.0f} by clock"
+    )
+    assert len(items) / cpu > 10_000  # about 50,000 on a quiet core

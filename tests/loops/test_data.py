@@ -1,0 +1,56 @@
+import dataclasses
+import json
+
+import pytest
+
+from burnish.config import KeywordsTask
+from burnish.errors import DataError
+from burnish.loops.data import write_keywords
+from burnish.tasks.files import read_rows
+from burnish.tasks.keywords import Keywords
+from tests.conftest import byte_tokenizer, make_group
+
+TASK = Keywords(KeywordsTask(), tokenizer=byte_tokenizer(), seed=0)
+
+
+def sampler(good):
+    """Answers two samples per prompt; ``good(n)``: the second of the n-th prompt is right."""
+    (base,) = make_group(0, [1], [[1]], [0]).completions
+
+    def sample(prompts, first):
+        answers = []
+        for n, prompt in enumerate(prompts, first):
+            right = f" Here are {' and '.join(prompt.reference['keywords'])}. \n"
+            texts = ("nothing", right if good(n) else "neither")
+            answers.append([dataclasses.replace(base, text=text) for text in texts])
+        return answers
+
+    return sample
+
+
+def test_only_answers_with_the_words_are_kept(tmp_path):
+    metrics = write_keywords(TASK, sampler(lambda n: n % 3 == 0), tmp_path / "new", rows=20)
+    train, validation = (
+        read_rows(tmp_path / "new" / f"{name}.jsonl") for name in ("train", "validation")
+    )
+    assert (len(train), len(validation)) == (16, 4)
+    assert metrics["data/rows"] == 20
+    assert metrics["data/share_kept"] == pytest.approx(1 / 3, abs=0.05)
+    for row in [*train, *validation]:
+        assert row["answer"] == f"Here are {' and '.join(row['keywords'])}."
+        assert row["prompt"].endswith(f"words: {', '.join(row['keywords'])}.")
+    seen = [{w for row in rows for w in row["keywords"]} for rows in (train, validation)]
+    assert not seen[0] & seen[1]
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [
+        "train.jsonl",
+        "validation.jsonl",
+    ]
+    assert json.dumps(train[0]) in (tmp_path / "new/train.jsonl").read_text()
+
+
+def test_a_model_that_never_does_it(tmp_path):
+    with pytest.raises(DataError, match=r"only 0 of 4 rows after .* prompts"):
+        write_keywords(TASK, sampler(lambda n: False), tmp_path, rows=5)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DataError, match="rows must be at least 2"):
+        write_keywords(TASK, sampler(lambda n: True), tmp_path, rows=1)

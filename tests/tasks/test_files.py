@@ -1,0 +1,156 @@
+import json
+
+import numpy as np
+import pytest
+
+from burnish.config import FilesTask
+from burnish.errors import ConfigError, DataError, ModelError
+from burnish.graders.grader import InProcess
+from burnish.tasks.files import Files, encode, make_files, read_rows, rows_from, rows_of, split
+from burnish.types import Status
+from tests.conftest import byte_tokenizer, make_group
+
+
+def make(rows, validation=(), **more):
+    grader = InProcess(lambda response, row: {"reward": len(response), "n": row["n"]})
+    config = FilesTask(**more)
+    return Files(rows, validation, config, tokenizer=byte_tokenizer(), grader=grader, seed=5)
+
+
+ROWS = [{"prompt": f"question {i}", "n": i} for i in range(7)]
+
+
+def write(tmp_path, *lines, name="data.jsonl"):
+    file = tmp_path / name
+    file.write_bytes(b"".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+    return file
+
+
+def test_rows_come_back_as_they_are(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "é"}]
+    rows = [{"prompt": "a", "x": [1, {"y": None}]}, {"prompt": messages}]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    assert read_rows(write(tmp_path, text)) == rows
+    assert read_rows(write(tmp_path, b"\xef\xbb\xbf", text.replace("\n", "\r\n"), "\n")) == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "line 2: empty; every line must be a JSON object with a prompt"),
+        ("  \r", "line 2: empty"),
+        ('{"prompt": "a"', "line 2: not JSON"),
+        (b'{"prompt": "\xff"}', "line 2: not JSON: 'utf-8'"),
+        ('["prompt"]', "line 2: must be an object with a prompt, got list"),
+        ('{"question": "a", "answer": 1}', "line 2: no field 'prompt', only 'question', 'answer'"),
+        ("{}", "line 2: no field 'prompt', only none"),
+        ('{"prompt": ""}', "line 2: prompt must be a text that is not empty"),
+        ('{"prompt": 3}', "line 2: prompt must be .* got '3'"),
+        ('{"prompt": []}', "line 2: prompt must be"),
+        ('{"prompt": [{"role": "user"}]}', "line 2: prompt must be .* messages"),
+    ],
+)
+def test_what_is_wrong_is_said_with_file_and_line(tmp_path, line, message):
+    file = write(tmp_path, '{"prompt": "fine"}\n', line, '\n{"prompt": "fine"}\n')
+    with pytest.raises(DataError, match=f"data.jsonl, {message}"):
+        read_rows(file)
+
+
+def test_files_that_are_not_there_or_empty(tmp_path):
+    with pytest.raises(DataError, match=r"none\.jsonl can't be read: No such file"):
+        read_rows(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"data\.jsonl holds no rows"):
+        read_rows(write(tmp_path))
+
+
+def test_rows_of_a_script():
+    assert rows_from(["a", {"prompt": "b", "n": 1}]) == [{"prompt": "a"}, {"prompt": "b", "n": 1}]
+    with pytest.raises(DataError, match=r"prompts\[1\]: no field 'prompt'"):
+        rows_from(["a", {"text": "b"}])
+    with pytest.raises(DataError, match="prompts is empty"):
+        rows_from([])
+
+
+def test_text_messages_and_raw_prompts():
+    tokenizer = byte_tokenizer()
+    text, ids = encode(tokenizer, "hi", chat=True)
+    assert text == "<user>hi<assistant>2026"  # the date is a constant: a resumed run reads the same
+    assert tokenizer.decode(ids) == text
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    for chat in (True, False):
+        assert encode(tokenizer, messages, chat=chat)[0] == "<system>s<user>hi<assistant>2026"
+    assert encode(tokenizer, "hi", chat=False)[0] == "hi"
+    plain = byte_tokenizer(None)
+    assert encode(plain, "hi", chat=False)[0] == "hi"
+    with pytest.raises(ModelError, match="no chat template"):
+        encode(plain, "hi", chat=True)
+
+
+def test_every_epoch_sees_every_row_once_in_an_order_of_its_own():
+    task = make(ROWS)
+    stream = [task.prompt(i) for i in range(21)]
+    orders = [[p.reference["n"] for p in stream[e * 7 : e * 7 + 7]] for e in range(3)]
+    assert all(sorted(order) == list(range(7)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    again = make(ROWS)
+    for i in (20, 3, 9, 3):  # in any order: the prompt is a function of its index
+        assert again.prompt(i).prompt_id == stream[i].prompt_id
+        assert np.array_equal(again.prompt(i).token_ids, stream[i].token_ids)
+    assert stream[0].prompt_id == f"files/train/{orders[0][0]}"
+    assert stream[0].text == f"<user>question {orders[0][0]}<assistant>2026"
+
+
+def test_split_by_seed():
+    train, validation = split(ROWS, 0.3, seed=1)
+    assert len(validation) == 2
+    assert sorted([*train, *validation], key=lambda row: row["n"]) == ROWS
+    assert split(ROWS, 0.3, seed=1) == (train, validation)
+    assert split(ROWS, 0.3, seed=3) != (train, validation)
+    assert split(ROWS, 0.0, seed=1) == (ROWS, [])
+    assert len(split(ROWS, 0.01, seed=1)[1]) == 1
+    with pytest.raises(DataError, match="1 rows do not split"):
+        split(ROWS[:1], 0.1, seed=1)
+
+
+def test_the_files_of_a_recipe(tmp_path):
+    train = write(tmp_path, *(json.dumps(row) + "\n" for row in ROWS))
+    other = write(tmp_path, '{"prompt": "other"}', name="other.jsonl")
+    both = rows_of(FilesTask(train=str(train), validation=str(other)), seed=0)
+    assert both == (ROWS, [{"prompt": "other"}])
+    assert [len(part) for part in rows_of(FilesTask(train=str(train)), seed=0)] == [6, 1]
+    with pytest.raises(ConfigError, match="there are no prompts; give --data"):
+        rows_of(FilesTask(), seed=0)
+
+
+def test_a_recipe_and_a_script_make_the_task(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(response, row): return row['n'] + len(response)\n")
+    config = FilesTask(
+        reward=f"{tmp_path}/mine.py:f", workers=1, characters=3, validation_share=0.3
+    )
+    tokenizer = byte_tokenizer()
+    (short, long) = make_group(0, [1], [[123], [1234]], [0, 0]).completions
+    task = make_files(config, tokenizer=tokenizer, seed=0, prompts=ROWS)
+    assert (len(task.rows), len(task.validation)) == (5, 2)
+    prompt = task.prompt(0)
+    grades = task.grade_all([(prompt, short), (prompt, long)])
+    task.close()
+    assert grades[0].reward == prompt.reference["n"] + 3
+    assert grades[1].status is Status.UNPARSED
+    own = make_files(config, tokenizer=tokenizer, seed=0, prompts=ROWS, reward=lambda r, row: 9)
+    assert own.grade(prompt, short).reward == 9
+    with pytest.raises(ConfigError, match="there is no reward; give --reward"):
+        make_files(FilesTask(), tokenizer=tokenizer, seed=0, prompts=ROWS)
+
+
+def test_grades_see_the_row_and_the_end():
+    task = make(ROWS, ROWS[:2], must_end=True)
+    prompt = task.validation[1]
+    assert (prompt.prompt_id, prompt.task, prompt.reference) == (
+        "files/validation/1",
+        "files",
+        ROWS[1],
+    )
+    (completion,) = make_group(0, [1], [[123]], [0]).completions
+    grade = task.grade(prompt, completion)
+    assert (grade.reward, grade.parts) == (3.0, {"n": 1.0, "ended": 1.0})
+    task.close()

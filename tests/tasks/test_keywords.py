@@ -1,0 +1,71 @@
+import dataclasses
+from itertools import pairwise
+
+import pytest
+
+from burnish.config import KeywordsTask
+from burnish.tasks.keywords import Keywords, instruction, word_list
+from burnish.types import Finish
+from tests.conftest import byte_tokenizer, make_group
+
+
+def make(seed=0, **settings):
+    return Keywords(KeywordsTask(**settings), tokenizer=byte_tokenizer(), seed=seed)
+
+
+def test_the_word_list():
+    words = word_list()
+    assert len(words) >= 1000
+    assert list(words) == sorted(set(words))
+    assert all(word.isascii() and word.isalpha() and word.islower() for word in words)
+    # Sorted, a word that begins others stands right before one of them.
+    assert not [b for a, b in pairwise(words) if b.startswith(a)]
+
+
+def test_prompts_mix_two_to_four_words_and_come_from_the_seed():
+    task = make()
+    drawn = [task.draw(i) for i in range(600)]
+    counts = [sum(len(words) == n for words in drawn) for n in (2, 3, 4)]
+    assert sum(counts) == 600
+    assert min(counts) > 150
+    assert all(len(set(words)) == len(words) for words in drawn)
+    assert len({word for words in drawn for word in words}) > 0.6 * len(task.words)
+    assert [make().draw(i) for i in range(5)] == drawn[:5]
+    assert make(seed=1).draw(0) != drawn[0]
+    prompt = task.prompt(3)
+    assert prompt.reference["keywords"] == drawn[3]
+    assert prompt.reference["prompt"] == instruction(drawn[3])
+    assert prompt.text == f"<user>{instruction(drawn[3])}<assistant>2026"
+    assert instruction(["apple", "red"]) == "Write a sentence that includes the words: apple, red."
+
+
+def test_train_and_validation_share_no_word():
+    task = make(validation_prompts=300)
+    train = {word for i in range(500) for word in task.draw(i)}
+    validation = {word for p in task.validation for word in p.reference["keywords"]}
+    assert len(task.validation) == 300
+    assert len(validation) > 200
+    assert not train & validation
+    assert not set(task.words) & set(task.validation_words)
+    assert len(task.words) + len(task.validation_words) == len(word_list())
+
+
+@pytest.mark.parametrize("must_end", [False, True])
+@pytest.mark.parametrize("match", ["word", "substring"])
+def test_grades(match, must_end):
+    task = make(match=match, must_end=must_end, least=2, most=2)
+    prompt = task.prompt(0)
+    first, second = prompt.reference["keywords"]
+    (base,) = make_group(0, [1], [[1]], [0]).completions
+
+    def grade(text, finish):
+        return task.grade(prompt, dataclasses.replace(base, text=text, finish=finish))
+
+    right = grade(f"The {first.upper()} and {second}.", Finish.STOP)
+    assert (right.reward, right.parts) == (1, {"inclusion": 1, "fraction": 1, "ended": 1})
+    cut = grade(f"The {first} and {second}", Finish.LENGTH)
+    assert cut.reward == float(not must_end)
+    assert cut.parts == {"inclusion": 1, "fraction": 1, "ended": 0}
+    inside = grade(f"{first} x{second}x", Finish.STOP)
+    assert inside.reward == float(match == "substring")
+    assert inside.parts["fraction"] == (1 if match == "substring" else 0.5)
