@@ -127,13 +127,81 @@ class SorterConfig(Section):
     width: int = Field(10, ge=1, description="embedding dimension")
 
 
+class ScratchConfig(Section):
+    """A transformer of one's own, with random weights from the seed."""
+
+    name: Literal["scratch"] = "scratch"
+    tokenizer: str = Field("smollm2-135m", description="a model whose tokenizer it takes")
+    layers: int = Field(4, ge=1)
+    width: int = Field(512, ge=1, description="d_model")
+    heads: int = Field(16, ge=1)
+    kv_heads: int | None = Field(None, ge=1, description="none: as many as heads")
+    d_ff: int = Field(1344, ge=1)
+    context: int = Field(256, ge=2)
+    fp32_head: bool = Field(False, description="logits in float32 whatever the precision")
+
+
+class LanguageConfig(Section):
+    """A pretrained language model."""
+
+    name: str = Field("smollm2-135m", description="a name, a directory, or hf:ORG/NAME")
+    fp32_head: bool = Field(False, description="logits in float32 whatever the precision")
+
+
+def _model_kind(model: Any) -> str:
+    name = model.get("name", "sorter") if isinstance(model, Mapping) else model.name
+    return name if name in ("sorter", "scratch") else "language"
+
+
+AnyModel = Annotated[
+    Annotated[SorterConfig, Tag("sorter")]
+    | Annotated[ScratchConfig, Tag("scratch")]
+    | Annotated[LanguageConfig, Tag("language")],
+    Discriminator(_model_kind),
+]
+MODELS = ("sorter", "scratch", "language")
+
+
 class RolloutConfig(Section):
     batch: int = Field(30, ge=1, description="responses per rollout")
+    group_size: int = Field(10, ge=1, description="responses per prompt")
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+    max_tokens: int = Field(48, ge=1, description="per response")
+    min_tokens: int = Field(0, ge=0, description="no end before this many")
+    stop: list[str] = Field([], description="texts that end a response")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    truncated: bool = Field(False, description="train on samples cut by top_p or top_k: meant")
     max_errors: float = Field(
         0.1, ge=0, le=1, description="share of grades that may be errors before the run halts"
     )
-    group_size: int = Field(10, ge=1, description="responses per prompt")
-    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+
+
+class EngineConfig(Section):
+    """The sampler; the learner's precision is ``train.precision``."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
+    max_running: int = Field(128, ge=1, description="samples that decode at once")
+
+
+class ValidationConfig(Section):
+    """Held-out prompts, always with the same draws."""
+
+    every: int = Field(10, ge=1, description="steps; also before the first and after the last")
+    samples: int = Field(1, ge=1, description="responses per prompt")
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="0: greedy")
+    max_tokens: int | None = Field(None, ge=1, description="none: as in training")
+
+
+class CheckpointConfig(Section):
+    every: int = Field(10, ge=1, description="steps; also after the last")
+    keep: int = Field(2, ge=1, description="the last so many are kept, and the best")
+
+
+class LogConfig(Section):
+    rollouts: int = Field(16, ge=0, description="responses per step that are kept whole")
+    tensorboard: bool = True
 
 
 class ObjectiveConfig(Section):
@@ -197,10 +265,15 @@ class Recipe(Section):
     description: str = ""
     seed: int = Field(0, ge=0, lt=2**63)
     task: AnyTask = SortTask()
-    model: SorterConfig = SorterConfig()
+    model: AnyModel = SorterConfig()
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -219,14 +292,16 @@ def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -
     changes = merge({}, *(parse_override(text) for text in overrides))
     if seed is not None:
         changes = merge(changes, {"seed": seed})
-    asked = changes.get("task", {})
-    if "name" in asked and _task_name(asked) != _task_name(given.get("task", {})):
-        given = {**given, "task": {}}  # what the recipe set for its own task goes with it
+    for section, kind in (("task", _task_name), ("model", _model_kind)):
+        asked = changes.get(section, {})
+        if "name" in asked and kind(asked) != kind(given.get(section, {})):
+            given = {**given, section: {}}  # what the recipe set for another goes with it
     merged = merge(given, changes)
     recipe = _validate(merged)
     _refuse_without_effect(recipe, changes, "--set")
     # What the recipe set for a piece that an override replaced goes with the piece.
     recipe = _validate(effective(recipe, merged))
+    _check_kinds(recipe)
     _check_batches(recipe)
     _check_train(recipe)
     _check_objective(recipe)
@@ -282,12 +357,35 @@ def merge(*tables: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def unused(recipe: Recipe) -> dict[str, str]:
+    """Settings, or whole sections, that have no effect in this recipe, and the words for why."""
+    reasons = {}
+    for key in ObjectiveConfig.model_fields.keys() - pieces.settings_of(recipe.objective):
+        users = pieces.users_of(key)
+        kinds = sorted({user.split(" = ")[0] for user in users})
+        now = ", ".join(f"{kind} = '{getattr(recipe.objective, kind)}'" for kind in kinds)
+        reasons[f"objective.{key}"] = f"{now}; remove it, or use {' or '.join(users)}"
+    if isinstance(recipe.model, SorterConfig):
+        language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
+        keys = ["device", "engine", "train.recompute", "validation.max_tokens"]
+        for key in [*keys, *(f"rollout.{name}" for name in language)]:
+            reasons[key] = "model.name = 'sorter'; remove it, or use a language model"
+    return reasons
+
+
 def effective(recipe: Recipe, table: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The recipe (or the part of ``table``) without settings that its pieces do not read."""
+    """The recipe (or the part of ``table``) without settings that have no effect."""
     full: Mapping[str, Any] = recipe.model_dump() if table is None else table
-    used = pieces.settings_of(recipe.objective)
-    objective = {k: v for k, v in full.get("objective", {}).items() if k in used}
-    return {**full, "objective": objective} if "objective" in full else dict(full)
+    without = unused(recipe)
+
+    def kept(prefix: str, part: Mapping[str, Any]) -> dict[str, Any]:
+        left = {key: value for key, value in part.items() if f"{prefix}{key}" not in without}
+        return {
+            key: kept(f"{prefix}{key}.", value) if isinstance(value, Mapping) else value
+            for key, value in left.items()
+        }
+
+    return kept("", full)
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
@@ -326,8 +424,8 @@ def _validate(table: Mapping[str, Any]) -> Recipe:
 
 def _explain(problem: Any) -> str:
     loc = problem["loc"]
-    if loc[0] == "task" and len(loc) > 1 and loc[1] in TASKS:
-        loc = loc[:1] + loc[2:]  # which task it is goes without saying
+    if loc[0] in ("task", "model") and len(loc) > 1 and loc[1] in TASKS + MODELS:
+        loc = loc[:1] + loc[2:]  # which of them it is goes without saying
     where = ".".join(str(part) for part in loc)
     if problem["type"] == "union_tag_invalid":
         name = problem["ctx"]["tag"]
@@ -361,16 +459,12 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _refuse_without_effect(recipe: Recipe, table: Mapping[str, Any], where: str) -> None:
-    used = pieces.settings_of(recipe.objective)
-    for key in table.get("objective", {}):
-        if key in used:
-            continue
-        chosen = {user.split(" = ")[0] for user in pieces.users_of(key)}
-        now = ", ".join(f"{kind} = '{getattr(recipe.objective, kind)}'" for kind in sorted(chosen))
-        raise ConfigError(
-            f"objective.{key} ({where}) has no effect with {now}; remove it, or use "
-            + " or ".join(pieces.users_of(key))
-        )
+    for key, reason in unused(recipe).items():
+        part: Any = table
+        for name in key.split("."):
+            part = part.get(name) if isinstance(part, Mapping) else None
+        if part is not None:
+            raise ConfigError(f"{key} ({where}) has no effect with {reason}")
 
 
 def _check_batches(recipe: Recipe) -> None:
@@ -396,10 +490,26 @@ def _check_divides(name: str, value: int, by: str, divisor: int) -> None:
         )
 
 
+def _check_kinds(recipe: Recipe) -> None:
+    task, model, rollout = recipe.task, recipe.model, recipe.rollout
+    if isinstance(task, SortTask) != isinstance(model, SorterConfig):
+        raise ConfigError(
+            f"task.name = '{task.name}' does not go with model.name = '{model.name}': the sorting "
+            "task needs 'sorter', the others a language model such as 'smollm2-135m'"
+        )
+    if (rollout.top_p < 1 or rollout.top_k is not None) and not rollout.truncated:
+        raise ConfigError(
+            "rollout.top_p and top_k cut off what the learner believes was possible; sample "
+            "without them, or set rollout.truncated = true if it is meant"
+        )
+    if rollout.min_tokens > rollout.max_tokens:
+        raise ConfigError(
+            f"rollout.min_tokens = {rollout.min_tokens} is above max_tokens = {rollout.max_tokens}"
+        )
+
+
 def _check_train(recipe: Recipe) -> None:
     train = recipe.train
-    if train.recompute and recipe.model.name == "sorter":
-        raise ConfigError("train.recompute has no effect on the sorting model; remove it")
     if train.micro_sequences is not None and train.micro_tokens is not None:
         raise ConfigError(
             "micro-batches are given in sequences or in tokens, got train.micro_sequences = "

@@ -146,6 +146,9 @@ class PackedBatch:
     rewards: Tensor
     """[S] float"""
 
+    def to(self, device: Any) -> PackedBatch:
+        return PackedBatch(**{name: value.to(device) for name, value in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class LearnBatch:

@@ -56,6 +56,10 @@ class Learner:
         self.initial = initial if train.log_kl else None
         self.previous = self._frozen() if train.log_kl else None
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.policy.parameters()).device
+
     def refresh_reference(self) -> None:
         """From now on the reference is the policy as it is."""
         self.reference, self.refreshed = self._frozen(), True

@@ -25,30 +25,41 @@ from burnish.draws import Stream
 from burnish.learner import objective
 from burnish.learner.learner import Learner, Scores
 from burnish.rl.sequences import sequence_lengths, sequence_sum
-from burnish.rollout.packing import pack, slice_groups
+from burnish.rollout import filters
+from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import Generator, Task, describe, grade
 from burnish.runs.metrics import Row, combine
 from burnish.runs.timers import Timers
-from burnish.types import Group, LearnBatch, PackedBatch, SamplingParams
+from burnish.types import FloatArray, Group, LearnBatch, PackedBatch, SamplingParams
 
 
 class Step(NamedTuple):
     """What one round of the loop leaves to be written down."""
 
     number: int
+    """How many steps are done, this one included."""
     groups: list[Group]
     advantages: list[float]
     """One per response, in the groups' order: the mean over its tokens."""
+    learner_logprobs: list[FloatArray]
+    """[C] per response: the proximal policy's."""
     metrics: Row
-    timings: Row
 
 
-def train(recipe: Recipe, *, task: Task, generator: Generator, learner: Learner) -> Iterator[Step]:
-    """Runs the loop, yielding after each step."""
-    params = SamplingParams(temperature=recipe.rollout.temperature, seed=recipe.seed)
+def train(
+    recipe: Recipe,
+    *,
+    task: Task,
+    generator: Generator,
+    learner: Learner,
+    timers: Timers,
+    start: int = 0,
+) -> Iterator[Step]:
+    """Runs the loop from step ``start`` on, yielding after each step."""
+    params = sampling(recipe)
     prompts_per_step = recipe.prompts_per_rollout
-    timers = Timers()
-    for number in range(recipe.train.steps):
+    generator.load(learner.weights())
+    for number in range(start, recipe.train.steps):
         refresh = recipe.objective.kl_refresh
         if recipe.objective.kl != "none" and refresh and number % refresh == 0:
             learner.refresh_reference()
@@ -63,46 +74,61 @@ def train(recipe: Recipe, *, task: Task, generator: Generator, learner: Learner)
                 stream=Stream.TRAIN,
             )
         with timers("grade"):
-            groups = grade(task, prompts, responses, first)
+            sampled = grade(task, prompts, responses, first)
+            filters.check_errors(sampled, limit=recipe.rollout.max_errors)
+            groups, dropped = filters.drop_errors(sampled)
         with timers("score"):
-            batch = pack(groups)
+            batch = pack(groups).to(learner.device)
             scores = learner.score(batch)
             drift = learner.drift(batch, scores)
         with timers("learn"):
             advantages = objective.token_advantages(recipe.objective, batch, *scores)
             lag = learner.version - min(group.oldest_version for group in groups)
-            train_batches = split(recipe, batch, advantages, scores)
-            rows = [
-                learner.step(learn) for _ in range(recipe.train.epochs) for learn in train_batches
-            ]
+            batches = split(recipe, batch, advantages, scores)
+            rows = [learner.step(learn) for _ in range(recipe.train.epochs) for learn in batches]
         with timers("publish"):
             generator.load(learner.weights())
-        metrics = describe(groups) | drift | combine(rows)
+        metrics = describe(sampled) | dropped | drift | combine(rows)
         metrics |= {"train/version": learner.version, "train/lag": lag}
-        per_response = _per_response(batch, advantages)
-        yield Step(number, groups, per_response, metrics, timers.take())
+        yield Step(
+            number + 1,
+            groups,
+            _per_response(batch, advantages),
+            _by_response(batch, scores.proximal),
+            metrics,
+        )
+
+
+def sampling(recipe: Recipe) -> SamplingParams:
+    """How training samples; the sorting model reads the temperature and the seed alone."""
+    rollout = recipe.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.max_tokens,
+        min_tokens=rollout.min_tokens,
+        stop=tuple(rollout.stop),
+        seed=recipe.seed,
+    )
 
 
 def split(
     recipe: Recipe, batch: PackedBatch, advantages: Tensor, scores: Scores
 ) -> list[LearnBatch]:
     """The rollout's train batches, whole groups each, with the weights of their own denominator."""
-    groups = recipe.train.batch // recipe.rollout.group_size
     correction = objective.importance(recipe.objective, batch, scores.proximal)
-    train_batches = []
-    for first in range(0, recipe.prompts_per_rollout, groups):
-        part, slots = slice_groups(batch, first, first + groups)
-        train_batches.append(
-            LearnBatch(
-                batch=part,
-                advantages=advantages[slots],
-                loss_weight=objective.loss_weight(recipe.objective, part),
-                proximal_logprobs=scores.proximal[slots],
-                reference_logprobs=None if scores.reference is None else scores.reference[slots],
-                importance=None if correction is None else correction[slots],
-            )
+    return [
+        LearnBatch(
+            batch=part,
+            advantages=advantages[slots],
+            loss_weight=objective.loss_weight(recipe.objective, part),
+            proximal_logprobs=scores.proximal[slots],
+            reference_logprobs=None if scores.reference is None else scores.reference[slots],
+            importance=None if correction is None else correction[slots],
         )
-    return train_batches
+        for part, slots in train_batches(batch, recipe.train.batch)
+    ]
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:
@@ -110,3 +136,14 @@ def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:
     totals = sequence_sum(advantages, mask, ids)
     means: list[float] = (totals / sequence_lengths(mask, ids).clamp(min=1)).tolist()
     return means
+
+
+def _by_response(batch: PackedBatch, per_token: Tensor) -> list[FloatArray]:
+    """The values of each response's slots."""
+    lengths = batch.segment_offsets.diff()
+    parts = per_token.float().cpu().split(lengths.tolist())
+    return [
+        part.numpy()
+        for part, is_prompt in zip(parts, batch.segment_is_prompt.tolist(), strict=True)
+        if not is_prompt
+    ]

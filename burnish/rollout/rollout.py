@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from burnish.errors import DataError
-from burnish.types import Completion, Grade, Group, Prompt, SamplingParams, Status, Weights
+from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status, Weights
 
 
 class Task(Protocol):
@@ -78,7 +78,13 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     ]
     rewards = np.concatenate(by_group)
     lengths = [len(c.token_ids) for group in groups for c in group.completions]
-    metrics = {"rollout/length": float(np.mean(lengths)), "rollout/responses": float(len(grades))}
+    ends = [c.finish for group in groups for c in group.completions]
+    metrics = {
+        "rollout/length": float(np.mean(lengths)),
+        "rollout/ended": ends.count(Finish.STOP) / len(ends),
+        "rollout/truncated": ends.count(Finish.LENGTH) / len(ends),
+        "rollout/responses": float(len(grades)),
+    }
     if rewards.size:
         dead = [np.ptp(scored) == 0 for scored in by_group if scored.size]
         metrics |= {

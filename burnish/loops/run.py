@@ -1,0 +1,169 @@
+"""A run: the loop, its directory, validation and checkpoints, from the first step or a later one.
+
+What is written at step k is on the disk before the checkpoint of step k, which records how long each
+file is; a resumed run cuts them back to that and goes on, so that it leaves what an uninterrupted one
+leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from burnish.config import Recipe
+from burnish.errors import BurnishError
+from burnish.learner.learner import Learner, State
+from burnish.loops.evaluate import Validated, evaluate
+from burnish.loops.sync import Step, train
+from burnish.rollout.rollout import Generator
+from burnish.runs import checkpoint, rollouts, tensorboard
+from burnish.runs.directory import RunDirectory
+from burnish.runs.metrics import Row
+from burnish.runs.report import write_report
+from burnish.runs.summary import summarise
+from burnish.runs.timers import Timers
+from burnish.types import Group, IntArray
+
+EVALUATED = 64
+"""Responses of an evaluation that are kept whole."""
+
+
+class Parts(NamedTuple):
+    """What a recipe is made of, built."""
+
+    task: Validated
+    generator: Generator
+    learner: Learner
+    decode: Callable[[IntArray], list[str]]
+    """Token ids as one text each."""
+
+
+class Progress(NamedTuple):
+    """What a display shows after each step."""
+
+    step: int
+    metrics: Row
+    timings: Row
+
+
+def run(
+    recipe: Recipe,
+    directory: RunDirectory,
+    parts: Parts,
+    *,
+    start: int = 0,
+    show: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Runs from step ``start`` to the end, or until ``stop`` says so; returns the steps done.
+
+    A step that has begun is finished, and saved, before ``stop`` is asked.
+    """
+    writer = _Writer(recipe, directory, parts)
+    done = start
+    with writer.timers("evaluate"):
+        if start == 0:
+            parts.generator.load(parts.learner.weights())
+            writer.validate(0)
+    writer.begin(start)
+    steps = train(
+        recipe,
+        task=parts.task,
+        generator=parts.generator,
+        learner=parts.learner,
+        timers=writer.timers,
+        start=start,
+    )
+    version = parts.learner.version
+    try:
+        for step in steps:
+            last = step.number == recipe.train.steps
+            stopping = stop()
+            if step.number % recipe.validation.every == 0 or last:
+                with writer.timers("evaluate"):
+                    writer.validate(step.number)
+            progress = writer.write(step)
+            done, version = step.number, parts.learner.version
+            if done % recipe.checkpoint.every == 0 or last or stopping:
+                with writer.timers("checkpoint"):
+                    writer.save(done)
+            show(progress)
+            if stopping:
+                break
+    except BurnishError:
+        # A step that halted before it learned anything leaves the state of the step before it.
+        if done > start and parts.learner.version == version:
+            writer.save(done)
+        raise
+    if done == recipe.train.steps:
+        summary = summarise(directory.path)
+        directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
+    write_report(directory.path)
+    return done
+
+
+class _Writer:
+    """Turns what happened into files."""
+
+    def __init__(self, recipe: Recipe, directory: RunDirectory, parts: Parts) -> None:
+        self.recipe, self.directory, self.parts = recipe, directory, parts
+        self.timers = Timers()
+        self._validation: Row = {}
+        self._score: float | None = None
+
+    def begin(self, start: int) -> None:
+        """The row of what was known before the first step."""
+        if start == 0 and self._validation:
+            self._append(0, self._validation, self.timers.take())
+            self._validation = {}
+
+    def validate(self, step: int) -> None:
+        groups, self._validation = evaluate(self.recipe, self.parts.task, self.parts.generator)
+        self._score = self._validation.get("validation/reward")
+        self._keep("evaluations.jsonl", step, groups, limit=EVALUATED)
+
+    def write(self, step: Step) -> Progress:
+        metrics = step.metrics | self._validation
+        self._validation = {}
+        self.directory.append(
+            "log.txt", rollouts.readable(step.number, step.groups, step.advantages)
+        )
+        self._keep(
+            "rollouts.jsonl",
+            step.number,
+            step.groups,
+            advantages=step.advantages,
+            learner_logprobs=step.learner_logprobs,
+            limit=self.recipe.log.rollouts,
+        )
+        timings = self.timers.take()
+        sampled = metrics["rollout/length"] * metrics["rollout/responses"]
+        if "time/generate" in timings:
+            timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
+        self._append(step.number, metrics, timings)
+        return Progress(step.number, metrics, timings)
+
+    def save(self, step: int) -> None:
+        state: State = self.parts.learner.state()
+        checkpoint.save(
+            self.directory.path,
+            step,
+            state.tensors,
+            {"step": step, "learner": state.numbers, "positions": self.directory.positions()},
+            score=self._score,
+            keep=self.recipe.checkpoint.keep,
+        )
+        self._score = None
+
+    def _append(self, step: int, metrics: Row, timings: Row) -> None:
+        self.directory.append_row("metrics.jsonl", {"step": step} | metrics)
+        self.directory.append_row("timings.jsonl", {"step": step} | timings)
+        if self.recipe.log.tensorboard:
+            scalars = metrics | timings
+            tensorboard.append_scalars(self.directory, step, scalars, wall_time=time.time())
+
+    def _keep(self, file: str, step: int, groups: list[Group], **how: Any) -> None:
+        for row in rollouts.rows(step, groups, decode=self.parts.decode, **how):
+            self.directory.append_row(file, row)

@@ -1,0 +1,83 @@
+"""A run's two ends, its cost, and what the model said before and after, from its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from burnish.runs import rollouts
+from burnish.runs.metrics import read_rows
+from burnish.runs.plots import read_recipe
+
+WINDOW = 10
+"""Steps over which the rewards at a run's two ends are averaged."""
+PAIRS = 3
+
+
+def summarise(run: Path) -> dict[str, Any]:
+    recipe = read_recipe(run)
+    rows = read_rows(run / "metrics.jsonl")
+    steps = [row for row in rows if "rollout/reward" in row]
+    checked = [row for row in rows if "validation/reward" in row]
+    summary: dict[str, Any] = {
+        "recipe": recipe.get("name"),
+        "seed": recipe.get("seed", 0),
+        "steps": len(steps),
+        "gradient_steps": int(steps[-1]["train/version"]),
+        "responses": int(sum(row["rollout/responses"] for row in steps)),
+        "reward_first": _mean(steps[:WINDOW], "rollout/reward"),
+        "reward_last": _mean(steps[-WINDOW:], "rollout/reward"),
+        "seconds": _seconds(run),
+    }
+    if checked:
+        best = max(checked, key=lambda row: float(row["validation/reward"]))
+        summary["validation"] = {
+            "first": checked[0]["validation/reward"],
+            "last": checked[-1]["validation/reward"],
+            "best": best["validation/reward"],
+            "best_step": best["step"],
+        }
+    drift = [row["kl/initial_k3"] for row in steps if "kl/initial_k3" in row]
+    if drift:
+        summary["kl_initial_last"] = drift[-1]
+    return summary | {"before_and_after": before_and_after(run)}
+
+
+def before_and_after(run: Path) -> list[dict[str, Any]]:
+    """The same validation prompts at the first and the last evaluation."""
+    file = run / "evaluations.jsonl"
+    if not file.is_file():
+        return []
+    first: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for row in rollouts.read(file):
+        if row["sample"] == 0:
+            side = first if row["step"] == 0 else last
+            side[row["prompt_id"]] = row
+    shared = [name for name in first if name in last]
+    return [
+        {
+            "prompt": first[name]["prompt"],
+            "before": first[name]["response"],
+            "reward_before": first[name]["reward"],
+            "after": last[name]["response"],
+            "reward_after": last[name]["reward"],
+        }
+        for name in shared[:PAIRS]
+    ]
+
+
+def read(run: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def _mean(rows: list[dict[str, Any]], metric: str) -> float:
+    return sum(float(row[metric]) for row in rows) / len(rows)
+
+
+def _seconds(run: Path) -> dict[str, float]:
+    rows = read_rows(run / "timings.jsonl")
+    names = sorted({key for row in rows for key in row if key.startswith("time/")})
+    return {name.removeprefix("time/"): sum(row.get(name, 0.0) for row in rows) for name in names}
