@@ -196,7 +196,7 @@ class GraderPool:
             end = start + HEADER.unpack_from(worker.incoming, at)[0]
             if len(worker.incoming) < end:
                 break
-            self._take(worker, json.loads(worker.incoming[start:end]))
+            self._take(worker, json.loads(worker.incoming[start:end].decode("ascii")))
             at = end
         del worker.incoming[:at]
 
