@@ -1,14 +1,16 @@
 """Tokens per second of burnish and of a peer, interleaved on the same prompts.
 
-    python benchmarks/rollout.py even                         64 prompts of about 44 tokens, 64 new
-    python benchmarks/rollout.py spread                       the same prompts, 8 to 128 new tokens
-    python benchmarks/rollout.py groups                       8 prompts of 512 tokens × 8 samples, 64 new
-    python benchmarks/rollout.py few                          burnish alone: 64 prompts against 4
-    python benchmarks/rollout.py budget                       burnish alone: memory under small caches
-    python benchmarks/rollout.py even --vllm ENV/bin/python   against vLLM in its own environment
+    python benchmarks/rollout.py even      64 prompts of about 44 tokens, 64 new tokens
+    python benchmarks/rollout.py spread    the same prompts, 8 to 128 new tokens
+    python benchmarks/rollout.py groups    8 prompts of 512 tokens × 8 samples, 64 new tokens
+    python benchmarks/rollout.py few       burnish alone: 64 prompts against 4
+    python benchmarks/rollout.py budget    burnish alone: memory under small caches
+    python benchmarks/rollout.py even --vllm ENV/bin/python    vLLM in its own environment
 
 Each engine lives in a process of its own and takes turns; only ratios inside one run mean anything.
-The peer transformers runs in fp32 and in bf16, and the better one counts.
+The peer transformers runs in fp32 and in bf16, and the better one counts: one that is a quarter
+slower in the first round leaves after it. Threads wait without spinning (OMP_WAIT_POLICY=PASSIVE,
+unless set otherwise): on a machine with other work, spinning costs every engine up to ten times.
 """
 
 from __future__ import annotations
@@ -29,34 +31,7 @@ Job = dict[str, Any]
 """prompts: lists of token ids; n: samples of each; new: tokens to sample, per prompt."""
 Serve = Callable[[Job], dict[str, float]]
 
-WORDS = [
-    "apple",
-    "river",
-    "window",
-    "garden",
-    "silver",
-    "thunder",
-    "pocket",
-    "candle",
-    "bridge",
-    "winter",
-    "orange",
-    "teacher",
-    "market",
-    "guitar",
-    "forest",
-    "pencil",
-    "mirror",
-    "rocket",
-    "dragon",
-    "butter",
-    "castle",
-    "island",
-    "letter",
-    "summer",
-    "planet",
-    "velvet",
-]
+WORDS = ("apple", "river", "window", "garden", "silver", "thunder", "pocket", "candle", "bridge")
 
 
 def serve_burnish(model: str, dtype: str) -> Serve:
@@ -144,7 +119,7 @@ ENGINES = {"burnish": serve_burnish, "transformers": serve_transformers, "vllm":
 
 
 def serve(engine: str, dtype: str, model: str, threads: int) -> None:
-    """Jobs come by stdin, one JSON a line; answers go to stdout marked, among whatever is logged."""
+    """Jobs come by stdin, one JSON a line; answers go to stdout, marked among what is logged."""
     import torch
 
     torch.set_num_threads(threads)
@@ -164,7 +139,8 @@ class Worker:
         python = args.vllm if engine == "vllm" else sys.executable
         command = [python, __file__, "serve", "--engine", engine, "--dtype", dtype]
         command += ["--model", args.model, "--threads", str(args.threads)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)} | env
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | env
+        environment["OMP_NUM_THREADS"] = str(args.threads)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -244,6 +220,11 @@ def compare(args: argparse.Namespace) -> None:
         for worker in [own, *peers]:
             answer = worker.run(job)
             rates[worker.name].append(answer["tokens"] / answer["seconds"])
+            print(f"  {worker.name} {rates[worker.name][-1]:.0f}", file=sys.stderr, flush=True)
+        fastest = max(rates[worker.name][0] for worker in peers)
+        for worker in [w for w in peers if rates[w.name][0] < 0.75 * fastest]:
+            peers.remove(worker)
+            worker.close()
     for name, values in rates.items():
         print(f"  {name:22s} {spread(values, '.0f')} tokens/s")
     best = max((w.name for w in peers), key=lambda name: statistics.median(rates[name]))

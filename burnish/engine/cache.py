@@ -43,6 +43,9 @@ class Cache:
         source, target = torch.tensor(pairs, device=self.device).T
         self._pool[:, :, target] = self._pool[:, :, source]
 
+    def clear(self, pages: Sequence[int]) -> None:
+        self._pool[:, :, list(pages)] = 0
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [N]: page · size + place, for k and v [N, Hkv, D]."""
         for pool, x in zip(self._pool[layer], (k, v), strict=True):

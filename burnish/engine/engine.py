@@ -7,6 +7,7 @@ submit ──► Scheduler.plan ──► model ──► sample ──► Reade
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,21 +115,15 @@ class NativeEngine:
         protocol.check(
             request, vocab_size=config.vocab_size, context=config.context, has_text=has_text
         )
+        group = Group(request)
+        for sequence in group.sequences:
+            sequence.reader = Reader(request, sequence.index, self._tokenizer, config.context)
         limit = min(request.params.max_tokens, config.context - len(request.prompt))
-        needed = pages.needed(len(request.prompt) + limit - 1)
-        if needed > pages.count:
+        if pages.needed(len(request.prompt) + limit - 1) > pages.count:
             raise EngineError(
                 f"request {request.request_id!r}: one sample must fit the cache of "
                 f"{pages.count * pages.size} tokens, got a prompt of {len(request.prompt)} and up "
                 f"to {limit} more; raise kv_bytes or lower max_tokens"
-            )
-        group = Group(request)
-        for sequence in group.sequences:
-            sequence.reader = Reader(
-                request.params,
-                end_ids=self._tokenizer.end_ids if self._tokenizer else (),
-                limit=limit,
-                detokenizer=self._tokenizer.stream(skip_special=True) if self._tokenizer else None,
             )
         self._groups[request.request_id] = group
         self._scheduler.add(group)
@@ -147,7 +142,11 @@ class NativeEngine:
 
     def load(self, weights: Weights) -> None:
         """New weights from the next step on: all of them, or an error and the old ones stay."""
-        broken = [name for name, t in weights.tensors.items() if not bool(t.isfinite().all())]
+        broken = [
+            name
+            for name, tensor in weights.tensors.items()
+            if not bool(tensor.to(self._cache.dtype).isfinite().all())
+        ]
         if broken:
             raise EngineError(
                 f"weights must be finite, version {weights.version} has {len(broken)} tensors that "
@@ -203,6 +202,11 @@ class NativeEngine:
         return events
 
     def _extend(self, sequence: Sequence, token: int, logprob: float) -> list[Event]:
+        if math.isnan(logprob):
+            # Finite weights can still overflow. Only this sample is lost, and its pages are cleaned
+            # because whoever gets them next would read NaN even where it is masked.
+            self._cache.clear(sequence.pages)
+            return [self._complete(sequence, Finish.ABORT)]
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         sequence.versions.append(self.version)
@@ -221,18 +225,8 @@ class NativeEngine:
         group.sequences.remove(sequence)
         if not group.sequences:
             del self._groups[group.request.request_id]
-        return Completion(
-            request_id=group.request.request_id,
-            sample_index=sequence.index,
-            token_ids=np.array(sequence.response, dtype=np.int32),
-            logprobs=np.array(sequence.logprobs, dtype=np.float32),
-            versions=np.array(sequence.versions, dtype=np.int32),
-            sampled=np.ones(len(sequence.logprobs), dtype=np.bool_),
-            params=group.request.params,
-            finish=finish,
-            stop=reader.stop,
-            text=reader.text,
-        )
+        recorded = sequence.response, sequence.logprobs, sequence.versions
+        return reader.completion(*recorded, finish)
 
 
 def _draws(ready: list[Sequence]) -> list[sampler.Draw]:

@@ -21,7 +21,7 @@ from burnish.engine.reader import Reader
 from burnish.errors import EngineError, MissingExtra
 from burnish.model.logprobs import logprobs_of
 from burnish.model.tokenizer import Tokenizer
-from burnish.types import Completion, Finish, SamplingParams, Weights
+from burnish.types import Finish, SamplingParams, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,8 +114,8 @@ class HFEngine:
             raise EngineError(f"request {request_id!r} is not in flight; it can't be aborted")
         self._waiting = [item for item in self._waiting if item not in dropped]
         for request, index in dropped:
-            reader = self._reader(request)
-            self._undelivered.append(_completion(request, index, [], [], reader, 0, Finish.ABORT))
+            reader = self._reader(request, index)
+            self._undelivered.append(reader.completion([], [], [], Finish.ABORT))
 
     def pause(self) -> None:
         self._paused = True
@@ -148,7 +148,7 @@ class HFEngine:
                 params.max_tokens, self._model.config.max_position_embeddings - longest
             ),
             min_new_tokens=params.min_tokens or None,
-            eos_token_id=list(self._reader(request).end_ids) or None,
+            eos_token_id=list(self._reader(request, index).end_ids) or None,
             pad_token_id=0,
             output_logits=True,
             return_dict_in_generate=True,
@@ -163,51 +163,22 @@ class HFEngine:
         scores = [logprobs_of(step, tokens[:, t], heat) for t, step in enumerate(out.logits)]
         return tokens.tolist(), torch.stack(scores, 1).tolist()
 
-    def _reader(self, request: Request) -> Reader:
-        room = self._model.config.max_position_embeddings - len(request.prompt)
-        return Reader(
-            request.params,
-            end_ids=self._tokenizer.end_ids if self._tokenizer else (),
-            limit=min(request.params.max_tokens, room),
-            detokenizer=self._tokenizer.stream(skip_special=True) if self._tokenizer else None,
-        )
+    def _reader(self, request: Request, index: int) -> Reader:
+        context = self._model.config.max_position_embeddings
+        return Reader(request, index, self._tokenizer, context)
 
     def _read(
         self, request: Request, index: int, tokens: list[int], logprobs: list[float]
     ) -> list[Event]:
         """Cut what was generated at its stop, which generate may have run past."""
-        reader = self._reader(request)
+        reader = self._reader(request, index)
         events: list[Event] = []
         for token, logprob in zip(tokens, logprobs, strict=True):
             text = reader.push(token)
             events.append(TokenEvent(request.request_id, index, token, logprob, self.version, text))
             if reader.finish is not None:
                 break
-        count, finish = len(events), reader.finish or Finish.LENGTH
-        done = _completion(
-            request, index, tokens[:count], logprobs[:count], reader, self.version, finish
-        )
+        count = len(events)
+        recorded = tokens[:count], logprobs[:count], [self.version] * count
+        done = reader.completion(*recorded, reader.finish or Finish.LENGTH)
         return [*events, done]
-
-
-def _completion(
-    request: Request,
-    index: int,
-    tokens: list[int],
-    logprobs: list[float],
-    reader: Reader,
-    version: int,
-    finish: Finish,
-) -> Completion:
-    return Completion(
-        request_id=request.request_id,
-        sample_index=index,
-        token_ids=np.array(tokens, dtype=np.int32),
-        logprobs=np.array(logprobs, dtype=np.float32),
-        versions=np.full(len(tokens), version, dtype=np.int32),
-        sampled=np.ones(len(tokens), dtype=np.bool_),
-        params=request.params,
-        finish=finish,
-        stop=reader.stop,
-        text=reader.text,
-    )

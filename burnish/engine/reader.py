@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from burnish.types import Finish, SamplingParams
+import numpy as np
+
+from burnish.engine.protocol import Request
+from burnish.types import Completion, Finish
 
 
 class Detokenizer(Protocol):
@@ -17,23 +20,28 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
+class Tokenizer(Protocol):
+    end_ids: tuple[int, ...]
+
+    def stream(self, *, skip_special: bool = False) -> Detokenizer: ...
+
+
 class Reader:
-    """Watches one response for end ids, stop strings and its length limit.
+    """Watches one response for end ids, stop strings and its length limit, and completes it.
 
     A token at index t < min_tokens ends nothing: its end id is not drawn (see `held`) and a stop
     string that it completes does not count.
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        *,
-        end_ids: tuple[int, ...],
-        limit: int,
-        detokenizer: Detokenizer | None,
+        self, request: Request, sample: int, tokenizer: Tokenizer | None, context: int
     ) -> None:
-        self._params, self._limit, self._detokenizer = params, limit, detokenizer
-        self.end_ids = tuple(dict.fromkeys((*end_ids, *map(int, params.stop_ids))))
+        """context: tokens that prompt and response may have together."""
+        self._request, self._sample, self._params = request, sample, request.params
+        self._detokenizer = tokenizer.stream(skip_special=True) if tokenizer else None
+        self.limit = min(request.params.max_tokens, context - len(request.prompt))
+        ends = (*(tokenizer.end_ids if tokenizer else ()), *map(int, request.params.stop_ids))
+        self.end_ids = tuple(dict.fromkeys(ends))
         self.finish: Finish | None = None
         self.stop: str | int | None = None
         self._count = 0
@@ -59,11 +67,27 @@ class Reader:
         else:
             fresh = self._detokenizer.push(token) if self._detokenizer else ""
             self._look_for_stop(fresh, held)
-        if self.finish is None and self._count >= self._limit:
+        if self.finish is None and self._count >= self.limit:
             self.finish = Finish.LENGTH
         if self.finish is not None and self._cut is None and self._detokenizer:
             self._detokenizer.flush()
         return self._show()
+
+    def completion(
+        self, tokens: list[int], logprobs: list[float], versions: list[int], finish: Finish
+    ) -> Completion:
+        return Completion(
+            request_id=self._request.request_id,
+            sample_index=self._sample,
+            token_ids=np.array(tokens, dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            versions=np.array(versions, dtype=np.int32),
+            sampled=np.ones(len(tokens), dtype=np.bool_),
+            params=self._params,
+            finish=finish,
+            stop=self.stop,
+            text=self.text,
+        )
 
     def _look_for_stop(self, fresh: str, held: bool) -> None:
         """A stop string must end inside the fresh text; the earliest one to begin wins."""

@@ -37,7 +37,7 @@ class Draw:
 
 @torch.no_grad()
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """logits [M, V] -> M tokens and their log-probabilities."""
+    """logits [M, V] -> M tokens and their log-probabilities, NaN where logits are not finite."""
     tokens: list[int] = []
     logprobs: list[float] = []
     for first in range(0, len(draws), ROWS):
@@ -61,6 +61,10 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[floa
     sums = weights.view(rows, -1, BLOCK).sum(2)  # [M, blocks]
     total = peak.double() + sums.sum(1, dtype=torch.float64).log()
 
+    lost = ~total.isfinite()
+    if bool(lost.any()):  # the model overflowed: some token, and NaN to tell
+        weights[lost], total[lost] = 1, torch.nan
+        sums = weights.view(rows, -1, BLOCK).sum(2)
     if any(draw.banned for draw in draws):
         pairs = [(row, token) for row, draw in enumerate(draws) for token in draw.banned]
         weights[tuple(torch.tensor(pairs, device=device).T)] = 0
@@ -78,7 +82,7 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[floa
     if greedy:
         at = torch.tensor(greedy, device=device)
         tokens[at] = _ban(scaled[at], [draws[i] for i in greedy]).argmax(1)
-    logprobs = scaled.gather(1, tokens[:, None])[:, 0].double() - total
+    logprobs = scaled.gather(1, tokens.clamp_(max=vocab - 1)[:, None])[:, 0].double() - total
     return tokens.tolist(), logprobs.tolist()
 
 

@@ -22,7 +22,8 @@ class Prefix:
 @dataclass(eq=False)
 class Group:
     request: Request
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(init=False)
+    """The samples that are not complete."""
     prefix: Prefix | None = None
     """Held by the group itself while samples wait to join; one that joined has its own hold."""
     filler: Sequence | None = None

@@ -329,6 +329,19 @@ def test_load_refuses_and_keeps_the_old_weights() -> None:
     tiny.assert_same(alone([one]), tiny.finish(engine, []))
 
 
+def test_a_model_that_overflows_aborts_its_samples_and_leaves_no_trace() -> None:
+    engine = tiny.engine(tokens=64)
+    wild = tiny.weights(tiny.model(), 1)
+    wild.tensors["model.layers.0.mlp.down_proj.weight"] *= 3e38
+    wild.tensors["model.layers.0.mlp.down_proj.weight"].clamp_(-3e38, 3e38)
+    engine.load(wild)
+    gone = tiny.finish(engine, [tiny.request("wild", n=2)])
+    assert {done.finish for done in gone.values()} == {Finish.ABORT}
+    engine.load(tiny.weights(tiny.model(), 2))
+    one = tiny.request("good", n=3)
+    tiny.assert_same(alone([one]), tiny.finish(engine, [one]))
+
+
 def test_the_cache_stays_within_its_budget() -> None:
     engine = tiny.engine(tokens=200)
     assert engine._cache._pool.nbytes <= engine.config.kv_bytes

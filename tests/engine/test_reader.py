@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import tiny
 
+from burnish.engine.protocol import Request
 from burnish.engine.reader import Reader
 from burnish.types import Finish, SamplingParams
 
@@ -17,12 +18,8 @@ def read(
     data = text.encode() if isinstance(text, str) else text
     ids = {tokenizer.token_bytes(i)[0]: i for i in range(256)}
     tokens = [ids[byte] for byte in data] + ([end] if end is not None else [])
-    reader = Reader(
-        SamplingParams(max_tokens=limit, **params),
-        end_ids=(tiny.END,),
-        limit=limit,
-        detokenizer=tokenizer.stream(skip_special=True),
-    )
+    request = Request("a", tiny.prompt(3), 1, SamplingParams(max_tokens=limit, **params))
+    reader = Reader(request, 0, tokenizer, context=500)
     shown = []
     for token in tokens:
         shown.append(reader.push(token))
@@ -80,6 +77,8 @@ def test_min_tokens_holds_back_stop_strings_and_end_ids() -> None:
 
 
 def test_without_a_tokenizer() -> None:
-    reader = Reader(SamplingParams(stop_ids=(7,)), end_ids=(3,), limit=9, detokenizer=None)
+    request = Request("a", tiny.prompt(3), 1, SamplingParams(stop_ids=(7,)))
+    reader = Reader(request, 0, None, context=9)
+    assert reader.limit == 6
     assert [reader.push(token) for token in (1, 2, 7)] == ["", "", ""]
     assert (reader.finish, reader.stop, reader.text) == (Finish.STOP, 7, "")

@@ -94,6 +94,14 @@ def test_a_ban_on_nearly_all_the_mass() -> None:
         assert logprobs[0] == pytest.approx(float(logits[0, token]) - 500, abs=1e-4)
 
 
+def test_logits_that_overflowed_spoil_their_own_row_only() -> None:
+    logits = LOGITS.expand(4, -1).clone()
+    logits[1], logits[2, 3] = torch.nan, torch.inf
+    tokens, logprobs = sample(logits, [Draw(0.999)] * 4)
+    assert np.isnan(logprobs).tolist() == [False, True, True, False]
+    assert (tokens[0], logprobs[0]) == (tokens[3], logprobs[3])
+
+
 def test_top_p_beyond_the_candidates() -> None:
     logits = torch.zeros(1, 5000)
     tokens, _ = sample(logits.expand(50, -1), [Draw((i + 0.5) / 50, top_p=0.9) for i in range(50)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -131,6 +133,11 @@ def test_random_schedules(
     assert not scheduler.waiting
     assert not scheduler.running
     assert scheduler.pages.free == pages
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys, burnish.engine.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_group_is_computed_once_and_its_pages_are_shared() -> None:

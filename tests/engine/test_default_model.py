@@ -1,0 +1,47 @@
+"""The equalities on the default model, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.hf import HFEngine
+from burnish.engine.protocol import Request
+from burnish.errors import ModelError
+from burnish.model import hub
+from burnish.model.checkpoint import load
+from burnish.model.tokenizer import Tokenizer
+from burnish.types import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    try:
+        return hub.resolve(hub.DEFAULT)
+    except ModelError as error:
+        pytest.skip(f"the default model is not at hand: {error}")
+
+
+def test_decode_equals_the_learners_forward_and_greedy_equals_transformers(path: Path) -> None:
+    tokenizer = Tokenizer.load(path)
+    text = tokenizer.chat([{"role": "user", "content": "Name three colours of the rainbow."}])
+    ids = tokenizer.encode(text, add_special=False)
+    sampled = Request("sampled", ids, 3, SamplingParams(max_tokens=24), 1)
+    greedy = Request("greedy", ids, 1, SamplingParams(max_tokens=24, temperature=0.0), 2)
+    model = load(path)
+    engine = NativeEngine(model, tokenizer, EngineConfig(kv_bytes=1 << 28))
+    done = tiny.finish(engine, [sampled, greedy])
+    for completion in done.values():
+        oracle = tiny.learner_logprobs(model, ids, completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, oracle, atol=1e-4)
+    peer = HFEngine.open(path, torch.float32)
+    theirs = tiny.finish(peer, [greedy])
+    tiny.assert_same({("greedy", 0): done["greedy", 0]}, theirs, atol=1e-4)
+    assert done["greedy", 0].text
