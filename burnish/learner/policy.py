@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from burnish.model.attention import PackedAttention
 from burnish.model.checkpoint import hf_state
-from burnish.model.logprobs import CHUNK, logprobs_and_entropy_of, token_logprobs
+from burnish.model.logprobs import CHUNK, token_logprobs
 from burnish.model.transformer import Transformer
 from burnish.types import PackedBatch
 
@@ -58,11 +58,11 @@ class LanguagePolicy(nn.Module):
             batch.predecessor,
             actions,
             batch.temperature,
-            measure=logprobs_and_entropy_of,
             chunk=self.chunk,
         )
-        zeros = measured.new_zeros(len(batch.tokens), 2)
-        logprobs, entropy = zeros.index_copy(0, actions, measured).unbind(1)
+        logprobs, entropy = (
+            x.new_zeros(len(batch.tokens)).index_copy(0, actions, x) for x in measured
+        )
         return logprobs, entropy
 
     def exchange(self) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,32 +19,28 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class _Block:
-    """Segments of about one length that are attended in one call, all after the same prompt."""
+    """Segments of about one length, after prompts of one length, attended in one call."""
 
-    slots: Tensor
-    """[B, L]; a shorter segment repeats its last slot, and those rows are dropped afterwards."""
-    prompt: slice | None
+    queries: Tensor
+    """[B, L] slots; a shorter segment repeats its last slot, and those rows are dropped later."""
+    context: Tensor
+    """[B, P + L] slots: the prompt's, then the segment's own."""
     mask: Tensor | None
     """[L, P + L] bool, the causal mask after a prompt; None without one."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B · L, Hq, D], k and v [B · (P + L), Hkv, D] -> [B · L, Hq, D]"""
+        q = q.view(*self.queries.shape, *q.shape[1:]).transpose(1, 2)
+        k, v = (x.view(*self.context.shape, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         out = scaled_dot_product_attention(
-            q[self.slots].transpose(1, 2),
-            self._context(k),
-            self._context(v),
+            q,
+            k,
+            v,
             attn_mask=self.mask,
             is_causal=self.mask is None,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.transpose(1, 2).flatten(0, 1)  # [B * L, Hq, D]
-
-    def _context(self, x: Tensor) -> Tensor:
-        """[N, H, D] -> [B, H, P + L, D]"""
-        own = x[self.slots].transpose(1, 2)
-        if self.prompt is None:
-            return own
-        prompt = x[self.prompt].transpose(0, 1)
-        return torch.cat((prompt.expand(own.shape[0], -1, -1, -1), own), dim=2)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 class PackedAttention:
@@ -58,24 +54,39 @@ class PackedAttention:
         """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`."""
         offsets: list[int] = segment_offsets.tolist()
         device = segment_offsets.device
-        prompts: list[slice] = []
-        responses: list[list[slice]] = []
+        nothing = slice(0, 0)
+        prompt = nothing
+        after: dict[int, list[_Segment]] = {0: []}  # by the length of the prompt
         for start, end, is_prompt in zip(
             offsets, offsets[1:], segment_is_prompt.tolist(), strict=False
         ):
             if is_prompt:
-                prompts.append(slice(start, end))
-                responses.append([])
-            else:
-                assert prompts, "a pack starts with a prompt"
-                responses[-1].append(slice(start, end))
-        self._blocks = [_block(run, None, device) for run in _runs(prompts)]
-        for prompt, own in zip(prompts, responses, strict=True):
-            self._blocks += [_block(run, prompt, device) for run in _runs(own)]
-        self._rows = _rows([block.slots for block in self._blocks], offsets[-1], device)
+                prompt = slice(start, end)
+            own = _Segment(slice(start, end), nothing if is_prompt else prompt)
+            after.setdefault(_length(own.prompt), []).append(own)
+        self._blocks = [
+            _block(run, device) for segments in after.values() for run in _runs(segments)
+        ]
+        # One gather for all blocks, not one each: the backward pass of a gather writes a tensor
+        # as large as what was gathered from.
+        self._queries = torch.cat([block.queries.flatten() for block in self._blocks])
+        self._context = torch.cat([block.context.flatten() for block in self._blocks])
+        self._sizes = [block.queries.numel() for block in self._blocks]
+        self._context_sizes = [block.context.numel() for block in self._blocks]
+        self._rows = _rows([block.queries for block in self._blocks], offsets[-1], device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([block(q, k, v) for block in self._blocks])[self._rows]
+        dtype = q.dtype
+        if q.device.type == "cpu" and dtype.itemsize < 4:
+            # A CPU's attention over 16-bit numbers takes three times as long in the backward pass.
+            q, k, v = q.float(), k.float(), v.float()
+        queries = torch.split(q.index_select(0, self._queries), self._sizes)
+        keys = torch.split(k.index_select(0, self._context), self._context_sizes)
+        values = torch.split(v.index_select(0, self._context), self._context_sizes)
+        done = [
+            block(*rows) for block, *rows in zip(self._blocks, queries, keys, values, strict=True)
+        ]
+        return torch.cat(done).to(dtype).index_select(0, self._rows)
 
 
 def causal(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedAttention:
@@ -84,28 +95,42 @@ def causal(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packed
     return PackedAttention(offsets, torch.ones(len(lengths), dtype=torch.bool))
 
 
-def _runs(segments: list[slice]) -> list[list[slice]]:
+class _Segment(NamedTuple):
+    own: slice
+    prompt: slice
+    """Empty for a prompt."""
+
+
+def _length(slots: slice) -> int:
+    return int(slots.stop) - int(slots.start)
+
+
+def _runs(segments: list[_Segment]) -> list[list[_Segment]]:
     """Segments sorted by length and cut where padding to the longest would waste over a quarter."""
-    runs: list[list[slice]] = []
-    for segment in sorted(segments, key=lambda s: s.start - s.stop):
-        length = segment.stop - segment.start
-        if runs and 4 * length >= 3 * (runs[-1][0].stop - runs[-1][0].start):
+    runs: list[list[_Segment]] = []
+    for segment in sorted(segments, key=lambda s: -_length(s.own)):
+        length = _length(segment.own)
+        if runs and 4 * length >= 3 * _length(runs[-1][0].own):
             runs[-1].append(segment)
         elif length:
             runs.append([segment])
     return runs
 
 
-def _block(run: list[slice], prompt: slice | None, device: torch.device) -> _Block:
-    longest = run[0].stop - run[0].start
-    starts = torch.tensor([[s.start] for s in run], device=device)
-    last = torch.tensor([[s.stop - 1] for s in run], device=device)
-    slots = torch.minimum(starts + torch.arange(longest, device=device), last)
-    before = prompt.stop - prompt.start if prompt else 0
+def _block(run: list[_Segment], device: torch.device) -> _Block:
+    longest, before = _length(run[0].own), _length(run[0].prompt)
+
+    def column(values: list[int]) -> Tensor:
+        return torch.tensor(values, device=device)[:, None]
+
+    last = column([s.own.stop - 1 for s in run])
+    slots = column([s.own.start for s in run]) + torch.arange(longest, device=device)
+    slots = torch.minimum(slots, last)
     if not before:
-        return _Block(slots, None, None)
+        return _Block(slots, slots, None)
+    prompt = column([s.prompt.start for s in run]) + torch.arange(before, device=device)
     mask = torch.ones(longest, before + longest, dtype=torch.bool, device=device).tril(before)
-    return _Block(slots, prompt, mask)
+    return _Block(slots, torch.cat((prompt, slots), dim=1), mask)
 
 
 def _rows(blocks: list[Tensor], total: int, device: torch.device) -> Tensor:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from burnish.model.transformer import Transformer
 
-CHUNK = 512
-"""Rows of logits that exist at a time: 512 × 50k in float32 are 100 MB."""
-
-Measure = Callable[[Tensor, Tensor, Tensor | float], Tensor]
+CHUNK = 1024
+"""Rows of logits that exist at a time: 1024 × 50k in bfloat16 are 100 MB."""
+TILE = 2**19
+"""Logits that a CPU takes through the softmax at a time, so that they stay in its cache."""
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, temperature: Tensor | float) -> Tensor:
@@ -26,17 +25,104 @@ def logprobs_of(logits: Tensor, tokens: Tensor, temperature: Tensor | float) -> 
     return _chosen(scaled, tokens) - scaled.logsumexp(1)
 
 
-def logprobs_and_entropy_of(logits: Tensor, tokens: Tensor, temperature: Tensor | float) -> Tensor:
-    """As `logprobs_of`, beside the entropy of the distribution: -> [M, 2]"""
-    scaled = _scaled(logits, temperature)
-    total = scaled.logsumexp(1)
-    mean = ((scaled - total[:, None]).exp() * scaled).sum(1)
-    return torch.stack((_chosen(scaled, tokens) - total, total - mean), dim=1)
+def token_logprobs(
+    model: Transformer,
+    hidden: Tensor,
+    tokens: Tensor,
+    predecessor: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """log π(token | what came before it) for the tokens in `slots`, and the entropy of that π.
+
+    hidden [N, d], tokens [N], predecessor [N], slots [M] int64, temperature [N] -> [M], [M], in
+    float32 or better. At most `chunk` rows of logits exist at a time; the backward pass makes them
+    again. Entropy that is detached costs the backward pass nothing.
+    """
+    rows, weight = model.head_inputs(hidden.index_select(0, predecessor[slots]))
+    heat = temperature[slots].to(torch.promote_types(rows.dtype, torch.float32))
+    logprobs, entropy = _Head.apply(rows, weight, tokens[slots], heat, chunk)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class _Head(torch.autograd.Function):
+    """With x = logits / τ, p = softmax(x), H its entropy and y the token:
+
+        log p_y = x_y − log Σ exp x         ∂/∂x_j = [j = y] − p_j
+        H = −Σ p_j log p_j                  ∂/∂x_j = −p_j (log p_j + H)
+
+    By hand rather than by autograd: a row passes through memory a few times, not twenty, and the
+    weight's gradient adds up over chunks in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, heat: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, total = heat.new_empty(3, len(tokens))
+        for rows in _pieces(len(tokens), chunk):
+            logits = hidden[rows] @ weight.T
+            for part, tile in _tiles(logits, rows):
+                x = _scaled(part, heat[tile])
+                highest = x.amax(1)
+                p = x.sub_(highest[:, None]).exp()
+                mass = p.sum(1)
+                logprobs[tile] = _chosen(x, tokens[tile]) - mass.log()
+                entropy[tile] = mass.log() - p.mul_(x).sum(1) / mass
+                total[tile] = highest + mass.log()
+        ctx.save_for_backward(hidden, weight, tokens, heat, total, entropy)
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, up: Tensor | None, up_entropy: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, tokens, heat, total, entropy = ctx.saved_tensors
+        up = torch.zeros_like(total) if up is None else up
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros_like(weight) if not len(tokens) else None
+        for rows in _pieces(len(tokens), ctx.chunk):
+            logits = hidden[rows] @ weight.T
+            for part, tile in _tiles(logits, rows):
+                x = _scaled(part, heat[tile]).sub_(total[tile, None])  # log p
+                p = x.exp()
+                at = torch.arange(len(x), device=x.device), tokens[tile]
+                scale = -up[tile, None]
+                if up_entropy is not None:
+                    scale = x.add_(entropy[tile, None]).mul_(-up_entropy[tile, None]).add_(scale)
+                gradient = p.mul_(scale)
+                gradient[at] += up[tile]
+                part.copy_(gradient.div_(heat[tile, None]))
+            to_hidden[rows] = logits @ weight
+            product = logits.T @ hidden[rows]
+            if to_weight is None:
+                to_weight = product if rows.stop == len(tokens) else product.to(heat.dtype)
+            else:
+                to_weight += product
+        assert to_weight is not None
+        return to_hidden, to_weight.to(weight.dtype), None, None, None
+
+
+def _pieces(count: int, size: int) -> Iterator[slice]:
+    return (slice(i, min(i + size, count)) for i in range(0, count, size))
+
+
+def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
+    """Parts of a chunk's logits, as views, and the rows of the whole that they are."""
+    size = max(1, TILE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    for piece in _pieces(len(logits), size):
+        yield logits[piece], slice(rows.start + piece.start, rows.start + piece.stop)
 
 
 def _scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
+    """In float32 or better; the logits themselves where there is nothing to change."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if isinstance(temperature, Tensor):
+        if bool((temperature == 1).all()):
+            return logits
         temperature = temperature.to(logits.dtype)[:, None]
     return logits / temperature
 
@@ -44,32 +130,3 @@ def _scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
 def _chosen(scaled: Tensor, tokens: Tensor) -> Tensor:
     # By index, not by gather, whose backward has no deterministic form on a GPU.
     return scaled[torch.arange(len(tokens), device=tokens.device), tokens]
-
-
-def token_logprobs(
-    model: Transformer,
-    hidden: Tensor,
-    tokens: Tensor,
-    predecessor: Tensor,
-    slots: Tensor,
-    temperature: Tensor | float,
-    *,
-    measure: Measure = logprobs_of,
-    chunk: int = CHUNK,
-) -> Tensor:
-    """log π(token | what came before it) for the tokens in `slots`.
-
-    hidden [N, d], tokens [N], predecessor [N], slots [M] int64, temperature [N] or a number
-    -> [M], or [M, 2] with `measure=logprobs_and_entropy_of`. At most `chunk` rows of logits exist
-    at a time; the backward pass makes them again.
-    """
-
-    def one(rows: Tensor) -> Tensor:
-        heat = temperature[rows] if isinstance(temperature, Tensor) else temperature
-        return measure(model.logits(hidden[predecessor[rows]]), tokens[rows], heat)
-
-    run: Callable[[Tensor], Tensor] = one
-    if torch.is_grad_enabled():
-        run = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
-    starts = range(0, max(len(slots), 1), chunk)
-    return torch.cat([run(slots[i : i + chunk]) for i in starts])

@@ -211,10 +211,14 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, d] -> [M, V], in float32 where the config asks for an fp32 head."""
+        return F.linear(*self.head_inputs(hidden))
+
+    def head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [M, d] and the head's weight [V, d], in the precision of the logits."""
         weight = self.embed.weight if self.head is None else self.head.weight
         if self.config.fp32_head and hidden.dtype != torch.float64:
-            hidden, weight = hidden.float(), weight.float()
-        return F.linear(hidden, weight)
+            return hidden.float(), weight.float()
+        return hidden, weight
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> Transformer:

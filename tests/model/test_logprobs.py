@@ -1,13 +1,11 @@
 """Chunked log-probabilities equal those from whole logits, in values and gradients."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 
 from burnish.model.attention import PackedAttention, causal
-from burnish.model.logprobs import logprobs_and_entropy_of, logprobs_of, token_logprobs
+from burnish.model.logprobs import logprobs_of, token_logprobs
 from burnish.model.transformer import ModelConfig, Transformer
 
 CONFIG = ModelConfig(vocab_size=37, n_layers=2, d_model=16, n_heads=4, d_ff=24, n_kv_heads=2)
@@ -34,10 +32,7 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
     slots = torch.tensor([1, 2, 5, 6, 7, 8, 12])
     wrt = [hidden, model.embed.weight]
     want = [x[slots] for x in whole(model, hidden, tokens, before, heat)]
-    both = partial(token_logprobs, measure=logprobs_and_entropy_of, chunk=chunk)
-    got = both(model, hidden, tokens, before, slots, heat).unbind(1)
-    alone = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
-    torch.testing.assert_close(alone, want[0], rtol=0, atol=1e-10)
+    got = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
     upstream = torch.randn(2, len(slots), dtype=torch.float64)
     for g, w, up in zip(got, want, upstream, strict=True):
         torch.testing.assert_close(g, w, rtol=0, atol=1e-10)
@@ -45,14 +40,17 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
         for a, b in zip(grads, torch.autograd.grad(w, wrt, up, retain_graph=True), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
     with torch.no_grad():
-        still = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
+        still, _ = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
     torch.testing.assert_close(still, want[0], rtol=0, atol=1e-10)
 
 
 def test_no_slots_is_an_empty_answer(model: Transformer) -> None:
     hidden, tokens = torch.zeros(3, 16, dtype=torch.float64), torch.zeros(3, dtype=torch.long)
-    none = torch.zeros(0, dtype=torch.long)
-    assert token_logprobs(model, hidden, tokens, tokens, none, 1.0).shape == (0,)
+    none, heat = torch.zeros(0, dtype=torch.long), torch.ones(3)
+    for measured in token_logprobs(model, hidden.requires_grad_(), tokens, tokens, none, heat):
+        assert measured.shape == (0,)
+        (gradient,) = torch.autograd.grad(measured.sum(), hidden, retain_graph=True)
+        assert gradient.abs().sum() == 0
 
 
 def test_low_precision_logits_are_normalised_in_float32() -> None:
@@ -75,14 +73,15 @@ def test_pack_equals_its_sequences_run_alone(model: Transformer) -> None:
     before = torch.tensor([0, 0, 1, 2, 3, 4, 5, 6, 4, 8, 9, 10, 11, 12])
     attend = PackedAttention(torch.tensor([0, 5, 8, 14]), torch.tensor([True, False, False]))
     hidden = model(tokens, positions, attend)
-    packed = token_logprobs(model, hidden, tokens, before, torch.arange(5, 14), 0.8, chunk=4)
+    heat = torch.full((14,), 0.8)
+    packed, _ = token_logprobs(model, hidden, tokens, before, torch.arange(5, 14), heat, chunk=4)
 
     alone = []
     for response in responses:
         sequence = torch.cat([prompt, response])
         slots = torch.arange(len(sequence))
         hidden = model(sequence, slots, causal([len(sequence)]))
-        alone.append(token_logprobs(model, hidden, sequence, slots - 1, slots[5:], 0.8))
+        alone.append(token_logprobs(model, hidden, sequence, slots - 1, slots[5:], heat)[0])
     want = torch.cat(alone)
     torch.testing.assert_close(packed, want, rtol=0, atol=1e-10)
     upstream = torch.randn(9, dtype=torch.float64)
@@ -103,8 +102,9 @@ def test_deterministic_algorithms_are_enough(model: Transformer) -> None:
 
     def gradients() -> list[Tensor]:
         hidden = model(tokens, positions, attend)
-        logprobs = token_logprobs(model, hidden, tokens, before, torch.arange(5, 12), 0.9, chunk=3)
-        return list(torch.autograd.grad(logprobs.sum(), list(model.parameters())))
+        heat = torch.full((12,), 0.9)
+        both = token_logprobs(model, hidden, tokens, before, torch.arange(5, 12), heat, chunk=3)
+        return list(torch.autograd.grad(sum(both).sum(), list(model.parameters())))
 
     torch.use_deterministic_algorithms(True)
     try:
