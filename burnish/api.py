@@ -1,102 +1,330 @@
-"""What the CLI calls, and what a script calls: ``burnish.train``."""
+"""What the CLI calls, and what a script calls: ``burnish.train`` and its kin."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish import config
-from burnish.config import Recipe, SortTask
-from burnish.draws import Stream
-from burnish.errors import ConfigError
-from burnish.runs.directory import RunDirectory, next_directory
-from burnish.types import SamplingParams
+from burnish.config import (
+    FilesTask,
+    KeywordsTask,
+    LanguageConfig,
+    Recipe,
+    ScratchConfig,
+    SorterConfig,
+    SortTask,
+)
+from burnish.errors import ConfigError, RunError
+from burnish.runs import checkpoint
+from burnish.runs.directory import RunDirectory, environment, next_directory
 
 if TYPE_CHECKING:
-    from burnish.loops.sync import Step
+    from burnish.loops.evaluate import Validated
+    from burnish.loops.run import Parts, Progress
+    from burnish.model.sorter import Sorter
+    from burnish.model.tokenizer import Tokenizer
+    from burnish.model.transformer import Transformer
+    from burnish.rollout.rollout import Generator
 
-WINDOW = 10
-"""Steps over which the rewards at a run's two ends are averaged."""
+Reward = Callable[[str, Mapping[str, Any]], Any]
+Show = Callable[["Progress"], None]
 
 
 def train(
     recipe: str | Recipe,
     *,
+    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    reward: Reward | str | None = None,
     overrides: Sequence[str] = (),
     seed: int | None = None,
     out: str | Path | None = None,
-    on_step: Callable[[Step], None] = lambda step: None,
+    show: Show = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Runs a recipe and returns its run directory.
 
     ``recipe`` is a name that ``burnish recipes`` lists, a TOML file or a ``Recipe``; ``overrides``
     are "section.key=value"; ``out`` is a new directory, by default runs/NAME-1, runs/NAME-2, …
+    ``prompts`` (rows with a "prompt", or prompts) and ``reward`` (a function of response text and
+    row, or "FILE.py:NAME") replace the recipe's task by one's own.
     """
-    loaded = config.load(recipe, overrides, seed=seed) if isinstance(recipe, str) else recipe
-    path = next_directory(Path("runs"), loaded.name) if out is None else Path(out)
-    size = loaded.task
-    if not isinstance(size, SortTask):
-        raise ConfigError(f"train runs task.name = 'sort' alone so far, got {size.name!r}")
-    # Torch loads only now: what is wrong with a recipe is said at once.
-    from burnish.engine.sorter import SorterEngine
-    from burnish.learner.learner import Learner
-    from burnish.loops import sync
-    from burnish.model.sorter import Sorter
-    from burnish.runs.plots import draw_run
-    from burnish.runs.rollouts import readable
-    from burnish.tasks.sorting import Sorting
+    if isinstance(recipe, str):
+        own = ["task.name=files"] if prompts is not None or reward is not None else []
+        recipe = config.load(recipe, [*own, *overrides], seed=seed)
+    path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
+    _prepare(recipe)
+    from burnish.loops.run import run
 
-    task = Sorting(size, seed=loaded.seed)
-
-    def model() -> Sorter:
-        return Sorter(size.numbers, size.length, loaded.model.width, seed=loaded.seed)
-
-    generator = SorterEngine(model())
-    learner = Learner(model(), loaded.objective, loaded.train)
-    with RunDirectory(path, loaded) as run:
-        rows = []
-        for step in sync.train(loaded, task=task, generator=generator, learner=learner):
-            run.append_row("metrics.jsonl", {"step": step.number} | step.metrics)
-            run.append_row("timings.jsonl", {"step": step.number} | step.timings)
-            run.append("log.txt", readable(step.number, step.groups, step.advantages))
-            rows.append(step.metrics | step.timings)
-            on_step(step)
-        greedy = generator.generate(
-            task.prompts,
-            first_group=0,
-            samples=1,
-            params=SamplingParams(temperature=0),
-            stream=Stream.EVALUATION,
-        )
-        answers = [(p, task.grade(p, c), c) for p, (c,) in zip(task.prompts, greedy, strict=True)]
-        summary = summarise(loaded, rows) | {
-            "best_possible_reward": task.best_reward,
-            "greedy": [
-                {"prompt": p.text, "response": c.text, "reward": g.reward} | g.parts
-                for p, g, c in answers
-            ],
-        }
-        run.write("summary.json", json.dumps(summary, indent=2) + "\n")
-        draw_run(path)
+    parts = build(recipe, prompts=prompts, reward=reward)
+    try:
+        with RunDirectory(path, recipe) as directory:
+            run(recipe, directory, parts, show=show, stop=stop)
+    finally:
+        parts.task.close()
     return path
 
 
-def summarise(recipe: Recipe, rows: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """A run's two ends and its cost."""
+def resume(
+    run_path: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    from_checkpoint: str | None = None,
+    anyway: bool = False,
+    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    reward: Reward | str | None = None,
+    show: Show = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Path:
+    """Continues a run from its last checkpoint, bit for bit as if it had never stopped.
 
-    def mean(part: Sequence[dict[str, float]], metric: str) -> float:
-        return sum(row[metric] for row in part) / len(part)
+    ``overrides`` may ask for more steps or another cadence; what would change the mathematics is
+    refused. ``from_checkpoint`` names another checkpoint of the run, such as "step-00000040".
+    """
+    path = Path(run_path)
+    with RunDirectory.reopen(path) as directory:
+        recipe = _resumed_recipe(path, overrides)
+        _check_environment(path, anyway=anyway)
+        _prepare(recipe)
+        from burnish.learner.learner import State
+        from burnish.loops.run import run
 
-    phases = sorted({key for row in rows for key in row if key.startswith("time/")})
-    return {
-        "recipe": recipe.name,
-        "seed": recipe.seed,
-        "steps": len(rows),
-        "gradient_steps": int(rows[-1]["train/version"]),
-        "responses": int(sum(row["rollout/responses"] for row in rows)),
-        "reward_first": mean(rows[:WINDOW], "rollout/reward"),
-        "reward_last": mean(rows[-WINDOW:], "rollout/reward"),
-        "seconds": {key.removeprefix("time/"): sum(r.get(key, 0) for r in rows) for key in phases},
+        chosen = _choose(path, from_checkpoint)
+        parts = build(recipe, prompts=prompts, reward=reward)
+        try:
+            start = 0
+            positions: dict[str, int] = {}
+            if chosen is not None:
+                saved = checkpoint.load(chosen)
+                parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
+                start, positions = saved.step, saved.state["positions"]
+                checkpoint.discard_after(path, chosen)
+            directory.cut_back(positions)
+            directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
+            run(recipe, directory, parts, start=start, show=show, stop=stop)
+        finally:
+            parts.task.close()
+    return path
+
+
+def evaluate(
+    recipe: str | Recipe, *, overrides: Sequence[str] = (), seed: int | None = None
+) -> dict[str, float]:
+    """The validation figures of a recipe's model, as training measures them at its start."""
+    loaded = config.load(recipe, overrides, seed=seed) if isinstance(recipe, str) else recipe
+    _prepare(loaded)
+    from burnish.loops.evaluate import evaluate as measure
+
+    task, generator, _ = build_sampler(loaded)
+    try:
+        return measure(loaded, task, generator)[1]
+    finally:
+        task.close()
+
+
+def export(run_path: str | Path, out: str | Path, *, which: str = "best") -> Path:
+    """Writes a run's model as a Hugging Face directory; returns the checkpoint it came from.
+
+    ``which`` is "best" (by validation; the last where there was none), "last" or a checkpoint's
+    name.
+    """
+    path, target = Path(run_path), Path(out)
+    recipe = _resumed_recipe(path, ())
+    if isinstance(recipe.model, SorterConfig):
+        raise ConfigError("the sorting model is not a language model and can't be exported")
+    if target.exists() and any(target.iterdir()):
+        raise RunError(f"{target} is not empty; choose another directory")
+    from burnish.model import checkpoint as models
+
+    named = {
+        "best": checkpoint.best(path) or checkpoint.latest(path),
+        "last": checkpoint.latest(path),
     }
+    chosen = named[which] if which in named else _choose(path, which)
+    if chosen is None:
+        raise RunError(f"{path} has no checkpoint yet; train on, or resume it")
+    model, _, source = open_model(recipe, dtype="float32")
+    saved = checkpoint.load(chosen)
+    weights = dict(model.named_parameters())
+    prefix = "master.model."
+    for name, parameter in weights.items():
+        parameter.data.copy_(saved.tensors[f"{prefix}{name}"])
+    models.save(model, target, source=source)
+    return chosen
+
+
+def build(
+    recipe: Recipe,
+    *,
+    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    reward: Reward | str | None = None,
+) -> Parts:
+    """A recipe's task, generator and learner."""
+    from burnish.learner.learner import Learner
+    from burnish.learner.policy import LanguagePolicy
+    from burnish.loops.run import Parts
+
+    task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward)
+    if isinstance(recipe.model, SorterConfig):
+        learner = Learner(_sorter(recipe), recipe.objective, recipe.train)
+    else:
+        model = open_model(recipe, dtype="float32")[0].to(_device(recipe))
+        policy = LanguagePolicy(model, recompute=recipe.train.recompute)
+        learner = Learner(policy, recipe.objective, recipe.train)
+    return Parts(task, generator, learner, decode)
+
+
+def build_sampler(
+    recipe: Recipe,
+    *,
+    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    reward: Reward | str | None = None,
+) -> tuple[Validated, Generator, Callable[[Any], list[str]]]:
+    """A recipe's task and generator, and what turns token ids into a text each."""
+    if isinstance(recipe.task, SortTask):
+        from burnish.engine.sorter import SorterEngine
+        from burnish.tasks.sorting import Sorting
+
+        task = Sorting(recipe.task, seed=recipe.seed)
+        return task, SorterEngine(_sorter(recipe)), lambda ids: [str(i) for i in ids]
+    from burnish.engine.engine import EngineConfig, NativeEngine
+    from burnish.engine.generator import EngineGenerator
+
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    model, tokenizer, _ = open_model(recipe, dtype=names[recipe.engine.precision])
+    settings = EngineConfig(
+        kv_bytes=recipe.engine.kv_mb * 2**20, max_running=recipe.engine.max_running
+    )
+    engine = NativeEngine(model.to(_device(recipe)), tokenizer, settings)
+
+    def decode(ids: Any) -> list[str]:
+        return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
+
+    return _language_task(recipe, tokenizer, prompts, reward), EngineGenerator(engine), decode
+
+
+def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, Path]:
+    """The recipe's language model, its tokenizer, and where the tokenizer came from."""
+    import torch
+
+    from burnish.model import checkpoint as models
+    from burnish.model import hub
+    from burnish.model.tokenizer import Tokenizer
+    from burnish.model.transformer import ModelConfig, Transformer
+
+    kind, precision = recipe.model, getattr(torch, dtype)
+    if isinstance(kind, LanguageConfig):
+        path = hub.resolve(kind.name)
+        model = models.load(path, dtype=precision, fp32_head=kind.fp32_head)
+        return model, Tokenizer.load(path), path
+    assert isinstance(kind, ScratchConfig)
+    path = hub.resolve(kind.tokenizer)
+    tokenizer = Tokenizer.load(path)
+    size = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        n_layers=kind.layers,
+        d_model=kind.width,
+        n_heads=kind.heads,
+        n_kv_heads=kind.kv_heads,
+        d_ff=kind.d_ff,
+        context=kind.context,
+        fp32_head=kind.fp32_head,
+    )
+    return Transformer(size).init_weights(recipe.seed).to(precision), tokenizer, path
+
+
+def _sorter(recipe: Recipe) -> Sorter:
+    from burnish.model.sorter import Sorter
+
+    size, model = recipe.task, recipe.model
+    assert isinstance(size, SortTask)
+    assert isinstance(model, SorterConfig)
+    return Sorter(size.numbers, size.length, model.width, seed=recipe.seed)
+
+
+def _language_task(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    prompts: Iterable[str | Mapping[str, Any]] | None,
+    reward: Reward | str | None,
+) -> Any:
+    from burnish.tasks.files import make_files
+    from burnish.tasks.keywords import Keywords
+
+    if isinstance(recipe.task, KeywordsTask):
+        return Keywords(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
+    assert isinstance(recipe.task, FilesTask)
+    return make_files(
+        recipe.task, tokenizer=tokenizer, seed=recipe.seed, prompts=prompts, reward=reward
+    )
+
+
+def _prepare(recipe: Recipe) -> None:
+    """What bit-exactness needs before torch touches a device; torch loads here."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    if recipe.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device = '{recipe.device}' but torch finds no CUDA device; use 'auto'")
+
+
+def _device(recipe: Recipe) -> str:
+    import torch
+
+    if recipe.device != "auto":
+        return recipe.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "description")
+"""What a resumed run may change: how long and how often, not what is computed."""
+
+
+def _resumed_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
+    before = config.load(str(path / "recipe.toml"))
+    after = config.load(str(path / "recipe.toml"), overrides)
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if not any(key == free or key.startswith(f"{free}.") for free in FREE):
+            raise ConfigError(
+                f"{key} can't change when a run is resumed: it alters what is computed; "
+                f"{', '.join(FREE[:4])} can. Start a new run with `burnish train`"
+            )
+    if after.train.steps < before.train.steps:
+        raise ConfigError(
+            f"train.steps can only grow when a run is resumed, from {before.train.steps}, "
+            f"got {after.train.steps}"
+        )
+    return after
+
+
+def _check_environment(path: Path, *, anyway: bool) -> None:
+    """What bit-exactness depends on must be as it was."""
+    import torch  # noqa: F401  (the number of threads is torch's)
+
+    try:
+        before = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path / 'environment.json'} can't be read: {error}") from error
+    now = environment()
+    changed = [
+        f"{key}: {before.get(key)} → {now[key]}" for key in now if before.get(key) != now[key]
+    ]
+    if changed and not anyway:
+        raise RunError(
+            f"the run began elsewhere ({'; '.join(changed)}), so it would not continue bit for "
+            "bit; go back to that, or resume with --anyway"
+        )
+
+
+def _choose(path: Path, name: str | None) -> Path | None:
+    if name is None:
+        return checkpoint.latest(path)
+    found = {saved.name: saved for saved in checkpoint.all_of(path)}
+    if name not in found:
+        raise RunError(f"{path} has no checkpoint {name!r}; it has {', '.join(found) or 'none'}")
+    return found[name]

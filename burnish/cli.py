@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +18,7 @@ from rich.table import Table
 from burnish.errors import BurnishError, ConfigError, RunError
 
 if TYPE_CHECKING:
-    from burnish.loops.sync import Step
+    from burnish.loops.run import Progress
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,7 +35,8 @@ Overrides = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="the run's seed")]
 Out = Annotated[Path | None, typer.Option(help="a new run directory", show_default="runs/RECIPE-N")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="no progress bar")]
+RunPath = Annotated[Path, typer.Argument(help="a run directory")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="a line per step instead of a display")]
 
 
 @app.callback()
@@ -78,43 +82,82 @@ def train(
     overrides: Overrides = None,
     seed: Seed = None,
     out: Out = None,
+    data: Annotated[Path | None, typer.Option(help="prompts of your own, JSONL")] = None,
+    reward: Annotated[str | None, typer.Option(help="a reward of your own, FILE.py:NAME")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Run a recipe: sample, score, learn, and leave a run directory."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
     from burnish import api, config
     from burnish.runs.directory import next_directory
 
-    loaded = config.load(recipe, overrides or (), seed=seed)
+    own = ["task.name=files"] if data is not None or reward is not None else []
+    own += [f"task.train={json.dumps(str(data))}"] if data is not None else []
+    own += [f"task.reward={json.dumps(reward)}"] if reward is not None else []
+    loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
     path = out or next_directory(Path("runs"), loaded.name)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("reward {task.fields[reward]}"),
-    )
-    with Progress(*columns, console=out_console, disable=quiet) as progress:
-        bar = progress.add_task(f"train {loaded.name}", total=loaded.train.steps, reward="–")
+    with _live(loaded.name, loaded.train.steps, quiet=quiet) as (show, stop):
+        api.train(loaded, out=path, show=show, stop=stop)
+    _show_end(path)
 
-        def show(step: Step) -> None:
-            progress.update(bar, advance=1, reward=f"{step.metrics['rollout/reward']:.3f}")
 
-        try:
-            api.train(loaded, out=path, on_step=show)
-        except KeyboardInterrupt:
-            progress.stop()
-            out_console.print(f"interrupted; the finished steps are in {escape(str(path))}")
-            raise typer.Exit(130) from None
-    summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-    _show_summary(path, summary)
+@app.command()
+def resume(
+    run: RunPath,
+    overrides: Overrides = None,
+    from_checkpoint: Annotated[
+        str | None, typer.Option("--from", help="a checkpoint's name, instead of the last")
+    ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="also where bit-exactness can't be kept")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Continue a run from its last checkpoint, bit for bit."""
+    from burnish import api, config
+
+    steps = config.load(str(run / "recipe.toml"), overrides or ()).train.steps
+    with _live(run.name, steps, quiet=quiet) as (show, stop):
+        api.resume(
+            run,
+            overrides=overrides or (),
+            from_checkpoint=from_checkpoint,
+            anyway=anyway,
+            show=show,
+            stop=stop,
+        )
+    _show_end(run)
+
+
+@app.command()
+def report(run: RunPath) -> None:
+    """Write a run's report.html, also while it runs."""
+    from burnish.runs.report import write_report
+
+    out_console.print(f"report: {escape(str(write_report(run)))}")
+
+
+@app.command()
+def export(
+    run: RunPath,
+    out: Annotated[Path, typer.Argument(help="a new directory")],
+    which: Annotated[str, typer.Option(help="best, last, or a checkpoint's name")] = "best",
+) -> None:
+    """Write a run's model as a Hugging Face directory."""
+    from burnish import api
+
+    chosen = api.export(run, out, which=which)
+    out_console.print(f"{escape(chosen.name)} of {escape(str(run))} → {escape(str(out))}")
+
+
+@app.command(name="eval")
+def evaluate(recipe: RecipeName, overrides: Overrides = None, seed: Seed = None) -> None:
+    """Measure a recipe's model on its held-out prompts; --set model.name=DIR for another."""
+    from burnish import api
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in api.evaluate(recipe, overrides=overrides or (), seed=seed).items():
+        table.add_row(name, f"{value:.4f}")
+    out_console.print(table)
 
 
 @app.command()
@@ -192,22 +235,95 @@ def generate(
     Console(stderr=True, highlight=False).print(escape(str(speed)))
 
 
-def _show_summary(path: Path, summary: dict[str, object]) -> None:
-    seconds = summary["seconds"]
-    assert isinstance(seconds, dict)
+@contextmanager
+def _live(
+    name: str, total: int, *, quiet: bool
+) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
+    """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Display
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    asked: list[int] = []
+    with Display(*columns, console=out_console, disable=quiet) as display:
+        bar = display.add_task(name, total=total, now="")
+
+        def show(progress: Progress) -> None:
+            metrics = progress.metrics
+            now = f"reward {metrics['rollout/reward']:.3f}"
+            for label, key in (("held out", "validation/reward"), ("KL", "kl/initial_k3")):
+                now += f"  {label} {metrics[key]:.3f}" if key in metrics else ""
+            display.update(bar, completed=progress.step, now=now)
+            if quiet:
+                out_console.print(f"step {progress.step}/{total}  {now}")
+
+        def ask(number: int, frame: object) -> None:
+            if asked:
+                raise KeyboardInterrupt
+            asked.append(number)
+            display.console.print("stopping after this step; once more to stop at once")
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield show, lambda: bool(asked)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if asked:
+        out_console.print(f"stopped and saved; continue with: burnish resume {escape(name)}")
+        raise typer.Exit(128 + asked[0])
+
+
+def _show_end(path: Path) -> None:
+    from burnish.runs import summary
+
+    end = summary.read(path)
+    seconds: dict[str, float] = end["seconds"]
     out_console.print(
-        f"reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f} "
-        f"(best possible {summary['best_possible_reward']:.2f}), "
-        f"{summary['responses']:,} responses, {summary['gradient_steps']:,} gradient steps, "
+        f"reward {end['reward_first']:.2f} → {end['reward_last']:.2f}, "
+        f"{end['responses']:,} responses, {end['gradient_steps']:,} gradient steps, "
         f"{seconds['step']:.1f} s"
     )
-    greedy = summary["greedy"]
-    assert isinstance(greedy, list)
-    for answer in greedy[:8]:
-        mark = "sorted" if answer["sorted"] else f"reward {answer['reward']:g}"
-        out_console.print(escape(f"  {answer['prompt']}  →  {answer['response']}   {mark}"))
-    files = "metrics.jsonl, log.txt, summary.json, curves.png"
-    out_console.print(f"run directory: {escape(str(path))} ({files})")
+    if "validation" in end:
+        held = end["validation"]
+        drift = (
+            f" at {end['kl_initial_last']:.3f} nats per token" if "kl_initial_last" in end else ""
+        )
+        out_console.print(
+            f"held out {held['first']:.3f} → {held['last']:.3f}{drift} "
+            f"(best {held['best']:.3f} at step {held['best_step']})"
+        )
+    split = sorted(((s, name) for name, s in seconds.items() if name != "step"), reverse=True)
+    shares = ", ".join(f"{name} {s / seconds['step']:.0%}" for s, name in split if s > 0)
+    out_console.print(f"time: {shares}")
+    for pair in end["before_and_after"]:
+        out_console.print(escape(f"  {_line(pair['prompt'])}"))
+        for side in ("before", "after"):
+            mark = f"[{pair[f'reward_{side}']:g}]"
+            out_console.print(escape(f"    {side:6} {mark} {_line(pair[side])}"), soft_wrap=True)
+    out_console.print(f"report: {escape(str(path / 'report.html'))}")
+
+
+def _line(text: str) -> str:
+    """What a model wrote, on one line and without control characters."""
+    from burnish.loops.generate import escape as spelled_out
+
+    return spelled_out(text).replace("\n", "⏎")[:200]
 
 
 def main() -> None:

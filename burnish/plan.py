@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from burnish import pieces
-from burnish.config import Recipe, SortTask
+from burnish.config import KeywordsTask, Recipe, SorterConfig, SortTask
 
 ADAM_COPIES = 4
 """Weights, gradients and Adam's two moments, float32 each."""
@@ -23,17 +23,21 @@ def plan(recipe: Recipe, out: Path) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def _task(recipe: Recipe) -> list[tuple[str, str]]:
     task, model = recipe.task, recipe.model
-    if not isinstance(task, SortTask):
-        return [("task", task.name), ("seed", str(recipe.seed))]
-    return [
-        (
-            "task",
-            f"{task.name}: {task.prompts} prompts of {task.length} numbers below {task.numbers}",
-        ),
-        ("reward", task.reward.replace("_", " + ", 1) if "incl" in task.reward else task.reward),
-        ("model", f"{model.name}, width {model.width}: {parameters(recipe):,} parameters"),
-        ("seed", str(recipe.seed)),
-    ]
+    lines = []
+    if isinstance(task, SortTask):
+        size = f"{task.prompts} prompts of {task.length} numbers below {task.numbers}"
+        lines += [("task", f"sort: {size}"), ("reward", task.reward)]
+    elif isinstance(task, KeywordsTask):
+        words = f"{task.least} to {task.most} keywords, all as a {task.match}"
+        ended = ", and the response ends by itself" if task.must_end else ""
+        lines += [("task", "keywords"), ("reward", f"1 if the response has its {words}{ended}")]
+        lines += [("held out", f"{task.validation_prompts} prompts of other words")]
+    else:
+        lines += [("task", f"files: {task.train}"), ("reward", str(task.reward))]
+    count = parameters(recipe)
+    size = "" if count is None else f": {count:,} parameters"
+    lines += [("model", f"{model.name}{size}"), ("seed", str(recipe.seed))]
+    return lines
 
 
 def _batches(recipe: Recipe) -> list[tuple[str, str]]:
@@ -62,23 +66,33 @@ def _batches(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _resources(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
-    if not isinstance(recipe.task, SortTask):
-        return [("written to", str(out))]
-    copies = ADAM_COPIES + 1 + (recipe.objective.kl != "none")  # the generator's, the reference's
-    memory = copies * 4 * parameters(recipe)
-    rows = recipe.train.steps * 1_000  # a row of metrics and one of timings
-    log = recipe.train.steps * recipe.rollout.batch * 110  # at most a line per response
-    return [
-        ("memory", f"{_bytes(memory)} for weights, gradients and optimizer state"),
-        ("disk", f"at most {_bytes(rows + log + 100_000)}"),
-        ("written to", str(out)),
-    ]
+    train = recipe.train
+    lines = []
+    saved = 0
+    count = parameters(recipe)
+    if count is None:
+        lines.append(("memory", f"16 bytes per parameter to learn; {recipe.engine.kv_mb} MB cache"))
+    else:
+        copies = ADAM_COPIES + 1 + (recipe.objective.kl != "none") + 2 * train.log_kl
+        lines.append(("memory", f"{_bytes(copies * 4 * count)} for weights, optimizer and copies"))
+        saved = (recipe.checkpoint.keep + 1) * 3 * 4 * count
+    rows = train.steps * (2_500 + recipe.rollout.batch * 110 + recipe.log.rollouts * 3_000)
+    kept = recipe.checkpoint
+    disk = f"at most {_bytes(rows + saved + 200_000)}"
+    if count is None:
+        disk = f"at most {_bytes(rows + 200_000)}, and 12 bytes per parameter and checkpoint"
+    lines.append(("disk", f"{disk}: the last {kept.keep} checkpoints and the best"))
+    lines.append(("saved", f"every {kept.every} steps; validated every {recipe.validation.every}"))
+    return [*lines, ("written to", str(out))]
 
 
-def parameters(recipe: Recipe) -> int:
-    width, task = recipe.model.width, recipe.task
-    assert isinstance(task, SortTask), "only the sorting model's size follows from its recipe"
-    return task.numbers * width + 2 * task.length * width * width
+def parameters(recipe: Recipe) -> int | None:
+    """None: the model's own files tell, and a plan does not load them."""
+    model, task = recipe.model, recipe.task
+    if isinstance(model, SorterConfig):
+        assert isinstance(task, SortTask)
+        return task.numbers * model.width + 2 * task.length * model.width**2
+    return None
 
 
 def _bytes(count: float) -> str:

@@ -92,7 +92,7 @@ class Optimizer:
         )
         for p in self._masters():  # now rather than at the first step: memory is known, state whole
             moments = {name: torch.zeros_like(p) for name in MOMENTS}
-            self.adamw.state[p] = {"step": torch.tensor(0.0), **moments}
+            self.adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
 
     def backward(self, loss: Tensor) -> None:
         """Adds the loss's gradients to the masters'."""

@@ -19,6 +19,9 @@ class Validated(Task, Protocol):
     @property
     def validation(self) -> list[Prompt]: ...
 
+    def close(self) -> None:
+        """Ends what the task started."""
+
 
 def evaluate(recipe: Recipe, task: Validated, generator: Generator) -> tuple[list[Group], Row]:
     """The graded responses to the validation prompts, and their figures as ``validation/…``.

@@ -1,8 +1,8 @@
 """A run: the loop, its directory, validation and checkpoints, from the first step or a later one.
 
-What is written at step k is on the disk before the checkpoint of step k, which records how long each
-file is; a resumed run cuts them back to that and goes on, so that it leaves what an uninterrupted one
-leaves.
+What is written at step k is on the disk before the checkpoint of step k, which records how long
+each file is; a resumed run cuts them back to that and goes on, so that it leaves what an
+uninterrupted one leaves.
 """
 
 from __future__ import annotations

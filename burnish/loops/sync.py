@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from burnish.config import Recipe
@@ -141,7 +142,7 @@ def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:
 def _by_response(batch: PackedBatch, per_token: Tensor) -> list[FloatArray]:
     """The values of each response's slots."""
     lengths = batch.segment_offsets.diff()
-    parts = per_token.float().cpu().split(lengths.tolist())
+    parts = torch.split(per_token.float().cpu(), lengths.tolist())
     return [
         part.numpy()
         for part, is_prompt in zip(parts, batch.segment_is_prompt.tolist(), strict=True)

@@ -59,6 +59,14 @@ class Sorting:
         """The prompt of the run's group number ``index``: the prompts in turn."""
         return self.prompts[index % len(self.prompts)]
 
+    @property
+    def validation(self) -> list[Prompt]:
+        """The prompts themselves: nothing is held out."""
+        return self.prompts
+
+    def close(self) -> None:
+        """Nothing to end."""
+
     def parts(self, prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
         return REWARDS[self.config.reward](prompt, response)
 
