@@ -113,6 +113,7 @@ def test_make_targets_are_real():
         [],
         ["objective.kl=k3", "objective.importance=truncate", "objective.loss=cispo"],
         ["task.reward=position_match"],
+        ["train.precision=fp16", "train.log_kl=true"],
     ],
 )
 def test_every_metric_is_explained(overrides, tmp_path):

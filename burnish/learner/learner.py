@@ -13,7 +13,7 @@ from burnish.config import ObjectiveConfig, TrainConfig
 from burnish.errors import BurnishError, RunError
 from burnish.learner.objective import Metrics, describe, describe_kl, token_loss
 from burnish.learner.optim import Optimizer
-from burnish.learner.policy import Policy
+from burnish.learner.policy import Policy, copy_weights
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, slice_groups, take_streams, train_batches
 from burnish.types import LearnBatch, PackedBatch, Weights
@@ -89,10 +89,9 @@ class Learner:
         else:
             initial = self._logprobs(self.initial, part)
         proximal, previous = scores.proximal[slots], self._logprobs(self.previous, part)
-        _copy_weights(self.policy, self.previous)
-        return describe_kl("initial", proximal, initial, part) | describe_kl(
-            "previous", proximal, previous, part
-        )
+        copy_weights(self.policy, self.previous)
+        metrics = describe_kl("initial", proximal, initial, part)
+        return metrics | describe_kl("previous", proximal, previous, part)
 
     def step(self, learn: LearnBatch) -> Metrics:
         """One gradient step on one train batch; one that is not finite is skipped and counted."""
@@ -143,17 +142,14 @@ class Learner:
         if state.numbers["refreshed"]:
             self.refresh_reference()
         views = self.state().tensors
-        wrong = sorted(
-            name
-            for name in views.keys() | state.tensors.keys()
-            if name not in views
-            or name not in state.tensors
-            or views[name].shape != state.tensors[name].shape
+        ours, given = (
+            {(name, t.shape) for name, t in tensors.items()} for tensors in (views, state.tensors)
         )
-        if wrong:
+        if ours != given:
+            name, _ = min(ours ^ given)
             raise RunError(
-                f"the checkpoint does not fit its recipe and model: {len(wrong)} tensors are "
-                f"missing, misshapen or too many ({wrong[0]}, …)"
+                f"the checkpoint does not fit its recipe and model: {name} is missing in one of "
+                "them or has another shape; resume with the recipe and the model of the run"
             )
         for name, view in views.items():
             view.copy_(state.tensors[name])
@@ -219,8 +215,3 @@ def _join(parts: list[tuple[Tensor, Tensor]], batch: PackedBatch) -> Tensor:
     """[N, …] from (slots [n], values [n, …]) of packs; a prompt in several of them is 0 in each."""
     slots, values = (torch.cat(column) for column in zip(*parts, strict=True))
     return values.new_zeros(len(batch.tokens), *values.shape[1:]).index_copy(0, slots, values)
-
-
-@torch.no_grad()
-def _copy_weights(source: Policy, target: Policy) -> None:
-    torch._foreach_copy_(list(target.parameters()), list(source.parameters()))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from burnish.config import TrainConfig
-from burnish.learner.policy import Policy
+from burnish.learner.policy import Policy, copy_weights
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE = 2.0**16
@@ -77,7 +78,7 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = dict(self.masters.named_parameters())
         if self.policy is not self.masters:
             for low, master in zip(self.policy.parameters(), self._masters(), strict=True):
-                low.register_post_accumulate_grad_hook(_Fold(master))  # type: ignore[no-untyped-call]
+                low.register_post_accumulate_grad_hook(partial(_fold, master))  # type: ignore[no-untyped-call]
         matrices = [p for p in self._masters() if p.ndim > 1]
         vectors = [p for p in self._masters() if p.ndim < 2]
         groups = [
@@ -115,18 +116,12 @@ class Optimizer:
         self.adamw.step()
         self.scale.grow()
         self.drop_gradients()
-        self.refresh()
+        self._refresh()
         return learning_rate
 
     def drop_gradients(self) -> None:
         for p in (*self._masters(), *self.policy.parameters()):
             p.grad = None
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Writes the masters into the policy that computes."""
-        if self.policy is not self.masters:
-            torch._foreach_copy_(list(self.policy.parameters()), self._masters())
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Views of masters, moments and step counters; and the loss scale."""
@@ -139,22 +134,21 @@ class Optimizer:
     def load_numbers(self, numbers: dict[str, Any]) -> None:
         """To be called once the tensors of ``state`` have been written over."""
         self.scale.value, self.scale.good_steps = numbers["loss_scale"], numbers["good_steps"]
-        self.refresh()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self.policy is not self.masters:
+            copy_weights(self.masters, self.policy)
 
     def _masters(self) -> list[Tensor]:
         return list(self.parameters.values())
 
 
-class _Fold:
+def _fold(master: Tensor, low: Tensor) -> None:
     """Moves a finished low-precision gradient into its master's."""
-
-    def __init__(self, master: Tensor) -> None:
-        self.master = master
-
-    def __call__(self, low: Tensor) -> None:
-        assert low.grad is not None, "called once the gradient is there"
-        if self.master.grad is None:
-            self.master.grad = low.grad.to(self.master.dtype)
-        else:
-            self.master.grad.add_(low.grad)
-        low.grad = None
+    assert low.grad is not None, "a hook that runs once the gradient is there"
+    if master.grad is None:
+        master.grad = low.grad.to(master.dtype)
+    else:
+        master.grad.add_(low.grad)
+    low.grad = None

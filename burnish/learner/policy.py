@@ -68,3 +68,9 @@ class LanguagePolicy(nn.Module):
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under Hugging Face's names, without gradient."""
         return hf_state(self.model)
+
+
+@torch.no_grad()
+def copy_weights(source: Policy, target: Policy) -> None:
+    """Rounded to the target's precision."""
+    torch._foreach_copy_(list(target.parameters()), list(source.parameters()))

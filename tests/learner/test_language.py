@@ -1,13 +1,18 @@
 """The learner with a language model: any split is the batch, any precision has fp32 masters."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.protocol import Request
 from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import State
 from burnish.rollout.packing import pack, take_streams, train_batches
+from burnish.types import Completion, Grade, Group, SamplingParams
 from tests.learner.conftest import make_groups, make_learn_batch, make_learner, make_policy
 
 OBJECTIVES = {
@@ -219,3 +224,29 @@ def test_kl_on_some_groups_and_shared_with_the_reference(batch):
     again = learner.drift(batch, learner.score(batch))
     assert again["kl/initial_k1"] == pytest.approx(x.mean().item(), rel=1e-9)
     assert again["kl/previous_k1"] == 0
+
+
+def test_the_engine_samples_what_the_learner_learns_and_takes_its_weights():
+    """Sampler and learner agree on every token, before and after a step."""
+    engine = NativeEngine(make_policy(torch.float32).model, config=EngineConfig(kv_bytes=1 << 20))
+    learner = make_learner(make_policy(torch.float32), learning_rate=1e-3)
+    for version in (0, 1):
+        groups = []
+        for index, (prompt, lengths) in enumerate([([3, 4, 5, 6], 3), ([7, 8], 4)]):
+            params = SamplingParams(temperature=0.75, max_tokens=9)
+            engine.submit(Request(f"r{index}", np.array(prompt, np.int32), lengths, params, index))
+            done = []
+            while engine.unfinished:
+                done += [event for event in engine.step() if isinstance(event, Completion)]
+            done.sort(key=lambda completion: completion.sample_index)
+            grades = tuple(Grade(float(i)) for i in range(lengths))
+            group = make_groups([(len(prompt), [1] * lengths)])[0]
+            head = dataclasses.replace(group.prompt, token_ids=np.array(prompt, np.int32))
+            groups.append(Group(index, head, tuple(done), grades))
+        batch = pack(groups)
+        assert set(batch.versions[batch.is_action].tolist()) == {version}
+        scores = learner.score(batch)
+        torch.testing.assert_close(scores.proximal, batch.behavior_logprobs, rtol=0, atol=2e-5)
+        metrics = learner.step(make_learn_batch(learner, batch))
+        assert metrics["mismatch/logprob_max"] < 2e-5
+        engine.load(learner.weights())

@@ -56,6 +56,8 @@ def test_a_larger_size_learns_too():
         ["objective.kl=k3", "objective.kl_refresh=2", "objective.entropy_coefficient=0.01"],
         ["objective.proximal=behavior", "objective.reduction=sequence_mean"],
         ["objective.reduction=constant", "objective.constant_length=3", "train.batch=10"],
+        ["train.precision=bf16", "train.micro_sequences=4", "train.log_kl=true"],
+        ["train.precision=fp16", "train.schedule=cosine", "train.decay_steps=30"],
     ],
 )
 def test_every_piece_runs_and_moves_the_policy(change):
@@ -91,6 +93,16 @@ def test_generator_and_learner_stay_in_step():
     versions = [step.groups[0].completions[0].versions[0] for step in steps]
     assert versions == [0, 10, 20, 30]
     assert [group.index for step in steps for group in step.groups] == list(range(12))
+
+
+def test_drift_is_measured_on_fresh_rollouts():
+    steps, _ = run("train.steps=4", "train.log_kl=true")
+    assert steps[0].metrics["kl/initial_k3"] == steps[0].metrics["kl/previous_k3"] == 0
+    initial, previous = (
+        [step.metrics[f"kl/{name}_k3"] for step in steps] for name in ("initial", "previous")
+    )
+    assert initial[1] == previous[1] > 0
+    assert initial[3] > previous[3] > 0
 
 
 def test_train_batches_have_their_own_denominators():
