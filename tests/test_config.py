@@ -3,7 +3,6 @@ import math
 import pytest
 
 from burnish import config, pieces
-from burnish.api import train
 from burnish.errors import ConfigError
 from burnish.plan import plan
 
@@ -151,7 +150,7 @@ def test_every_setting_is_read_by_some_piece():
         ),
         (["train.betas=[0.9, 1.0]"], "train.betas must be two numbers of at least 0 and below 1"),
         (["train.log_kl_groups=2"], "no effect with train.log_kl = false"),
-        (["train.recompute=true"], "no effect on the sorting model"),
+        (["train.recompute=true"], "no effect with model.name = 'sorter'"),
     ],
 )
 def test_numbers_that_do_not_fit_say_which_do(overrides, message):
@@ -165,7 +164,8 @@ def test_a_group_of_one_is_fine_for_raw_rewards():
 
 
 def test_a_task_is_chosen_by_name_and_brings_its_own_settings():
-    recipe = config.load("sort", ["task.name=keywords", "task.most=3"])
+    language = ["task.name=keywords", "model.name=smollm2-135m"]
+    recipe = config.load("sort", [*language, "task.most=3"])
     assert recipe.task == config.KeywordsTask(most=3)
     assert config.load("sort", ["task.length=4"]).task == config.SortTask(length=4)
     assert config.Recipe.model_validate({"task": {"length": 4}}).task == config.SortTask(length=4)
@@ -176,7 +176,7 @@ def test_the_resolved_recipe_of_every_task_is_a_recipe(tmp_path):
         ["task.name=keywords", "task.must_end=true"],
         ["task.name=files", "task.train=a.jsonl", "task.validation=b.jsonl", "task.reward=r.py:f"],
     ):
-        recipe = config.load("sort", overrides)
+        recipe = config.load("sort", ["model.name=smollm2-135m", *overrides])
         file = tmp_path / "again.toml"
         file.write_text(config.to_toml(config.effective(recipe)))
         assert config.load(str(file)) == recipe
@@ -204,10 +204,31 @@ def test_tasks_are_checked(overrides, message):
     assert message in refused(*overrides)
 
 
-def test_what_is_not_wired_yet_is_planned_and_refused_plainly(tmp_path):
-    recipe = config.load("sort", ["task.name=keywords"])
-    sections = dict(plan(recipe, tmp_path))
-    assert ("task", "keywords") in sections["task"]
-    with pytest.raises(ConfigError, match=r"train runs task\.name = 'sort' alone so far"):
-        train(recipe, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+def test_tasks_and_models_must_go_together():
+    assert "does not go with model.name = 'sorter'" in refused("task.name=keywords")
+    assert "does not go with model.name = 'smollm2-135m'" in refused("model.name=smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.top_p=0.9"], "set rollout.truncated = true if it is meant"),
+        (["rollout.min_tokens=50"], "min_tokens = 50 is above max_tokens = 48"),
+        (["device=gpu"], "device"),
+        (["model.layers=3"], "unknown setting 'model.layers'"),
+    ],
+)
+def test_a_language_models_settings_are_checked(overrides, message):
+    assert message in refused(*overrides, name="keywords")
+
+
+def test_settings_of_a_language_model_have_no_effect_on_the_sorter():
+    for setting in ("engine.kv_mb=10", "rollout.max_tokens=9", "device=cpu"):
+        assert "has no effect with model.name = 'sorter'" in refused(setting)
+
+
+def test_a_model_from_scratch_is_made_from_a_recipe(tmp_path):
+    size = ["model.name=scratch", "model.layers=2", "model.width=64", "model.heads=4"]
+    recipe = config.load("keywords", size)
+    assert recipe.model == config.ScratchConfig(layers=2, width=64, heads=4)
+    assert ("task", "keywords") in dict(plan(recipe, tmp_path))["task"]

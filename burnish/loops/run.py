@@ -21,6 +21,7 @@ from burnish.rollout.rollout import Generator
 from burnish.runs import checkpoint, rollouts, tensorboard
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Row
+from burnish.runs.plots import draw_run
 from burnish.runs.report import write_report
 from burnish.runs.summary import summarise
 from burnish.runs.timers import Timers
@@ -100,6 +101,8 @@ def run(
     if done == recipe.train.steps:
         summary = summarise(directory.path)
         directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
+    if done > start:
+        draw_run(directory.path)
     write_report(directory.path)
     return done
 

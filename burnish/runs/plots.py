@@ -28,7 +28,7 @@ class Curve(NamedTuple):
 def draw_run(path: Path) -> Path:
     """Loss and reward of one run, as ``curves.png`` in its directory."""
     recipe = read_recipe(path)
-    curve = Curve("", [recipe.get("seed", 0)], [read_rows(path / "metrics.jsonl")])
+    curve = Curve("", [recipe.get("seed", 0)], [_steps(path)])
     return _draw(
         [curve], path / "curves.png", f"{recipe.get('name', path.name)}, seed {curve.seeds[0]}"
     )
@@ -44,7 +44,7 @@ def draw_comparison(paths: Sequence[Path], out: Path) -> list[Curve]:
 def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     """The runs as curves, each named by the settings in which the runs differ."""
     recipes = [_flat(read_recipe(path)) for path in paths]
-    rows = [read_rows(path / "metrics.jsonl") for path in paths]
+    rows = [_steps(path) for path in paths]
     ignored = {"seed", "description", "name"}
     keys = sorted({key for recipe in recipes for key in recipe} - ignored)
     # A setting that only some runs have belongs to a piece that differs; the piece says it all.
@@ -66,6 +66,12 @@ def final_reward(curve: Curve, window: int = 10) -> tuple[float, float]:
     """Mean over seeds of the reward over the last steps, and the spread between seeds (std)."""
     ends = [np.mean([row["rollout/reward"] for row in run[-window:]]) for run in curve.rows]
     return float(np.mean(ends)), float(np.std(ends))
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    """The rows of training steps; a row of validation alone is left out."""
+    rows = read_rows(path / "metrics.jsonl")
+    return [row for row in rows if all(metric in row for metric, _ in PANELS)]
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

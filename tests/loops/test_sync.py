@@ -1,12 +1,11 @@
 import importlib.util
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from burnish import api, config
+from burnish import config
 from burnish.engine.sorter import SorterEngine
 from burnish.learner import objective
 from burnish.learner.learner import Learner, Scores
@@ -14,6 +13,7 @@ from burnish.loops import sync
 from burnish.model.sorter import Sorter
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import pack
+from burnish.runs.timers import Timers
 from burnish.tasks.sorting import Sorting
 from tests.conftest import make_group
 
@@ -26,7 +26,8 @@ def run(*overrides, seed=0, name="sort"):
     size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
     learner = Learner(Sorter(*size, seed=recipe.seed), recipe.objective, recipe.train)
     engine = SorterEngine(Sorter(*size, seed=recipe.seed))
-    return list(sync.train(recipe, task=task, generator=engine, learner=learner)), learner
+    steps = sync.train(recipe, task=task, generator=engine, learner=learner, timers=Timers())
+    return list(steps), learner
 
 
 def test_the_default_recipe_learns_to_sort():
@@ -171,26 +172,3 @@ def test_one_step_of_the_example_equals_one_step_of_the_package(kl):
         assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-7)
     for name, tensor in theirs.state_dict().items():
         torch.testing.assert_close(learner.policy.state_dict()[name], tensor, rtol=0, atol=1e-6)
-
-
-def test_a_run_leaves_its_directory(tmp_path):
-    seen = []
-    path = api.train("sort", overrides=["train.steps=3"], out=tmp_path / "run", on_step=seen.append)
-    assert len(seen) == 3
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    timings = [json.loads(line) for line in (path / "timings.jsonl").read_text().splitlines()]
-    for row in timings:
-        phases = [v for k, v in row.items() if k.startswith("time/") and k != "time/step"]
-        assert sum(phases) == pytest.approx(row["time/step"])
-    assert not any(key.startswith("time/") for key in rows[0])
-    assert config.load(str(path / "recipe.toml")) == config.load("sort", ["train.steps=3"])
-    summary = json.loads((path / "summary.json").read_text())
-    assert (summary["gradient_steps"], summary["responses"]) == (30, 90)
-    assert len(summary["greedy"]) == 3
-    assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    log = (path / "log.txt").read_text()
-    assert log.startswith("step 0\n  prompt '")
-    assert log.count("prompt") == 9
-    assert "reward" in log
-    assert "advantage" in log

@@ -1,0 +1,236 @@
+"""A run and its files: whole, stopped and resumed, killed and resumed; always the same bytes."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from burnish import api, config
+from burnish.errors import BurnishError, ConfigError, RunError
+from burnish.runs import checkpoint
+from burnish.runs.report import write_report
+
+SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
+SORT = ["train.steps=6", "train.epochs=2", "checkpoint.every=2", "validation.every=3"]
+SORT += ["objective.kl=k3", "objective.kl_refresh=4"]
+
+
+def tiny(smollm2, *more):
+    """A small random transformer on the keyword task, bf16 over fp32 masters."""
+    size = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "d_ff": 48, "context": 128}
+    model = [f"model.{key}={value}" for key, value in size.items()]
+    return [
+        "model.name=scratch", f"model.tokenizer={smollm2}", *model, "device=cpu",
+        "task.validation_prompts=4", "task.must_end=false", "rollout.max_tokens=6",
+        "rollout.batch=8", "rollout.group_size=4", "train.batch=8", "train.steps=6",
+        "train.learning_rate=1e-3", "checkpoint.every=2", "validation.every=3", *more,
+    ]  # fmt: skip
+
+
+def stopper(after):
+    """Asks to stop once that many steps have been asked about."""
+    asked = iter(range(after - 1))
+    return lambda: next(asked, None) is None
+
+
+def fingerprint(path):
+    """Hashes of what must not depend on interruptions: the files, weights and optimizer."""
+    files = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in SAME}
+    saved = checkpoint.load(checkpoint.latest(path))
+    tensors = {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in ((n, t.reshape(-1)) for n, t in saved.tensors.items())
+    }
+    return files | tensors | {"learner": json.dumps(saved.state["learner"])}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_leaves_its_directory(tmp_path):
+    seen = []
+    path = api.train("sort", overrides=["train.steps=3"], out=tmp_path / "run", show=seen.append)
+    assert [progress.step for progress in seen] == [1, 2, 3]
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert "validation/reward" in rows[0]
+    assert "validation/reward" in rows[3]
+    timings = [json.loads(line) for line in (path / "timings.jsonl").read_text().splitlines()]
+    for row in timings:
+        phases = [v for k, v in row.items() if k.startswith("time/") and k != "time/step"]
+        assert sum(phases) == pytest.approx(row["time/step"])
+    assert not any(key.startswith("time/") for key in rows[1])
+    assert config.load(str(path / "recipe.toml")) == config.load("sort", ["train.steps=3"])
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["gradient_steps"], summary["responses"]) == (30, 90)
+    assert len(summary["before_and_after"]) == 3
+    assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    log = (path / "log.txt").read_text()
+    assert log.startswith("step 1\n  prompt '")
+    assert log.count("prompt") == 9
+    assert "<html" in (path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("stop_after", [1, 4])
+def test_stopped_and_resumed_equals_never_stopped(stop_after, tmp_path):
+    whole = api.train("sort", overrides=SORT, out=tmp_path / "whole")
+    path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(stop_after))
+    assert checkpoint.load(checkpoint.latest(path)).step == stop_after
+    assert not (path / "summary.json").exists()
+    api.resume(path)
+    assert fingerprint(path) == fingerprint(whole)
+
+
+def test_a_language_model_resumes_bit_for_bit(smollm2, tmp_path):
+    whole = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "whole")
+    path = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "run", stop=stopper(3))
+    # What a crash leaves behind a checkpoint is cut off.
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "roll')
+    api.resume(path)
+    assert fingerprint(path) == fingerprint(whole)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["train/grad_norm"] >= 0
+    assert rows[-1]["mismatch/logprob_max"] < 0.1
+
+
+def test_more_steps_may_be_asked_for_and_other_mathematics_not(tmp_path):
+    path = api.train("sort", overrides=SORT, out=tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"train\.learning_rate can't change when a run is resumed"
+    ):
+        api.resume(path, overrides=["train.learning_rate=0.1"])
+    with pytest.raises(ConfigError, match="can only grow"):
+        api.resume(path, overrides=["train.steps=2"])
+    api.resume(path, overrides=["train.steps=8", "checkpoint.every=4"])
+    longer = api.train("sort", overrides=[*SORT, "train.steps=8"], out=tmp_path / "longer")
+    rows = (path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(9))
+    ours, theirs = (checkpoint.load(checkpoint.latest(p)) for p in (path, longer))
+    assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in ours.tensors)
+
+
+def test_an_environment_that_changed_is_named(tmp_path):
+    path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(2))
+    file = path / "environment.json"
+    file.write_text(file.read_text().replace('"python": "', '"python": "2.'))
+    with pytest.raises(RunError, match=r"python: 2\.3.* resume with --anyway"):
+        api.resume(path)
+    api.resume(path, anyway=True)
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_used_if_asked(tmp_path):
+    whole = api.train("sort", overrides=SORT, out=tmp_path / "whole")
+    path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(5))
+    damaged = checkpoint.latest(path)
+    tensors = damaged / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-10])
+    with pytest.raises(RunError, match="--from"):
+        api.resume(path)
+    with pytest.raises(RunError, match="has no checkpoint 'step-9'; it has step-"):
+        api.resume(path, from_checkpoint="step-9")
+    api.resume(path, from_checkpoint="step-00000004")
+    assert fingerprint(path) == fingerprint(whole)
+
+
+def test_a_halted_run_keeps_what_it_had(tmp_path, monkeypatch):
+    from burnish.tasks.sorting import Sorting
+
+    graded = iter(range(10_000))
+    real = Sorting.grade
+
+    def failing(self, prompt, completion):
+        if next(graded) > 3 + 4 * 30:
+            raise BurnishError("the grader is gone")
+        return real(self, prompt, completion)
+
+    monkeypatch.setattr(Sorting, "grade", failing)
+    overrides = ["train.steps=9", "checkpoint.every=100", "validation.every=100"]
+    with pytest.raises(BurnishError, match="the grader is gone"):
+        api.train("sort", overrides=overrides, out=tmp_path / "run")
+    assert checkpoint.load(checkpoint.latest(tmp_path / "run")).step == 4
+    write_report(tmp_path / "run")
+
+
+def test_an_exported_model_repeats_the_validation(smollm2, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "run")
+    chosen = api.export(path, tmp_path / "hf", which="last")
+    assert chosen.name == "step-00000006"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    AutoTokenizer.from_pretrained(tmp_path / "hf")
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    keep = ("task.", "rollout.")
+    settings = [setting for setting in tiny(smollm2) if setting.startswith(keep)]
+    again = api.evaluate("keywords", overrides=[f"model.name={tmp_path / 'hf'}", "device=cpu",
+                                                "train.batch=8", *settings])  # fmt: skip
+    for name, value in again.items():
+        assert value == pytest.approx(rows[-1][name]), name
+    with pytest.raises(RunError, match="is not empty"):
+        api.export(path, tmp_path / "hf")
+
+
+def test_own_prompts_and_reward_from_python(smollm2, tmp_path):
+    def short(response, row):
+        return {"reward": float(len(response) < row["limit"]), "length": len(response)}
+
+    rows = [{"prompt": f"Say {word}.", "limit": 20} for word in "abcdefghij"]
+    settings = [s for s in tiny(smollm2) if not s.startswith("task.")]
+    path = api.train(
+        "keywords", prompts=rows, reward=short, overrides=settings, out=tmp_path / "run"
+    )
+    last = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "rollout/part_length" in last
+    assert last["rollout/grades_scored"] == 1.0
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments_change_nothing(smollm2, tmp_path):
+    """kill -9 of a run and of its resumptions, until ten have hit and it has finished."""
+    overrides = tiny(smollm2, "train.steps=12", "checkpoint.every=1")
+    whole = api.train("keywords", overrides=overrides, out=tmp_path / "whole")
+    path = tmp_path / "run"
+    moments = random.Random(0)
+    context = multiprocessing.get_context("fork")
+
+    def go():
+        if (path / "recipe.toml").exists():
+            api.resume(path)
+        else:
+            api.train("keywords", overrides=overrides, out=path)
+
+    kills = 0
+    deadline = time.monotonic() + 240
+    while not (path / "summary.json").exists() or kills < 10:
+        assert time.monotonic() < deadline, f"{kills} kills and no end within four minutes"
+        if kills >= 10:
+            process = context.Process(target=go)
+            process.start()
+            process.join(120)
+            assert process.exitcode == 0
+            continue
+        if (path / "summary.json").exists():  # it got to the end too soon: once more from the start
+            import shutil
+
+            shutil.rmtree(path)
+        process = context.Process(target=go)
+        process.start()
+        process.join(moments.uniform(0.3, 2.0))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.join()
+    assert kills >= 10
+    assert fingerprint(path) == fingerprint(whole)
