@@ -91,6 +91,7 @@ def serve_transformers(model: str, dtype: str) -> Serve:
 def serve_vllm(model: str, dtype: str) -> Serve:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that its processor time is seen
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -126,9 +127,10 @@ def serve(engine: str, dtype: str, model: str, threads: int) -> None:
     run = ENGINES[engine](model, dtype)
     print("ANSWER {}", flush=True)
     for line in sys.stdin:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         answer = run(json.loads(line))
         answer["seconds"] = time.perf_counter() - start
+        answer["cpu"] = time.process_time() - cpu
         answer["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print("ANSWER " + json.dumps(answer), flush=True)
 
@@ -216,20 +218,27 @@ def compare(args: argparse.Namespace) -> None:
         worker.run(warm)
     print(f"{args.workload}: {describe(job)}, {args.threads} threads")
     rates: dict[str, list[float]] = {worker.name: [] for worker in [own, *peers]}
+    costs: dict[str, list[float]] = {worker.name: [] for worker in [own, *peers]}
     for _ in range(args.repeats):
         for worker in [own, *peers]:
             answer = worker.run(job)
             rates[worker.name].append(answer["tokens"] / answer["seconds"])
+            costs[worker.name].append(1e3 * answer["cpu"] / answer["tokens"])
             print(f"  {worker.name} {rates[worker.name][-1]:.0f}", file=sys.stderr, flush=True)
         fastest = max(rates[worker.name][0] for worker in peers)
         for worker in [w for w in peers if rates[w.name][0] < 0.75 * fastest]:
             peers.remove(worker)
             worker.close()
     for name, values in rates.items():
-        print(f"  {name:22s} {spread(values, '.0f')} tokens/s")
+        print(
+            f"  {name:22s} {spread(values, '.0f')} tokens/s, "
+            f"{spread(costs[name])} ms of processor time a token"
+        )
     best = max((w.name for w in peers), key=lambda name: statistics.median(rates[name]))
     ratios = [mine / its for mine, its in zip(rates[own.name], rates[best], strict=True)]
-    print(f"  burnish / {best}: {spread(ratios)} times, {args.repeats} rounds")
+    print(f"  burnish / {best}: {spread(ratios)} times the tokens/s, {args.repeats} rounds")
+    cheaper = [its / mine for mine, its in zip(costs[own.name], costs[best], strict=True)]
+    print(f"  and {spread(cheaper)} times less processor time, which other work disturbs less")
     for worker in [own, *peers]:
         worker.close()
 

@@ -151,7 +151,9 @@ class CachedAttention:
             part, total = self._attention(mine, keys, values, block.mask)
             out[block.rows] = part.reshape(len(mine), *q.shape[1:])
             totals.append(total.reshape(len(mine), -1))
+        own = torch.cat(totals) if self._shared else None
         for shared in self._shared:
+            assert own is not None
             groups, samples = shared.rows.shape
             query = folded[shared.rows].transpose(1, 2).flatten(2, 3)  # [groups, Hkv, R · …, D]
             keys, values = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, groups))
@@ -160,7 +162,7 @@ class CachedAttention:
             part = part.reshape(-1, *q.shape[1:])
             total = total.reshape(groups, heads, samples, -1).transpose(1, 2).reshape(len(part), -1)
             rows = shared.rows.flatten()[shared.real]
-            _merge(out, torch.cat(totals), rows, part[shared.real], total[shared.real])
+            _merge(out, own, rows, part[shared.real], total[shared.real])
 
     def _private(self, runs: Sequence[Run]) -> list[_Block]:
         blocks, first = [], 0

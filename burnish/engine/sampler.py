@@ -40,26 +40,37 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float
     """logits [M, V] -> M tokens and their log-probabilities, NaN where logits are not finite."""
     tokens: list[int] = []
     logprobs: list[float] = []
+    # One buffer for all rows: memory that is mapped in afresh costs more than the arithmetic.
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    blocks = -(-logits.shape[1] // BLOCK)
+    weights = logits.new_empty(min(ROWS, len(draws)), blocks * BLOCK, dtype=wide)
     for first in range(0, len(draws), ROWS):
-        some = slice(first, first + ROWS)
-        found = _sample(logits[some], draws[some])
+        some = draws[first : first + ROWS]
+        found = _sample(logits[first : first + ROWS], some, weights[: len(some)])
         tokens += found[0]
         logprobs += found[1]
     return tokens, logprobs
 
 
-def _sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+def _sample(
+    logits: Tensor, draws: Sequence[Draw], weights: Tensor
+) -> tuple[list[int], list[float]]:
     rows, vocab = logits.shape
-    device = logits.device
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    heat = np.array([draw.temperature or 1.0 for draw in draws])
-    if (heat != 1).any():
-        scaled = scaled / torch.tensor(heat, dtype=scaled.dtype, device=device)[:, None]
-    weights = scaled.new_zeros(rows, -(-vocab // BLOCK) * BLOCK)
-    peak = scaled.amax(1)
-    torch.sub(scaled, peak[:, None], out=weights[:, :vocab]).exp_()
+    heat = torch.tensor([draw.temperature or 1.0 for draw in draws], dtype=weights.dtype)
+    heat = heat.to(logits.device)[:, None]
+
+    def scaled(which: Sequence[int]) -> Tensor:
+        at = torch.tensor(which, device=logits.device)
+        return logits[at].to(heat.dtype) / heat[at]
+
+    weights[:, vocab:] = 0
+    inside = weights[:, :vocab].copy_(logits)
+    if any(draw.temperature not in (0, 1) for draw in draws):
+        inside /= heat
+    peak = inside.amax(1, keepdim=True)
+    inside.sub_(peak).exp_()
     sums = weights.view(rows, -1, BLOCK).sum(2)  # [M, blocks]
-    total = peak.double() + sums.sum(1, dtype=torch.float64).log()
+    total = peak[:, 0].double() + sums.sum(1, dtype=torch.float64).log()
 
     lost = ~total.isfinite()
     if bool(lost.any()):  # the model overflowed: some token, and NaN to tell
@@ -67,23 +78,21 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[floa
         sums = weights.view(rows, -1, BLOCK).sum(2)
     if any(draw.banned for draw in draws):
         pairs = [(row, token) for row, draw in enumerate(draws) for token in draw.banned]
-        weights[tuple(torch.tensor(pairs, device=device).T)] = 0
+        weights[tuple(torch.tensor(pairs, device=logits.device).T)] = 0
         sums = weights.view(rows, -1, BLOCK).sum(2)
     # Also where a ban left nothing: next to a banned token, the rest may vanish in float32.
     gone = set((sums.sum(1) == 0).nonzero()[:, 0].tolist())
-    changed = [i for i, draw in enumerate(draws) if i in gone or _truncates(draw)]
-    if changed:
-        at = torch.tensor(changed, device=device)
-        weights[at, :vocab] = _kept(scaled[at], [draws[i] for i in changed])
-        sums[at] = weights[at].view(len(changed), -1, BLOCK).sum(2)
-    points = np.array([draw.uniform for draw in draws])
-    tokens = _invert(weights, sums, points)
-    greedy = [i for i, draw in enumerate(draws) if draw.temperature == 0]
-    if greedy:
-        at = torch.tensor(greedy, device=device)
-        tokens[at] = _ban(scaled[at], [draws[i] for i in greedy]).argmax(1)
-    logprobs = scaled.gather(1, tokens.clamp_(max=vocab - 1)[:, None])[:, 0].double() - total
-    return tokens.tolist(), logprobs.tolist()
+    for row, draw in enumerate(draws):
+        if row in gone or _truncates(draw):
+            weights[row, :vocab] = _kept(scaled([row])[0], draw)
+            sums[row] = weights[row].view(-1, BLOCK).sum(1)
+    tokens = _invert(weights, sums, np.array([draw.uniform for draw in draws]))
+    for row, draw in enumerate(draws):
+        if draw.temperature == 0:
+            tokens[row] = _ban(scaled([row])[0], draw).argmax()
+    tokens.clamp_(max=vocab - 1)
+    chosen = logits.gather(1, tokens[:, None]).to(heat.dtype) / heat
+    return tokens.tolist(), (chosen[:, 0].double() - total).tolist()
 
 
 def _truncates(draw: Draw) -> bool:
@@ -115,22 +124,16 @@ def _search(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     return index, inside.clamp(0, 1)
 
 
-def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """[m, V] -> the same with banned tokens at −∞."""
-    scaled = scaled.clone()
-    for row, draw in enumerate(draws):
-        scaled[row, list(draw.banned)] = -torch.inf
+def _ban(scaled: Tensor, draw: Draw) -> Tensor:
+    """[V] -> the same with banned tokens at −∞."""
+    scaled[list(draw.banned)] = -torch.inf
     return scaled
 
 
-def _kept(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Weights [m, V] of what may be drawn: first top-k, then top-p of what top-k left."""
-    scaled = _ban(scaled, draws)
-    weights = torch.softmax(scaled, 1)
-    for row, draw in enumerate(draws):
-        if _truncates(draw):
-            weights[row] = _truncate(weights[row], draw)
-    return weights
+def _kept(scaled: Tensor, draw: Draw) -> Tensor:
+    """Weights [V] of what may be drawn: first top-k, then top-p of what top-k left."""
+    weights = torch.softmax(_ban(scaled, draw), 0)
+    return _truncate(weights, draw) if _truncates(draw) else weights
 
 
 def _truncate(weights: Tensor, draw: Draw) -> Tensor:
