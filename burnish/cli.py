@@ -95,7 +95,7 @@ def train(
     own += [f"task.reward={json.dumps(reward)}"] if reward is not None else []
     loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
     path = out or next_directory(Path("runs"), loaded.name)
-    with _live(loaded.name, loaded.train.steps, quiet=quiet) as (show, stop):
+    with _live(path, loaded.train.steps, quiet=quiet) as (show, stop):
         api.train(loaded, out=path, show=show, stop=stop)
     _show_end(path)
 
@@ -116,7 +116,7 @@ def resume(
     from burnish import api, config
 
     steps = config.load(str(run / "recipe.toml"), overrides or ()).train.steps
-    with _live(run.name, steps, quiet=quiet) as (show, stop):
+    with _live(run, steps, quiet=quiet) as (show, stop):
         api.resume(
             run,
             overrides=overrides or (),
@@ -237,7 +237,7 @@ def generate(
 
 @contextmanager
 def _live(
-    name: str, total: int, *, quiet: bool
+    path: Path, total: int, *, quiet: bool
 ) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
     """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
     from rich.progress import (
@@ -259,7 +259,7 @@ def _live(
     )
     asked: list[int] = []
     with Display(*columns, console=out_console, disable=quiet) as display:
-        bar = display.add_task(name, total=total, now="")
+        bar = display.add_task(path.name, total=total, now="")
 
         def show(progress: Progress) -> None:
             metrics = progress.metrics
@@ -285,7 +285,7 @@ def _live(
             for number, handler in before.items():
                 signal.signal(number, handler)
     if asked:
-        out_console.print(f"stopped and saved; continue with: burnish resume {escape(name)}")
+        out_console.print(f"stopped and saved; continue with: burnish resume {escape(str(path))}")
         raise typer.Exit(128 + asked[0])
 
 

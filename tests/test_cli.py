@@ -29,8 +29,8 @@ def test_train_compare_and_the_files(tmp_path):
     for seed in (0, 1):
         done = burnish("train", "sort", "--set", "train.steps=3", "--seed", str(seed), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        assert "best possible 5.00" in done.stdout
-        assert f"run directory: runs/sort-{seed + 1}" in done.stdout
+        assert "90 responses, 30 gradient steps" in done.stdout
+        assert f"report: runs/sort-{seed + 1}/report.html" in done.stdout
     assert json.loads((tmp_path / "runs/sort-2/summary.json").read_text())["seed"] == 1
     done = burnish("compare", "runs/sort-1", "runs/sort-2", "--out", "both.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,8 @@ def test_an_error_is_one_message(arguments, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_run_says_where_its_steps_are(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_is_saved_and_resumed(number, tmp_path):
     process = subprocess.Popen(
         [BURNISH, "train", "sort", "--set", "train.steps=100000", "--out", "run"],
         cwd=tmp_path,
@@ -91,13 +92,38 @@ def test_an_interrupted_run_says_where_its_steps_are(tmp_path):
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size):
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
         assert time.monotonic() < deadline, "no step within a minute"
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted; the finished steps are in run" in out
+    assert process.returncode == 128 + number
+    assert "stopped and saved; continue with: burnish resume run" in out
+    done = burnish("resume", "run", "--set", "train.learning_rate=1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "it alters what is computed" in done.stderr
+    done = burnish("report", "run", cwd=tmp_path)
+    assert "report: run/report.html" in done.stdout
+
+
+def test_train_with_data_and_reward_of_ones_own(smollm2, tmp_path):
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Say {word}", "word": word}) + "\n" for word in "abcdefgh")
+    )
+    (tmp_path / "reward.py").write_text(
+        "def includes(response, row):\n    return float(row['word'] in response)\n"
+    )
+    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
+    settings = [f"model.{key}={value}" for key, value in size.items()]
+    settings += ["model.name=scratch", f"model.tokenizer={smollm2}", "train.steps=2"]
+    settings += ["rollout.batch=8", "rollout.group_size=4", "train.batch=8", "rollout.max_tokens=4"]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    own = ["--data", "data.jsonl", "--reward", "reward.py:includes", "--out", "run"]
+    done = burnish("train", "keywords", *own, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = burnish("export", "run", "model", cwd=tmp_path)
+    assert "step-00000002 of run → model" in done.stdout, done.stderr
+    assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 def test_help_and_import_are_light():

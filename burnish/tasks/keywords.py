@@ -1,8 +1,8 @@
 """Keyword inclusion: write a sentence that includes the given words.
 
-Prompts are made from the seed and the project's own list of common words (``words.txt``: lower case, no
-word begins another). Training and validation never share a word, so a policy that scores on
-validation has learned the task, not the words.
+Prompts are made from the seed and the project's own list of common words (``words.txt``: lower
+case, no word begins another). Training and validation never share a word, so a policy that scores
+on validation has learned the task, not the words.
 """
 
 from __future__ import annotations
