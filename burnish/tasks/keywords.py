@@ -22,6 +22,8 @@ from burnish.types import Completion, Grade, Prompt
 WORDS = Path(__file__).with_name("words.txt")
 SPLIT, TRAIN, VALIDATION = 1, 2, 3
 """What a draw is for; they share no numbers."""
+HELD_OUT_SEED = 0
+"""The split and the validation prompts are the same whatever a run's seed, so that runs compare."""
 
 
 @lru_cache(maxsize=1)
@@ -42,7 +44,7 @@ class Keywords:
         self._seed = seed
         self._grader = InProcess(keywords.reward)
         words = word_list()
-        order = permutation(seed, Stream.TASK, 0, SPLIT, len(words))
+        order = permutation(HELD_OUT_SEED, Stream.TASK, 0, SPLIT, len(words))
         held_out = round(config.validation_words * len(words))
         self.words = [words[i] for i in sorted(order[held_out:])]
         self.validation_words = [words[i] for i in sorted(order[:held_out])]
@@ -72,7 +74,8 @@ class Keywords:
         """The words of a prompt, all different."""
         least, most = self.config.least, self.config.most
         purpose = VALIDATION if validation else TRAIN
-        draws = uniforms(self._seed, Stream.TASK, index, purpose, range(most + 1))
+        seed = HELD_OUT_SEED if validation else self._seed
+        draws = uniforms(seed, Stream.TASK, index, purpose, range(most + 1))
         count = least + int(draws[0] * (most - least + 1))
         words = list(self.validation_words if validation else self.words)
         return [words.pop(int(draw * len(words))) for draw in draws[1 : count + 1]]

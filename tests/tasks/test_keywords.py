@@ -69,3 +69,10 @@ def test_grades(match, must_end):
     inside = grade(f"{first} x{second}x", Finish.STOP)
     assert inside.reward == float(match == "substring")
     assert inside.parts["fraction"] == (1 if match == "substring" else 0.5)
+
+
+def test_what_is_held_out_is_the_same_for_every_seed():
+    one, other = make(seed=1), make(seed=2)
+    assert one.words == other.words
+    assert one.draw(3, validation=True) == other.draw(3, validation=True)
+    assert one.draw(3) != other.draw(3)
