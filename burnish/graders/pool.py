@@ -138,6 +138,7 @@ class GraderPool:
         too_long = Grade(0.0, status=Status.UNPARSED, message=f"longer than {longest} characters")
         self._grades = [too_long if len(text) > longest else None for text, _ in items]
         self._pending = deque(index for index, grade in enumerate(self._grades) if grade is None)
+        self._tried_again: set[int] = set()
         with selectors.DefaultSelector() as selector:
             self._listen(selector, 0)  # finds those that died since the last call
             while self._pending or any(worker.items for worker in self._workers):
@@ -220,7 +221,11 @@ class GraderPool:
         if not worker.ready:
             how = f"within {self.limits.start_seconds:g} s" if late else f"and {_ended(code)}"
             raise GraderError(f"{worker.name} did not load {self.source.spec} {how}")
-        if worker.items and not (late and worker.items[0] != suspect):
+        # Killed from outside, perhaps before it saw the item: that one is tried once more.
+        outside = code == -signal.SIGKILL and not late and worker.items
+        if outside and worker.items[0] not in self._tried_again:
+            self._tried_again.add(worker.items[0])
+        elif worker.items and not (late and worker.items[0] != suspect):
             self._grades[worker.items.popleft()] = self._verdict(code, late)
         self._pending.extendleft(reversed(worker.items))
         self.counts["restarts"] += 1
