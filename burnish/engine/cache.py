@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.engine import kernels
 from burnish.engine.sequence import Prefix
 from burnish.engine.sequence import Sequence as Sample
-from burnish.model.attention import PackedAttention, causal
 from burnish.model.transformer import ModelConfig
 
 T = TypeVar("T")
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Cache:
@@ -33,6 +35,9 @@ class Cache:
         shape = (config.n_layers, 2, pages, size * self.heads * self.width)
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
         self._scratch = [torch.empty(0, shape[3], dtype=dtype, device=device) for _ in range(2)]
+        slots = self._pool.view(config.n_layers, 2, pages * size, -1)
+        self.arrays = kernels.numbers(slots) if kernels.fuses(device, dtype) else None
+        """[layers, 2, slots, Hkv · D]: the same memory for the CPU's kernels."""
 
     @staticmethod
     def page_bytes(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
@@ -94,13 +99,35 @@ class _Block:
 
 
 @dataclass(frozen=True)
+class _Fresh:
+    """Prompts of about one length, one after another, each seeing its own past."""
+
+    tokens: int
+    longest: int
+    index: Tensor | None
+    """[B · L] where each row of the padded block comes from; a shorter prompt repeats its last
+    token. None: all have one length."""
+    real: Tensor | None
+    """[tokens] where the tokens lie in the padded block."""
+
+    def attend(self, *qkv: Tensor) -> Tensor:
+        """q [tokens, Hq, D], k and v [tokens, Hkv, D] -> [tokens, Hq, D]"""
+        padded = qkv if self.index is None else (x.index_select(0, self.index) for x in qkv)
+        q, k, v = (x.view(-1, self.longest, *x.shape[1:]).transpose(1, 2) for x in padded)
+        gqa = q.shape[1] != k.shape[1]
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        out = out.transpose(1, 2).flatten(0, 1)
+        return out if self.real is None else out.index_select(0, self.real)
+
+
+@dataclass(frozen=True)
 class _Shared:
     """Groups whose samples read their prompt's pages once, as R rows of one query."""
 
     rows: Tensor
     """[groups, R]; a smaller group repeats its first row."""
-    real: Tensor
-    """Which of groups · R are not repeats."""
+    sizes: Array
+    """[groups] samples of each."""
     pages: Tensor
     mask: Tensor
 
@@ -114,55 +141,126 @@ class CachedAttention:
         self._slots = self._tensor(np.concatenate([_slots(run, cache.size) for run in runs]))
         decoding = [run for run in runs if run.count == 1]
         self._rows = len(decoding)
-        self._blocks = self._private(decoding)
+        self._decoding = decoding
+        self._blocks: list[_Block] | None = None
         self._shared = self._prefixes(decoding)
-        fresh = [run.count for run in runs[self._rows :] if not run.start]
-        self._fresh = slice(self._rows, self._rows + sum(fresh))
-        self._packed: PackedAttention | None = causal(fresh, cache.device) if fresh else None
+        self._fresh = self._prompt_blocks(
+            [run.count for run in runs[self._rows :] if not run.start]
+        )
         self._resumed = [
-            (run, self._tensor(run.sequence.pages)) for run in runs[self._rows + len(fresh) :]
+            (run, self._tensor(run.sequence.pages)) for run in runs[self._rows :] if run.start
         ]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._cache.write(layer, self._slots, k, v)
         out = torch.empty_like(q)
         if self._rows:
-            self._decode(layer, q[: self._rows], out[: self._rows])
-        if self._packed is not None:
-            at = self._fresh
-            out[at] = self._packed(layer, q[at], k[at], v[at])
-        first = self._fresh.stop
-        for run, pages in self._resumed:
-            at = slice(first, first + run.count)
-            keys, values = self._cache.read(layer, pages, 1)
-            end = run.start + run.count
-            out[at] = kernels.causal_attention(q[at], keys[0, :end], values[0, :end], run.start)
-            first = at.stop
+            totals = self._own_pages(layer, q[: self._rows], out[: self._rows])
+            self._shared_pages(layer, q[: self._rows], out[: self._rows], totals)
+        self._prompts(layer, q, k, v, out)
         return out
 
-    def _decode(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """q and out [S, Hq, D]"""
-        cache, heads = self._cache, self._cache.heads
-        folded = q.view(len(q), heads, -1, cache.width)  # a key head's queries are its rows
-        totals = []
+    def fused(self, layer: int, qkv: Tensor, turn: tuple[Array, Array]) -> Tensor:
+        """The same from qkv [N, (Hq + 2 Hkv) D] as the model projects it -> [N, Hq D], on a CPU.
+
+        turn: cos and sin [N, D] by which q and k are rotated first, in place.
+        """
+        from burnish.engine import fused
+
+        cache, rows = self._cache, self._rows
+        assert cache.arrays is not None
+        keys, values = cache.arrays[layer]
+        array = kernels.numbers(qkv)
+        fused.turn(array, *turn, self._slots.numpy(), keys, values)
+        out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * keys.shape[1])
+        heads = out.shape[1] // cache.width
+        if rows:
+            totals, mine = np.empty((rows, heads), np.float32), kernels.numbers(out)[:rows]
+            decode = fused.decode_kernel(cache.width, heads // cache.heads, cache.size)
+            scale, threads = np.float32(cache.width**-0.5), torch.get_num_threads()
+            decode(array, keys, values, *self._flat_table, mine, totals, scale, threads)
+            for shared in self._shared:
+                table = shared.rows.numpy()
+                query = qkv.new_empty(
+                    len(table), cache.heads, table.shape[1], heads // cache.heads, cache.width
+                )
+                fused.fold(array, table, kernels.numbers(query))
+                k, v = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, len(table)))
+                part, total = self._attention(query.flatten(2, 3), k, v, shared.mask)
+                found = (
+                    kernels.numbers(part.reshape(query.shape)),
+                    total.reshape(query.shape[:4]).numpy(),
+                )
+                fused.join(mine, totals, table, shared.sizes, *found)
+        if len(qkv) > rows:
+            headed = qkv.view(len(qkv), -1, cache.width)
+            q, k, v = headed.tensor_split((heads, headed.shape[1] - cache.heads), 1)
+            self._prompts(layer, q, k, v, out.view(q.shape))
+        return out
+
+    def _own_pages(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
+        """q and out [S, Hq, D] -> the log-sum-exp of the scores [S, Hq]"""
+        if self._blocks is None:
+            self._blocks = self._private(self._decoding)
+        cache, totals = self._cache, []
+        folded = q.view(len(q), cache.heads, -1, cache.width)  # a key head's queries are its rows
         for block in self._blocks:
             mine = folded[block.rows]
             keys, values = (x.transpose(1, 2) for x in cache.read(layer, block.pages, len(mine)))
             part, total = self._attention(mine, keys, values, block.mask)
             out[block.rows] = part.reshape(len(mine), *q.shape[1:])
             totals.append(total.reshape(len(mine), -1))
-        own = torch.cat(totals) if self._shared else None
+        return torch.cat(totals)
+
+    def _shared_pages(self, layer: int, q: Tensor, out: Tensor, own: Tensor) -> None:
+        """Join what the prompts that samples share add to out [S, Hq, D]; own: its log-sum-exp."""
+        cache, heads = self._cache, self._cache.heads
         for shared in self._shared:
-            assert own is not None
             groups, samples = shared.rows.shape
+            folded = q.reshape(len(q), heads, -1, cache.width)
             query = folded[shared.rows].transpose(1, 2).flatten(2, 3)  # [groups, Hkv, R · …, D]
             keys, values = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, groups))
             part, total = self._attention(query, keys, values, shared.mask)
             part = part.view(groups, heads, samples, -1, cache.width).transpose(1, 2)
             part = part.reshape(-1, *q.shape[1:])
             total = total.reshape(groups, heads, samples, -1).transpose(1, 2).reshape(len(part), -1)
-            rows = shared.rows.flatten()[shared.real]
-            _merge(out, own, rows, part[shared.real], total[shared.real])
+            real = self._tensor(np.flatnonzero(np.arange(samples) < shared.sizes[:, None]))
+            rows = shared.rows.flatten()[real]
+            _merge(out, own, rows, part[real], total[real])
+
+    def _prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        first = self._rows
+        for fresh in self._fresh:
+            at = slice(first, first + fresh.tokens)
+            out[at] = fresh.attend(q[at], k[at], v[at])
+            first = at.stop
+        for run, pages in self._resumed:
+            at = slice(first, first + run.count)
+            keys, values = self._cache.read(layer, pages, 1)
+            end = run.start + run.count
+            out[at] = kernels.causal_attention(q[at], keys[0, :end], values[0, :end], run.start)
+            first = at.stop
+
+    @cached_property
+    def _flat_table(self) -> tuple[Array, Array, Array]:
+        """Own pages of all decoding rows, where each row's begin, and how many tokens they hold."""
+        tables = [run.own_pages() for run in self._decoding]
+        first = np.cumsum([0, *map(len, tables)])
+        held = [run.start + 1 - run.shared * self._cache.size for run in self._decoding]
+        return np.concatenate(tables).astype(np.int64), first[:-1], np.array(held)
+
+    def _prompt_blocks(self, lengths: list[int]) -> list[_Fresh]:
+        """lengths: of fresh prompts, from long to short."""
+        found = []
+        for bucket in _buckets(lengths, lambda length: length):
+            longest, ends = bucket[0], np.cumsum(bucket)
+            place = np.arange(longest)
+            index = np.minimum((ends - bucket)[:, None] + place, ends[:, None] - 1)
+            real = np.flatnonzero(place < np.array(bucket)[:, None])
+            even = bucket[-1] == longest
+            both = (None, None) if even else (self._tensor(index.ravel()), self._tensor(real))
+            found.append(_Fresh(int(ends[-1]), longest, *both))
+        return found
 
     def _private(self, runs: Sequence[Run]) -> list[_Block]:
         blocks, first = [], 0
@@ -185,11 +283,10 @@ class CachedAttention:
             most = max(len(rows_of[prefix]) for prefix in bucket)
             rows = [rows_of[prefix] for prefix in bucket]
             padded = self._tensor([[*r, *r[:1] * (most - len(r))] for r in rows])
-            real = [[i < len(r) for i in range(most)] for r in rows]
             tables = [list(prefix.pages[: prefix.whole]) for prefix in bucket]
             lengths = [len(table) * self._cache.size for table in tables]
-            real_at = self._tensor(np.flatnonzero(np.array(real)))
-            found.append(_Shared(padded, real_at, *self._table(tables, lengths)))
+            sizes = np.array(list(map(len, rows)))
+            found.append(_Shared(padded, sizes, *self._table(tables, lengths)))
         return found
 
     def _table(self, tables: list[list[int]], lengths: list[int]) -> tuple[Tensor, Tensor]:
@@ -207,10 +304,11 @@ class CachedAttention:
 
 
 def order(runs: Sequence[Run]) -> list[Run]:
-    """Decoding rows from long to short, then fresh prompts, then prompts that go on."""
+    """Decoding rows and fresh prompts, each from long to short, then prompts that go on."""
     decoding = [run for run in runs if run.count == 1]
     decoding.sort(key=lambda run: -len(run.own_pages()))
     fresh = [run for run in runs if run.count > 1 and not run.start]
+    fresh.sort(key=lambda run: -run.count)
     return decoding + fresh + [run for run in runs if run.count > 1 and run.start]
 
 

@@ -34,7 +34,7 @@ class EngineConfig:
     kv_bytes: int = 1 << 30
     """Memory for keys and values; samples that do not fit wait, or are computed again later."""
     page_size: int = 16
-    """Tokens per page."""
+    """Tokens per page, a multiple of 4."""
     max_running: int = 128
     """Samples that decode at once."""
     step_tokens: int = 1024
@@ -46,6 +46,8 @@ class EngineConfig:
         for name in ("kv_bytes", "page_size", "max_running", "step_tokens"):
             if getattr(self, name) < 1:
                 raise EngineError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.page_size % 4:
+            raise EngineError(f"page_size must be a multiple of 4, got {self.page_size}")
         if self.on_update not in ("keep", "recompute"):
             raise EngineError(f"on_update must be 'keep' or 'recompute', got {self.on_update!r}")
 

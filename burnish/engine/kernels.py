@@ -1,20 +1,24 @@
-"""The fast path on a CPU, beside the plain versions that run everywhere and that tests trust.
+"""The model as the engine runs it: PyTorch's own operations anywhere, fused kernels on a CPU.
 
-Nothing else in the engine knows the device.
+The plain versions run everywhere and are what tests trust. Nothing else here knows the device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from burnish.model.attention import Attend
+from burnish.model.rope import rotation
 from burnish.model.transformer import Layer, Transformer
+
+if TYPE_CHECKING:
+    from burnish.engine.cache import CachedAttention
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """q [B, H, R, D], k, v [B, H, T, D], mask [B, 1, 1, T] to add -> like q, log-sum-exp [B, H, R]."""
@@ -23,7 +27,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tens
 class Body(Protocol):
     """What the engine needs of a model."""
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: CachedAttention) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -44,77 +48,101 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tup
     return out, total
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weight lies the way oneDNN's matrix product reads it.
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """A linear layer; in bfloat16 its weight lies the way oneDNN's matrix product reads it.
 
     Rearranging it in every call costs a third of a decoding step: 64 rows are too few to hide it.
     """
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+    if weight.dtype != torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+    product = torch.ops.mkldnn._linear_pointwise
+    return lambda x: product(x, packed, bias, "none", [], "")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 64)
-        self._bias = None if bias is None else bias.detach()
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self._bias, "none", [], ""
+class _FusedLayer:
+    def __init__(self, layer: Layer) -> None:
+        names = ("qkv", "out", "gate_up", "down")
+        parts = (getattr(layer, name) for name in names)
+        self.qkv, self.out, self.gate_up, self.down = (
+            packed_linear(p.weight, p.bias) for p in parts
         )
-        return out
+        self.attention_norm, self.mlp_norm = map(
+            _norm_weight, (layer.attention_norm, layer.mlp_norm)
+        )
+        self.head_norms = [
+            (norm, slice(at, at + count))
+            for norm, at, count in zip(
+                (layer.q_norm, layer.k_norm), (0, layer.heads[0]), layer.heads, strict=False
+            )
+            if norm is not None
+        ]
 
 
-class PackedNorm(nn.Module):
-    """RMSNorm in a third fewer passes over the data, all but the last in float32."""
-
-    def __init__(self, norm: nn.RMSNorm) -> None:
-        super().__init__()
-        self._weight, self._eps = norm.weight.detach().float(), norm.eps or 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.linalg.vector_norm(wide, 2, -1, keepdim=True).square_()
-        scale = scale.mul_(1 / x.shape[-1]).add_(self._eps).rsqrt_()
-        return wide.mul_(scale).mul_(self._weight).to(x.dtype)
-
-
-class PackedTransformer:
-    """The model with packed weights; the embedding is the model's own."""
+class FusedTransformer:
+    """The model on a CPU: matrix products of packed weights, and `fused`'s kernels between them."""
 
     def __init__(self, model: Transformer) -> None:
-        with torch.device("meta"):
-            self._body = Transformer(model.config)
-        self._body.embed = model.embed
-        setattr(self._body, "norm", PackedNorm(model.norm))  # noqa: B010
-        for mine, layer in zip(self._body.layers, model.layers, strict=True):
-            assert isinstance(layer, Layer)
-            for name, part in layer.named_children():
-                if isinstance(part, nn.Linear):
-                    part = PackedLinear(part.weight, part.bias)
-                elif isinstance(part, nn.RMSNorm):
-                    part = PackedNorm(part)
-                setattr(mine, name, part)
-        self._model = model
-        head = model.embed if model.head is None else model.head
-        self._head = None if model.config.fp32_head else PackedLinear(head.weight, None)
+        from burnish.engine import fused
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        hidden: Tensor = self._body(tokens, positions, attend)
-        return hidden
+        self._fused, self._model = fused, model
+        threads = torch.get_num_threads()
+        fused.use_threads(threads)
+        torch.set_num_threads(threads)  # numba's first call gives PyTorch, too, every core
+        self._layers = [_FusedLayer(layer) for layer in model.layers if isinstance(layer, Layer)]
+        self._last_norm = _norm_weight(model.norm)
+        head = model.embed if model.head is None else model.head
+        self._head = None if model.config.fp32_head else packed_linear(head.weight, None)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: CachedAttention) -> Tensor:
+        config, norm, layers = self._model.config, self._fused.norm, self._layers
+        self._fused.use_threads(torch.get_num_threads())
+        x: Tensor = self._model.embed(tokens)
+        h, eps = torch.empty_like(x), np.float32(config.norm_eps)
+        cos, sin = (
+            t.flatten(1) for t in rotation(config.rope, positions, config.head_width, x.dtype)
+        )
+        turn = numbers(cos), numbers(sin)
+        inner = x.new_empty(len(x), config.d_ff)
+        residual, normed, gated = numbers(x), numbers(h), numbers(inner)
+        norms = [layer.attention_norm for layer in layers[1:]] + [self._last_norm]
+        norm(residual, residual[:0], layers[0].attention_norm, eps, normed)
+        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+            qkv = layer.qkv(h)
+            for head_norm, heads in layer.head_norms:
+                some = qkv.view(len(x), -1, config.head_width)[:, heads]
+                some.copy_(head_norm(some))
+            change = layer.out(attend.fused(index, qkv, turn))
+            norm(residual, numbers(change), layer.mlp_norm, eps, normed)
+            self._fused.gate(numbers(layer.gate_up(h)), gated)
+            norm(residual, numbers(layer.down(inner)), next_norm, eps, normed)
+        return h
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden) if self._head is None else self._head(hidden)
 
 
+def _norm_weight(norm: nn.RMSNorm) -> Any:
+    return norm.weight.detach().float().numpy()
+
+
+def numbers(x: Tensor) -> Any:
+    """A CPU tensor's own memory as an array; bfloat16, which numpy does not know, as its bits."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def fuses(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+
+
 def attention_for(device: torch.device, dtype: torch.dtype) -> Attention:
-    fast = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-    return flash_attention if fast else plain_attention
+    return flash_attention if fuses(device, dtype) else plain_attention
 
 
 def body_for(model: Transformer) -> Body:
     weight = model.embed.weight
-    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    if packs and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return PackedTransformer(model)
-    return model
+    return FusedTransformer(model) if fuses(weight.device, weight.dtype) else model
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:

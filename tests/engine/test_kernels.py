@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tiny
 import torch
+from torch.nn import functional as F
 
-from burnish.engine import kernels
+from burnish.engine import fused, kernels
+from burnish.engine.kernels import numbers
 from burnish.model.attention import causal
+from burnish.model.rope import Rope, rotate, rotation
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE != "cpu", reason="the packed path is the CPU's")
 
@@ -28,31 +32,96 @@ def test_flash_equals_plain(dtype: torch.dtype, atol: float) -> None:
             torch.testing.assert_close(got.float(), want.float(), atol=atol, rtol=atol)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_packed_equals_plain(family: str, tied: bool) -> None:
-    model = tiny.model(family=family, tied=tied).to(torch.bfloat16)
-    packed = kernels.PackedTransformer(model)
-    tokens, positions = torch.arange(20), torch.arange(20)
-    with torch.no_grad():
-        want = model(tokens, positions, causal([20]))
-        got = packed(tokens, positions, causal([20]))
-        torch.testing.assert_close(got, want, atol=0.1, rtol=0.05)
-        logits, plain = packed.logits(want), model.logits(want)
-    assert logits.shape == plain.shape
-    torch.testing.assert_close(logits, plain, atol=0.1, rtol=0.05)
-
-
-def test_an_fp32_head_stays_fp32() -> None:
-    model = tiny.model(fp32_head=True).to(torch.bfloat16)
-    hidden = torch.randn(3, 32, dtype=torch.bfloat16)
-    logits = kernels.PackedTransformer(model).logits(hidden)
-    assert logits.dtype is torch.float32
-    torch.testing.assert_close(logits, model.logits(hidden))
-
-
 def test_causal_attention_goes_on_from_a_position() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
     whole = causal([9])(0, q, k, v)
     torch.testing.assert_close(kernels.causal_attention(q[6:], k, v, 6), whole[6:])
+
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def ulps(dtype: torch.dtype) -> dict[str, float]:
+    """Two units in the last place."""
+    return {"rtol": 2 * torch.finfo(dtype).eps, "atol": 2e-7}
+
+
+@BOTH
+def test_norm_adds_and_normalises(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, more = torch.randn(2, 5, 48).to(dtype)
+    weight, out, sums = torch.rand(48) + 0.5, torch.empty_like(x), x.clone()
+    fused.norm(numbers(sums), numbers(more), weight.numpy(), np.float32(1e-5), numbers(out))
+    assert torch.equal(sums, x + more)
+    want = F.rms_norm((x + more).float(), (48,), weight, 1e-5).to(dtype)
+    torch.testing.assert_close(out, want, **ulps(dtype))
+
+
+@BOTH
+def test_gate(dtype: torch.dtype) -> None:
+    both = torch.linspace(-100, 100, 2 * 7 * 30).view(7, 60).to(dtype)
+    out = torch.empty(7, 30, dtype=dtype)
+    fused.gate(numbers(both), numbers(out))
+    gate, up = both.chunk(2, -1)
+    torch.testing.assert_close(out, F.silu(gate) * up, rtol=4 * torch.finfo(dtype).eps, atol=1e-30)
+
+
+@BOTH
+def test_turn_rotates_as_the_model_and_writes_the_pages(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(6, 4 + 2 + 2, 16).to(dtype)
+    turn = rotation(Rope(), torch.arange(3, 9), 16, dtype)
+    want, v = rotate(qkv[:, :6], turn), qkv[:, 6:].clone()
+    pages, slots = torch.zeros(2, 20, 2 * 16, dtype=dtype), np.array([19, 0, 7, 3, 4, 11])
+    keys, values = numbers(pages)
+    cos, sin = (numbers(x.flatten(1)) for x in turn)
+    fused.turn(numbers(qkv.flatten(1)), cos, sin, slots, keys, values)
+    torch.testing.assert_close(qkv[:, :6], want, **ulps(dtype))
+    torch.testing.assert_close(pages[0, slots].view(6, 2, 16), qkv[:, 4:6], rtol=0, atol=0)
+    assert torch.equal(pages[1, slots].view(6, 2, 16), v)
+
+
+@BOTH
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_decode_reads_pages_where_they_lie(dtype: torch.dtype, threads: int) -> None:
+    torch.manual_seed(0)
+    length, size = np.array([13, 9, 8, 1]), 4
+    tables = [[5, 0, 9, 3], [2, 7, 4], [1, 6], [8]]
+    qkv, pages = torch.randn(4, 8 * 16).to(dtype), torch.randn(2, 10 * size, 2 * 16).to(dtype)
+    out, totals = torch.empty(4, 4 * 16, dtype=dtype), torch.empty(4, 4)
+    first = np.cumsum([0, *map(len, tables)])[:-1]
+    fused.decode_kernel(16, 2, size)(
+        numbers(qkv),
+        *numbers(pages),
+        np.concatenate(tables),
+        first,
+        length,
+        numbers(out),
+        totals.numpy(),
+        np.float32(0.25),
+        threads,
+    )
+    for row, (table, n) in enumerate(zip(tables, length, strict=True)):
+        slots = [page * size + i for page in table for i in range(size)][:n]
+        k, v = pages[:, slots].view(2, 1, n, 2, 16).transpose(2, 3)
+        want, total = kernels.plain_attention(qkv[row, :64].view(1, 2, 2, 16), k, v, None)
+        torch.testing.assert_close(out[row], want.flatten(), **ulps(dtype) | {"atol": 1e-6})
+        torch.testing.assert_close(totals[row], total.flatten(), rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    x = torch.tensor([[1.0, torch.nan, torch.inf, -torch.inf]] * 2)
+    for dtype in (torch.float32, torch.bfloat16):
+        both, out = x.to(dtype), torch.empty(2, 2, dtype=dtype)
+        fused.gate(numbers(both), numbers(out))
+        gate, up = both.chunk(2, -1)
+        torch.testing.assert_close(out, F.silu(gate) * up, equal_nan=True)
+
+
+def test_an_fp32_head_stays_fp32() -> None:
+    model = tiny.model(fp32_head=True).to(torch.bfloat16)
+    hidden = torch.randn(3, 32, dtype=torch.bfloat16)
+    logits = kernels.FusedTransformer(model).logits(hidden)
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits, model.logits(hidden))

@@ -1,0 +1,246 @@
+"""The CPU's own kernels, compiled by numba when first called and kept in its cache on disk.
+
+They do in one pass over the data what takes PyTorch several operations each, read the cache's pages
+where they lie, and round where the model does. Rows run on PyTorch's own threads: numba's OpenMP
+layer finds the library that PyTorch has loaded. bfloat16 arrives as its bits, uint16, because numba
+does not know it; arithmetic is in float32.
+
+Legend: N tokens, S decoding rows, Hq and Hkv heads, D head width, d model width, f hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import intrinsic, overload
+
+EXACT = {"reassoc", "contract", "nsz"}
+"""Sums may be reordered, which vectors need; NaN and infinity stay what they are."""
+F = np.float32
+
+
+@intrinsic
+def _as_float(context: Any, bits: Any) -> Any:
+    def generate(target: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], target.get_value_type(types.float32))
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def _as_bits(context: Any, number: Any) -> Any:
+    def generate(target: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], target.get_value_type(types.uint32))
+
+    return types.uint32(types.float32), generate
+
+
+def _wide(x: Any) -> Any:
+    """A stored number as float32."""
+
+
+def _stored(x: Any, like: Any) -> Any:
+    """float32 rounded, to nearest even, to what `like` stores."""
+
+
+@overload(_wide, inline="always")
+def _(x):
+    if isinstance(x, types.Float):
+        return lambda x: x
+    return lambda x: _as_float(np.uint32(x) << np.uint32(16))
+
+
+@overload(_stored, inline="always")
+def _(x, like):
+    if isinstance(like.dtype, types.Float):
+        return lambda x, like: x
+
+    def bfloat16(x, like):
+        bits = _as_bits(x)
+        if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            return np.uint16(0x7FC0)  # NaN: rounding could turn it into a number
+        even = (bits >> np.uint32(16)) & np.uint32(1)
+        return np.uint16((bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
+
+    return bfloat16
+
+
+@njit(fastmath=EXACT, inline="always", cache=True)
+def _exp(x):
+    """e^x to float32's last bits, in operations that run on vectors; 0 below −87, at most e^88."""
+    x = min(max(x, F(-87.5)), F(88.0))
+    n = np.floor(x * F(math.log2(math.e)) + F(0.5))
+    r = x - n * F(0.693359375) - n * F(-2.12194440e-4)
+    p = F(1.9875691500e-4) * r + F(1.3981999507e-3)
+    p = (p * r + F(8.3334519073e-3)) * r + F(4.1665795894e-2)
+    p = (p * r + F(1.6666665459e-1)) * r + F(5.0000001201e-1)
+    return (p * r * r + r + F(1)) * _as_float(np.uint32(np.int32(n) + 127) << np.uint32(23))
+
+
+@njit(fastmath=EXACT | {"nnan"}, cache=True)  # a vector's maximum can't mind NaN
+def _largest(row):
+    top = row[0]
+    for x in row:
+        top = max(top, x)
+    return top
+
+
+def _norm(x, delta, weight, eps, out):
+    """x [N, d] += delta, which may be empty; out = RMSNorm(x)."""
+    width = x.shape[1]
+    for r in prange(x.shape[0]):
+        row, target = x[r], out[r]
+        if delta.shape[0]:
+            more = delta[r]
+            for i in range(width):
+                row[i] = _stored(_wide(row[i]) + _wide(more[i]), row)
+        total = F(0)
+        for i in range(width):
+            total += _wide(row[i]) * _wide(row[i])
+        scale = F(1) / np.sqrt(total / F(width) + eps)
+        for i in range(width):
+            target[i] = _stored(_wide(row[i]) * scale * weight[i], target)
+
+
+def _gate(both, out):
+    """both [N, 2f]: out = silu(the first half) · the second."""
+    width = out.shape[1]
+    for r in prange(out.shape[0]):
+        gate, up, target = both[r, :width], both[r, width:], out[r]
+        for i in range(width):
+            x = _wide(gate[i])
+            silu = _wide(_stored(x / (F(1) + _exp(-x)), target))
+            target[i] = _stored(silu * _wide(up[i]), target)
+
+
+def _turn(qkv, cos, sin, slots, keys, values):
+    """Rotate the heads of q and k in qkv [N, (Hq + 2 Hkv) D] where they are, by cos and sin [N, D];
+    write k and v into the pages' slots [., Hkv D]."""
+    width, held = cos.shape[1], keys.shape[1]
+    half, turned = width // 2, qkv.shape[1] - held
+    for r in prange(qkv.shape[0]):
+        c, s = cos[r], sin[r]
+        for h in range(turned // width):
+            left = qkv[r, h * width : h * width + half]
+            right = qkv[r, h * width + half : (h + 1) * width]
+            for i in range(half):
+                a, b = _wide(left[i]), _wide(right[i])
+                x = _wide(_stored(a * _wide(c[i]), left)) + b * _wide(s[i])
+                y = _wide(_stored(b * _wide(c[half + i]), left)) + a * _wide(s[half + i])
+                left[i], right[i] = _stored(x, left), _stored(y, left)
+        keys[slots[r]] = qkv[r, turned - held : turned]
+        values[slots[r]] = qkv[r, turned:]
+
+
+def _fold(qkv, rows, query):
+    """Queries of samples that share a prompt, side by side: query [groups, Hkv, R, G, D] from the
+    rows [groups, R] of qkv."""
+    _, heads, _, queries, width = query.shape
+    for group in prange(rows.shape[0]):
+        for h in range(heads):
+            for i in range(rows.shape[1]):
+                for g in range(queries):
+                    at = (h * queries + g) * width
+                    query[group, h, i, g] = qkv[rows[group, i], at : at + width]
+
+
+def _join(out, totals, rows, real, part, part_totals):
+    """Add attention over other keys: to out [S, Hq D], whose scores' log-sum-exp is totals [S, Hq],
+    part [groups, Hkv, R, G, D] at the first `real` [groups] of rows [groups, R]."""
+    heads, queries, width = part.shape[1], part.shape[3], part.shape[4]
+    for group in prange(rows.shape[0]):
+        for i in range(real[group]):
+            row = rows[group, i]
+            for h in range(heads):
+                for g in range(queries):
+                    at = h * queries + g
+                    ours, theirs = totals[row, at], part_totals[group, h, i, g]
+                    share = F(1) / (F(1) + _exp(ours - theirs))
+                    target, more = out[row, at * width : (at + 1) * width], part[group, h, i, g]
+                    for d in range(width):
+                        old = _wide(target[d])
+                        target[d] = _stored(old + share * (_wide(more[d]) - old), target)
+
+
+_rows: Any = njit(fastmath=EXACT, error_model="numpy", cache=True, nogil=True, parallel=True)
+norm: Any
+gate: Any
+turn: Any
+fold: Any
+join: Any
+norm, gate, turn, fold, join = map(_rows, (_norm, _gate, _turn, _fold, _join))
+
+
+def use_threads(count: int) -> None:
+    """For the calling thread; numba itself would take every core."""
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+
+
+@lru_cache
+def decode_kernel(width: int, queries: int, size: int) -> Any:
+    """Decoding rows over pages of `size` tokens, a multiple of 4; `queries` heads share a key."""
+
+    @_rows
+    def decode(qkv, keys, values, pages, first, length, out, totals, scale, threads):
+        """Rows [S] of qkv over their `length` tokens in pages[first :], from long to short -> out
+        [S, Hq D] and the log-sum-exp of the scores, totals [S, Hq]."""
+        rows, kv_heads = out.shape[0], keys.shape[1] // width
+        heads = kv_heads * queries
+        for thread in prange(threads):
+            q, o = np.empty((heads, width), F), np.empty((heads, width), F)
+            scores = np.empty((heads, length[0] + size + 4), F)
+            for r in range(thread, rows, threads):
+                n, table = length[r], pages[first[r] :]
+                for i in range(heads):
+                    source, wide = qkv[r, i * width : (i + 1) * width], q[i]
+                    for d in range(width):
+                        wide[d] = _wide(source[d]) * scale
+                for t in range(n):
+                    key = keys[table[t // size] * size + t % size]
+                    for h in range(kv_heads):
+                        mine = key[h * width : (h + 1) * width]
+                        for i in range(h * queries, (h + 1) * queries):
+                            wide, score = q[i], F(0)
+                            for d in range(width):
+                                score += wide[d] * _wide(mine[d])
+                            scores[i, t] = score
+                for i in range(heads):
+                    row, total = scores[i], F(0)
+                    top = _largest(row[:n])
+                    for t in range(n):
+                        row[t] = _exp(row[t] - top)
+                        total += row[t]
+                    totals[r, i] = top + np.log(total)
+                    row[n : n + 4] = F(0)
+                    scale_back, sums = F(1) / total, o[i]
+                    for t in range(n):
+                        row[t] *= scale_back
+                    for d in range(width):
+                        sums[d] = F(0)
+                for t in range(0, n, 4):  # four at a time: fewer passes over the sums
+                    last = n - t - 1
+                    at = table[t // size] * size + t % size
+                    for h in range(kv_heads):
+                        cut = slice(h * width, (h + 1) * width)
+                        v0, v1 = values[at, cut], values[at + min(1, last), cut]
+                        v2, v3 = values[at + min(2, last), cut], values[at + min(3, last), cut]
+                        for i in range(h * queries, (h + 1) * queries):
+                            sums, row = o[i], scores[i, t : t + 4]
+                            for d in range(width):
+                                sums[d] += (
+                                    row[0] * _wide(v0[d])
+                                    + row[1] * _wide(v1[d])
+                                    + row[2] * _wide(v2[d])
+                                    + row[3] * _wide(v3[d])
+                                )
+                for i in range(heads):
+                    target, sums = out[r, i * width : (i + 1) * width], o[i]
+                    for d in range(width):
+                        target[d] = _stored(sums[d], target)
+
+    return decode
