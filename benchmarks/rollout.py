@@ -9,8 +9,8 @@
 
 Each engine lives in a process of its own and takes turns; only ratios inside one run mean anything.
 The peer transformers runs in fp32 and in bf16, and the better one counts: one that is a quarter
-slower in the first round leaves after it. Threads wait without spinning (OMP_WAIT_POLICY=PASSIVE,
-unless set otherwise): on a machine with other work, spinning costs every engine up to ten times.
+slower in the first round leaves after it. Where the machine has other work, OMP_WAIT_POLICY=PASSIVE
+keeps threads from spinning while they wait, which costs every engine up to ten times there.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Worker:
         python = args.vllm if engine == "vllm" else sys.executable
         command = [python, __file__, "serve", "--engine", engine, "--dtype", dtype]
         command += ["--model", args.model, "--threads", str(args.threads)]
-        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | env
+        environment = os.environ | env
         environment["OMP_NUM_THREADS"] = str(args.threads)
         self._process = subprocess.Popen(
             command,

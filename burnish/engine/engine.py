@@ -137,9 +137,9 @@ class NativeEngine:
             return events
         plan = self._scheduler.plan()
         if plan.counts:
-            last = self._run(plan)
+            hidden, last = self._run(plan)
             ready = self._scheduler.advance(plan)
-            events += self._sample(ready, last)
+            events += self._sample(ready, hidden, [last[sequence] for sequence in ready])
         return events
 
     def load(self, weights: Weights) -> None:
@@ -175,8 +175,8 @@ class NativeEngine:
         self._paused = False
 
     @torch.inference_mode()
-    def _run(self, plan: Plan) -> dict[Sequence, Tensor]:
-        """-> the hidden state after each sequence's last token that was run."""
+    def _run(self, plan: Plan) -> tuple[Tensor, dict[Sequence, int]]:
+        """-> hidden states, and where the one after each sequence's last token lies."""
         if plan.copies:
             self._cache.copy(list(plan.copies.values()))
         runs = cache.order([cache.Run(s, s.computed, n) for s, n in plan.counts.items()])
@@ -188,15 +188,14 @@ class NativeEngine:
             torch.from_numpy(positions).to(device),
             cache.CachedAttention(self._cache, runs),
         )
-        ends = np.cumsum([run.count for run in runs]) - 1
-        last = hidden[torch.from_numpy(ends).to(device)]
-        return {run.sequence: row for run, row in zip(runs, last, strict=True)}
+        ends = (np.cumsum([run.count for run in runs]) - 1).tolist()
+        return hidden, {run.sequence: end for run, end in zip(runs, ends, strict=True)}
 
     @torch.inference_mode()
-    def _sample(self, ready: list[Sequence], last: dict[Sequence, Tensor]) -> list[Event]:
+    def _sample(self, ready: list[Sequence], hidden: Tensor, rows: list[int]) -> list[Event]:
         if not ready:
             return []
-        logits = self._body.logits(torch.stack([last[sequence] for sequence in ready]))
+        logits = self._body.logits(hidden[torch.tensor(rows, device=hidden.device)])
         tokens, logprobs = sampler.sample(logits, _draws(ready))
         events: list[Event] = []
         for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):

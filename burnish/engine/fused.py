@@ -14,14 +14,22 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import llvmlite.binding
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic, overload
+from numba.np.arrayobj import make_array
 
+if numba.config.CPU_FEATURES is None:
+    _features = llvmlite.binding.get_host_cpu_features()
+    if _features.get("avx512f"):  # LLVM would keep to half of such a processor's vectors
+        numba.config.CPU_FEATURES = _features.flatten() + ",-prefer-256-bit"
 EXACT = {"reassoc", "contract", "nsz"}
 """Sums may be reordered, which vectors need; NaN and infinity stay what they are."""
 F = np.float32
+AHEAD = 16
 
 
 @intrinsic
@@ -38,6 +46,24 @@ def _as_bits(context: Any, number: Any) -> Any:
         return builder.bitcast(args[0], target.get_value_type(types.uint32))
 
     return types.uint32(types.float32), generate
+
+
+@intrinsic
+def _prefetch(context: Any, table: Any, row: Any, column: Any) -> Any:
+    """Have table[row, column] brought near."""
+
+    def generate(target: Any, builder: Any, sig: Any, args: Any) -> Any:
+        array = make_array(sig.args[0])(target, builder, args[0])
+        width = builder.extract_value(array.shape, 1)
+        at = builder.gep(array.data, [builder.add(builder.mul(args[1], width), args[2])])
+        number, void = ir.IntType(32), ir.VoidType()
+        kind = ir.FunctionType(void, [at.type, number, number, number])
+        name = "llvm.prefetch.p0"
+        call = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(call, [at, number(0), number(3), number(1)])
+        return target.get_dummy_value()
+
+    return types.void(table, types.intp, types.intp), generate
 
 
 def _wide(x: Any) -> Any:
@@ -82,11 +108,19 @@ def _exp(x):
     return (p * r * r + r + F(1)) * _as_float(np.uint32(np.int32(n) + 127) << np.uint32(23))
 
 
-@njit(fastmath=EXACT | {"nnan"}, cache=True)  # a vector's maximum can't mind NaN
-def _largest(row):
-    top = row[0]
-    for x in row:
-        top = max(top, x)
+@njit(inline="always", cache=True)
+def _largest(row, tops):
+    """tops: room for maxima side by side, which is what runs on vectors. NaN is left out."""
+    width, end = tops.shape[0], row.shape[0]
+    tops[:] = F(-np.inf)
+    for start in range(0, end, width):
+        part = row[start : min(start + width, end)]
+        for i in range(part.shape[0]):
+            x = _wide(part[i])
+            tops[i] = x if x > tops[i] else tops[i]
+    top = tops[0]
+    for i in range(width):
+        top = tops[i] if tops[i] > top else top
     return top
 
 
@@ -167,13 +201,28 @@ def _join(out, totals, rows, real, part, part_totals):
                         target[d] = _stored(old + share * (_wide(more[d]) - old), target)
 
 
+def _weigh(logits, heat, peaks, sums, size):
+    """The largest of logits [M, V] / heat [M], and how much exp(logits / heat − that) there is in
+    each block of `size` of them: sums [M, blocks]."""
+    for r in prange(logits.shape[0]):
+        row, per = logits[r], F(1) / heat[r]
+        peak = _largest(row, np.empty(64, F)) * per
+        peaks[r] = peak
+        for block in range(sums.shape[1]):
+            part, total = row[block * size : (block + 1) * size], F(0)
+            for i in range(part.shape[0]):
+                total += _exp(_wide(part[i]) * per - peak)
+            sums[r, block] = total
+
+
 _rows: Any = njit(fastmath=EXACT, error_model="numpy", cache=True, nogil=True, parallel=True)
 norm: Any
 gate: Any
 turn: Any
 fold: Any
 join: Any
-norm, gate, turn, fold, join = map(_rows, (_norm, _gate, _turn, _fold, _join))
+weigh: Any
+norm, gate, turn, fold, join, weigh = map(_rows, (_norm, _gate, _turn, _fold, _join, _weigh))
 
 
 def use_threads(count: int) -> None:
@@ -193,6 +242,7 @@ def decode_kernel(width: int, queries: int, size: int) -> Any:
         heads = kv_heads * queries
         for thread in prange(threads):
             q, o = np.empty((heads, width), F), np.empty((heads, width), F)
+            tops = np.empty(16, F)
             scores = np.empty((heads, length[0] + size + 4), F)
             for r in range(thread, rows, threads):
                 n, table = length[r], pages[first[r] :]
@@ -202,6 +252,14 @@ def decode_kernel(width: int, queries: int, size: int) -> Any:
                         wide[d] = _wide(source[d]) * scale
                 for t in range(n):
                     key = keys[table[t // size] * size + t % size]
+                    if t + AHEAD < n:
+                        soon = table[(t + AHEAD) // size] * size + (t + AHEAD) % size
+                        for d in range(0, keys.shape[1], 32):
+                            _prefetch(keys, soon, d)
+                    else:
+                        soon = table[(n - 1 - t) // size] * size + (n - 1 - t) % size
+                        for d in range(0, keys.shape[1], 32):
+                            _prefetch(values, soon, d)
                     for h in range(kv_heads):
                         mine = key[h * width : (h + 1) * width]
                         for i in range(h * queries, (h + 1) * queries):
@@ -211,7 +269,7 @@ def decode_kernel(width: int, queries: int, size: int) -> Any:
                             scores[i, t] = score
                 for i in range(heads):
                     row, total = scores[i], F(0)
-                    top = _largest(row[:n])
+                    top = _largest(row[:n], tops)
                     for t in range(n):
                         row[t] = _exp(row[t] - top)
                         total += row[t]
@@ -224,6 +282,10 @@ def decode_kernel(width: int, queries: int, size: int) -> Any:
                         sums[d] = F(0)
                 for t in range(0, n, 4):  # four at a time: fewer passes over the sums
                     last = n - t - 1
+                    for ahead in range(t + AHEAD, min(t + AHEAD + 4, n)):
+                        soon = table[ahead // size] * size + ahead % size
+                        for d in range(0, keys.shape[1], 32):
+                            _prefetch(values, soon, d)
                     at = table[t // size] * size + t % size
                     for h in range(kv_heads):
                         cut = slice(h * width, (h + 1) * width)

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from burnish.engine import kernels
+
 BLOCK = 256
 ROWS = 16
 """Rows at a time: more fit neither the processor's cache nor memory that is mapped in already."""
@@ -38,6 +40,10 @@ class Draw:
 @torch.no_grad()
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
     """logits [M, V] -> M tokens and their log-probabilities, NaN where logits are not finite."""
+    if kernels.fuses(logits.device, logits.dtype):
+        found = _sample_whole(logits, draws)
+        if found is not None:
+            return found
     tokens: list[int] = []
     logprobs: list[float] = []
     # One buffer for all rows: memory that is mapped in afresh costs more than the arithmetic.
@@ -46,10 +52,33 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float
     weights = logits.new_empty(min(ROWS, len(draws)), blocks * BLOCK, dtype=wide)
     for first in range(0, len(draws), ROWS):
         some = draws[first : first + ROWS]
-        found = _sample(logits[first : first + ROWS], some, weights[: len(some)])
-        tokens += found[0]
-        logprobs += found[1]
+        more = _sample(logits[first : first + ROWS], some, weights[: len(some)])
+        tokens += more[0]
+        logprobs += more[1]
     return tokens, logprobs
+
+
+def _sample_whole(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]] | None:
+    """On a CPU, where no draw leaves anything out: no weight is written down. None otherwise."""
+    if any(draw.banned or not draw.temperature or _truncates(draw) for draw in draws):
+        return None
+    from burnish.engine import fused
+
+    rows, vocab = logits.shape
+    heat = torch.tensor([draw.temperature for draw in draws], dtype=torch.float32)
+    peaks, sums = torch.empty(rows), torch.empty(rows, -(-vocab // BLOCK))
+    fused.weigh(kernels.numbers(logits), heat.numpy(), peaks.numpy(), sums.numpy(), BLOCK)
+    totals = peaks.double() + sums.sum(1, dtype=torch.float64).log()
+    if not bool(totals.isfinite().all()):
+        return None
+    block, inside = _search(
+        sums, torch.tensor([[draw.uniform] for draw in draws], dtype=torch.float64)
+    )
+    at = block * BLOCK + torch.arange(BLOCK)
+    scaled = logits.gather(1, at.clamp(max=vocab - 1)).float() / heat[:, None]
+    hit, _ = _search((scaled - peaks[:, None]).exp() * (at < vocab), inside)
+    chosen = scaled.gather(1, hit)[:, 0].double()
+    return (block * BLOCK + hit)[:, 0].tolist(), (chosen - totals).tolist()
 
 
 def _sample(
