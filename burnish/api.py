@@ -104,6 +104,7 @@ def resume(
                 checkpoint.discard_after(path, chosen)
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
+            parts.learner.incarnation = directory.restart(start)
             run(recipe, directory, parts, start=start, show=show, stop=stop)
         finally:
             parts.task.close()

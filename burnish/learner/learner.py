@@ -58,6 +58,7 @@ class Learner:
         self.optimizer = Optimizer(policy, train)
         self.policy = self.optimizer.policy
         self.version = 0
+        self.incarnation = 0
         self.skipped_in_a_row = 0
         self.refreshed = False
         with_kl = objective.kl != "none"
@@ -139,7 +140,7 @@ class Learner:
             name: view.to(dtype or view.dtype, copy=True)
             for name, view in source.exchange().items()
         }
-        return Weights(self.version, 0, tensors)
+        return Weights(self.version, self.incarnation, tensors)
 
     def state(self) -> State:
         """What `load_state` needs to go on bit for bit. The tensors are views: write them at once.

@@ -90,6 +90,30 @@ def test_stopped_and_resumed_equals_never_stopped(stop_after, tmp_path):
     assert not (path / "summary.json").exists()
     api.resume(path)
     assert fingerprint(path) == fingerprint(whole)
+    restarts = [checkpoint.load(checkpoint.latest(p)).state["incarnation"] for p in (whole, path)]
+    assert restarts == [0, 1]
+
+
+def test_weights_say_how_often_the_run_was_restarted(tmp_path, monkeypatch):
+    """Also after a restart that ended before it saved anything."""
+    from burnish.engine.sorter import SorterEngine
+
+    path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(2))
+    seen = []
+    real = SorterEngine.load
+
+    def load(self, weights):
+        seen.append(weights.incarnation)
+        if len(seen) == 1:
+            raise BurnishError("gone")
+        real(self, weights)
+
+    monkeypatch.setattr(SorterEngine, "load", load)
+    with pytest.raises(BurnishError, match="gone"):
+        api.resume(path)
+    api.resume(path)
+    assert set(seen[1:]) == {2}
+    assert (path / "restarts.txt").read_text() == "from step 2\n" * 2
 
 
 def test_a_language_model_resumes_bit_for_bit(smollm2, tmp_path):

@@ -139,6 +139,16 @@ def test_what_the_sampler_says_is_not_shown_as_the_learners():
     assert not np.array_equal(own, sampled)
 
 
+def test_skipped_steps_are_counted(monkeypatch):
+    """fp16 begins by looking for its loss scale: how many steps that takes is a number of steps."""
+    from burnish.learner import optim
+
+    monkeypatch.setattr(optim, "FIRST_SCALE", 2.0**40)
+    steps, learner = run("train.steps=1", "train.precision=fp16", "train.epochs=40")
+    skipped = steps[0].metrics["train/skipped"]
+    assert skipped == 40 - learner.version > 1
+
+
 def test_drift_is_measured_on_fresh_rollouts():
     steps, _ = run("train.steps=4", "train.log_kl=true")
     assert steps[0].metrics["kl/initial_k3"] == steps[0].metrics["kl/previous_k3"] == 0

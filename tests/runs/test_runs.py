@@ -19,10 +19,10 @@ RECIPE = config.load("sort")
 
 def test_combine():
     rows = [
-        {"a": 1.0, "b_min": 3.0, "c_max": 1.0},
-        {"a": 3.0, "b_min": 2.0, "c_max": 5.0, "d": 7.0},
+        {"a": 1.0, "b_min": 3.0, "c_max": 1.0, "train/skipped": 1.0},
+        {"a": 3.0, "b_min": 2.0, "c_max": 5.0, "d": 7.0, "train/skipped": 1.0},
     ]
-    assert combine(rows) == {"a": 2.0, "b_min": 2.0, "c_max": 5.0, "d": 7.0}
+    assert combine(rows) == {"a": 2.0, "b_min": 2.0, "c_max": 5.0, "d": 7.0, "train/skipped": 2.0}
 
 
 def test_timers_account_for_every_second():
