@@ -19,6 +19,7 @@ from burnish.config import (
     SortTask,
 )
 from burnish.errors import ConfigError, RunError
+from burnish.plan import Size, check_lengths
 from burnish.runs import checkpoint
 from burnish.runs.directory import RunDirectory, environment, next_directory
 
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from burnish.loops.run import Parts, Progress
     from burnish.model.sorter import Sorter
     from burnish.model.tokenizer import Tokenizer
-    from burnish.model.transformer import Transformer
+    from burnish.model.transformer import ModelConfig, Transformer
     from burnish.rollout.rollout import Generator
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
 Show = Callable[["Progress"], None]
+PROBED = 1000
+"""Prompts that are looked at for the longest."""
 
 
 def train(
@@ -165,17 +168,20 @@ def build(
 ) -> Parts:
     """A recipe's task, generator and learner."""
     from burnish.learner.learner import Learner
-    from burnish.learner.policy import LanguagePolicy
+    from burnish.learner.policy import LanguagePolicy, Policy
     from burnish.loops.run import Parts
 
     task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward)
+    train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
+    policy: Policy
     if isinstance(recipe.model, SorterConfig):
-        learner = Learner(_sorter(recipe), recipe.objective, recipe.train)
+        policy = _sorter(recipe)
     else:
         model = open_model(recipe, dtype="float32")[0].to(_device(recipe))
-        policy = LanguagePolicy(model, recompute=recipe.train.recompute)
-        learner = Learner(policy, recipe.objective, recipe.train)
-    return Parts(task, generator, learner, decode)
+        if train.micro_tokens is not None:
+            check_lengths(recipe, _size(recipe, model, task))
+        policy = LanguagePolicy(model, recompute=train.recompute)
+    return Parts(task, generator, Learner(policy, recipe.objective, train), decode)
 
 
 def build_sampler(
@@ -214,17 +220,78 @@ def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, P
     from burnish.model import checkpoint as models
     from burnish.model import hub
     from burnish.model.tokenizer import Tokenizer
-    from burnish.model.transformer import ModelConfig, Transformer
+    from burnish.model.transformer import Transformer
 
     kind, precision = recipe.model, getattr(torch, dtype)
-    if isinstance(kind, LanguageConfig):
-        path = hub.resolve(kind.name)
-        model = models.load(path, dtype=precision, fp32_head=kind.fp32_head)
-        return model, Tokenizer.load(path), path
-    assert isinstance(kind, ScratchConfig)
-    path = hub.resolve(kind.tokenizer)
+    path = hub.resolve(_source(recipe))
     tokenizer = Tokenizer.load(path)
-    size = ModelConfig(
+    if isinstance(kind, LanguageConfig):
+        model = models.load(path, dtype=precision, fp32_head=kind.fp32_head)
+    else:
+        model = Transformer(_scratch(recipe, tokenizer)).init_weights(recipe.seed).to(precision)
+    return model, tokenizer, path
+
+
+def measure(recipe: Recipe) -> Size | None:
+    """What a plan of a language model needs to know of it; None where it is not here yet."""
+    if isinstance(recipe.model, SorterConfig):
+        return None
+    import torch
+
+    from burnish.graders.grader import InProcess
+    from burnish.model.checkpoint import read_config
+    from burnish.model.tokenizer import Tokenizer
+    from burnish.model.transformer import Transformer
+    from burnish.tasks.files import Files, rows_of
+    from burnish.tasks.keywords import Keywords
+
+    path = _local(_source(recipe))
+    if path is None:
+        return None
+    tokenizer = Tokenizer.load(path)
+    if isinstance(recipe.model, ScratchConfig):
+        config = _scratch(recipe, tokenizer)
+    elif path.suffix == ".gguf":
+        from burnish.model.gguf import Gguf
+
+        config = Gguf(path).config()
+    else:
+        config = read_config(path)
+    task: Validated
+    if isinstance(recipe.task, KeywordsTask):
+        task = Keywords(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
+    else:
+        assert isinstance(recipe.task, FilesTask)
+        rows = rows_of(recipe.task, seed=recipe.seed)
+        grader = InProcess(lambda response, row: None)  # a plan grades nothing
+        task = Files(*rows, recipe.task, tokenizer=tokenizer, grader=grader, seed=recipe.seed)
+    with torch.device("meta"):
+        return _size(recipe, Transformer(config), task)
+
+
+def _size(recipe: Recipe, model: Transformer, task: Validated) -> Size:
+    count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
+    prompts = [task.prompt(i) for i in range(min(count, PROBED))] + task.validation[:PROBED]
+    return Size(
+        parameters=sum(p.numel() for p in model.parameters()),
+        cached=2 * config.n_layers * config.kv_heads * config.head_width,
+        context=config.context,
+        longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
+    )
+
+
+def _source(recipe: Recipe) -> str:
+    """Whose files are read: the model's, or for one from scratch its tokenizer's."""
+    kind = recipe.model
+    return kind.tokenizer if isinstance(kind, ScratchConfig) else kind.name
+
+
+def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
+    from burnish.model.transformer import ModelConfig
+
+    kind = recipe.model
+    assert isinstance(kind, ScratchConfig)
+    return ModelConfig(
         vocab_size=tokenizer.vocab_size,
         n_layers=kind.layers,
         d_model=kind.width,
@@ -234,7 +301,22 @@ def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, P
         context=kind.context,
         fp32_head=kind.fp32_head,
     )
-    return Transformer(size).init_weights(recipe.seed).to(precision), tokenizer, path
+
+
+def _local(name: str) -> Path | None:
+    """Where a model lies if it is here: a plan downloads nothing."""
+    from burnish.model import hub
+
+    if name in hub.PACKAGED:
+        return next((hub.cache_directory() / "models").glob(f"{name}-*"), None)
+    if not name.startswith("hf:"):
+        return hub.resolve(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name.removeprefix("hf:"), local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return None
 
 
 def _sorter(recipe: Recipe) -> Sorter:
@@ -287,7 +369,9 @@ FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "descrip
 
 def _resumed_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     before = config.load(str(path / "recipe.toml"))
-    after = config.load(str(path / "recipe.toml"), overrides)
+    decay = before.decay_steps  # of the run as it was, also if it shall now be longer
+    pinned = [] if decay is None else [f"train.decay_steps={decay}"]
+    after = config.load(str(path / "recipe.toml"), [*pinned, *overrides])
     for override in overrides:
         key = override.partition("=")[0].strip()
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):

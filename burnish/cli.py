@@ -62,13 +62,13 @@ def plan(
     recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
 ) -> None:
     """Print what a recipe will compute, without running it."""
-    from burnish import config
+    from burnish import api, config
     from burnish.plan import plan as make_plan
     from burnish.runs.directory import next_directory
 
     loaded = config.load(recipe, overrides or (), seed=seed)
     where = out or next_directory(Path("runs"), loaded.name)
-    for title, rows in make_plan(loaded, where):
+    for title, rows in make_plan(loaded, where, api.measure(loaded)):
         out_console.print(f"[bold]{title}")
         table = Table.grid(padding=(0, 2))
         for what, value in rows:

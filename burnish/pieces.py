@@ -158,5 +158,5 @@ def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
 
 PROXIMALS = {
     "behavior": "the sampler's own log-probabilities",
-    "recompute": "recomputed by the learner at the start of the batch",
+    "recompute": "the learner's own at the start of the batch",
 }

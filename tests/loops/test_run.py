@@ -145,6 +145,16 @@ def test_more_steps_may_be_asked_for_and_other_mathematics_not(tmp_path):
     assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in ours.tensors)
 
 
+def test_a_longer_run_decays_as_it_began_to(tmp_path):
+    path = api.train("sort", overrides=[*SORT, "train.schedule=linear"], out=tmp_path / "run")
+    api.resume(path, overrides=["train.steps=8"])
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["train/learning_rate"] for row in rows[1:]]
+    pairs = [1e-3 * (1 - (step + 0.5) / 12) for step in range(0, 12, 2)]  # two steps a rollout
+    assert rates == pytest.approx([*pairs, 0.0, 0.0])
+    assert config.load(str(path / "recipe.toml")).train.decay_steps == 12
+
+
 def test_an_environment_that_changed_is_named(tmp_path):
     path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(2))
     file = path / "environment.json"

@@ -129,6 +129,17 @@ def test_the_policy_is_scored_only_where_a_step_does_not_do_it_anyway(loss, epoc
         assert torch.equal(tensor, other.weights().tensors[name])
 
 
+def test_one_pass_of_grpo_clip_is_one_step_of_the_policy_gradient():
+    """At a ratio of 1 nothing is clipped, so the classic comparison begins at the plain recipe."""
+    learners = [
+        run("train.steps=3", "train.epochs=1", f"objective.loss={loss}", "objective.kl=k2")[1]
+        for loss in ("reinforce", "clip")
+    ]
+    plain, clipped = (learner.weights().tensors for learner in learners)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(clipped[name], tensor, rtol=0, atol=1e-6)
+
+
 def test_what_the_sampler_says_is_not_shown_as_the_learners():
     steps, _ = run("train.steps=1", "train.batch=10", "objective.proximal=behavior")
     assert steps[0].learner_logprobs is None
