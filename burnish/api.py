@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
     from burnish.rollout.rollout import Generator
+    from burnish.types import Completion, Prompt
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
 Show = Callable[["Progress"], None]
@@ -56,7 +57,8 @@ def train(
     row, or "FILE.py:NAME") replace the recipe's task by one's own.
     """
     if isinstance(recipe, str):
-        own = ["task.name=files"] if prompts is not None or reward is not None else []
+        is_own = prompts is not None or reward is not None
+        own = own_task(recipe, reward=reward) if is_own else []
         recipe = config.load(recipe, [*own, *overrides], seed=seed)
     path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
     _prepare(recipe)
@@ -69,6 +71,68 @@ def train(
     finally:
         parts.task.close()
     return path
+
+
+def own_task(
+    recipe: str, *, data: Path | None = None, reward: Reward | str | None = None
+) -> list[str]:
+    """Overrides that put prompts and a reward of one's own in the place of a recipe's task.
+
+    ``data`` is a JSONL file, or a directory with train.jsonl and validation.jsonl such as `burnish
+    data` writes. Without a reward, a keyword recipe keeps its own.
+    """
+    overrides = ["task.name=files"]
+    files = {"train": data}
+    if data is not None and data.is_dir():
+        files = {"train": data / "train.jsonl", "validation": data / "validation.jsonl"}
+    overrides += [f"task.{key}={json.dumps(str(file))}" for key, file in files.items() if file]
+    if isinstance(reward, str):
+        overrides.append(f"task.reward={json.dumps(reward)}")
+    task = config.load(recipe).task
+    if reward is None and isinstance(task, KeywordsTask):
+        overrides += ["task.reward=keywords", f"task.must_end={json.dumps(task.must_end)}"]
+    return overrides
+
+
+def write_keywords(
+    out: str | Path,
+    *,
+    rows: int,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    show: Callable[[int, int], None] = lambda kept, asked: None,
+) -> dict[str, float]:
+    """Keyword prompts with answers of the model that the recipe ``keywords`` names.
+
+    ``show`` gets how many rows are kept and how many prompts were asked.
+    """
+    recipe = config.load("keywords", overrides, seed=seed)
+    from burnish.draws import Stream
+    from burnish.loops import data
+
+    data.new_files(Path(out))  # what can go wrong goes wrong before the model is loaded
+    _prepare(recipe)
+    from burnish.loops.sync import sampling
+    from burnish.tasks.keywords import Keywords
+
+    task, generator, _ = build_sampler(recipe)
+    assert isinstance(task, Keywords)
+    params = sampling(recipe)
+
+    def sample(prompts: Sequence[Prompt], first: int) -> list[tuple[Completion, ...]]:
+        n = recipe.rollout.group_size
+        return generator.generate(
+            prompts, first_group=first, samples=n, params=params, stream=Stream.GENERATE
+        )
+
+    return data.write_keywords(
+        task,
+        sample,
+        Path(out),
+        rows=rows,
+        batch=recipe.prompts_per_rollout,
+        show=show,
+    )
 
 
 def resume(
@@ -191,6 +255,12 @@ def build_sampler(
     reward: Reward | str | None = None,
 ) -> tuple[Validated, Generator, Callable[[Any], list[str]]]:
     """A recipe's task and generator, and what turns token ids into a text each."""
+    given = prompts is not None or reward is not None
+    if given and not isinstance(recipe.task, FilesTask):
+        raise ConfigError(
+            f"prompts and reward have no effect with task.name = '{recipe.task.name}'; load the "
+            "recipe with task.name = 'files', or pass its name"
+        )
     if isinstance(recipe.task, SortTask):
         from burnish.engine.sorter import SorterEngine
         from burnish.tasks.sorting import Sorting

@@ -18,6 +18,8 @@ from rich.table import Table
 from burnish.errors import BurnishError, ConfigError, RunError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Display
+
     from burnish.loops.run import Progress
 
 app = typer.Typer(
@@ -26,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Post-train language models with reinforcement learning.",
 )
+data_app = typer.Typer(no_args_is_help=True, help="Write data that a model makes.")
+app.add_typer(data_app, name="data")
 out_console = Console(highlight=False)
 
 RecipeName = Annotated[str, typer.Argument(help="a name from `burnish recipes`, or a .toml file")]
@@ -82,7 +86,9 @@ def train(
     overrides: Overrides = None,
     seed: Seed = None,
     out: Out = None,
-    data: Annotated[Path | None, typer.Option(help="prompts of your own, JSONL")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="prompts of your own: a JSONL file, or what `data` wrote")
+    ] = None,
     reward: Annotated[str | None, typer.Option(help="a reward of your own, FILE.py:NAME")] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -90,9 +96,9 @@ def train(
     from burnish import api, config
     from burnish.runs.directory import next_directory
 
-    own = ["task.name=files"] if data is not None or reward is not None else []
-    own += [f"task.train={json.dumps(str(data))}"] if data is not None else []
-    own += [f"task.reward={json.dumps(reward)}"] if reward is not None else []
+    own = []
+    if data is not None or reward is not None:
+        own = api.own_task(recipe, data=data, reward=reward)
     loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
     path = out or next_directory(Path("runs"), loaded.name)
     with _live(path, loaded.train.steps, quiet=quiet) as (show, stop):
@@ -158,6 +164,38 @@ def evaluate(recipe: RecipeName, overrides: Overrides = None, seed: Seed = None)
     for name, value in api.evaluate(recipe, overrides=overrides or (), seed=seed).items():
         table.add_row(name, f"{value:.4f}")
     out_console.print(table)
+
+
+@data_app.command(name="keywords")
+def data_keywords(
+    out: Annotated[Path, typer.Argument(help="a directory for train.jsonl and validation.jsonl")],
+    rows: Annotated[int, typer.Option("-n", "--rows", help="in all, a fifth held out")] = 500,
+    model: Annotated[str, typer.Option(help="a name, a directory or hf:ORG/NAME")] = "smollm2-135m",
+    max_tokens: Annotated[int, typer.Option(help="per answer")] = 48,
+    seed: Seed = None,
+    overrides: Overrides = None,
+) -> None:
+    """Ask a model for sentences with given words and keep those that have them.
+
+    Sampled as the recipe `keywords` samples, rollout.group_size answers to a prompt.
+    """
+    from burnish import api
+
+    own = [f"model.name={json.dumps(model)}", f"rollout.max_tokens={max_tokens}"]
+    with _display() as display:
+        bar = display.add_task(out.name, total=rows, now="")
+
+        def show(kept: int, asked: int) -> None:
+            display.update(bar, completed=kept, now=f"{kept / asked:.0%} of {asked:,} prompts kept")
+
+        told = api.write_keywords(
+            out, rows=rows, overrides=[*own, *(overrides or ())], seed=seed, show=show
+        )
+    out_console.print(
+        f"{rows:,} rows of {told['data/prompts']:,.0f} prompts → {escape(str(out))}; train on them "
+        f"with: burnish train keywords --data {escape(str(out))}",
+        soft_wrap=True,
+    )
 
 
 @app.command()
@@ -235,11 +273,7 @@ def generate(
     Console(stderr=True, highlight=False).print(escape(str(speed)))
 
 
-@contextmanager
-def _live(
-    path: Path, total: int, *, quiet: bool
-) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
-    """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
+def _display(*, quiet: bool = False) -> Display:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -257,8 +291,16 @@ def _live(
         TimeRemainingColumn(),
         TextColumn("{task.fields[now]}"),
     )
+    return Display(*columns, console=out_console, disable=quiet)
+
+
+@contextmanager
+def _live(
+    path: Path, total: int, *, quiet: bool
+) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
+    """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
     asked: list[int] = []
-    with Display(*columns, console=out_console, disable=quiet) as display:
+    with _display(quiet=quiet) as display:
         bar = display.add_task(path.name, total=total, now="")
 
         def show(progress: Progress) -> None:

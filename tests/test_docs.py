@@ -92,7 +92,9 @@ def test_commands_are_real(page):
     for line in commands(page):
         words = shlex.split(line, comments=True)[1:]
         assert words[0] in COMMANDS, line
-        known = {option for p in COMMANDS[words[0]].params for option in p.opts}
+        command = COMMANDS[words[0]]
+        command = command.commands[words[1]] if words[0] == "data" and words[1:] else command
+        known = {option for p in command.params for option in p.opts}
         given = {word for word in words if word.startswith("--")}
         assert given <= known | {"--help", "--debug"}, line
         if words[0] in ("train", "plan") and len(words) > 1:

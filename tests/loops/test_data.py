@@ -52,5 +52,8 @@ def test_a_model_that_never_does_it(tmp_path):
     with pytest.raises(DataError, match=r"only 0 of 4 rows after .* prompts"):
         write_keywords(TASK, sampler(lambda n: False), tmp_path, rows=5)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"can't write to .* choose another"):
+        write_keywords(TASK, sampler(lambda n: True), tmp_path / "file", rows=5)
     with pytest.raises(DataError, match="rows must be at least 2"):
         write_keywords(TASK, sampler(lambda n: True), tmp_path, rows=1)
