@@ -216,18 +216,40 @@ def test_an_exported_model_repeats_the_validation(smollm2, tmp_path):
         api.export(path, tmp_path / "hf")
 
 
-def test_own_prompts_and_reward_from_python(smollm2, tmp_path):
-    def short(response, row):
-        return {"reward": float(len(response) < row["limit"]), "length": len(response)}
+REWARD = """
+def short(response, row):
+    return {"reward": float(len(response) < row["limit"]), "length": len(response)}
+"""
 
+
+def test_own_rewards_leave_the_same_whether_they_run_here_or_in_workers(smollm2, tmp_path):
+    """A function that lives in this process alone is called here, one in a file by workers."""
+    names = {}
+    exec(REWARD, names)
+    file = tmp_path / "reward.py"
+    file.write_text(REWARD)
     rows = [{"prompt": f"Say {word}.", "limit": 20} for word in "abcdefghij"]
-    settings = [s for s in tiny(smollm2) if not s.startswith("task.")]
-    path = api.train(
-        "keywords", prompts=rows, reward=short, overrides=settings, out=tmp_path / "run"
+    settings = [s for s in tiny(smollm2, "train.steps=2") if not s.startswith("task.")]
+    here, there = (
+        api.train("keywords", prompts=rows, reward=reward, overrides=settings, out=tmp_path / out)
+        for reward, out in ((names["short"], "here"), (f"{file}:short", "there"))
     )
-    last = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert "rollout/part_length" in last
+    for name in SAME:
+        assert (here / name).read_bytes() == (there / name).read_bytes(), name
+    last = json.loads((here / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["rollout/grades_scored"] == 1.0
+    assert "rollout/part_length" in last
+    clocks = [
+        [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+        for run in (here, there)
+    ]
+    assert [row.keys() for row in clocks[0]] == [row.keys() for row in clocks[1]]
+    assert all(row["time/grade"] > 0 for rows in clocks for row in rows[1:])
+
+
+def test_prompts_for_a_task_that_has_its_own_are_refused():
+    with pytest.raises(ConfigError, match="prompts and reward have no effect with"):
+        api.train(config.load("sort"), prompts=["a"])
 
 
 @pytest.mark.slow
