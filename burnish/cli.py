@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -203,17 +203,33 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="run directories")],
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("compare.png"),
 ) -> None:
-    """Overlay runs in one picture; runs that differ only in their seed share a line."""
-    from burnish.runs.plots import draw_comparison, final_reward
+    """Overlay runs in one picture and tabulate what they came to.
+
+    Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
+    the last 10 steps; the rest is the last validation. Where all runs measured KL, the picture has
+    the reward against it.
+    """
+    import numpy as np
+
+    from burnish.runs.plots import draw_comparison, ends
 
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is not a directory; choose another --out")
-    table = Table.grid(padding=(0, 2))
-    for curve in draw_comparison(runs, out):
-        mean, spread = final_reward(curve)
-        seeds = ", ".join(map(str, sorted(curve.seeds)))
-        table.add_row(escape(curve.label), f"reward {mean:.2f} ± {spread:.2f}", f"seeds {seeds}")
-    out_console.print(table)
+    curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out)]
+    shown = [name for name in curves[0][1] if any(np.isfinite(e[name]).any() for _, e in curves)]
+
+    def line(what: object, values: Iterable[object]) -> None:
+        out_console.print(f"  {what!s:8}" + "".join(f"{value!s:>10}" for value in values))
+
+    line("", shown)
+    for curve, end in curves:
+        out_console.print(escape(curve.label), soft_wrap=True)
+        columns = [end[name] for name in shown]
+        for seed, *values in sorted(zip(curve.seeds, *columns, strict=True)):
+            line(f"seed {seed}", ("–" if np.isnan(value) else f"{value:.3f}" for value in values))
+        if len(curve.seeds) > 1:
+            for name, over in (("mean", np.mean), ("std", np.std)):
+                line(name, (f"{over(values):.3f}" for values in columns))
     out_console.print(f"picture: {escape(str(out))}")
 
 

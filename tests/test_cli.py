@@ -34,7 +34,10 @@ def test_train_compare_and_the_files(tmp_path):
     assert json.loads((tmp_path / "runs/sort-2/summary.json").read_text())["seed"] == 1
     done = burnish("compare", "runs/sort-1", "runs/sort-2", "--out", "both.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "seeds 0, 1" in done.stdout
+    header, label, *rows = done.stdout.splitlines()
+    assert header.split() == ["reward", "held", "out", "inclusion", "ended"]
+    assert label == "sort"
+    assert [row.split()[0] for row in rows] == ["seed", "seed", "mean", "std", "picture:"]
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
