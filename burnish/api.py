@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
     from burnish.rollout.rollout import Generator
-    from burnish.types import Completion, Prompt
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
+Prompts = Iterable[str | Mapping[str, Any]] | None
 Show = Callable[["Progress"], None]
 PROBED = 1000
 """Prompts that are looked at for the longest."""
@@ -41,7 +41,7 @@ PROBED = 1000
 def train(
     recipe: str | Recipe,
     *,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    prompts: Prompts = None,
     reward: Reward | str | None = None,
     overrides: Sequence[str] = (),
     seed: int | None = None,
@@ -107,32 +107,14 @@ def write_keywords(
     ``show`` gets how many rows are kept and how many prompts were asked.
     """
     recipe = config.load("keywords", overrides, seed=seed)
-    from burnish.draws import Stream
     from burnish.loops import data
+    from burnish.tasks.keywords import Keywords
 
     data.new_files(Path(out))  # what can go wrong goes wrong before the model is loaded
     _prepare(recipe)
-    from burnish.loops.sync import sampling
-    from burnish.tasks.keywords import Keywords
-
     task, generator, _ = build_sampler(recipe)
     assert isinstance(task, Keywords)
-    params = sampling(recipe)
-
-    def sample(prompts: Sequence[Prompt], first: int) -> list[tuple[Completion, ...]]:
-        n = recipe.rollout.group_size
-        return generator.generate(
-            prompts, first_group=first, samples=n, params=params, stream=Stream.GENERATE
-        )
-
-    return data.write_keywords(
-        task,
-        sample,
-        Path(out),
-        rows=rows,
-        batch=recipe.prompts_per_rollout,
-        show=show,
-    )
+    return data.write_keywords(recipe, task, generator, Path(out), rows=rows, show=show)
 
 
 def resume(
@@ -141,7 +123,7 @@ def resume(
     overrides: Sequence[str] = (),
     from_checkpoint: str | None = None,
     anyway: bool = False,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    prompts: Prompts = None,
     reward: Reward | str | None = None,
     show: Show = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
@@ -227,7 +209,7 @@ def export(run_path: str | Path, out: str | Path, *, which: str = "best") -> Pat
 def build(
     recipe: Recipe,
     *,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    prompts: Prompts = None,
     reward: Reward | str | None = None,
 ) -> Parts:
     """A recipe's task, generator and learner."""
@@ -251,7 +233,7 @@ def build(
 def build_sampler(
     recipe: Recipe,
     *,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    prompts: Prompts = None,
     reward: Reward | str | None = None,
 ) -> tuple[Validated, Generator, Callable[[Any], list[str]]]:
     """A recipe's task and generator, and what turns token ids into a text each."""
@@ -308,12 +290,9 @@ def measure(recipe: Recipe) -> Size | None:
         return None
     import torch
 
-    from burnish.graders.grader import InProcess
     from burnish.model.checkpoint import read_config
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import Transformer
-    from burnish.tasks.files import Files, rows_of
-    from burnish.tasks.keywords import Keywords
 
     path = _local(_source(recipe))
     if path is None:
@@ -327,14 +306,7 @@ def measure(recipe: Recipe) -> Size | None:
         config = Gguf(path).config()
     else:
         config = read_config(path)
-    task: Validated
-    if isinstance(recipe.task, KeywordsTask):
-        task = Keywords(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
-    else:
-        assert isinstance(recipe.task, FilesTask)
-        rows = rows_of(recipe.task, seed=recipe.seed)
-        grader = InProcess(lambda response, row: None)  # a plan grades nothing
-        task = Files(*rows, recipe.task, tokenizer=tokenizer, grader=grader, seed=recipe.seed)
+    task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0)  # none is graded
     with torch.device("meta"):
         return _size(recipe, Transformer(config), task)
 
@@ -401,7 +373,7 @@ def _sorter(recipe: Recipe) -> Sorter:
 def _language_task(
     recipe: Recipe,
     tokenizer: Tokenizer,
-    prompts: Iterable[str | Mapping[str, Any]] | None,
+    prompts: Prompts,
     reward: Reward | str | None,
 ) -> Any:
     from burnish.tasks.files import make_files

@@ -7,31 +7,33 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from burnish.config import Recipe
+from burnish.draws import Stream
 from burnish.errors import DataError
+from burnish.loops.sync import sampling
+from burnish.rollout.rollout import Generator
 from burnish.tasks.keywords import Keywords
 from burnish.types import Completion, Prompt
 
-Sampler = Callable[[Sequence[Prompt], int], Sequence[Sequence[Completion]]]
-"""(prompts, running number of the first) → some completions of each."""
 Row = dict[str, object]
 PATIENCE = 200
 """Prompts per row, on average, before a model is given up."""
 
 
 def write_keywords(
+    recipe: Recipe,
     task: Keywords,
-    sample: Sampler,
+    generator: Generator,
     directory: Path,
     *,
     rows: int,
-    batch: int = 64,
     show: Callable[[int, int], None] = lambda kept, asked: None,
 ) -> dict[str, float]:
     """Writes train.jsonl and validation.jsonl, 80/20, with fields prompt, answer and keywords.
 
-    Of each prompt's answers the first that earns the task's reward is kept; prompts go on until
-    there are enough rows, ``batch`` at a time. Returns what was asked, what was kept, and the share
-    that earned it.
+    Sampled as the recipe samples a rollout. Of each prompt's answers the first that earns the
+    task's reward is kept; prompts go on until there are enough rows. Returns what was asked, what
+    was kept, and the share that earned it.
     """
     if rows < 2:
         raise DataError(f"rows must be at least 2, one of them for validation, got {rows}")
@@ -50,8 +52,15 @@ def write_keywords(
                     "hardly ever includes the keywords; sample more answers per prompt, or ask a "
                     "better model"
                 )
-            prompts = [prompt(asked - first + i) for i in range(batch)]
-            for one, answers in zip(prompts, sample(prompts, asked), strict=True):
+            prompts = [prompt(asked - first + i) for i in range(recipe.prompts_per_rollout)]
+            sampled = generator.generate(
+                prompts,
+                first_group=asked,
+                samples=recipe.rollout.group_size,
+                params=sampling(recipe),
+                stream=Stream.GENERATE,
+            )
+            for one, answers in zip(prompts, sampled, strict=True):
                 if len(kept) < count:
                     asked += 1
                     kept += _good(task, one, answers)
