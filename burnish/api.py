@@ -19,6 +19,7 @@ from burnish.config import (
     SortTask,
 )
 from burnish.errors import ConfigError, RunError
+from burnish.plan import Size, check_lengths
 from burnish.runs import checkpoint
 from burnish.runs.directory import RunDirectory, environment, next_directory
 
@@ -27,17 +28,20 @@ if TYPE_CHECKING:
     from burnish.loops.run import Parts, Progress
     from burnish.model.sorter import Sorter
     from burnish.model.tokenizer import Tokenizer
-    from burnish.model.transformer import Transformer
+    from burnish.model.transformer import ModelConfig, Transformer
     from burnish.rollout.rollout import Generator
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
+Prompts = Iterable[str | Mapping[str, Any]] | None
 Show = Callable[["Progress"], None]
+PROBED = 1000
+"""Prompts that are looked at for the longest."""
 
 
 def train(
     recipe: str | Recipe,
     *,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    prompts: Prompts = None,
     reward: Reward | str | None = None,
     overrides: Sequence[str] = (),
     seed: int | None = None,
@@ -53,7 +57,8 @@ def train(
     row, or "FILE.py:NAME") replace the recipe's task by one's own.
     """
     if isinstance(recipe, str):
-        own = ["task.name=files"] if prompts is not None or reward is not None else []
+        is_own = prompts is not None or reward is not None
+        own = own_task(recipe, reward=reward) if is_own else []
         recipe = config.load(recipe, [*own, *overrides], seed=seed)
     path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
     _prepare(recipe)
@@ -68,13 +73,57 @@ def train(
     return path
 
 
+def own_task(
+    recipe: str, *, data: Path | None = None, reward: Reward | str | None = None
+) -> list[str]:
+    """Overrides that put prompts and a reward of one's own in the place of a recipe's task.
+
+    ``data`` is a JSONL file, or a directory with train.jsonl and validation.jsonl such as `burnish
+    data` writes. Without a reward, a keyword recipe keeps its own.
+    """
+    overrides = ["task.name=files"]
+    files = {"train": data}
+    if data is not None and data.is_dir():
+        files = {"train": data / "train.jsonl", "validation": data / "validation.jsonl"}
+    overrides += [f"task.{key}={json.dumps(str(file))}" for key, file in files.items() if file]
+    if isinstance(reward, str):
+        overrides.append(f"task.reward={json.dumps(reward)}")
+    task = config.load(recipe).task
+    if reward is None and isinstance(task, KeywordsTask):
+        overrides += ["task.reward=keywords", f"task.must_end={json.dumps(task.must_end)}"]
+    return overrides
+
+
+def write_keywords(
+    out: str | Path,
+    *,
+    rows: int,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    show: Callable[[int, int], None] = lambda kept, asked: None,
+) -> dict[str, float]:
+    """Keyword prompts with answers of the model that the recipe ``keywords`` names.
+
+    ``show`` gets how many rows are kept and how many prompts were asked.
+    """
+    recipe = config.load("keywords", overrides, seed=seed)
+    from burnish.loops import data
+    from burnish.tasks.keywords import Keywords
+
+    data.new_files(Path(out))  # what can go wrong goes wrong before the model is loaded
+    _prepare(recipe)
+    task, generator, _ = build_sampler(recipe)
+    assert isinstance(task, Keywords)
+    return data.write_keywords(recipe, task, generator, Path(out), rows=rows, show=show)
+
+
 def resume(
     run_path: str | Path,
     *,
     overrides: Sequence[str] = (),
     from_checkpoint: str | None = None,
     anyway: bool = False,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    prompts: Prompts = None,
     reward: Reward | str | None = None,
     show: Show = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
@@ -104,6 +153,7 @@ def resume(
                 checkpoint.discard_after(path, chosen)
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
+            parts.learner.incarnation = directory.restart(start)
             run(recipe, directory, parts, start=start, show=show, stop=stop)
         finally:
             parts.task.close()
@@ -159,31 +209,40 @@ def export(run_path: str | Path, out: str | Path, *, which: str = "best") -> Pat
 def build(
     recipe: Recipe,
     *,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    prompts: Prompts = None,
     reward: Reward | str | None = None,
 ) -> Parts:
     """A recipe's task, generator and learner."""
     from burnish.learner.learner import Learner
-    from burnish.learner.policy import LanguagePolicy
+    from burnish.learner.policy import LanguagePolicy, Policy
     from burnish.loops.run import Parts
 
     task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward)
+    train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
+    policy: Policy
     if isinstance(recipe.model, SorterConfig):
-        learner = Learner(_sorter(recipe), recipe.objective, recipe.train)
+        policy = _sorter(recipe)
     else:
         model = open_model(recipe, dtype="float32")[0].to(_device(recipe))
-        policy = LanguagePolicy(model, recompute=recipe.train.recompute)
-        learner = Learner(policy, recipe.objective, recipe.train)
-    return Parts(task, generator, learner, decode)
+        if train.micro_tokens is not None:
+            check_lengths(recipe, _size(recipe, model, task))
+        policy = LanguagePolicy(model, recompute=train.recompute)
+    return Parts(task, generator, Learner(policy, recipe.objective, train), decode)
 
 
 def build_sampler(
     recipe: Recipe,
     *,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    prompts: Prompts = None,
     reward: Reward | str | None = None,
 ) -> tuple[Validated, Generator, Callable[[Any], list[str]]]:
     """A recipe's task and generator, and what turns token ids into a text each."""
+    given = prompts is not None or reward is not None
+    if given and not isinstance(recipe.task, FilesTask):
+        raise ConfigError(
+            f"prompts and reward have no effect with task.name = '{recipe.task.name}'; load the "
+            "recipe with task.name = 'files', or pass its name"
+        )
     if isinstance(recipe.task, SortTask):
         from burnish.engine.sorter import SorterEngine
         from burnish.tasks.sorting import Sorting
@@ -213,17 +272,68 @@ def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, P
     from burnish.model import checkpoint as models
     from burnish.model import hub
     from burnish.model.tokenizer import Tokenizer
-    from burnish.model.transformer import ModelConfig, Transformer
+    from burnish.model.transformer import Transformer
 
     kind, precision = recipe.model, getattr(torch, dtype)
-    if isinstance(kind, LanguageConfig):
-        path = hub.resolve(kind.name)
-        model = models.load(path, dtype=precision, fp32_head=kind.fp32_head)
-        return model, Tokenizer.load(path), path
-    assert isinstance(kind, ScratchConfig)
-    path = hub.resolve(kind.tokenizer)
+    path = hub.resolve(_source(recipe))
     tokenizer = Tokenizer.load(path)
-    size = ModelConfig(
+    if isinstance(kind, LanguageConfig):
+        model = models.load(path, dtype=precision, fp32_head=kind.fp32_head)
+    else:
+        model = Transformer(_scratch(recipe, tokenizer)).init_weights(recipe.seed).to(precision)
+    return model, tokenizer, path
+
+
+def measure(recipe: Recipe) -> Size | None:
+    """What a plan of a language model needs to know of it; None where it is not here yet."""
+    if isinstance(recipe.model, SorterConfig):
+        return None
+    import torch
+
+    from burnish.model.checkpoint import read_config
+    from burnish.model.tokenizer import Tokenizer
+    from burnish.model.transformer import Transformer
+
+    path = _local(_source(recipe))
+    if path is None:
+        return None
+    tokenizer = Tokenizer.load(path)
+    if isinstance(recipe.model, ScratchConfig):
+        config = _scratch(recipe, tokenizer)
+    elif path.suffix == ".gguf":
+        from burnish.model.gguf import Gguf
+
+        config = Gguf(path).config()
+    else:
+        config = read_config(path)
+    task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0)  # none is graded
+    with torch.device("meta"):
+        return _size(recipe, Transformer(config), task)
+
+
+def _size(recipe: Recipe, model: Transformer, task: Validated) -> Size:
+    count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
+    prompts = [task.prompt(i) for i in range(min(count, PROBED))] + task.validation[:PROBED]
+    return Size(
+        parameters=sum(p.numel() for p in model.parameters()),
+        cached=2 * config.n_layers * config.kv_heads * config.head_width,
+        context=config.context,
+        longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
+    )
+
+
+def _source(recipe: Recipe) -> str:
+    """Whose files are read: the model's, or for one from scratch its tokenizer's."""
+    kind = recipe.model
+    return kind.tokenizer if isinstance(kind, ScratchConfig) else kind.name
+
+
+def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
+    from burnish.model.transformer import ModelConfig
+
+    kind = recipe.model
+    assert isinstance(kind, ScratchConfig)
+    return ModelConfig(
         vocab_size=tokenizer.vocab_size,
         n_layers=kind.layers,
         d_model=kind.width,
@@ -233,7 +343,22 @@ def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, P
         context=kind.context,
         fp32_head=kind.fp32_head,
     )
-    return Transformer(size).init_weights(recipe.seed).to(precision), tokenizer, path
+
+
+def _local(name: str) -> Path | None:
+    """Where a model lies if it is here: a plan downloads nothing."""
+    from burnish.model import hub
+
+    if name in hub.PACKAGED:
+        return next((hub.cache_directory() / "models").glob(f"{name}-*"), None)
+    if not name.startswith("hf:"):
+        return hub.resolve(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name.removeprefix("hf:"), local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return None
 
 
 def _sorter(recipe: Recipe) -> Sorter:
@@ -248,7 +373,7 @@ def _sorter(recipe: Recipe) -> Sorter:
 def _language_task(
     recipe: Recipe,
     tokenizer: Tokenizer,
-    prompts: Iterable[str | Mapping[str, Any]] | None,
+    prompts: Prompts,
     reward: Reward | str | None,
 ) -> Any:
     from burnish.tasks.files import make_files
@@ -286,7 +411,9 @@ FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "descrip
 
 def _resumed_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     before = config.load(str(path / "recipe.toml"))
-    after = config.load(str(path / "recipe.toml"), overrides)
+    decay = before.decay_steps  # of the run as it was, also if it shall now be longer
+    pinned = [] if decay is None else [f"train.decay_steps={decay}"]
+    after = config.load(str(path / "recipe.toml"), [*pinned, *overrides])
     for override in overrides:
         key = override.partition("=")[0].strip()
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,8 @@ from rich.table import Table
 from burnish.errors import BurnishError, ConfigError, RunError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Display
+
     from burnish.loops.run import Progress
 
 app = typer.Typer(
@@ -26,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Post-train language models with reinforcement learning.",
 )
+data_app = typer.Typer(no_args_is_help=True, help="Write data that a model makes.")
+app.add_typer(data_app, name="data")
 out_console = Console(highlight=False)
 
 RecipeName = Annotated[str, typer.Argument(help="a name from `burnish recipes`, or a .toml file")]
@@ -62,13 +66,13 @@ def plan(
     recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
 ) -> None:
     """Print what a recipe will compute, without running it."""
-    from burnish import config
+    from burnish import api, config
     from burnish.plan import plan as make_plan
     from burnish.runs.directory import next_directory
 
     loaded = config.load(recipe, overrides or (), seed=seed)
     where = out or next_directory(Path("runs"), loaded.name)
-    for title, rows in make_plan(loaded, where):
+    for title, rows in make_plan(loaded, where, api.measure(loaded)):
         out_console.print(f"[bold]{title}")
         table = Table.grid(padding=(0, 2))
         for what, value in rows:
@@ -82,7 +86,9 @@ def train(
     overrides: Overrides = None,
     seed: Seed = None,
     out: Out = None,
-    data: Annotated[Path | None, typer.Option(help="prompts of your own, JSONL")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="prompts of your own: a JSONL file, or what `data` wrote")
+    ] = None,
     reward: Annotated[str | None, typer.Option(help="a reward of your own, FILE.py:NAME")] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -90,9 +96,9 @@ def train(
     from burnish import api, config
     from burnish.runs.directory import next_directory
 
-    own = ["task.name=files"] if data is not None or reward is not None else []
-    own += [f"task.train={json.dumps(str(data))}"] if data is not None else []
-    own += [f"task.reward={json.dumps(reward)}"] if reward is not None else []
+    own = []
+    if data is not None or reward is not None:
+        own = api.own_task(recipe, data=data, reward=reward)
     loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
     path = out or next_directory(Path("runs"), loaded.name)
     with _live(path, loaded.train.steps, quiet=quiet) as (show, stop):
@@ -160,22 +166,70 @@ def evaluate(recipe: RecipeName, overrides: Overrides = None, seed: Seed = None)
     out_console.print(table)
 
 
+@data_app.command(name="keywords")
+def data_keywords(
+    out: Annotated[Path, typer.Argument(help="a directory for train.jsonl and validation.jsonl")],
+    rows: Annotated[int, typer.Option("-n", "--rows", help="in all, a fifth held out")] = 500,
+    model: Annotated[str, typer.Option(help="a name, a directory or hf:ORG/NAME")] = "smollm2-135m",
+    max_tokens: Annotated[int, typer.Option(help="per answer")] = 48,
+    seed: Seed = None,
+    overrides: Overrides = None,
+) -> None:
+    """Ask a model for sentences with given words and keep those that have them.
+
+    Sampled as the recipe `keywords` samples, rollout.group_size answers to a prompt.
+    """
+    from burnish import api
+
+    own = [f"model.name={json.dumps(model)}", f"rollout.max_tokens={max_tokens}"]
+    with _display() as display:
+        bar = display.add_task(out.name, total=rows, now="")
+
+        def show(kept: int, asked: int) -> None:
+            display.update(bar, completed=kept, now=f"{kept / asked:.0%} of {asked:,} prompts kept")
+
+        told = api.write_keywords(
+            out, rows=rows, overrides=[*own, *(overrides or ())], seed=seed, show=show
+        )
+    out_console.print(
+        f"{rows:,} rows of {told['data/prompts']:,.0f} prompts → {escape(str(out))}; train on them "
+        f"with: burnish train keywords --data {escape(str(out))}",
+        soft_wrap=True,
+    )
+
+
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="run directories")],
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("compare.png"),
 ) -> None:
-    """Overlay runs in one picture; runs that differ only in their seed share a line."""
-    from burnish.runs.plots import draw_comparison, final_reward
+    """Overlay runs in one picture and tabulate what they came to.
+
+    Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
+    the last 10 steps; the rest is the last validation. Where all runs measured KL, the picture has
+    the reward against it.
+    """
+    import numpy as np
+
+    from burnish.runs.plots import draw_comparison, ends
 
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is not a directory; choose another --out")
-    table = Table.grid(padding=(0, 2))
-    for curve in draw_comparison(runs, out):
-        mean, spread = final_reward(curve)
-        seeds = ", ".join(map(str, sorted(curve.seeds)))
-        table.add_row(escape(curve.label), f"reward {mean:.2f} ± {spread:.2f}", f"seeds {seeds}")
-    out_console.print(table)
+    curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out)]
+    shown = [name for name in curves[0][1] if any(np.isfinite(e[name]).any() for _, e in curves)]
+
+    def line(what: object, values: Iterable[object]) -> None:
+        out_console.print(f"  {what!s:8}" + "".join(f"{value!s:>10}" for value in values))
+
+    line("", shown)
+    for curve, end in curves:
+        out_console.print(escape(curve.label), soft_wrap=True)
+        columns = [end[name] for name in shown]
+        for seed, *values in sorted(zip(curve.seeds, *columns, strict=True)):
+            line(f"seed {seed}", ("–" if np.isnan(value) else f"{value:.3f}" for value in values))
+        if len(curve.seeds) > 1:
+            for name, over in (("mean", np.mean), ("std", np.std)):
+                line(name, (f"{over(values):.3f}" for values in columns))
     out_console.print(f"picture: {escape(str(out))}")
 
 
@@ -235,11 +289,7 @@ def generate(
     Console(stderr=True, highlight=False).print(escape(str(speed)))
 
 
-@contextmanager
-def _live(
-    path: Path, total: int, *, quiet: bool
-) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
-    """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
+def _display(*, quiet: bool = False) -> Display:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -257,8 +307,16 @@ def _live(
         TimeRemainingColumn(),
         TextColumn("{task.fields[now]}"),
     )
+    return Display(*columns, console=out_console, disable=quiet)
+
+
+@contextmanager
+def _live(
+    path: Path, total: int, *, quiet: bool
+) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
+    """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
     asked: list[int] = []
-    with Display(*columns, console=out_console, disable=quiet) as display:
+    with _display(quiet=quiet) as display:
         bar = display.add_task(path.name, total=total, now="")
 
         def show(progress: Progress) -> None:

@@ -243,7 +243,9 @@ class TrainConfig(Section):
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
-    decay_steps: int | None = Field(None, ge=1, description="gradient steps down to the last rate")
+    decay_steps: int | None = Field(
+        None, ge=1, description="gradient steps down to the last rate; none: all of the run's"
+    )
     final_rate: float | None = Field(None, ge=0, le=1, description="last / full rate; none: 0")
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="of matrices alone")
@@ -282,6 +284,17 @@ class Recipe(Section):
     @property
     def gradient_steps_per_rollout(self) -> int:
         return self.rollout.batch // self.train.batch * self.train.epochs
+
+    @property
+    def gradient_steps(self) -> int:
+        return self.train.steps * self.gradient_steps_per_rollout
+
+    @property
+    def decay_steps(self) -> int | None:
+        """None: the learning rate does not decay."""
+        if self.train.schedule == "constant":
+            return None
+        return self.train.decay_steps or self.gradient_steps
 
 
 def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -> Recipe:
@@ -365,6 +378,11 @@ def unused(recipe: Recipe) -> dict[str, str]:
         kinds = sorted({user.split(" = ")[0] for user in users})
         now = ", ".join(f"{kind} = '{getattr(recipe.objective, kind)}'" for kind in kinds)
         reasons[f"objective.{key}"] = f"{now}; remove it, or use {' or '.join(users)}"
+    if recipe.train.schedule == "constant":
+        for key in ("train.decay_steps", "train.final_rate"):
+            reasons[key] = "train.schedule = 'constant'; remove it, or use 'linear' or 'cosine'"
+    if not recipe.train.log_kl:
+        reasons["train.log_kl_groups"] = "train.log_kl = false; remove it"
     if isinstance(recipe.model, SorterConfig):
         language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
         keys = ["device", "engine", "train.recompute", "validation.max_tokens"]
@@ -515,20 +533,11 @@ def _check_train(recipe: Recipe) -> None:
             "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
             f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
         )
-    if train.schedule == "constant":
-        for name in ("decay_steps", "final_rate"):
-            if getattr(train, name) is not None:
-                raise ConfigError(
-                    f"train.{name} has no effect with train.schedule = 'constant'; remove it, or "
-                    "use schedule = 'linear' or 'cosine'"
-                )
-    elif train.decay_steps is None or train.decay_steps <= train.warmup_steps:
+    if recipe.decay_steps is not None and recipe.decay_steps <= train.warmup_steps:
         raise ConfigError(
-            f"train.schedule = '{train.schedule}' needs train.decay_steps above warmup_steps = "
-            f"{train.warmup_steps}, got {train.decay_steps}; usually all gradient steps of the run"
+            f"train.schedule = '{train.schedule}' needs train.decay_steps (by default all gradient "
+            f"steps) above warmup_steps = {train.warmup_steps}, got {recipe.decay_steps}"
         )
-    if train.log_kl_groups is not None and not train.log_kl:
-        raise ConfigError("train.log_kl_groups has no effect with train.log_kl = false; remove it")
 
 
 def _check_objective(recipe: Recipe) -> None:

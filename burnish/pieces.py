@@ -102,11 +102,21 @@ KINDS = {
 def settings_of(config: ObjectiveConfig) -> set[str]:
     """The fields that have an effect with the pieces that ``config`` names."""
     used = {*KINDS, "entropy_coefficient"} - {"ratio"}
-    if config.kl != "none" and config.kl_in == "reward":
-        used.add("proximal")  # the KL of the reward is the proximal policy's
+    if reads_proximal_first(config):
+        used.add("proximal")
     for kind, pieces in KINDS.items():
         used.update(pieces[getattr(config, kind)].settings)
     return used
+
+
+def reads_proximal_first(config: ObjectiveConfig) -> bool:
+    """Whether the proximal policy's log-probabilities are read before the first gradient step.
+
+    By an importance correction and by a KL in the reward. A loss reads them in the step, and at the
+    first step the proximal policy is the policy that is differentiated.
+    """
+    in_reward = config.kl != "none" and config.kl_in == "reward"
+    return in_reward or "proximal" in IMPORTANCES[config.importance].settings
 
 
 def users_of(setting: str) -> list[str]:
@@ -148,5 +158,5 @@ def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
 
 PROXIMALS = {
     "behavior": "the sampler's own log-probabilities",
-    "recompute": "recomputed by the learner at the start of the batch",
+    "recompute": "the learner's own at the start of the batch",
 }

@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import NamedTuple
 
 from burnish import pieces
 from burnish.config import KeywordsTask, Recipe, SorterConfig, SortTask
+from burnish.errors import ConfigError
 
-ADAM_COPIES = 4
-"""Weights, gradients and Adam's two moments, float32 each."""
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+Lines = list[tuple[str, str]]
 
 
-def plan(recipe: Recipe, out: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Sections of (what, how much)."""
+class Size(NamedTuple):
+    """What a language model's files and the task's prompts tell."""
+
+    parameters: int
+    cached: int
+    """Numbers that the cache holds for a token."""
+    context: int
+    longest_prompt: int
+    """In tokens, of those that were looked at."""
+
+
+def plan(recipe: Recipe, out: Path, size: Size | None = None) -> list[tuple[str, Lines]]:
+    """Sections of (what, how much); no size: the model is the sorter, or its files are not here."""
     return [
-        ("task", _task(recipe)),
+        ("task", _task(recipe, size)),
         ("objective", pieces.formula(recipe.objective)),
         ("batches", _batches(recipe)),
-        ("resources", _resources(recipe, out)),
+        ("resources", [*_memory(recipe, size), *_disk(recipe, size), ("written to", str(out))]),
     ]
 
 
-def _task(recipe: Recipe) -> list[tuple[str, str]]:
+def check_lengths(recipe: Recipe, size: Size) -> int:
+    """The longest sequence there can be, which a pack of ``train.micro_tokens`` must hold."""
+    wanted = size.longest_prompt + recipe.rollout.max_tokens
+    longest, given = min(size.context, wanted), recipe.train.micro_tokens
+    if given is not None and given < longest:
+        raise ConfigError(
+            f"train.micro_tokens = {given} is below the longest sequence, {longest} tokens (a "
+            f"prompt of {size.longest_prompt} and rollout.max_tokens = "
+            f"{recipe.rollout.max_tokens}); use at least {longest}"
+        )
+    return longest
+
+
+def _task(recipe: Recipe, size: Size | None) -> Lines:
     task, model = recipe.task, recipe.model
     lines = []
     if isinstance(task, SortTask):
-        size = f"{task.prompts} prompts of {task.length} numbers below {task.numbers}"
-        lines += [("task", f"sort: {size}"), ("reward", task.reward)]
+        prompts = f"{task.prompts} prompts of {task.length} numbers below {task.numbers}"
+        lines += [("task", f"sort: {prompts}"), ("reward", task.reward)]
     elif isinstance(task, KeywordsTask):
         words = f"{task.least} to {task.most} keywords, all as a {task.match}"
         ended = ", and the response ends by itself" if task.must_end else ""
@@ -34,16 +61,23 @@ def _task(recipe: Recipe) -> list[tuple[str, str]]:
         lines += [("held out", f"{task.validation_prompts} prompts of other words")]
     else:
         lines += [("task", f"files: {task.train}"), ("reward", str(task.reward))]
-    count = parameters(recipe)
-    size = "" if count is None else f": {count:,} parameters"
-    lines += [("model", f"{model.name}{size}"), ("seed", str(recipe.seed))]
+    count = _parameters(recipe, size)
+    known = "" if count is None else f": {count:,} parameters"
+    lines += [("model", f"{model.name}{known}"), ("seed", str(recipe.seed))]
+    if size is not None:
+        longest = check_lengths(recipe, size)
+        told = f"{longest} tokens: a prompt of {size.longest_prompt} and its response"
+        lines.append(("longest sequence", f"{told} (the model's context: {size.context:,})"))
     return lines
 
 
-def _batches(recipe: Recipe) -> list[tuple[str, str]]:
+def _batches(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
-    per_rollout = recipe.gradient_steps_per_rollout
     batches = rollout.batch // train.batch
+    rate = f"learning rate {train.learning_rate:g}"
+    if recipe.decay_steps is not None:
+        last = (train.final_rate or 0) * train.learning_rate
+        rate += f", {train.schedule} to {last:g} at gradient step {recipe.decay_steps:,}"
     return [
         (
             "rollout",
@@ -52,47 +86,86 @@ def _batches(recipe: Recipe) -> list[tuple[str, str]]:
         ),
         (
             "gradient steps",
-            f"{per_rollout} per rollout = {batches} train batch{'es' * (batches > 1)} of "
-            f"{train.batch} responses × {train.epochs} epoch{'s' * (train.epochs > 1)}",
+            f"{recipe.gradient_steps_per_rollout} per rollout = {batches} train "
+            f"batch{'es' * (batches > 1)} of {train.batch} responses × {train.epochs} "
+            f"epoch{'s' * (train.epochs > 1)}",
         ),
         (
             "in all",
             f"{train.steps} steps: {train.steps * rollout.batch:,} responses sampled, "
-            f"{train.steps * per_rollout:,} gradient steps (AdamW, "
-            f"learning rate {train.learning_rate:g})",
+            f"{recipe.gradient_steps:,} gradient steps (AdamW, {rate})",
         ),
         ("denominator", f"over a train batch: S = {train.batch} responses"),
     ]
 
 
-def _resources(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
-    train = recipe.train
-    lines = []
-    saved = 0
-    count = parameters(recipe)
+def _memory(recipe: Recipe, size: Size | None) -> Lines:
+    """What is there all the time; activations come and go."""
+    count, train, engine = _parameters(recipe, size), recipe.train, recipe.engine
     if count is None:
-        lines.append(("memory", f"16 bytes per parameter to learn; {recipe.engine.kv_mb} MB cache"))
+        return [("memory", "told once the model is in the cache; `burnish train` fetches it")]
+    low = BYTES[train.precision]
+    parts = {"fp32 masters": 4 * count, "gradients": 4 * count, "Adam's moments": 8 * count}
+    if low != 4:
+        parts[f"{train.precision} weights"] = low * count
+    copies = _copies(recipe)
+    if copies:
+        parts[f"{copies} frozen cop{'ies' if copies > 1 else 'y'}"] = copies * low * count
+    lines = [("learner", _sum(parts))]
+    if size is None:
+        return [*lines, ("engine", _sum({"weights": 4 * count}))]
+    wide = BYTES[engine.precision]
+    cache = engine.kv_mb * 2**20
+    tokens = cache // (size.cached * wide)
+    # On a CPU, bf16 weights lie there twice: once more as its matrix products want them.
+    twice = engine.precision == "bf16" and not recipe.device.startswith("cuda")
+    weights = {f"{engine.precision} weights": (1 + twice) * wide * count}
+    longest = check_lengths(recipe, size)
+    lines.append(("engine", _sum(weights | {f"cache of {tokens:,} tokens": cache})))
+    pack = f"packs of {train.micro_tokens} tokens" if train.micro_tokens else None
+    if pack is None:
+        at_once = min(train.micro_sequences or train.batch, train.batch)
+        prompts = math.ceil(at_once / recipe.rollout.group_size) * size.longest_prompt
+        tokens = prompts + at_once * (longest - size.longest_prompt)
+        pack = f"packs of up to {tokens:,} tokens; train.micro_tokens bounds them"
+    return [*lines, ("beside that", f"activations of a forward and backward pass, {pack}")]
+
+
+def _disk(recipe: Recipe, size: Size | None) -> Lines:
+    kept, steps = recipe.checkpoint, recipe.train.steps
+    rows = steps * (2_500 + recipe.rollout.batch * 110 + recipe.log.rollouts * 3_000) + 200_000
+    count, files = _parameters(recipe, size), kept.keep + 2  # the best, and the one being written
+    if count is None:
+        room = f"{_bytes(rows)}, and {files} checkpoints of 12 bytes or more per parameter"
     else:
-        copies = ADAM_COPIES + 1 + (recipe.objective.kl != "none") + 2 * train.log_kl
-        lines.append(("memory", f"{_bytes(copies * 4 * count)} for weights, optimizer and copies"))
-        saved = (recipe.checkpoint.keep + 1) * 3 * 4 * count
-    rows = train.steps * (2_500 + recipe.rollout.batch * 110 + recipe.log.rollouts * 3_000)
-    kept = recipe.checkpoint
-    disk = f"at most {_bytes(rows + saved + 200_000)}"
-    if count is None:
-        disk = f"at most {_bytes(rows + 200_000)}, and 12 bytes per parameter and checkpoint"
-    lines.append(("disk", f"{disk}: the last {kept.keep} checkpoints and the best"))
-    lines.append(("saved", f"every {kept.every} steps; validated every {recipe.validation.every}"))
-    return [*lines, ("written to", str(out))]
+        frozen = recipe.train.log_kl + (recipe.objective.kl_refresh is not None)
+        each = (12 + frozen * BYTES[recipe.train.precision]) * count
+        room = f"{_bytes(rows + files * each)}: {files} checkpoints of {_bytes(each)}"
+    saves = math.ceil(steps / kept.every)
+    cadence = f"every {kept.every} steps, {saves} times; the last {kept.keep} and the best are kept"
+    validated = f"before the first step and every {recipe.validation.every}"
+    return [("disk", f"at most {room}"), ("saved", cadence), ("validated", validated)]
 
 
-def parameters(recipe: Recipe) -> int | None:
-    """None: the model's own files tell, and a plan does not load them."""
+def _copies(recipe: Recipe) -> int:
+    """Frozen policies that the learner holds; the initial model may serve as the reference."""
+    logs, objective = recipe.train.log_kl, recipe.objective
+    if objective.kl == "none":
+        return 2 * logs
+    return 1 + logs + (logs and objective.kl_refresh is not None)
+
+
+def _parameters(recipe: Recipe, size: Size | None) -> int | None:
     model, task = recipe.model, recipe.task
     if isinstance(model, SorterConfig):
         assert isinstance(task, SortTask)
         return task.numbers * model.width + 2 * task.length * model.width**2
-    return None
+    return None if size is None else size.parameters
+
+
+def _sum(parts: dict[str, int]) -> str:
+    told = ", ".join(f"{what} {_bytes(count)}" for what, count in parts.items())
+    return f"{_bytes(sum(parts.values()))}: {told}"
 
 
 def _bytes(count: float) -> str:

@@ -158,7 +158,8 @@ class LearnBatch:
     advantages: Tensor
     loss_weight: Tensor
     """The denominator as a weight: loss = Σ loss_weight × objective over the whole train batch."""
-    proximal_logprobs: Tensor
+    proximal_logprobs: Tensor | None
+    """None: the policy itself, in a batch on which one step is taken and which it scored last."""
     reference_logprobs: Tensor | None = None
     importance: Tensor | None = None
     """Corrects for the gap between behavior and proximal; no gradient."""

@@ -34,7 +34,10 @@ def test_train_compare_and_the_files(tmp_path):
     assert json.loads((tmp_path / "runs/sort-2/summary.json").read_text())["seed"] == 1
     done = burnish("compare", "runs/sort-1", "runs/sort-2", "--out", "both.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "seeds 0, 1" in done.stdout
+    header, label, *rows = done.stdout.splitlines()
+    assert header.split() == ["reward", "held", "out", "inclusion", "ended"]
+    assert label == "sort"
+    assert [row.split()[0] for row in rows] == ["seed", "seed", "mean", "std", "picture:"]
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -106,6 +109,19 @@ def test_a_stopped_run_is_saved_and_resumed(number, tmp_path):
     assert "report: run/report.html" in done.stdout
 
 
+def tiny(smollm2):
+    """Flags that make the keyword recipe small."""
+    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
+    settings = [f"model.{key}={value}" for key, value in size.items()]
+    settings += ["model.name=scratch", f"model.tokenizer={smollm2}", "train.steps=2"]
+    settings += ["rollout.batch=8", "rollout.group_size=4", "train.batch=8", "rollout.max_tokens=4"]
+    return flags(settings)
+
+
+def flags(settings):
+    return [flag for setting in settings for flag in ("--set", setting)]
+
+
 def test_train_with_data_and_reward_of_ones_own(smollm2, tmp_path):
     (tmp_path / "data.jsonl").write_text(
         "".join(json.dumps({"prompt": f"Say {word}", "word": word}) + "\n" for word in "abcdefgh")
@@ -113,17 +129,40 @@ def test_train_with_data_and_reward_of_ones_own(smollm2, tmp_path):
     (tmp_path / "reward.py").write_text(
         "def includes(response, row):\n    return float(row['word'] in response)\n"
     )
-    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
-    settings = [f"model.{key}={value}" for key, value in size.items()]
-    settings += ["model.name=scratch", f"model.tokenizer={smollm2}", "train.steps=2"]
-    settings += ["rollout.batch=8", "rollout.group_size=4", "train.batch=8", "rollout.max_tokens=4"]
-    flags = [flag for setting in settings for flag in ("--set", setting)]
     own = ["--data", "data.jsonl", "--reward", "reward.py:includes", "--out", "run"]
-    done = burnish("train", "keywords", *own, *flags, cwd=tmp_path)
+    done = burnish("train", "keywords", *own, *tiny(smollm2), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = burnish("export", "run", "model", cwd=tmp_path)
     assert "step-00000002 of run → model" in done.stdout, done.stderr
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_data_that_a_model_wrote_is_trained_on(smollm2, tmp_path):
+    easy = ["task.most=1", "task.least=1", "task.must_end=false", "rollout.batch=16"]
+    easy += ["rollout.group_size=4", "train.batch=16"]
+    asked = ["data", "keywords", "words", "-n", "5", "--model", str(smollm2), "--seed", "3"]
+    done = burnish(*asked, "--max-tokens", "20", *flags(easy), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "burnish train keywords --data words" in done.stdout
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / "words" / name).read_text().splitlines()]
+        for name in ("train.jsonl", "validation.jsonl")
+    }
+    assert [len(found) for found in rows.values()] == [4, 1]
+    for row in [*rows["train.jsonl"], *rows["validation.jsonl"]]:
+        (word,) = row["keywords"]
+        assert word in row["answer"].lower()
+        assert row["prompt"] == f"Write a sentence that includes the words: {word}."
+    done = burnish(*asked, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "words/train.jsonl is there already; choose another directory" in done.stderr
+    done = burnish("train", "keywords", "--data", "words", *tiny(smollm2), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    recipe = (tmp_path / "runs/keywords-1/recipe.toml").read_text()
+    for line in ('train = "words/train.jsonl"', 'reward = "keywords"', "must_end = true"):
+        assert line in recipe, line
+    last = json.loads((tmp_path / "runs/keywords-1/metrics.jsonl").read_text().splitlines()[-1])
+    assert {"rollout/part_inclusion", "validation/part_fraction"} <= last.keys()
 
 
 def test_help_and_import_are_light():

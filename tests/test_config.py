@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from burnish import config, pieces
+from burnish import api, config, pieces
 from burnish.errors import ConfigError
-from burnish.plan import plan
+from burnish.plan import Size, plan
 
 
 def refused(*overrides, name="sort"):
@@ -143,7 +143,11 @@ def test_every_setting_is_read_by_some_piece():
         (["train.micro_sequences=2", "train.micro_tokens=9"], "in sequences or in tokens"),
         (["train.decay_steps=9"], "no effect with train.schedule = 'constant'"),
         (["train.final_rate=0.1"], "no effect with train.schedule = 'constant'"),
-        (["train.schedule=cosine"], "needs train.decay_steps above warmup_steps = 0, got None"),
+        (
+            ["train.schedule=cosine", "train.warmup_steps=1000"],
+            "needs train.decay_steps (by default all gradient steps) above warmup_steps = 1000, "
+            "got 1000",
+        ),
         (
             ["train.schedule=linear", "train.decay_steps=5", "train.warmup_steps=5"],
             "above warmup_steps = 5, got 5",
@@ -232,3 +236,87 @@ def test_a_model_from_scratch_is_made_from_a_recipe(tmp_path):
     recipe = config.load("keywords", size)
     assert recipe.model == config.ScratchConfig(layers=2, width=64, heads=4)
     assert ("task", "keywords") in dict(plan(recipe, tmp_path))["task"]
+
+
+def test_the_classic_comparison_differs_in_the_loss_and_the_passes_alone():
+    plain, clipped = (config.load(name).model_dump() for name in ("keywords", "keywords-clip"))
+    differ = {
+        f"{section}.{key}"
+        for section, values in plain.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+        if clipped[section][key] != value
+    }
+    assert differ == {"objective.loss", "train.epochs"}
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_passes_over_a_rollout_are_planned(k, tmp_path):
+    recipe = config.load("keywords-clip", [f"train.epochs={k}"])
+    lines = dict(dict(plan(recipe, tmp_path))["batches"])
+    assert lines["gradient steps"].startswith(f"{k} per rollout = 1 train batch of 64 responses ×")
+    assert f"2,944 responses sampled, {46 * k} gradient steps" in lines["in all"]
+    assert f"linear to 0 at gradient step {46 * k})" in lines["in all"]
+
+
+SIZE = Size(parameters=1_000_000, cached=2 * 3 * 4 * 5, context=100, longest_prompt=30)
+
+
+def test_memory_and_disk_are_planned_part_by_part(tmp_path):
+    recipe = config.load("keywords", ["engine.kv_mb=1", "train.micro_sequences=12"])
+    lines = dict(dict(plan(recipe, tmp_path, SIZE))["resources"])
+    assert lines["learner"] == (
+        "22 MB: fp32 masters 4 MB, gradients 4 MB, Adam's moments 8 MB, bf16 weights 2 MB, "
+        "2 frozen copies 4 MB"
+    )
+    assert lines["engine"] == "5 MB: bf16 weights 4 MB, cache of 4,369 tokens 1 MB"
+    assert "packs of up to 636 tokens" in lines["beside that"]  # 2 prompts of 30, 12 × 48
+    assert lines["disk"].endswith("4 checkpoints of 14 MB")
+    assert lines["saved"] == "every 23 steps, 2 times; the last 2 and the best are kept"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        (["objective.kl=none", "train.log_kl=false"], 0),
+        (["objective.kl=none"], 2),
+        (["train.log_kl=false"], 1),
+        ([], 2),
+        (["objective.kl_refresh=5"], 3),
+    ],
+)
+def test_frozen_copies_are_those_the_learner_holds(overrides, copies, tmp_path, smollm2):
+    size = ["model.name=scratch", f"model.tokenizer={smollm2}", "model.layers=1", "model.width=8"]
+    small = [*size, "model.heads=2", "model.d_ff=8", "engine.kv_mb=1", "device=cpu"]
+    recipe = config.load("keywords", [*small, *overrides])
+    lines = dict(dict(plan(recipe, tmp_path, SIZE))["resources"])
+    assert (f"{copies} frozen" in lines["learner"]) == (copies > 0)
+    learner = api.build(recipe).learner
+    if recipe.objective.kl_refresh:
+        learner.refresh_reference()
+    held = {id(p) for p in (learner.reference, learner.initial, learner.previous) if p is not None}
+    assert len(held) == copies
+
+
+def test_a_pack_must_hold_the_longest_sequence(tmp_path, smollm2):
+    short = config.load("keywords", ["train.micro_tokens=77"])
+    with pytest.raises(
+        ConfigError, match=r"micro_tokens = 77 is below .* 78 tokens .* at least 78"
+    ):
+        plan(short, tmp_path, SIZE)
+    assert plan(config.load("keywords", ["train.micro_tokens=78"]), tmp_path, SIZE)
+    assert plan(short, tmp_path, SIZE._replace(context=77))  # no sequence outgrows the context
+    tiny = ["model.name=scratch", f"model.tokenizer={smollm2}", "model.layers=1", "device=cpu"]
+    recipe = config.load("keywords", [*tiny, "train.micro_tokens=60", "task.validation_prompts=9"])
+    size = api.measure(recipe)
+    assert 40 < size.longest_prompt < 60
+    with pytest.raises(ConfigError, match=f"{size.longest_prompt + 48} tokens"):
+        api.train(recipe, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_measured_from_its_files(smollm2):
+    size = api.measure(config.load("keywords", [f"model.name={smollm2}"]))
+    assert size[:3] == (134_515_008, 2 * 30 * 3 * 64, 8192)
+    assert api.measure(config.load("sort")) is None
+    assert api.measure(config.load("keywords", ["model.name=hf:no/such"])) is None

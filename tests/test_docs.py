@@ -3,14 +3,19 @@
 import importlib
 import json
 import re
+import runpy
 import shlex
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+import burnish
 from burnish import api, cli, config
+from burnish.graders import grader
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -92,7 +97,9 @@ def test_commands_are_real(page):
     for line in commands(page):
         words = shlex.split(line, comments=True)[1:]
         assert words[0] in COMMANDS, line
-        known = {option for p in COMMANDS[words[0]].params for option in p.opts}
+        command = COMMANDS[words[0]]
+        command = command.commands[words[1]] if words[0] == "data" and words[1:] else command
+        known = {option for p in command.params for option in p.opts}
         given = {word for word in words if word.startswith("--")}
         assert given <= known | {"--help", "--debug"}, line
         if words[0] in ("train", "plan") and len(words) > 1:
@@ -125,9 +132,30 @@ def test_every_metric_is_explained(overrides, tmp_path):
             assert names <= explained
 
 
-def test_the_readmes_python_runs(tmp_path, monkeypatch):
+def test_the_readmes_own_task_runs(smollm2, tmp_path, monkeypatch):
+    """As it stands there, but on a tiny model: the shell's way, then the script's, with workers."""
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", text_of(ROOT / "README.md"), flags=re.S)
-    code = code.replace("overrides=[", 'overrides=["train.steps=2", ')
-    exec(compile(code, "README.md", "exec"), {})
-    assert (tmp_path / "runs" / "sort-1" / "summary.json").exists()
+    readme = text_of(ROOT / "README.md")
+    reward, script = re.findall(r"```python\n(.*?)```", readme, flags=re.S)
+    (row,) = re.findall(r"```json\n(.*?)```", readme, flags=re.S)
+    (command,) = [line for line in commands(ROOT / "README.md") if "--reward" in line]
+    assert max(len(reward.splitlines()), len(script.splitlines())) < 12
+    (tmp_path / "rows.jsonl").write_text(row * 4)
+    (tmp_path / "reward.py").write_text(reward)
+    (tmp_path / "mine.py").write_text(script)
+    small = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128, "name": "scratch"}
+    overrides = [f"model.{key}={value}" for key, value in small.items()]
+    overrides += [f"model.tokenizer={smollm2}", "train.steps=1", "rollout.max_tokens=4"]
+    flags = [flag for override in overrides for flag in ("--set", override)]
+    pools, real = [], grader.GraderPool
+    monkeypatch.setattr(grader, "GraderPool", lambda *given: pools.append(given) or real(*given))
+    done = CliRunner().invoke(cli.app, [*shlex.split(command)[1:], *flags])
+    assert done.exit_code == 0, done.output
+    tiny = partial(api.train, overrides=overrides)
+    monkeypatch.setattr(burnish, "train", tiny, raising=False)
+    runpy.run_path("mine.py", run_name="__main__")
+    assert len(pools) == 2
+    for run, part in ((1, "length"), (2, "ended")):
+        last = (tmp_path / f"runs/keywords-{run}/metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["rollout/grades_scored"] == 1.0
+        assert f"rollout/part_{part}" in json.loads(last)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from burnish import pieces
 from burnish.config import ObjectiveConfig, TrainConfig
 from burnish.errors import BurnishError, RunError
 from burnish.learner.objective import Metrics, describe, describe_kl, token_loss
@@ -20,10 +22,18 @@ from burnish.types import LearnBatch, PackedBatch, Weights
 
 
 class Scores(NamedTuple):
-    """Forward passes without gradient, each [N]."""
+    """Forward passes without gradient, each [N]; None: there is nothing to be known by it."""
 
-    proximal: Tensor
+    proximal: Tensor | None
     reference: Tensor | None
+
+
+class Update(NamedTuple):
+    """What a gradient step leaves to be known."""
+
+    metrics: Metrics
+    logprobs: Tensor
+    """[N] of the policy before the step, from the step's own forward pass."""
 
 
 class State(NamedTuple):
@@ -48,6 +58,7 @@ class Learner:
         self.optimizer = Optimizer(policy, train)
         self.policy = self.optimizer.policy
         self.version = 0
+        self.incarnation = 0
         self.skipped_in_a_row = 0
         self.refreshed = False
         with_kl = objective.kl != "none"
@@ -65,22 +76,29 @@ class Learner:
         self.reference, self.refreshed = self._frozen(), True
 
     def score(self, batch: PackedBatch) -> Scores:
-        """What advantages and loss need of the policy as it is before the first step."""
+        """What advantages and loss need of the policy as it is before the first step.
+
+        If one step is taken, its own forward pass is the proximal policy's, so that another is made
+        only for what reads it earlier.
+        """
+        steps = self.train.epochs * len(train_batches(batch, self.train.batch))
+        proximal = None
         if self.objective.proximal == "behavior":
             proximal = batch.behavior_logprobs
-        else:
+        elif steps > 1 or pieces.reads_proximal_first(self.objective):
             proximal = self._logprobs(self.policy, batch)
         reference = None if self.reference is None else self._logprobs(self.reference, batch)
         return Scores(proximal, reference)
 
-    def drift(self, batch: PackedBatch, scores: Scores) -> Metrics:
-        """KL of the policy that sampled the batch to the initial model and to the one before it.
+    def drift(self, batch: PackedBatch, scores: Scores) -> Callable[[Tensor], Metrics]:
+        """KL of the policy that sampled the batch to the initial model and to the one before it,
+        as a function of its log-probabilities [N], which the first step may yet have to make.
 
-        To be called once per rollout, between scoring and the first step: the policy as it is then
-        becomes the next call's "previous". Empty unless ``train.log_kl``.
+        To be called once per rollout, before the first step: the policy as it is then becomes the
+        next call's "previous". No metrics unless ``train.log_kl``.
         """
         if self.initial is None or self.previous is None:
-            return {}
+            return lambda logprobs: {}
         part, slots = Pack.whole(batch)
         if self.train.log_kl_groups is not None:
             part, slots = slice_groups(batch, 0, self.train.log_kl_groups)
@@ -88,12 +106,16 @@ class Learner:
             initial = scores.reference[slots]
         else:
             initial = self._logprobs(self.initial, part)
-        proximal, previous = scores.proximal[slots], self._logprobs(self.previous, part)
+        previous = self._logprobs(self.previous, part)
         copy_weights(self.policy, self.previous)
-        metrics = describe_kl("initial", proximal, initial, part)
-        return metrics | describe_kl("previous", proximal, previous, part)
 
-    def step(self, learn: LearnBatch) -> Metrics:
+        def measure(logprobs: Tensor) -> Metrics:
+            metrics = describe_kl("initial", logprobs[slots], initial, part)
+            return metrics | describe_kl("previous", logprobs[slots], previous, part)
+
+        return measure
+
+    def step(self, learn: LearnBatch) -> Update:
         """One gradient step on one train batch; one that is not finite is skipped and counted."""
         logprobs, entropy, loss = self._accumulate(learn)
         norm = self.optimizer.gradient_norm()
@@ -105,11 +127,11 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._skip(loss, norm)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            return finite | {"train/skipped": 1.0}
+            return Update(finite | {"train/skipped": 1.0}, logprobs)
         metrics["train/learning_rate"] = self.optimizer.step(self.version, norm)
         self.version += 1
         self.skipped_in_a_row = 0
-        return metrics
+        return Update(metrics, logprobs)
 
     def weights(self, dtype: torch.dtype | None = None) -> Weights:
         """A copy in that precision, rounded from the masters; None: in compute precision."""
@@ -118,7 +140,7 @@ class Learner:
             name: view.to(dtype or view.dtype, copy=True)
             for name, view in source.exchange().items()
         }
-        return Weights(self.version, 0, tensors)
+        return Weights(self.version, self.incarnation, tensors)
 
     def state(self) -> State:
         """What `load_state` needs to go on bit for bit. The tensors are views: write them at once.

@@ -45,12 +45,13 @@ LOSSES: dict[str, Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]] =
 
 
 def token_advantages(
-    config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor, reference: Tensor | None
+    config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor | None, reference: Tensor | None
 ) -> Tensor:
     """The advantage of every action, [N]; a KL term in the reward is a part of it."""
     mask, ids, rewards = batch.is_action, batch.sequence_ids, batch.rewards
     penalty = None
     if reference is not None and config.kl_in == "reward":
+        assert proximal is not None, "pieces.reads_proximal_first"
         penalty = KL[config.kl](proximal, reference)
     if config.advantage == "reinforce_plus_plus":
         if penalty is None:
@@ -76,10 +77,13 @@ def loss_weight(config: ObjectiveConfig, batch: PackedBatch) -> Tensor:
     return weights.to(batch.behavior_logprobs.dtype)
 
 
-def importance(config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor) -> Tensor | None:
+def importance(
+    config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor | None
+) -> Tensor | None:
     """The correction for the gap between sampler and learner, [N]; None if the recipe has none."""
     if config.importance == "none":
         return None
+    assert proximal is not None, "pieces.reads_proximal_first"
     weights = ratios.importance_ratio(
         proximal,
         batch.behavior_logprobs,
@@ -150,11 +154,10 @@ def _mean_kl(name: str, logprobs: Tensor, other: Tensor) -> Metrics:
 
 
 def _ratio(config: ObjectiveConfig, logprobs: Tensor, learn: LearnBatch) -> Tensor:
+    proximal = learn.proximal_logprobs
+    if proximal is None:  # the policy is where it was: the ratio is 1, its gradient is not 0
+        proximal = logprobs.detach()
     if config.ratio == "token":
-        return ratios.token_ratio(logprobs, learn.proximal_logprobs)
-    return ratios.sequence_ratio(
-        logprobs,
-        learn.proximal_logprobs,
-        learn.batch.is_action,
-        sequence_ids=learn.batch.sequence_ids,
-    )
+        return ratios.token_ratio(logprobs, proximal)
+    mask, ids = learn.batch.is_action, learn.batch.sequence_ids
+    return ratios.sequence_ratio(logprobs, proximal, mask, sequence_ids=ids)

@@ -35,8 +35,9 @@ def rate(train: TrainConfig, step: int) -> float:
     full = train.learning_rate
     if step < train.warmup_steps:
         return full * (step + 1) / train.warmup_steps
-    if train.decay_steps is None:
+    if train.schedule == "constant":
         return full
+    assert train.decay_steps is not None, "Recipe.decay_steps"
     last = train.final_rate or 0.0
     done = min(1.0, (step - train.warmup_steps) / (train.decay_steps - train.warmup_steps))
     left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2

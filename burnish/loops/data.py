@@ -7,72 +7,96 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from burnish.config import Recipe
+from burnish.draws import Stream
 from burnish.errors import DataError
+from burnish.loops.sync import sampling
+from burnish.rollout.rollout import Generator
 from burnish.tasks.keywords import Keywords
 from burnish.types import Completion, Prompt
 
-Sampler = Callable[[Sequence[Prompt], int], Sequence[Sequence[Completion]]]
-"""(prompts, running number of the first) → some completions of each."""
+Row = dict[str, object]
+PATIENCE = 200
+"""Prompts per row, on average, before a model is given up."""
 
 
 def write_keywords(
-    task: Keywords, sample: Sampler, directory: Path, *, rows: int, batch: int = 64
+    recipe: Recipe,
+    task: Keywords,
+    generator: Generator,
+    directory: Path,
+    *,
+    rows: int,
+    show: Callable[[int, int], None] = lambda kept, asked: None,
 ) -> dict[str, float]:
     """Writes train.jsonl and validation.jsonl, 80/20, with fields prompt, answer and keywords.
 
-    Of each prompt's answers the first that earns the task's reward is kept; prompts go on until
-    there are enough rows. Returns what was asked, what was kept, and the share that earned it.
+    Sampled as the recipe samples a rollout. Of each prompt's answers the first that earns the
+    task's reward is kept; prompts go on until there are enough rows. Returns what was asked, what
+    was kept, and the share that earned it.
     """
     if rows < 2:
         raise DataError(f"rows must be at least 2, one of them for validation, got {rows}")
+    files = new_files(directory)
     held_out = max(1, round(0.2 * rows))
-    train, asked = _collect(task.prompt, task, sample, rows - held_out, batch, 0)
-    validation, more = _collect(task.validation_prompt, task, sample, held_out, batch, asked)
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, kept in (("train", train), ("validation", validation)):
-        _write(directory / f"{name}.jsonl", kept)
-    prompts = float(asked + more)
-    return {"data/prompts": prompts, "data/rows": float(rows), "data/share_kept": rows / prompts}
-
-
-def _collect(
-    prompt: Callable[[int], Prompt],
-    task: Keywords,
-    sample: Sampler,
-    rows: int,
-    batch: int,
-    first: int,
-    *,
-    patience: int = 200,
-) -> tuple[list[dict[str, object]], int]:
-    """That many rows, and how many prompts they took; patience: prompts per row, on average."""
-    kept: list[dict[str, object]] = []
+    wanted = ((task.prompt, rows - held_out), (task.validation_prompt, held_out))
+    found: list[list[Row]] = []
     asked = 0
-    while len(kept) < rows:
-        if asked >= patience * rows:
-            raise DataError(
-                f"only {len(kept)} of {rows} rows after {asked} prompts: the model hardly ever "
-                "includes the keywords; sample more answers per prompt, or ask a better model"
+    for prompt, count in wanted:
+        kept: list[Row] = []
+        first = asked
+        while len(kept) < count:
+            if asked - first >= PATIENCE * count:
+                raise DataError(
+                    f"only {len(kept)} of {count} rows after {asked - first} prompts: the model "
+                    "hardly ever includes the keywords; sample more answers per prompt, or ask a "
+                    "better model"
+                )
+            prompts = [prompt(asked - first + i) for i in range(recipe.prompts_per_rollout)]
+            sampled = generator.generate(
+                prompts,
+                first_group=asked,
+                samples=recipe.rollout.group_size,
+                params=sampling(recipe),
+                stream=Stream.GENERATE,
             )
-        prompts = [prompt(asked + i) for i in range(batch)]
-        answers = sample(prompts, first + asked)
-        for asked_for, completions in zip(prompts, answers, strict=True):
-            asked += 1
-            grades = task.grade_all([(asked_for, c) for c in completions])
-            good = [c.text.strip() for c, g in zip(completions, grades, strict=True) if g.reward]
-            if good:
-                row = asked_for.reference
-                kept.append({"prompt": row["prompt"], "answer": good[0]} | _words(row))
-            if len(kept) == rows:
-                break
-    return kept, asked
+            for one, answers in zip(prompts, sampled, strict=True):
+                if len(kept) < count:
+                    asked += 1
+                    kept += _good(task, one, answers)
+            show(sum(map(len, found)) + len(kept), asked)
+        found.append(kept)
+    for file, kept in zip(files, found, strict=True):
+        _write(file, kept)
+    return {"data/prompts": float(asked), "data/rows": float(rows), "data/share_kept": rows / asked}
 
 
-def _words(row: dict[str, object]) -> dict[str, object]:
+def new_files(directory: Path) -> list[Path]:
+    """Where the rows will go; an error where they can't, or are already."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"can't write to {directory}: {error.strerror}; choose another") from error
+    files = [directory / f"{name}.jsonl" for name in ("train", "validation")]
+    for file in files:
+        if file.exists():
+            raise DataError(f"{file} is there already; choose another directory, or remove it")
+    return files
+
+
+def _good(task: Keywords, prompt: Prompt, answers: Sequence[Completion]) -> list[Row]:
+    """A row with the first answer that earns the reward, if there is one."""
+    grades = task.grade_all([(prompt, answer) for answer in answers])
+    good = [a.text.strip() for a, grade in zip(answers, grades, strict=True) if grade.reward]
+    row = prompt.reference
+    return [{"prompt": row["prompt"], "answer": text, **_words(row)} for text in good[:1]]
+
+
+def _words(row: Row) -> Row:
     return {key: row[key] for key in ("keywords", "match")}
 
 
-def _write(path: Path, rows: Sequence[dict[str, object]]) -> None:
+def _write(path: Path, rows: Sequence[Row]) -> None:
     """Whole or not at all."""
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as file:

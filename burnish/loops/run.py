@@ -149,12 +149,14 @@ class _Writer:
         return Progress(step.number, metrics, timings)
 
     def save(self, step: int) -> None:
-        state: State = self.parts.learner.state()
+        learner = self.parts.learner
+        state: State = learner.state()
+        numbers = {"step": step, "incarnation": learner.incarnation, "learner": state.numbers}
         checkpoint.save(
             self.directory.path,
             step,
             state.tensors,
-            {"step": step, "learner": state.numbers, "positions": self.directory.positions()},
+            numbers | {"positions": self.directory.positions()},
             score=self._score,
             keep=self.recipe.checkpoint.keep,
         )

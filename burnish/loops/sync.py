@@ -4,7 +4,7 @@
         every kl_refresh steps:  π_ref ← π
         sample a group of responses to each prompt from π          generate
         score the responses                                        grade
-        log π_prox, log π_ref of the sampled tokens                score
+        log π_ref, and log π_prox if need be, of the tokens        score
         advantages relative to the group                           advantages
         for each of the gradient steps:  π ← step on the loss      learn
         hand the new weights to the generator                      publish
@@ -42,8 +42,8 @@ class Step(NamedTuple):
     groups: list[Group]
     advantages: list[float]
     """One per response, in the groups' order: the mean over its tokens."""
-    learner_logprobs: list[FloatArray]
-    """[C] per response: the proximal policy's."""
+    learner_logprobs: list[FloatArray] | None
+    """[C] per response: of the learner before its first step; None where it did not score all."""
     metrics: Row
 
 
@@ -86,16 +86,22 @@ def train(
             advantages = objective.token_advantages(recipe.objective, batch, *scores)
             lag = learner.version - min(group.oldest_version for group in groups)
             batches = split(recipe, batch, advantages, scores)
-            rows = [learner.step(learn) for _ in range(recipe.train.epochs) for learn in batches]
+            taken = [learner.step(learn) for _ in range(recipe.train.epochs) for learn in batches]
+            # Of one train batch the first step saw everything, as the policy was that sampled it.
+            current = taken[0].logprobs if len(batches) == 1 else scores.proximal
+            assert current is not None, "scored, since there are several steps"
         with timers("publish"):
             generator.load(learner.weights())
-        metrics = describe(sampled) | dropped | drift | combine(rows)
+        metrics = describe(sampled) | dropped | drift(current)
+        metrics |= combine(update.metrics for update in taken)
         metrics |= {"train/version": learner.version, "train/lag": lag}
+        # The sampler's own log-probabilities, taken for the proximal policy's, show no gap.
+        own = current is not batch.behavior_logprobs
         yield Step(
             number + 1,
             groups,
             _per_response(batch, advantages),
-            _by_response(batch, scores.proximal),
+            _by_response(batch, current) if own else None,
             metrics,
         )
 
@@ -124,12 +130,16 @@ def split(
             batch=part,
             advantages=advantages[slots],
             loss_weight=objective.loss_weight(recipe.objective, part),
-            proximal_logprobs=scores.proximal[slots],
-            reference_logprobs=None if scores.reference is None else scores.reference[slots],
-            importance=None if correction is None else correction[slots],
+            proximal_logprobs=_at(slots, scores.proximal),
+            reference_logprobs=_at(slots, scores.reference),
+            importance=_at(slots, correction),
         )
         for part, slots in train_batches(batch, recipe.train.batch)
     ]
+
+
+def _at(slots: Tensor, stream: Tensor | None) -> Tensor | None:
+    return None if stream is None else stream[slots]
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:

@@ -9,6 +9,7 @@ evaluations.jsonl the same for validation
 log.txt           prompts, responses, rewards and advantages, to be read
 events.…          the metrics for TensorBoard
 checkpoints/      what a killed run resumes from
+restarts.txt      a line for each time it was resumed
 summary.json      where it began and ended; a finished run has one
 report.html       all of it, to be looked at
 curves.png        loss and reward
@@ -137,6 +138,16 @@ class RunDirectory:
                 (self.path / name).unlink()
         (self.path / "summary.json").unlink(missing_ok=True)  # the run is no longer finished
         fsync_directory(self.path)
+
+    def restart(self, step: int) -> int:
+        """Notes that the run goes on from a step; how often it has been restarted by now.
+
+        Kept beside the checkpoints, not in them: a restart that was killed before it saved counts.
+        """
+        file = self.path / "restarts.txt"
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        self.write(file.name, f"{before}from step {step}\n")
+        return before.count("\n") + 1
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 from burnish.errors import RunError
 
 Row = dict[str, float]
+COUNTS = ("train/skipped",)
+"""Metrics that add up over a step's gradient steps."""
 
 
 def combine(rows: Iterable[Mapping[str, float]]) -> Row:
-    """One row for several: least of ``…_min``, greatest of ``…_max``, mean of the rest."""
+    """One row for several: least of ``…_min``, greatest of ``…_max``, sum of counts, else mean."""
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -22,7 +24,9 @@ def combine(rows: Iterable[Mapping[str, float]]) -> Row:
     def one(name: str, values: list[float]) -> float:
         if name.endswith("_min"):
             return min(values)
-        return max(values) if name.endswith("_max") else sum(values) / len(values)
+        if name.endswith("_max"):
+            return max(values)
+        return sum(values) if name in COUNTS else sum(values) / len(values)
 
     return {name: one(name, values) for name, values in columns.items()}
 

@@ -5,15 +5,29 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from burnish.errors import RunError
 from burnish.runs.metrics import read_rows
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 PANELS = (("rollout/reward", "reward"), ("train/loss", "loss"))
 SMOOTHING = 5
+WINDOW = 10
+"""Steps over which figures at a run's end are averaged."""
+ENDS = {
+    "reward": ("rollout/reward", WINDOW),
+    "held out": ("validation/reward", 1),
+    "inclusion": ("validation/part_inclusion", 1),
+    "ended": ("validation/ended", 1),
+    "KL k1": ("kl/initial_k1", WINDOW),
+    "KL k3": ("kl/initial_k3", WINDOW),
+}
+"""What runs came to: a metric, and over how many of its last values the mean is taken."""
 COLOURS = ("#3465a4", "#cc7a00", "#2e8b57", "#a33b5c", "#6b4fa0", "#5c6b73", "#8c6d1f", "#17808a")
 
 
@@ -62,10 +76,14 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     return list(curves.values())
 
 
-def final_reward(curve: Curve, window: int = 10) -> tuple[float, float]:
-    """Mean over seeds of the reward over the last steps, and the spread between seeds (std)."""
-    ends = [np.mean([row["rollout/reward"] for row in run[-window:]]) for run in curve.rows]
-    return float(np.mean(ends)), float(np.std(ends))
+def ends(curve: Curve) -> dict[str, list[float]]:
+    """The figures of ``ENDS``, a value for each run; NaN where it was not measured."""
+
+    def last(run: list[dict[str, Any]], metric: str, window: int) -> float:
+        values = [row[metric] for row in run if metric in row][-window:]
+        return float(np.mean(values)) if values else float("nan")
+
+    return {name: [last(run, *what) for run in curve.rows] for name, what in ENDS.items()}
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
@@ -97,21 +115,13 @@ def _draw(curves: Sequence[Curve], out: Path, title: str | None) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
-    for axes, (metric, name) in zip(figure.subplots(1, 2), PANELS, strict=True):
-        for curve, colour in zip(curves, _colours(len(curves)), strict=True):
-            steps = min(len(run) for run in curve.rows)
-            values = np.array([[row[metric] for row in run[:steps]] for run in curve.rows])
-            smooth = np.apply_along_axis(_smooth, 1, values)
-            mean, spread = smooth.mean(0), smooth.std(0)
-            x = np.arange(1, steps + 1)
-            if len(curve.rows) == 1:
-                axes.plot(x, values[0], color=colour, alpha=0.25, linewidth=0.8)
-            axes.fill_between(
-                x, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0
-            )
-            axes.plot(x, mean, color=colour, linewidth=1.8, label=_legend(curve))
-        axes.set_xlabel("step (one rollout and its gradient steps)")
-        axes.set_ylabel(name)
+    left, right = figure.subplots(1, 2)
+    _draw_steps(left, curves, *PANELS[0])
+    if len(curves) > 1 and all(np.isfinite(ends(curve)["KL k1"]).all() for curve in curves):
+        _draw_frontier(right, curves)
+    else:
+        _draw_steps(right, curves, *PANELS[1])
+    for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
@@ -123,6 +133,35 @@ def _draw(curves: Sequence[Curve], out: Path, title: str | None) -> Path:
     FigureCanvasAgg(figure).print_png(str(temporary))  # type: ignore[no-untyped-call]
     temporary.replace(out)
     return out
+
+
+def _draw_steps(axes: Axes, curves: Sequence[Curve], metric: str, name: str) -> None:
+    for curve, colour in zip(curves, _colours(len(curves)), strict=True):
+        steps = min(len(run) for run in curve.rows)
+        values = np.array([[row[metric] for row in run[:steps]] for run in curve.rows])
+        smooth = np.apply_along_axis(_smooth, 1, values)
+        mean, spread = smooth.mean(0), smooth.std(0)
+        x = np.arange(1, steps + 1)
+        if len(curve.rows) == 1:
+            axes.plot(x, values[0], color=colour, alpha=0.25, linewidth=0.8)
+        axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(x, mean, color=colour, linewidth=1.8, label=_legend(curve))
+    axes.set_xlabel("step (one rollout and its gradient steps)")
+    axes.set_ylabel(name)
+
+
+def _draw_frontier(axes: Axes, curves: Sequence[Curve]) -> None:
+    """What each setting gained, against how far from the initial model it went for it."""
+    found = [ends(curve) for curve in curves]
+    checked = all(np.isfinite(end["held out"]).all() for end in found)
+    for end, colour in zip(found, _colours(len(curves)), strict=True):
+        x, y = end["KL k1"], end["held out" if checked else "reward"]
+        if len(x) > 1:
+            axes.scatter(x, y, s=14, color=colour, alpha=0.5, linewidth=0)
+        middle, spread = (np.mean(x), np.mean(y)), (np.std(x), np.std(y))
+        axes.errorbar(*middle, *spread[::-1], fmt="o", color=colour, markersize=7, capsize=2)
+    axes.set_xlabel(f"KL to the initial model, nats per token (k1), last {WINDOW} steps")
+    axes.set_ylabel("held-out reward at the end" if checked else "reward at the end")
 
 
 def _legend(curve: Curve) -> str:

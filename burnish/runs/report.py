@@ -36,11 +36,11 @@ REWARD, VALIDATION = "rollout/reward", "validation/reward"
 PANELS = (
     ("reward", "Reward", (REWARD, VALIDATION)),
     ("reward", "Parts of the reward", ("rollout/part_*", "validation/part_*")),
-    ("drift", "KL to the initial model, per token", ("kl/initial*token*",)),
-    ("drift", "KL to the initial model", ("kl/initial*",)),
-    ("drift", "KL to the previous step, per token", ("kl/previous*token*",)),
-    ("drift", "KL to the previous step", ("kl/previous*",)),
-    ("drift", "KL, other", ("kl/*",)),
+    ("drift", "KL to the initial model, nats per token", ("kl/initial_k?",)),
+    ("drift", "KL to the initial model, nats per response", ("kl/initial_*_response",)),
+    ("drift", "KL to the previous step, nats per token", ("kl/previous_k?",)),
+    ("drift", "KL to the previous step, nats per response", ("kl/previous_*_response",)),
+    ("drift", "KL to the reference, nats per token", ("kl/reference_k?",)),
     ("drift", "Sampler against learner, nats", ("mismatch/*",)),
     ("policy", "Entropy, nats per token", ("*/entropy*",)),
     ("policy", "Response length, tokens", ("*/length*",)),
@@ -157,11 +157,11 @@ def panels(series: Series) -> list[dict[str, Any]]:
 def drift_metric(series: Series, prefix: str) -> str:
     """The figure that is read: k3 per token if it was measured."""
     names = [name for name in series if name.startswith(prefix)]
-    return min(names, key=lambda n: ("token" not in n, "k3" not in n, n), default="")
+    return min(names, key=lambda n: (n.endswith("_response"), "k3" not in n), default="")
 
 
 def unit_of(metric: str) -> str:
-    return "nats per token" if "token" in metric else "nats"
+    return "nats per response" if metric.endswith("_response") else "nats per token"
 
 
 def frontier(series: Series, kl: str) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ class Rollout(TypedDict):
     logprobs: list[float | None]
     """[C] of the policy that sampled them; None where it was not finite."""
     learner_logprobs: list[float | None] | None
-    """[C] of the learner at the start of the batch (proximal); None where it did not score them."""
+    """[C] of the learner before its first step on them; None where it did not score them then."""
     reward: float | None
     parts: dict[str, float | None]
     status: str

@@ -42,7 +42,8 @@ def make_groups(shape=SHAPE["groups"], temperature=0.8):
 
 
 def make_learner(policy, objective_settings=None, **train):
-    settings = {"batch": 100, "clip_norm": 1e9, "learning_rate": 1e-2} | train
+    """Two epochs: with one step on a batch nothing would be scored before it."""
+    settings = {"batch": 100, "epochs": 2, "clip_norm": 1e9, "learning_rate": 1e-2} | train
     return Learner(policy, ObjectiveConfig(**(objective_settings or {})), TrainConfig(**settings))
 
 

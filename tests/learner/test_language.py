@@ -11,8 +11,9 @@ from burnish.engine.engine import EngineConfig, NativeEngine
 from burnish.engine.protocol import Request
 from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import State
+from burnish.learner.objective import loss_weight, token_advantages
 from burnish.rollout.packing import pack, take_streams, train_batches
-from burnish.types import Completion, Grade, Group, SamplingParams
+from burnish.types import Completion, Grade, Group, LearnBatch, SamplingParams
 from tests.learner.conftest import make_groups, make_learn_batch, make_learner, make_policy
 
 OBJECTIVES = {
@@ -40,7 +41,7 @@ def test_any_split_is_the_whole_batch(split, dtype, tolerance, objective, batch)
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=tolerance * scale)
     for learner in (parts, whole):
         learner.optimizer.drop_gradients()
-    got, want = parts.step(learn), whole.step(learn)
+    got, want = parts.step(learn).metrics, whole.step(learn).metrics
     assert got == pytest.approx(want, rel=100 * tolerance, abs=tolerance)
 
 
@@ -54,6 +55,62 @@ def test_scores_come_from_the_packs_of_training(precision, split):
     for part in train_batches(batch, 4):
         before = learner._accumulate(take_streams(learn, part))[0]
         assert torch.equal(before, learn.proximal_logprobs[part.slots])
+
+
+@pytest.mark.parametrize("split", [{}, SPLITS[1], SPLITS[4]], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "objective",
+    [{"loss": "reinforce", "kl": "k2"}, {}, {"ratio": "sequence"}, {"loss": "cispo"}],
+    ids=str,
+)
+def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split, batch):
+    """Metrics, drift, log-probabilities and weights are to the bit those with a recomputed proximal
+    policy: the step's own forward pass runs the same packs on the same weights."""
+    outcomes = []
+    for recompute in (False, True):
+        settings = {"precision": precision, "epochs": 1, "log_kl": True, "log_kl_groups": 2} | split
+        learner = make_learner(make_policy(torch.float32), objective, **settings)
+        rows = []
+        for _ in range(3):
+            scores = learner.score(batch)
+            assert scores.proximal is None
+            proximal = learner._logprobs(learner.policy, batch) if recompute else None
+            drift = learner.drift(batch, scores)
+            learn = LearnBatch(
+                batch=batch,
+                advantages=token_advantages(learner.objective, batch, *scores),
+                loss_weight=loss_weight(learner.objective, batch),
+                proximal_logprobs=proximal,
+                reference_logprobs=scores.reference,
+            )
+            metrics, logprobs = learner.step(learn)
+            current = proximal if recompute else logprobs
+            rows.append((metrics | drift(current), current.tolist()))
+        outcomes.append((rows, learner.weights(torch.float32).tensors))
+    (rows, weights), (want, same) = outcomes
+    assert rows == want
+    assert all(torch.equal(weights[name], same[name]) for name in same)
+    metrics = rows[-1][0]
+    assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0
+    assert metrics["kl/initial_k3"] > metrics["kl/previous_k3"] > 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "train", "scored"),
+    [
+        ({"loss": "reinforce"}, {"epochs": 1}, False),
+        ({"loss": "clip"}, {"epochs": 1}, False),
+        ({"loss": "clip"}, {"epochs": 2}, True),
+        ({"loss": "clip"}, {"epochs": 1, "batch": 4}, True),
+        ({"loss": "reinforce", "importance": "mask"}, {"epochs": 1}, True),
+        ({"loss": "reinforce", "kl": "k1", "kl_in": "reward"}, {"epochs": 1}, True),
+    ],
+    ids=str,
+)
+def test_what_reads_the_proximal_policy_has_it_scored(objective, train, scored, batch):
+    learner = make_learner(make_policy(torch.float32), objective, **train)
+    assert (learner.score(batch).proximal is not None) == scored
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -80,7 +137,7 @@ def test_low_precision_is_near_fp32(precision, batch):
     exact = make_learner(make_policy(torch.float32))
     rough = make_learner(make_policy(torch.float32), precision=precision)
     learn = make_learn_batch(exact, batch)
-    want, got = exact.step(learn), rough.step(learn)
+    want, got = exact.step(learn).metrics, rough.step(learn).metrics
     assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=0.05)
     assert got["train/loss"] == pytest.approx(want["train/loss"], abs=0.05)
 
@@ -91,7 +148,7 @@ def test_the_loss_scale_drops_out_in_exact_arithmetic(batch):
     learners[1].optimizer.scale.moves = True
     learners[1].optimizer.scale.value = 2.0**10
     learn = make_learn_batch(learners[0], batch)
-    metrics = [learner.step(learn) for learner in learners]
+    metrics = [learner.step(learn).metrics for learner in learners]
     assert metrics[1].pop("train/loss_scale") == 2**10
     assert metrics[0] == metrics[1]
     for a, b in zip(*(learner.policy.parameters() for learner in learners), strict=True):
@@ -103,13 +160,13 @@ def test_an_fp16_overflow_is_skipped_and_halves_the_scale(batch):
     learn = make_learn_batch(learner, batch)
     learner.optimizer.scale.value = 2.0**30
     before = learner.weights(torch.float32).tensors
-    metrics = learner.step(learn)
+    metrics = learner.step(learn).metrics
     assert (metrics["train/skipped"], learner.version, learner.skipped_in_a_row) == (1, 0, 0)
     assert learner.optimizer.scale.value == 2.0**29
     assert "train/grad_norm" not in metrics
     for name, tensor in learner.weights(torch.float32).tensors.items():
         assert torch.equal(tensor, before[name])
-    while learner.step(learn)["train/skipped"]:
+    while learner.step(learn).metrics["train/skipped"]:
         pass
     assert learner.version == 1
     assert 1 < learner.optimizer.scale.value < 2**29
@@ -120,10 +177,10 @@ def test_steps_that_are_not_finite_are_counted_and_then_halt(batch):
     good, bad = make_learn_batch(learner, batch), make_learn_batch(learner, batch)
     bad.advantages[batch.is_action] = math.inf
     for _ in range(2):  # a good step between them starts the count anew
-        metrics = learner.step(bad)
+        metrics = learner.step(bad).metrics
         assert metrics["train/skipped"] == 1
         assert all(map(math.isfinite, metrics.values()))
-        assert learner.step(good)["train/skipped"] == 0
+        assert learner.step(good).metrics["train/skipped"] == 0
     assert learner.version == 2
     learner.step(bad)
     with pytest.raises(BurnishError, match=r"2 gradient steps in a row .* train\.max_skipped"):
@@ -149,7 +206,8 @@ def test_a_loaded_state_goes_on_bit_for_bit(train, refresh, batch):
             if refresh and number % refresh == 0:
                 learner.refresh_reference()
             drift = learner.drift(batch, learner.score(batch))
-            rows.append(drift | learner.step(make_learn_batch(learner, batch)))
+            metrics, logprobs = learner.step(make_learn_batch(learner, batch))
+            rows.append(drift(logprobs) | metrics)
         return rows
 
     torch.use_deterministic_algorithms(True)
@@ -191,7 +249,7 @@ def test_kl_to_the_initial_model_and_to_the_step_before(batch):
     rows = []
     for _ in range(4):
         scores = learner.score(batch)
-        rows.append(learner.drift(batch, scores))
+        rows.append(learner.drift(batch, scores)(scores.proximal))
         for _ in range(2):
             learner.step(make_learn_batch(learner, batch))
         history.append(learner.score(batch).proximal)
@@ -216,12 +274,12 @@ def test_kl_on_some_groups_and_shared_with_the_reference(batch):
     assert learner.reference is learner.initial
     learner.step(make_learn_batch(learner, batch))
     scores = learner.score(batch)
-    got = learner.drift(batch, scores)
+    got = learner.drift(batch, scores)(scores.proximal)
     part = batch.is_action & (batch.sequence_ids < 7)  # the first two groups
     x = (scores.proximal - scores.reference)[part]
     assert got["kl/initial_k1"] == pytest.approx(x.mean().item(), rel=1e-9)
     learner.refresh_reference()
-    again = learner.drift(batch, learner.score(batch))
+    again = learner.drift(batch, learner.score(batch))(scores.proximal)
     assert again["kl/initial_k1"] == pytest.approx(x.mean().item(), rel=1e-9)
     assert again["kl/previous_k1"] == 0
 
@@ -247,6 +305,6 @@ def test_the_engine_samples_what_the_learner_learns_and_takes_its_weights():
         assert set(batch.versions[batch.is_action].tolist()) == {version}
         scores = learner.score(batch)
         torch.testing.assert_close(scores.proximal, batch.behavior_logprobs, rtol=0, atol=2e-5)
-        metrics = learner.step(make_learn_batch(learner, batch))
+        metrics = learner.step(make_learn_batch(learner, batch)).metrics
         assert metrics["mismatch/logprob_max"] < 2e-5
         engine.load(learner.weights())

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from burnish import config
 from burnish.config import KeywordsTask
 from burnish.errors import DataError
 from burnish.loops.data import write_keywords
@@ -13,23 +14,27 @@ from tests.conftest import byte_tokenizer, make_group
 TASK = Keywords(KeywordsTask(), tokenizer=byte_tokenizer(), seed=0)
 
 
-def sampler(good):
+RECIPE = config.load("keywords")
+
+
+class Sampler:
     """Answers two samples per prompt; ``good(n)``: the second of the n-th prompt is right."""
-    (base,) = make_group(0, [1], [[1]], [0]).completions
 
-    def sample(prompts, first):
+    def __init__(self, good):
+        self.good = good
+
+    def generate(self, prompts, *, first_group, **how):
+        (base,) = make_group(0, [1], [[1]], [0]).completions
         answers = []
-        for n, prompt in enumerate(prompts, first):
+        for n, prompt in enumerate(prompts, first_group):
             right = f" Here are {' and '.join(prompt.reference['keywords'])}. \n"
-            texts = ("nothing", right if good(n) else "neither")
-            answers.append([dataclasses.replace(base, text=text) for text in texts])
+            texts = ("nothing", right if self.good(n) else "neither")
+            answers.append(tuple(dataclasses.replace(base, text=text) for text in texts))
         return answers
-
-    return sample
 
 
 def test_only_answers_with_the_words_are_kept(tmp_path):
-    metrics = write_keywords(TASK, sampler(lambda n: n % 3 == 0), tmp_path / "new", rows=20)
+    metrics = write_keywords(RECIPE, TASK, Sampler(lambda n: n % 3 == 0), tmp_path / "new", rows=20)
     train, validation = (
         read_rows(tmp_path / "new" / f"{name}.jsonl") for name in ("train", "validation")
     )
@@ -50,7 +55,10 @@ def test_only_answers_with_the_words_are_kept(tmp_path):
 
 def test_a_model_that_never_does_it(tmp_path):
     with pytest.raises(DataError, match=r"only 0 of 4 rows after .* prompts"):
-        write_keywords(TASK, sampler(lambda n: False), tmp_path, rows=5)
+        write_keywords(RECIPE, TASK, Sampler(lambda n: False), tmp_path, rows=5)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"can't write to .* choose another"):
+        write_keywords(RECIPE, TASK, Sampler(lambda n: True), tmp_path / "file", rows=5)
     with pytest.raises(DataError, match="rows must be at least 2"):
-        write_keywords(TASK, sampler(lambda n: True), tmp_path, rows=1)
+        write_keywords(RECIPE, TASK, Sampler(lambda n: True), tmp_path, rows=1)

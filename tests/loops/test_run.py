@@ -90,6 +90,30 @@ def test_stopped_and_resumed_equals_never_stopped(stop_after, tmp_path):
     assert not (path / "summary.json").exists()
     api.resume(path)
     assert fingerprint(path) == fingerprint(whole)
+    restarts = [checkpoint.load(checkpoint.latest(p)).state["incarnation"] for p in (whole, path)]
+    assert restarts == [0, 1]
+
+
+def test_weights_say_how_often_the_run_was_restarted(tmp_path, monkeypatch):
+    """Also after a restart that ended before it saved anything."""
+    from burnish.engine.sorter import SorterEngine
+
+    path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(2))
+    seen = []
+    real = SorterEngine.load
+
+    def load(self, weights):
+        seen.append(weights.incarnation)
+        if len(seen) == 1:
+            raise BurnishError("gone")
+        real(self, weights)
+
+    monkeypatch.setattr(SorterEngine, "load", load)
+    with pytest.raises(BurnishError, match="gone"):
+        api.resume(path)
+    api.resume(path)
+    assert set(seen[1:]) == {2}
+    assert (path / "restarts.txt").read_text() == "from step 2\n" * 2
 
 
 def test_a_language_model_resumes_bit_for_bit(smollm2, tmp_path):
@@ -119,6 +143,16 @@ def test_more_steps_may_be_asked_for_and_other_mathematics_not(tmp_path):
     assert [json.loads(row)["step"] for row in rows] == list(range(9))
     ours, theirs = (checkpoint.load(checkpoint.latest(p)) for p in (path, longer))
     assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in ours.tensors)
+
+
+def test_a_longer_run_decays_as_it_began_to(tmp_path):
+    path = api.train("sort", overrides=[*SORT, "train.schedule=linear"], out=tmp_path / "run")
+    api.resume(path, overrides=["train.steps=8"])
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["train/learning_rate"] for row in rows[1:]]
+    pairs = [1e-3 * (1 - (step + 0.5) / 12) for step in range(0, 12, 2)]  # two steps a rollout
+    assert rates == pytest.approx([*pairs, 0.0, 0.0])
+    assert config.load(str(path / "recipe.toml")).train.decay_steps == 12
 
 
 def test_an_environment_that_changed_is_named(tmp_path):
@@ -182,18 +216,40 @@ def test_an_exported_model_repeats_the_validation(smollm2, tmp_path):
         api.export(path, tmp_path / "hf")
 
 
-def test_own_prompts_and_reward_from_python(smollm2, tmp_path):
-    def short(response, row):
-        return {"reward": float(len(response) < row["limit"]), "length": len(response)}
+REWARD = """
+def short(response, row):
+    return {"reward": float(len(response) < row["limit"]), "length": len(response)}
+"""
 
+
+def test_own_rewards_leave_the_same_whether_they_run_here_or_in_workers(smollm2, tmp_path):
+    """A function that lives in this process alone is called here, one in a file by workers."""
+    names = {}
+    exec(REWARD, names)
+    file = tmp_path / "reward.py"
+    file.write_text(REWARD)
     rows = [{"prompt": f"Say {word}.", "limit": 20} for word in "abcdefghij"]
-    settings = [s for s in tiny(smollm2) if not s.startswith("task.")]
-    path = api.train(
-        "keywords", prompts=rows, reward=short, overrides=settings, out=tmp_path / "run"
+    settings = [s for s in tiny(smollm2, "train.steps=2") if not s.startswith("task.")]
+    here, there = (
+        api.train("keywords", prompts=rows, reward=reward, overrides=settings, out=tmp_path / out)
+        for reward, out in ((names["short"], "here"), (f"{file}:short", "there"))
     )
-    last = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert "rollout/part_length" in last
+    for name in SAME:
+        assert (here / name).read_bytes() == (there / name).read_bytes(), name
+    last = json.loads((here / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["rollout/grades_scored"] == 1.0
+    assert "rollout/part_length" in last
+    clocks = [
+        [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+        for run in (here, there)
+    ]
+    assert [row.keys() for row in clocks[0]] == [row.keys() for row in clocks[1]]
+    assert all(row["time/grade"] > 0 for rows in clocks for row in rows[1:])
+
+
+def test_prompts_for_a_task_that_has_its_own_are_refused():
+    with pytest.raises(ConfigError, match="prompts and reward have no effect with"):
+        api.train(config.load("sort"), prompts=["a"])
 
 
 @pytest.mark.slow

@@ -96,6 +96,70 @@ def test_generator_and_learner_stay_in_step():
     assert [group.index for step in steps for group in step.groups] == list(range(12))
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("loss", ["reinforce", "clip"])
+def test_the_policy_is_scored_only_where_a_step_does_not_do_it_anyway(loss, epochs, monkeypatch):
+    """Everything a step leaves is the same as if it had been scored before."""
+    change = [f"objective.loss={loss}", f"train.epochs={epochs}", "train.log_kl=true"]
+    passes = []
+    real = Sorter.score
+
+    def counted(self, batch):
+        passes.append(torch.is_grad_enabled())
+        return real(self, batch)
+
+    monkeypatch.setattr(Sorter, "score", counted)
+    steps, learner = run("train.steps=4", *change)
+    others = 2 * 4  # the initial model and the one before
+    assert passes.count(False) == others + (4 if epochs > 1 else 0)
+    assert passes.count(True) == 4 * epochs
+    plain = Learner.score
+
+    def scored(self, batch):
+        return plain(self, batch)._replace(proximal=self._logprobs(self.policy, batch))
+
+    monkeypatch.setattr(Learner, "score", scored)
+    again, other = run("train.steps=4", *change)
+    for a, b in zip(steps, again, strict=True):
+        assert a.metrics == b.metrics
+        assert a.metrics["mismatch/logprob_max"] < 1e-6
+        for x, y in zip(a.learner_logprobs, b.learner_logprobs, strict=True):
+            np.testing.assert_array_equal(x, y)
+    for name, tensor in learner.weights().tensors.items():
+        assert torch.equal(tensor, other.weights().tensors[name])
+
+
+def test_one_pass_of_grpo_clip_is_one_step_of_the_policy_gradient():
+    """At a ratio of 1 nothing is clipped, so the classic comparison begins at the plain recipe."""
+    learners = [
+        run("train.steps=3", "train.epochs=1", f"objective.loss={loss}", "objective.kl=k2")[1]
+        for loss in ("reinforce", "clip")
+    ]
+    plain, clipped = (learner.weights().tensors for learner in learners)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(clipped[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_what_the_sampler_says_is_not_shown_as_the_learners():
+    steps, _ = run("train.steps=1", "train.batch=10", "objective.proximal=behavior")
+    assert steps[0].learner_logprobs is None
+    steps, _ = run("train.steps=1", "objective.proximal=behavior", "train.precision=bf16")
+    own = np.concatenate(steps[0].learner_logprobs)
+    sampled = np.concatenate([c.logprobs for g in steps[0].groups for c in g.completions])
+    np.testing.assert_allclose(own, sampled, atol=0.1)
+    assert not np.array_equal(own, sampled)
+
+
+def test_skipped_steps_are_counted(monkeypatch):
+    """fp16 begins by looking for its loss scale: how many steps that takes is a number of steps."""
+    from burnish.learner import optim
+
+    monkeypatch.setattr(optim, "FIRST_SCALE", 2.0**40)
+    steps, learner = run("train.steps=1", "train.precision=fp16", "train.epochs=40")
+    skipped = steps[0].metrics["train/skipped"]
+    assert skipped == 40 - learner.version > 1
+
+
 def test_drift_is_measured_on_fresh_rollouts():
     steps, _ = run("train.steps=4", "train.log_kl=true")
     assert steps[0].metrics["kl/initial_k3"] == steps[0].metrics["kl/previous_k3"] == 0
@@ -157,7 +221,7 @@ def test_one_step_of_the_example_equals_one_step_of_the_package(kl):
     optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-3)
     old = example.log_probs(theirs, example.PROMPTS, responses).detach()
     for _ in range(2):
-        metrics = learner.step(learn)
+        metrics = learner.step(learn).metrics
         loss = example.grpo_loss(
             example.log_probs(theirs, example.PROMPTS, responses),
             old,

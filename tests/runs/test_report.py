@@ -54,8 +54,12 @@ def make_run(path, steps=12, *, rollouts=(), evaluations=(), finished=True):
                 "rollout/responses": 30,
                 "train/entropy": 2.0 - step / 10,
                 "train/loss": float("nan") if step == 3 else 0.1,
-                "kl/initial_k3_token": 0.01 * step,
-                "kl/previous_k3_token": 0.01,
+                "kl/initial_k1": 0.011 * step,
+                "kl/initial_k3": 0.01 * step,
+                "kl/initial_k3_response": 0.2 * step,
+                "kl/previous_k3": 0.01,
+                "kl/previous_k3_response": 0.2,
+                "kl/reference_k3": 0.02,
                 "mismatch/logprob_mean": 1e-6,
                 "mismatch/logprob_max": 1e-4,
                 "custom/thing": 1.0,
@@ -90,6 +94,17 @@ def test_the_data_of_a_page(tmp_path):
     ]
     assert titles["Reward"]["lines"][1]["points"] == [[0, 0], [3, 0.3], [6, 0.6], [9, 0.9]]
     assert len(titles["Loss"]["lines"][0]["points"]) == 11  # one was not finite
+    assert {
+        title: [line["name"] for line in panel["lines"]]
+        for title, panel in titles.items()
+        if title.startswith("KL")
+    } == {
+        "KL to the initial model, nats per token": ["kl/initial_k1", "kl/initial_k3"],
+        "KL to the initial model, nats per response": ["kl/initial_k3_response"],
+        "KL to the previous step, nats per token": ["kl/previous_k3"],
+        "KL to the previous step, nats per response": ["kl/previous_k3_response"],
+        "KL to the reference, nats per token": ["kl/reference_k3"],
+    }
     assert titles["custom/thing"]["section"] == "other"
     assert "Clipped, share of tokens" not in titles  # it was not measured
     assert data["reading"][0].startswith("KL to the initial model grew from 0 to 0.11 nats per")

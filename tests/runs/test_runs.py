@@ -19,10 +19,10 @@ RECIPE = config.load("sort")
 
 def test_combine():
     rows = [
-        {"a": 1.0, "b_min": 3.0, "c_max": 1.0},
-        {"a": 3.0, "b_min": 2.0, "c_max": 5.0, "d": 7.0},
+        {"a": 1.0, "b_min": 3.0, "c_max": 1.0, "train/skipped": 1.0},
+        {"a": 3.0, "b_min": 2.0, "c_max": 5.0, "d": 7.0, "train/skipped": 1.0},
     ]
-    assert combine(rows) == {"a": 2.0, "b_min": 2.0, "c_max": 5.0, "d": 7.0}
+    assert combine(rows) == {"a": 2.0, "b_min": 2.0, "c_max": 5.0, "d": 7.0, "train/skipped": 2.0}
 
 
 def test_timers_account_for_every_second():
@@ -237,8 +237,34 @@ def test_runs_that_differ_only_in_their_seed_share_a_curve(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
     labels = {curve.label: curve.seeds for curve in curves}
     assert labels == {"advantage = raw": [0, 1], "advantage = group_mean": [0]}
-    assert plots.final_reward(curves[0], window=1) == (3.0, 1.0)
-    assert plots.final_reward(curves[0]) == (2.0, 0.5)
+    ends = plots.ends(curves[0])
+    assert ends["reward"] == [1.5, 2.5]
+    assert np.isnan(ends["KL k1"]).all()
+
+
+def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
+    run = make_run(tmp_path / "a", [])
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(21):
+            row = {"step": step, "validation/reward": 0.5} if step % 10 == 0 else {"step": step}
+            if step:
+                row |= {"rollout/reward": step, "train/loss": 0, "kl/initial_k1": step / 100}
+            if step == 20:
+                row |= {"validation/part_inclusion": 0.75, "validation/ended": 0.5}
+            file.write(json.dumps(row) + "\n")
+    (curve,) = plots.group_by_settings([run])
+    ends = {name: value for name, (value,) in plots.ends(curve).items()}
+    assert np.isnan(ends.pop("KL k3"))
+    assert ends == {
+        "reward": 15.5,
+        "held out": 0.5,
+        "inclusion": 0.75,
+        "ended": 0.5,
+        "KL k1": pytest.approx(0.155),
+    }
+    other = make_run(tmp_path / "b", [1.0] * 3, "objective.advantage=raw")
+    plots.draw_comparison([run, other], tmp_path / "loss.png")  # one of them measured no KL
+    plots.draw_comparison([run, run], tmp_path / "one.png")
 
 
 def test_a_run_without_steps_cannot_be_compared(tmp_path):
