@@ -113,6 +113,10 @@ class GraderPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
     def close(self) -> None:
         """Ends the workers and all that they started; a pool may be closed twice."""
         self._finalizer()
@@ -122,7 +126,7 @@ class GraderPool:
         if not self._lock.acquire(timeout=LOCK_SECONDS):
             raise GraderError(f"waited {LOCK_SECONDS:g} s for another thread's {self.source.spec}")
         try:
-            if not self._finalizer.alive:
+            if self.closed:
                 raise GraderError(f"the graders of {self.source.spec} are closed")
             grades = self._grade(items)
         except BaseException:
@@ -248,7 +252,7 @@ class GraderPool:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # What a user's reward prints is theirs to see; a library's warnings may quote a model.
-            stderr=subprocess.DEVNULL if self.source.spec in BUILT_IN else None,
+            stderr=subprocess.DEVNULL if _is_ours(self.source) else None,
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, INSIDE: "1"},
             start_new_session=True,
             bufsize=0,
@@ -316,6 +320,10 @@ def _end(workers: list[_Worker], owner: int) -> None:
         _kill(worker)
         worker.process.stdout.close()  # type: ignore[union-attr]
     workers.clear()
+
+
+def _is_ours(source: Source) -> bool:
+    return source.spec in BUILT_IN or source.module.startswith("burnish.")
 
 
 def _ended(code: int) -> str:
