@@ -221,7 +221,10 @@ def _grade(
 
 
 def _bad(gold: Any) -> Grade:
-    shown = "a huge number" if isinstance(gold, int) and abs(gold) > LARGEST else reprlib.repr(gold)
+    try:
+        shown = reprlib.repr(gold)
+    except ValueError:  # Python shows no integer of more than 4,300 digits
+        shown = f"a huge {type(gold).__name__}"
     rule = f"a gold answer must be a number, words or an expression, got {shown}"
     return Grade(math.nan, {}, Status.ERROR, f"{rule}; correct the row")
 

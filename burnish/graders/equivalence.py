@@ -52,12 +52,14 @@ def readable(gold: str) -> bool:
     if len(gold) > LONGEST:
         return False
     text = normalise(gold)
-    plain = quantity(text).value is not None or expression.choice(text, gold=True) is not None
-    return plain or expression.well_formed(text)
+    plain = expression.words(text) or expression.choice(text, gold=True) or quantity(text).value
+    return plain is not None or expression.well_formed(text)
 
 
 def _compare(answer: str, gold: str, algebra: CompareAlgebra | None, deep: int) -> Verdict:
     if squeezed(answer) == squeezed(gold):
+        return Verdict.EQUAL
+    if answer.casefold() == gold.casefold() and expression.words(gold) is not None:
         return Verdict.EQUAL
     ours, theirs = quantity(answer), quantity(gold)
     if ours.value is not None and theirs.value is not None:

@@ -14,6 +14,7 @@ _GREEK = (
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi"
     "|omega|Delta"
 )
+_STRUCTURE = re.compile(r"[,;()\[⦃∪±<>≤≥]|\\begin| and | or ")
 _UNION = re.compile(rf"{BRACKETS}|∪|(?<=[\])⦄]) ?U ?(?=[\[(⦃])")
 _EQUALS = re.compile(rf"{BRACKETS}|[=∈]")
 _ORDER = re.compile(rf"{BRACKETS}|[<>≤≥]")
@@ -38,6 +39,9 @@ _NO_ALGEBRA = re.compile(  # words, two numbers side by side, 1e5, what would ta
     r"|\^\{?-?(?:[0-9]{6}|[0-9]+\}?\^)|[0-9]{5}!|!\)*!",
     re.ASCII,
 )
+_CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-J])[).:]*", re.IGNORECASE)
+_CHOICE_AND_MORE = re.compile(r"\(?([A-J])[).:]+ ?((?!.*\b[A-J]\b)(?!.*\bor\b).*)")
+_NO_WORDS = re.compile(r"[\\^=<>≤≥≠+·{}\[\]|π∞±∪/%$_⦃]")
 _LATEX = {"π": r"\pi ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∞": r"\infty ", "|": "|"}
 
 
@@ -51,6 +55,8 @@ class Parts(NamedTuple):
 
 def parts(text: str) -> Parts | None:
     """What a list, set, tuple, interval, union, matrix or inequality is made of."""
+    if not _STRUCTURE.search(text):
+        return None
     matrix = _MATRIX.fullmatch(text)
     if matrix and "\\begin" not in matrix[1]:
         body = re.sub(r"(?: |\\\\)*$", "", matrix[1])
@@ -104,6 +110,8 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
 
     x = 2 + 3 = 5 names x, and so does x ∈ (0, 1); 2 + 3 = 5 has no name; 1/3 ≈ 0.3 says 1/3.
     """
+    if not set("=≈∈") & set(text):
+        return None
     exact, about, _ = text.partition("≈")
     if about and exact.strip() and not _NAME.fullmatch(exact.strip()):
         text = exact.strip()
@@ -118,7 +126,7 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
 
 def words(text: str) -> str | None:
     """The words of a text answer, case and punctuation aside; None for anything else."""
-    if re.search(r"[\\^=<>≤≥≠+·{}\[\]|π∞±∪/%$_⦃]", text):
+    if _NO_WORDS.search(text):
         return None
     found = re.findall(r"[^\W_]+", text.casefold())
     short = 3 if re.search("[0-9]", text) else 1
@@ -135,15 +143,17 @@ def _is_word(text: str) -> bool:
 
 def choice(text: str, *, gold: bool) -> str | None:
     """The letter of A, (A), "A." or, in a response, "(A) 5"; a gold letter is a capital."""
-    found = re.fullmatch(r"(?:(?:option|choice) )?\(?([A-Ja-j])[).:]*", text, re.IGNORECASE)
+    found = _CHOICE.fullmatch(text)
     if found is None and not gold:
-        found = re.fullmatch(r"\(?([A-J])[).:]+ ?((?!.*\b[A-J]\b)(?!.*\bor\b).*)", text)
+        found = _CHOICE_AND_MORE.fullmatch(text)
     return None if found is None or (gold and found[1].islower()) else found[1].upper()
 
 
 def well_formed(text: str) -> bool:
     """Whether a normalised text has all its brackets and arguments and is no loose end."""
     if not re.search(r"[^\W_]|[∅∞π…]", text) or text.count(r"\begin") != text.count(r"\end"):
+        return False
+    if re.search(r"\\frac ?\{[^{}]*\}\{[-+]?0+\.?0*\}", text):
         return False
     text = re.sub(r"\\(?:begin|end)\{\w+\}", "", text)
     for _ in range(32):
@@ -159,7 +169,7 @@ def _whole(text: str) -> bool:
     """No argument, operand or bracket is missing; nothing is divided by zero."""
     return text.strip() != "" and not re.search(
         r"[{}�]|\\(?:frac|binom)(?! ?◻◻)|\\sqrt(?! ?(?:\[[^\]]*\])?◻)|[\^_](?![\w◻\\∞π*+'-])"
-        r"|^ ?[·/^_=≤≥<>,;)]|[-+·/^_=≤≥<>±,;(] ?$|/ ?0+(?![.0-9])|[·/=][·/=]",
+        r"|^ ?[·/^_=≤≥<>,;)]|[-+·/^_=≤≥<>±,;(] ?$|/ ?0+(?![.0-9])|[-+·/=(] ?[·/=]",
         text,
     )
 

@@ -71,6 +71,8 @@ class _Worker:
     """Seconds since it was last heard of, as far as the pool was there to listen."""
     items: deque[int] = field(default_factory=deque)
     """What it was given and has not answered; it is on the first."""
+    untimed: int = 0
+    """Batches of which it has not yet said what they took."""
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
 
@@ -145,7 +147,7 @@ class GraderPool:
         self._tried_again: set[int] = set()
         with selectors.DefaultSelector() as selector:
             self._listen(selector, 0)  # finds those that died since the last call
-            while self._pending or any(worker.items for worker in self._workers):
+            while self._pending or any(w.items or w.untimed for w in self._workers):
                 for worker in self._workers:
                     self._feed(worker, items)
                 self._listen(selector, SLICE)
@@ -169,6 +171,7 @@ class GraderPool:
             raise DataError(f"a row for {self.source.spec} is not JSON: {error}") from error
         worker.waited = worker.waited if worker.items else 0.0
         worker.items.extend(batch)
+        worker.untimed += 1
 
     def _listen(self, selector: selectors.BaseSelector, timeout: float) -> None:
         """Takes what the workers say within a moment, and sees to those that are late or dead."""
@@ -182,7 +185,8 @@ class GraderPool:
         for position, worker in enumerate(self._workers):
             worker.waited += passed
             allowed = self.limits.wall_seconds if worker.ready else self.limits.start_seconds
-            late = worker.waited > allowed and (bool(worker.items) or not worker.ready)
+            busy = bool(worker.items) or worker.untimed > 0 or not worker.ready
+            late = busy and worker.waited > allowed
             if late or worker.closed or worker.process.poll() is not None:
                 _watch(selector, worker, forget=True)
                 self._workers[position] = self._replace(worker, late)
@@ -215,6 +219,7 @@ class GraderPool:
             worker.ready = True
         else:
             self.cpu_seconds += said["cpu_seconds"]
+            worker.untimed -= 1
 
     def _replace(self, worker: _Worker, late: bool) -> _Worker:
         """Another worker for one that is late or dead; the item it was on gets its grade here."""

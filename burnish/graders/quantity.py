@@ -72,6 +72,8 @@ def quantity(text: str) -> Quantity:
     number = _number(text)
     if number is not None:
         return Quantity(text, *number)
+    if not text or not (text[-1].isalpha() or text[-1] in "°$€£¥¢23"):
+        return Quantity(text, None, "")
     words = text.split(" ")
     splits = [(" ".join(words[:i]), " ".join(words[i:]), True) for i in range(1, len(words))[-5:]]
     attached = _ATTACHED.fullmatch(text)

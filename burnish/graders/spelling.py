@@ -19,9 +19,9 @@ _SIGNS = r"""· cdot times ast; / div; ≤ le leq leqslant; ≥ ge geq geqslant;
     … ldots dots cdots; ≈ approx; ( langle; ) rangle; ⦃ lbrace; ⦄ rbrace; [ lbrack; ] rbrack;
     | lvert rvert vert mid; \frac dfrac tfrac cfrac; \phi varphi; \epsilon varepsilon"""
 _SILENT = "displaystyle left right big Big bigg Bigg bigl bigr rm bf"
-COMMANDS = {name: row.split()[0] for row in _SIGNS.split(";") for name in row.split()[1:]}
-COMMANDS |= {"quad": " ", "qquad": " "}
-COMMANDS |= dict.fromkeys(_SILENT.split(), "")
+_COMMANDS = {name: row.split()[0] for row in _SIGNS.split(";") for name in row.split()[1:]}
+_COMMANDS |= {"quad": " ", "qquad": " "}
+_COMMANDS |= dict.fromkeys(_SILENT.split(), "")
 _ESCAPES = {"{": "⦃", "}": "⦄", "$": "¤", "\\": r"\\"} | {sign: sign for sign in "|%&#_"}
 _ESCAPES |= dict.fromkeys("!()[]", "")
 _UNICODE = dict(zip("−–—×⋅∙÷⁄⩽⩾，（）\u00a0\u202f\u2009", "---···//≤≥,()   ", strict=True))
@@ -29,13 +29,11 @@ _UNICODE |= {"√": r"\sqrt ", "½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼":
 _UNICODE |= {chr(0xFF10 + digit): str(digit) for digit in range(10)} | {"\u200b": "", "\ufeff": ""}
 _TRANSLATION = str.maketrans(_UNICODE)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
-_BEFORE = [  # what would not survive the commands
-    (re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\ )(?=[0-9]{3}(?![0-9]))"), ""),
-    (re.compile(r"\\(?:left|right)\s*\."), ""),
-    (re.compile(r"\\mathbb\s*\{?\s*([RNZQC])\s*\}?"), r" ℝ\1 "),
-]
+_SEPARATORS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\ )(?=[0-9]{3}(?![0-9]))")
+_INVISIBLE = re.compile(r"\\(?:left|right)\s*\.")
+_BLACKBOARD = re.compile(r"\\mathbb\s*\{?\s*([RNZQC])\s*\}?")
 _TEXT = re.compile(r"\\(?:text|math|mbox|operatorname|bold|emph)[a-z]*\*?\s*\{([^{}]*)\}")
-COMMAND = re.compile(r"\\([A-Za-z]+)|\\(.)", re.DOTALL)
+_COMMAND = re.compile(r"\\([A-Za-z]+)|\\(.)", re.DOTALL)
 _PREFIX = re.compile(
     r"^(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:final )?answer ?(?:is|:|=)[: ]*",
     re.IGNORECASE,
@@ -50,7 +48,7 @@ _AFTER = [  # where the first is found, the second becomes the third
         (">=", r">=", "≥"),
         ("!=", r"!=", "≠"),
         ("°", r"\^ ?\{? ?° ?\}?", "°"),
-        ("", rf"(?<![\\A-Za-z])(sqrt|{FUNCTIONS})(?![A-Za-z])", r"\\\1"),
+        ("", rf"(?<![\\A-Za-z])(?=[aceglst])(sqrt|{FUNCTIONS})(?![A-Za-z])", r"\\\1"),
         ("pi", r"(?<![\\A-Za-z])pi(?![A-Za-z])", "π"),
         ("inf", r"(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])", "∞"),
         ("\\sqrt", r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -104,16 +102,19 @@ def normalise(text: str) -> str:
 
 def _without_commands(text: str) -> str:
     """LaTeX's spacing, sizes, fonts and names of signs become spaces, nothing, words and signs."""
-    for pattern, to in _BEFORE:
-        text = pattern.sub(to, text)
+    text = _INVISIBLE.sub("", _SEPARATORS.sub("", text))
+    if "\\mathbb" in text:
+        text = _BLACKBOARD.sub(r" ℝ\1 ", text)
     for _ in range(3):
-        text = _TEXT.sub(r" \1 ", text)
-    return COMMAND.sub(_command, text)
+        text, found = _TEXT.subn(r" \1 ", text)
+        if not found:
+            break
+    return _COMMAND.sub(_command, text)
 
 
 def _command(match: re.Match[str]) -> str:
     if match[1]:
-        return COMMANDS.get(match[1], match[0])
+        return _COMMANDS.get(match[1], match[0])
     return _ESCAPES.get(match[2], " ")
 
 

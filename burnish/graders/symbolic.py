@@ -130,7 +130,7 @@ def _same_relation(ours: Any, theirs: Any) -> bool:
         return False
     variables = sorted(left.free_symbols | right.free_symbols, key=str)
     at = _at(_POINTS[0], variables)
-    factor = sympy.nsimplify(left.xreplace(at) / right.xreplace(at))
+    factor = left.xreplace(at) / right.xreplace(at)
     usable = factor.is_positive or (sign == "=" and factor.is_negative)
     return bool(usable) and _same(left, factor * right)
 
@@ -161,4 +161,4 @@ latex2sympy2._Latex2Sympy.parse_number = _exact
 latex2sympy2.convert_number = lambda text: _exact(None, text)
 # Warm: what the libraries load at first use is loaded before any deadline counts.
 compare_algebra(r"\frac{\sqrt{8}x}{2.5}+\sin^{2} y", r"x\sqrt{2}\cdot 0.8+1-\cos^{2} y")
-sympy_parser.eval_expr = _closed  # what the libraries had to say through it is said by now
+sympy_parser.parse_expr = sympy_parser.eval_expr = _closed

@@ -37,14 +37,7 @@ def frame(content: Any) -> bytes:
 
 def main() -> None:
     incoming, outgoing = _private_pipes()
-    own = os.getpid()
-
-    def send(content: Any) -> None:
-        if os.getpid() != own:  # a reward forked, and this is the child coming back
-            os._exit(0)
-        outgoing.write(frame(content))
-        outgoing.flush()
-
+    send = _sender(outgoing)
     setup = _receive(incoming)
     if setup is None:
         return
@@ -80,10 +73,8 @@ def _answer_in_forks(reward: rewards.Reward, batch: Any, cpu_seconds: float, sen
         reading, writing = os.pipe()
         fork = os.fork()
         if fork == 0:
-            own = os.getppid()
-            threading.Thread(target=_end_with, args=(own,), daemon=True).start()
-            with os.fdopen(writing, "wb", buffering=0) as answers:
-                _answer(reward, batch, cpu_seconds, lambda outcome: answers.write(frame(outcome)))
+            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+            _answer(reward, batch, cpu_seconds, _sender(os.fdopen(writing, "wb")))
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading, "rb") as answers:
@@ -101,6 +92,18 @@ def _answer_in_forks(reward: rewards.Reward, batch: Any, cpu_seconds: float, sen
 def _cpu_seconds() -> float:
     forks = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + forks.ru_utime + forks.ru_stime
+
+
+def _sender(outgoing: BinaryIO) -> Send:
+    own = os.getpid()
+
+    def send(content: Any) -> None:
+        if os.getpid() != own:  # a reward forked, and this is the child coming back
+            os._exit(0)
+        outgoing.write(frame(content))
+        outgoing.flush()
+
+    return send
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:

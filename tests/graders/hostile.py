@@ -55,10 +55,9 @@ def _factorial(draw, _):
 
 def _nested(draw, _):
     n = draw.choice([10, 25, 100, 400, 2000, 30_000])
-    left, right = draw.choice(
-        [("(", ")"), ("{", "}"), ("[", "]"), ("\\sqrt{", "}"), ("\\frac{1}{1+", "}"), ("|", "|")]
-        + [("\\left(", "\\right)"), ("\\{", "\\}"), ("-(", ")"), ("\\sin(", ")"), ("x^{", "}")]
-    )
+    some = [("(", ")"), ("{", "}"), ("[", "]"), ("\\sqrt{", "}"), ("\\frac{1}{1+", "}"), ("|", "|")]
+    more = [("\\left(", "\\right)"), ("\\{", "\\}"), ("-(", ")"), ("\\sin(", ")"), ("x^{", "}")]
+    left, right = draw.choice([*some, *more])
     return left * n + draw.choice(["1", "x", "x+1", ""]) + right * draw.choice([n, n - 1, 0])
 
 
@@ -148,31 +147,10 @@ def _latex(draw, _):
 
 
 def _malformed(draw, _):
-    return "".join(
-        draw.choice(
-            [
-                "\\frac",
-                "{",
-                "}",
-                "(",
-                ")",
-                "^",
-                "_",
-                "\\",
-                "$",
-                "1",
-                "x",
-                "+",
-                "-",
-                "/",
-                "=",
-                ",",
-                "&",
-            ]
-            + ["\\sqrt", "\\left", "\\text{", "|", "!", "%", "\\boxed{", "<", "and", " ", "±", "∪"]
-        )
-        for _ in range(draw.randint(1, 60))
+    pieces = (
+        "\\frac { } ( ) ^ _ \\ $ 1 x + - / = , & \\sqrt \\left \\text{ | ! % \\boxed{ < and ± ∪"
     )
+    return "".join(draw.choice([*pieces.split(), " "]) for _ in range(draw.randint(1, 60)))
 
 
 def _slow(draw, _):
