@@ -52,8 +52,11 @@ def readable(gold: str) -> bool:
     if len(gold) > LONGEST:
         return False
     text = normalise(gold)
-    plain = expression.words(text) or expression.choice(text, gold=True) or quantity(text).value
-    return plain is not None or expression.well_formed(text)
+    if text[:1].isalpha():
+        plain = (expression.words(text) or expression.choice(text, gold=True)) is not None
+    else:
+        plain = quantity(text).value is not None
+    return plain or expression.well_formed(text)
 
 
 def _compare(answer: str, gold: str, algebra: CompareAlgebra | None, deep: int) -> Verdict:
@@ -103,7 +106,9 @@ def _compare_parts(
     answer: Parts, gold: Parts, algebra: CompareAlgebra | None, deep: int
 ) -> Verdict:
     kinds = {answer.kind, gold.kind}
-    fits = len(kinds) == 1 or kinds in ({"list", "⦃⦄"}, {"list", "()"})
+    name = answer.name or gold.name
+    coordinates = kinds == {"list", "()"} and (not name or "," in name)
+    fits = len(kinds) == 1 or kinds == {"list", "⦃⦄"} or coordinates
     ours, theirs = list(answer.items), list(gold.items)
     if kinds == {"⦃⦄"}:
         ours, theirs = list(dict.fromkeys(ours)), list(dict.fromkeys(theirs))

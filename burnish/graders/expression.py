@@ -50,7 +50,7 @@ class Parts(NamedTuple):
     """Its brackets; "list"; "or", "and" of conditions; rows × columns of a matrix."""
     items: tuple[str, ...]
     name: str = ""
-    """The variable, where an inequality describes an interval."""
+    """The variables, where an inequality describes an interval, or equations a tuple."""
 
 
 def parts(text: str) -> Parts | None:
@@ -65,9 +65,7 @@ def parts(text: str) -> Parts | None:
         return Parts(kind, tuple(normalise(cell) for row in rows for cell in row))
     pieces = cut(text, COMMA)
     if len(pieces) > 1 or ("±" in text and not closes(text)):
-        conditions = len(cut(text, _ORDER)) > 1 or len(cut(pieces[0], _ORDER)) > 1
-        kind = "list" if not conditions else "or" if " or " in text else "and"
-        return Parts(kind, tuple(sign for piece in pieces for sign in _both_signs(piece)))
+        return _several(text, pieces)
     pieces = cut(text, _UNION)
     if len(pieces) > 1:
         return Parts("or", tuple(pieces))
@@ -77,6 +75,21 @@ def parts(text: str) -> Parts | None:
         signed = tuple(sign for item in items for sign in _both_signs(item))
         return Parts(kind, signed) if len(items) > 1 or text[0] == "⦃" else None
     return _inequality(text)
+
+
+def _several(text: str, pieces: list[str]) -> Parts:
+    """A list; a set, if said with "and", "or" or "x ="; conditions; x = 1, y = 2 as (1, 2)."""
+    named = [equation(piece) or ("", ()) for piece in pieces]
+    if 1 < len(pieces) == len({name for name, _ in named} - {""}):
+        values = sorted((name, values[-1]) for name, values in named)
+        return Parts(
+            "()", tuple(value for _, value in values), ",".join(name for name, _ in values)
+        )
+    if any(len(cut(piece, _ORDER)) > 1 for piece in pieces):
+        return Parts("or" if " or " in text else "and", tuple(pieces))
+    unordered = "=" in text or " or " in text or " and " in text
+    signed = tuple(sign for piece in pieces for sign in _both_signs(piece))
+    return Parts("⦃⦄" if unordered else "list", signed)
 
 
 def _both_signs(text: str) -> tuple[str, ...]:
@@ -118,12 +131,15 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
     sides = cut(text.replace("≈", "="), _EQUALS)
     if len(sides) < 2:
         return ("", (text,)) if about else None
-    if sides[0] == "" or _NAME.fullmatch(sides[0]):
-        return sides[0], tuple(sides[1:])
-    calculation = not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[0]))
+    name, *values = sides
+    letters = set(re.sub(r"\\(?:frac|sqrt|binom)", "", " ".join(values)))
+    if name == "" or (_NAME.fullmatch(name) and not (len(name) == 1 and name in letters)):
+        return name, tuple(values)
+    calculation = not re.search("[A-Za-z]", re.sub(r"\\(?:frac|sqrt|binom)", "", text))
     return ("", tuple(sides)) if calculation else None
 
 
+@lru_cache(maxsize=4096)
 def words(text: str) -> str | None:
     """The words of a text answer, case and punctuation aside; None for anything else."""
     if _NO_WORDS.search(text):

@@ -38,6 +38,8 @@ _PREFIX = re.compile(
     r"^(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:final )?answer ?(?:is|:|=)[: ]*",
     re.IGNORECASE,
 )
+_NAMES = ("sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp")
+_NAMED = re.compile(rf"(?<![\\A-Za-z])(sqrt|{FUNCTIONS})(?![A-Za-z])")
 _AFTER = [  # where the first is found, the second becomes the third
     (trigger, re.compile(pattern), to)
     for trigger, pattern, to in [
@@ -48,9 +50,9 @@ _AFTER = [  # where the first is found, the second becomes the third
         (">=", r">=", "≥"),
         ("!=", r"!=", "≠"),
         ("°", r"\^ ?\{? ?° ?\}?", "°"),
-        ("", rf"(?<![\\A-Za-z])(?=[aceglst])(sqrt|{FUNCTIONS})(?![A-Za-z])", r"\\\1"),
         ("pi", r"(?<![\\A-Za-z])pi(?![A-Za-z])", "π"),
         ("inf", r"(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])", "∞"),
+        ("+", r"(?:^|(?<=[(\[,;<≤=] )|(?<=[(\[,;<≤=]))\+ ?(?=∞)", ""),
         ("\\sqrt", r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
         ("\\sqrt", r"\\sqrt ?([0-9]+|[A-Za-zπ])", r"\\sqrt{\1}"),
         ("\\frac", r"\\frac ?([0-9A-Za-zπ])", r"\\frac{\1}"),
@@ -84,6 +86,8 @@ def normalise(text: str) -> str:
         text = _without_commands(text)
     text = (text if text.count("$") % 2 else text.replace("$", "")).replace("¤", "$")
     text = " ".join(text.replace("~", " ").strip(' \t\n*`"').split())
+    if any(name in text for name in _NAMES):
+        text = _NAMED.sub(r"\\\1", text)
     for trigger, pattern, to in _AFTER:
         if trigger in text:
             text = pattern.sub(to, text)
@@ -105,9 +109,9 @@ def _without_commands(text: str) -> str:
     text = _INVISIBLE.sub("", _SEPARATORS.sub("", text))
     if "\\mathbb" in text:
         text = _BLACKBOARD.sub(r" ℝ\1 ", text)
-    for _ in range(3):
+    for _ in range(3 if "{" in text else 0):
         text, found = _TEXT.subn(r" \1 ", text)
-        if not found:
+        if not found or "{" not in text:
             break
     return _COMMAND.sub(_command, text)
 
