@@ -6,8 +6,8 @@ LaTeX only (its default falls back to sympy's parser, which is Python's eval), a
 whose every token ``expression.algebra`` knows. Its LaTeX path still sends each number through that
 parser, as sympy.Number(text); here numbers become exact fractions first, and the parser is closed.
 
-math-verify's own comparison rounds (1e-9 is 0 to it, and 1/2^99 is 1/2^98), so it is not used: two
-expressions are different if they differ at a few points, and equal only if sympy proves it.
+math-verify's own comparison rounds (0.3333333 is 1/3 to it, and 1/2^99 is 1/2^98), so it is not
+used: two expressions are different if they differ at some point, and equal only if sympy proves it.
 """
 
 from __future__ import annotations
