@@ -4,7 +4,8 @@
 
     waits for                    at most            then
     a worker that starts         start_seconds      GraderError, names the worker
-    an answer                    cpu_seconds        the kernel kills the worker: status timeout
+    an answer                    cpu_seconds        the kernel kills the worker or, where the source
+                                                    says so, a fork of it: status timeout
     an answer                    wall_seconds       the pool kills the worker: status timeout
     another thread's grades      LOCK_SECONDS       GraderError
 
