@@ -4,7 +4,8 @@
 
     waits for                    at most            then
     a worker that starts         start_seconds      GraderError, names the worker
-    an answer                    cpu_seconds        the kernel kills the worker: status timeout
+    an answer                    cpu_seconds        the kernel kills the worker or, where the source
+                                                    says so, a fork of it: status timeout
     an answer                    wall_seconds       the pool kills the worker: status timeout
     another thread's grades      LOCK_SECONDS       GraderError
 
@@ -71,6 +72,8 @@ class _Worker:
     """Seconds since it was last heard of, as far as the pool was there to listen."""
     items: deque[int] = field(default_factory=deque)
     """What it was given and has not answered; it is on the first."""
+    untimed: int = 0
+    """Batches of which it has not yet said what they took."""
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
 
@@ -113,6 +116,10 @@ class GraderPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
     def close(self) -> None:
         """Ends the workers and all that they started; a pool may be closed twice."""
         self._finalizer()
@@ -122,7 +129,7 @@ class GraderPool:
         if not self._lock.acquire(timeout=LOCK_SECONDS):
             raise GraderError(f"waited {LOCK_SECONDS:g} s for another thread's {self.source.spec}")
         try:
-            if not self._finalizer.alive:
+            if self.closed:
                 raise GraderError(f"the graders of {self.source.spec} are closed")
             grades = self._grade(items)
         except BaseException:
@@ -141,7 +148,7 @@ class GraderPool:
         self._tried_again: set[int] = set()
         with selectors.DefaultSelector() as selector:
             self._listen(selector, 0)  # finds those that died since the last call
-            while self._pending or any(worker.items for worker in self._workers):
+            while self._pending or any(w.items or w.untimed for w in self._workers):
                 for worker in self._workers:
                     self._feed(worker, items)
                 self._listen(selector, SLICE)
@@ -165,6 +172,7 @@ class GraderPool:
             raise DataError(f"a row for {self.source.spec} is not JSON: {error}") from error
         worker.waited = worker.waited if worker.items else 0.0
         worker.items.extend(batch)
+        worker.untimed += 1
 
     def _listen(self, selector: selectors.BaseSelector, timeout: float) -> None:
         """Takes what the workers say within a moment, and sees to those that are late or dead."""
@@ -178,7 +186,8 @@ class GraderPool:
         for position, worker in enumerate(self._workers):
             worker.waited += passed
             allowed = self.limits.wall_seconds if worker.ready else self.limits.start_seconds
-            late = worker.waited > allowed and (bool(worker.items) or not worker.ready)
+            busy = bool(worker.items) or worker.untimed > 0 or not worker.ready
+            late = busy and worker.waited > allowed
             if late or worker.closed or worker.process.poll() is not None:
                 _watch(selector, worker, forget=True)
                 self._workers[position] = self._replace(worker, late)
@@ -211,6 +220,7 @@ class GraderPool:
             worker.ready = True
         else:
             self.cpu_seconds += said["cpu_seconds"]
+            worker.untimed -= 1
 
     def _replace(self, worker: _Worker, late: bool) -> _Worker:
         """Another worker for one that is late or dead; the item it was on gets its grade here."""
@@ -248,7 +258,7 @@ class GraderPool:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # What a user's reward prints is theirs to see; a library's warnings may quote a model.
-            stderr=subprocess.DEVNULL if self.source.spec in BUILT_IN else None,
+            stderr=subprocess.DEVNULL if _is_ours(self.source) else None,
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, INSIDE: "1"},
             start_new_session=True,
             bufsize=0,
@@ -316,6 +326,10 @@ def _end(workers: list[_Worker], owner: int) -> None:
         _kill(worker)
         worker.process.stdout.close()  # type: ignore[union-attr]
     workers.clear()
+
+
+def _is_ours(source: Source) -> bool:
+    return source.spec in BUILT_IN or source.module.startswith("burnish.")
 
 
 def _ended(code: int) -> str:

@@ -35,6 +35,8 @@ class Source(NamedTuple):
     """What the file is called when it is imported; a package's module keeps its own name."""
     definitions_only: bool = False
     """For a running script: its imports, functions, classes and constants, not what it does."""
+    forks: bool = False
+    """For a reward that is slow to load and often late: it runs in forks of the loaded worker."""
 
 
 class Outcome(NamedTuple):

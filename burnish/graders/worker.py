@@ -4,8 +4,9 @@ Frames travel over standard input and output: four bytes of length, then JSON. T
 is the set-up, the first out says that the reward is loaded and warm; after that come batches of
 (response, row), and each answer is written as soon as there is one, so that the pool always knows
 which item a worker is on. A worker holds itself to the CPU and memory limits: the kernel kills it
-by SIGPROF when the deadline of an item has passed, whatever it is doing. Nothing that is printed,
-read from standard input or forked by a reward touches the frames. No torch, no numpy.
+by SIGPROF when the deadline of an item has passed, whatever it is doing. Where the source says so,
+it answers in forks of itself and only a fork is killed. Nothing that is printed, read from standard
+input or forked by a reward touches the frames. No torch, no numpy.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from burnish.errors import DataError
 from burnish.graders import rewards
 
 HEADER = struct.Struct(">I")
+Send = Callable[[Any], Any]
 
 
 def frame(content: Any) -> bytes:
@@ -35,6 +37,64 @@ def frame(content: Any) -> bytes:
 
 def main() -> None:
     incoming, outgoing = _private_pipes()
+    send = _sender(outgoing)
+    setup = _receive(incoming)
+    if setup is None:
+        return
+    threading.Thread(target=_end_with, args=(setup["parent"],), daemon=True).start()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent's SIG_IGN would be inherited
+    sys.path.extend(entry for entry in setup["path"] if entry not in sys.path)
+    source = rewards.Source(*setup["source"])
+    try:
+        reward = rewards.load(source)
+    except DataError as error:
+        send({"failed": str(error)})
+        return
+    _bound_memory(setup["memory_bytes"])
+    send({"ready": True})
+    answer = _answer_in_forks if source.forks else _answer
+    while (batch := _receive(incoming)) is not None:
+        began = _cpu_seconds()
+        answer(reward, batch, setup["cpu_seconds"], send)
+        send({"cpu_seconds": _cpu_seconds() - began})
+
+
+def _answer(reward: rewards.Reward, batch: Any, cpu_seconds: float, send: Send) -> None:
+    for response, row in batch:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        send(rewards.score(reward, response, row))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _answer_in_forks(reward: rewards.Reward, batch: Any, cpu_seconds: float, send: Send) -> None:
+    """Each deadline missed costs a fork, not the seconds that it takes to load the reward."""
+    late = rewards.Outcome("timeout", 0.0, {}, f"took more than {cpu_seconds:g} s of CPU time")
+    while batch:
+        reading, writing = os.pipe()
+        fork = os.fork()
+        if fork == 0:
+            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+            _answer(reward, batch, cpu_seconds, _sender(os.fdopen(writing, "wb")))
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as answers:
+            while (outcome := _receive(answers)) is not None:
+                send(outcome)
+                batch = batch[1:]
+        ended = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+        if ended == -signal.SIGPROF and batch:
+            send(late)
+            batch = batch[1:]
+        elif ended:  # the pool sees this worker end as the fork did
+            os.kill(os.getpid(), -ended) if ended < 0 else os._exit(ended)
+
+
+def _cpu_seconds() -> float:
+    forks = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + forks.ru_utime + forks.ru_stime
+
+
+def _sender(outgoing: BinaryIO) -> Send:
     own = os.getpid()
 
     def send(content: Any) -> None:
@@ -43,26 +103,7 @@ def main() -> None:
         outgoing.write(frame(content))
         outgoing.flush()
 
-    setup = _receive(incoming)
-    if setup is None:
-        return
-    threading.Thread(target=_end_with, args=(setup["parent"],), daemon=True).start()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent's SIG_IGN would be inherited
-    sys.path.extend(entry for entry in setup["path"] if entry not in sys.path)
-    try:
-        reward = rewards.load(rewards.Source(*setup["source"]))
-    except DataError as error:
-        send({"failed": str(error)})
-        return
-    _bound_memory(setup["memory_bytes"])
-    send({"ready": True})
-    while (batch := _receive(incoming)) is not None:
-        began = time.process_time()
-        for response, row in batch:
-            signal.setitimer(signal.ITIMER_PROF, setup["cpu_seconds"])
-            send(rewards.score(reward, response, row))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        send({"cpu_seconds": time.process_time() - began})
+    return send
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -83,8 +124,9 @@ def _receive(incoming: BinaryIO) -> Any:
     header = incoming.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
-    body = incoming.read(HEADER.unpack(header)[0])
-    return json.loads(body)
+    length = HEADER.unpack(header)[0]
+    body = incoming.read(length)
+    return json.loads(body) if len(body) == length else None
 
 
 def _end_with(parent: int, *, exit: Callable[[int], None] = os._exit) -> None:

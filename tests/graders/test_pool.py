@@ -114,6 +114,35 @@ def test_order_is_kept_and_killed_workers_are_replaced():
         assert expected is not SCORED or grade.reward == i
 
 
+def test_in_forks_a_missed_deadline_costs_no_worker():
+    responses = [
+        "1",
+        "burn",
+        "pid",
+        "raise",
+        "print",
+        "fork",
+        "burn",
+        "allocate",
+        "exit",
+        "2",
+        "pid",
+    ]
+    limits = Limits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 28)
+    with GraderPool(Source(OBEDIENT.spec, forks=True), limits) as pool:
+        grades = pool.grade([(response, {}) for response in responses])
+        assert [grade.status for grade in grades] == [
+            *(SCORED, TIMEOUT, SCORED, ERROR, SCORED, SCORED, TIMEOUT, TIMEOUT, ERROR),
+            *(SCORED, SCORED),
+        ]
+        assert grades[1].message == "took more than 0.2 s of CPU time"
+        assert grades[8].message == "the worker exited with 3"
+        assert pool.counts["restarts"] == 1
+        assert pool.cpu_seconds > 0
+        forks = [int(grades[place].reward) for place in (2, 10)]
+    assert all(map(gone, forks))
+
+
 def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(pool):
     (grade,) = pool.grade([("pid", {})])
     os.kill(int(grade.reward), signal.SIGKILL)

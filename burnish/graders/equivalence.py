@@ -1,0 +1,177 @@
+"""Whether an answer is the gold answer, in stages: text, numbers, parts, and last of all algebra.
+
+Equality is exact; ``quantity`` has the rules for numbers. Tuples, intervals and matrices are equal
+part by part, sets and lists in any order; an interval may be written as an inequality, and x = 5 as
+5. Only algebra is costly and risky to compare, so what does it is an argument: workers pass
+``symbolic.compare_algebra``; the process that trains passes none, and learns that it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from functools import lru_cache
+
+from burnish.graders import expression
+from burnish.graders.expression import Parts
+from burnish.graders.quantity import Quantity, quantity
+from burnish.graders.spelling import normalise, squeezed
+
+LONGEST = 1_000
+"""Characters of an answer that is looked at."""
+MOST_PARTS, DEEPEST = 64, 8
+
+
+class Verdict(StrEnum):
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    UNREADABLE = "unreadable"
+    """The answer can't be parsed."""
+    BAD_GOLD = "bad gold"
+    """The gold answer can't be parsed."""
+    UNDECIDED = "undecided"
+    """Algebra has to be compared, and nothing was given that does it."""
+
+
+CompareAlgebra = Callable[[str, str], Verdict]
+"""Of an answer and a gold answer in LaTeX, both made by ``expression.algebra``."""
+
+
+def compare(answer: str, gold: str, algebra: CompareAlgebra | None = None) -> Verdict:
+    """The verdict on an answer."""
+    if not readable(gold):
+        return Verdict.BAD_GOLD
+    if len(answer) > LONGEST:
+        return Verdict.UNREADABLE
+    return _compare(normalise(answer), normalise(gold), algebra, DEEPEST)
+
+
+@lru_cache(maxsize=8192)
+def readable(gold: str) -> bool:
+    """Whether a gold answer can be parsed, as far as its text tells."""
+    if len(gold) > LONGEST:
+        return False
+    text = normalise(gold)
+    if text[:1].isalpha():
+        plain = (expression.words(text) or expression.choice(text, gold=True)) is not None
+    else:
+        plain = quantity(text).value is not None
+    return plain or expression.well_formed(text)
+
+
+def _compare(answer: str, gold: str, algebra: CompareAlgebra | None, deep: int) -> Verdict:
+    if squeezed(answer) == squeezed(gold):
+        return Verdict.EQUAL
+    if answer.casefold() == gold.casefold() and expression.words(gold) is not None:
+        return Verdict.EQUAL
+    ours, theirs = quantity(answer), quantity(gold)
+    if ours.value is not None and theirs.value is not None:
+        return _verdict(ours.same_value(theirs) and ours.same_unit(theirs))
+    letter = expression.choice(gold, gold=True)
+    if letter is not None:
+        return _verdict(expression.choice(answer, gold=False) == letter)
+    if deep == 0:
+        return Verdict.UNREADABLE
+    left, right = expression.parts(answer), expression.parts(gold)
+    if left is not None and right is not None:
+        return _compare_parts(left, right, algebra, deep - 1)
+    pairs = _without_names(answer, left, gold, right)
+    if pairs is not None:
+        return _worst([_compare(*pair, algebra, deep - 1) for pair in pairs])
+    several = left or right
+    if several is None or several.name:
+        return _compare_leaf(answer, gold, algebra)
+    if several.kind == "⦃⦄" and len(several.items) == 1:
+        pair = (answer, several.items[0]) if left is None else (several.items[0], gold)
+        return _compare(*pair, algebra, deep - 1)
+    return Verdict.DIFFERENT
+
+
+def _without_names(
+    answer: str, left: Parts | None, gold: str, right: Parts | None
+) -> list[tuple[str, str]] | None:
+    """What has to be equal where one of them has a "x =", or both have the same; None otherwise."""
+    ours = expression.equation(answer) if left is None else None
+    theirs = expression.equation(gold) if right is None else None
+    if ours is not None and theirs is not None and ours[0] and theirs[0]:
+        if squeezed(ours[0]) != squeezed(theirs[0]):
+            return None
+    elif (ours is None and "=" in answer) or (theirs is None and "=" in gold) or ours is theirs:
+        return None
+    golds = [gold] if theirs is None else theirs[1]
+    return [(each, golds[-1]) for each in ([answer] if ours is None else ours[1])]
+
+
+def _compare_parts(
+    answer: Parts, gold: Parts, algebra: CompareAlgebra | None, deep: int
+) -> Verdict:
+    kinds = {answer.kind, gold.kind}
+    name = answer.name or gold.name
+    coordinates = kinds == {"list", "()"} and (not name or "," in name)
+    fits = len(kinds) == 1 or kinds == {"list", "⦃⦄"} or coordinates
+    ours, theirs = list(answer.items), list(gold.items)
+    if kinds == {"⦃⦄"}:
+        ours, theirs = list(dict.fromkeys(ours)), list(dict.fromkeys(theirs))
+    named_apart = answer.name and gold.name and answer.name != gold.name
+    if not fits or named_apart or len(ours) != len(theirs) or len(ours) > MOST_PARTS:
+        return Verdict.DIFFERENT
+    if kinds <= {"⦃⦄", "list", "or", "and"}:
+        return _compare_unordered(ours, theirs, algebra, deep)
+    return _worst([_compare(*pair, algebra, deep) for pair in zip(ours, theirs, strict=True)])
+
+
+def _compare_unordered(
+    answers: list[str], golds: Sequence[str], algebra: CompareAlgebra | None, deep: int
+) -> Verdict:
+    """Equality is transitive, so any equal pair may be taken; what is left over decides."""
+    left_over = []
+    for gold in golds:
+        verdicts = [_compare(answer, gold, algebra, deep) for answer in answers]
+        if Verdict.EQUAL in verdicts:
+            del answers[verdicts.index(Verdict.EQUAL)]
+        else:
+            left_over.append(min(verdicts, key=_SEVERITY.index))
+    return _worst(left_over)
+
+
+_SEVERITY = [Verdict.EQUAL, Verdict.UNDECIDED, Verdict.UNREADABLE, Verdict.DIFFERENT]
+_SEVERITY += [Verdict.BAD_GOLD]
+
+
+def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+    return max(verdicts, key=_SEVERITY.index, default=Verdict.EQUAL)
+
+
+def _compare_leaf(answer: str, gold: str, algebra: CompareAlgebra | None) -> Verdict:
+    """Text against text, algebra against algebra; anything else is opaque, and its text differs."""
+    ours, theirs = quantity(answer), quantity(gold)
+    said = expression.words(answer)
+    if theirs.value is None:
+        expected = expression.words(gold)
+        if expected is not None:
+            return _verdict(said == expected)
+    if not ours.same_unit(theirs):
+        return Verdict.DIFFERENT
+    target = _algebra(theirs)
+    if target is None:
+        return _verdict(squeezed(answer.lower()) == squeezed(gold.lower()))
+    if ours.value is None and said is not None:
+        return Verdict.DIFFERENT
+    candidate = _algebra(ours)
+    if candidate is None:
+        return Verdict.UNREADABLE
+    if candidate == target:
+        return Verdict.EQUAL
+    return Verdict.UNDECIDED if algebra is None else algebra(candidate, target)
+
+
+def _algebra(of: Quantity) -> str | None:
+    if of.value is None:
+        return expression.algebra(of.core)
+    top, bottom = of.value
+    short = max(abs(top), bottom) < 10**200
+    return f"\\frac{{{top}}}{{{bottom}}}" if short else None
+
+
+def _verdict(equal: bool) -> Verdict:
+    return Verdict.EQUAL if equal else Verdict.DIFFERENT

@@ -1,0 +1,218 @@
+"""What a normalised answer is: something with parts, an equation, words, a choice, or algebra."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from burnish.graders.spelling import BRACKETS, COMMA, FUNCTIONS, closes, cut, normalise
+
+DEEPEST = 20
+"""Brackets within brackets of an expression that is given to the parser."""
+_GREEK = (
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi"
+    "|omega|Delta"
+)
+_STRUCTURE = re.compile(r"[,;()\[⦃∪±<>≤≥]|\\begin| and | or ")
+_UNION = re.compile(rf"{BRACKETS}|∪|(?<=[\])⦄]) ?U ?(?=[\[(⦃])")
+_EQUALS = re.compile(rf"{BRACKETS}|[=∈]")
+_ORDER = re.compile(rf"{BRACKETS}|[<>≤≥]")
+_NAME = re.compile(
+    rf"(?:[A-Za-z]|[A-Z]{{2,3}}|[A-Za-z]{{4,}}(?: [A-Za-z]+)*|\\(?:{_GREEK})|m? ?\\angle ?[A-Z]+)"
+    r"(?:_(?:\w|\{\w+\}))?(?:\([A-Za-z](?:, ?[A-Za-z])*\))?|\([A-Za-z](?:, ?[A-Za-z])+\)"
+)
+_MATRIX = re.compile(
+    r"[\[(]? ?\\begin\{(?:[pbB]?matrix|smallmatrix|array\}(?:\{[lcr| ]*)?)\}"
+    r"(.*)\\end\{\w+\} ?[\])]?",
+    re.DOTALL,
+)
+_TOKEN = re.compile(
+    rf"\\(?:{FUNCTIONS})(?![A-Za-z])(?:[\^_](?:\{{[-+0-9A-Za-z/. ]*\}}|\w))*"
+    rf"|\\(?:frac|sqrt|binom|{_GREEK})(?![A-Za-z])"
+    r"|(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<letter>[A-Za-z](?:_(?:\{\w+\}|\w))?)"
+    r"|[-+·/^!|(){}\[\]=<>≤≥π∞ ]",
+    re.ASCII,
+)
+_NO_ALGEBRA = re.compile(  # words, two numbers side by side, 1e5, what would take for ever
+    r"(?<![\\A-Za-z])[A-Za-z]{4}|(?<![_^])[0-9] [0-9]|[0-9][eE][-+]?[0-9]|[0-9]{200}"
+    r"|\^\{?-?(?:[0-9]{6}|[0-9]+\}?\^)|[0-9]{5}!|!\)*!",
+    re.ASCII,
+)
+_CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-J])[).:]*", re.IGNORECASE)
+_CHOICE_AND_MORE = re.compile(r"\(?([A-J])[).:]+ ?((?!.*\b[A-J]\b)(?!.*\bor\b).*)")
+_NO_WORDS = re.compile(r"[\\^=<>≤≥≠+·{}\[\]|π∞±∪/%$_⦃]")
+_LATEX = {"π": r"\pi ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∞": r"\infty ", "|": "|"}
+
+
+class Parts(NamedTuple):
+    kind: str
+    """Its brackets; "list"; "or", "and" of conditions; rows × columns of a matrix."""
+    items: tuple[str, ...]
+    name: str = ""
+    """The variables, where an inequality describes an interval, or equations a tuple."""
+
+
+def parts(text: str) -> Parts | None:
+    """What a list, set, tuple, interval, union, matrix or inequality is made of."""
+    if not _STRUCTURE.search(text):
+        return None
+    matrix = _MATRIX.fullmatch(text)
+    if matrix and "\\begin" not in matrix[1]:
+        body = re.sub(r"(?: |\\\\)*$", "", matrix[1])
+        rows = [row.split("&") for row in body.split("\\\\")]
+        kind = f"{len(rows)}×{len(rows[0])}"
+        return Parts(kind, tuple(normalise(cell) for row in rows for cell in row))
+    pieces = cut(text, COMMA)
+    if len(pieces) > 1 or ("±" in text and not closes(text)):
+        return _several(text, pieces)
+    pieces = cut(text, _UNION)
+    if len(pieces) > 1:
+        return Parts("or", tuple(pieces))
+    if closes(text) and text[0] != "{" and "|" not in text:
+        items = cut(text[1:-1], COMMA)
+        kind = "()" if len(items) != 2 and text[0] != "⦃" else text[0] + text[-1]
+        signed = tuple(sign for item in items for sign in _both_signs(item))
+        return Parts(kind, signed) if len(items) > 1 or text[0] == "⦃" else None
+    return _inequality(text)
+
+
+def _several(text: str, pieces: list[str]) -> Parts:
+    """A list; a set, if said with "and", "or" or "x ="; conditions; x = 1, y = 2 as (1, 2)."""
+    named = [equation(piece) or ("", ()) for piece in pieces]
+    if 1 < len(pieces) == len({name for name, _ in named} - {""}):
+        values = sorted((name, values[-1]) for name, values in named)
+        return Parts(
+            "()", tuple(value for _, value in values), ",".join(name for name, _ in values)
+        )
+    if any(len(cut(piece, _ORDER)) > 1 for piece in pieces):
+        return Parts("or" if " or " in text else "and", tuple(pieces))
+    unordered = "=" in text or " or " in text or " and " in text
+    signed = tuple(sign for piece in pieces for sign in _both_signs(piece))
+    return Parts("⦃⦄" if unordered else "list", signed)
+
+
+def _both_signs(text: str) -> tuple[str, ...]:
+    if "±" not in text:
+        return (text,)
+    upper = text.replace("±", "+").replace("∓", "-").removeprefix("+")
+    return upper, text.replace("±", "-").replace("∓", "+").removeprefix("+")
+
+
+def _inequality(text: str) -> Parts | None:
+    """a < x ≤ b, x > a and the like as the interval of x."""
+    pieces = cut(text, _ORDER)
+    signs = "".join(re.findall("[<>≤≥]", text))
+    if len(pieces) != len(signs) + 1 or len(pieces) not in (2, 3):
+        return None
+    if signs[0] in ">≥":
+        pieces, signs = pieces[::-1], signs[::-1].translate(str.maketrans(">≥", "<≤"))
+    if set(signs) - set("<≤"):
+        return None
+    if len(pieces) == 2:
+        named = _NAME.fullmatch(pieces[0])
+        pieces, signs = (["-∞", *pieces], "<" + signs) if named else ([*pieces, "∞"], signs + "<")
+    low, name, high = pieces
+    if not _NAME.fullmatch(name):
+        return None
+    return Parts("(["[signs[0] == "≤"] + ")]"[signs[1] == "≤"], (low, high), name)
+
+
+def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
+    """A name, which may be missing, and all that is said to equal it; None for other text.
+
+    x = 2 + 3 = 5 names x, and so does x ∈ (0, 1); 2 + 3 = 5 has no name; 1/3 ≈ 0.3 says 1/3.
+    """
+    if not set("=≈∈") & set(text):
+        return None
+    exact, about, _ = text.partition("≈")
+    if about and exact.strip() and not _NAME.fullmatch(exact.strip()):
+        text = exact.strip()
+    sides = cut(text.replace("≈", "="), _EQUALS)
+    if len(sides) < 2:
+        return ("", (text,)) if about else None
+    name, *values = sides
+    letters = set(re.sub(r"\\(?:frac|sqrt|binom)", "", " ".join(values)))
+    if name == "" or (_NAME.fullmatch(name) and not (len(name) == 1 and name in letters)):
+        return name, tuple(values)
+    calculation = not re.search("[A-Za-z]", re.sub(r"\\(?:frac|sqrt|binom)", "", text))
+    return ("", tuple(sides)) if calculation else None
+
+
+@lru_cache(maxsize=4096)
+def words(text: str) -> str | None:
+    """The words of a text answer, case and punctuation aside; None for anything else."""
+    if _NO_WORDS.search(text):
+        return None
+    found = re.findall(r"[^\W_]+", text.casefold())
+    short = 3 if re.search("[0-9]", text) else 1
+    if not any(_is_word(word) and len(word) > short for word in found):
+        return None
+    return " ".join(found[1:] if found[0] in ("the", "a", "an") and len(found) > 1 else found)
+
+
+def _is_word(text: str) -> bool:
+    """Letters, but not a few consonants, which are variables: xyz."""
+    spoken = len(text) > 3 or re.fullmatch("[b-df-hj-np-tv-z]+", text) is None
+    return text.isalpha() and spoken and text not in ("and", "or")
+
+
+def choice(text: str, *, gold: bool) -> str | None:
+    """The letter of A, (A), "A." or, in a response, "(A) 5"; a gold letter is a capital."""
+    found = _CHOICE.fullmatch(text)
+    if found is None and not gold:
+        found = _CHOICE_AND_MORE.fullmatch(text)
+    return None if found is None or (gold and found[1].islower()) else found[1].upper()
+
+
+def well_formed(text: str) -> bool:
+    """Whether a normalised text has all its brackets and arguments and is no loose end."""
+    if not re.search(r"[^\W_]|[∅∞π…]", text) or text.count(r"\begin") != text.count(r"\end"):
+        return False
+    if re.search(r"\\frac ?\{[^{}]*\}\{[-+]?0+\.?0*\}", text):
+        return False
+    text = re.sub(r"\\(?:begin|end)\{\w+\}", "", text)
+    for _ in range(32):
+        text, changed = re.subn(r"\{([^{}]*)\}", lambda m: "◻" if _whole(m[1]) else "�", text)
+        if not changed:
+            break
+    opened = [text.count(c) for c in "([⦃"]
+    closed = [text.count(c) for c in ")]⦄"]
+    return sum(opened) == sum(closed) and opened[2] == closed[2] and _whole(text)
+
+
+def _whole(text: str) -> bool:
+    """No argument, operand or bracket is missing; nothing is divided by zero."""
+    return text.strip() != "" and not re.search(
+        r"[{}�]|\\(?:frac|binom)(?! ?◻◻)|\\sqrt(?! ?(?:\[[^\]]*\])?◻)|[\^_](?![\w◻\\∞π*+'-])"
+        r"|^ ?[·/^_=≤≥<>,;)]|[-+·/^_=≤≥<>±,;(] ?$|/ ?0+(?![.0-9])|[-+·/=(] ?[·/=]",
+        text,
+    )
+
+
+@lru_cache(maxsize=4096)
+def algebra(text: str) -> str | None:
+    """LaTeX of an expression or relation for a parser; None unless every token of it is known.
+
+    Products are made explicit where the parser would read a sum: 2 \\frac{1}{2} is 5/2, but
+    2(1/2) is 1.
+    """
+    if _NO_ALGEBRA.search(text) or not re.search(r"[0-9A-Za-zπ∞]|\\(?:" + _GREEK + ")", text):
+        return None
+    text = re.sub(r"(?<![\w.}^])([0-9]+) ?(\\frac\{[0-9]+\}\{[0-9]+\})", r"(\1+\2)", text)
+    text = re.sub(r"(?<![\w.}^)])([0-9]+)/([0-9]+)(?![0-9.^!])", r"\\frac{\1}{\2}", text)
+    written: list[str] = []
+    at, value, depth = 0, False, 0
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if token.start() != at or depth > DEEPEST:
+            return None
+        at = token.end()
+        if token[0] == " ":
+            continue
+        if value and (token[0] in ("(", r"\frac") or (token["number"] and written[-1] in ")}!")):
+            written.append(_LATEX["·"])
+        written.append(_LATEX.get(token[0]) or token[0] + " " * (token[0][0] == "\\"))
+        value = bool(token["number"]) or token[0] in ("π", ")", "}", "!")
+        value = value or (token["letter"] is not None and token[0] not in "fghFG")
+    return "".join(written) if at == len(text) else None

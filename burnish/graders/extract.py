@@ -1,0 +1,59 @@
+"""Where a response says its answer; each function returns that text, or None if there is none."""
+
+from __future__ import annotations
+
+import re
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\boxed\s*([-+]?[0-9][0-9.,/]*)")
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9])"
+    r"|(?:(?<![\w.)])[-+])?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+|/[0-9]+)?",
+    re.ASCII,
+)
+
+
+def answer_tags(response: str) -> str | None:
+    """Of "… </think> <answer>ANSWER</answer>", strictly.
+
+    The thinking is closed once, nothing but white space lies between it and the only pair of
+    answer tags, and nothing but white space follows.
+    """
+    if any(response.count(tag) != 1 for tag in ("</think>", "<answer>", "</answer>")):
+        return None
+    tail = response[response.index("</think>") + len("</think>") :].strip()
+    if not (tail.startswith("<answer>") and tail.endswith("</answer>")):
+        return None
+    return tail[len("<answer>") : -len("</answer>")].strip() or None
+
+
+def boxed(response: str) -> str | None:
+    r"""Of the last \boxed{ANSWER} or \fbox{ANSWER}, braces nested; one not closed is no answer."""
+    begin = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
+    opening = _BOX.match(response, begin) if begin >= 0 else None
+    if opening is None:
+        bare = _BARE_BOX.match(response, begin) if begin >= 0 else None
+        return bare[1].rstrip(".,") if bare else None
+    depth = 1
+    for brace in _BRACES.finditer(response, opening.end()):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return response[opening.end() : brace.start()].strip() or None
+    return None
+
+
+def hashes(response: str) -> str | None:
+    """Of the last line with "#### ANSWER", as GSM8K writes it."""
+    _, mark, rest = response.rpartition("####")
+    return (rest.strip().partition("\n")[0].strip() or None) if mark else None
+
+
+def last_number(response: str) -> str | None:
+    """The last number, whatever surrounds it: "60% of $1,200.50." gives 1,200.50."""
+    end = max(map(response.rfind, "0123456789")) + 1
+    begin = end
+    while begin and response[begin - 1] in "0123456789.,/eE+-":
+        begin -= 1
+    found = [match[0] for match in _NUMBER.finditer(response, begin, end)]
+    return found[-1] if found else None

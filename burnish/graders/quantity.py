@@ -1,0 +1,151 @@
+"""Quantities as answers write them, read exactly and at a bounded cost.
+
+A value is a ratio of integers, never a float: 0.333 is not 1/3, and 1e-9 is not 0. A percentage is
+its hundredth and nothing else: 50% is 0.5, not 50 (a gold answer may be a list of both). A unit
+counts only against another unit: 5 cm is 5, but not 5 m. Text comes from ``spelling.normalise``.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+Ratio = tuple[int, int]
+"""Numerator and denominator, not reduced: quicker to make and to compare than a Fraction."""
+
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_PATTERN = re.compile(
+    rf"""(?P<sign>[-+]?\s*[$€£¥]?|[$€£¥]\s*[-+])\s*(?:
+      (?:(?P<whole>[0-9]+)\s*)?\\frac\{{(?P<top>[-+]?{_DECIMAL})\}}\{{(?P<bottom>[-+]?{_DECIMAL})\}}
+    | (?:(?P<whole_>[0-9]+)\s+)?(?P<top_>{_DECIMAL})\s*/\s*(?P<bottom_>{_DECIMAL})
+    | (?P<decimal>{_DECIMAL})
+      (?:[eE](?P<power>[-+]?[0-9]{{1,4}})|\s*[·x]\s*10\^\{{?(?P<power_>[-+]?[0-9]{{1,4}})\}}?)?
+    | (?P<before>[0-9]*\.[0-9]*)\\overline\{{(?P<period>[0-9]+)\}}
+    )(?:\s*(?P<scale>hundred|thousand|million|billion|trillion|dozen))?
+    \s*(?P<percent>%|percent|per\ cent|pct)?""",
+    re.VERBOSE,
+)
+_TERMS = ("top", "bottom")
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_SCALES |= {"trillion": 10**12, "dozen": 12}
+_UNITS = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; in inch inches;
+    km kilometer kilometre; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram kilo;
+    lb pound; oz ounce; ml milliliter millilitre; l liter litre; gal gallon; s sec second; day;
+    min minute; h hr hour; dollar $ usd; euro € eur; £ gbp; ¥ yen; cent ¢; ° degree deg; rad radian;
+    °c celsius; °f fahrenheit; mi/h mph; km/h kmph kph; cup; men; am; pm; unit"""
+_CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
+_POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
+_NO_NOUNS = """choose cubed divided double eighth factorial fifth fold fourth from half halve
+    hundredth infinity millionth minus negative ninth only over percentage plus quarter seventh
+    sixth sqrt squared tenth than then third thousandth times triple undefined with without"""
+_NO_UNITS = _SCALES.keys() | set(_NO_NOUNS.split())
+_PART = re.compile(r"(?P<name>[A-Za-z]+\.?|[°$€£¥¢][CcFf]?)(?:\^\{?(?P<power>[23])\}?)?|/|\s|-")
+_ATTACHED = re.compile(r"(.*[0-9.})πe%])([A-Za-z°$€£¥¢][A-Za-z/]*(?:\^[23])?)", re.DOTALL)
+
+
+class Quantity(NamedTuple):
+    core: str
+    """The text without its unit."""
+    value: Ratio | None
+    """None where the core is no number."""
+    unit: str
+    """Canonical; empty where none is given."""
+
+    def same_value(self, other: Quantity) -> bool:
+        if self.value is None or other.value is None:
+            return False
+        return self.value[0] * other.value[1] == other.value[0] * self.value[1]
+
+    def same_unit(self, other: Quantity) -> bool:
+        """Whether nothing is said against it."""
+        return not self.unit or not other.unit or self.unit == other.unit
+
+
+@lru_cache(maxsize=8192)
+def quantity(text: str) -> Quantity:
+    """Reads a number or another expression, with a unit after it or a currency before it.
+
+    After a number any noun is a unit; after another expression, or without a space, only a unit
+    that is known and has two letters or more, because x + 2 m may have a variable m.
+    """
+    number = _number(text)
+    if number is not None:
+        return Quantity(text, *number)
+    if not text or not (text[-1].isalpha() or text[-1] in "°$€£¥¢23"):
+        return Quantity(text, None, "")
+    words = text.split(" ")
+    splits = [(" ".join(words[:i]), " ".join(words[i:]), True) for i in range(1, len(words))[-5:]]
+    attached = _ATTACHED.fullmatch(text)
+    if attached:
+        splits.append((attached[1], attached[2], False))
+    for core, after, apart in splits:
+        number = _number(core)
+        unit = _unit(after, any_noun=apart and number is not None)
+        if unit is not None and number is not None:
+            return Quantity(core, number[0], unit or number[1])
+        if unit is not None and core and unit[:1] != "°":  # sin 30° is not sin 30
+            return Quantity(core, None, unit)
+    return Quantity(text, None, "")
+
+
+def _number(text: str) -> tuple[Ratio, str] | None:
+    """The exact value of the whole text, and the unit that its currency sign gives."""
+    if text.isdecimal() and text.isascii():
+        return (int(text), 1), ""
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        return None
+    if match["decimal"]:
+        top, bottom = _decimal(match["decimal"])
+        power = int(match["power"] or match["power_"] or 0)
+        top, bottom = top * 10 ** max(power, 0), bottom * 10 ** max(-power, 0)
+    elif match["period"]:
+        before, shift = _decimal(match["before"] + "0")
+        nines = 10 ** len(match["period"]) - 1
+        top, bottom = before * nines + int(match["period"]) * 10, shift * nines
+    else:
+        (top, under), (bottom, over) = (_decimal(match[n] or match[f"{n}_"]) for n in _TERMS)
+        whole = int(match["whole"] or match["whole_"] or 0)
+        top, bottom = top * over + whole * bottom * under, bottom * under
+    if bottom == 0:
+        return None
+    top *= _SCALES.get(match["scale"] or "", 1)
+    bottom *= 100 if match["percent"] else 1
+    sign = match["sign"].strip(" +")
+    top = -top if "-" in sign else top
+    return (top, bottom), _CANONICAL.get(sign.strip("- "), "")
+
+
+def _decimal(text: str) -> Ratio:
+    whole, _, places = text.partition(".")
+    return int(whole + places), 10 ** len(places)
+
+
+def _unit(text: str, *, any_noun: bool) -> str | None:
+    """The canonical unit, empty for "units"; None if the text is none."""
+    parts: list[str] = []
+    power = ""
+    at = 0
+    for match in _PART.finditer(text):
+        if match.start() != at:
+            return None
+        at = match.end()
+        name = (match["name"] or "").rstrip(".").lower()
+        if match[0] == "/" or name == "per":
+            parts.append("/")
+        elif name in _POWERS:
+            power = _POWERS[name]
+        elif name in ("squared", "cubed") and parts:
+            parts[-1] += "^2" if name == "squared" else "^3"
+        elif name:
+            known = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s"))
+            noun = any_noun and len(name) > 3 and not {name, name.removesuffix("s")} & _NO_UNITS
+            if (not known or (name.isalpha() and len(name) < 2 and not any_noun)) and not noun:
+                return None
+            power = f"^{match['power']}" if match["power"] else power
+            parts.append((known or name.removesuffix("s")) + power)
+            power = ""
+    if at != len(text) or power:
+        return None
+    return "" if parts[:1] and parts[0].startswith("unit") else "".join(parts)

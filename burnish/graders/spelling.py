@@ -1,0 +1,151 @@
+"""One spelling for the many ways in which LaTeX, Unicode and plain text write an answer.
+
+In it the usual signs are single characters (π ∞ ± ∪ ≤ ≥ ≠ · °), sets have the braces ⦃⦄, thousands
+have no separators, text has no font. Nothing is evaluated, and the time is bounded by the length.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from burnish.graders import extract
+
+FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
+BRACKETS = r"[()\[\]{}⦃⦄]"
+COMMA = re.compile(rf"{BRACKETS}|,? (?:and|or) |[,;] ?(?:(?:and|or) )?")
+_SIGNS = r"""· cdot times ast; / div; ≤ le leq leqslant; ≥ ge geq geqslant; ≠ ne neq; < lt; > gt;
+    ∞ infty; ± pm; ∓ mp; ∪ cup; π pi; ° circ degree; ∅ emptyset varnothing; ∈ in;
+    … ldots dots cdots; ≈ approx; ( langle; ) rangle; ⦃ lbrace; ⦄ rbrace; [ lbrack; ] rbrack;
+    | lvert rvert vert mid; \frac dfrac tfrac cfrac; \phi varphi; \epsilon varepsilon"""
+_SILENT = "displaystyle left right big Big bigg Bigg bigl bigr rm bf"
+_COMMANDS = {name: row.split()[0] for row in _SIGNS.split(";") for name in row.split()[1:]}
+_COMMANDS |= {"quad": " ", "qquad": " "}
+_COMMANDS |= dict.fromkeys(_SILENT.split(), "")
+_ESCAPES = {"{": "⦃", "}": "⦄", "$": "¤", "\\": r"\\"} | {sign: sign for sign in "|%&#_"}
+_ESCAPES |= dict.fromkeys("!()[]", "")
+_UNICODE = dict(zip("−–—×⋅∙÷⁄⩽⩾，（）\u00a0\u202f\u2009", "---···//≤≥,()   ", strict=True))
+_UNICODE |= {"√": r"\sqrt ", "½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4"}
+_UNICODE |= {chr(0xFF10 + digit): str(digit) for digit in range(10)} | {"\u200b": "", "\ufeff": ""}
+_TRANSLATION = str.maketrans(_UNICODE)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+_SEPARATORS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\ )(?=[0-9]{3}(?![0-9]))")
+_INVISIBLE = re.compile(r"\\(?:left|right)\s*\.")
+_BLACKBOARD = re.compile(r"\\mathbb\s*\{?\s*([RNZQC])\s*\}?")
+_TEXT = re.compile(r"\\(?:text|math|mbox|operatorname|bold|emph)[a-z]*\*?\s*\{([^{}]*)\}")
+_COMMAND = re.compile(r"\\([A-Za-z]+)|\\(.)", re.DOTALL)
+_PREFIX = re.compile(
+    r"^(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:final )?answer ?(?:is|:|=)[: ]*",
+    re.IGNORECASE,
+)
+_NAMES = ("sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp")
+_NAMED = re.compile(rf"(?<![\\A-Za-z])(sqrt|{FUNCTIONS})(?![A-Za-z])")
+_AFTER = [  # where the first is found, the second becomes the third
+    (trigger, re.compile(pattern), to)
+    for trigger, pattern, to in [
+        ("...", r"\.\.\.+", "…"),
+        ("**", r"\*\*", "^"),
+        ("*", r"\*", "·"),
+        ("<=", r"<=", "≤"),
+        (">=", r">=", "≥"),
+        ("!=", r"!=", "≠"),
+        ("°", r"\^ ?\{? ?° ?\}?", "°"),
+        ("pi", r"(?<![\\A-Za-z])pi(?![A-Za-z])", "π"),
+        ("inf", r"(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])", "∞"),
+        ("+", r"(?:^|(?<=[(\[,;<≤=] )|(?<=[(\[,;<≤=]))\+ ?(?=∞)", ""),
+        ("\\sqrt", r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+        ("\\sqrt", r"\\sqrt ?([0-9]+|[A-Za-zπ])", r"\\sqrt{\1}"),
+        ("\\frac", r"\\frac ?([0-9A-Za-zπ])", r"\\frac{\1}"),
+        ("\\frac", r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-zπ])", r"\1{\2}"),
+        ("^", r"\^ ?\(([^()]*)\)", r"^{\1}"),
+        ("^", r"\^ ?(-[0-9A-Za-z]+)", r"^{\1}"),
+        ("{", r"([\^_]) ?\{ ?(\w) ?\}", r"\1\2"),
+        ("} {", r"\} \{", "}{"),
+        (" ", r" (?=[\^%])|(?<=[\[({⦃]) | (?=[\])}⦄,;])", ""),
+    ]
+]
+_PLAIN = re.compile(
+    r"[-+]?\$?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?|[-+]?[0-9]+/[0-9]+"
+    r"|[-+]?\\[dt]?frac\{[-+]?[0-9]+\}\{[0-9]+\}"
+)
+_SPACED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
+_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
+
+
+@lru_cache(maxsize=8192)
+def normalise(text: str) -> str:
+    """One way of writing it; a box is opened, and "the answer is" goes."""
+    if _PLAIN.fullmatch(text):
+        return text.replace(",", "").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    if "\\boxed" in text or "\\fbox" in text:
+        text = extract.boxed(text) or text
+    if not text.isascii():
+        text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
+        text = text.translate(_TRANSLATION)
+    if "\\" in text or "{,}" in text:
+        text = _without_commands(text)
+    text = (text if text.count("$") % 2 else text.replace("$", "")).replace("¤", "$")
+    text = " ".join(text.replace("~", " ").strip(' \t\n*`"').split())
+    if any(name in text for name in _NAMES):
+        text = _NAMED.sub(r"\\\1", text)
+    for trigger, pattern, to in _AFTER:
+        if trigger in text:
+            text = pattern.sub(to, text)
+    text = _PREFIX.sub("", text, count=1).lstrip(" ,;:").rstrip(" .,;:")
+    if " " in text:
+        text = _SPACED.sub(lambda m: m[0].replace(" ", ""), text)
+    if "," in text and (", " in text or not set("([⦃") & set(text)):  # else coordinates
+        text = _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)
+    while text[:1] in ("(", "{") and closes(text):
+        inside = text[1:-1].strip()
+        if len(cut(inside, COMMA)) > 1:
+            return f"⦃{inside}⦄" if text[0] == "{" else text
+        text = inside
+    return text
+
+
+def _without_commands(text: str) -> str:
+    """LaTeX's spacing, sizes, fonts and names of signs become spaces, nothing, words and signs."""
+    text = _INVISIBLE.sub("", _SEPARATORS.sub("", text))
+    if "\\mathbb" in text:
+        text = _BLACKBOARD.sub(r" ℝ\1 ", text)
+    for _ in range(3 if "{" in text else 0):
+        text, found = _TEXT.subn(r" \1 ", text)
+        if not found or "{" not in text:
+            break
+    return _COMMAND.sub(_command, text)
+
+
+def _command(match: re.Match[str]) -> str:
+    if match[1]:
+        return _COMMANDS.get(match[1], match[0])
+    return _ESCAPES.get(match[2], " ")
+
+
+def closes(text: str) -> bool:
+    """Whether the bracket that opens the text is closed by its last character."""
+    depth = 0
+    for bracket in re.finditer(BRACKETS, text):
+        depth += 1 if bracket[0] in "([{⦃" else -1
+        if depth <= 0:
+            return bracket.end() == len(text) and text[0] in "([{⦃"
+    return False
+
+
+def cut(text: str, separators: re.Pattern[str]) -> list[str]:
+    """The text between separators that stand outside all brackets."""
+    pieces, depth, begin = [], 0, 0
+    for found in separators.finditer(text):
+        if found[0] in "([{⦃":
+            depth += 1
+        elif found[0] in ")]}⦄":
+            depth -= 1
+        elif depth == 0:
+            pieces.append(text[begin : found.start()].strip())
+            begin = found.end()
+    return [*pieces, text[begin:].strip()]
+
+
+def squeezed(text: str) -> str:
+    """Without spaces, but two numbers stay two."""
+    return re.sub(r"(?<![0-9]) | (?![0-9])", "", text) if " " in text else text

@@ -1,0 +1,161 @@
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burnish.graders.equivalence import Verdict, compare
+from burnish.types import Status
+from tests.graders.labelled import LABELLED, MISSED
+
+EQUAL, DIFFERENT, BAD_GOLD = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.BAD_GOLD
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+def test_labelled_pairs(checker, kind):
+    equal, different = LABELLED[kind]
+    grades = checker.check([*equal, *different])
+    rewards = [grade.reward for grade in grades]
+    missed = [p for p, r in zip(equal, rewards[: len(equal)], strict=True) if r != 1]
+    accepted = [p for p, r in zip(different, rewards[len(equal) :], strict=True) if r != 0]
+    assert (missed, accepted) == ([], [])
+    assert all(grade.status in (Status.SCORED, Status.UNPARSED) for grade in grades)
+
+
+def test_the_labelled_set_is_as_large_as_the_log_says(checker):
+    assert sum(len(pairs) for both in LABELLED.values() for pairs in both) == 929
+    assert [grade.reward for grade in checker.check(MISSED)] == [0] * len(MISSED)
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+def test_an_answer_equals_itself_and_needs_no_algebra(kind):
+    for pairs in LABELLED[kind]:
+        for _, gold in pairs:
+            assert compare(gold, gold) is EQUAL
+
+
+@pytest.mark.parametrize(
+    "gold",
+    ["", " ", "$$", "???", "@#%", "{", "((", r"\frac{1}{", r"\frac{1}", r"\frac{}{2}", "x" * 5000],
+)
+def test_a_gold_answer_that_cannot_be_parsed_is_right_for_nobody(gold):
+    _is_bad(gold)
+
+
+@pytest.mark.parametrize(
+    "gold",
+    ["x^", "x^{y", "[1, 2", "3 +", "5 +* 3", "1/0", r"\frac{1}{0}", r"\sqrt{", r"\begin{array} 1"],
+)
+def test_nor_is_one_that_has_a_loose_end(gold):
+    _is_bad(gold)
+
+
+def _is_bad(gold):
+    for answer in ("42", "x + 1", "Evelyn", "(1, 2)", gold):
+        assert compare(answer, gold) is BAD_GOLD
+
+
+numbers = st.fractions(max_denominator=10**6)
+
+
+def spellings(number):
+    top, bottom = number.as_integer_ratio()
+    sign = "-" if top < 0 else ""
+    whole, rest = divmod(abs(top), bottom)
+    yield f"{top}/{bottom}"
+    yield rf"\frac{{{top}}}{{{bottom}}}"
+    yield rf"${sign}\dfrac{{{3 * abs(top)}}}{{{3 * bottom}}}$"
+    yield f"{100 * top}/{bottom} %"
+    yield f"{top * 1000}/{bottom * 1000} cm"
+    if whole and rest:
+        yield f"{sign}{whole} {rest}/{bottom}"
+        yield rf"{sign}{whole}\frac{{{rest}}}{{{bottom}}}"
+    if bottom == 1:
+        yield f"{top:,}"
+        yield rf"\boxed{{{top}.00}}"
+        yield f"{top}e0"
+
+
+@settings(deadline=None)
+@given(numbers, numbers)
+def test_numbers_are_equal_in_every_spelling_or_in_none(one, other):
+    expected = EQUAL if one == other else DIFFERENT
+    for answer in spellings(one):
+        for gold in spellings(other):
+            assert compare(answer, gold) is expected
+
+
+@settings(deadline=None)
+@given(st.integers(-(10**30), 10**30), st.integers(1, 300))
+def test_no_tolerance_hides_a_small_difference(number, places):
+    gold = Fraction(number)
+    near = gold + Fraction(1, 10**places)
+    sign = "-" if near < 0 else ""
+    scaled = abs(near) * 10**places
+    digits = f"{scaled.numerator:0{places + 1}d}"
+    answer = f"{sign}{digits[:-places]}.{digits[-places:]}"
+    assert compare(answer, str(number)) is DIFFERENT
+    assert compare(answer, answer + "0") is EQUAL
+    assert compare(f"1e-{places}", "0") is DIFFERENT
+
+
+@settings(deadline=None)
+@given(st.text(max_size=200), st.sampled_from(["42", r"2\sqrt{3}", "(1, 2)", "Evelyn", "x > 3"]))
+def test_any_text_gets_a_verdict(text, gold):
+    assert compare(text, gold) is not BAD_GOLD
+    compare(gold, text)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-9, 9), min_size=1, max_size=6), st.randoms())
+def test_sets_are_order_free_and_tuples_are_not(items, random):
+    shuffled = random.sample(items, len(items))
+    left, right = (", ".join(map(str, numbers)) for numbers in (items, shuffled))
+    assert compare(rf"\{{{left}\}}", rf"\{{{right}\}}") is EQUAL
+    same = items == shuffled
+    assert (compare(f"({left}, 0)", f"({right}, 0)") is EQUAL) == same
+    assert compare(f"{left}, 10", f"{right}, 11") is DIFFERENT
+
+
+def test_what_is_easy_loads_no_library():
+    code = """
+import sys
+from burnish.graders.answer import MathGrader
+items = [(f"hm </think> <answer>{a}</answer>", {"answer": g}) for a, g in
+         [("42", 42), ("1/2", "0.5"), ("Evelyn", "Evelyn"), ("(1, 2)", "(1,2)"), ("x>3", "x>4")]]
+print([grade.reward for grade in MathGrader().grade(items)])
+print(*({"torch", "sympy", "math_verify", "transformers"} & set(sys.modules)))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.splitlines() == ["[1.0, 1.0, 1.0, 1.0, 0.0]", ""], run.stderr
+
+
+def test_no_text_is_compiled_or_run(tmp_path):
+    """The worker's module, under an audit hook, on everything that is algebra and on payloads."""
+    code = """
+import os, sys
+from burnish.graders import symbolic
+from burnish.graders.equivalence import compare
+from tests.graders.hostile import hostile_strings
+from tests.graders.labelled import LABELLED
+seen = []
+def hook(event, arguments):
+    of_sympy = str(arguments).startswith("(b'def monomial_")  # written from a number of variables
+    if event == "compile" and not str(arguments[1]).endswith(".py") and not of_sympy:
+        seen.append((event, str(arguments)[:200]))
+    elif event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"):
+        seen.append((event, str(arguments)[:200]))
+sys.addaudithook(hook)
+for kind in ("algebra", "equations"):
+    for answer, gold in LABELLED[kind][0]:
+        compare(answer, gold, symbolic.compare_algebra)
+for text in hostile_strings(sys.argv[1])[5::9]:
+    compare(text, "x + 1", symbolic.compare_algebra)
+print(seen)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "canary")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == "[]", run.stderr
+    assert not (tmp_path / "canary").exists()
