@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burnish.errors import ModelError
 from burnish.model.attention import Attend
+from burnish.model.norm import RMSNorm
 from burnish.model.rope import Rope, Rotation, rotate, rotation
 
 ARCHITECTURES = {
@@ -154,13 +155,13 @@ class Layer(nn.Module):
         d, width, eps = config.d_model, config.head_width, config.norm_eps
         heads = (config.n_heads, config.kv_heads, config.kv_heads)
         self.heads, self.width = list(heads), width
-        self.attention_norm = nn.RMSNorm(d, eps)
+        self.attention_norm = RMSNorm(d, eps)
         self.qkv = _Linear(d, sum(heads) * width, bias=config.family == "qwen2")
         qk_norm = config.family == "qwen3"
-        self.q_norm = nn.RMSNorm(width, eps) if qk_norm else None
-        self.k_norm = nn.RMSNorm(width, eps) if qk_norm else None
+        self.q_norm = RMSNorm(width, eps) if qk_norm else None
+        self.k_norm = RMSNorm(width, eps) if qk_norm else None
         self.out = _Linear(config.n_heads * width, d, bias=False)
-        self.mlp_norm = nn.RMSNorm(d, eps)
+        self.mlp_norm = RMSNorm(d, eps)
         self.gate_up = _Linear(d, 2 * config.d_ff, bias=False)
         self.down = _Linear(config.d_ff, d, bias=False)
 
@@ -187,7 +188,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = _Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tied else _Linear(config.d_model, config.vocab_size, bias=False)
 
     def forward(
