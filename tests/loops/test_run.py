@@ -129,6 +129,22 @@ def test_a_language_model_resumes_bit_for_bit(smollm2, tmp_path):
     assert rows[-1]["mismatch/logprob_max"] < 0.1
 
 
+def test_nothing_reads_memory_that_was_never_written(smollm2, tmp_path, monkeypatch):
+    """Fresh memory full of NaN leaves the same bytes as fresh memory full of anything."""
+    prepare = api._prepare
+
+    def prepare_and_fill(recipe):
+        prepare(recipe)
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+
+    plain = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "plain")
+    monkeypatch.setattr(api, "_prepare", prepare_and_fill)
+    filled = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "filled")
+    assert torch.empty(1).isnan()
+    assert fingerprint(plain) == fingerprint(filled)
+
+
 def test_more_steps_may_be_asked_for_and_other_mathematics_not(tmp_path):
     path = api.train("sort", overrides=SORT, out=tmp_path / "run")
     with pytest.raises(
