@@ -12,7 +12,7 @@ from burnish.model.transformer import Transformer
 
 CHUNK = 1024
 """Rows of logits that exist at a time: 1024 × 50k in bfloat16 are 100 MB."""
-TILE = 2**19
+TILE = 2**18
 """Logits that a CPU takes through the softmax at a time, so that they stay in its cache."""
 
 
@@ -39,7 +39,7 @@ def token_logprobs(
 
     hidden [N, d], tokens [N], predecessor [N], slots [M] int64, temperature [N] -> [M], [M], in
     float32 or better. At most `chunk` rows of logits exist at a time; the backward pass makes them
-    again. Entropy that is detached costs the backward pass nothing.
+    again, but for the last, which are kept. Entropy that is detached costs it nothing.
     """
     rows, weight = model.head_inputs(hidden.index_select(0, predecessor[slots]))
     heat = temperature[slots].to(torch.promote_types(rows.dtype, torch.float32))
@@ -62,18 +62,21 @@ class _Head(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, heat: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, total = heat.new_empty(3, len(tokens))
+        logits: Tensor | None = None
         for rows in _pieces(len(tokens), chunk):
+            logits = None  # so that these are gone before the next are made
             logits = hidden[rows] @ weight.T
             for part, tile in _tiles(logits, rows):
                 x = _scaled(part, heat[tile])
                 highest = x.amax(1)
-                p = x.sub_(highest[:, None]).exp()
+                x.sub_(highest[:, None])
+                p = x.exp()
                 mass = p.sum(1)
                 logprobs[tile] = _chosen(x, tokens[tile]) - mass.log()
                 entropy[tile] = mass.log() - p.mul_(x).sum(1) / mass
                 total[tile] = highest + mass.log()
         ctx.save_for_backward(hidden, weight, tokens, heat, total, entropy)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.last_logits = chunk, logits
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -81,25 +84,29 @@ class _Head(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, up: Tensor | None, up_entropy: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, tokens, heat, total, entropy = ctx.saved_tensors
-        up = torch.zeros_like(total) if up is None else up
+        logits, ctx.last_logits = ctx.last_logits, None  # written over below, so for one pass alone
+        up = (torch.zeros_like(total) if up is None else up) / heat
+        up_entropy = None if up_entropy is None else up_entropy / heat
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight) if not len(tokens) else None
-        for rows in _pieces(len(tokens), ctx.chunk):
-            logits = hidden[rows] @ weight.T
+        for rows in reversed(list(_pieces(len(tokens), ctx.chunk))):
+            logits = hidden[rows] @ weight.T if logits is None else logits
             for part, tile in _tiles(logits, rows):
                 x = _scaled(part, heat[tile]).sub_(total[tile, None])  # log p
-                p = x.exp()
                 at = torch.arange(len(x), device=x.device), tokens[tile]
-                scale = -up[tile, None]
-                if up_entropy is not None:
-                    scale = x.add_(entropy[tile, None]).mul_(-up_entropy[tile, None]).add_(scale)
-                gradient = p.mul_(scale)
+                if up_entropy is None:
+                    gradient = x.exp_().mul_(-up[tile, None])
+                else:
+                    p = x.exp()
+                    scale = x.add_(entropy[tile, None]).mul_(-up_entropy[tile, None])
+                    gradient = p.mul_(scale.sub_(up[tile, None]))
                 gradient[at] += up[tile]
-                part.copy_(gradient.div_(heat[tile, None]))
+                part.copy_(gradient)
             to_hidden[rows] = logits @ weight
             product = logits.T @ hidden[rows]
+            logits = None
             if to_weight is None:
-                to_weight = product if rows.stop == len(tokens) else product.to(heat.dtype)
+                to_weight = product if rows.start == 0 else product.to(heat.dtype)
             else:
                 to_weight += product
         assert to_weight is not None
@@ -118,13 +125,13 @@ def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
 
 
 def _scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
-    """In float32 or better; the logits themselves where there is nothing to change."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    """A copy in float32 or better."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     if isinstance(temperature, Tensor):
         if bool((temperature == 1).all()):
-            return logits
-        temperature = temperature.to(logits.dtype)[:, None]
-    return logits / temperature
+            return wide
+        temperature = temperature.to(wide.dtype)[:, None]
+    return wide.div_(temperature)
 
 
 def _chosen(scaled: Tensor, tokens: Tensor) -> Tensor:

@@ -44,6 +44,30 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
     torch.testing.assert_close(still, want[0], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heat", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_kept_logits_and_those_made_again_are_the_same(
+    model: Transformer, chunk: int, heat: float, dtype: torch.dtype
+) -> None:
+    """To the bit: the first backward pass has the last chunk's logits, the second has none."""
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 16).to(dtype).requires_grad_()
+    tokens, before, temperature = torch.randint(37, (7,)), torch.arange(7), torch.full((7,), heat)
+    weight = model.to(dtype).embed.weight
+    both = token_logprobs(model, hidden, tokens, before, before, temperature, chunk=chunk)
+    first, second = (
+        torch.autograd.grad(
+            both,
+            (hidden, weight),
+            torch.randn(2, 7, generator=torch.manual_seed(1)).unbind(),
+            retain_graph=True,
+        )
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_no_slots_is_an_empty_answer(model: Transformer) -> None:
     hidden, tokens = torch.zeros(3, 16, dtype=torch.float64), torch.zeros(3, dtype=torch.long)
     none, heat = torch.zeros(0, dtype=torch.long), torch.ones(3)
