@@ -20,6 +20,7 @@ from burnish.errors import ModelError
 from burnish.model.attention import Attend
 from burnish.model.norm import RMSNorm
 from burnish.model.rope import Rope, Rotation, rotate, rotation
+from burnish.model.swiglu import swiglu
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -175,8 +176,7 @@ class Layer(nn.Module):
         # Both at once: with few tokens, the number of operations is what costs.
         q, k = torch.split(rotate(qk, turn), self.heads[:2], dim=1)
         x = x + self.out(attend(self.index, q, k, v).reshape(x.shape[0], -1))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        out: Tensor = x + self.down(F.silu(gate) * up)
+        out: Tensor = x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
         return out
 
 
