@@ -64,6 +64,9 @@ class KeywordsTask(Section):
     most: int = Field(4, ge=1, le=20, description="keywords per prompt, at most")
     match: Literal["word", "substring"] = "word"
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
+    partial: float = Field(
+        0.0, ge=0, le=1, description="share of a training reward for the fraction of words included"
+    )
     chat: bool = Field(True, description="the prompt goes in as a user's chat message")
     validation_words: float = Field(0.2, gt=0, lt=1, description="share of the words held out")
     validation_prompts: int = Field(256, ge=1)

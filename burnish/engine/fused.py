@@ -17,6 +17,7 @@ from typing import Any
 import llvmlite.binding
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic, overload
@@ -30,6 +31,7 @@ EXACT = {"reassoc", "contract", "nsz"}
 """Sums may be reordered, which vectors need; NaN and infinity stay what they are."""
 F = np.float32
 AHEAD = 16
+"""Tokens whose keys and values are fetched before they are needed."""
 
 
 @intrinsic
@@ -225,9 +227,14 @@ weigh: Any
 norm, gate, turn, fold, join, weigh = map(_rows, (_norm, _gate, _turn, _fold, _join, _weigh))
 
 
-def use_threads(count: int) -> None:
-    """For the calling thread; numba itself would take every core."""
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+def use_threads() -> None:
+    """As many as PyTorch does; numba itself would take every core."""
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
+_before = torch.get_num_threads()
+use_threads()
+torch.set_num_threads(_before)  # numba's first call gives PyTorch, too, every core
 
 
 @lru_cache

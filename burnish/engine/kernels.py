@@ -87,9 +87,6 @@ class FusedTransformer:
         from burnish.engine import fused
 
         self._fused, self._model = fused, model
-        threads = torch.get_num_threads()
-        fused.use_threads(threads)
-        torch.set_num_threads(threads)  # numba's first call gives PyTorch, too, every core
         self._layers = [_FusedLayer(layer) for layer in model.layers if isinstance(layer, Layer)]
         self._last_norm = _norm_weight(model.norm)
         head = model.embed if model.head is None else model.head
@@ -97,7 +94,7 @@ class FusedTransformer:
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: CachedAttention) -> Tensor:
         config, norm, layers = self._model.config, self._fused.norm, self._layers
-        self._fused.use_threads(torch.get_num_threads())
+        self._fused.use_threads()
         x: Tensor = self._model.embed(tokens)
         h, eps = torch.empty_like(x), np.float32(config.norm_eps)
         cos, sin = (

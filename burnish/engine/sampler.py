@@ -67,6 +67,7 @@ def _sample_whole(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], lis
     rows, vocab = logits.shape
     heat = torch.tensor([draw.temperature for draw in draws], dtype=torch.float32)
     peaks, sums = torch.empty(rows), torch.empty(rows, -(-vocab // BLOCK))
+    fused.use_threads()
     fused.weigh(kernels.numbers(logits), heat.numpy(), peaks.numpy(), sums.numpy(), BLOCK)
     totals = peaks.double() + sums.sum(1, dtype=torch.float64).log()
     if not bool(totals.isfinite().all()):

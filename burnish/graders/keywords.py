@@ -11,24 +11,28 @@ from typing import Any, Literal
 Match = Literal["word", "substring"]
 
 
-def inclusion(response: str, keywords: Sequence[str], match: Match = "word") -> dict[str, float]:
-    """reward = inclusion = 1 if every keyword appears, case aside; fraction: how many of them do.
+def inclusion(
+    response: str, keywords: Sequence[str], match: Match = "word", partial: float = 0.0
+) -> dict[str, float]:
+    """inclusion = 1 if every keyword appears, case aside; fraction: how many of them do.
 
     match: "word" wants whole words ("red" is not in "reduced"), "substring" takes any place.
+    partial: how much of the reward is for the fraction; the rest, by default all, is for inclusion.
     """
     if isinstance(keywords, str) or not keywords or not all(keywords):
         raise ValueError(f"keywords must be a list of at least one word, got {keywords!r}")
     text = _plain(response)
     found = sum(_pattern(word, match).search(text) is not None for word in keywords)
-    every = float(found == len(keywords))
-    return {"reward": every, "inclusion": every, "fraction": found / len(keywords)}
+    every, fraction = float(found == len(keywords)), found / len(keywords)
+    earned = every + partial * (fraction - every)
+    return {"reward": earned, "inclusion": every, "fraction": fraction}
 
 
 def reward(response: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """The built-in reward "keywords": reads the row's keywords and, where it has one, its match."""
+    """The built-in reward "keywords": reads the row's keywords and, where it has them, the rest."""
     if "keywords" not in row:
         raise ValueError("the reward 'keywords' needs rows with a field keywords, a list of words")
-    return inclusion(response, row["keywords"], row.get("match", "word"))
+    return inclusion(response, row["keywords"], row.get("match", "word"), row.get("partial", 0.0))
 
 
 @lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from burnish.config import KeywordsTask
 from burnish.draws import Stream, permutation, uniforms
@@ -83,5 +84,7 @@ class Keywords:
     def _prompt(self, prompt_id: str, words: list[str]) -> Prompt:
         asked = instruction(words)
         text, ids = encode(self._tokenizer, asked, chat=self.config.chat)
-        row = {"prompt": asked, "keywords": words, "match": self.config.match}
+        row: dict[str, Any] = {"prompt": asked, "keywords": words, "match": self.config.match}
+        if self.config.partial and "/train/" in prompt_id:
+            row["partial"] = self.config.partial
         return Prompt(prompt_id, text, ids, "keywords", reference=row)
