@@ -11,7 +11,8 @@ the first step and saving are not measured. Only ratios inside one run mean anyt
 machine has other work, OMP_WAIT_POLICY=PASSIVE keeps waiting threads from spinning.
 
 The loss is the same, clipped, and a mean over tokens; so are the passes: with one step a rollout,
-both take the log-probabilities of the policy before it from the step's own forward pass. TRL's activation checkpointing, on by default, is off: it would be slower.
+both take the log-probabilities of the policy before it from the step's own forward pass. TRL's
+activation checkpointing, on by default, is off: it would be slower.
 """
 
 from __future__ import annotations
