@@ -147,7 +147,7 @@ class NativeEngine:
         broken = [
             name
             for name, tensor in weights.tensors.items()
-            if not bool(tensor.to(self._cache.dtype).isfinite().all())
+            if not bool(torch.stack(torch.aminmax(tensor)).to(self._cache.dtype).isfinite().all())
         ]
         if broken:
             raise EngineError(
