@@ -16,16 +16,14 @@ keeps threads from spinning while they wait, which costs every engine up to ten 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import resource
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
+
+from turns import Turns, Worker, spread
 
 Job = dict[str, Any]
 """prompts: lists of token ids; n: samples of each; new: tokens to sample, per prompt."""
@@ -120,57 +118,21 @@ ENGINES = {"burnish": serve_burnish, "transformers": serve_transformers, "vllm":
 
 
 def serve(engine: str, dtype: str, model: str, threads: int) -> None:
-    """Jobs come by stdin, one JSON a line; answers go to stdout, marked among what is logged."""
+    """One job after another, until there are no more."""
     import torch
 
     torch.set_num_threads(threads)
-    run = ENGINES[engine](model, dtype)
-    print("ANSWER {}", flush=True)
-    for line in sys.stdin:
-        start, cpu = time.perf_counter(), time.process_time()
-        answer = run(json.loads(line))
-        answer["seconds"] = time.perf_counter() - start
-        answer["cpu"] = time.process_time() - cpu
-        answer["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print("ANSWER " + json.dumps(answer), flush=True)
+    run, turns = ENGINES[engine](model, dtype), Turns()
+    job = turns.wait({})
+    while True:
+        job = turns.wait(run(job))
 
 
-class Worker:
-    def __init__(self, engine: str, dtype: str, args: argparse.Namespace, **env: str) -> None:
-        self.name = f"{engine} {dtype}"
-        python = args.vllm if engine == "vllm" else sys.executable
-        command = [python, __file__, "serve", "--engine", engine, "--dtype", dtype]
-        command += ["--model", args.model, "--threads", str(args.threads)]
-        environment = os.environ | env
-        environment["OMP_NUM_THREADS"] = str(args.threads)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        self._answer()
-
-    def run(self, job: Job) -> dict[str, float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _answer(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("ANSWER "):
-                answer: dict[str, float] = json.loads(line.removeprefix("ANSWER "))
-                return answer
-        raise SystemExit(f"{self.name} ended with status {self._process.wait()}")
+def worker(engine: str, dtype: str, args: argparse.Namespace, **env: str) -> Worker:
+    python = args.vllm if engine == "vllm" else sys.executable
+    command = [python, __file__, "serve", "--engine", engine, "--dtype", dtype]
+    command += ["--model", args.model, "--threads", str(args.threads)]
+    return Worker(f"{engine} {dtype}", command, threads=args.threads, **env)
 
 
 def jobs(workload: str, model: str) -> Job:
@@ -199,11 +161,6 @@ def describe(job: Job) -> str:
     )
 
 
-def spread(values: list[float], form: str = ".2f") -> str:
-    low, high = min(values), max(values)
-    return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
-
-
 def compare(args: argparse.Namespace) -> None:
     job = jobs(args.workload, args.model)
     names = (
@@ -211,24 +168,24 @@ def compare(args: argparse.Namespace) -> None:
         if args.vllm
         else [("transformers", "float32"), ("transformers", "bfloat16")]
     )
-    own = Worker("burnish", args.dtype, args)
-    peers = [Worker(engine, dtype, args) for engine, dtype in names]
+    own = worker("burnish", args.dtype, args)
+    peers = [worker(engine, dtype, args) for engine, dtype in names]
     warm = {**job, "new": [min(8, n) for n in job["new"]]}
-    for worker in [own, *peers]:
-        worker.run(warm)
+    for each in [own, *peers]:
+        each.run(warm)
     print(f"{args.workload}: {describe(job)}, {args.threads} threads")
-    rates: dict[str, list[float]] = {worker.name: [] for worker in [own, *peers]}
-    costs: dict[str, list[float]] = {worker.name: [] for worker in [own, *peers]}
+    rates: dict[str, list[float]] = {each.name: [] for each in [own, *peers]}
+    costs: dict[str, list[float]] = {each.name: [] for each in [own, *peers]}
     for _ in range(args.repeats):
-        for worker in [own, *peers]:
-            answer = worker.run(job)
-            rates[worker.name].append(answer["tokens"] / answer["seconds"])
-            costs[worker.name].append(1e3 * answer["cpu"] / answer["tokens"])
-            print(f"  {worker.name} {rates[worker.name][-1]:.0f}", file=sys.stderr, flush=True)
-        fastest = max(rates[worker.name][0] for worker in peers)
-        for worker in [w for w in peers if rates[w.name][0] < 0.75 * fastest]:
-            peers.remove(worker)
-            worker.close()
+        for each in [own, *peers]:
+            answer = each.run(job)
+            rates[each.name].append(answer["tokens"] / answer["seconds"])
+            costs[each.name].append(1e3 * answer["cpu"] / answer["tokens"])
+            print(f"  {each.name} {rates[each.name][-1]:.0f}", file=sys.stderr, flush=True)
+        fastest = max(rates[each.name][0] for each in peers)
+        for each in [w for w in peers if rates[w.name][0] < 0.75 * fastest]:
+            peers.remove(each)
+            each.close()
     for name, values in rates.items():
         print(
             f"  {name:22s} {spread(values, '.0f')} tokens/s, "
@@ -239,34 +196,34 @@ def compare(args: argparse.Namespace) -> None:
     print(f"  burnish / {best}: {spread(ratios)} times the tokens/s, {args.repeats} rounds")
     cheaper = [its / mine for mine, its in zip(costs[own.name], costs[best], strict=True)]
     print(f"  and {spread(cheaper)} times less processor time, which other work disturbs less")
-    for worker in [own, *peers]:
-        worker.close()
+    for each in [own, *peers]:
+        each.close()
 
 
 def few(args: argparse.Namespace) -> None:
-    worker = Worker("burnish", args.dtype, args)
+    own = worker("burnish", args.dtype, args)
     some, many = jobs("few", args.model), jobs("even", args.model)
-    worker.run(some), worker.run(many)
+    own.run(some), own.run(many)
     ratios = []
     for _ in range(args.repeats):
-        short, long = (worker.run(job)["seconds"] for job in (some, many))
+        short, long = (own.run(job)["seconds"] for job in (some, many))
         ratios.append(long / short)
     print(f"few: 64 prompts take {spread(ratios)} times as long as 4, {args.repeats} rounds")
-    worker.close()
+    own.close()
 
 
 def budget(args: argparse.Namespace) -> None:
     job = jobs("even", args.model)
     for megabytes in (32, 64, 128, 256, 512):
-        worker = Worker("burnish", args.dtype, args, KV_BYTES=str(megabytes << 20))
-        first = worker.run({"prompts": [[1, 2, 3]], "n": 1, "new": [2]})
-        answer = worker.run(job)
+        own = worker("burnish", args.dtype, args, KV_BYTES=str(megabytes << 20))
+        first = own.run({"prompts": [[1, 2, 3]], "n": 1, "new": [2]})
+        answer = own.run(job)
         grown = answer["rss_mb"] - first["rss_mb"]
         print(
             f"budget {megabytes} MB: {answer['tokens'] / answer['seconds']:.0f} tokens/s, "
             f"{answer['preemptions']:.0f} preemptions, memory grew by {grown:.0f} MB at most"
         )
-        worker.close()
+        own.close()
 
 
 def main() -> None:

@@ -228,13 +228,14 @@ norm, gate, turn, fold, join, weigh = map(_rows, (_norm, _gate, _turn, _fold, _j
 
 
 def use_threads() -> None:
-    """As many as PyTorch does; numba itself would take every core."""
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    """As many as PyTorch does; numba itself would take every core.
 
-
-_before = torch.get_num_threads()
-use_threads()
-torch.set_num_threads(_before)  # numba's first call gives PyTorch, too, every core
+    Here and not on import: what has started threads can't be forked any more.
+    """
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != threads:  # numba's first call gives PyTorch, too, every core
+        torch.set_num_threads(threads)
 
 
 @lru_cache
