@@ -23,6 +23,8 @@ from burnish.model.transformer import ModelConfig
 
 T = TypeVar("T")
 Array = np.ndarray[Any, np.dtype[Any]]
+SHORT = 192
+"""Up to so many tokens a prompt is attended to row by row where the CPU's kernel does it."""
 
 
 class Cache:
@@ -78,6 +80,10 @@ class Run:
     sequence: Sample
     start: int
     count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
 
     def own_pages(self) -> list[int]:
         """Those that decoding reads for this sequence alone."""
@@ -144,12 +150,11 @@ class CachedAttention:
         self._decoding = decoding
         self._blocks: list[_Block] | None = None
         self._shared = self._prefixes(decoding)
-        self._fresh = self._prompt_blocks(
-            [run.count for run in runs[self._rows :] if not run.start]
-        )
-        self._resumed = [
-            (run, self._tensor(run.sequence.pages)) for run in runs[self._rows :] if run.start
-        ]
+        prompts, limit = runs[self._rows :], 0 if cache.arrays is None else SHORT
+        self._short = [run for run in prompts if run.end <= limit]
+        long = [run for run in prompts if run.end > limit]
+        self._fresh = self._prompt_blocks([run.count for run in long if not run.start])
+        self._resumed = [(run, self._tensor(run.sequence.pages)) for run in long if run.start]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._cache.write(layer, self._slots, k, v)
@@ -174,11 +179,11 @@ class CachedAttention:
         fused.turn(array, *turn, self._slots.numpy(), keys, values)
         out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * keys.shape[1])
         heads = out.shape[1] // cache.width
+        decode = fused.decode_kernel(cache.width, heads // cache.heads, cache.size)
+        scale, threads = np.float32(cache.width**-0.5), torch.get_num_threads()
         if rows:
             totals, mine = np.empty((rows, heads), np.float32), kernels.numbers(out)[:rows]
-            decode = fused.decode_kernel(cache.width, heads // cache.heads, cache.size)
-            scale, threads = np.float32(cache.width**-0.5), torch.get_num_threads()
-            decode(array, keys, values, *self._flat_table, mine, totals, scale, threads)
+            decode(array, keys, values, *self._own_table, mine, totals, scale, threads)
             for shared in self._shared:
                 table = shared.rows.numpy()
                 query = qkv.new_empty(
@@ -192,7 +197,12 @@ class CachedAttention:
                     total.reshape(query.shape[:4]).numpy(),
                 )
                 fused.join(mine, totals, table, shared.sizes, *found)
-        if len(qkv) > rows:
+        if self._short:
+            at = slice(*self._short_rows)
+            totals = np.empty((at.stop - at.start, heads), np.float32)
+            mine = kernels.numbers(out)[at]
+            decode(array[at], keys, values, *self._short_table, mine, totals, scale, threads)
+        if self._fresh or self._resumed:
             headed = qkv.view(len(qkv), -1, cache.width)
             q, k, v = headed.tensor_split((heads, headed.shape[1] - cache.heads), 1)
             self._prompts(layer, q, k, v, out.view(q.shape))
@@ -234,20 +244,34 @@ class CachedAttention:
             at = slice(first, first + fresh.tokens)
             out[at] = fresh.attend(q[at], k[at], v[at])
             first = at.stop
+        first = self._short_rows[1]
         for run, pages in self._resumed:
             at = slice(first, first + run.count)
             keys, values = self._cache.read(layer, pages, 1)
-            end = run.start + run.count
-            out[at] = kernels.causal_attention(q[at], keys[0, :end], values[0, :end], run.start)
+            seen = keys[0, : run.end], values[0, : run.end]
+            out[at] = kernels.causal_attention(q[at], *seen, run.start)
             first = at.stop
 
     @cached_property
-    def _flat_table(self) -> tuple[Array, Array, Array]:
+    def _own_table(self) -> tuple[Array, Array, Array]:
         """Own pages of all decoding rows, where each row's begin, and how many tokens they hold."""
         tables = [run.own_pages() for run in self._decoding]
         first = np.cumsum([0, *map(len, tables)])
-        held = [run.start + 1 - run.shared * self._cache.size for run in self._decoding]
+        held = [run.end - run.shared * self._cache.size for run in self._decoding]
         return np.concatenate(tables).astype(np.int64), first[:-1], np.array(held)
+
+    @cached_property
+    def _short_table(self) -> tuple[Array, Array, Array]:
+        """The same for each token of short prompts: it sees the tokens up to itself."""
+        tables = [run.sequence.pages for run in self._short]
+        first = np.cumsum([0, *map(len, tables)])[:-1].repeat([run.count for run in self._short])
+        held = np.concatenate([np.arange(run.start, run.end) + 1 for run in self._short])
+        return np.concatenate(tables).astype(np.int64), first, held
+
+    @cached_property
+    def _short_rows(self) -> tuple[int, int]:
+        first = self._rows + sum(fresh.tokens for fresh in self._fresh)
+        return first, first + sum(run.count for run in self._short)
 
     def _prompt_blocks(self, lengths: list[int]) -> list[_Fresh]:
         """lengths: of fresh prompts, from long to short."""
@@ -266,7 +290,7 @@ class CachedAttention:
         blocks, first = [], 0
         for bucket in _buckets(runs, lambda run: len(run.own_pages())):
             tables = [run.own_pages() for run in bucket]
-            lengths = [run.start + 1 - run.shared * self._cache.size for run in bucket]
+            lengths = [run.end - run.shared * self._cache.size for run in bucket]
             rows = slice(first, first + len(bucket))
             blocks.append(_Block(rows, *self._table(tables, lengths)))
             first = rows.stop
@@ -304,12 +328,14 @@ class CachedAttention:
 
 
 def order(runs: Sequence[Run]) -> list[Run]:
-    """Decoding rows and fresh prompts, each from long to short, then prompts that go on."""
+    """Decoding rows and fresh prompts, each from long to short, then prompts that go on, from short
+    to long: so the short ones of both kinds of prompt lie side by side."""
     decoding = [run for run in runs if run.count == 1]
     decoding.sort(key=lambda run: -len(run.own_pages()))
     fresh = [run for run in runs if run.count > 1 and not run.start]
     fresh.sort(key=lambda run: -run.count)
-    return decoding + fresh + [run for run in runs if run.count > 1 and run.start]
+    resumed = sorted((r for r in runs if r.count > 1 and r.start), key=lambda run: run.end)
+    return decoding + fresh + resumed
 
 
 def _slots(run: Run, size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

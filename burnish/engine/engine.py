@@ -206,7 +206,8 @@ class NativeEngine:
         if math.isnan(logprob):
             # Finite weights can still overflow. Only this sample is lost, and its pages are cleaned
             # because whoever gets them next would read NaN even where it is masked.
-            self._cache.clear(sequence.pages)
+            holders = self._scheduler.pages.holders
+            self._cache.clear([page for page in sequence.pages if holders(page) == 1])
             return [self._complete(sequence, Finish.ABORT)]
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)

@@ -244,14 +244,14 @@ def decode_kernel(width: int, queries: int, size: int) -> Any:
 
     @_rows
     def decode(qkv, keys, values, pages, first, length, out, totals, scale, threads):
-        """Rows [S] of qkv over their `length` tokens in pages[first :], from long to short -> out
-        [S, Hq D] and the log-sum-exp of the scores, totals [S, Hq]."""
+        """Rows [S] of qkv over their `length` tokens in pages[first :] -> out [S, Hq D] and the
+        log-sum-exp of the scores, totals [S, Hq]."""
         rows, kv_heads = out.shape[0], keys.shape[1] // width
         heads = kv_heads * queries
         for thread in prange(threads):
             q, o = np.empty((heads, width), F), np.empty((heads, width), F)
             tops = np.empty(16, F)
-            scores = np.empty((heads, length[0] + size + 4), F)
+            scores = np.empty((heads, length.max() + size + 4), F)
             for r in range(thread, rows, threads):
                 n, table = length[r], pages[first[r] :]
                 for i in range(heads):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 
 
 class Pages:
     """A pool of `count` pages of `size` tokens each, counted by reference.
 
     A page may have several holders as long as nobody writes to it; `writable` hands a writer its
-    own copy. A page's version is that of the oldest weights that may have written to it.
+    own copy. A page's version is that of the oldest weights that may have written to it. A page
+    whose tokens are all computed may have a name, under which others find it while it is held.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -17,6 +19,8 @@ class Pages:
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
         self._versions = [0] * count
+        self._named: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
 
     @property
     def free(self) -> int:
@@ -49,6 +53,21 @@ class Pages:
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
+                if page in self._names:
+                    del self._named[self._names.pop(page)]
+
+    def name(self, page: int, name: bytes) -> None:
+        if name not in self._named:
+            self._named[name], self._names[page] = page, name
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """The pages of these names, up to the first that nobody holds."""
+        found = (self._named.get(name) for name in names)
+        return list(takewhile(lambda page: page is not None, found))
+
+    def forget_names(self) -> None:
+        """The weights have changed: what comes now is not computed on top of older pages."""
+        self._named, self._names = {}, {}
 
     def writable(self, page: int) -> int:
         """The page itself for its only holder; for one of several a fresh page, to be copied to."""

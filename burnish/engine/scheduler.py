@@ -54,6 +54,7 @@ class Scheduler:
         """The plan has been run; returns the sequences whose next token can be sampled."""
         ready = []
         for sequence, count in plan.counts.items():
+            self._name_pages(sequence, count)
             sequence.computed += count
             self._offer_prompt(sequence)
             if not sequence.pending:
@@ -70,6 +71,7 @@ class Scheduler:
     def update(self, version: int) -> None:
         """The weights have changed."""
         self.version = version
+        self.pages.forget_names()
         if not self.keep:
             while self.running:
                 self._requeue(self.running.pop())
@@ -78,14 +80,17 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         slots = self.max_running - len(self.running)
+        coming = {name for sequence in self.running for name in self._missing(sequence)}
         for sequence in list(self.waiting):
             if budget <= 0 or slots <= 0:
                 return
             slots -= 1
             group = sequence.group
-            if group.filler is not None:
-                continue  # the prompt is being computed; this sample keeps its place and joins then
-            if not self._fits(sequence):
+            names = group.page_names(self.pages.size) if group.prefix is None else []
+            found = self.pages.find(names)
+            if group.filler is not None or not coming.isdisjoint(names[len(found) :][:1]):
+                continue  # the prompt or its beginning is being computed: this one joins after that
+            if not self._fits(sequence, len(found)):
                 return
             self.waiting.remove(sequence)
             sequence.waits = False
@@ -94,6 +99,9 @@ class Scheduler:
                 self._join(sequence, group.prefix)
             else:
                 group.filler = sequence
+                self.pages.share(found)
+                sequence.pages, sequence.computed = found, len(found) * self.pages.size
+                coming.update(self._missing(sequence))
             count = min(sequence.pending, budget)
             if not self._make_room(sequence, count, plan):
                 return
@@ -101,14 +109,28 @@ class Scheduler:
             budget -= count
             self._close(group)
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: Sequence, found: int) -> bool:
         """Whether its tokens, and a page of growth for each running sequence, find room."""
         if not self.running:
             return True  # alone it always fits; `_make_room` takes what is only held in reserve
         prefix = sequence.group.prefix
-        shared = prefix.whole if prefix else 0
+        shared = prefix.whole if prefix else found
         growth = min(len(self.running), self.pages.count // 16)
         return self.pages.free >= self.pages.needed(len(sequence.tokens)) - shared + growth
+
+    def _missing(self, sequence: Sequence) -> list[bytes]:
+        """Pages of its prompt that a running sequence has yet to fill."""
+        if sequence.computed >= sequence.group.prompt_length:
+            return []
+        return sequence.group.page_names(self.pages.size)[sequence.computed // self.pages.size :]
+
+    def _name_pages(self, sequence: Sequence, count: int) -> None:
+        """`count` more tokens are computed: the pages of the prompt that are full can be found."""
+        first, end = (n // self.pages.size for n in (sequence.computed, sequence.computed + count))
+        names = sequence.group.page_names(self.pages.size)[first:end]
+        if names and all(self.pages.version(page) == self.version for page in sequence.pages[:end]):
+            for page, name in zip(sequence.pages[first:end], names, strict=False):
+                self.pages.name(page, name)
 
     def _join(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start from the group's prompt; its last token runs again, to predict the first sample."""

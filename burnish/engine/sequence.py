@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from burnish.engine.protocol import Request
 from burnish.engine.reader import Reader
@@ -28,6 +29,7 @@ class Group:
     """Held by the group itself while samples wait to join; one that joined has its own hold."""
     filler: Sequence | None = None
     """The sample that is computing the prompt for all; the others wait for it."""
+    _names: list[bytes] | None = None
 
     def __post_init__(self) -> None:
         self.sequences = [Sequence(self, index) for index in range(self.request.n)]
@@ -35,6 +37,17 @@ class Group:
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
+
+    def page_names(self, size: int) -> list[bytes]:
+        """For each page before the prompt's last token, which always runs: what it holds and what
+        lies before it."""
+        if self._names is None:
+            self._names, name = [], b""
+            tokens = self.request.prompt.astype("int64")  # bytes of another width would mix up
+            for start in range(0, (self.prompt_length - 1) // size * size, size):
+                page = tokens[start : start + size].tobytes()
+                self._names.append(name := blake2b(name + page, digest_size=16).digest())
+        return self._names
 
 
 class Sequence:

@@ -95,6 +95,20 @@ def test_few_slots_change_nothing(running: int) -> None:
     tiny.assert_same(alone(MIX), tiny.finish(tiny.engine(max_running=running), MIX))
 
 
+@pytest.mark.parametrize("chunk", [5, 16, 256])
+def test_prompts_that_begin_the_same_equal_each_alone(chunk: int) -> None:
+    """Its pages are computed once; what comes after is computed on top of them."""
+    begin = tiny.prompt(22, seed=7)
+    prompts = [np.concatenate([begin, tiny.prompt(n, seed=n)]) for n in (1, 2, 9, 40)]
+    requests = [
+        Request(str(i), ids, n=1 + i % 2, params=SamplingParams(max_tokens=20), group=i)
+        for i, ids in enumerate(prompts)
+    ]
+    engine = tiny.engine(step_tokens=chunk)
+    done = tiny.finish(engine, requests)
+    tiny.assert_same(alone(requests), done)
+
+
 @pytest.mark.parametrize("tokens", [72, 100, 140])
 def test_preempted_equals_not_preempted(tokens: int) -> None:
     engine = tiny.engine(tokens=tokens)

@@ -26,10 +26,11 @@ class Simulation:
     lengths: dict[Sequence, int] = field(default_factory=dict)
     slots: dict[tuple[int, int], tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
-    def submit(self, prompt: int, n: int, length: int) -> None:
-        """Groups of the same size share no token values, so that a mix-up shows."""
+    def submit(self, prompt: int, n: int, length: int, common: int = 0) -> None:
+        """Beyond the first `common` tokens no two groups share a value, so that a mix-up shows."""
         name = len(self.groups)
-        group = Group(Request(str(name), np.arange(prompt) + 1000 * name, n))
+        ids = np.arange(prompt) + np.where(np.arange(prompt) < common, 0, 1000 * (name + 1))
+        group = Group(Request(str(name), ids, n))
         self.groups.append(group)
         self.lengths |= dict.fromkeys(group.sequences, prompt + length)
         self.scheduler.add(group)
@@ -94,7 +95,13 @@ class Simulation:
 
 
 EVENTS = st.one_of(
-    st.tuples(st.just("submit"), st.integers(1, 20), st.integers(1, 5), st.integers(1, 12)),
+    st.tuples(
+        st.just("submit"),
+        st.integers(1, 20),
+        st.integers(1, 5),
+        st.integers(1, 12),
+        st.integers(0, 20),
+    ),
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("update")),
@@ -151,3 +158,31 @@ def test_a_group_is_computed_once_and_its_pages_are_shared() -> None:
     assert scheduler.pages.holders(whole[0][0]) == 4
     last = [s.pages[4] for s in simulation.groups[0].sequences]
     assert len(set(last)) == 4
+
+
+def test_prompts_that_begin_the_same_share_the_pages_of_that() -> None:
+    scheduler = Scheduler(Pages(100, 4), max_running=8, step_tokens=64, keep=True)
+    simulation = Simulation(scheduler)
+    for _ in range(3):
+        simulation.submit(prompt=18, n=1, length=6, common=10)
+    simulation.step()
+    first, *others = (group.sequences[0] for group in simulation.groups)
+    assert (first.computed, [s.computed for s in others]) == (18, [0, 0])  # they wait for it
+    simulation.step()
+    assert [s.computed for s in others] == [18, 18]
+    assert all(s.pages[:2] == first.pages[:2] for s in others)
+    assert len({s.pages[2] for s in (first, *others)}) == 3
+    assert [scheduler.pages.holders(page) for page in first.pages[:3]] == [3, 3, 1]
+
+
+def test_what_older_weights_computed_is_not_found_by_new_prompts() -> None:
+    scheduler = Scheduler(Pages(100, 4), max_running=8, step_tokens=10, keep=True)
+    simulation = Simulation(scheduler)
+    simulation.submit(prompt=18, n=1, length=6, common=18)
+    simulation.step()  # 10 tokens under version 0
+    scheduler.update(1)
+    simulation.step()  # 8 more under version 1, on top of those
+    simulation.submit(prompt=18, n=1, length=6, common=18)
+    simulation.step()
+    old, new = (group.sequences[0] for group in simulation.groups)
+    assert set(old.pages).isdisjoint(new.pages)

@@ -35,7 +35,7 @@ def model(seed: int = 0, **changes: Any) -> Transformer:
         "n_kv_heads": 2,
         "d_ff": 48,
         "context": 96,
-        "init_std": 0.3,
+        "init_std": 0.25,
     }
     return Transformer(ModelConfig(**settings | changes)).init_weights(seed).to(DEVICE)
 
