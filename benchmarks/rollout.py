@@ -98,7 +98,6 @@ def serve_vllm(model: str, dtype: str) -> Serve:
         max_model_len=1024,
         enforce_eager=True,
         max_num_seqs=64,
-        enable_prefix_caching=False,
         seed=0,
     )
 
@@ -135,10 +134,12 @@ def worker(engine: str, dtype: str, args: argparse.Namespace, **env: str) -> Wor
     return Worker(f"{engine} {dtype}", command, threads=args.threads, **env)
 
 
-def jobs(workload: str, model: str) -> Job:
+def jobs(workload: str, model: str, turn: int = 0) -> Job:
+    """Every turn has prompts of its own: engines that keep prompts share the chat template alone,
+    as burnish does."""
     from burnish.model.tokenizer import Tokenizer
 
-    tokenizer, rng = Tokenizer.load(model), random.Random(0)
+    tokenizer, rng, lengths = Tokenizer.load(model), random.Random(turn), random.Random(0)
 
     def prompt(words: int) -> list[int]:
         chosen = ", ".join(rng.choice(WORDS) for _ in range(words))
@@ -149,8 +150,8 @@ def jobs(workload: str, model: str) -> Job:
     if workload == "groups":
         return {"prompts": [prompt(280)[:512] for _ in range(8)], "n": 8, "new": [64] * 8}
     count = 4 if workload == "few" else 64
-    new = [rng.randint(8, 128) if workload == "spread" else 64 for _ in range(count)]
-    return {"prompts": [prompt(3) for _ in range(count)], "n": 1, "new": new}
+    new = [lengths.randint(8, 128) if workload == "spread" else 64 for _ in range(count)]
+    return {"prompts": [prompt(4) for _ in range(count)], "n": 1, "new": new}
 
 
 def describe(job: Job) -> str:
@@ -176,7 +177,8 @@ def compare(args: argparse.Namespace) -> None:
     print(f"{args.workload}: {describe(job)}, {args.threads} threads")
     rates: dict[str, list[float]] = {each.name: [] for each in [own, *peers]}
     costs: dict[str, list[float]] = {each.name: [] for each in [own, *peers]}
-    for _ in range(args.repeats):
+    for turn in range(args.repeats):
+        job = jobs(args.workload, args.model, turn + 1)
         for each in [own, *peers]:
             answer = each.run(job)
             rates[each.name].append(answer["tokens"] / answer["seconds"])
