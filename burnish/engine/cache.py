@@ -38,8 +38,10 @@ class Cache:
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
         self._scratch = [torch.empty(0, shape[3], dtype=dtype, device=device) for _ in range(2)]
         slots = self._pool.view(config.n_layers, 2, pages * size, -1)
-        self.arrays = kernels.numbers(slots) if kernels.fuses(device, dtype) else None
-        """[layers, 2, slots, Hkv · D]: the same memory for the CPU's kernels."""
+        self.arrays: list[tuple[Array, Array]] | None = None
+        """By layer, keys and values [slots, Hkv · D]: the same memory for the CPU's kernels."""
+        if kernels.fuses(device, dtype):
+            self.arrays = [(keys, values) for keys, values in kernels.numbers(slots)]
 
     @staticmethod
     def page_bytes(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
@@ -92,7 +94,7 @@ class Run:
     @property
     def shared(self) -> int:
         """Pages that decoding reads once for the whole group."""
-        return self.sequence.prefix.whole if self.sequence.prefix else 0
+        return self.sequence.prefix.whole if self.sequence.prefix and self.count == 1 else 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ class CachedAttention:
         self._rows = len(decoding)
         self._decoding = decoding
         self._blocks: list[_Block] | None = None
+        self._buffers: tuple[Tensor, Array, Any, list[Any]] | None = None
         self._shared = self._prefixes(decoding)
         prompts, limit = runs[self._rows :], 0 if cache.arrays is None else SHORT
         self._short = [run for run in prompts if run.end <= limit]
@@ -166,47 +169,59 @@ class CachedAttention:
         return out
 
     def fused(self, layer: int, qkv: Tensor, turn: tuple[Array, Array]) -> Tensor:
-        """The same from qkv [N, (Hq + 2 Hkv) D] as the model projects it -> [N, Hq D], on a CPU.
+        """The same from qkv [N, (Hq + 2 Hkv) D] as the model projects it -> [N, Hq D], on a CPU,
+        until the next call.
 
         turn: cos and sin [N, D] by which q and k are rotated first, in place.
         """
         from burnish.engine import fused
 
-        cache, rows = self._cache, self._rows
+        if self._buffers is None:
+            self._buffers = self._prepare(qkv)
+        cache, (out, slots, decode, blocks) = self._cache, self._buffers
         assert cache.arrays is not None
         keys, values = cache.arrays[layer]
         array = kernels.numbers(qkv)
-        fused.turn(array, *turn, self._slots.numpy(), keys, values)
-        out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * keys.shape[1])
-        heads = out.shape[1] // cache.width
-        decode = fused.decode_kernel(cache.width, heads // cache.heads, cache.size)
-        scale, threads = np.float32(cache.width**-0.5), torch.get_num_threads()
-        if rows:
-            totals, mine = np.empty((rows, heads), np.float32), kernels.numbers(out)[:rows]
-            decode(array, keys, values, *self._own_table, mine, totals, scale, threads)
-            for shared in self._shared:
-                table = shared.rows.numpy()
-                query = qkv.new_empty(
-                    len(table), cache.heads, table.shape[1], heads // cache.heads, cache.width
-                )
-                fused.fold(array, table, kernels.numbers(query))
-                k, v = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, len(table)))
-                part, total = self._attention(query.flatten(2, 3), k, v, shared.mask)
-                found = (
-                    kernels.numbers(part.reshape(query.shape)),
-                    total.reshape(query.shape[:4]).numpy(),
-                )
-                fused.join(mine, totals, table, shared.sizes, *found)
-        if self._short:
-            at = slice(*self._short_rows)
-            totals = np.empty((at.stop - at.start, heads), np.float32)
-            mine = kernels.numbers(out)[at]
-            decode(array[at], keys, values, *self._short_table, mine, totals, scale, threads)
+        fused.turn(array, *turn, slots, keys, values)
+        for rows, table, target, totals, *rest in blocks:
+            decode(array[rows], keys, values, *table, target, totals, *rest)
+        for shared in self._shared:
+            table, heads = shared.rows.numpy(), out.shape[1] // cache.width
+            query = qkv.new_empty(
+                len(table), cache.heads, table.shape[1], heads // cache.heads, cache.width
+            )
+            fused.fold(array, table, kernels.numbers(query))
+            k, v = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, len(table)))
+            part, total = self._attention(query.flatten(2, 3), k, v, shared.mask)
+            found = (
+                kernels.numbers(part.reshape(query.shape)),
+                total.reshape(query.shape[:4]).numpy(),
+            )
+            fused.join(*blocks[0][2:4], table, shared.sizes, *found)
         if self._fresh or self._resumed:
             headed = qkv.view(len(qkv), -1, cache.width)
-            q, k, v = headed.tensor_split((heads, headed.shape[1] - cache.heads), 1)
+            q, k, v = headed.tensor_split((headed.shape[1] - 2 * cache.heads, -cache.heads), 1)
             self._prompts(layer, q, k, v, out.view(q.shape))
         return out
+
+    def _prepare(self, qkv: Tensor) -> tuple[Tensor, Array, Any, list[Any]]:
+        """What every layer needs alike: its output, where keys go, and the kernel's arguments for
+        decoding rows and for short prompts."""
+        from burnish.engine import fused
+
+        cache = self._cache
+        out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * cache.heads * cache.width)
+        heads, array = out.shape[1] // cache.width, kernels.numbers(out)
+        rest = np.float32(cache.width**-0.5), torch.get_num_threads()
+        blocks = []
+        for runs, first in ((self._decoding, 0), (self._short, self._short_rows[0])):
+            if runs:
+                table = self._flat_table(runs)
+                rows = slice(first, first + len(table[1]))
+                totals = np.empty((len(table[1]), heads), np.float32)
+                blocks.append((rows, table, array[rows], totals, *rest))
+        decode = fused.decode_kernel(cache.width, heads // cache.heads, cache.size)
+        return out, self._slots.numpy(), decode, blocks
 
     def _own_pages(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
         """q and out [S, Hq, D] -> the log-sum-exp of the scores [S, Hq]"""
@@ -252,21 +267,14 @@ class CachedAttention:
             out[at] = kernels.causal_attention(q[at], *seen, run.start)
             first = at.stop
 
-    @cached_property
-    def _own_table(self) -> tuple[Array, Array, Array]:
-        """Own pages of all decoding rows, where each row's begin, and how many tokens they hold."""
-        tables = [run.own_pages() for run in self._decoding]
-        first = np.cumsum([0, *map(len, tables)])
-        held = [run.end - run.shared * self._cache.size for run in self._decoding]
-        return np.concatenate(tables).astype(np.int64), first[:-1], np.array(held)
-
-    @cached_property
-    def _short_table(self) -> tuple[Array, Array, Array]:
-        """The same for each token of short prompts: it sees the tokens up to itself."""
-        tables = [run.sequence.pages for run in self._short]
-        first = np.cumsum([0, *map(len, tables)])[:-1].repeat([run.count for run in self._short])
-        held = np.concatenate([np.arange(run.start, run.end) + 1 for run in self._short])
-        return np.concatenate(tables).astype(np.int64), first, held
+    def _flat_table(self, runs: Sequence[Run]) -> tuple[Array, Array, Array]:
+        """Pages of the runs, where those of each token begin, and how many tokens it sees in them:
+        itself and its past, but for the pages that the whole group reads at once."""
+        size, counts = self._cache.size, [run.count for run in runs]
+        first = np.cumsum([0, *(len(run.own_pages()) for run in runs)])[:-1].repeat(counts)
+        seen = [np.arange(run.start, run.end) + 1 - run.shared * size for run in runs]
+        pages = np.concatenate([run.own_pages() for run in runs])
+        return pages.astype(np.int64), first, np.concatenate(seen)
 
     @cached_property
     def _short_rows(self) -> tuple[int, int]:

@@ -62,8 +62,7 @@ class Pages:
 
     def find(self, names: Iterable[bytes]) -> list[int]:
         """The pages of these names, up to the first that nobody holds."""
-        found = (self._named.get(name) for name in names)
-        return list(takewhile(lambda page: page is not None, found))
+        return [self._named[name] for name in takewhile(self._named.__contains__, names)]
 
     def forget_names(self) -> None:
         """The weights have changed: what comes now is not computed on top of older pages."""
