@@ -13,6 +13,7 @@ from burnish.config import (
     FilesTask,
     KeywordsTask,
     LanguageConfig,
+    MixtureTask,
     Recipe,
     ScratchConfig,
     SorterConfig,
@@ -377,14 +378,24 @@ def _language_task(
     reward: Reward | str | None,
 ) -> Any:
     from burnish.tasks.files import make_files
+    from burnish.tasks.gym import Gym
     from burnish.tasks.keywords import Keywords
+    from burnish.tasks.math import make_math
+    from burnish.tasks.mixture import Mixture
 
-    if isinstance(recipe.task, KeywordsTask):
-        return Keywords(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
-    assert isinstance(recipe.task, FilesTask)
-    return make_files(
-        recipe.task, tokenizer=tokenizer, seed=recipe.seed, prompts=prompts, reward=reward
-    )
+    def make(task: Any) -> Any:
+        if isinstance(task, FilesTask):
+            return make_files(
+                task, tokenizer=tokenizer, seed=recipe.seed, prompts=prompts, reward=reward
+            )
+        kinds: dict[str, Any] = {"keywords": Keywords, "math": make_math, "gym": Gym}
+        return kinds[task.name](task, tokenizer=tokenizer, seed=recipe.seed)
+
+    task = recipe.task
+    if not isinstance(task, MixtureTask):
+        return make(task)
+    parts = {name: make(part) for name, part in task.tasks.items()}
+    return Mixture(parts, task.weights, seed=recipe.seed)
 
 
 def _prepare(recipe: Recipe) -> None:

@@ -78,7 +78,24 @@ class KeywordsTask(Section):
         return self
 
 
-class FilesTask(Section):
+class Graded(Section):
+    """What tasks share whose responses are graded by workers."""
+
+    must_end: bool = Field(False, description="a response that does not end by itself earns 0")
+    workers: int = Field(2, ge=1, description="grader processes")
+    cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
+    wall_seconds: float = Field(20.0, gt=0, description="per grade")
+    memory_mb: int = Field(1024, ge=1, description="per worker, beyond what the reward loads")
+    characters: int = Field(100_000, ge=1, description="a longer response is unparsed, reward 0")
+
+    @model_validator(mode="after")
+    def _check_seconds(self) -> Self:
+        if self.wall_seconds < self.cpu_seconds:
+            raise ValueError("needs wall_seconds at or above cpu_seconds")
+        return self
+
+
+class FilesTask(Graded):
     """Rows of a JSONL file, each with a prompt, and a reward of the user's own."""
 
     name: Literal["files"] = "files"
@@ -90,13 +107,7 @@ class FilesTask(Section):
         None, ge=0, lt=1, description="of train's rows, chosen by the seed; None: 0.1"
     )
     reward: str | None = Field(None, description="FILE.py:NAME or a built-in name")
-    must_end: bool = Field(False, description="a response that does not end by itself earns 0")
     chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
-    workers: int = Field(2, ge=1, description="grader processes")
-    cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
-    wall_seconds: float = Field(20.0, gt=0, description="per grade")
-    memory_mb: int = Field(1024, ge=1, description="per worker, beyond what the reward loads")
-    characters: int = Field(100_000, ge=1, description="a longer response is unparsed, reward 0")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -104,9 +115,73 @@ class FilesTask(Section):
             raise ValueError(
                 "has validation, so validation_share has no effect; remove one of them"
             )
-        if self.wall_seconds < self.cpu_seconds:
-            raise ValueError("needs wall_seconds at or above cpu_seconds")
         return self
+
+
+R1_ZERO = (
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves "
+    "it. The Assistant first thinks about the reasoning process in the mind and then provides the "
+    "User with the answer. The reasoning process is enclosed within <think> </think> and answer is "
+    "enclosed within <answer> </answer> tags, respectively, i.e., <think> reasoning process here "
+    "</think> <answer> answer here </answer>.\nUser: {question}\nAssistant: <think>"
+)
+PROMPTS = {"question_only": "{question}", "r1_zero": R1_ZERO}
+ANSWERS = {"question_only": "boxed", "r1_zero": "r1_zero"}
+"""How a response to each of the prompts says its answer."""
+
+
+class Asked(Graded):
+    """What tasks share that put a question into a prompt and take an answer from the response."""
+
+    prompt: str = Field("r1_zero", description="its name, or one's own text with {question} in it")
+    answer: Literal["r1_zero", "boxed", "hash", "last_number"] | None = Field(
+        None, description="how a response says its answer; None: as the named prompt wants it"
+    )
+    chat: bool = Field(False, description="the prompt goes in as a user's chat message")
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        own = "{question}" in self.prompt
+        if not own and self.prompt not in PROMPTS:
+            names, near = " or ".join(PROMPTS), nearest(self.prompt, PROMPTS)
+            raise ValueError(
+                f"needs prompt = {names} or a text with {{question}}, got {self.prompt!r}{near}"
+            )
+        if own and self.answer is None:
+            raise ValueError("has a prompt of its own and needs answer: r1_zero, boxed, …")
+        return self
+
+    @property
+    def template(self) -> str:
+        return PROMPTS.get(self.prompt, self.prompt)
+
+    @property
+    def answer_format(self) -> str:
+        return self.answer or ANSWERS[self.prompt]
+
+
+class MathTask(Asked):
+    """Questions with an answer that can be checked: GSM8K, MATH and what is laid out like them."""
+
+    name: Literal["math"] = "math"
+    train: str = Field(description="a JSONL file, or hf:ORG/NAME/SPLIT, hf:ORG/NAME/CONFIG/SPLIT")
+    validation: str | None = Field(None, description="the same; None: rows of train are held out")
+    validation_rows: int | None = Field(
+        None, ge=1, description="how many; None: all of validation, or a tenth of train"
+    )
+    drop_bad: bool = Field(
+        False,
+        description="leave out rows without a usable answer, or in train and validation both",
+    )
+
+
+class GymTask(Asked):
+    """A generator of the package reasoning-gym, with its own scorer."""
+
+    name: Literal["gym"] = "gym"
+    generator: str = Field(description="its name there: chain_sum, countdown, gsm_symbolic, …")
+    settings: dict[str, Any] = Field({}, description="what its own configuration takes")
+    validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
 
 
 def _task_name(task: Any) -> str:
@@ -114,13 +189,43 @@ def _task_name(task: Any) -> str:
     return name if isinstance(name, str) else repr(name)
 
 
+AnyPart = Annotated[
+    Annotated[KeywordsTask, Tag("keywords")]
+    | Annotated[FilesTask, Tag("files")]
+    | Annotated[MathTask, Tag("math")]
+    | Annotated[GymTask, Tag("gym")],
+    Discriminator(_task_name),
+]
+
+
+class MixtureTask(Section):
+    """Several tasks; each group's is drawn by weight."""
+
+    name: Literal["mixture"] = "mixture"
+    weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    tasks: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], AnyPart]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.tasks) < 2 or self.tasks.keys() != self.weights.keys():
+            names = [", ".join(part) or "none" for part in (self.tasks, self.weights)]
+            raise ValueError(
+                "needs two tasks or more and a weight for each, got tasks "
+                f"{names[0]} and weights {names[1]}"
+            )
+        return self
+
+
 AnyTask = Annotated[
     Annotated[SortTask, Tag("sort")]
     | Annotated[KeywordsTask, Tag("keywords")]
-    | Annotated[FilesTask, Tag("files")],
+    | Annotated[FilesTask, Tag("files")]
+    | Annotated[MathTask, Tag("math")]
+    | Annotated[GymTask, Tag("gym")]
+    | Annotated[MixtureTask, Tag("mixture")],
     Discriminator(_task_name),
 ]
-TASKS = ("sort", "keywords", "files")
+TASKS = ("sort", "keywords", "files", "math", "gym", "mixture")
 
 
 class SorterConfig(Section):
@@ -281,6 +386,13 @@ class Recipe(Section):
     log: LogConfig = LogConfig()
 
     @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts that end a response: the recipe's, and the one that answer tags call for."""
+        tasks = self.task.tasks.values() if isinstance(self.task, MixtureTask) else [self.task]
+        tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in tasks)
+        return tuple(dict.fromkeys([*self.rollout.stop, *["</answer>"] * tagged]))
+
+    @property
     def prompts_per_rollout(self) -> int:
         return self.rollout.batch // self.rollout.group_size
 
@@ -409,12 +521,13 @@ def effective(recipe: Recipe, table: Mapping[str, Any] | None = None) -> dict[st
     return kept("", full)
 
 
-def to_toml(table: Mapping[str, Any]) -> str:
+def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
     """A table of scalars, lists of scalars and sub-tables as TOML; None is left out."""
     lines = [f"{k} = {_toml(v)}" for k, v in table.items() if not isinstance(v, dict | None)]
     for name, section in table.items():
         if isinstance(section, dict):
-            lines += ["", f"[{name}]", to_toml(section).rstrip()]
+            path = f"{prefix}{name}"
+            lines += ["", f"[{path}]", to_toml(section, f"{path}.").rstrip()]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -445,12 +558,15 @@ def _validate(table: Mapping[str, Any]) -> Recipe:
 
 def _explain(problem: Any) -> str:
     loc = problem["loc"]
+    if loc[:3] == ("task", "mixture", "tasks"):
+        loc = loc[:4] + loc[5:]
     if loc[0] in ("task", "model") and len(loc) > 1 and loc[1] in TASKS + MODELS:
         loc = loc[:1] + loc[2:]  # which of them it is goes without saying
     where = ".".join(str(part) for part in loc)
     if problem["type"] == "union_tag_invalid":
         name = problem["ctx"]["tag"]
-        return f"{where}.name must be {' or '.join(TASKS)}, got {name!r}{nearest(name, TASKS)}"
+        names = [known for known in TASKS if repr(known) in problem["ctx"]["expected_tags"]]
+        return f"{where}.name must be {' or '.join(names)}, got {name!r}{nearest(name, names)}"
     if problem["type"] == "extra_forbidden":
         keys = [key for key in _keys(Recipe) if key != where]  # which another task may have
         by_name = [key for key in keys if key.rpartition(".")[2] == where.rpartition(".")[2]]

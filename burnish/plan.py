@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from burnish import pieces
-from burnish.config import KeywordsTask, Recipe, SorterConfig, SortTask
+from burnish.config import (
+    FilesTask,
+    GymTask,
+    KeywordsTask,
+    MathTask,
+    MixtureTask,
+    Recipe,
+    SorterConfig,
+    SortTask,
+)
 from burnish.errors import ConfigError
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -50,17 +59,16 @@ def check_lengths(recipe: Recipe, size: Size) -> int:
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
     task, model = recipe.task, recipe.model
-    lines = []
-    if isinstance(task, SortTask):
-        prompts = f"{task.prompts} prompts of {task.length} numbers below {task.numbers}"
-        lines += [("task", f"sort: {prompts}"), ("reward", task.reward)]
-    elif isinstance(task, KeywordsTask):
-        words = f"{task.least} to {task.most} keywords, all as a {task.match}"
-        ended = ", and the response ends by itself" if task.must_end else ""
-        lines += [("task", "keywords"), ("reward", f"1 if the response has its {words}{ended}")]
-        lines += [("held out", f"{task.validation_prompts} prompts of other words")]
+    lines: Lines = []
+    if isinstance(task, MixtureTask):
+        total = sum(task.weights.values())
+        for label, part in task.tasks.items():
+            lines += [("part", f"{label}, {task.weights[label] / total:.0%} of the groups")]
+            lines += _asked(part)
     else:
-        lines += [("task", f"files: {task.train}"), ("reward", str(task.reward))]
+        lines += _asked(task)
+    if recipe.stop:
+        lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
     count = _parameters(recipe, size)
     known = "" if count is None else f": {count:,} parameters"
     lines += [("model", f"{model.name}{known}"), ("seed", str(recipe.seed))]
@@ -71,9 +79,37 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
     return lines
 
 
+def _asked(task: SortTask | KeywordsTask | FilesTask | MathTask | GymTask) -> Lines:
+    """Prompts, rewards, and what is held out."""
+    if isinstance(task, SortTask):
+        prompts = f"{task.prompts} prompts of {task.length} numbers below {task.numbers}"
+        return [("task", f"sort: {prompts}"), ("reward", task.reward)]
+    if isinstance(task, KeywordsTask):
+        words = f"{task.least} to {task.most} keywords, all as a {task.match}"
+        ended = ", and the response ends by itself" if task.must_end else ""
+        held_out = f"{task.validation_prompts} prompts of other words"
+        reward = f"1 if the response has its {words}{ended}"
+        return [("task", "keywords"), ("reward", reward), ("held out", held_out)]
+    if isinstance(task, FilesTask):
+        return [("task", f"files: {task.train}"), ("reward", str(task.reward))]
+    asked = ("prompt", f"{task.prompt!r}, its answer read as {task.answer_format}")
+    if isinstance(task, GymTask):
+        given = ", ".join(f"{key} = {value}" for key, value in task.settings.items())
+        made = f"gym: {task.generator}{given and f' ({given})'}"
+        held_out = f"{task.validation_prompts} other questions"
+        return [("task", made), asked, ("reward", "its own scorer's"), ("held out", held_out)]
+    rows = "a tenth" if task.validation is None else "all rows"
+    held_out = f"{task.validation_rows or rows} of {task.validation or task.train}"
+    exact = ("reward", "1 if the answer is the row's, exactly")
+    return [("task", f"math: {task.train}"), asked, exact, ("held out", held_out)]
+
+
 def _batches(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
     batches = rollout.batch // train.batch
+    micro = ""
+    if train.micro_sequences is not None:
+        micro = f", each in {math.ceil(train.batch / train.micro_sequences)} micro-batches"
     rate = f"learning rate {train.learning_rate:g}"
     if recipe.decay_steps is not None:
         last = (train.final_rate or 0) * train.learning_rate
@@ -88,7 +124,7 @@ def _batches(recipe: Recipe) -> Lines:
             "gradient steps",
             f"{recipe.gradient_steps_per_rollout} per rollout = {batches} train "
             f"batch{'es' * (batches > 1)} of {train.batch} responses × {train.epochs} "
-            f"epoch{'s' * (train.epochs > 1)}",
+            f"epoch{'s' * (train.epochs > 1)}{micro}",
         ),
         (
             "in all",

@@ -43,6 +43,7 @@ def test_toml_round_trip():
     import tomllib
 
     table = {"a": 'say "hi"\\\n', "b": [1, 2.5], "c": {"d": True, "e": 1e-6, "f": math.inf}}
+    table["h"] = {"i": {"j": {"k": 1}, "l": {}}, "m": {"n": "o"}}
     assert tomllib.loads(config.to_toml({**table, "g": None})) == table
 
 
@@ -189,9 +190,15 @@ def test_the_resolved_recipe_of_every_task_is_a_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["task.name=keyword"], "task.name must be sort or keywords or files, got 'keyword'"),
+        (
+            ["task.name=keyword"],
+            "task.name must be sort or keywords or files or math or gym or mixture, got 'keyword'",
+        ),
         (["task.name=keyword"], "did you mean 'keywords'?"),
-        (["task.name=3"], "task.name must be sort or keywords or files, got '3'"),
+        (
+            ["task.name=3"],
+            "task.name must be sort or keywords or files or math or gym or mixture, got '3'",
+        ),
         (["task.name=keywords", "task.length=3"], "'task.length'; did you mean 'task.least'?"),
         (["task.name=keywords", "task.mots=3"], "did you mean 'task.most'?"),
         (["task.name=keywords", "task.most=1"], "task needs least at or below most, got 2 and 1"),

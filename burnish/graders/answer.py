@@ -14,7 +14,7 @@ import reprlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from functools import cache
 from numbers import Real
@@ -22,20 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from burnish.errors import DataError, MissingExtra
-from burnish.graders import extract
 from burnish.graders.equivalence import Verdict, compare, readable
+from burnish.graders.extract import EXTRACTORS
 from burnish.graders.grader import Grader, InProcess
 from burnish.graders.pool import INSIDE, GraderPool, Items, Limits
 from burnish.graders.rewards import Source
 from burnish.types import Grade, Status
 
 Format = Literal["r1_zero", "boxed", "hash", "last_number"]
-EXTRACTORS: dict[str, Callable[[str], str | None]] = {
-    "r1_zero": extract.answer_tags,
-    "boxed": extract.boxed,
-    "hash": extract.hashes,
-    "last_number": extract.last_number,
-}
 NUMBERS: tuple[type[Any], ...] = (Real, Decimal)
 LARGEST = 10**300
 SYMBOLIC = Source(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -57,3 +58,11 @@ def last_number(response: str) -> str | None:
         begin -= 1
     found = [match[0] for match in _NUMBER.finditer(response, begin, end)]
     return found[-1] if found else None
+
+
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
+    "r1_zero": answer_tags,
+    "boxed": boxed,
+    "hash": hashes,
+    "last_number": last_number,
+}

@@ -115,7 +115,7 @@ def sampling(recipe: Recipe) -> SamplingParams:
         top_k=rollout.top_k,
         max_tokens=rollout.max_tokens,
         min_tokens=rollout.min_tokens,
-        stop=tuple(rollout.stop),
+        stop=recipe.stop,
         seed=recipe.seed,
     )
 

@@ -97,6 +97,12 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     for part in sorted({name for grade in grades for name in grade.parts}):
         values = [grade.parts[part] for grade in grades if part in grade.parts]
         metrics[f"rollout/part_{part}"] = float(np.mean(values))
+    for part in sorted({g.prompt.meta["part"] for g in groups if "part" in g.prompt.meta}):
+        own = [
+            r for g, r in zip(groups, by_group, strict=True) if g.prompt.meta.get("part") == part
+        ]
+        if any(scored.size for scored in own):
+            metrics[f"rollout/reward/{part}"] = float(np.concatenate(own).mean())
     for status in Status:
         count = sum(grade.status == status for grade in grades)
         metrics[f"rollout/grades_{status}"] = count / len(grades)

@@ -6,13 +6,13 @@ A row is any JSON object with a "prompt": text, or chat messages. The reward see
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from burnish.config import FilesTask
+from burnish.config import FilesTask, Graded, MathTask
 from burnish.draws import Stream, permutation
 from burnish.errors import ConfigError, DataError
 from burnish.graders.grader import Grader, grade_pairs, make_grader
@@ -22,6 +22,8 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.types import Completion, Grade, IntArray, Prompt
 
 Row = dict[str, Any]
+Check = Callable[[Any, str], Row]
+"""Of what a line holds and where it stands."""
 TODAY = datetime(2026, 1, 1)
 """What chat templates that write a date are told: a run resumed tomorrow reads the same prompts."""
 EPOCH, SPLIT = 0, 1
@@ -35,7 +37,7 @@ class Files:
         self,
         rows: Sequence[Row],
         validation: Sequence[Row],
-        config: FilesTask,
+        config: FilesTask | MathTask,
         *,
         tokenizer: Tokenizer,
         grader: Grader,
@@ -55,12 +57,12 @@ class Files:
         """The prompt of the run's group number ``index``: every row once in each epoch."""
         epoch, place = divmod(index, len(self.rows))
         row = int(self._order(epoch)[place])
-        return self._prompt(f"files/train/{row}", self.rows[row])
+        return self._prompt(f"{self.config.name}/train/{row}", self.rows[row])
 
     @property
     def validation(self) -> list[Prompt]:
-        rows = enumerate(self.validation_rows)
-        return [self._prompt(f"files/validation/{i}", row) for i, row in rows]
+        prefix = f"{self.config.name}/validation"
+        return [self._prompt(f"{prefix}/{i}", row) for i, row in enumerate(self.validation_rows)]
 
     def grade(self, prompt: Prompt, completion: Completion) -> Grade:
         return self.grade_all([(prompt, completion)])[0]
@@ -73,7 +75,7 @@ class Files:
 
     def _prompt(self, prompt_id: str, row: Row) -> Prompt:
         text, ids = encode(self._tokenizer, row["prompt"], chat=self.config.chat)
-        return Prompt(prompt_id, text, ids, "files", reference=row)
+        return Prompt(prompt_id, text, ids, self.config.name, reference=row)
 
 
 def make_files(
@@ -89,15 +91,18 @@ def make_files(
     if chosen is None:
         raise ConfigError("there is no reward; give --reward FILE.py:NAME or set task.reward")
     rows, validation = rows_of(config, seed=seed, prompts=prompts)
-    limits = Limits(
+    grader = make_grader(chosen, limits_of(config))
+    return Files(rows, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
+
+
+def limits_of(config: Graded) -> Limits:
+    return Limits(
         workers=config.workers,
         cpu_seconds=config.cpu_seconds,
         wall_seconds=config.wall_seconds,
         memory_bytes=config.memory_mb * 2**20,
         characters=config.characters,
     )
-    grader = make_grader(chosen, limits)
-    return Files(rows, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
 
 
 def rows_of(
@@ -119,38 +124,43 @@ def rows_of(
     return split(rows, share, seed=seed)
 
 
-def split(rows: Sequence[Row], share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Train and validation rows, each in the file's order; a share above 0 is at least one row."""
-    count = max(1, round(share * len(rows))) if share else 0
+def split(rows: Sequence[Row], held_out: float, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """Train and validation rows, each in the file's order.
+
+    held_out: how many rows validate, or what share of them; a share above 0 is at least one row.
+    """
+    share = isinstance(held_out, float)
+    count = int(max(1, round(held_out * len(rows))) if share and held_out else held_out)
     if count >= len(rows):
         raise DataError(
-            f"{len(rows)} rows do not split: a validation share of {share:g} leaves none to train "
-            "on; give more rows, or a validation file of their own"
+            f"{len(rows)} rows do not split: {count} for validation leave none to train on; give "
+            "more rows, hold out fewer, or give a validation file of their own"
         )
-    held_out = set(permutation(seed, Stream.TASK, 0, SPLIT, len(rows))[:count].tolist())
-    train = [row for i, row in enumerate(rows) if i not in held_out]
-    return train, [row for i, row in enumerate(rows) if i in held_out]
+    chosen = set(permutation(seed, Stream.TASK, 0, SPLIT, len(rows))[:count].tolist())
+    train = [row for i, row in enumerate(rows) if i not in chosen]
+    return train, [row for i, row in enumerate(rows) if i in chosen]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSONL file; what is wrong is said with the line."""
+def read_rows(path: Path, check: Check | None = None) -> list[Row]:
+    """The rows of a JSONL file, as ``check`` returns them; what is wrong is said with the line."""
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror}") from error
     if lines == [b""]:
         raise DataError(f"{path} holds no rows")
-    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    check = check or check_row
+    return [_row(line, f"{path}, line {number}", check) for number, line in enumerate(lines, 1)]
 
 
-def _row(line: bytes, where: str) -> Row:
+def _row(line: bytes, where: str, check: Check) -> Row:
     if not line.strip():
         raise DataError(f"{where}: empty; every line must be a JSON object with a prompt")
     try:
         row = json.loads(line)
     except ValueError as error:  # UnicodeDecodeError is one as well
         raise DataError(f"{where}: not JSON: {error}") from error
-    return check_row(row, where)
+    return check(row, where)
 
 
 def rows_from(prompts: Iterable[str | Mapping[str, Any]]) -> list[Row]:

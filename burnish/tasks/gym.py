@@ -1,0 +1,126 @@
+"""Questions made by the package reasoning-gym, scored by its own scorers: math without a download.
+
+A generator is a function of a seed and a number, so a prompt is one of the run's seed and the
+group's index. What is held out is drawn first, the same for every seed, and never trained on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from burnish import graders
+from burnish.config import GymTask, nearest
+from burnish.draws import Stream, uniforms
+from burnish.errors import ConfigError, DataError, MissingExtra
+from burnish.graders.grader import Grader, grade_pairs
+from burnish.graders.pool import GraderPool
+from burnish.graders.rewards import Source
+from burnish.model.tokenizer import Tokenizer
+from burnish.tasks.files import encode, limits_of
+from burnish.types import Completion, Grade, Prompt
+
+SCORER = Source(
+    f"{Path(graders.__file__).with_name('gym.py')}:reward", "burnish.graders.gym", forks=True
+)
+TRAIN, VALIDATION = 2, 3
+"""What a draw is for; they share no numbers."""
+HELD_OUT_SEED = 0
+SIZE = 100_000
+"""Questions of a generator, unless its settings say otherwise; some of them may be equal."""
+PATIENCE = 100
+"""Draws for one question that is not there yet."""
+
+
+class Gym:
+    """One generator's questions; the scorers' workers start with the first grade."""
+
+    def __init__(self, config: GymTask, *, tokenizer: Tokenizer, seed: int) -> None:
+        self.config = config
+        self._tokenizer = tokenizer
+        self._size = int(config.settings.get("size", SIZE))
+        self._train = make_dataset(config, seed, TRAIN)
+        self._held_out = self._hold_out()
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of the run's group number ``index``."""
+        for further in range(PATIENCE):
+            entry = self._train[(index + further * self._size // PATIENCE) % self._size]
+            if entry["question"] not in self._held_out:
+                return self._prompt(f"gym/train/{index}", entry)
+        raise self._too_few("are held out")
+
+    @property
+    def validation(self) -> list[Prompt]:
+        entries = enumerate(self._held_out.values())
+        return [self._prompt(f"gym/validation/{i}", entry) for i, entry in entries]
+
+    def grade(self, prompt: Prompt, completion: Completion) -> Grade:
+        return self.grade_all([(prompt, completion)])[0]
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+        """Parts: format (an answer was found), answer (it has the whole point), ended."""
+        return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
+
+    def close(self) -> None:
+        if "_grader" in vars(self):
+            self._grader.close()
+
+    @cached_property
+    def _grader(self) -> Grader:
+        return GraderPool(SCORER, limits_of(self.config))
+
+    def _hold_out(self) -> dict[str, Any]:
+        """Entries by their question."""
+        dataset, wanted = make_dataset(self.config, HELD_OUT_SEED, VALIDATION), {}
+        for index in range(min(self._size, PATIENCE * self.config.validation_prompts)):
+            entry = dataset[index]
+            wanted[entry["question"]] = entry
+            if len(wanted) == self.config.validation_prompts:
+                return wanted
+        raise self._too_few(f"are {len(wanted)}")
+
+    def _too_few(self, how: str) -> DataError:
+        return DataError(
+            f"all questions of {self.config.generator} that its settings allow {how}; "
+            f"task.validation_prompts = {self.config.validation_prompts} must leave others to "
+            "train on: ask for fewer, or widen task.settings"
+        )
+
+    def _prompt(self, prompt_id: str, entry: dict[str, Any]) -> Prompt:
+        asked = self.config.template.replace("{question}", entry["question"])
+        text, ids = encode(self._tokenizer, asked, chat=self.config.chat)
+        row = {
+            "generator": self.config.generator,
+            "settings": self.config.settings,
+            "format": self.config.answer_format,
+            "entry": entry,
+        }
+        return Prompt(prompt_id, text, ids, "gym", reference=row)
+
+
+def make_dataset(config: GymTask, seed: int, purpose: int) -> Any:
+    """The package's own object: entries by number."""
+    try:
+        factory = importlib.import_module("reasoning_gym.factory")
+    except ImportError:
+        raise MissingExtra("gym", f"the generator {config.generator}") from None
+    if config.generator not in factory.DATASETS:
+        near = nearest(config.generator, factory.DATASETS)
+        raise ConfigError(
+            f"task.generator must be one of reasoning-gym's, got {config.generator!r}{near}"
+        )
+    known = factory.DATASETS[config.generator][1].__dataclass_fields__.keys() - {"seed"}
+    for key in config.settings.keys() - known:
+        near = nearest(key, known) or f"; it has {', '.join(sorted(known))}"
+        raise ConfigError(f"task.settings.{key} is not one of {config.generator}'s{near}")
+    # Its own numbers are seed + index: neighbouring seeds of runs must not be neighbours there.
+    start = int(uniforms(seed, Stream.TASK, 0, purpose, 0) * 2**31)
+    try:
+        settings = {"size": SIZE, **config.settings, "seed": start}
+        return factory.create_dataset(config.generator, **settings)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ConfigError(f"task.settings do not suit {config.generator}: {error}") from None

@@ -1,0 +1,144 @@
+r"""Math with answers that can be checked: GSM8K, MATH, and rows that are laid out like theirs.
+
+A row has its question in "question" or "problem", and its answer in "expected_answer", in "answer"
+(GSM8K ends it with "#### N") or, boxed, in "solution". Rows come from a JSONL file, or through
+the package datasets as hf:ORG/NAME/SPLIT or hf:ORG/NAME/CONFIG/SPLIT.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from burnish.config import MathTask
+from burnish.errors import DataError, MissingExtra
+from burnish.graders import extract
+from burnish.graders.answer import Format, MathGrader, gold_texts
+from burnish.graders.equivalence import readable
+from burnish.model.tokenizer import Tokenizer
+from burnish.tasks.files import Files, Row, limits_of, read_rows, split
+
+HELD_OUT_SEED = 0
+"""The rows chosen of a validation file are the same whatever a run's seed, so that runs compare."""
+NAMED = 3
+"""Rows that an error names."""
+_PERCENT = re.compile(
+    r"\b(?:what|which|how many)\b(?:\W+\w+){0,4}?\W+percent|\bas an? percent", re.IGNORECASE
+)
+_NUMBER = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:\\?%)?")
+
+
+def make_math(config: MathTask, *, tokenizer: Tokenizer, seed: int) -> Files:
+    """The task of a recipe's section: rows read, checked and split, the math grader's to grade."""
+    train, validation = rows_of(config, seed=seed)
+    for row in (*train, *validation):
+        row["prompt"] = config.template.replace("{question}", row["question"])
+    grader = MathGrader(cast(Format, config.answer_format), limits_of(config))
+    return Files(train, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
+
+
+def rows_of(config: MathTask, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """Train and validation rows.
+
+    Rows without a usable answer, or in both, are an error that counts them; with ``drop_bad`` they
+    are left out.
+    """
+    drop, count = config.drop_bad, config.validation_rows
+    train = usable(read(config.train), config.train, drop=drop)
+    if config.validation is None:
+        train, validation = split(train, 0.1 if count is None else count, seed=seed)
+    else:
+        validation = usable(read(config.validation), config.validation, drop=drop)
+        if count is not None and count > len(validation):
+            raise DataError(
+                f"task.validation_rows = {count} but {config.validation} has {len(validation)} "
+                "rows to use; ask for fewer"
+            )
+        if count is not None and count < len(validation):
+            _, validation = split(validation, count, seed=HELD_OUT_SEED)
+    return apart(train, validation, drop=drop), validation
+
+
+def read(source: str) -> list[Row]:
+    if not source.startswith("hf:"):
+        return read_rows(Path(source), check_row)
+    *name, chosen = source.removeprefix("hf:").split("/")
+    if len(name) not in (2, 3):
+        raise DataError(f"hf:ORG/NAME/SPLIT or hf:ORG/NAME/CONFIG/SPLIT is read, got {source!r}")
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtra("datasets", f"reading {source}") from None
+    rows = datasets.load_dataset("/".join(name[:2]), *name[2:], split=chosen)
+    return [check_row(row, f"{source}, row {i}") for i, row in enumerate(rows)]
+
+
+def check_row(row: Any, where: str) -> Row:
+    """The row with "question", "answer" (all that is right) and "solution" (how, where it says)."""
+    fields = row if isinstance(row, dict) else {}
+    question = fields.get("question", fields.get("problem"))
+    if not isinstance(question, str) or not question.strip():
+        known = ", ".join(map(repr, fields)) or "none"
+        raise DataError(f"{where}: no text 'question' or 'problem', only {known}")
+    worked = fields.get("solution", fields.get("answer"))
+    return fields | {"question": question, "answer": golds(fields, question), "solution": worked}
+
+
+def golds(row: Row, question: str) -> list[str]:
+    """What is right: the answer, and for a question about a percentage N as well as N%.
+
+    (The grader itself takes a percentage for its hundredth, and 50 for something else than 50%.)
+    """
+    given = [row[f] for f in ("expected_answer", "answer", "solution") if row.get(f) is not None]
+    solved = given == [row.get("solution")]  # then an answer that is not boxed is none
+    found = [_gold(text, solved) for text in gold_texts(given[0])] if given else []
+    right = [gold for gold in found if gold]
+    if not _PERCENT.search(question):
+        return right
+    numbers = [number[1] for gold in right if (number := _NUMBER.fullmatch(gold))]
+    return list(dict.fromkeys([*right, *numbers, *(f"{number}%" for number in numbers)]))
+
+
+def _gold(text: str, solved: bool) -> str | None:
+    if "####" in text:
+        marked = extract.hashes(text) or ""
+        return marked.replace(",", "") if _NUMBER.fullmatch(marked) else marked
+    return extract.boxed(text) or (None if solved else text.strip())
+
+
+def usable(rows: Sequence[Row], source: str, *, drop: bool) -> list[Row]:
+    """The rows that have an answer which can be parsed, as far as its text tells."""
+    bad = [
+        i for i, row in enumerate(rows) if not (row["answer"] and all(map(readable, row["answer"])))
+    ]
+    if bad and not drop:
+        named = [
+            f"row {i + 1}: {', '.join(rows[i]['answer'])[:40] or 'none'!r}" for i in bad[:NAMED]
+        ]
+        raise DataError(
+            f"{source}: {len(bad)} of {len(rows)} rows have no answer that can be parsed "
+            f"({'; '.join(named)}); correct them, or leave them out with task.drop_bad = true"
+        )
+    left_out = set(bad)
+    return [row for i, row in enumerate(rows) if i not in left_out]
+
+
+def apart(train: Sequence[Row], validation: Sequence[Row], *, drop: bool) -> list[Row]:
+    """The training rows whose question is not held out as well, white space and case aside."""
+    held_out = {_plain(row["question"]) for row in validation}
+    kept = [row for row in train if _plain(row["question"]) not in held_out]
+    shared = len(train) - len(kept)
+    if shared and not drop:
+        raise DataError(
+            f"{shared} of {len(train)} training questions are also held out for validation, which "
+            "would then measure memory; remove them, or leave them out with task.drop_bad = true"
+        )
+    if not kept:
+        raise DataError("no row is left to train on; give others, or hold out fewer")
+    return kept
+
+
+def _plain(question: str) -> str:
+    return " ".join(question.casefold().split())

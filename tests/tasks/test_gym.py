@@ -1,0 +1,161 @@
+import dataclasses
+import sys
+
+import pytest
+
+from burnish.config import GymTask
+from burnish.errors import ConfigError, DataError, MissingExtra
+from burnish.tasks.gym import SCORER, Gym
+from burnish.types import Finish, Status
+from tests.conftest import byte_tokenizer, make_group
+
+SUMS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+(BASE,) = make_group(0, [1], [[1]], [0]).completions
+
+
+@pytest.fixture(autouse=True)
+def installed(request):
+    if "without" not in request.node.name:
+        pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
+
+
+def make(generator="chain_sum", seed=0, **more):
+    config = GymTask(generator=generator, workers=1, **{"validation_prompts": 20} | more)
+    return Gym(config, tokenizer=byte_tokenizer(), seed=seed)
+
+
+def completion(text, finish=Finish.STOP):
+    return dataclasses.replace(BASE, text=text, finish=finish)
+
+
+def tagged(answer):
+    return completion(f"well </think> <answer>{answer}</answer>")
+
+
+def grades(task, prompt, *answers):
+    return task.grade_all([(prompt, tagged(answer)) for answer in answers])
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(MissingExtra, match=r"chain_sum needs .* pip install 'burnish\[gym\]'"):
+        make()
+
+
+def test_prompts_come_from_the_seed_and_are_never_held_out():
+    task = make(settings=SUMS, validation_prompts=150)
+    held_out = {p.reference["entry"]["question"] for p in task.validation}
+    drawn = [task.prompt(i).reference["entry"]["question"] for i in range(300)]
+    assert len(held_out) == 150
+    assert not held_out & set(drawn)
+    assert len(set(drawn)) > 200
+    again, other = make(settings=SUMS), make(settings=SUMS, seed=1)
+    assert [make(settings=SUMS, validation_prompts=150).prompt(i).text for i in (7, 3)] == [
+        task.prompt(i).text for i in (7, 3)
+    ]
+    assert [p.text for p in again.validation] == [p.text for p in other.validation]
+    first = {other.prompt(i).text for i in range(30)}
+    assert len(first & {again.prompt(i).text for i in range(30)}) < 15  # not shifted by one
+    assert task.prompt(0).text.endswith(f"User: {drawn[0]}\nAssistant: <think>")
+    assert task.prompt(5).prompt_id == "gym/train/5"
+
+
+def test_too_few_questions():
+    tiny = SUMS | {"max_terms": 2}  # 200 of them
+    assert make(settings=tiny, validation_prompts=120).prompt(0)
+    with pytest.raises(
+        DataError, match=r"of chain_sum that its settings allow are 200; task.valid"
+    ):
+        make(settings=tiny, validation_prompts=201)
+    with pytest.raises(DataError, match=r"allow are held out; task.validation_prompts = 200 must"):
+        make(settings=tiny, validation_prompts=200).prompt(0)
+
+
+@pytest.mark.parametrize(
+    ("generator", "settings", "message"),
+    [
+        ("chain_sums", {}, "one of reasoning-gym's, got 'chain_sums'; did you mean 'chain_sum'?"),
+        ("arithmetic", {}, "did you mean 'basic_arithmetic'?"),
+        ("chain_sum", {"min_term": 2}, r"settings\.min_term is not .* did you mean 'min_terms'?"),
+        ("chain_sum", {"seed": 2}, r"settings\.seed is not one of chain_sum's; it has allow_neg"),
+        ("chain_sum", {"min_terms": 9}, "do not suit chain_sum: max_terms must be >= min_terms"),
+    ],
+)
+def test_settings_that_are_wrong(generator, settings, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        make(generator, settings=settings)
+
+
+@pytest.mark.parametrize(
+    "generator", ["chain_sum", "basic_arithmetic", "countdown", "gsm_symbolic"]
+)
+def test_own_scorers(generator):
+    task = make(generator, validation_prompts=3)
+    prompt = task.validation[0]
+    right, wrong, *none = task.grade_all(
+        [
+            (prompt, tagged(prompt.reference["entry"]["answer"])),
+            (prompt, tagged("123456789")),
+            (prompt, completion("no answer")),
+        ]
+    )
+    task.close()
+    assert (right.reward, right.parts) == (1, {"format": 1, "answer": 1, "ended": 1})
+    assert wrong.reward < 0.1
+    assert wrong.parts == {"format": 1, "answer": 0, "ended": 1}
+    assert (none[0].reward, none[0].status) == (0, Status.UNPARSED)
+
+
+def test_countdown_takes_arithmetic_and_nothing_else(tmp_path):
+    task = make("countdown", validation_prompts=1, cpu_seconds=0.5)
+    (prompt,) = task.validation
+    numbers, target = (prompt.reference["entry"]["metadata"][k] for k in ("numbers", "target"))
+    zero = "*".join(f"({n}-{n})" for n in numbers)
+    all_of_them = "+".join(map(str, numbers))
+    mark = tmp_path / "mark"
+    made_up = [
+        str(target),
+        f"0*({all_of_them})+{target}",
+        f"{target}e0 + {zero}",
+        f"({all_of_them})*(x-x) + {target}.0",
+        f"({all_of_them})*(x-x) + " + "+".join(["x/x"] * target),
+        f"({all_of_them})*0x0 + {hex(target)}",
+        f"__import__('pathlib').Path({str(mark)!r}).touch()",
+        f"open({str(mark)!r}, 'w')",
+        "(lambda: 9)()",
+        "9**9**9**9",
+        "9**999**999",
+        "(" * 5000,
+        "-" * 9000 + "1",
+        "1+" * 4000 + "1",
+        "9" * 5000,
+        "\x00",
+        "𝟗𝟗",
+    ]
+    results = grades(task, prompt, *made_up)
+    task.close()
+    assert not mark.exists()
+    assert all(grade.reward < 0.1 for grade in results)
+    assert {grade.status for grade in results} <= {Status.SCORED, Status.TIMEOUT}
+
+
+@pytest.mark.parametrize("generator", ["n_queens", "spiral_matrix", "polynomial_multiplication"])
+def test_scorers_that_evaluate_do_not(generator, tmp_path):
+    task = make(generator, validation_prompts=1)
+    (prompt,) = task.validation
+    answer = prompt.reference["entry"]["answer"]
+    as_list = str([row.split() for row in answer.split("\n")])
+    spelled = {"n_queens": as_list, "spiral_matrix": str(answer.split())}.get(generator, answer)
+    mark = tmp_path / "mark"
+    code = f"[__import__('pathlib').Path({str(mark)!r}).touch()]"
+    right, listed, hostile = grades(task, prompt, answer, spelled, code)
+    task.close()
+    assert right.reward == 1
+    assert listed.reward > 0  # what their eval was for still works
+    assert hostile.reward < 0.1
+    assert not mark.exists()
+
+
+def test_the_scorers_module_is_the_packages_own():
+    assert SCORER.module == "burnish.graders.gym"
+    assert SCORER.spec.endswith("graders/gym.py:reward")

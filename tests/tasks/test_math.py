@@ -1,0 +1,254 @@
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from burnish import api, config
+from burnish.config import MathTask
+from burnish.errors import ConfigError, DataError, MissingExtra
+from burnish.loops.sync import sampling
+from burnish.plan import plan
+from burnish.tasks.math import check_row, make_math, read, rows_of
+from burnish.types import Finish, Status
+from tests.conftest import byte_tokenizer, make_group
+
+R1_ZERO = (
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves "
+    "it. The Assistant first thinks about the reasoning process in the mind and then provides the "
+    "User with the answer. The reasoning process is enclosed within <think> </think> and answer is "
+    "enclosed within <answer> </answer> tags, respectively, i.e., <think> reasoning process here "
+    "</think> <answer> answer here </answer>.\nUser: How many?\nAssistant: <think>"
+)
+
+
+def row(i, **more):
+    return {"question": f"Ann has {i} pens and buys 2. How many?", "answer": f"#### {i + 2}"} | more
+
+
+def write(tmp_path, rows, name="train.jsonl"):
+    file = tmp_path / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("given", "golds"),
+    [
+        ({"question": "q", "answer": "6 * 200 = <<6*200=1200>>1,200\n#### 1,200"}, ["1200"]),
+        ({"question": "q", "answer": "#### -3.5"}, ["-3.5"]),
+        ({"problem": "q", "solution": r"\boxed{1} \boxed{\frac12}", "level": 5}, [r"\frac12"]),
+        ({"problem": "q", "solution": r"\boxed{9}", "answer": "x+1"}, ["x+1"]),
+        ({"problem": "q", "expected_answer": r"\boxed{7}", "answer": "8"}, ["7"]),
+        ({"problem": "q", "answer": 7}, ["7"]),
+        ({"problem": "q", "answer": [7, "seven"]}, ["7", "seven"]),
+        ({"question": "What percent is it?", "answer": "#### 50"}, ["50", "50%"]),
+        ({"problem": "As a percentage?", "solution": r"\boxed{50\%}"}, [r"50\%", "50", "50%"]),
+        ({"question": "What is her new win percentage?", "answer": "#### 1,2"}, ["12", "12%"]),
+        ({"question": "It costs $9 less 10%. How much?", "answer": "#### 50"}, ["50"]),
+        ({"question": "They grow 5 percent. What is the sum?", "answer": "#### 5"}, ["5"]),
+        ({"problem": "What percent?", "answer": "x"}, ["x"]),
+        ({"problem": "q", "solution": "nothing boxed"}, []),
+        ({"problem": "q", "answer": None}, []),
+        ({"problem": "q", "answer": "####"}, []),
+        ({"problem": "q"}, []),
+    ],
+)  # fmt: skip
+def test_layouts_and_gold_answers(given, golds):
+    found = check_row(given, "here")
+    assert found["answer"] == golds
+    assert found["question"] == given.get("question", given.get("problem"))
+    assert found["solution"] == given.get("solution", given.get("answer"))
+
+
+def test_rows_without_a_question(tmp_path):
+    with pytest.raises(DataError, match=r"train.jsonl, line 2: no text 'question' or 'problem', o"):
+        read(write(tmp_path, [row(1), {"answer": "#### 1"}]))
+    with pytest.raises(DataError, match="no text 'question' or 'problem', only none"):
+        read(write(tmp_path, [[1]]))
+
+
+def test_answers_that_can_not_be_used_are_counted_or_left_out(tmp_path):
+    bad = [row(3, answer="no mark"), row(4, answer="#### ???"), row(5, answer=r"#### \frac{1}{")]
+    bad.append({"problem": "p", "solution": "none"})
+    train = write(tmp_path, [row(1), *bad[1:], row(2), row(6)])
+    with pytest.raises(DataError) as caught:
+        rows_of(MathTask(train=train), seed=0)
+    message = str(caught.value)
+    assert (
+        "train.jsonl: 3 of 6 rows have no answer that can be parsed (row 2: '???'; row 3:"
+        in message
+    )
+    assert "row 4: 'none'); correct them, or leave them out with task.drop_bad = true" in message
+    kept = rows_of(MathTask(train=train, drop_bad=True, validation_rows=1), seed=0)
+    assert sorted(int(r["answer"][0]) for part in kept for r in part) == [3, 4, 8]
+
+
+def test_split_by_seed_or_by_file(tmp_path):
+    train = write(tmp_path, [row(i) for i in range(20)])
+    test = write(tmp_path, [row(i) for i in range(30, 40)], "test.jsonl")
+    first, held_out = rows_of(MathTask(train=train, validation_rows=5), seed=1)
+    assert (len(first), len(held_out)) == (15, 5)
+    assert rows_of(MathTask(train=train, validation_rows=5), seed=1) == (first, held_out)
+    assert rows_of(MathTask(train=train, validation_rows=5), seed=2)[1] != held_out
+    assert [len(part) for part in rows_of(MathTask(train=train), seed=0)] == [18, 2]
+    assert [len(p) for p in rows_of(MathTask(train=train, validation=test), seed=0)] == [20, 10]
+    some = MathTask(train=train, validation=test, validation_rows=4)
+    assert len(rows_of(some, seed=0)[1]) == 4
+    assert rows_of(some, seed=0)[1] == rows_of(some, seed=9)[1]  # runs compare
+    for more in ({"validation_rows": 20}, {"validation": test, "validation_rows": 11}):
+        with pytest.raises(
+            DataError, match=r"20 rows do not split|11 but .*test.jsonl has 10 rows"
+        ):
+            rows_of(MathTask(train=train, **more), seed=0)
+
+
+def test_questions_in_train_and_validation_are_counted_or_left_out(tmp_path):
+    train = write(tmp_path, [row(i) for i in range(5)])
+    again = [row(9), row(3, question="ANN has 3  pens and buys 2.\nHow many?"), row(4)]
+    test = write(tmp_path, again, "test.jsonl")
+    with pytest.raises(DataError, match=r"^2 of 5 training questions are also held out .*drop_bad"):
+        rows_of(MathTask(train=train, validation=test), seed=0)
+    kept, held_out = rows_of(MathTask(train=train, validation=test, drop_bad=True), seed=0)
+    assert (len(kept), len(held_out)) == (3, 3)
+    with pytest.raises(DataError, match="no row is left to train on"):
+        rows_of(MathTask(train=train, validation=train, drop_bad=True), seed=0)
+
+
+def test_rows_through_datasets(monkeypatch):
+    asked = []
+
+    def load_dataset(*name, split):
+        asked.append((*name, split))
+        return [row(1)]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert read("hf:openai/gsm8k/main/train")[0]["answer"] == ["3"]
+    read("hf:a/b/test")
+    assert asked == [("openai/gsm8k", "main", "train"), ("a/b", "test")]
+    with pytest.raises(DataError, match=r"hf:ORG/NAME/SPLIT or .*, got 'hf:gsm8k'"):
+        read("hf:gsm8k")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtra, match=r"reading hf:a/b/test needs .* 'burnish\[datasets\]'"):
+        read("hf:a/b/test")
+
+
+def test_prompts(tmp_path):
+    train = write(tmp_path, [row(i, question="How many?" + " " * i) for i in range(3)])
+    write(tmp_path, [row(9)], "test.jsonl")
+    made = {"tokenizer": byte_tokenizer(), "seed": 0}
+    files = {"train": train, "validation": train.replace("train", "test")}
+    (one, *_), (other, *_), (own, *_) = (
+        [task.prompt(i) for i in range(3)]
+        for task in (
+            make_math(MathTask(**files), **made),
+            make_math(MathTask(**files, prompt="question_only", chat=True), **made),
+            make_math(MathTask(**files, prompt="{x} Q: {question}\nA:", answer="hash"), **made),
+        )
+    )
+    assert one.text.replace("?  ", "?").replace("? ", "?") == R1_ZERO
+    assert other.text.replace(" ", "") == "<user>Howmany?<assistant>2026"
+    assert own.text.startswith("{x} Q: How many?")
+    assert one.task == "math"
+    assert one.prompt_id.startswith("math/train/")
+
+
+def test_grades(tmp_path):
+    files = {
+        "train": write(tmp_path, [row(1), row(2)]),
+        "validation": write(tmp_path, [row(3, question="What percent?", answer="#### 1,050")], "v"),
+    }
+    (base,) = make_group(0, [1], [[1]], [0]).completions
+    texts = {
+        "r1_zero": "so </think> <answer>{}</answer>",
+        "question_only": r"so \boxed{{{}}}",
+    }
+    for prompt, text in texts.items():
+        task = make_math(MathTask(**files, prompt=prompt), tokenizer=byte_tokenizer(), seed=0)
+        (asked,) = task.validation
+
+        def grade(said, finish=Finish.STOP, task=task, asked=asked):
+            return task.grade(asked, dataclasses.replace(base, text=said, finish=finish))
+
+        for right in ("1050", "1,050", "1050%"):
+            assert grade(text.format(right)).parts == {"format": 1, "answer": 1, "ended": 1}
+        assert grade(text.format("105")).reward == 0
+        assert grade("1050").status is Status.UNPARSED
+        task.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.prompt=r1zero"], "got 'r1zero'; did you mean 'r1_zero'?"),
+        (["task.prompt=questions"], "task needs prompt = question_only or r1_zero or a text with"),
+        (["task.prompt={question}?"], "has a prompt of its own and needs answer"),
+        (["task.answer=box"], "task.answer must be 'r1_zero', 'boxed'"),
+        (["task.validation_rows=0"], "task.validation_rows must be greater than or equal to 1"),
+        (["task.name=maths"], "got 'maths'; did you mean 'math'?"),
+        (["task.name=math"], "task.train Field required"),
+        (["task.promt=r1_zero"], "unknown setting 'task.promt'; did you mean 'task.prompt'?"),
+    ],
+)
+def test_settings_that_are_wrong(overrides, message):
+    recipe = "math" if overrides != ["task.name=math"] else "keywords"
+    with pytest.raises(ConfigError) as caught:
+        config.load(recipe, overrides)
+    assert message in str(caught.value)
+
+
+def test_the_recipe_has_the_customary_settings(tmp_path):
+    recipe = config.load("math")
+    sections = {name: dict(lines) for name, lines in plan(recipe, tmp_path)}
+    assert "256 responses = 32 prompts × 8 samples, temp" in sections["batches"]["rollout"]
+    assert (
+        "1 per rollout = 1 train batch of 256 responses × 1 epoch, each in 128 micro"
+        in (sections["batches"]["gradient steps"])
+    )
+    assert (
+        "200 steps: 51,200 responses sampled, 200 gradient steps (AdamW, learning rate 1e-05)"
+        in (sections["batches"]["in all"])
+    )
+    assert sections["objective"]["objective"] == "L_t = −A_t log π"
+    assert sections["objective"]["advantage"] == "A_i = (r_i − mean_g(r)) / (std_g(r) + 1e-06)"
+    assert sections["task"]["held out"] == "1024 of math/test.jsonl"
+    assert sections["task"]["stops at"] == "'</answer>'"
+    params = sampling(recipe)
+    assert (params.min_tokens, params.max_tokens, params.temperature) == (4, 1024, 1.0)
+    assert (params.stop, params.include_stop) == (("</answer>",), True)
+    assert (recipe.train.betas, recipe.validation.every) == ((0.9, 0.95), 10)
+    boxed = config.load("math", ["task.prompt=question_only", 'rollout.stop=["\\n\\n"]'])
+    assert sampling(boxed).stop == ("\n\n",)
+
+
+def test_the_recipe_runs_on_a_tiny_model_of_its_family(tmp_path):
+    """Qwen2 with random weights and bytes for tokens."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+    import families
+
+    sizes = {"vocab_size": 256, "max_position_embeddings": 1024}
+    model = families.save(families.make("qwen2.5", **sizes), tmp_path / "tiny")
+    byte_tokenizer()._backend.save(str(model / "tokenizer.json"))
+    files = {
+        "train": write(tmp_path, [row(i) for i in range(8)]),
+        "validation": write(tmp_path, [row(i) for i in range(20, 23)], "test.jsonl"),
+    }
+    overrides = [f"task.{key}={json.dumps(path)}" for key, path in files.items()]
+    overrides += [
+        "task.validation_rows=2",
+        "task.workers=1",
+        f"model.name={model}",
+        "train.steps=2",
+    ]
+    overrides += ["rollout.batch=8", "rollout.group_size=4", "rollout.max_tokens=6"]
+    overrides += ["train.batch=8", "engine.kv_mb=64", "engine.precision=fp32"]
+    run = api.train("math", overrides=overrides, out=tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert rows[0]["validation/responses"] == 2
+    assert rows[-1]["rollout/grades_unparsed"] == 1.0  # bytes at random say no answer
+    assert {"rollout/part_format", "rollout/part_answer", "train/loss"} <= rows[-1].keys()
+    again = config.load(str(run / "recipe.toml"))
+    assert again.task.validation_rows == 2

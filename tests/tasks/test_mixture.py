@@ -1,0 +1,130 @@
+import dataclasses
+import json
+
+import pytest
+
+from burnish import api, config
+from burnish.config import KeywordsTask, MathTask
+from burnish.errors import ConfigError
+from burnish.plan import plan
+from burnish.rollout.rollout import describe, grade
+from burnish.tasks.keywords import Keywords
+from burnish.tasks.math import make_math
+from burnish.tasks.mixture import Mixture
+from tests.conftest import byte_tokenizer, make_group
+
+
+def write(tmp_path):
+    file = tmp_path / "sums.jsonl"
+    rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(10)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def make(tmp_path, seed=0, weights=(3, 1)):
+    made = {"tokenizer": byte_tokenizer(), "seed": seed}
+    asked = MathTask(train=write(tmp_path), prompt="question_only", answer="last_number")
+    parts = {
+        "sums": make_math(asked, **made),
+        "words": Keywords(KeywordsTask(validation_prompts=2), **made),
+    }
+    return Mixture(parts, dict(zip(parts, weights, strict=True)), seed=seed)
+
+
+def test_groups_are_drawn_by_weight_and_no_row_is_skipped(tmp_path):
+    task = make(tmp_path)
+    prompts = [task.prompt(i) for i in range(400)]
+    names = [prompt.meta["part"] for prompt in prompts]
+    assert 260 < names.count("sums") < 340
+    sums = [p for p in prompts if p.meta["part"] == "sums"]
+    rows = len(task.parts["sums"].rows)
+    for epoch in range(10):
+        seen = {p.prompt_id for p in sums[epoch * rows : (epoch + 1) * rows]}
+        assert len(seen) == rows
+    again = make(tmp_path)
+    for i in (399, 0, 63, 64, 3):  # in any order: the prompt is a function of its index
+        assert again.prompt(i).prompt_id == prompts[i].prompt_id
+    assert [make(tmp_path, seed=1).prompt(i).meta["part"] for i in range(400)] != names
+    words = next(p for p in prompts if p.meta["part"] == "words")
+    assert words.prompt_id == "words/keywords/train/0"
+
+
+def test_each_part_grades_its_own_and_has_its_metrics(tmp_path):
+    task = make(tmp_path)
+    prompts = task.validation
+    assert [p.meta["part"] for p in prompts] == ["sums", "words", "words"]
+    prompts = [prompts[1], prompts[0], prompts[2]]
+    (base,) = make_group(0, [1], [[1]], [0]).completions
+    (right,) = prompts[1].reference["answer"]
+    texts = [" ".join(prompts[0].reference["keywords"]), right, "nothing"]
+    responses = [(dataclasses.replace(base, text=text),) for text in texts]
+    groups = grade(task, prompts, responses, 0)
+    assert [group.grades[0].reward for group in groups] == [1, 1, 0]
+    metrics = describe(groups)
+    assert metrics["rollout/reward/sums"] == 1
+    assert metrics["rollout/reward/words"] == 0.5
+    assert metrics["rollout/reward"] == pytest.approx(2 / 3)
+    assert task.grade(prompts[1], responses[1][0]).reward == 1
+    task.close()
+
+
+MIXTURE = """
+[task]
+name = "mixture"
+weights = {sums = 3, words = 1}
+tasks.sums = {name = "math", train = "TRAIN", prompt = "r1_zero", workers = 1}
+tasks.words = {name = "keywords", validation_prompts = 2}
+[model]
+name = "scratch"
+layers = 1
+width = 32
+heads = 4
+d_ff = 48
+context = 512
+[rollout]
+batch = 8
+group_size = 2
+max_tokens = 4
+[engine]
+kv_mb = 64
+precision = "fp32"
+[train]
+steps = 2
+batch = 8
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_and_its_rows_tell_the_parts_apart(smollm2, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(MIXTURE.replace("TRAIN", write(tmp_path)))
+    overrides = [f"model.tokenizer={smollm2}"]
+    run = api.train(str(file), overrides=overrides, out=tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in (rows[0], rows[-1]):
+        assert {"validation/reward/sums", "validation/reward/words"} <= row.keys()
+    assert any("rollout/reward/sums" in row for row in rows)
+    resolved = config.load(str(run / "recipe.toml"))
+    assert resolved.task == config.load(str(file)).task
+    told = dict(plan(resolved, tmp_path))["task"]
+    assert ("part", "sums, 75% of the groups") in told
+    assert ("stops at", "'</answer>'") in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.weights.sums=0"], "task.weights.sums must be greater than 0, got 0"),
+        (["task.weights.other=1"], "got tasks sums, words and weights sums, words, other"),
+        (["task.tasks.sums.name=sort"], "task.tasks.sums.name must be keywords or files or math"),
+        (["task.tasks.sums.name=mth"], "got 'mth'; did you mean 'math'?"),
+        (["task.tasks.sums.prompt=r1zero"], "task.tasks.sums needs prompt"),
+        (["task.tasks.sums.workers=0"], "task.tasks.sums.workers must be greater"),
+    ],
+)
+def test_settings_that_are_wrong(overrides, message, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(MIXTURE)
+    with pytest.raises(ConfigError) as caught:
+        config.load(str(file), overrides)
+    assert message in str(caught.value)
