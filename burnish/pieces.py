@@ -76,6 +76,9 @@ KLS = {
     "k1": Piece(lambda c: "k1 = x", _KL_SETTINGS),
     "k2": Piece(lambda c: "k2 = ½ x²", _KL_SETTINGS),
     "k3": Piece(lambda c: "k3 = exp(−x) + x − 1", _KL_SETTINGS),
+    "full": Piece(
+        lambda c: "full = Σ_v π(v) (log π(v) − log π_ref(v))", ("kl_coefficient", "kl_refresh")
+    ),
 }
 
 _IMPORTANCE_SETTINGS = ("proximal", "importance_level", "importance_low", "importance_high")
@@ -143,7 +146,8 @@ def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
     lines.append(("advantage", ADVANTAGES[config.advantage].formula(config)))
     lines.append(("denominator", REDUCTIONS[config.reduction].formula(config)))
     if config.kl != "none":
-        kl = f"{KLS[config.kl].formula(config)},  x = log π − log π_ref"
+        kl = KLS[config.kl].formula(config)
+        kl += "" if config.kl == "full" else ",  x = log π − log π_ref"
         if config.kl_in == "reward":
             kl += f",  r ← r − {config.kl_coefficient:g} Σ_t {config.kl}_t"
         lines.append(("KL", kl))

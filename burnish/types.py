@@ -150,6 +150,16 @@ class PackedBatch:
         return PackedBatch(**{name: value.to(device) for name, value in vars(self).items()})
 
 
+class Measured(NamedTuple):
+    """What a policy makes of tokens."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    kl: Tensor | None = None
+    """To a reference, over the whole vocabulary; None without one."""
+    reference_logprobs: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class LearnBatch:
     """What to learn: a ``PackedBatch`` and the per-token streams the learner executes, all [N]."""
@@ -161,6 +171,7 @@ class LearnBatch:
     proximal_logprobs: Tensor | None
     """None: the policy itself, in a batch on which one step is taken and which it scored last."""
     reference_logprobs: Tensor | None = None
+    """None: the recipe has none, or its loss reads the whole distributions instead."""
     importance: Tensor | None = None
     """Corrects for the gap between behavior and proximal; no gradient."""
 

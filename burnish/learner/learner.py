@@ -18,7 +18,7 @@ from burnish.learner.optim import Optimizer
 from burnish.learner.policy import Policy, copy_weights
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, slice_groups, take_streams, train_batches
-from burnish.types import LearnBatch, PackedBatch, Weights
+from burnish.types import LearnBatch, Measured, PackedBatch, Weights
 
 
 class Scores(NamedTuple):
@@ -87,7 +87,9 @@ class Learner:
             proximal = batch.behavior_logprobs
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
             proximal = self._logprobs(self.policy, batch)
-        reference = None if self.reference is None else self._logprobs(self.reference, batch)
+        reference = None
+        if self.reference is not None and self.objective.kl != "full":
+            reference = self._logprobs(self.reference, batch)
         return Scores(proximal, reference)
 
     def drift(self, batch: PackedBatch, scores: Scores) -> Callable[[Tensor], Metrics]:
@@ -117,9 +119,10 @@ class Learner:
 
     def step(self, learn: LearnBatch) -> Update:
         """One gradient step on one train batch; one that is not finite is skipped and counted."""
-        logprobs, entropy, loss = self._accumulate(learn)
+        measured, loss = self._accumulate(learn)
+        logprobs = measured.logprobs
         norm = self.optimizer.gradient_norm()
-        metrics = describe(self.objective, logprobs, entropy, learn)
+        metrics = describe(self.objective, measured, learn)
         metrics |= mismatch(logprobs, learn.batch, self.version)
         metrics |= {"train/loss": loss, "train/grad_norm": norm, "train/skipped": 0.0}
         if self.optimizer.scale.moves:
@@ -179,21 +182,22 @@ class Learner:
         self.version = state.numbers["version"]
         self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
 
-    def _accumulate(self, learn: LearnBatch) -> tuple[Tensor, Tensor, float]:
-        """Adds up the gradients over the packs; log-probabilities and entropy [N], and the loss."""
+    def _accumulate(self, learn: LearnBatch) -> tuple[Measured, float]:
+        """Adds up the gradients over the packs -> what was measured, and the loss."""
         parts, loss = [], 0.0
+        reference = self.reference if self.objective.kl == "full" else None
         for pack in self._cut(learn.batch):
-            logprobs, entropy = self.policy.score(pack.batch)
+            measured = self.policy.score(pack.batch, reference)
             if not self.objective.entropy_coefficient:
-                entropy = entropy.detach()
+                measured = measured._replace(entropy=measured.entropy.detach())
             part = take_streams(learn, pack)
-            per_token = token_loss(self.objective, logprobs, entropy, part)
+            per_token = token_loss(self.objective, measured, part)
             part_loss = weighted_sum(per_token, part.loss_weight)
             self.optimizer.backward(part_loss)
             loss += part_loss.item()
-            parts.append((pack.slots, torch.stack((logprobs.detach(), entropy.detach()), 1)))
-        logprobs, entropy = _join(parts, learn.batch).unbind(1)
-        return logprobs, entropy, loss
+            streams = torch.stack([x.detach() for x in measured if x is not None], 1)
+            parts.append((pack.slots, streams))
+        return Measured(*_join(parts, learn.batch).unbind(1)), loss
 
     @torch.no_grad()
     def _logprobs(self, policy: Policy, batch: PackedBatch) -> Tensor:
@@ -201,7 +205,7 @@ class Learner:
         parts = []
         for whole in train_batches(batch, self.train.batch):
             for pack in self._cut(whole.batch):
-                parts.append((whole.slots[pack.slots], policy.score(pack.batch)[0]))
+                parts.append((whole.slots[pack.slots], policy.score(pack.batch).logprobs))
         return _join(parts, batch)
 
     def _cut(self, batch: PackedBatch) -> list[Pack]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from burnish.config import ObjectiveConfig
 from burnish.rl import advantages, kl, losses, ratios, reduce
 from burnish.rl.sequences import on_last_action, sequence_sum, to_tokens
-from burnish.types import LearnBatch, PackedBatch
+from burnish.types import LearnBatch, Measured, PackedBatch
 
 Metrics = dict[str, float]
 
@@ -97,25 +97,28 @@ def importance(
     return ratios.keep_between(weights, low=low, high=high)
 
 
-def token_loss(
-    config: ObjectiveConfig, logprobs: Tensor, entropy: Tensor, learn: LearnBatch
-) -> Tensor:
+def token_loss(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> Tensor:
     """The loss of every slot before its weight, [N]."""
+    logprobs = measured.logprobs
     ratio = _ratio(config, logprobs, learn)
     loss = LOSSES[config.loss](config, logprobs, ratio, learn.advantages)
     if learn.importance is not None:
         loss = loss * learn.importance
-    if learn.reference_logprobs is not None and config.kl_in == "loss":
+    if measured.kl is not None:
+        loss = loss + config.kl_coefficient * measured.kl
+    elif learn.reference_logprobs is not None and config.kl_in == "loss":
         loss = loss + config.kl_coefficient * KL[config.kl](logprobs, learn.reference_logprobs)
     if config.entropy_coefficient:
-        loss = loss + config.entropy_coefficient * losses.entropy_bonus(entropy)
+        loss = loss + config.entropy_coefficient * losses.entropy_bonus(measured.entropy)
     return loss
 
 
-def describe(
-    config: ObjectiveConfig, logprobs: Tensor, entropy: Tensor, learn: LearnBatch
-) -> Metrics:
-    """What to report of a train batch, from log-probabilities and entropy [N] without gradient."""
+def describe(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> Metrics:
+    """What to report of a train batch, from what was measured without gradient."""
+    logprobs, entropy = measured.logprobs, measured.entropy
+    reference = learn.reference_logprobs
+    if measured.reference_logprobs is not None:
+        reference = measured.reference_logprobs
     action = learn.batch.is_action
     ratio, advantage = _ratio(config, logprobs, learn)[action], learn.advantages[action]
     metrics = {
@@ -134,8 +137,8 @@ def describe(
         metrics["train/clip_fraction"] = outside.float().mean().item()
     if learn.importance is not None:
         metrics["train/importance"] = learn.importance[action].mean().item()
-    if learn.reference_logprobs is not None:
-        metrics |= _mean_kl("reference", logprobs[action], learn.reference_logprobs[action])
+    if reference is not None:
+        metrics |= _mean_kl("reference", logprobs[action], reference[action])
     return metrics
 
 

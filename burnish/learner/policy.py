@@ -12,14 +12,14 @@ from burnish.model.attention import PackedAttention
 from burnish.model.checkpoint import hf_state
 from burnish.model.logprobs import CHUNK, token_logprobs
 from burnish.model.transformer import Transformer
-from burnish.types import PackedBatch
+from burnish.types import Measured, PackedBatch
 
 
 class Policy(Protocol):
     """An ``nn.Module`` that can score a packed batch."""
 
-    def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of every action in its slot, 0 elsewhere: [N], [N]."""
+    def score(self, batch: PackedBatch, reference: Self | None = None) -> Measured:
+        """Of every action in its slot, 0 elsewhere: [N] each; no gradient for the reference."""
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under the names that generators know, without gradient."""
@@ -46,11 +46,13 @@ class LanguagePolicy(nn.Module):
         self.recompute = recompute
         self.chunk = chunk
 
-    def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of every action in its slot, 0 elsewhere: [N], [N]."""
-        attend = PackedAttention(batch.segment_offsets, batch.segment_is_prompt)
-        hidden = self.model(batch.tokens, batch.positions, attend, recompute=self.recompute)
+    def score(self, batch: PackedBatch, reference: LanguagePolicy | None = None) -> Measured:
+        """Of every action in its slot, 0 elsewhere: [N] each; no gradient for the reference."""
+        hidden, other = self._hidden(batch), None
         actions = batch.is_action.nonzero().squeeze(1)
+        if reference is not None:
+            with torch.no_grad():
+                other = reference.model, reference._hidden(batch)
         measured = token_logprobs(
             self.model,
             hidden,
@@ -59,11 +61,15 @@ class LanguagePolicy(nn.Module):
             actions,
             batch.temperature,
             chunk=self.chunk,
+            reference=other,
         )
-        logprobs, entropy = (
-            x.new_zeros(len(batch.tokens)).index_copy(0, actions, x) for x in measured
-        )
-        return logprobs, entropy
+        zeros = measured.logprobs.new_zeros(len(batch.tokens))
+        return Measured(*(zeros.index_copy(0, actions, x) for x in measured if x is not None))
+
+    def _hidden(self, batch: PackedBatch) -> Tensor:
+        attend = PackedAttention(batch.segment_offsets, batch.segment_is_prompt)
+        hidden: Tensor = self.model(batch.tokens, batch.positions, attend, recompute=self.recompute)
+        return hidden
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under Hugging Face's names, without gradient."""

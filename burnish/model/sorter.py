@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from burnish.rl.kl import full
 from burnish.rl.losses import entropy
-from burnish.types import PackedBatch
+from burnish.types import Measured, PackedBatch
 
 
 class Sorter(nn.Module):
@@ -32,16 +33,26 @@ class Sorter(nn.Module):
         decoded = torch.einsum("be,red->brd", encoded, self.decode)
         return decoded @ self.embedding.T
 
-    def score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of every action in its slot, 0 elsewhere: [N], [N]."""
+    def score(self, batch: PackedBatch, reference: Sorter | None = None) -> Measured:
+        """Of every action in its slot, 0 elsewhere: [N] each."""
+        action, logits = batch.is_action, self._logits(batch)
+        chosen = batch.tokens[action, None]
+        found = [torch.log_softmax(logits, -1).gather(-1, chosen), entropy(logits)]
+        if reference is not None:
+            with torch.no_grad():
+                others = reference._logits(batch)
+            found += [full(logits, others), torch.log_softmax(others, -1).gather(-1, chosen)]
+        zeros = logits.new_zeros(len(batch.tokens))
+        return Measured(*(zeros.masked_scatter(action, values) for values in found))
+
+    def _logits(self, batch: PackedBatch) -> Tensor:
+        """Of the actions."""
         action = batch.is_action
         prompts = batch.tokens[batch.in_prompt].view(-1, self.length)
         group = batch.group_ids[batch.sequence_ids[action]]
         place = batch.positions[action] - self.length
-        logits = self(prompts)[group, place] / batch.temperature[action, None]
-        logprobs = torch.log_softmax(logits, -1).gather(-1, batch.tokens[action, None])
-        zeros = logits.new_zeros(len(batch.tokens))
-        return zeros.masked_scatter(action, logprobs), zeros.masked_scatter(action, entropy(logits))
+        logits: Tensor = self(prompts)[group, place] / batch.temperature[action, None]
+        return logits
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under the names that generators know, without gradient."""

@@ -49,6 +49,19 @@ def k3(logprobs: Tensor, reference: Tensor, *, cap: float = math.inf) -> Tensor:
     return (torch.exp(-x) + x - 1).clamp(max=cap)
 
 
+def full(logits: Tensor, reference: Tensor) -> Tensor:
+    """The KL itself, over the whole vocabulary [..., V] -> [...]; nothing is sampled for it.
+
+        KL = Σ_v π(v) (log π(v) − log π_ref(v)),   ∂/∂logit_v = π(v) (log π(v) − log π_ref(v) − KL)
+
+    As a loss, its gradient is what k2's is in the mean over tokens, without that sampling's noise.
+    It needs the reference's logits; where a vocabulary is large, ``model/logprobs.py`` computes the
+    same in chunks.
+    """
+    ours, theirs = torch.log_softmax(logits, -1), torch.log_softmax(reference, -1)
+    return (ours.exp() * (ours - theirs)).sum(-1)
+
+
 def penalised_rewards(
     rewards: Tensor,
     kl: Tensor,

@@ -8,7 +8,7 @@ from burnish.config import ObjectiveConfig
 from burnish.learner import objective
 from burnish.rl import advantages, kl, losses, ratios
 from burnish.rollout.packing import pack
-from burnish.types import LearnBatch
+from burnish.types import LearnBatch, Measured
 
 
 def random(batch, seed):
@@ -33,7 +33,7 @@ def test_names_and_functions_are_the_same_set():
     assert set(pieces.ADVANTAGES) == set(objective.GROUP_ADVANTAGES) | over_time
     assert set(pieces.LOSSES) == set(objective.LOSSES)
     assert set(pieces.REDUCTIONS) == set(objective.REDUCTIONS)
-    assert set(pieces.KLS) == set(objective.KL) | {"none"}
+    assert set(pieces.KLS) == set(objective.KL) | {"none", "full"}
 
 
 @pytest.mark.parametrize("name", pieces.ADVANTAGES)
@@ -88,8 +88,8 @@ def test_losses(loss, ratio, two_groups):
     learn = learn_batch(config, batch)
     logprobs = random(batch, 2)
     entropy = torch.ones_like(logprobs)
-    got = objective.token_loss(config, logprobs, entropy, learn)
-    metrics = objective.describe(config, logprobs, entropy, learn)
+    got = objective.token_loss(config, Measured(logprobs, entropy), learn)
+    metrics = objective.describe(config, Measured(logprobs, entropy), learn)
     r = ratios.token_ratio(logprobs, learn.proximal_logprobs)
     if ratio == "sequence":
         r = ratios.sequence_ratio(
@@ -117,8 +117,8 @@ def test_kl_and_entropy_terms_are_added(name, two_groups):
     config = ObjectiveConfig(loss="reinforce", kl=name, kl_coefficient=0.3, entropy_coefficient=0.2)
     learn = learn_batch(config, batch, reference)
     entropy = 3 * torch.ones_like(logprobs)
-    got = objective.token_loss(config, logprobs, entropy, learn)
-    metrics = objective.describe(config, logprobs, entropy, learn)
+    got = objective.token_loss(config, Measured(logprobs, entropy), learn)
+    metrics = objective.describe(config, Measured(logprobs, entropy), learn)
     term = getattr(kl, name)(logprobs, reference)
     expected = losses.reinforce(logprobs, learn.advantages) + 0.3 * term - 0.2 * 3
     torch.testing.assert_close(got, expected)
@@ -132,7 +132,7 @@ def test_kl_in_the_reward_stays_out_of_the_loss(two_groups):
     reference, logprobs = random(batch, 1), random(batch, 2)
     config = ObjectiveConfig(loss="reinforce", kl="k1", kl_in="reward")
     learn = learn_batch(config, batch, reference)
-    got = objective.token_loss(config, logprobs, torch.ones_like(logprobs), learn)
+    got = objective.token_loss(config, Measured(logprobs, torch.ones_like(logprobs)), learn)
     torch.testing.assert_close(got, losses.reinforce(logprobs, learn.advantages))
 
 
@@ -147,8 +147,8 @@ def test_importance_weighs_the_loss(kind, level, two_groups):
     learn = learn_batch(config, batch)
     logprobs = random(batch, 2)
     entropy = torch.ones_like(logprobs)
-    got = objective.token_loss(config, logprobs, entropy, learn)
-    metrics = objective.describe(config, logprobs, entropy, learn)
+    got = objective.token_loss(config, Measured(logprobs, entropy), learn)
+    metrics = objective.describe(config, Measured(logprobs, entropy), learn)
     weights = ratios.importance_ratio(
         learn.proximal_logprobs,
         batch.behavior_logprobs,

@@ -79,7 +79,7 @@ def measured(logits, tokens, action, temperature):
 def test_packed_with_a_shared_prompt_equals_padded_with_repeated_prompts():
     policy, groups = make_policy(), make_groups(temperature=0.75)
     batch = pack(groups)
-    logprobs, entropy = policy.score(batch)
+    logprobs, entropy = policy.score(batch)[:2]
     assert logprobs[~batch.is_action].abs().sum() == 0
     assert entropy[~batch.is_action].abs().sum() == 0
     weights = {n: v.clone().requires_grad_() for n, v in policy.exchange().items()}
@@ -101,7 +101,7 @@ def test_equals_the_log_softmax_of_transformers_logits(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     groups = make_groups(temperature=1.3)
     batch = pack(groups)
-    logprobs, entropy = LanguagePolicy(model.double()).score(batch)
+    logprobs, entropy = LanguagePolicy(model.double()).score(batch)[:2]
     tokens, action = padded(groups)
     with torch.no_grad():
         want = measured(theirs(tokens).logits, tokens, action, 1.3)
@@ -114,7 +114,7 @@ def test_chunks_and_recomputed_activations_change_nothing(change, batch):
     plain, other = make_policy(), make_policy(**change)
     upstream = torch.randn(2, len(batch.tokens), dtype=torch.float64)
     for policy in (plain, other):
-        logprobs, entropy = policy.score(batch)
+        logprobs, entropy = policy.score(batch)[:2]
         (logprobs @ upstream[0] + entropy @ upstream[1]).backward()
         with torch.no_grad():
             torch.testing.assert_close(policy.score(batch)[0], logprobs, rtol=0, atol=1e-13)

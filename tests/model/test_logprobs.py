@@ -7,6 +7,7 @@ from torch import Tensor
 from burnish.model.attention import PackedAttention, causal
 from burnish.model.logprobs import logprobs_of, token_logprobs
 from burnish.model.transformer import ModelConfig, Transformer
+from burnish.rl import kl
 
 CONFIG = ModelConfig(vocab_size=37, n_layers=2, d_model=16, n_heads=4, d_ff=24, n_kv_heads=2)
 
@@ -32,7 +33,7 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
     slots = torch.tensor([1, 2, 5, 6, 7, 8, 12])
     wrt = [hidden, model.embed.weight]
     want = [x[slots] for x in whole(model, hidden, tokens, before, heat)]
-    got = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
+    got = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)[:2]
     upstream = torch.randn(2, len(slots), dtype=torch.float64)
     for g, w, up in zip(got, want, upstream, strict=True):
         torch.testing.assert_close(g, w, rtol=0, atol=1e-10)
@@ -40,8 +41,43 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
         for a, b in zip(grads, torch.autograd.grad(w, wrt, up, retain_graph=True), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
     with torch.no_grad():
-        still, _ = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
+        still, *_ = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
     torch.testing.assert_close(still, want[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_kl_over_the_whole_vocabulary(model: Transformer, chunk: int, with_entropy: bool) -> None:
+    """Value and gradient, of the KL alone and beside others, are the plain formula's."""
+    torch.manual_seed(0)
+    n = 9
+    hidden = torch.randn(n, 16, dtype=torch.float64, requires_grad=True)
+    frozen, other = Transformer(model.config).init_weights(5).double(), torch.randn(n, 16).double()
+    tokens, before = torch.randint(37, (n,)), torch.randint(n, (n,))
+    heat, slots = torch.rand(n, dtype=torch.float64) + 0.5, torch.tensor([1, 2, 5, 6, 7])
+    got = token_logprobs(
+        model, hidden, tokens, before, slots, heat, chunk=chunk, reference=(frozen, other)
+    )
+    ours, theirs = (
+        m.logits(h[before]) / heat[:, None] for m, h in ((model, hidden), (frozen, other))
+    )
+    want = [x[slots] for x in whole(model, hidden, tokens, before, heat)]
+    want.append(kl.full(ours, theirs)[slots])
+    torch.testing.assert_close(got.kl, want[2], rtol=0, atol=1e-10)
+    chosen = theirs.log_softmax(-1)[slots, tokens[slots]]
+    torch.testing.assert_close(got.reference_logprobs, chosen, rtol=0, atol=1e-10)
+    assert not got.reference_logprobs.requires_grad
+    ups = torch.randn(3, len(slots), dtype=torch.float64) * torch.tensor(
+        [[1.0], [float(with_entropy)], [1.0]]
+    )
+    pick = slice(None) if with_entropy else slice(0, 3, 2)
+    wrt = [hidden, model.embed.weight]
+    grads = [
+        torch.autograd.grad(list(x[:3])[pick], wrt, list(ups)[pick], retain_graph=True)
+        for x in (got, want)
+    ]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,7 +91,7 @@ def test_kept_logits_and_those_made_again_are_the_same(
     hidden = torch.randn(7, 16).to(dtype).requires_grad_()
     tokens, before, temperature = torch.randint(37, (7,)), torch.arange(7), torch.full((7,), heat)
     weight = model.to(dtype).embed.weight
-    both = token_logprobs(model, hidden, tokens, before, before, temperature, chunk=chunk)
+    both = token_logprobs(model, hidden, tokens, before, before, temperature, chunk=chunk)[:2]
     first, second = (
         torch.autograd.grad(
             both,
@@ -71,7 +107,7 @@ def test_kept_logits_and_those_made_again_are_the_same(
 def test_no_slots_is_an_empty_answer(model: Transformer) -> None:
     hidden, tokens = torch.zeros(3, 16, dtype=torch.float64), torch.zeros(3, dtype=torch.long)
     none, heat = torch.zeros(0, dtype=torch.long), torch.ones(3)
-    for measured in token_logprobs(model, hidden.requires_grad_(), tokens, tokens, none, heat):
+    for measured in token_logprobs(model, hidden.requires_grad_(), tokens, tokens, none, heat)[:2]:
         assert measured.shape == (0,)
         (gradient,) = torch.autograd.grad(measured.sum(), hidden, retain_graph=True)
         assert gradient.abs().sum() == 0
@@ -98,7 +134,7 @@ def test_pack_equals_its_sequences_run_alone(model: Transformer) -> None:
     attend = PackedAttention(torch.tensor([0, 5, 8, 14]), torch.tensor([True, False, False]))
     hidden = model(tokens, positions, attend)
     heat = torch.full((14,), 0.8)
-    packed, _ = token_logprobs(model, hidden, tokens, before, torch.arange(5, 14), heat, chunk=4)
+    packed, *_ = token_logprobs(model, hidden, tokens, before, torch.arange(5, 14), heat, chunk=4)
 
     alone = []
     for response in responses:
