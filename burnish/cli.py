@@ -20,6 +20,7 @@ from burnish.errors import BurnishError, ConfigError, RunError
 if TYPE_CHECKING:
     from rich.progress import Progress as Display
 
+    from burnish.config import Recipe
     from burnish.loops.run import Progress
 
 app = typer.Typer(
@@ -101,8 +102,35 @@ def train(
         own = api.own_task(recipe, data=data, reward=reward)
     loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
     path = out or next_directory(Path("runs"), loaded.name)
-    with _live(path, loaded.train.steps, quiet=quiet) as (show, stop):
-        api.train(loaded, out=path, show=show, stop=stop)
+    _run(loaded, path, quiet=quiet)
+
+
+@app.command()
+def sft(
+    recipe: Annotated[str, typer.Argument(help="a name from `burnish recipes`, or a file")] = "sft",
+    data: Annotated[
+        Path | None, typer.Option(help="rows with prompt and answer: a JSONL file, or a directory")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="a name, a directory or hf:ORG/NAME")] = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Out = None,
+    quiet: Quiet = False,
+) -> None:
+    """Learn written answers, prompt by prompt: a warm start for `burnish train`."""
+    from burnish import api, config
+    from burnish.runs.directory import next_directory
+
+    own = api.own_pairs(recipe, data=data, model=model)
+    loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
+    _run(loaded, out or next_directory(Path("runs"), loaded.name), quiet=quiet)
+
+
+def _run(recipe: Recipe, path: Path, *, quiet: bool) -> None:
+    from burnish import api
+
+    with _live(path, quiet=quiet) as (show, stop):
+        api.train(recipe, out=path, show=show, stop=stop)
     _show_end(path)
 
 
@@ -119,10 +147,9 @@ def resume(
     quiet: Quiet = False,
 ) -> None:
     """Continue a run from its last checkpoint, bit for bit."""
-    from burnish import api, config
+    from burnish import api
 
-    steps = config.load(str(run / "recipe.toml"), overrides or ()).train.steps
-    with _live(run, steps, quiet=quiet) as (show, stop):
+    with _live(run, quiet=quiet) as (show, stop):
         api.resume(
             run,
             overrides=overrides or (),
@@ -312,21 +339,23 @@ def _display(*, quiet: bool = False) -> Display:
 
 @contextmanager
 def _live(
-    path: Path, total: int, *, quiet: bool
+    path: Path, *, quiet: bool
 ) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
     """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
     asked: list[int] = []
     with _display(quiet=quiet) as display:
-        bar = display.add_task(path.name, total=total, now="")
+        bar = display.add_task(path.name, total=None, now="")
 
         def show(progress: Progress) -> None:
-            metrics = progress.metrics
-            now = f"reward {metrics['rollout/reward']:.3f}"
-            for label, key in (("held out", "validation/reward"), ("KL", "kl/initial_k3")):
-                now += f"  {label} {metrics[key]:.3f}" if key in metrics else ""
-            display.update(bar, completed=progress.step, now=now)
+            step, total, metrics, _ = progress
+            reward = ("rollout/reward", "reward")
+            first = reward if reward[0] in metrics else ("train/loss", "loss")
+            held_out = (("validation/reward", "held out"), ("validation/loss", "held out"))
+            labels = (first, *held_out, ("kl/initial_k3", "KL"))
+            now = "  ".join(f"{name} {metrics[key]:.3f}" for key, name in labels if key in metrics)
+            display.update(bar, completed=step, total=total, now=now)
             if quiet:
-                out_console.print(f"step {progress.step}/{total}  {now}")
+                out_console.print(f"step {step}/{total}  {now}")
 
         def ask(number: int, frame: object) -> None:
             if asked:
@@ -352,10 +381,11 @@ def _show_end(path: Path) -> None:
 
     end = summary.read(path)
     seconds: dict[str, float] = end["seconds"]
+    measure = "reward" if "reward_first" in end else "loss"
+    sampled = f"{end['responses']:,} responses, " if "responses" in end else ""
     out_console.print(
-        f"reward {end['reward_first']:.2f} → {end['reward_last']:.2f}, "
-        f"{end['responses']:,} responses, {end['gradient_steps']:,} gradient steps, "
-        f"{seconds['step']:.1f} s"
+        f"{measure} {end[f'{measure}_first']:.2f} → {end[f'{measure}_last']:.2f}, {sampled}"
+        f"{end['gradient_steps']:,} gradient steps, {seconds['step']:.1f} s"
     )
     if "validation" in end:
         held = end["validation"]

@@ -78,10 +78,9 @@ class KeywordsTask(Section):
         return self
 
 
-class FilesTask(Section):
-    """Rows of a JSONL file, each with a prompt, and a reward of the user's own."""
+class Rows(Section):
+    """Rows of a JSONL file, each with a prompt, some of them held out."""
 
-    name: Literal["files"] = "files"
     train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
     validation: str | None = Field(
         None, description="a JSONL file; None: rows of train are held out"
@@ -89,9 +88,23 @@ class FilesTask(Section):
     validation_share: float | None = Field(
         None, ge=0, lt=1, description="of train's rows, chosen by the seed; None: 0.1"
     )
+    chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Self:
+        if self.validation is not None and self.validation_share is not None:
+            raise ValueError(
+                "has validation, so validation_share has no effect; remove one of them"
+            )
+        return self
+
+
+class FilesTask(Rows):
+    """Rows with a reward of the user's own."""
+
+    name: Literal["files"] = "files"
     reward: str | None = Field(None, description="FILE.py:NAME or a built-in name")
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
-    chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
     workers: int = Field(2, ge=1, description="grader processes")
     cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
     wall_seconds: float = Field(20.0, gt=0, description="per grade")
@@ -100,13 +113,19 @@ class FilesTask(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.validation is not None and self.validation_share is not None:
-            raise ValueError(
-                "has validation, so validation_share has no effect; remove one of them"
-            )
         if self.wall_seconds < self.cpu_seconds:
             raise ValueError("needs wall_seconds at or above cpu_seconds")
         return self
+
+
+class PairsTask(Rows):
+    """Rows with a prompt (or GSM8K's question) and an answer to learn: a supervised run."""
+
+    name: Literal["pairs"] = "pairs"
+    epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
+    prompt: str = Field("{prompt}", pattern=r"\{prompt\}", description="how a row's text is asked")
+    answer: str = Field("{answer}", pattern=r"\{answer\}", description="what is learned of it")
+    marks: bool = Field(False, description="keep GSM8K's calculator marks, <<48/2=24>>")
 
 
 def _task_name(task: Any) -> str:
@@ -117,10 +136,11 @@ def _task_name(task: Any) -> str:
 AnyTask = Annotated[
     Annotated[SortTask, Tag("sort")]
     | Annotated[KeywordsTask, Tag("keywords")]
-    | Annotated[FilesTask, Tag("files")],
+    | Annotated[FilesTask, Tag("files")]
+    | Annotated[PairsTask, Tag("pairs")],
     Discriminator(_task_name),
 ]
-TASKS = ("sort", "keywords", "files")
+TASKS = ("sort", "keywords", "files", "pairs")
 
 
 class SorterConfig(Section):
@@ -290,7 +310,14 @@ class Recipe(Section):
 
     @property
     def gradient_steps(self) -> int:
+        if self.is_supervised:
+            return self.train.steps
         return self.train.steps * self.gradient_steps_per_rollout
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether a run learns from written answers, so that nothing is sampled or graded."""
+        return isinstance(self.task, PairsTask)
 
     @property
     def decay_steps(self) -> int | None:
@@ -318,10 +345,19 @@ def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -
     # What the recipe set for a piece that an override replaced goes with the piece.
     recipe = _validate(effective(recipe, merged))
     _check_kinds(recipe)
-    _check_batches(recipe)
-    _check_train(recipe)
+    if not recipe.is_supervised:  # its steps are known with its rows, see with_steps
+        _check_batches(recipe)
+        _check_train(recipe)
     _check_objective(recipe)
     return recipe
+
+
+def with_steps(recipe: Recipe, steps: int) -> Recipe:
+    """A supervised recipe, once the number of its rows says how many steps its epochs are."""
+    train = recipe.train.model_copy(update={"steps": steps})
+    counted = recipe.model_copy(update={"train": train})
+    _check_train(counted)
+    return counted
 
 
 def read_recipe(name: str) -> dict[str, Any]:
@@ -386,6 +422,12 @@ def unused(recipe: Recipe) -> dict[str, str]:
             reasons[key] = "train.schedule = 'constant'; remove it, or use 'linear' or 'cosine'"
     if not recipe.train.log_kl:
         reasons["train.log_kl_groups"] = "train.log_kl = false; remove it"
+    if recipe.is_supervised:
+        keys = ["rollout", "engine", "objective", "log.rollouts"]
+        keys += [f"train.{name}" for name in ("steps", "epochs", "log_kl")]
+        keys += [f"validation.{name}" for name in ("samples", "temperature", "max_tokens")]
+        for key in keys:
+            reasons[key] = "task.name = 'pairs'; remove it (task.epochs is how long it learns)"
     if isinstance(recipe.model, SorterConfig):
         language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
         keys = ["device", "engine", "train.recompute", "validation.max_tokens"]

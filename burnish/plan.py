@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from burnish import pieces
-from burnish.config import KeywordsTask, Recipe, SorterConfig, SortTask
+from burnish.config import KeywordsTask, PairsTask, Recipe, SorterConfig, SortTask
 from burnish.errors import ConfigError
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -27,6 +27,14 @@ class Size(NamedTuple):
 
 def plan(recipe: Recipe, out: Path, size: Size | None = None) -> list[tuple[str, Lines]]:
     """Sections of (what, how much); no size: the model is the sorter, or its files are not here."""
+    if isinstance(recipe.task, PairsTask):
+        loss = ("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")
+        steps = f"{recipe.task.epochs:g} × the rows, {recipe.train.batch} at a time"
+        return [
+            ("task", _task(recipe, size)),
+            ("batches", [loss, ("gradient steps", f"{steps} (AdamW, {_rate(recipe)})")]),
+            ("resources", [*_memory(recipe, size)[:1], ("written to", str(out))]),
+        ]
     return [
         ("task", _task(recipe, size)),
         ("objective", pieces.formula(recipe.objective)),
@@ -59,12 +67,14 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
         ended = ", and the response ends by itself" if task.must_end else ""
         lines += [("task", "keywords"), ("reward", f"1 if the response has its {words}{ended}")]
         lines += [("held out", f"{task.validation_prompts} prompts of other words")]
+    elif isinstance(task, PairsTask):
+        lines += [("task", f"pairs: {task.train}")]
     else:
         lines += [("task", f"files: {task.train}"), ("reward", str(task.reward))]
     count = _parameters(recipe, size)
     known = "" if count is None else f": {count:,} parameters"
     lines += [("model", f"{model.name}{known}"), ("seed", str(recipe.seed))]
-    if size is not None:
+    if size is not None and not recipe.is_supervised:
         longest = check_lengths(recipe, size)
         told = f"{longest} tokens: a prompt of {size.longest_prompt} and its response"
         lines.append(("longest sequence", f"{told} (the model's context: {size.context:,})"))
@@ -74,10 +84,6 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
 def _batches(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
     batches = rollout.batch // train.batch
-    rate = f"learning rate {train.learning_rate:g}"
-    if recipe.decay_steps is not None:
-        last = (train.final_rate or 0) * train.learning_rate
-        rate += f", {train.schedule} to {last:g} at gradient step {recipe.decay_steps:,}"
     return [
         (
             "rollout",
@@ -93,10 +99,22 @@ def _batches(recipe: Recipe) -> Lines:
         (
             "in all",
             f"{train.steps} steps: {train.steps * rollout.batch:,} responses sampled, "
-            f"{recipe.gradient_steps:,} gradient steps (AdamW, {rate})",
+            f"{recipe.gradient_steps:,} gradient steps (AdamW, {_rate(recipe)})",
         ),
         ("denominator", f"over a train batch: S = {train.batch} responses"),
     ]
+
+
+def _rate(recipe: Recipe) -> str:
+    train = recipe.train
+    rate = f"learning rate {train.learning_rate:g}"
+    if recipe.decay_steps is None:
+        return rate
+    last = (train.final_rate or 0) * train.learning_rate
+    end = f"gradient step {recipe.decay_steps:,}"
+    if recipe.is_supervised and train.decay_steps is None:
+        end = "the last"
+    return f"{rate}, {train.schedule} to {last:g} at {end}"
 
 
 def _memory(recipe: Recipe, size: Size | None) -> Lines:

@@ -213,3 +213,26 @@ def test_generate_refuses_with_one_message(arguments, message, tmp_path):
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_warm_start_is_trained_on(smollm2, tmp_path):
+    rows = [{"prompt": f"Say {word}", "answer": f"{word} {word}"} for word in "abcdefghij"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
+    small = [f"model.{key}={value}" for key, value in size.items()]
+    small += ["model.name=scratch", f"model.tokenizer={smollm2}", "train.batch=4"]
+    given = ["--data", "rows.jsonl", "--out", "warm", *flags(small)]
+    done = burnish("sft", *given, "--quiet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 3/3  loss " in done.stdout
+    assert "3 gradient steps" in done.stdout
+    assert "report: warm/report.html" in done.stdout
+    few = [*tiny(smollm2)[14:], *flags(["model.name=warm", "task.validation_prompts=2"])]
+    done = burnish("train", "keywords", *few, "--out", "after", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
+    done = burnish("sft", "--data", "bad.jsonl", *flags(small), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "bad.jsonl, line 1: a row to learn from needs a text 'answer'" in done.stderr
+    done = burnish("plan", "sft", *flags(small), cwd=tmp_path)
+    assert "1 × the rows, 4 at a time" in done.stdout, done.stderr

@@ -6,13 +6,13 @@ A row is any JSON object with a "prompt": text, or chat messages. The reward see
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from burnish.config import FilesTask
+from burnish.config import FilesTask, Rows
 from burnish.draws import Stream, permutation
 from burnish.errors import ConfigError, DataError
 from burnish.graders.grader import Grader, grade_pairs, make_grader
@@ -22,6 +22,8 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.types import Completion, Grade, IntArray, Prompt
 
 Row = dict[str, Any]
+Check = Callable[[Any, str], Row]
+"""A row as it was read, and words for where -> a row that is as it should be."""
 TODAY = datetime(2026, 1, 1)
 """What chat templates that write a date are told: a run resumed tomorrow reads the same prompts."""
 EPOCH, SPLIT = 0, 1
@@ -101,20 +103,21 @@ def make_files(
 
 
 def rows_of(
-    config: FilesTask,
+    config: Rows,
     *,
     seed: int,
     prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    check: Check | None = None,
 ) -> tuple[list[Row], list[Row]]:
     """Train and validation rows: a script's or a file's, split by the seed if need be."""
     if prompts is not None:
         rows = rows_from(prompts)
     elif config.train is not None:
-        rows = read_rows(Path(config.train))
+        rows = read_rows(Path(config.train), check)
     else:
         raise ConfigError("there are no prompts; give --data FILE.jsonl or set task.train")
     if config.validation is not None:
-        return rows, read_rows(Path(config.validation))
+        return rows, read_rows(Path(config.validation), check)
     share = 0.1 if config.validation_share is None else config.validation_share
     return split(rows, share, seed=seed)
 
@@ -132,7 +135,7 @@ def split(rows: Sequence[Row], share: float, *, seed: int) -> tuple[list[Row], l
     return train, [row for i, row in enumerate(rows) if i in held_out]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, check: Check | None = None) -> list[Row]:
     """The rows of a JSONL file; what is wrong is said with the line."""
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
@@ -140,17 +143,18 @@ def read_rows(path: Path) -> list[Row]:
         raise DataError(f"{path} can't be read: {error.strerror}") from error
     if lines == [b""]:
         raise DataError(f"{path} holds no rows")
-    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    check = check or check_row
+    return [_row(line, f"{path}, line {number}", check) for number, line in enumerate(lines, 1)]
 
 
-def _row(line: bytes, where: str) -> Row:
+def _row(line: bytes, where: str, check: Check) -> Row:
     if not line.strip():
         raise DataError(f"{where}: empty; every line must be a JSON object with a prompt")
     try:
         row = json.loads(line)
     except ValueError as error:  # UnicodeDecodeError is one as well
         raise DataError(f"{where}: not JSON: {error}") from error
-    return check_row(row, where)
+    return check(row, where)
 
 
 def rows_from(prompts: Iterable[str | Mapping[str, Any]]) -> list[Row]:
