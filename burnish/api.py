@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from burnish.runs.directory import RunDirectory, environment, next_directory
 
 if TYPE_CHECKING:
     from burnish.config import ObjectiveConfig
+    from burnish.engine.protocol import Engine
     from burnish.learner.learner import Learner
     from burnish.learner.policy import Policy
     from burnish.loops.evaluate import Validated
@@ -179,18 +181,90 @@ def resume(
 
 
 def evaluate(
-    recipe: str | Recipe, *, overrides: Sequence[str] = (), seed: int | None = None
+    recipe: str | Recipe,
+    *,
+    model: str | None = None,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    out: str | Path | None = None,
+    show: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
-    """The validation figures of a recipe's model, as training measures them at its start."""
-    loaded = config.load(recipe, overrides, seed=seed) if isinstance(recipe, str) else recipe
-    _prepare(loaded)
-    from burnish.loops.evaluate import evaluate as measure
+    """The validation figures of a model, as training measures them at its start.
 
-    task, generator, _ = build_sampler(loaded)
+    ``recipe`` may also be a run's directory, whose model is meant then, or a task's name. With
+    ``out``, every response is kept in that directory, with a report; what it holds of this very
+    evaluation, begun before, is not sampled again. ``show`` gets how many prompts are done.
+    """
+    if isinstance(recipe, str):
+        recipe = evaluated(recipe, model=model, overrides=overrides, seed=seed)
+    _prepare(recipe)
+    from burnish.loops import evaluate as loop
+    from burnish.runs.evaluation import write_evaluation
+
+    task, generator, decode = build_sampler(recipe)
     try:
-        return measure(loaded, task, generator)[1]
+        if out is None:
+            return loop.evaluate(recipe, task, generator, decode)[1]
+        path, settings = Path(out), evaluation_settings(recipe)
+        figures = loop.evaluate_into(path, settings, recipe, task, generator, decode, show=show)
+        write_evaluation([path], path / "report.html")
+        return figures
     finally:
         task.close()
+
+
+def evaluated(
+    name: str,
+    *,
+    model: str | None = None,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+) -> Recipe:
+    """The recipe that an evaluation goes by: of that name, of a run, or of a task and defaults."""
+    own = []
+    if (Path(name) / "recipe.toml").is_file():
+        name, own = f"{name}/recipe.toml", [f"model.name={json.dumps(name)}"]
+    elif name in config.TASKS and name not in config.list_recipes():
+        name, own = "keywords", [f"task.name={name}", f"name={name}"]
+    if model is not None:
+        own.append(f"model.name={json.dumps(model)}")
+    recipe = config.load(name, [*own, *overrides], seed=seed)
+    if recipe.is_supervised:
+        raise ConfigError(f"{name} has answers to learn and none to grade; name another --task")
+    return recipe
+
+
+def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
+    """All that an evaluation's results depend on, the weights' hash among it."""
+    table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
+    sections = ("model", "task", "engine", "validation", "rollout")
+    kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
+    learning = ("validation.every", "rollout.batch", "rollout.group_size", "rollout.max_errors")
+    settings = {key: value for key, value in kept.items() if key not in learning}
+    return settings | {"seed": recipe.seed, "weights": _digest(recipe)}
+
+
+def evaluation_path(recipe: Recipe) -> Path:
+    """Where an evaluation goes by default: one place for the same settings, where it goes on."""
+    settings = json.dumps(evaluation_settings(recipe))
+    return Path("runs") / f"eval-{recipe.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+
+
+def _digest(recipe: Recipe) -> str | None:
+    """Of the files with the weights; None: they are made from the recipe."""
+    if not isinstance(recipe.model, LanguageConfig):
+        return None
+    from burnish.model import hub
+
+    path = hub.resolve(recipe.model.name)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if (path / "recipe.toml").is_file():
+        files = [_chosen(path, "best") / checkpoint.MANIFEST]  # which holds the tensors' hash
+    digests = []
+    for file in files:
+        with file.open("rb") as opened:
+            digests.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
 def export(run_path: str | Path, out: str | Path, *, which: str = "best") -> Path:
@@ -227,6 +301,8 @@ def build(
 
     if recipe.is_supervised:
         return _build_supervised(recipe)
+    if recipe.engine.name != "native":
+        raise ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
     task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward)
     policy: Policy
     if isinstance(recipe.model, SorterConfig):
@@ -243,7 +319,7 @@ def build(
         train=lambda timers, start: sync.train(
             recipe, task=task, generator=generator, learner=learner, timers=timers, start=start
         ),
-        validate=lambda: evaluate.evaluate(recipe, task, generator),
+        validate=lambda: evaluate.evaluate(recipe, task, generator, decode),
         publish=lambda: generator.load(learner.weights()),
         decode=decode,
         close=task.close,
@@ -302,20 +378,44 @@ def build_sampler(
 
         task = Sorting(recipe.task, seed=recipe.seed)
         return task, SorterEngine(_sorter(recipe)), lambda ids: [str(i) for i in ids]
-    from burnish.engine.engine import EngineConfig, NativeEngine
     from burnish.engine.generator import EngineGenerator
+    from burnish.tasks.shots import FewShot
 
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    model, tokenizer, _ = open_model(recipe, dtype=names[recipe.engine.precision])
-    settings = EngineConfig(
-        kv_bytes=recipe.engine.kv_mb * 2**20, max_running=recipe.engine.max_running
-    )
-    engine = NativeEngine(model.to(_device(recipe)), tokenizer, settings)
+    engine, tokenizer = _engine(recipe)
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
 
-    return _language_task(recipe, tokenizer, prompts, reward), EngineGenerator(engine), decode
+    language = _language_task(recipe, tokenizer, prompts, reward)
+    if recipe.validation.shots:
+        language = FewShot(language, recipe.validation.shots, tokenizer)
+    return language, EngineGenerator(engine), decode
+
+
+def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
+    import torch
+
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    dtype = names[recipe.engine.precision]
+    if recipe.engine.name == "hf":
+        from burnish.engine.hf import HFEngine
+        from burnish.model import hub
+        from burnish.model.tokenizer import Tokenizer
+
+        path = hub.resolve(recipe.model.name)
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"engine.name = 'hf' reads Hugging Face directories, {path} is none; "
+                "`burnish export` makes one of a run"
+            )
+        return HFEngine.open(path, getattr(torch, dtype)), Tokenizer.load(path)
+    from burnish.engine.engine import EngineConfig, NativeEngine
+
+    model, tokenizer, _ = open_model(recipe, dtype=dtype)
+    settings = EngineConfig(
+        kv_bytes=recipe.engine.kv_mb * 2**20, max_running=recipe.engine.max_running
+    )
+    return NativeEngine(model.to(_device(recipe)), tokenizer, settings), tokenizer
 
 
 def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, Path]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -183,14 +185,57 @@ def export(
 
 
 @app.command(name="eval")
-def evaluate(recipe: RecipeName, overrides: Overrides = None, seed: Seed = None) -> None:
-    """Measure a recipe's model on its held-out prompts; --set model.name=DIR for another."""
+def evaluate(
+    recipe: Annotated[str | None, typer.Argument(help="a recipe, or a run's directory")] = None,
+    task: Annotated[str | None, typer.Option(help="the same: a recipe's or a task's name")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="a name, a directory, a run; several: side by side")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("-n", "--samples", help="per prompt")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="per response")] = None,
+    shots: Annotated[int | None, typer.Option(help="solved rows before each prompt")] = None,
+    engine: Annotated[str | None, typer.Option(help="native or hf")] = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Annotated[
+        Path | None, typer.Option(help="a directory; begun before, it goes on there")
+    ] = None,
+) -> None:
+    """Measure models on held-out prompts; every response is kept, and a report is written."""
     from burnish import api
+    from burnish.runs.evaluation import write_evaluation
 
+    named = recipe or task
+    if named is None or (recipe and task):
+        raise ConfigError("give a RECIPE or --task NAME, one of the two")
+    asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
+    own = [f"validation.{k}={v}" for k, v in (asked | {"shots": shots}).items() if v is not None]
+    own += [] if engine is None else [f"engine.name={engine}"]
+    models: list[str | None] = [*model] if model else [None]
+    settings = [*own, *(overrides or ())]
+    chosen = [api.evaluated(named, model=m, overrides=settings, seed=seed) for m in models]
+    paths = [api.evaluation_path(one) for one in chosen]
+    if out is not None:
+        paths = [out] if len(chosen) == 1 else [out / str(i) for i in range(1, len(chosen) + 1)]
+    results = []
+    with _display() as display:
+        for one, path in zip(chosen, paths, strict=True):
+            bar = display.add_task(path.name, total=None, now="")
+            show = partial(_advance, display, bar)
+            results.append(api.evaluate(one, out=path, show=show))
     table = Table.grid(padding=(0, 2))
-    for name, value in api.evaluate(recipe, overrides=overrides or (), seed=seed).items():
-        table.add_row(name, f"{value:.4f}")
+    for name in dict.fromkeys(name for figures in results for name in figures):
+        table.add_row(name, *(f"{figures.get(name, math.nan):.4f}" for figures in results))
     out_console.print(table)
+    page = paths[0] / "report.html"
+    if len(paths) > 1:
+        page = write_evaluation(paths, (out or paths[0]) / "side-by-side.html")
+    out_console.print(f"report: {escape(str(page))}")
+
+
+def _advance(display: Display, bar: Any, done: int, total: int) -> None:
+    display.update(bar, completed=done, total=total)
 
 
 @data_app.command(name="keywords")
@@ -230,7 +275,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="run directories")],
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("compare.png"),
 ) -> None:
-    """Overlay runs in one picture and tabulate what they came to.
+    """Overlay runs in one picture and tabulate what they came to; evaluations become one page.
 
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
     the last 10 steps; the rest is the last validation. Where all runs measured KL, the picture has
@@ -238,10 +283,14 @@ def compare(
     """
     import numpy as np
 
+    from burnish.runs.evaluation import write_evaluation
     from burnish.runs.plots import draw_comparison, ends
 
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is not a directory; choose another --out")
+    if all((run / "results.jsonl").exists() for run in runs):
+        page = write_evaluation(runs, out.with_suffix(".html"))
+        return out_console.print(f"report: {escape(str(page))}")
     curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out)]
     shown = [name for name in curves[0][1] if any(np.isfinite(e[name]).any() for _, e in curves)]
 
@@ -257,7 +306,7 @@ def compare(
         if len(curve.seeds) > 1:
             for name, over in (("mean", np.mean), ("std", np.std)):
                 line(name, (f"{over(values):.3f}" for values in columns))
-    out_console.print(f"picture: {escape(str(out))}")
+    return out_console.print(f"picture: {escape(str(out))}")
 
 
 @app.command()

@@ -203,6 +203,7 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     """The sampler; the learner's precision is ``train.precision``."""
 
+    name: Literal["native", "hf"] = Field("native", description="hf: transformers, to evaluate")
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
     max_running: int = Field(128, ge=1, description="samples that decode at once")
@@ -215,6 +216,7 @@ class ValidationConfig(Section):
     samples: int = Field(1, ge=1, description="responses per prompt")
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="0: greedy")
     max_tokens: int | None = Field(None, ge=1, description="none: as in training")
+    shots: int = Field(0, ge=0, description="solved training rows put before each prompt")
 
 
 class CheckpointConfig(Section):
@@ -425,12 +427,16 @@ def unused(recipe: Recipe) -> dict[str, str]:
     if recipe.is_supervised:
         keys = ["rollout", "engine", "objective", "log.rollouts"]
         keys += [f"train.{name}" for name in ("steps", "epochs", "log_kl")]
-        keys += [f"validation.{name}" for name in ("samples", "temperature", "max_tokens")]
+        names = ("samples", "temperature", "max_tokens", "shots")
+        keys += [f"validation.{name}" for name in names]
         for key in keys:
             reasons[key] = "task.name = 'pairs'; remove it (task.epochs is how long it learns)"
+    if recipe.engine.name != "native":
+        for key in ("engine.kv_mb", "engine.max_running"):
+            reasons[key] = f"engine.name = '{recipe.engine.name}'; remove it"
     if isinstance(recipe.model, SorterConfig):
         language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
-        keys = ["device", "engine", "train.recompute", "validation.max_tokens"]
+        keys = ["device", "engine", "train.recompute", "validation.max_tokens", "validation.shots"]
         for key in [*keys, *(f"rollout.{name}" for name in language)]:
             reasons[key] = "model.name = 'sorter'; remove it, or use a language model"
     return reasons
@@ -564,6 +570,11 @@ def _check_kinds(recipe: Recipe) -> None:
         raise ConfigError(
             "rollout.top_p and top_k cut off what the learner believes was possible; sample "
             "without them, or set rollout.truncated = true if it is meant"
+        )
+    if recipe.validation.shots and getattr(task, "chat", False):
+        raise ConfigError(
+            f"validation.shots = {recipe.validation.shots} puts rows before a plain text, and "
+            "task.chat = true makes it a chat; set task.chat = false"
         )
     if rollout.min_tokens > rollout.max_tokens:
         raise ConfigError(

@@ -29,10 +29,11 @@ def plan(recipe: Recipe, out: Path, size: Size | None = None) -> list[tuple[str,
     """Sections of (what, how much); no size: the model is the sorter, or its files are not here."""
     if isinstance(recipe.task, PairsTask):
         loss = ("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")
-        steps = f"{recipe.task.epochs:g} × the rows, {recipe.train.batch} at a time"
+        rate = f"AdamW, learning rate {recipe.train.learning_rate:g}, {recipe.train.schedule}"
+        steps = f"{recipe.task.epochs:g} × the rows, {recipe.train.batch} at a time ({rate})"
         return [
             ("task", _task(recipe, size)),
-            ("batches", [loss, ("gradient steps", f"{steps} (AdamW, {_rate(recipe)})")]),
+            ("batches", [loss, ("gradient steps", steps)]),
             ("resources", [*_memory(recipe, size)[:1], ("written to", str(out))]),
         ]
     return [
@@ -84,6 +85,10 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
 def _batches(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
     batches = rollout.batch // train.batch
+    rate = f"learning rate {train.learning_rate:g}"
+    if recipe.decay_steps is not None:
+        last = (train.final_rate or 0) * train.learning_rate
+        rate += f", {train.schedule} to {last:g} at gradient step {recipe.decay_steps:,}"
     return [
         (
             "rollout",
@@ -99,22 +104,10 @@ def _batches(recipe: Recipe) -> Lines:
         (
             "in all",
             f"{train.steps} steps: {train.steps * rollout.batch:,} responses sampled, "
-            f"{recipe.gradient_steps:,} gradient steps (AdamW, {_rate(recipe)})",
+            f"{recipe.gradient_steps:,} gradient steps (AdamW, {rate})",
         ),
         ("denominator", f"over a train batch: S = {train.batch} responses"),
     ]
-
-
-def _rate(recipe: Recipe) -> str:
-    train = recipe.train
-    rate = f"learning rate {train.learning_rate:g}"
-    if recipe.decay_steps is None:
-        return rate
-    last = (train.final_rate or 0) * train.learning_rate
-    end = f"gradient step {recipe.decay_steps:,}"
-    if recipe.is_supervised and train.decay_steps is None:
-        end = "the last"
-    return f"{rate}, {train.schedule} to {last:g} at {end}"
 
 
 def _memory(recipe: Recipe, size: Size | None) -> Lines:

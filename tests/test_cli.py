@@ -236,3 +236,22 @@ def test_a_warm_start_is_trained_on(smollm2, tmp_path):
     assert "bad.jsonl, line 1: a row to learn from needs a text 'answer'" in done.stderr
     done = burnish("plan", "sft", *flags(small), cwd=tmp_path)
     assert "1 × the rows, 4 at a time" in done.stdout, done.stderr
+
+
+def test_models_are_evaluated_side_by_side(smollm2, tmp_path):
+    few = flags(["task.validation_prompts=3", "validation.max_tokens=4", "device=cpu"])
+    both = ["--model", str(smollm2), "--model", "smollm2-135m", "-n", "2"]
+    done = burnish("eval", "--task", "keywords", *both, *few, "--out", "evals", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "report: evals/side-by-side.html" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "validation/accuracy_high" in line]
+    assert len(line.split()) == 3
+    done = burnish("compare", "evals/1", "evals/2", "--out", "both.html", cwd=tmp_path)
+    assert "report: both.html" in done.stdout, done.stderr
+    assert "only 1 is right: 0 of 6" in (tmp_path / "both.html").read_text()
+    done = burnish("eval", "keywords", *few, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (made,) = (tmp_path / "runs").glob("eval-keywords-*/report.html")
+    assert f"report: {made.relative_to(tmp_path)}" in done.stdout
+    done = burnish("eval", cwd=tmp_path)
+    assert "give a RECIPE or --task NAME" in done.stderr
