@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from burnish.config import (
     KeywordsTask,
     LanguageConfig,
     MixtureTask,
+    PairsTask,
     Recipe,
     ScratchConfig,
     SorterConfig,
@@ -25,6 +27,10 @@ from burnish.runs import checkpoint
 from burnish.runs.directory import RunDirectory, environment, next_directory
 
 if TYPE_CHECKING:
+    from burnish.config import ObjectiveConfig
+    from burnish.engine.protocol import Engine
+    from burnish.learner.learner import Learner
+    from burnish.learner.policy import Policy
     from burnish.loops.evaluate import Validated
     from burnish.loops.run import Parts, Progress
     from burnish.model.sorter import Sorter
@@ -68,9 +74,9 @@ def train(
     parts = build(recipe, prompts=prompts, reward=reward)
     try:
         with RunDirectory(path, recipe) as directory:
-            run(recipe, directory, parts, show=show, stop=stop)
+            run(directory, parts, show=show, stop=stop)
     finally:
-        parts.task.close()
+        parts.close()
     return path
 
 
@@ -83,16 +89,30 @@ def own_task(
     data` writes. Without a reward, a keyword recipe keeps its own.
     """
     overrides = ["task.name=files"]
-    files = {"train": data}
-    if data is not None and data.is_dir():
-        files = {"train": data / "train.jsonl", "validation": data / "validation.jsonl"}
-    overrides += [f"task.{key}={json.dumps(str(file))}" for key, file in files.items() if file]
+    files = {} if data is None else _data_files(data)
+    overrides += [f"task.{key}={json.dumps(file)}" for key, file in files.items()]
     if isinstance(reward, str):
         overrides.append(f"task.reward={json.dumps(reward)}")
     task = config.load(recipe).task
     if reward is None and isinstance(task, KeywordsTask):
         overrides += ["task.reward=keywords", f"task.must_end={json.dumps(task.must_end)}"]
     return overrides
+
+
+def own_pairs(recipe: str, *, data: Path | None = None, model: str | None = None) -> list[str]:
+    """Overrides that make a recipe a supervised one, on rows of one's own, from a model."""
+    files = {} if data is None else _data_files(data)
+    if data is None and not config.load(recipe).is_supervised:
+        raise ConfigError(f"recipe {recipe} has no answers to learn; give --data FILE.jsonl")
+    overrides = ["task.name=pairs", *(f"task.{k}={json.dumps(v)}" for k, v in files.items())]
+    return overrides + ([] if model is None else [f"model.name={json.dumps(model)}"])
+
+
+def _data_files(data: Path) -> dict[str, str]:
+    """A JSONL file, or a directory with train.jsonl and validation.jsonl."""
+    if not data.is_dir():
+        return {"train": str(data)}
+    return {name: str(data / f"{name}.jsonl") for name in ("train", "validation")}
 
 
 def write_keywords(
@@ -155,25 +175,97 @@ def resume(
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = directory.restart(start)
-            run(recipe, directory, parts, start=start, show=show, stop=stop)
+            run(directory, parts, start=start, show=show, stop=stop)
         finally:
-            parts.task.close()
+            parts.close()
     return path
 
 
 def evaluate(
-    recipe: str | Recipe, *, overrides: Sequence[str] = (), seed: int | None = None
+    recipe: str | Recipe,
+    *,
+    model: str | None = None,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    out: str | Path | None = None,
+    show: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
-    """The validation figures of a recipe's model, as training measures them at its start."""
-    loaded = config.load(recipe, overrides, seed=seed) if isinstance(recipe, str) else recipe
-    _prepare(loaded)
-    from burnish.loops.evaluate import evaluate as measure
+    """The validation figures of a model, as training measures them at its start.
 
-    task, generator, _ = build_sampler(loaded)
+    ``recipe`` may also be a run's directory, whose model is meant then, or a task's name. With
+    ``out``, every response is kept in that directory, with a report; what it holds of this very
+    evaluation, begun before, is not sampled again. ``show`` gets how many prompts are done.
+    """
+    if isinstance(recipe, str):
+        recipe = evaluated(recipe, model=model, overrides=overrides, seed=seed)
+    _prepare(recipe)
+    from burnish.loops import evaluate as loop
+    from burnish.runs.evaluation import write_evaluation
+
+    task, generator, decode = build_sampler(recipe)
     try:
-        return measure(loaded, task, generator)[1]
+        if out is None:
+            return loop.evaluate(recipe, task, generator, decode)[1]
+        path, settings = Path(out), evaluation_settings(recipe)
+        figures = loop.evaluate_into(path, settings, recipe, task, generator, decode, show=show)
+        write_evaluation([path], path / "report.html")
+        return figures
     finally:
         task.close()
+
+
+def evaluated(
+    name: str,
+    *,
+    model: str | None = None,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+) -> Recipe:
+    """The recipe that an evaluation goes by: of that name, of a run, or of a task and defaults."""
+    own = []
+    if (Path(name) / "recipe.toml").is_file():
+        name, own = f"{name}/recipe.toml", [f"model.name={json.dumps(name)}"]
+    elif name in config.TASKS and name not in config.list_recipes():
+        name, own = "keywords", [f"task.name={name}", f"name={name}"]
+    if model is not None:
+        own.append(f"model.name={json.dumps(model)}")
+    recipe = config.load(name, [*own, *overrides], seed=seed)
+    if recipe.is_supervised:
+        raise ConfigError(f"{name} has answers to learn and none to grade; name another --task")
+    return recipe
+
+
+def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
+    """All that an evaluation's results depend on, the weights' hash among it."""
+    table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
+    sections = ("model", "task", "engine", "validation", "rollout")
+    kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
+    learning = ("validation.every", "rollout.batch", "rollout.group_size", "rollout.max_errors")
+    settings = {key: value for key, value in kept.items() if key not in learning}
+    return settings | {"seed": recipe.seed, "weights": _digest(recipe)}
+
+
+def evaluation_path(recipe: Recipe) -> Path:
+    """Where an evaluation goes by default: one place for the same settings, where it goes on."""
+    settings = json.dumps(evaluation_settings(recipe))
+    return Path("runs") / f"eval-{recipe.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+
+
+def _digest(recipe: Recipe) -> str | None:
+    """Of the files with the weights; None: they are made from the recipe."""
+    if not isinstance(recipe.model, LanguageConfig):
+        return None
+    from burnish.model import hub
+
+    path = hub.resolve(recipe.model.name)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if (path / "recipe.toml").is_file():
+        files = [_chosen(path, "best") / checkpoint.MANIFEST]  # which holds the tensors' hash
+    digests = []
+    for file in files:
+        with file.open("rb") as opened:
+            digests.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
 def export(run_path: str | Path, out: str | Path, *, which: str = "best") -> Path:
@@ -190,19 +282,9 @@ def export(run_path: str | Path, out: str | Path, *, which: str = "best") -> Pat
         raise RunError(f"{target} is not empty; choose another directory")
     from burnish.model import checkpoint as models
 
-    named = {
-        "best": checkpoint.best(path) or checkpoint.latest(path),
-        "last": checkpoint.latest(path),
-    }
-    chosen = named[which] if which in named else _choose(path, which)
-    if chosen is None:
-        raise RunError(f"{path} has no checkpoint yet; train on, or resume it")
+    chosen = _chosen(path, which)
     model, _, source = open_model(recipe, dtype="float32")
-    saved = checkpoint.load(chosen)
-    weights = dict(model.named_parameters())
-    prefix = "master.model."
-    for name, parameter in weights.items():
-        parameter.data.copy_(saved.tensors[f"{prefix}{name}"])
+    _take_weights(model, chosen)
     models.save(model, target, source=source)
     return chosen
 
@@ -213,22 +295,69 @@ def build(
     prompts: Prompts = None,
     reward: Reward | str | None = None,
 ) -> Parts:
-    """A recipe's task, generator and learner."""
-    from burnish.learner.learner import Learner
-    from burnish.learner.policy import LanguagePolicy, Policy
+    """What a recipe's run is made of."""
+    from burnish.learner.policy import LanguagePolicy
+    from burnish.loops import evaluate, sync
     from burnish.loops.run import Parts
 
+    if recipe.is_supervised:
+        return _build_supervised(recipe)
+    if recipe.engine.name != "native":
+        raise ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
     task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward)
-    train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
     policy: Policy
     if isinstance(recipe.model, SorterConfig):
         policy = _sorter(recipe)
     else:
         model = open_model(recipe, dtype="float32")[0].to(_device(recipe))
-        if train.micro_tokens is not None:
+        if recipe.train.micro_tokens is not None:
             check_lengths(recipe, _size(recipe, model, task))
-        policy = LanguagePolicy(model, recompute=train.recompute)
-    return Parts(task, generator, Learner(policy, recipe.objective, train), decode)
+        policy = LanguagePolicy(model, recompute=recipe.train.recompute)
+    learner = _learner(recipe, policy, recipe.objective)
+    return Parts(
+        recipe=recipe,
+        learner=learner,
+        train=lambda timers, start: sync.train(
+            recipe, task=task, generator=generator, learner=learner, timers=timers, start=start
+        ),
+        validate=lambda: evaluate.evaluate(recipe, task, generator, decode),
+        publish=lambda: generator.load(learner.weights()),
+        decode=decode,
+        close=task.close,
+    )
+
+
+def _build_supervised(recipe: Recipe) -> Parts:
+    from burnish.learner.policy import LanguagePolicy
+    from burnish.loops import supervised
+    from burnish.loops.run import Parts
+    from burnish.tasks.pairs import make_pairs
+
+    model, tokenizer, _ = open_model(recipe, dtype="float32")
+    assert isinstance(recipe.task, PairsTask)
+    longest = min(model.config.context, recipe.train.micro_tokens or model.config.context)
+    pairs = make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
+    counted = config.with_steps(recipe, pairs.steps(recipe.train.batch))
+    policy = LanguagePolicy(model.to(_device(recipe)), recompute=recipe.train.recompute)
+    learner = _learner(counted, policy, supervised.OBJECTIVE)
+    return Parts(
+        recipe=counted,
+        learner=learner,
+        train=lambda timers, start: supervised.train(
+            counted, pairs=pairs, learner=learner, timers=timers, start=start
+        ),
+        validate=lambda: supervised.validate(pairs, learner),
+        publish=lambda: None,  # nothing samples
+        decode=lambda ids: [],
+        close=lambda: None,
+    )
+
+
+def _learner(recipe: Recipe, policy: Policy, objective: ObjectiveConfig) -> Learner:
+    from burnish.learner.learner import Learner
+
+    train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
+    return Learner(policy, objective, train)
 
 
 def build_sampler(
@@ -250,24 +379,51 @@ def build_sampler(
 
         task = Sorting(recipe.task, seed=recipe.seed)
         return task, SorterEngine(_sorter(recipe)), lambda ids: [str(i) for i in ids]
-    from burnish.engine.engine import EngineConfig, NativeEngine
     from burnish.engine.generator import EngineGenerator
+    from burnish.tasks.shots import FewShot
 
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    model, tokenizer, _ = open_model(recipe, dtype=names[recipe.engine.precision])
-    settings = EngineConfig(
-        kv_bytes=recipe.engine.kv_mb * 2**20, max_running=recipe.engine.max_running
-    )
-    engine = NativeEngine(model.to(_device(recipe)), tokenizer, settings)
+    engine, tokenizer = _engine(recipe)
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
 
-    return _language_task(recipe, tokenizer, prompts, reward), EngineGenerator(engine), decode
+    language = _language_task(recipe, tokenizer, prompts, reward)
+    if recipe.validation.shots:
+        language = FewShot(language, recipe.validation.shots, tokenizer)
+    return language, EngineGenerator(engine), decode
+
+
+def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
+    import torch
+
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    dtype = names[recipe.engine.precision]
+    if recipe.engine.name == "hf":
+        from burnish.engine.hf import HFEngine
+        from burnish.model import hub
+        from burnish.model.tokenizer import Tokenizer
+
+        path = hub.resolve(recipe.model.name)
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"engine.name = 'hf' reads Hugging Face directories, {path} is none; "
+                "`burnish export` makes one of a run"
+            )
+        return HFEngine.open(path, getattr(torch, dtype)), Tokenizer.load(path)
+    from burnish.engine.engine import EngineConfig, NativeEngine
+
+    model, tokenizer, _ = open_model(recipe, dtype=dtype)
+    settings = EngineConfig(
+        kv_bytes=recipe.engine.kv_mb * 2**20, max_running=recipe.engine.max_running
+    )
+    return NativeEngine(model.to(_device(recipe)), tokenizer, settings), tokenizer
 
 
 def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, Path]:
-    """The recipe's language model, its tokenizer, and where the tokenizer came from."""
+    """The recipe's language model, its tokenizer, and where the tokenizer came from.
+
+    A model's name may be a run's directory: then it is the run's best checkpoint.
+    """
     import torch
 
     from burnish.model import checkpoint as models
@@ -275,14 +431,34 @@ def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, P
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import Transformer
 
-    kind, precision = recipe.model, getattr(torch, dtype)
-    path = hub.resolve(_source(recipe))
+    origin, precision = _origin(recipe), getattr(torch, dtype)
+    path = hub.resolve(_source(origin))
     tokenizer = Tokenizer.load(path)
-    if isinstance(kind, LanguageConfig):
-        model = models.load(path, dtype=precision, fp32_head=kind.fp32_head)
+    if isinstance(origin.model, LanguageConfig):
+        model = models.load(path, dtype=precision, fp32_head=origin.model.fp32_head)
     else:
-        model = Transformer(_scratch(recipe, tokenizer)).init_weights(recipe.seed).to(precision)
+        model = Transformer(_scratch(origin, tokenizer)).init_weights(origin.seed).to(precision)
+    if origin is not recipe:
+        _take_weights(model, _chosen(Path(recipe.model.name), "best"))
     return model, tokenizer, path
+
+
+def _origin(recipe: Recipe) -> Recipe:
+    """The recipe that says what its model is: of the run, where the model is what a run learned."""
+    run = Path(recipe.model.name)
+    if not isinstance(recipe.model, LanguageConfig) or not (run / "recipe.toml").is_file():
+        return recipe
+    origin = _origin(_resumed_recipe(run, ()))
+    if isinstance(origin.model, SorterConfig):
+        raise ConfigError(f"{run} trained the sorting model, which is not a language model")
+    head = {"fp32_head": recipe.model.fp32_head}
+    return origin.model_copy(update={"model": origin.model.model_copy(update=head)})
+
+
+def _take_weights(model: Transformer, chosen: Path) -> None:
+    saved = checkpoint.load(chosen)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(saved.tensors[f"master.model.{name}"])
 
 
 def measure(recipe: Recipe) -> Size | None:
@@ -295,31 +471,38 @@ def measure(recipe: Recipe) -> Size | None:
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import Transformer
 
-    path = _local(_source(recipe))
+    origin = _origin(recipe)
+    path = _local(_source(origin))
     if path is None:
         return None
     tokenizer = Tokenizer.load(path)
-    if isinstance(recipe.model, ScratchConfig):
-        config = _scratch(recipe, tokenizer)
+    if isinstance(origin.model, ScratchConfig):
+        config = _scratch(origin, tokenizer)
     elif path.suffix == ".gguf":
         from burnish.model.gguf import Gguf
 
         config = Gguf(path).config()
     else:
         config = read_config(path)
-    task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0)  # none is graded
     with torch.device("meta"):
-        return _size(recipe, Transformer(config), task)
+        model = Transformer(config)
+    if isinstance(recipe.task, PairsTask):
+        return _size(recipe, model, None)
+    task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0)  # none is graded
+    return _size(recipe, model, task)
 
 
-def _size(recipe: Recipe, model: Transformer, task: Validated) -> Size:
+def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
+    """No task: the prompts are not known, or do not matter."""
     count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
-    prompts = [task.prompt(i) for i in range(min(count, PROBED))] + task.validation[:PROBED]
+    prompts = []
+    if task is not None:
+        prompts = [task.prompt(i) for i in range(min(count, PROBED))] + task.validation[:PROBED]
     return Size(
         parameters=sum(p.numel() for p in model.parameters()),
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
         context=config.context,
-        longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
+        longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
     )
 
 
@@ -426,7 +609,7 @@ FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "descrip
 def _resumed_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     before = config.load(str(path / "recipe.toml"))
     decay = before.decay_steps  # of the run as it was, also if it shall now be longer
-    pinned = [] if decay is None else [f"train.decay_steps={decay}"]
+    pinned = [] if decay is None or before.is_supervised else [f"train.decay_steps={decay}"]
     after = config.load(str(path / "recipe.toml"), [*pinned, *overrides])
     for override in overrides:
         key = override.partition("=")[0].strip()
@@ -460,6 +643,18 @@ def _check_environment(path: Path, *, anyway: bool) -> None:
             f"the run began elsewhere ({'; '.join(changed)}), so it would not continue bit for "
             "bit; go back to that, or resume with --anyway"
         )
+
+
+def _chosen(path: Path, which: str) -> Path:
+    """A run's checkpoint: "best" (the last where none was validated), "last" or one by its name."""
+    named = {
+        "best": checkpoint.best(path) or checkpoint.latest(path),
+        "last": checkpoint.latest(path),
+    }
+    chosen = named[which] if which in named else _choose(path, which)
+    if chosen is None:
+        raise RunError(f"{path} has no checkpoint yet; train on, or resume it")
+    return chosen
 
 
 def _choose(path: Path, name: str | None) -> Path | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +22,7 @@ from burnish.errors import BurnishError, ConfigError, RunError
 if TYPE_CHECKING:
     from rich.progress import Progress as Display
 
+    from burnish.config import Recipe
     from burnish.loops.run import Progress
 
 app = typer.Typer(
@@ -101,8 +104,35 @@ def train(
         own = api.own_task(recipe, data=data, reward=reward)
     loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
     path = out or next_directory(Path("runs"), loaded.name)
-    with _live(path, loaded.train.steps, quiet=quiet) as (show, stop):
-        api.train(loaded, out=path, show=show, stop=stop)
+    _run(loaded, path, quiet=quiet)
+
+
+@app.command()
+def sft(
+    recipe: Annotated[str, typer.Argument(help="a name from `burnish recipes`, or a file")] = "sft",
+    data: Annotated[
+        Path | None, typer.Option(help="rows with prompt and answer: a JSONL file, or a directory")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="a name, a directory or hf:ORG/NAME")] = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Out = None,
+    quiet: Quiet = False,
+) -> None:
+    """Learn written answers, prompt by prompt: a warm start for `burnish train`."""
+    from burnish import api, config
+    from burnish.runs.directory import next_directory
+
+    own = api.own_pairs(recipe, data=data, model=model)
+    loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
+    _run(loaded, out or next_directory(Path("runs"), loaded.name), quiet=quiet)
+
+
+def _run(recipe: Recipe, path: Path, *, quiet: bool) -> None:
+    from burnish import api
+
+    with _live(path, quiet=quiet) as (show, stop):
+        api.train(recipe, out=path, show=show, stop=stop)
     _show_end(path)
 
 
@@ -119,10 +149,9 @@ def resume(
     quiet: Quiet = False,
 ) -> None:
     """Continue a run from its last checkpoint, bit for bit."""
-    from burnish import api, config
+    from burnish import api
 
-    steps = config.load(str(run / "recipe.toml"), overrides or ()).train.steps
-    with _live(run, steps, quiet=quiet) as (show, stop):
+    with _live(run, quiet=quiet) as (show, stop):
         api.resume(
             run,
             overrides=overrides or (),
@@ -156,14 +185,57 @@ def export(
 
 
 @app.command(name="eval")
-def evaluate(recipe: RecipeName, overrides: Overrides = None, seed: Seed = None) -> None:
-    """Measure a recipe's model on its held-out prompts; --set model.name=DIR for another."""
+def evaluate(
+    recipe: Annotated[str | None, typer.Argument(help="a recipe, or a run's directory")] = None,
+    task: Annotated[str | None, typer.Option(help="the same: a recipe's or a task's name")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="a name, a directory, a run; several: side by side")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("-n", "--samples", help="per prompt")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="per response")] = None,
+    shots: Annotated[int | None, typer.Option(help="solved rows before each prompt")] = None,
+    engine: Annotated[str | None, typer.Option(help="native or hf")] = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Annotated[
+        Path | None, typer.Option(help="a directory; begun before, it goes on there")
+    ] = None,
+) -> None:
+    """Measure models on held-out prompts; every response is kept, and a report is written."""
     from burnish import api
+    from burnish.runs.evaluation import write_evaluation
 
+    named = recipe or task
+    if named is None or (recipe and task):
+        raise ConfigError("give a RECIPE or --task NAME, one of the two")
+    asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
+    own = [f"validation.{k}={v}" for k, v in (asked | {"shots": shots}).items() if v is not None]
+    own += [] if engine is None else [f"engine.name={engine}"]
+    models: list[str | None] = [*model] if model else [None]
+    settings = [*own, *(overrides or ())]
+    chosen = [api.evaluated(named, model=m, overrides=settings, seed=seed) for m in models]
+    paths = [api.evaluation_path(one) for one in chosen]
+    if out is not None:
+        paths = [out] if len(chosen) == 1 else [out / str(i) for i in range(1, len(chosen) + 1)]
+    results = []
+    with _display() as display:
+        for one, path in zip(chosen, paths, strict=True):
+            bar = display.add_task(path.name, total=None, now="")
+            show = partial(_advance, display, bar)
+            results.append(api.evaluate(one, out=path, show=show))
     table = Table.grid(padding=(0, 2))
-    for name, value in api.evaluate(recipe, overrides=overrides or (), seed=seed).items():
-        table.add_row(name, f"{value:.4f}")
+    for name in dict.fromkeys(name for figures in results for name in figures):
+        table.add_row(name, *(f"{figures.get(name, math.nan):.4f}" for figures in results))
     out_console.print(table)
+    page = paths[0] / "report.html"
+    if len(paths) > 1:
+        page = write_evaluation(paths, (out or paths[0]) / "side-by-side.html")
+    out_console.print(f"report: {escape(str(page))}")
+
+
+def _advance(display: Display, bar: Any, done: int, total: int) -> None:
+    display.update(bar, completed=done, total=total)
 
 
 @data_app.command(name="keywords")
@@ -203,7 +275,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="run directories")],
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("compare.png"),
 ) -> None:
-    """Overlay runs in one picture and tabulate what they came to.
+    """Overlay runs in one picture and tabulate what they came to; evaluations become one page.
 
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
     the last 10 steps; the rest is the last validation. Where all runs measured KL, the picture has
@@ -211,10 +283,14 @@ def compare(
     """
     import numpy as np
 
+    from burnish.runs.evaluation import write_evaluation
     from burnish.runs.plots import draw_comparison, ends
 
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is not a directory; choose another --out")
+    if all((run / "results.jsonl").exists() for run in runs):
+        page = write_evaluation(runs, out.with_suffix(".html"))
+        return out_console.print(f"report: {escape(str(page))}")
     curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out)]
     shown = [name for name in curves[0][1] if any(np.isfinite(e[name]).any() for _, e in curves)]
 
@@ -230,7 +306,7 @@ def compare(
         if len(curve.seeds) > 1:
             for name, over in (("mean", np.mean), ("std", np.std)):
                 line(name, (f"{over(values):.3f}" for values in columns))
-    out_console.print(f"picture: {escape(str(out))}")
+    return out_console.print(f"picture: {escape(str(out))}")
 
 
 @app.command()
@@ -312,21 +388,23 @@ def _display(*, quiet: bool = False) -> Display:
 
 @contextmanager
 def _live(
-    path: Path, total: int, *, quiet: bool
+    path: Path, *, quiet: bool
 ) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
     """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
     asked: list[int] = []
     with _display(quiet=quiet) as display:
-        bar = display.add_task(path.name, total=total, now="")
+        bar = display.add_task(path.name, total=None, now="")
 
         def show(progress: Progress) -> None:
-            metrics = progress.metrics
-            now = f"reward {metrics['rollout/reward']:.3f}"
-            for label, key in (("held out", "validation/reward"), ("KL", "kl/initial_k3")):
-                now += f"  {label} {metrics[key]:.3f}" if key in metrics else ""
-            display.update(bar, completed=progress.step, now=now)
+            step, total, metrics, _ = progress
+            reward = ("rollout/reward", "reward")
+            first = reward if reward[0] in metrics else ("train/loss", "loss")
+            held_out = (("validation/reward", "held out"), ("validation/loss", "held out"))
+            labels = (first, *held_out, ("kl/initial_k3", "KL"))
+            now = "  ".join(f"{name} {metrics[key]:.3f}" for key, name in labels if key in metrics)
+            display.update(bar, completed=step, total=total, now=now)
             if quiet:
-                out_console.print(f"step {progress.step}/{total}  {now}")
+                out_console.print(f"step {step}/{total}  {now}")
 
         def ask(number: int, frame: object) -> None:
             if asked:
@@ -352,10 +430,11 @@ def _show_end(path: Path) -> None:
 
     end = summary.read(path)
     seconds: dict[str, float] = end["seconds"]
+    measure = "reward" if "reward_first" in end else "loss"
+    sampled = f"{end['responses']:,} responses, " if "responses" in end else ""
     out_console.print(
-        f"reward {end['reward_first']:.2f} → {end['reward_last']:.2f}, "
-        f"{end['responses']:,} responses, {end['gradient_steps']:,} gradient steps, "
-        f"{seconds['step']:.1f} s"
+        f"{measure} {end[f'{measure}_first']:.2f} → {end[f'{measure}_last']:.2f}, {sampled}"
+        f"{end['gradient_steps']:,} gradient steps, {seconds['step']:.1f} s"
     )
     if "validation" in end:
         held = end["validation"]

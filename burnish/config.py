@@ -95,10 +95,9 @@ class Graded(Section):
         return self
 
 
-class FilesTask(Graded):
-    """Rows of a JSONL file, each with a prompt, and a reward of the user's own."""
+class Rows(Section):
+    """Rows of a JSONL file, each with a prompt, some of them held out."""
 
-    name: Literal["files"] = "files"
     train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
     validation: str | None = Field(
         None, description="a JSONL file; None: rows of train are held out"
@@ -106,16 +105,22 @@ class FilesTask(Graded):
     validation_share: float | None = Field(
         None, ge=0, lt=1, description="of train's rows, chosen by the seed; None: 0.1"
     )
-    reward: str | None = Field(None, description="FILE.py:NAME or a built-in name")
     chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_held_out(self) -> Self:
         if self.validation is not None and self.validation_share is not None:
             raise ValueError(
                 "has validation, so validation_share has no effect; remove one of them"
             )
         return self
+
+
+class FilesTask(Rows, Graded):
+    """Rows with a reward of the user's own."""
+
+    name: Literal["files"] = "files"
+    reward: str | None = Field(None, description="FILE.py:NAME or a built-in name")
 
 
 R1_ZERO = (
@@ -184,6 +189,16 @@ class GymTask(Asked):
     validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
 
 
+class PairsTask(Rows):
+    """Rows with a prompt (or GSM8K's question) and an answer to learn: a supervised run."""
+
+    name: Literal["pairs"] = "pairs"
+    epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
+    prompt: str = Field("{prompt}", pattern=r"\{prompt\}", description="how a row's text is asked")
+    answer: str = Field("{answer}", pattern=r"\{answer\}", description="what is learned of it")
+    marks: bool = Field(False, description="keep GSM8K's calculator marks, <<48/2=24>>")
+
+
 def _task_name(task: Any) -> str:
     name = task.get("name", "sort") if isinstance(task, Mapping) else getattr(task, "name", task)
     return name if isinstance(name, str) else repr(name)
@@ -222,10 +237,11 @@ AnyTask = Annotated[
     | Annotated[FilesTask, Tag("files")]
     | Annotated[MathTask, Tag("math")]
     | Annotated[GymTask, Tag("gym")]
+    | Annotated[PairsTask, Tag("pairs")]
     | Annotated[MixtureTask, Tag("mixture")],
     Discriminator(_task_name),
 ]
-TASKS = ("sort", "keywords", "files", "math", "gym", "mixture")
+TASKS = ("sort", "keywords", "files", "math", "gym", "pairs", "mixture")
 
 
 class SorterConfig(Section):
@@ -288,6 +304,7 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     """The sampler; the learner's precision is ``train.precision``."""
 
+    name: Literal["native", "hf"] = Field("native", description="hf: transformers, to evaluate")
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
     max_running: int = Field(128, ge=1, description="samples that decode at once")
@@ -300,6 +317,7 @@ class ValidationConfig(Section):
     samples: int = Field(1, ge=1, description="responses per prompt")
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="0: greedy")
     max_tokens: int | None = Field(None, ge=1, description="none: as in training")
+    shots: int = Field(0, ge=0, description="solved training rows put before each prompt")
 
 
 class CheckpointConfig(Section):
@@ -402,7 +420,14 @@ class Recipe(Section):
 
     @property
     def gradient_steps(self) -> int:
+        if self.is_supervised:
+            return self.train.steps
         return self.train.steps * self.gradient_steps_per_rollout
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether a run learns from written answers, so that nothing is sampled or graded."""
+        return isinstance(self.task, PairsTask)
 
     @property
     def decay_steps(self) -> int | None:
@@ -430,10 +455,19 @@ def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -
     # What the recipe set for a piece that an override replaced goes with the piece.
     recipe = _validate(effective(recipe, merged))
     _check_kinds(recipe)
-    _check_batches(recipe)
-    _check_train(recipe)
+    if not recipe.is_supervised:  # its steps are known with its rows, see with_steps
+        _check_batches(recipe)
+        _check_train(recipe)
     _check_objective(recipe)
     return recipe
+
+
+def with_steps(recipe: Recipe, steps: int) -> Recipe:
+    """A supervised recipe, once the number of its rows says how many steps its epochs are."""
+    train = recipe.train.model_copy(update={"steps": steps})
+    counted = recipe.model_copy(update={"train": train})
+    _check_train(counted)
+    return counted
 
 
 def read_recipe(name: str) -> dict[str, Any]:
@@ -498,9 +532,19 @@ def unused(recipe: Recipe) -> dict[str, str]:
             reasons[key] = "train.schedule = 'constant'; remove it, or use 'linear' or 'cosine'"
     if not recipe.train.log_kl:
         reasons["train.log_kl_groups"] = "train.log_kl = false; remove it"
+    if recipe.is_supervised:
+        keys = ["rollout", "engine", "objective", "log.rollouts"]
+        keys += [f"train.{name}" for name in ("steps", "epochs", "log_kl")]
+        names = ("samples", "temperature", "max_tokens", "shots")
+        keys += [f"validation.{name}" for name in names]
+        for key in keys:
+            reasons[key] = "task.name = 'pairs'; remove it (task.epochs is how long it learns)"
+    if recipe.engine.name != "native":
+        for key in ("engine.kv_mb", "engine.max_running"):
+            reasons[key] = f"engine.name = '{recipe.engine.name}'; remove it"
     if isinstance(recipe.model, SorterConfig):
         language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
-        keys = ["device", "engine", "train.recompute", "validation.max_tokens"]
+        keys = ["device", "engine", "train.recompute", "validation.max_tokens", "validation.shots"]
         for key in [*keys, *(f"rollout.{name}" for name in language)]:
             reasons[key] = "model.name = 'sorter'; remove it, or use a language model"
     return reasons
@@ -638,6 +682,11 @@ def _check_kinds(recipe: Recipe) -> None:
         raise ConfigError(
             "rollout.top_p and top_k cut off what the learner believes was possible; sample "
             "without them, or set rollout.truncated = true if it is meant"
+        )
+    if recipe.validation.shots and getattr(task, "chat", False):
+        raise ConfigError(
+            f"validation.shots = {recipe.validation.shots} puts rows before a plain text, and "
+            "task.chat = true makes it a chat; set task.chat = false"
         )
     if rollout.min_tokens > rollout.max_tokens:
         raise ConfigError(

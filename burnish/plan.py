@@ -13,6 +13,7 @@ from burnish.config import (
     KeywordsTask,
     MathTask,
     MixtureTask,
+    PairsTask,
     Recipe,
     SorterConfig,
     SortTask,
@@ -36,6 +37,15 @@ class Size(NamedTuple):
 
 def plan(recipe: Recipe, out: Path, size: Size | None = None) -> list[tuple[str, Lines]]:
     """Sections of (what, how much); no size: the model is the sorter, or its files are not here."""
+    if isinstance(recipe.task, PairsTask):
+        loss = ("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")
+        rate = f"AdamW, learning rate {recipe.train.learning_rate:g}, {recipe.train.schedule}"
+        steps = f"{recipe.task.epochs:g} × the rows, {recipe.train.batch} at a time ({rate})"
+        return [
+            ("task", _task(recipe, size)),
+            ("batches", [loss, ("gradient steps", steps)]),
+            ("resources", [*_memory(recipe, size)[:1], ("written to", str(out))]),
+        ]
     return [
         ("task", _task(recipe, size)),
         ("objective", pieces.formula(recipe.objective)),
@@ -65,6 +75,8 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
         for label, part in task.tasks.items():
             lines += [("part", f"{label}, {task.weights[label] / total:.0%} of the groups")]
             lines += _asked(part)
+    elif isinstance(task, PairsTask):
+        lines.append(("task", f"pairs: {task.train}"))
     else:
         lines += _asked(task)
     if recipe.stop:
@@ -72,7 +84,7 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
     count = _parameters(recipe, size)
     known = "" if count is None else f": {count:,} parameters"
     lines += [("model", f"{model.name}{known}"), ("seed", str(recipe.seed))]
-    if size is not None:
+    if size is not None and not recipe.is_supervised:
         longest = check_lengths(recipe, size)
         told = f"{longest} tokens: a prompt of {size.longest_prompt} and its response"
         lines.append(("longest sequence", f"{told} (the model's context: {size.context:,})"))

@@ -213,3 +213,45 @@ def test_generate_refuses_with_one_message(arguments, message, tmp_path):
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_warm_start_is_trained_on(smollm2, tmp_path):
+    rows = [{"prompt": f"Say {word}", "answer": f"{word} {word}"} for word in "abcdefghij"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
+    small = [f"model.{key}={value}" for key, value in size.items()]
+    small += ["model.name=scratch", f"model.tokenizer={smollm2}", "train.batch=4"]
+    given = ["--data", "rows.jsonl", "--out", "warm", *flags(small)]
+    done = burnish("sft", *given, "--quiet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 3/3  loss " in done.stdout
+    assert "3 gradient steps" in done.stdout
+    assert "report: warm/report.html" in done.stdout
+    few = [*tiny(smollm2)[14:], *flags(["model.name=warm", "task.validation_prompts=2"])]
+    done = burnish("train", "keywords", *few, "--out", "after", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
+    done = burnish("sft", "--data", "bad.jsonl", *flags(small), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "bad.jsonl, line 1: a row to learn from needs a text 'answer'" in done.stderr
+    done = burnish("plan", "sft", *flags(small), cwd=tmp_path)
+    assert "1 × the rows, 4 at a time" in done.stdout, done.stderr
+
+
+def test_models_are_evaluated_side_by_side(smollm2, tmp_path):
+    few = flags(["task.validation_prompts=3", "validation.max_tokens=4", "device=cpu"])
+    both = ["--model", str(smollm2), "--model", "smollm2-135m", "-n", "2"]
+    done = burnish("eval", "--task", "keywords", *both, *few, "--out", "evals", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "report: evals/side-by-side.html" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "validation/accuracy_high" in line]
+    assert len(line.split()) == 3
+    done = burnish("compare", "evals/1", "evals/2", "--out", "both.html", cwd=tmp_path)
+    assert "report: both.html" in done.stdout, done.stderr
+    assert "only 1 is right: 0 of 6" in (tmp_path / "both.html").read_text()
+    done = burnish("eval", "keywords", *few, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (made,) = (tmp_path / "runs").glob("eval-keywords-*/report.html")
+    assert f"report: {made.relative_to(tmp_path)}" in done.stdout
+    done = burnish("eval", cwd=tmp_path)
+    assert "give a RECIPE or --task NAME" in done.stderr

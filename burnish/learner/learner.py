@@ -86,11 +86,15 @@ class Learner:
         if self.objective.proximal == "behavior":
             proximal = batch.behavior_logprobs
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
-            proximal = self._logprobs(self.policy, batch)
+            proximal = self.logprobs(batch)
         reference = None
         if self.reference is not None and self.objective.kl != "full":
             reference = self._logprobs(self.reference, batch)
         return Scores(proximal, reference)
+
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """[N] of the policy as it is, without gradient."""
+        return self._logprobs(self.policy, batch)
 
     def drift(self, batch: PackedBatch, scores: Scores) -> Callable[[Tensor], Metrics]:
         """KL of the policy that sampled the batch to the initial model and to the one before it,

@@ -1,16 +1,34 @@
-"""Validation: held-out prompts, sampling of their own, and draws that every evaluation shares."""
+"""Evaluation: held-out prompts, sampling of their own, and draws that every evaluation shares.
+
+Prompts are answered some at a time, and always the same ones together, since a batch decides the
+last bits of its logits. What an evaluation of its own has answered is a row of results.jsonl; one
+that was killed answers the rest, and comes to what it would have come to.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from burnish.config import Recipe
 from burnish.draws import Stream
+from burnish.errors import RunError
 from burnish.loops.sync import sampling
-from burnish.rollout.rollout import Generator, Task, describe, grade
-from burnish.runs.metrics import Row
-from burnish.types import Group, Prompt
+from burnish.rollout.rollout import Generator, Task, grade
+from burnish.runs import rollouts, statistics
+from burnish.runs.directory import lock, replace_file
+from burnish.runs.metrics import Row, iterate_rows
+from burnish.runs.statistics import Outcome, is_right
+from burnish.types import Finish, Group, IntArray, Prompt, Status
+
+Decode = Callable[[IntArray], list[str]]
+TOGETHER = 512
+"""Responses that are sampled together."""
 
 
 class Validated(Task, Protocol):
@@ -23,15 +41,60 @@ class Validated(Task, Protocol):
         """Ends what the task started."""
 
 
-def evaluate(recipe: Recipe, task: Validated, generator: Generator) -> tuple[list[Group], Row]:
+@runtime_checkable
+class Answers(Protocol):
+    """A task that finds the answer in a response, which is what a majority is counted of."""
+
+    def answer(self, response: str) -> str | None: ...
+
+
+def evaluate(
+    recipe: Recipe, task: Validated, generator: Generator, decode: Decode
+) -> tuple[list[Group], Row]:
     """The graded responses to the validation prompts, and their figures as ``validation/…``.
 
     Empty where the task holds nothing out.
     """
-    prompts = task.validation
-    if not prompts:
-        return [], {}
-    config = recipe.validation
+    groups = [group for part in answered(recipe, task, generator) for group in part]
+    return groups, figures(to_rows(task, groups, decode))
+
+
+def evaluate_into(
+    directory: Path,
+    settings: Mapping[str, Any],
+    recipe: Recipe,
+    task: Validated,
+    generator: Generator,
+    decode: Decode,
+    *,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> Row:
+    """The same figures, with every response in a directory; one begun before goes on there.
+
+    ``settings`` are all that the results depend on; ``show`` gets how many prompts are done.
+    """
+    with lock(directory):
+        _same_settings(directory / "settings.json", settings)
+        file, prompts = directory / "results.jsonl", task.validation
+        rows = _done(file, recipe, prompts)
+        done = len(rows) // recipe.validation.samples
+        show(done, len(prompts))
+        for part in answered(recipe, task, generator, start=done):
+            fresh = to_rows(task, part, decode)
+            with file.open("a", encoding="utf-8") as out:
+                out.writelines(json.dumps(row) + "\n" for row in fresh)
+            rows, done = rows + fresh, done + len(part)
+            show(done, len(prompts))
+        measured = figures(rows)
+        replace_file(directory / "figures.json", json.dumps(measured, indent=2) + "\n")
+    return measured
+
+
+def answered(
+    recipe: Recipe, task: Validated, generator: Generator, start: int = 0
+) -> Iterator[list[Group]]:
+    """Graded responses from prompt ``start`` on, some prompts at a time."""
+    config, prompts, size = recipe.validation, task.validation, together(recipe)
     params = replace(
         sampling(recipe),
         temperature=config.temperature,
@@ -39,11 +102,85 @@ def evaluate(recipe: Recipe, task: Validated, generator: Generator) -> tuple[lis
         top_k=None,
         max_tokens=config.max_tokens or recipe.rollout.max_tokens,
     )
-    responses = generator.generate(
-        prompts, first_group=0, samples=config.samples, params=params, stream=Stream.EVALUATION
-    )
-    groups = grade(task, prompts, responses, 0)
-    left_out = ("reward_std", "reward_min", "reward_max", "dead_groups")
-    figures = {key.removeprefix("rollout/"): value for key, value in describe(groups).items()}
-    kept = {f"validation/{k}": v for k, v in figures.items() if k not in left_out}
-    return groups, kept
+    for first in range(start, len(prompts), size):
+        some = prompts[first : first + size]
+        responses = generator.generate(
+            some, first_group=first, samples=config.samples, params=params, stream=Stream.EVALUATION
+        )
+        yield grade(task, some, responses, first)
+
+
+def together(recipe: Recipe) -> int:
+    """Prompts that are sampled together."""
+    return max(1, TOGETHER // recipe.validation.samples)
+
+
+def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[str, Any]]:
+    """Every response as a row of rollouts, with what it votes for, what its grader said, and the
+    part of a mixture that it belongs to."""
+    grades = [(grade.message, group.prompt.meta) for group in groups for grade in group.grades]
+    rows = rollouts.rows(0, groups, decode=decode)
+    return [
+        {**row, "answer": _answer(task, row["response"]), "message": message, **_part(meta)}
+        for row, (message, meta) in zip(rows, grades, strict=True)
+    ]
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> Row:
+    """Means over responses, and how many are right.
+
+    One whose grader failed has no reward and is neither right nor wrong.
+    """
+    if not rows:
+        return {}
+    scored = [row for row in rows if row["status"] != Status.ERROR]
+    columns: dict[str, Sequence[float]] = {"length": [len(row["tokens"]) for row in rows]}
+    for name, end in (("ended", Finish.STOP), ("truncated", Finish.LENGTH)):
+        columns[name] = [row["finish"] == end for row in rows]
+    if scored:
+        columns["reward"] = [row["reward"] for row in scored]
+    for label in sorted({row["part"] for row in scored if "part" in row}):
+        columns[f"reward/{label}"] = [r["reward"] for r in scored if r.get("part") == label]
+    for part in sorted({name for row in rows for name in row["parts"]}):
+        columns[f"part_{part}"] = [r["parts"][part] for r in rows if part in r["parts"]]
+    for status in Status:
+        columns[f"grades_{status}"] = [row["status"] == status for row in rows]
+    prompts: dict[int, list[Outcome]] = {}
+    for row in scored:
+        outcome = Outcome(is_right(row["reward"], row["parts"]), row["answer"])
+        prompts.setdefault(row["group"], []).append(outcome)
+    found = {name: float(np.mean(values)) for name, values in columns.items()}
+    found |= {"responses": float(len(rows)), **statistics.describe(list(prompts.values()))}
+    return {f"validation/{name}": value for name, value in found.items()}
+
+
+def _answer(task: Task, response: str) -> str | None:
+    return task.answer(response) if isinstance(task, Answers) else response.strip()
+
+
+def _part(meta: Mapping[str, Any]) -> dict[str, str]:
+    return {"part": meta["part"]} if "part" in meta else {}
+
+
+def _same_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    if not file.exists():
+        replace_file(file, json.dumps(settings, indent=2) + "\n")
+    before = json.loads(file.read_text(encoding="utf-8"))
+    changed = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
+    if changed:
+        what = "; ".join(f"{key}: {before.get(key)} → {settings.get(key)}" for key in changed)
+        raise RunError(
+            f"{file.parent} holds another evaluation ({what}); choose another --out or remove it"
+        )
+
+
+def _done(file: Path, recipe: Recipe, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """What is answered already; the file is cut back to prompts that were sampled together."""
+    rows, samples, size = list(iterate_rows(file)), recipe.validation.samples, together(recipe)
+    count = len(rows) // samples
+    kept = rows[: (count if count == len(prompts) else count // size * size) * samples]
+    for prompt, row in zip(prompts, kept[::samples], strict=False):
+        if prompt.text != row["prompt"]:
+            raise RunError(f"{file} answers other prompts, not {prompt.prompt_id}; remove it")
+    replace_file(file, "".join(json.dumps(row) + "\n" for row in kept))
+    return kept

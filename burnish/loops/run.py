@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from burnish.config import Recipe
 from burnish.errors import BurnishError
 from burnish.learner.learner import Learner, State
-from burnish.loops.evaluate import Validated, evaluate
-from burnish.loops.sync import Step, train
-from burnish.rollout.rollout import Generator
+from burnish.loops.sync import Step
 from burnish.runs import checkpoint, rollouts, tensorboard
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Row
@@ -32,25 +30,32 @@ EVALUATED = 64
 
 
 class Parts(NamedTuple):
-    """What a recipe is made of, built."""
+    """What a recipe is made of, built: a run goes round the circle, or learns from pairs."""
 
-    task: Validated
-    generator: Generator
+    recipe: Recipe
+    """With its number of steps, which the rows of a supervised one say."""
     learner: Learner
+    train: Callable[[Timers, int], Iterator[Step]]
+    """The steps from the given one on."""
+    validate: Callable[[], tuple[list[Group], Row]]
+    """Graded responses and figures of what the policy, as last published, does held out."""
+    publish: Callable[[], None]
+    """Hands the policy as it is to what samples."""
     decode: Callable[[IntArray], list[str]]
     """Token ids as one text each."""
+    close: Callable[[], None]
 
 
 class Progress(NamedTuple):
     """What a display shows after each step."""
 
     step: int
+    total: int
     metrics: Row
     timings: Row
 
 
 def run(
-    recipe: Recipe,
     directory: RunDirectory,
     parts: Parts,
     *,
@@ -62,24 +67,16 @@ def run(
 
     A step that has begun is finished, and saved, before ``stop`` is asked.
     """
-    writer = _Writer(recipe, directory, parts)
+    recipe, writer = parts.recipe, _Writer(directory, parts)
     done = start
     with writer.timers("evaluate"):
         if start == 0:
-            parts.generator.load(parts.learner.weights())
+            parts.publish()
             writer.validate(0)
     writer.begin(start)
-    steps = train(
-        recipe,
-        task=parts.task,
-        generator=parts.generator,
-        learner=parts.learner,
-        timers=writer.timers,
-        start=start,
-    )
     version = parts.learner.version
     try:
-        for step in steps:
+        for step in parts.train(writer.timers, start):
             last = step.number == recipe.train.steps
             stopping = stop()
             if step.number % recipe.validation.every == 0 or last:
@@ -101,7 +98,7 @@ def run(
     if done == recipe.train.steps:
         summary = summarise(directory.path)
         directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
-    if done > start:
+    if done > start and not recipe.is_supervised:
         draw_run(directory.path)
     write_report(directory.path)
     return done
@@ -110,8 +107,8 @@ def run(
 class _Writer:
     """Turns what happened into files."""
 
-    def __init__(self, recipe: Recipe, directory: RunDirectory, parts: Parts) -> None:
-        self.recipe, self.directory, self.parts = recipe, directory, parts
+    def __init__(self, directory: RunDirectory, parts: Parts) -> None:
+        self.recipe, self.directory, self.parts = parts.recipe, directory, parts
         self.timers = Timers()
         self._validation: Row = {}
         self._score: float | None = None
@@ -123,16 +120,19 @@ class _Writer:
             self._validation = {}
 
     def validate(self, step: int) -> None:
-        groups, self._validation = evaluate(self.recipe, self.parts.task, self.parts.generator)
+        groups, self._validation = self.parts.validate()
         self._score = self._validation.get("validation/reward")
+        if "validation/loss" in self._validation:
+            self._score = -self._validation["validation/loss"]  # the best is the highest
         self._keep("evaluations.jsonl", step, groups, limit=EVALUATED)
 
     def write(self, step: Step) -> Progress:
         metrics = step.metrics | self._validation
         self._validation = {}
-        self.directory.append(
-            "log.txt", rollouts.readable(step.number, step.groups, step.advantages)
-        )
+        if step.groups:
+            self.directory.append(
+                "log.txt", rollouts.readable(step.number, step.groups, step.advantages)
+            )
         self._keep(
             "rollouts.jsonl",
             step.number,
@@ -142,11 +142,11 @@ class _Writer:
             limit=self.recipe.log.rollouts,
         )
         timings = self.timers.take()
-        sampled = metrics["rollout/length"] * metrics["rollout/responses"]
         if "time/generate" in timings:
+            sampled = metrics["rollout/length"] * metrics["rollout/responses"]
             timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
         self._append(step.number, metrics, timings)
-        return Progress(step.number, metrics, timings)
+        return Progress(step.number, self.recipe.train.steps, metrics, timings)
 
     def save(self, step: int) -> None:
         learner = self.parts.learner

@@ -71,7 +71,7 @@ class RunDirectory:
 
     def _open(self, path: Path) -> None:
         self.path = path
-        self._lock = _lock(path)
+        self._lock = lock(path)
         self._files: dict[str, FileIO] = {}
 
     def __enter__(self) -> Self:
@@ -181,20 +181,21 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def _lock(path: Path) -> TextIO:
+def lock(path: Path) -> TextIO:
+    """Makes the directory this process's alone, until what is returned is closed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("w")
+        held = (path / ".lock").open("w")
     except OSError as error:
         message = f"can't write to {path}: {error.strerror}; choose another --out"
         raise RunError(message) from error
     for patience in (0.05, 0.05, 0.0):  # a report that asks ``is_held`` holds it for a moment
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return held
         except BlockingIOError:
             time.sleep(patience)
-    lock.close()
+    held.close()
     raise RunError(f"{path} is in use by another run; choose another --out")
 
 

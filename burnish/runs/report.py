@@ -32,6 +32,7 @@ WINDOW = 10
 """Steps averaged at a run's two ends."""
 
 REWARD, VALIDATION = "rollout/reward", "validation/reward"
+LOSS, VALIDATION_LOSS = "train/loss", "validation/loss"
 
 PANELS = (
     ("reward", "Reward", (REWARD, VALIDATION)),
@@ -48,7 +49,7 @@ PANELS = (
     ("policy", "Clipped, share of tokens", ("*/clip_fraction*",)),
     ("policy", "Ratio to the proximal policy", ("*/ratio_*",)),
     ("policy", "Gradient norm", ("*/grad_norm*",)),
-    ("policy", "Loss", ("train/loss*",)),
+    ("policy", "Loss", ("train/loss*", VALIDATION_LOSS)),
     ("policy", "Groups without variance, share", ("*/dead_groups*",)),
     ("policy", "Grades, share", ("*/grades_*",)),
     ("policy", "Lag, versions", ("*/lag*",)),
@@ -205,13 +206,17 @@ def tiles(series: Series, clocks: Series, kl: str) -> list[dict[str, str]]:
             return
         first, last = (sum(part) / len(part) for part in (values[:window], values[-window:]))
         note = f"from {first:.3g}" if len(values) > 1 else "one measurement"
-        if name == VALIDATION and len(values) > 1:
-            step, best = max(series[name], key=lambda point: point[1])
+        if name in (VALIDATION, VALIDATION_LOSS) and len(values) > 1:
+            better = max if name == VALIDATION else min
+            step, best = better(series[name], key=lambda point: point[1])
             note += f"; best {best:.3g} at step {step:g}"
         found.append({"label": label, "value": f"{last:.3g}", "note": note})
 
     ends(REWARD, "reward", WINDOW)
     ends(VALIDATION, "validation", 1)
+    if REWARD not in series:
+        ends(LOSS, "loss", WINDOW)
+    ends(VALIDATION_LOSS, "validation loss", 1)
     ends(kl, f"KL to initial, {unit_of(kl)}", 1)
     ends(next((n for n in series if fnmatch(n, "*/ended*")), ""), "ended by itself", WINDOW)
     responses = sum(value for _, value in series.get("rollout/responses", []))

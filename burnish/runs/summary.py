@@ -18,24 +18,30 @@ PAIRS = 3
 def summarise(run: Path) -> dict[str, Any]:
     recipe = read_recipe(run)
     rows = read_rows(run / "metrics.jsonl")
-    steps = [row for row in rows if "rollout/reward" in row]
-    checked = [row for row in rows if "validation/reward" in row]
+    steps = [row for row in rows if "train/version" in row]
+    sampled = any("rollout/reward" in row for row in steps)
+    metric, better = ("rollout/reward", max) if sampled else ("train/loss", min)
+    name = metric.rpartition("/")[2]
+    held_out = f"validation/{name}"
+    measured = [row for row in steps if metric in row]
+    checked = [row for row in rows if held_out in row]
     summary: dict[str, Any] = {
         "recipe": recipe.get("name"),
         "seed": recipe.get("seed", 0),
         "steps": len(steps),
         "gradient_steps": int(steps[-1]["train/version"]),
-        "responses": int(sum(row["rollout/responses"] for row in steps)),
-        "reward_first": _mean(steps[:WINDOW], "rollout/reward"),
-        "reward_last": _mean(steps[-WINDOW:], "rollout/reward"),
+        f"{name}_first": _mean(measured[:WINDOW], metric),
+        f"{name}_last": _mean(measured[-WINDOW:], metric),
         "seconds": _seconds(run),
     }
+    if sampled:
+        summary["responses"] = int(sum(row["rollout/responses"] for row in steps))
     if checked:
-        best = max(checked, key=lambda row: float(row["validation/reward"]))
+        best = better(checked, key=lambda row: float(row[held_out]))
         summary["validation"] = {
-            "first": checked[0]["validation/reward"],
-            "last": checked[-1]["validation/reward"],
-            "best": best["validation/reward"],
+            "first": checked[0][held_out],
+            "last": checked[-1][held_out],
+            "best": best[held_out],
             "best_step": best["step"],
         }
     drift = [row["kl/initial_k3"] for row in steps if "kl/initial_k3" in row]

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from burnish.config import FilesTask, Graded, MathTask
+from burnish.config import FilesTask, Graded, MathTask, Rows
 from burnish.draws import Stream, permutation
 from burnish.errors import ConfigError, DataError
 from burnish.graders.grader import Grader, grade_pairs, make_grader
@@ -23,7 +23,7 @@ from burnish.types import Completion, Grade, IntArray, Prompt
 
 Row = dict[str, Any]
 Check = Callable[[Any, str], Row]
-"""Of what a line holds and where it stands."""
+"""A row as it was read, and words for where -> a row that is as it should be."""
 TODAY = datetime(2026, 1, 1)
 """What chat templates that write a date are told: a run resumed tomorrow reads the same prompts."""
 EPOCH, SPLIT = 0, 1
@@ -106,20 +106,21 @@ def limits_of(config: Graded) -> Limits:
 
 
 def rows_of(
-    config: FilesTask,
+    config: Rows,
     *,
     seed: int,
     prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    check: Check | None = None,
 ) -> tuple[list[Row], list[Row]]:
     """Train and validation rows: a script's or a file's, split by the seed if need be."""
     if prompts is not None:
         rows = rows_from(prompts)
     elif config.train is not None:
-        rows = read_rows(Path(config.train))
+        rows = read_rows(Path(config.train), check)
     else:
         raise ConfigError("there are no prompts; give --data FILE.jsonl or set task.train")
     if config.validation is not None:
-        return rows, read_rows(Path(config.validation))
+        return rows, read_rows(Path(config.validation), check)
     share = 0.1 if config.validation_share is None else config.validation_share
     return split(rows, share, seed=seed)
 

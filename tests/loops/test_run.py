@@ -39,9 +39,9 @@ def stopper(after):
     return lambda: next(asked, None) is None
 
 
-def fingerprint(path):
+def fingerprint(path, names=SAME):
     """Hashes of what must not depend on interruptions: the files, weights and optimizer."""
-    files = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in SAME}
+    files = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in names}
     saved = checkpoint.load(checkpoint.latest(path))
     tensors = {
         name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

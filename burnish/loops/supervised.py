@@ -1,0 +1,62 @@
+"""Supervised learning with the same learner: cross-entropy of written answers.
+
+    for step = 1 … steps:  π ← step on  −Σ log π(answer token) / number of answer tokens
+
+That is REINFORCE with an advantage of 1 on answers that someone else wrote, reduced by the token
+mean, so packing, precision, schedule and checkpoints are those of training. The prompt is context:
+what is learned, the end token included, is what ``Completion.sampled`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from burnish.config import ObjectiveConfig, Recipe
+from burnish.learner import objective
+from burnish.learner.learner import Learner
+from burnish.loops.sync import Step
+from burnish.rollout.packing import pack
+from burnish.runs.metrics import Row
+from burnish.runs.timers import Timers
+from burnish.tasks.pairs import Pairs
+from burnish.types import Group, LearnBatch
+
+OBJECTIVE = ObjectiveConfig(advantage="raw", loss="reinforce", reduction="token_mean")
+CONSTANT = ("train/ratio_min", "train/ratio_max", "train/advantage_std")
+"""Metrics that say nothing here."""
+
+
+def train(
+    recipe: Recipe, *, pairs: Pairs, learner: Learner, timers: Timers, start: int = 0
+) -> Iterator[Step]:
+    """Learns from step ``start`` on, yielding after each step; ``learner`` has ``OBJECTIVE``."""
+    for number in range(start, recipe.train.steps):
+        groups = pairs.batch(number, recipe.train.batch)
+        with timers("learn"):
+            update = learner.step(to_learn(learner, groups))
+        metrics = {k: v for k, v in update.metrics.items() if k not in CONSTANT}
+        metrics |= {"train/version": learner.version, "train/tokens": count_tokens(groups)}
+        yield Step(number + 1, [], [], None, metrics)
+
+
+def to_learn(learner: Learner, groups: list[Group]) -> LearnBatch:
+    batch = pack(groups).to(learner.device)
+    return LearnBatch(
+        batch=batch,
+        advantages=objective.token_advantages(OBJECTIVE, batch, None, None),
+        loss_weight=objective.loss_weight(OBJECTIVE, batch),
+        proximal_logprobs=None,
+    )
+
+
+def validate(pairs: Pairs, learner: Learner) -> tuple[list[Group], Row]:
+    """The mean over all held-out answer tokens; empty where nothing is held out."""
+    if not pairs.validation:
+        return [], {}
+    batch = pack(pairs.validation).to(learner.device)
+    loss = -learner.logprobs(batch)[batch.is_action].double().mean().item()
+    return [], {"validation/loss": loss}
+
+
+def count_tokens(groups: list[Group]) -> int:
+    return sum(int(c.sampled.sum()) for group in groups for c in group.completions)

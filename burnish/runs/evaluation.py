@@ -1,0 +1,137 @@
+"""One page for evaluations, side by side: how often it was right, and how it was wrong.
+
+What a model wrote is escaped, and nothing on the page may run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from burnish.errors import RunError
+from burnish.runs import rollouts, statistics
+from burnish.runs.directory import replace_file
+from burnish.runs.rollouts import Rollout
+
+EXAMPLES = 12
+"""Of each category, and of each way in which two evaluations differ."""
+CHARACTERS = 4000
+"""Of a prompt's end, and of a response."""
+
+
+def is_right(row: Rollout) -> bool:
+    return statistics.is_right(row["reward"] or 0, row["parts"])
+
+
+def has_format(row: Rollout) -> bool:
+    return bool(row["parts"].get("format", row["status"] != "unparsed"))
+
+
+CATEGORIES: dict[str, Callable[[Rollout], bool]] = {
+    "format and answer right": is_right,
+    "format right, answer wrong": lambda row: (
+        not is_right(row) and row["status"] != "error" and has_format(row)
+    ),
+    "format wrong": lambda row: (
+        not is_right(row) and row["status"] != "error" and not has_format(row)
+    ),
+    "unparsed": lambda row: row["status"] == "unparsed",
+    "truncated": lambda row: row["finish"] == "length",
+    "timed out": lambda row: row["status"] == "timeout",
+    "grader failed": lambda row: row["status"] == "error",
+}
+"""The first three and the last part the responses; the others say more of some of them."""
+
+
+class Evaluation(NamedTuple):
+    name: str
+    settings: dict[str, Any]
+    figures: dict[str, float]
+    rows: list[Rollout]
+
+
+def read(directory: Path) -> Evaluation:
+    try:
+        settings, figures = (
+            json.loads((directory / name).read_text(encoding="utf-8"))
+            for name in ("settings.json", "figures.json")
+        )
+    except (OSError, ValueError) as error:
+        raise RunError(f"{directory} holds no finished evaluation: {error}") from error
+    rows = list(rollouts.read(directory / "results.jsonl"))
+    return Evaluation(directory.name, settings, figures, rows)
+
+
+def write_evaluation(directories: Sequence[Path], page: Path) -> Path:
+    """Figures, categories and examples of each, and what they answered differently."""
+    given = [read(directory) for directory in directories]
+    settings = {
+        key: [str(e.settings.get(key, "–")) for e in given] for e in given for key in e.settings
+    }
+    shown = {k: v for k, v in settings.items() if len(given) == 1 or len(set(v)) > 1}
+    names = {key: None for e in given for key in e.figures}
+    figures = {name: [_number(e.figures.get(name)) for e in given] for name in names}
+    counts = {
+        name: [_share(sum(map(holds, e.rows)), len(e.rows)) for e in given]
+        for name, holds in CATEGORIES.items()
+    }
+    body = [_table("Figures", given, figures), _table("Responses", given, counts)]
+    for name, holds in CATEGORIES.items():
+        columns = [[row for row in e.rows if holds(row)][:EXAMPLES] for e in given]
+        body.append(_section(name, ("".join(map(_example, rows)) for rows in columns)))
+    for other in given[1:]:
+        body += _differences(given[0], other)
+    what = "Settings" if len(given) == 1 else "Settings that differ"
+    body.append(_table(what, given, shown))
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    replace_file(page, template.replace("__BODY__", "\n".join(body)))
+    return page
+
+
+def _differences(one: Evaluation, other: Evaluation) -> list[str]:
+    """Pairs of responses to the same prompt's same sample, of which one is right."""
+    theirs = {(row["prompt_id"], row["sample"]): row for row in other.rows}
+    keyed = [(row, theirs.get((row["prompt_id"], row["sample"]))) for row in one.rows]
+    pairs = [(a, b) for a, b in keyed if b is not None and is_right(a) != is_right(b)]
+    found = []
+    for winner, first in ((one.name, True), (other.name, False)):
+        chosen = [pair for pair in pairs if is_right(pair[0]) == first]
+        cells = [cell for pair in chosen[:EXAMPLES] for cell in map(_example, pair)]
+        title = f"only {winner} is right: {len(chosen):,} of {len(keyed):,}"
+        found.append(_section(title, cells, columns=2))
+    return found
+
+
+def _table(title: str, given: Sequence[Evaluation], lines: dict[str, list[str]]) -> str:
+    head = "".join(f"<th>{escape(e.name)}</th>" for e in given)
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
+        for name, values in lines.items()
+    )
+    return f"<h2>{title}</h2><table><tr><th></th>{head}</tr>{rows}</table>"
+
+
+def _section(title: str, cells: Iterable[str], columns: int | None = None) -> str:
+    parts = [f"<div>{cell or 'none'}</div>" for cell in cells]
+    style = f"grid-template-columns: repeat({columns or len(parts)}, minmax(0, 1fr))"
+    grid = f'<div class="grid" style="{style}">{"".join(parts)}</div>'
+    return f"<details><summary>{escape(title)}</summary>{grid}</details>"
+
+
+def _example(row: Rollout) -> str:
+    about = f"{row['prompt_id']}, sample {row['sample']}: reward {row['reward']}, {row['status']}"
+    about += f", {len(row['tokens'])} tokens, ended by {row['finish']}"
+    prompt, response = row["prompt"][-CHARACTERS:], row["response"][:CHARACTERS]
+    said = f"<pre class='prompt'>{escape(prompt)}</pre><pre>{escape(response)}</pre>"
+    return f"<article><p>{escape(about)}</p>{said}</article>"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count:,} ({count / max(1, total):.1%})"

@@ -1,0 +1,41 @@
+"""Few-shot prompts: solved rows of the training data before each held-out question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from burnish.errors import DataError
+from burnish.model.tokenizer import Tokenizer
+from burnish.tasks.pairs import MARKS
+from burnish.types import Prompt
+
+
+class FewShot:
+    """A task whose held-out prompts begin with its first training rows; all else is the task's."""
+
+    def __init__(self, task: Any, shots: int, tokenizer: Tokenizer) -> None:
+        self._task, self._tokenizer = task, tokenizer
+        self.before = "".join(_solved(task.prompt(i)) for i in range(shots))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    @property
+    def validation(self) -> list[Prompt]:
+        return [self._with_shots(prompt) for prompt in self._task.validation]
+
+    def _with_shots(self, prompt: Prompt) -> Prompt:
+        text = self.before + prompt.text
+        return replace(prompt, text=text, token_ids=self._tokenizer.encode(text))
+
+
+def _solved(prompt: Prompt) -> str:
+    answer = prompt.reference.get("answer") if isinstance(prompt.reference, Mapping) else None
+    if not isinstance(answer, str):
+        raise DataError(
+            f"validation.shots needs training rows with a text 'answer', {prompt.prompt_id} has "
+            "none; use a task that has answers, or no shots"
+        )
+    return f"{prompt.text} {MARKS.sub('', answer)}\n\n"

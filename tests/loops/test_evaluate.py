@@ -1,0 +1,171 @@
+"""An evaluation: its files, killed and continued, few-shot, other engines, side by side."""
+
+import json
+
+import pytest
+import torch
+
+from burnish import api, config
+from burnish.errors import ConfigError, DataError, RunError
+from burnish.loops import evaluate
+from burnish.runs.evaluation import CATEGORIES, read, write_evaluation
+from tests.loops.test_run import one_thread  # noqa: F401
+
+FILES = ("results.jsonl", "figures.json", "settings.json")
+REWARD = """
+def score(response, row):
+    kind = len(response) % 3
+    if row["prompt"].endswith("9"):
+        raise ValueError("no gold")
+    status = "unparsed" if kind == 2 else "scored"
+    return {"reward": float(kind == 0), "format": float(kind < 2), "status": status}
+"""
+
+
+def setting(tmp_path, smollm2, *more, rows=13):
+    (tmp_path / "reward.py").write_text(REWARD)
+    given = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(rows)]
+    given.append({"prompt": "it ends in 9", "answer": "<b>9"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
+    return [
+        *(f"model.{key}={value}" for key, value in size.items()), "model.name=scratch",
+        f"model.tokenizer={smollm2}", "device=cpu", "task.chat=false", "task.workers=1",
+        f"task.train={tmp_path / 'rows.jsonl'}", f"task.validation={tmp_path / 'rows.jsonl'}",
+        f"task.reward={tmp_path / 'reward.py'}:score", "validation.max_tokens=5",
+        "validation.samples=2", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def few_together(monkeypatch):
+    monkeypatch.setattr(evaluate, "TOGETHER", 8)
+
+
+@pytest.mark.usefixtures("few_together")
+def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monkeypatch):
+    given = setting(tmp_path, smollm2)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    seen = []
+    figures = api.evaluate("files", overrides=given, out=whole, show=lambda *n: seen.append(n))
+    assert seen == [(0, 14), (4, 14), (8, 14), (12, 14), (14, 14)]
+    assert figures["validation/responses"] == 28
+    assert figures["validation/grades_error"] == pytest.approx(2 / 28)
+    assert {"validation/accuracy_low", "validation/pass_at_2", "validation/majority_at_2"} <= set(
+        figures
+    )
+    assert figures == api.evaluate("files", overrides=given)  # as training measures it
+
+    def show(done, total):
+        if done == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        api.evaluate("files", overrides=given, out=out, show=show)
+    lines = (whole / "results.jsonl").read_text().splitlines(keepends=True)
+    assert (out / "results.jsonl").read_text() == "".join(lines[:16])
+    (out / "results.jsonl").write_text("".join(lines[:19]) + lines[19][:40])  # and a torn line
+    sampled = []
+    real = evaluate.answered
+    monkeypatch.setattr(evaluate, "answered", lambda *a, **k: sampled.append(k) or real(*a, **k))
+    assert api.evaluate("files", overrides=given, out=out) == figures
+    assert sampled == [{"start": 8}]
+    for name in FILES:
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    assert api.evaluate("files", overrides=given, out=out) == figures  # nothing is left to sample
+    with pytest.raises(RunError, match=r"another evaluation \(validation.temperature: 1.0 → 0"):
+        api.evaluate("files", overrides=[*given, "validation.temperature=0"], out=out)
+    rows = (tmp_path / "rows.jsonl").read_text().replace("What", "Which")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    with pytest.raises(RunError, match="answers other prompts, not files/validation/0"):
+        api.evaluate("files", overrides=given, out=out)
+
+
+def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
+    given = setting(tmp_path, smollm2, rows=40)
+    one, two = tmp_path / "one", tmp_path / "two"
+    api.evaluate("files", overrides=given, out=one)
+    api.evaluate("files", overrides=[*given, "validation.temperature=0.7"], out=two)
+    rows = read(one).rows
+    parts = [name for name in CATEGORIES if name not in ("unparsed", "truncated", "timed out")]
+    assert all(sum(CATEGORIES[name](row) for name in parts) == 1 for row in rows)
+    counted = {name: sum(map(holds, rows)) for name, holds in CATEGORIES.items()}
+    assert counted["grader failed"] == 2  # the last prompt, twice
+    assert counted["timed out"] == 0
+    page = (one / "report.html").read_text()
+    for name, count in counted.items():
+        assert f"<td>{name}</td><td>{count:,} (" in page
+        found = page.split(f"<summary>{name}</summary>")[1].split("<summary>")[0].count("<article>")
+        assert found == count if count < 10 else found >= 10
+    hostile = json.loads((one / "results.jsonl").read_text().splitlines()[0])
+    hostile["response"] = "<img src=x onerror=alert(1)>&amp;"
+    with (one / "results.jsonl").open("a") as file:
+        file.write(json.dumps(hostile) + "\n")
+    both = write_evaluation([one, two], tmp_path / "both.html").read_text()
+    assert "<img" not in both
+    assert "only one is right: " in both
+    assert "only two is right: " in both
+    assert "<td>validation.temperature</td><td>1.0</td><td>0.7</td>" in both
+    assert "<td>validation.samples</td>" not in both
+    with pytest.raises(RunError, match="holds no finished evaluation"):
+        write_evaluation([tmp_path], tmp_path / "none.html")
+
+
+def test_few_shot_prompts_begin_with_solved_rows(tmp_path, smollm2):
+    given = setting(tmp_path, smollm2)
+    zero, _, _ = api.build_sampler(config.load("keywords", ["task.name=files", *given]))
+    shots = ["task.name=files", *given, "validation.shots=2"]
+    two, _, _ = api.build_sampler(config.load("keywords", shots))
+    solved = [zero.prompt(i) for i in range(2)]
+    before = "".join(f"{p.text} {p.reference['answer']}\n\n" for p in solved)
+    for plain, prompt in zip(zero.validation, two.validation, strict=True):
+        assert prompt.text == before + plain.text
+        assert len(prompt.token_ids) > len(plain.token_ids)
+        assert (prompt.reference, prompt.prompt_id) == (plain.reference, plain.prompt_id)
+    assert two.prompt(0).text == solved[0].text  # training prompts stay as they are
+    zero.close()
+    two.close()
+    with pytest.raises(ConfigError, match=r"set task\.chat = false"):
+        config.load("keywords", ["validation.shots=1"])
+    recipe = config.load("keywords", ["task.chat=false", "validation.shots=1", *given[:8]])
+    with pytest.raises(DataError, match="needs training rows with a text 'answer'"):
+        api.build_sampler(recipe)
+
+
+def test_the_same_answers_from_the_hf_engine_and_from_an_export(tmp_path, smollm2):
+    given = setting(tmp_path, smollm2, "engine.precision=fp32", "validation.temperature=0")
+    recipe = config.load("keywords", ["task.name=files", *given])
+    model, _, source = api.open_model(recipe, dtype="float32")
+    from burnish.model import checkpoint
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # clear winners: greedy text does not hang on the last bits
+    checkpoint.save(model, tmp_path / "model", source=source)
+    given = [s for s in given if not s.startswith("model.")]
+    named = [*given, f"model.name={tmp_path / 'model'}"]
+    figures = api.evaluate("files", overrides=named, out=tmp_path / "native")
+    other = api.evaluate("files", overrides=[*named, "engine.name=hf"], out=tmp_path / "hf")
+    texts = [[row["response"] for row in read(tmp_path / d).rows] for d in ("native", "hf")]
+    assert texts[0] == texts[1]
+    assert figures == other
+    with pytest.raises(ConfigError, match="training needs 'native'"):
+        api.build(config.load("keywords", ["task.name=files", *named, "engine.name=hf"]))
+    with pytest.raises(ConfigError, match=r"engine\.kv_mb .* has no effect"):
+        config.load("keywords", ["engine.name=hf", "engine.kv_mb=3"])
+
+
+def test_what_is_evaluated(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text(
+        'name = "mine"\n[task]\nname = "keywords"\n[model]\nname = "x"\n'
+    )
+    assert api.evaluated(str(run)).model.name == str(run)
+    assert api.evaluated(str(run), model="other").model.name == "other"
+    assert api.evaluated("files").name == "files"
+    assert api.evaluated("keywords", overrides=["seed=4"]).seed == 4
+    with pytest.raises(ConfigError, match="sft has answers to learn and none to grade"):
+        api.evaluated("sft")
+    with pytest.raises(ConfigError, match="did you mean 'keywords'"):
+        api.evaluated("keyword")

@@ -1,0 +1,190 @@
+"""A supervised run: the loss it claims, resumed bit for bit, handed on; and rows it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny as small
+import torch
+import torch.nn.functional as F
+
+from burnish import api, config
+from burnish.config import PairsTask, TrainConfig
+from burnish.errors import ConfigError, DataError
+from burnish.learner.learner import Learner
+from burnish.learner.policy import LanguagePolicy
+from burnish.loops import supervised
+from burnish.model.attention import causal
+from burnish.model.checkpoint import load
+from burnish.plan import plan
+from burnish.runs import checkpoint
+from burnish.runs.report import write_report
+from burnish.runs.timers import Timers
+from burnish.tasks.files import read_rows
+from burnish.tasks.pairs import Pairs, check_pair
+from tests.loops.test_run import fingerprint, one_thread, stopper  # noqa: F401
+
+ROWS = [{"prompt": f"Count to {n}", "answer": " ".join(map(str, range(n + 1)))} for n in range(9)]
+
+
+def make(rows, validation=(), *, longest=90, **settings):
+    config = PairsTask(**{"chat": False} | settings)
+    return Pairs(rows, validation, config, tokenizer=small.tokenizer(), seed=3, longest=longest)
+
+
+def make_learner(dtype, **train):
+    policy = LanguagePolicy(small.model(1).to(dtype))
+    return Learner(policy, supervised.OBJECTIVE, TrainConfig(**{"clip_norm": 1e9} | train))
+
+
+def padded_loss(model, groups):
+    """Rows padded on the right, prompts and padding ignored: what everybody writes."""
+    rows = [(g.prompt.token_ids.tolist(), g.completions[0].token_ids.tolist()) for g in groups]
+    width = max(len(p) + len(a) for p, a in rows)
+    logits, labels = [], []
+    for prompt, answer in rows:
+        ids = torch.tensor(prompt + answer + [0] * (width - len(prompt) - len(answer)))
+        hidden = model(ids, torch.arange(width), causal([width], ids.device))
+        logits.append(model.logits(hidden))
+        labels.append(torch.tensor([-100] * len(prompt) + answer))
+        labels[-1] = F.pad(labels[-1], (0, width - len(labels[-1])), value=-100)
+    logits, labels = torch.stack(logits), torch.stack(labels)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("micro", [{}, {"micro_tokens": 60}, {"micro_sequences": 2}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_loss_is_the_cross_entropy_of_the_answers(dtype, micro):
+    learner = make_learner(dtype, **micro)
+    groups = make(ROWS).batch(0, 6)
+    model = learner.policy.model
+    expected = padded_loss(model, groups)
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    learner.optimizer.drop_gradients()
+    learn = supervised.to_learn(learner, groups)
+    *_, loss = learner._accumulate(learn)
+    close = {"rtol": 2e-6, "atol": 1e-7} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    assert loss == pytest.approx(expected.item(), rel=close["rtol"])
+    for ours, theirs in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(ours.grad, theirs, **close)
+    learner.optimizer.drop_gradients()
+    held_out = supervised.validate(make(ROWS[:1], [ROWS[i] for i in (1, 2, 5)]), learner)[1]
+    rows = make([ROWS[i] for i in (1, 2, 5)]).rows
+    assert held_out["validation/loss"] == pytest.approx(padded_loss(model, rows).item(), rel=1e-5)
+
+
+def test_the_end_token_is_learned_and_what_looks_like_it_in_a_prompt_is_not():
+    (group,) = make([{"prompt": "say <|end|>", "answer": "no <|end|> yet"}]).rows
+    assert group.prompt.token_ids.tolist().count(small.END) == 1
+    answer = group.completions[0]
+    assert answer.token_ids.tolist().count(small.END) == 2
+    assert answer.token_ids[-1] == small.END
+    learn = supervised.to_learn(make_learner(torch.float32), [group])
+    assert learn.batch.is_action.sum() == len(answer.token_ids)
+    assert not learn.batch.is_action[: len(group.prompt.token_ids)].any()
+    assert learn.loss_weight.sum().item() == pytest.approx(1.0)
+
+
+def test_every_epoch_sees_every_row_once_and_the_last_batch_may_be_short():
+    pairs = make(ROWS, epochs=2)
+    assert pairs.steps(4) == 5
+    seen = [group.prompt.prompt_id for n in range(5) for group in pairs.batch(n, 4)]
+    assert [len(set(seen[:9])), len(set(seen[9:])), len(seen)] == [9, 9, 18]
+    assert seen[:9] != seen[9:]
+    assert make(ROWS, epochs=0.5).steps(4) == 1
+
+
+def test_marks_templates_and_questions(tmp_path):
+    row = {"question": "How many?", "answer": "48/2 = <<48/2=24>>24 clips, a << b >> c\n#### 24"}
+    checked = check_pair(row, "here")
+    (group,) = make([checked], prompt="Question: {prompt}\nAnswer:", answer=" {answer}").rows
+    assert group.prompt.text == "Question: How many?\nAnswer:"
+    assert group.completions[0].text == " 48/2 = 24 clips, a << b >> c\n#### 24"
+    (kept,) = make([checked], marks=True).rows
+    assert kept.completions[0].text == row["answer"]
+
+
+@pytest.mark.parametrize("answer", ['"answer": ""', '"answer": " "', '"answer": 3', '"x": 1'])
+def test_a_row_without_an_answer_is_refused(answer, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", ' + answer + "}\n")
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: .* needs a text 'answer'"):
+        read_rows(file, check_pair)
+
+
+def test_a_row_that_is_too_long_is_refused():
+    with pytest.raises(DataError, match=r"train/8: prompt and answer are 28 tokens, .* is 27"):
+        make(ROWS, longest=27)
+
+
+def settings(smollm2, tmp_path, *more):
+    rows = [json.dumps(row) + "\n" for row in ROWS * 4]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    size = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "d_ff": 48, "context": 128}
+    model = [f"model.{key}={value}" for key, value in size.items()]
+    return [
+        "model.name=scratch", f"model.tokenizer={smollm2}", *model, "device=cpu",
+        f"task.train={tmp_path / 'rows.jsonl'}", "task.epochs=2", "train.batch=8",
+        "train.learning_rate=1e-2", "checkpoint.every=2", "validation.every=3", *more,
+    ]  # fmt: skip
+
+
+def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
+    given = settings(smollm2, tmp_path)
+    whole = api.train("sft", overrides=given, out=tmp_path / "whole")
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["validation/loss"] for row in rows if "validation/loss" in row]
+    assert [row["step"] for row in rows] == list(range(9))
+    assert [row["step"] for row in rows if "validation/loss" in row] == [0, 3, 6, 8]
+    assert losses[-1] < losses[0] - 2
+    assert rows[-1]["train/learning_rate"] == pytest.approx(1e-2 / 8)
+    path = api.train("sft", overrides=given, out=tmp_path / "run", stop=stopper(3))
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "tra')
+    api.resume(path)
+    names = ("metrics.jsonl",)
+    assert fingerprint(path, names) == fingerprint(whole, names)
+    assert "validation loss" in write_report(path).read_text()
+    best = checkpoint.load(checkpoint.best(path))
+    assert -best.score == min(losses)
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["validation"]["best"] == min(losses)
+    assert summary["loss_first"] == pytest.approx(np.mean([r["train/loss"] for r in rows[1:]]))
+    api.export(path, tmp_path / "model")
+    exported = dict(load(tmp_path / "model").named_parameters())
+    for name, tensor in exported.items():
+        assert torch.equal(tensor.data, best.tensors[f"master.model.{name}"])
+    small_run = ["rollout.batch=4", "rollout.group_size=2", "train.batch=4", "train.steps=1"]
+    small_run += ["rollout.max_tokens=4", "task.validation_prompts=2", "device=cpu"]
+    figures = []
+    for source in (path, tmp_path / "model"):
+        named = [f"model.name={source}", *small_run]
+        trained = api.train("keywords", overrides=named, out=tmp_path / f"after-{source.name}")
+        figures.append((trained / "metrics.jsonl").read_text())
+    assert figures[0] == figures[1]
+
+
+def test_what_has_no_effect_and_what_is_missing_is_refused(tmp_path):
+    for setting in ("train.steps=3", "rollout.batch=8", "objective.kl=k3", "train.epochs=2"):
+        with pytest.raises(ConfigError, match=r"has no effect with task\.name = 'pairs'"):
+            config.load("sft", [setting])
+    with pytest.raises(ConfigError, match=r"recipe keywords has no answers to learn; give --data"):
+        api.own_pairs("keywords")
+    with pytest.raises(ConfigError, match=r"needs train\.decay_steps .* above warmup_steps = 9"):
+        config.with_steps(config.load("sft", ["train.warmup_steps=9"]), 9)
+    own = api.own_pairs("keywords", data=tmp_path, model="other")
+    recipe = config.load("keywords", own)
+    assert (recipe.task.validation, recipe.model.name) == (f"{tmp_path}/validation.jsonl", "other")
+    shown = str(plan(recipe, tmp_path))
+    assert "1 × the rows, 64 at a time (AdamW, learning rate 3e-05, linear)" in shown
+
+
+def test_tokens_are_counted():
+    pairs = make(ROWS)
+    learner = make_learner(torch.float32, batch=4)
+    recipe = config.with_steps(config.load("sft", ["train.batch=4"]), pairs.steps(4))
+    steps = list(supervised.train(recipe, pairs=pairs, learner=learner, timers=Timers()))
+    counted = sum(step.metrics["train/tokens"] for step in steps)
+    assert counted == sum(len(g.completions[0].token_ids) for g in pairs.rows)
+    assert not any(name.startswith("mismatch/") for step in steps for name in step.metrics)
