@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
     from burnish.rollout.rollout import Generator
+    from burnish.runs.metrics import Row
+    from burnish.types import Group
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
 Prompts = Iterable[str | Mapping[str, Any]] | None
@@ -299,6 +301,7 @@ def build(
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import evaluate, sync
     from burnish.loops.run import Parts
+    from burnish.rollout.packing import pack
 
     if recipe.is_supervised:
         return _build_supervised(recipe)
@@ -314,13 +317,20 @@ def build(
             check_lengths(recipe, _size(recipe, model, task))
         policy = LanguagePolicy(model, recompute=recipe.train.recompute)
     learner = _learner(recipe, policy, recipe.objective)
+
+    def validate() -> tuple[list[Group], Row]:
+        groups, figures = evaluate.evaluate(recipe, task, generator, decode)
+        if groups and recipe.train.log_kl:
+            figures |= learner.held_out_drift(pack(groups).to(learner.device))
+        return groups, figures
+
     return Parts(
         recipe=recipe,
         learner=learner,
         train=lambda timers, start: sync.train(
             recipe, task=task, generator=generator, learner=learner, timers=timers, start=start
         ),
-        validate=lambda: evaluate.evaluate(recipe, task, generator, decode),
+        validate=validate,
         publish=lambda: generator.load(learner.weights()),
         decode=decode,
         close=task.close,

@@ -438,9 +438,7 @@ def _show_end(path: Path) -> None:
     )
     if "validation" in end:
         held = end["validation"]
-        drift = (
-            f" at {end['kl_initial_last']:.3f} nats per token" if "kl_initial_last" in end else ""
-        )
+        drift = f" at {end['kl_held_out_k1']:.2f} nats per token" if "kl_held_out_k1" in end else ""
         out_console.print(
             f"held out {held['first']:.3f} → {held['last']:.3f}{drift} "
             f"(best {held['best']:.3f} at step {held['best_step']})"

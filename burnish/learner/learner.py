@@ -34,6 +34,8 @@ class Update(NamedTuple):
     metrics: Metrics
     logprobs: Tensor
     """[N] of the policy before the step, from the step's own forward pass."""
+    reference_logprobs: Tensor | None = None
+    """[N], where the loss reads whole distributions."""
 
 
 class State(NamedTuple):
@@ -76,19 +78,21 @@ class Learner:
         self.reference, self.refreshed = self._frozen(), True
 
     def score(self, batch: PackedBatch) -> Scores:
-        """What advantages and loss need of the policy as it is before the first step.
+        """What advantages, loss and logs need of the policies before the first step.
 
         If one step is taken, its own forward pass is the proximal policy's, so that another is made
-        only for what reads it earlier.
+        only for what reads it earlier; the same goes for a reference that the loss reads whole.
         """
-        steps = self.train.epochs * len(train_batches(batch, self.train.batch))
+        batches = len(train_batches(batch, self.train.batch))
+        steps = self.train.epochs * batches
         proximal = None
         if self.objective.proximal == "behavior":
             proximal = batch.behavior_logprobs
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
             proximal = self.logprobs(batch)
         reference = None
-        if self.reference is not None and self.objective.kl != "full":
+        read = self.objective.kl != "full" or (self.train.log_kl and batches > 1)
+        if self.reference is not None and read:
             reference = self._logprobs(self.reference, batch)
         return Scores(proximal, reference)
 
@@ -96,30 +100,42 @@ class Learner:
         """[N] of the policy as it is, without gradient."""
         return self._logprobs(self.policy, batch)
 
-    def drift(self, batch: PackedBatch, scores: Scores) -> Callable[[Tensor], Metrics]:
+    def drift(
+        self, batch: PackedBatch, scores: Scores
+    ) -> Callable[[Tensor, Tensor | None], Metrics]:
         """KL of the policy that sampled the batch to the initial model and to the one before it,
-        as a function of its log-probabilities [N], which the first step may yet have to make.
+        as a function of its and the reference's log-probabilities [N], which the first step may
+        yet have to make.
 
         To be called once per rollout, before the first step: the policy as it is then becomes the
         next call's "previous". No metrics unless ``train.log_kl``.
         """
         if self.initial is None or self.previous is None:
-            return lambda logprobs: {}
+            return lambda logprobs, reference: {}
         part, slots = Pack.whole(batch)
         if self.train.log_kl_groups is not None:
             part, slots = slice_groups(batch, 0, self.train.log_kl_groups)
-        if scores.reference is not None and self.reference is self.initial:
-            initial = scores.reference[slots]
-        else:
-            initial = self._logprobs(self.initial, part)
+        shared = self.reference is self.initial
+        initial = None if shared else self._logprobs(self.initial, part)
         previous = self._logprobs(self.previous, part)
         copy_weights(self.policy, self.previous)
 
-        def measure(logprobs: Tensor) -> Metrics:
-            metrics = describe_kl("initial", logprobs[slots], initial, part)
-            return metrics | describe_kl("previous", logprobs[slots], previous, part)
+        def measure(logprobs: Tensor, reference: Tensor | None) -> Metrics:
+            metrics = describe_kl("previous", logprobs[slots], previous, part)
+            if initial is None:
+                assert reference is not None, "it is the initial model, and the loss reads it"
+                return metrics | describe_kl("initial", logprobs, reference, batch)
+            return metrics | describe_kl("initial", logprobs[slots], initial, part)
 
         return measure
+
+    def held_out_drift(self, batch: PackedBatch) -> Metrics:
+        """KL of the policy as it is to the initial model, on responses that it sampled but does not
+        learn from. No metrics unless ``train.log_kl``."""
+        if self.initial is None:
+            return {}
+        ours, initial = (self._logprobs(policy, batch) for policy in (self.policy, self.initial))
+        return describe_kl("held_out", ours, initial, batch)
 
     def step(self, learn: LearnBatch) -> Update:
         """One gradient step on one train batch; one that is not finite is skipped and counted."""
@@ -134,11 +150,11 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._skip(loss, norm)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            return Update(finite | {"train/skipped": 1.0}, logprobs)
+            return Update(finite | {"train/skipped": 1.0}, logprobs, measured.reference_logprobs)
         metrics["train/learning_rate"] = self.optimizer.step(self.version, norm)
         self.version += 1
         self.skipped_in_a_row = 0
-        return Update(metrics, logprobs)
+        return Update(metrics, logprobs, measured.reference_logprobs)
 
     def weights(self, dtype: torch.dtype | None = None) -> Weights:
         """A copy in that precision, rounded from the masters; None: in compute precision."""

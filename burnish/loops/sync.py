@@ -90,9 +90,12 @@ def train(
             # Of one train batch the first step saw everything, as the policy was that sampled it.
             current = taken[0].logprobs if len(batches) == 1 else scores.proximal
             assert current is not None, "scored, since there are several steps"
+            reference = (
+                taken[0].reference_logprobs if scores.reference is None else scores.reference
+            )
         with timers("publish"):
             generator.load(learner.weights())
-        metrics = describe(sampled) | dropped | drift(current)
+        metrics = describe(sampled) | dropped | drift(current, reference)
         metrics |= combine(update.metrics for update in taken)
         metrics |= {"train/version": learner.version, "train/lag": lag}
         # The sampler's own log-probabilities, taken for the proximal policy's, show no gap.

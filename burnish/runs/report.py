@@ -37,8 +37,12 @@ LOSS, VALIDATION_LOSS = "train/loss", "validation/loss"
 PANELS = (
     ("reward", "Reward", (REWARD, VALIDATION)),
     ("reward", "Parts of the reward", ("rollout/part_*", "validation/part_*")),
-    ("drift", "KL to the initial model, nats per token", ("kl/initial_k?",)),
-    ("drift", "KL to the initial model, nats per response", ("kl/initial_*_response",)),
+    ("drift", "KL to the initial model, nats per token", ("kl/initial_k?", "kl/held_out_k?")),
+    (
+        "drift",
+        "KL to the initial model, nats per response",
+        ("kl/initial_*_response", "kl/held_out_*_response"),
+    ),
     ("drift", "KL to the previous step, nats per token", ("kl/previous_k?",)),
     ("drift", "KL to the previous step, nats per response", ("kl/previous_*_response",)),
     ("drift", "KL to the reference, nats per token", ("kl/reference_k?",)),

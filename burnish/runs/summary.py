@@ -44,9 +44,10 @@ def summarise(run: Path) -> dict[str, Any]:
             "best": best[held_out],
             "best_step": best["step"],
         }
-    drift = [row["kl/initial_k3"] for row in steps if "kl/initial_k3" in row]
-    if drift:
-        summary["kl_initial_last"] = drift[-1]
+    for name in ("k1", "k3"):
+        drift = [row[f"kl/held_out_{name}"] for row in rows if f"kl/held_out_{name}" in row]
+        if drift:
+            summary[f"kl_held_out_{name}"] = drift[-1]
     return summary | {"before_and_after": before_and_after(run)}
 
 

@@ -88,9 +88,9 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
                 proximal_logprobs=proximal,
                 reference_logprobs=scores.reference,
             )
-            metrics, logprobs = learner.step(learn)
+            metrics, logprobs, _ = learner.step(learn)
             current = proximal if recompute else logprobs
-            rows.append((metrics | drift(current), current.tolist()))
+            rows.append((metrics | drift(current, scores.reference), current.tolist()))
         outcomes.append((rows, learner.weights(torch.float32).tensors))
     (rows, weights), (want, same) = outcomes
     assert rows == want
@@ -209,9 +209,10 @@ def test_a_loaded_state_goes_on_bit_for_bit(train, refresh, batch):
         for number in steps:
             if refresh and number % refresh == 0:
                 learner.refresh_reference()
-            drift = learner.drift(batch, learner.score(batch))
-            metrics, logprobs = learner.step(make_learn_batch(learner, batch))
-            rows.append(drift(logprobs) | metrics)
+            scores = learner.score(batch)
+            drift = learner.drift(batch, scores)
+            metrics, logprobs, _ = learner.step(make_learn_batch(learner, batch))
+            rows.append(drift(logprobs, scores.reference) | metrics)
         return rows
 
     torch.use_deterministic_algorithms(True)
@@ -253,7 +254,7 @@ def test_kl_to_the_initial_model_and_to_the_step_before(batch):
     rows = []
     for _ in range(4):
         scores = learner.score(batch)
-        rows.append(learner.drift(batch, scores)(scores.proximal))
+        rows.append(learner.drift(batch, scores)(scores.proximal, None))
         for _ in range(2):
             learner.step(make_learn_batch(learner, batch))
         history.append(learner.score(batch).proximal)
@@ -278,14 +279,37 @@ def test_kl_on_some_groups_and_shared_with_the_reference(batch):
     assert learner.reference is learner.initial
     learner.step(make_learn_batch(learner, batch))
     scores = learner.score(batch)
-    got = learner.drift(batch, scores)(scores.proximal)
-    part = batch.is_action & (batch.sequence_ids < 7)  # the first two groups
-    x = (scores.proximal - scores.reference)[part]
-    assert got["kl/initial_k1"] == pytest.approx(x.mean().item(), rel=1e-9)
+    got = learner.drift(batch, scores)(scores.proximal, scores.reference)
+    x = scores.proximal - scores.reference
+    assert got["kl/initial_k1"] == pytest.approx(x[batch.is_action].mean().item(), rel=1e-9)
+    assert got["kl/initial_k1"] == pytest.approx(
+        learner.held_out_drift(batch)["kl/held_out_k1"], rel=1e-9
+    )
     learner.refresh_reference()
-    again = learner.drift(batch, learner.score(batch))(scores.proximal)
-    assert again["kl/initial_k1"] == pytest.approx(x.mean().item(), rel=1e-9)
+    part = x[batch.is_action & (batch.sequence_ids < 7)]  # the first two groups
+    fresh = learner.score(batch)
+    again = learner.drift(batch, fresh)(fresh.proximal, fresh.reference)
+    assert again["kl/initial_k1"] == pytest.approx(part.mean().item(), rel=1e-9)
     assert again["kl/previous_k1"] == 0
+
+
+def test_a_reference_that_is_read_whole_is_scored_in_the_step(batch):
+    settings = {"log_kl": True, "log_kl_groups": 1, "epochs": 2, "learning_rate": 1e-3}
+    learner = make_learner(make_policy(), {"loss": "reinforce", "kl": "full"}, **settings)
+    sampled = make_learner(make_policy(), {"loss": "reinforce", "kl": "k2"}, **settings)
+    for one in (learner, sampled):
+        with torch.no_grad():
+            for weight in one.policy.parameters():
+                weight.mul_(1.05)
+    scores = learner.score(batch)
+    assert scores.reference is None
+    drift = learner.drift(batch, scores)
+    update = learner.step(make_learn_batch(learner, batch))
+    want = sampled.score(batch).reference
+    torch.testing.assert_close(update.reference_logprobs, want, rtol=0, atol=1e-12)
+    got = drift(update.logprobs, update.reference_logprobs)["kl/initial_k1"]
+    x = (update.logprobs - want)[batch.is_action]
+    assert got == pytest.approx(x.mean().item(), rel=1e-9)
 
 
 def test_the_engine_samples_what_the_learner_learns_and_takes_its_weights():
