@@ -82,14 +82,15 @@ class _Head(torch.autograd.Function):
         for rows in _pieces(len(tokens), chunk):
             logits = None  # so that these are gone before the next are made
             logits = hidden[rows] @ weight.T
+            others = _others(other, other_weight, rows)
             for part, tile in _tiles(logits, rows):
                 x = _scaled(part, heat[tile])
                 highest = x.amax(1)
                 x.sub_(highest[:, None])
                 p = x.exp()
                 mass = p.sum(1)
-                if other is not None and other_weight is not None:
-                    y = _scaled(other[tile] @ other_weight.T, heat[tile])
+                if others is not None:
+                    y = _scaled(others[tile.start - rows.start :][: len(x)], heat[tile])
                     their_total[tile] = y.logsumexp(1)
                     theirs[tile] = _chosen(y, tokens[tile]) - their_total[tile]
                     gap = (x - y).mul_(p).sum(1) / mass
@@ -120,13 +121,16 @@ class _Head(torch.autograd.Function):
         to_weight = torch.zeros_like(weight) if not len(tokens) else None
         for rows in reversed(list(_pieces(len(tokens), ctx.chunk))):
             logits = hidden[rows] @ weight.T if logits is None else logits
+            others = None
+            if up_kl is not None:
+                other, other_weight, their_total, kl = ctx.other
+                others = _others(other, other_weight, rows)
             for part, tile in _tiles(logits, rows):
                 x = _scaled(part, heat[tile]).sub_(total[tile, None])  # log p
                 at = torch.arange(len(x), device=x.device), tokens[tile]
                 scale = -up[tile, None]
-                if up_kl is not None:
-                    other, other_weight, their_total, kl = ctx.other
-                    y = _scaled(other[tile] @ other_weight.T, heat[tile])
+                if others is not None and up_kl is not None:
+                    y = _scaled(others[tile.start - rows.start :][: len(x)], heat[tile])
                     gap = x - y.sub_(their_total[tile, None])
                     scale = gap.sub_(kl[tile, None]).mul_(up_kl[tile, None]).add_(scale)
                 if up_entropy is not None:
@@ -147,6 +151,11 @@ class _Head(torch.autograd.Function):
 
 def _pieces(count: int, size: int) -> Iterator[slice]:
     return (slice(i, min(i + size, count)) for i in range(0, count, size))
+
+
+def _others(hidden: Tensor | None, weight: Tensor | None, rows: slice) -> Tensor | None:
+    """The reference's logits of a chunk, which costs a pass over its head: not in every tile."""
+    return None if hidden is None or weight is None else hidden[rows] @ weight.T
 
 
 def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
