@@ -30,13 +30,21 @@ _PERCENT = re.compile(
 _NUMBER = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:\\?%)?")
 
 
-def make_math(config: MathTask, *, tokenizer: Tokenizer, seed: int) -> Files:
+class Math(Files):
+    config: MathTask
+
+    def answer(self, response: str) -> str | None:
+        """What a response votes for."""
+        return extract.EXTRACTORS[self.config.answer_format](response)
+
+
+def make_math(config: MathTask, *, tokenizer: Tokenizer, seed: int) -> Math:
     """The task of a recipe's section: rows read, checked and split, the math grader's to grade."""
     train, validation = rows_of(config, seed=seed)
     for row in (*train, *validation):
         row["prompt"] = config.template.replace("{question}", row["question"])
     grader = MathGrader(cast(Format, config.answer_format), limits_of(config))
-    return Files(train, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
+    return Math(train, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
 
 
 def rows_of(config: MathTask, *, seed: int) -> tuple[list[Row], list[Row]]:

@@ -176,6 +176,7 @@ def test_grades(tmp_path):
             assert grade(text.format(right)).parts == {"format": 1, "answer": 1, "ended": 1}
         assert grade(text.format("105")).reward == 0
         assert grade("1050").status is Status.UNPARSED
+        assert (task.answer(text.format("7")), task.answer("7")) == ("7", None)
         task.close()
 
 
