@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 Reward = Callable[[str, Mapping[str, Any]], Any]
 Prompts = Iterable[str | Mapping[str, Any]] | None
 Show = Callable[["Progress"], None]
+DRIFT = 128
+"""Held-out prompts on whose responses the KL to the initial model is measured."""
 PROBED = 1000
 """Prompts that are looked at for the longest."""
 
@@ -321,7 +323,7 @@ def build(
     def validate() -> tuple[list[Group], Row]:
         groups, figures = evaluate.evaluate(recipe, task, generator, decode)
         if groups and recipe.train.log_kl:
-            figures |= learner.held_out_drift(pack(groups).to(learner.device))
+            figures |= learner.held_out_drift(pack(groups[:DRIFT]).to(learner.device))
         return groups, figures
 
     return Parts(

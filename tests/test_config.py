@@ -218,7 +218,7 @@ def test_tasks_and_models_must_go_together():
     ("overrides", "message"),
     [
         (["rollout.top_p=0.9"], "set rollout.truncated = true if it is meant"),
-        (["rollout.min_tokens=50"], "min_tokens = 50 is above max_tokens = 48"),
+        (["rollout.min_tokens=70"], "min_tokens = 70 is above max_tokens = 64"),
         (["device=gpu"], "device"),
         (["model.layers=3"], "unknown setting 'model.layers'"),
     ],
@@ -271,7 +271,7 @@ def test_memory_and_disk_are_planned_part_by_part(tmp_path):
         "2 frozen copies 4 MB"
     )
     assert lines["engine"] == "5 MB: bf16 weights 4 MB, cache of 4,369 tokens 1 MB"
-    assert "packs of up to 636 tokens" in lines["beside that"]  # 2 prompts of 30, 12 × 48
+    assert "packs of up to 828 tokens" in lines["beside that"]  # 2 prompts of 30, 12 × 48
     assert lines["disk"].endswith("4 checkpoints of 14 MB")
     assert lines["saved"] == "every 23 steps, 2 times; the last 2 and the best are kept"
 
@@ -300,18 +300,18 @@ def test_frozen_copies_are_those_the_learner_holds(overrides, copies, tmp_path, 
 
 
 def test_a_pack_must_hold_the_longest_sequence(tmp_path, smollm2):
-    short = config.load("keywords", ["train.micro_tokens=77"])
+    short = config.load("keywords", ["train.micro_tokens=93"])
     with pytest.raises(
-        ConfigError, match=r"micro_tokens = 77 is below .* 78 tokens .* at least 78"
+        ConfigError, match=r"micro_tokens = 93 is below .* 94 tokens .* at least 94"
     ):
         plan(short, tmp_path, SIZE)
-    assert plan(config.load("keywords", ["train.micro_tokens=78"]), tmp_path, SIZE)
-    assert plan(short, tmp_path, SIZE._replace(context=77))  # no sequence outgrows the context
+    assert plan(config.load("keywords", ["train.micro_tokens=94"]), tmp_path, SIZE)
+    assert plan(short, tmp_path, SIZE._replace(context=93))  # no sequence outgrows the context
     tiny = ["model.name=scratch", f"model.tokenizer={smollm2}", "model.layers=1", "device=cpu"]
     recipe = config.load("keywords", [*tiny, "train.micro_tokens=60", "task.validation_prompts=9"])
     size = api.measure(recipe)
     assert 40 < size.longest_prompt < 60
-    with pytest.raises(ConfigError, match=f"{size.longest_prompt + 48} tokens"):
+    with pytest.raises(ConfigError, match=f"{size.longest_prompt + 64} tokens"):
         api.train(recipe, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

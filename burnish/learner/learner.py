@@ -131,8 +131,8 @@ class Learner:
 
     def held_out_drift(self, batch: PackedBatch) -> Metrics:
         """KL of the policy as it is to the initial model, on responses that it sampled but does not
-        learn from. No metrics unless ``train.log_kl``."""
-        if self.initial is None:
+        learn from. No metrics unless ``train.log_kl``, nor before the first step: it is 0."""
+        if self.initial is None or not self.version:
             return {}
         ours, initial = (self._logprobs(policy, batch) for policy in (self.policy, self.initial))
         return describe_kl("held_out", ours, initial, batch)
