@@ -164,7 +164,7 @@ def test_deterministic_algorithms_are_enough(model: Transformer) -> None:
         hidden = model(tokens, positions, attend)
         heat = torch.full((12,), 0.9)
         both = token_logprobs(model, hidden, tokens, before, torch.arange(5, 12), heat, chunk=3)
-        return list(torch.autograd.grad(sum(both).sum(), list(model.parameters())))
+        return list(torch.autograd.grad(sum(both[:2]).sum(), list(model.parameters())))
 
     torch.use_deterministic_algorithms(True)
     try:
