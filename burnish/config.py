@@ -378,7 +378,9 @@ class TrainConfig(Section):
     clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
     max_skipped: int = Field(3, ge=1, description="steps in a row that may be not finite")
     log_kl: bool = Field(False, description="KL to the initial model and the step before")
-    log_kl_groups: int | None = Field(None, ge=1, description="how many groups of it; none: all")
+    log_kl_groups: int | None = Field(
+        None, ge=1, description="of how many groups, where it takes a pass of its own; none: all"
+    )
 
     @field_validator("betas")
     @classmethod
