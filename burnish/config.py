@@ -64,9 +64,6 @@ class KeywordsTask(Section):
     most: int = Field(4, ge=1, le=20, description="keywords per prompt, at most")
     match: Literal["word", "substring"] = "word"
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
-    partial: float = Field(
-        0.0, ge=0, le=1, description="share of a training reward for the fraction of words included"
-    )
     chat: bool = Field(True, description="the prompt goes in as a user's chat message")
     validation_words: float = Field(0.2, gt=0, lt=1, description="share of the words held out")
     validation_prompts: int = Field(256, ge=1)
@@ -348,7 +345,9 @@ class ObjectiveConfig(Section):
     constant_length: int | None = Field(None, ge=1, description="what sums are divided by")
     kl: Annotated[str, one_of(pieces.KLS)] = "none"
     kl_coefficient: float = Field(0.01, gt=0, allow_inf_nan=False)
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Literal["loss", "reward", "both"] = Field(
+        "loss", description="both: a token's own in the loss, its followers' in its advantage"
+    )
     kl_refresh: int | None = Field(None, ge=1, description="reference := policy every n steps")
     importance: Annotated[str, one_of(pieces.IMPORTANCES)] = "none"
     importance_level: Literal["token", "sequence", "geometric"] = "token"
@@ -451,6 +450,10 @@ def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -
         asked = changes.get(section, {})
         if "name" in asked and kind(asked) != kind(given.get(section, {})):
             given = {**given, section: {}}  # what the recipe set for another goes with it
+            if section == "task" and given.get("objective", {}).get("advantage") in OF_A_TASK:
+                given["objective"] = {
+                    k: v for k, v in given["objective"].items() if k != "advantage"
+                }
     merged = merge(given, changes)
     recipe = _validate(merged)
     _refuse_without_effect(recipe, changes, "--set")
@@ -710,13 +713,33 @@ def _check_train(recipe: Recipe) -> None:
         )
 
 
+ONE_IS_ENOUGH = ("raw", "best_of_group", "reinforce_plus_plus")
+"""Advantages that a group of one response can have."""
+OF_A_TASK = ("group_progress",)
+"""Advantages that read what not every task says."""
+
+
 def _check_objective(recipe: Recipe) -> None:
     c, group = recipe.objective, recipe.rollout.group_size
-    needs_two = ("group_mean", "group_zscore", "leave_one_out", "reinforce_plus_plus_baseline")
+    needs_two = [name for name in pieces.ADVANTAGES if name not in ONE_IS_ENOUGH]
     if group < 2 and c.advantage in needs_two:
         raise ConfigError(
             f"rollout.group_size must be at least 2 for objective.advantage = '{c.advantage}', "
             f"got {group}; use objective.advantage = 'raw'"
+        )
+    if c.advantage in OF_A_TASK and not isinstance(recipe.task, KeywordsTask):
+        raise ConfigError(
+            f"objective.advantage = '{c.advantage}' needs a task that says how far a response has "
+            f"come, keywords, got {recipe.task.name}; use 'group_zscore'"
+        )
+    if c.kl == "full" and c.kl_in == "reward":
+        raise ConfigError(
+            "objective.kl = 'full' is a term of the loss; use kl_in = 'loss' or 'both', or k1"
+        )
+    if c.kl == "k1" and c.kl_in == "both":
+        raise ConfigError(
+            "objective.kl = 'k1' has a gradient of mean 0 in the loss; for kl_in = 'both' use "
+            "kl = 'full', 'k2' or 'k3'"
         )
     if c.reduction == "constant" and c.constant_length is None:
         raise ConfigError(

@@ -27,6 +27,13 @@ ADVANTAGES = {
     "group_zscore": Piece(
         lambda c: f"A_i = (r_i − mean_g(r)) / (std_g(r) + {c.advantage_eps:g})", ("advantage_eps",)
     ),
+    "group_progress": Piece(
+        lambda c: (
+            "A_(i,t) = (r_i − mean of r over the group's that came as far) / "
+            f"(std_g(r) + {c.advantage_eps:g})"
+        ),
+        ("advantage_eps",),
+    ),
     "leave_one_out": Piece(lambda c: "A_i = r_i − mean of the other r of the group"),
     "best_of_group": Piece(
         lambda c: f"A_i = {'(r_i − mean_g(r))' if c.centered else 'r_i'} [r_i = max_g(r)]",
@@ -76,9 +83,7 @@ KLS = {
     "k1": Piece(lambda c: "k1 = x", _KL_SETTINGS),
     "k2": Piece(lambda c: "k2 = ½ x²", _KL_SETTINGS),
     "k3": Piece(lambda c: "k3 = exp(−x) + x − 1", _KL_SETTINGS),
-    "full": Piece(
-        lambda c: "full = Σ_v π(v) (log π(v) − log π_ref(v))", ("kl_coefficient", "kl_refresh")
-    ),
+    "full": Piece(lambda c: "full = Σ_v π(v) (log π(v) − log π_ref(v))", _KL_SETTINGS),
 }
 
 _IMPORTANCE_SETTINGS = ("proximal", "importance_level", "importance_low", "importance_high")
@@ -118,7 +123,7 @@ def reads_proximal_first(config: ObjectiveConfig) -> bool:
     By an importance correction and by a KL in the reward. A loss reads them in the step, and at the
     first step the proximal policy is the policy that is differentiated.
     """
-    in_reward = config.kl != "none" and config.kl_in == "reward"
+    in_reward = config.kl != "none" and config.kl_in != "loss"
     return in_reward or "proximal" in IMPORTANCES[config.importance].settings
 
 
@@ -134,7 +139,7 @@ def users_of(setting: str) -> list[str]:
 
 def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
     """The objective in lines of (what, formula)."""
-    in_loss = config.kl != "none" and config.kl_in == "loss"
+    in_loss = config.kl != "none" and config.kl_in != "reward"
     term = "L_t" if config.importance == "none" else "v_t L_t"
     term += f" + {config.kl_coefficient:g} {config.kl}_t" if in_loss else ""
     term += f" − {config.entropy_coefficient:g} H_t" if config.entropy_coefficient else ""
@@ -150,6 +155,9 @@ def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
         kl += "" if config.kl == "full" else ",  x = log π − log π_ref"
         if config.kl_in == "reward":
             kl += f",  r ← r − {config.kl_coefficient:g} Σ_t {config.kl}_t"
+        if config.kl_in == "both":
+            later = "Σ_(s>t) (x_s − mean_g(x)),  x = log π_prox − log π_ref"
+            kl += f",  A_t ← A_t − {config.kl_coefficient:g} {later}"
         lines.append(("KL", kl))
         every = config.kl_refresh
         reference = "the initial model" if every is None else f"refreshed every {every} steps"

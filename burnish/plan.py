@@ -101,8 +101,6 @@ def _asked(task: SortTask | KeywordsTask | FilesTask | MathTask | GymTask) -> Li
         ended = ", and the response ends by itself" if task.must_end else ""
         held_out = f"{task.validation_prompts} prompts of other words"
         reward = f"1 if the response has its {words}{ended}"
-        if task.partial:
-            reward += f"; in training {task.partial:g} of it is for the share of them that it has"
         return [("task", "keywords"), ("reward", reward), ("held out", held_out)]
     if isinstance(task, FilesTask):
         return [("task", f"files: {task.train}"), ("reward", str(task.reward))]

@@ -96,6 +96,8 @@ class Grade:
     status: Status = Status.SCORED
     message: str | None = None
     """What went wrong, where something did."""
+    progress: tuple[int, ...] | None = None
+    """[C] how far the response had come before each token; None: the task does not say."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class PackedBatch:
     """[N] float; 1 where nothing was sampled."""
     versions: Tensor
     """[N] int64; means nothing where nothing was sampled."""
+    progress: Tensor
+    """[N] int64: how far its response had come before this token; 0 where the task says nothing."""
     segment_offsets: Tensor
     """[segments + 1] int64: a segment is one prompt or one response."""
     segment_is_prompt: Tensor

@@ -96,7 +96,7 @@ def test_a_setting_without_effect_is_refused_with_the_reason():
     message = refused("objective.advantage_eps=0.1")
     assert message == (
         "objective.advantage_eps (--set) has no effect with advantage = 'group_mean'; remove it, "
-        "or use advantage = 'group_zscore'"
+        "or use advantage = 'group_zscore' or advantage = 'group_progress'"
     )
     assert "kl = 'k1' or kl = 'k2' or kl = 'k3'" in refused("objective.kl_coefficient=0.1")
     assert "has no effect with loss = 'reinforce'" in refused(
@@ -106,6 +106,14 @@ def test_a_setting_without_effect_is_refused_with_the_reason():
     in_reward = ["objective.kl=k1", "objective.kl_in=reward", "objective.proximal=behavior"]
     assert config.load("sort", ["objective.loss=reinforce", *in_reward])
     assert "must be greater than 0" in refused("objective.kl=k3", "objective.kl_coefficient=0")
+
+
+def test_pieces_that_do_not_go_together_are_refused():
+    assert "a term of the loss" in refused("objective.kl=full", "objective.kl_in=reward")
+    assert "a gradient of mean 0" in refused("objective.kl=k1", "objective.kl_in=both")
+    assert "how far a response has come" in refused("objective.advantage=group_progress")
+    other = config.load("keywords", ["task.name=files", "task.reward=keywords"])
+    assert other.objective.advantage == "group_zscore"  # the recipe's went with its task
 
 
 def test_a_recipe_with_a_setting_without_effect_is_refused(tmp_path):
@@ -248,7 +256,8 @@ def test_the_classic_comparison_differs_in_the_loss_and_the_passes_alone():
         for key, value in values.items()
         if clipped[section][key] != value
     }
-    assert differ == {"objective.loss", "train.epochs"}
+    # With one step a rollout nothing but the KL reads the proximal policy: the sampler's will do.
+    assert differ == {"objective.loss", "objective.proximal", "train.epochs"}
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
@@ -271,7 +280,7 @@ def test_memory_and_disk_are_planned_part_by_part(tmp_path):
         "2 frozen copies 4 MB"
     )
     assert lines["engine"] == "5 MB: bf16 weights 4 MB, cache of 4,369 tokens 1 MB"
-    assert "packs of up to 828 tokens" in lines["beside that"]  # 2 prompts of 30, 12 × 48
+    assert "packs of up to 798 tokens" in lines["beside that"]  # a prompt of 30, 12 × 64
     assert lines["disk"].endswith("4 checkpoints of 14 MB")
     assert lines["saved"] == "every 23 steps, 2 times; the last 2 and the best are kept"
 

@@ -91,7 +91,8 @@ class Learner:
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
             proximal = self.logprobs(batch)
         reference = None
-        read = self.objective.kl != "full" or (self.train.log_kl and batches > 1)
+        ahead = self.objective.kl_in == "both"
+        read = self.objective.kl != "full" or ahead or (self.train.log_kl and batches > 1)
         if self.reference is not None and read:
             reference = self._logprobs(self.reference, batch)
         return Scores(proximal, reference)

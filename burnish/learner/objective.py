@@ -50,8 +50,11 @@ def token_advantages(
     """The advantage of every action, [N]; a KL term in the reward is a part of it."""
     mask, ids, rewards = batch.is_action, batch.sequence_ids, batch.rewards
     penalty = None
-    if reference is not None and config.kl_in == "reward":
+    if reference is not None and config.kl_in != "loss":
         assert proximal is not None, "pieces.reads_proximal_first"
+        if config.kl_in == "both":  # in the loss each token's own, here that of the tokens after it
+            later = kl.ahead(kl.k1(proximal, reference), mask, batch.group_ids, sequence_ids=ids)
+            return token_advantages(config, batch, None, None) - config.kl_coefficient * later
         penalty = KL[config.kl](proximal, reference)
     if config.advantage == "reinforce_plus_plus":
         if penalty is None:
@@ -63,6 +66,15 @@ def token_advantages(
         return advantages.reinforce_plus_plus(per_token, mask, gamma=config.gamma, sequence_ids=ids)
     if penalty is not None:
         rewards = rewards - config.kl_coefficient * sequence_sum(penalty, mask, ids)
+    if config.advantage == "group_progress":
+        return advantages.group_progress(
+            rewards,
+            batch.group_ids,
+            batch.progress,
+            mask,
+            eps=config.advantage_eps,
+            sequence_ids=ids,
+        )
     if config.advantage == "reinforce_plus_plus_baseline":
         return advantages.reinforce_plus_plus_baseline(
             rewards, batch.group_ids, mask, sequence_ids=ids
@@ -106,7 +118,7 @@ def token_loss(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -
         loss = loss * learn.importance
     if measured.kl is not None:
         loss = loss + config.kl_coefficient * measured.kl
-    elif learn.reference_logprobs is not None and config.kl_in == "loss":
+    elif learn.reference_logprobs is not None and config.kl_in != "reward":
         loss = loss + config.kl_coefficient * KL[config.kl](logprobs, learn.reference_logprobs)
     if config.entropy_coefficient:
         loss = loss + config.entropy_coefficient * losses.entropy_bonus(measured.entropy)

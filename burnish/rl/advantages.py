@@ -47,8 +47,42 @@ def group_zscore(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Te
     """
     group, size = _check_groups(rewards, group_ids, least=2, estimator="group_zscore")
     centered = rewards - _mean(rewards, group, size)[group]
-    variance = sum_by(centered**2, group, len(size)) / (size - 1)
-    return centered / (variance.sqrt()[group] + eps)
+    return centered / (_std(centered, group, size)[group] + eps)
+
+
+def group_progress(
+    rewards: Tensor,
+    group_ids: Tensor,
+    progress: Tensor,
+    mask: Tensor,
+    *,
+    eps: float = 1e-6,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
+    """The reward above the mean of the group's responses that came as far, in the group's stds.
+
+        A_(i,t) = (r_i − mean{r_j : j in g, reached_j ≥ p_(i,t)}) / (std_g(r) + ε)
+
+    ``progress`` p is what a task can say of a response before each token (so many of the words are
+    there), from 0 up and never down; reached_j is the most that response j had. A token before any
+    progress gets GRPO's z-score. One after it is measured by what is still open: words put in late
+    by a response that failed anyway are blamed less than what came after them. The baseline is a
+    function of the state alone, so the gradient's mean stays what it is (up to a response's own
+    share in its mean, as with GRPO's). In a paper: none known to us; Kazemnejad et al. 2024
+    (VinePPO) estimate the same values by sampling again from each state.
+    ``progress``, int64, and the result are shaped like the mask.
+    """
+    group, size = _check_groups(rewards, group_ids, least=2, estimator="group_progress")
+    rows = Rows(mask, sequence_ids)
+    level = rows.pack(progress)  # [S, L]
+    reached = torch.nn.functional.pad(level, (0, 1)).amax(1)
+    levels = torch.arange(int(reached.max()) + 1 if len(reached) else 1, device=level.device)
+    came = (reached[:, None] >= levels).to(rewards.dtype)  # [S, levels]
+    zeros = rewards.new_zeros(len(size), len(levels))
+    total = zeros.index_add(0, group, came * rewards[:, None])
+    baseline = (total / zeros.index_add(0, group, came).clamp(min=1))[group].gather(1, level)
+    std = _std(rewards - _mean(rewards, group, size)[group], group, size)[group]
+    return rows.unpack((rewards[:, None] - baseline) / (std[:, None] + eps))
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -235,6 +269,10 @@ def _check_groups(
 
 def _mean(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
     return sum_by(rewards, group, len(size)) / size
+
+
+def _std(centered: Tensor, group: Tensor, size: Tensor) -> Tensor:
+    return (sum_by(centered**2, group, len(size)) / (size - 1)).sqrt()
 
 
 def _stack_reversed(columns: list[Tensor], like: Tensor) -> Tensor:

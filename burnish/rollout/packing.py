@@ -79,6 +79,7 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
         behavior_logprobs=batch.behavior_logprobs[slots],
         temperature=batch.temperature[slots],
         versions=batch.versions[slots],
+        progress=batch.progress[slots],
         segment_offsets=offsets,
         segment_is_prompt=is_prompt,
         group_ids=new_group,
@@ -170,6 +171,13 @@ def _lay_out(group: Group) -> Arrays:
             nothing + 1, *(np.full(len(c.token_ids), c.params.temperature) for c in responses)
         ).astype(np.float32),
         "versions": stream(nothing, *(c.versions for c in responses)).astype(np.int64),
+        "progress": stream(
+            nothing,
+            *(
+                np.zeros(len(c.token_ids)) if g.progress is None else np.array(g.progress)
+                for c, g in zip(responses, group.grades, strict=True)
+            ),
+        ).astype(np.int64),
         "segment_lengths": lengths,
         "segment_is_prompt": np.arange(len(lengths)) == 0,
         "group_ids": np.zeros(len(responses), dtype=np.int64),

@@ -7,7 +7,9 @@ on validation has learned the task, not the words.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,9 @@ class Keywords:
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         """Parts: inclusion of all, the fraction included, whether the response ended by itself."""
-        return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
+        grades = grade_pairs(self._grader, pairs, must_end=self.config.must_end)
+        came = [self._progress(*pair) for pair in pairs]
+        return [replace(g, progress=p) for g, p in zip(grades, came, strict=True)]
 
     def close(self) -> None:
         """Nothing to end."""
@@ -81,10 +85,17 @@ class Keywords:
         words = list(self.validation_words if validation else self.words)
         return [words.pop(int(draw * len(words))) for draw in draws[1 : count + 1]]
 
+    def _progress(self, prompt: Prompt, completion: Completion) -> tuple[int, ...]:
+        """[C] how many of the words were there before each token."""
+        ends = keywords.found_at(completion.text, prompt.reference["keywords"], self.config.match)
+        stream, before = self._tokenizer.stream(skip_special=True), []
+        for token in completion.token_ids.tolist():
+            before.append(bisect_right(ends, len(keywords.plain(stream.text))))
+            stream.push(token)
+        return tuple(before)
+
     def _prompt(self, prompt_id: str, words: list[str]) -> Prompt:
         asked = instruction(words)
         text, ids = encode(self._tokenizer, asked, chat=self.config.chat)
         row: dict[str, Any] = {"prompt": asked, "keywords": words, "match": self.config.match}
-        if self.config.partial and "/train/" in prompt_id:
-            row["partial"] = self.config.partial
         return Prompt(prompt_id, text, ids, "keywords", reference=row)

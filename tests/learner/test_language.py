@@ -109,6 +109,8 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
         ({"loss": "clip"}, {"epochs": 1, "batch": 4}, True),
         ({"loss": "reinforce", "importance": "mask"}, {"epochs": 1}, True),
         ({"loss": "reinforce", "kl": "k1", "kl_in": "reward"}, {"epochs": 1}, True),
+        ({"loss": "reinforce", "kl": "full"}, {"epochs": 1}, False),
+        ({"loss": "reinforce", "kl": "full", "kl_in": "both"}, {"epochs": 1}, True),
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """Every name in ``pieces`` has its function, and each piece reaches the loss with its settings."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def learn_batch(config, batch, reference=None):
 
 
 def test_names_and_functions_are_the_same_set():
-    over_time = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+    over_time = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "group_progress"}
     assert set(pieces.ADVANTAGES) == set(objective.GROUP_ADVANTAGES) | over_time
     assert set(pieces.LOSSES) == set(objective.LOSSES)
     assert set(pieces.REDUCTIONS) == set(objective.REDUCTIONS)
@@ -40,10 +42,14 @@ def test_names_and_functions_are_the_same_set():
 def test_advantages(name, two_groups):
     batch = pack(two_groups)
     mask, ids = batch.is_action, batch.sequence_ids
+    batch = replace(batch, progress=torch.where(mask, batch.positions // 4, 0))
     config = ObjectiveConfig(advantage=name, advantage_eps=0.5, gamma=0.9, centered=True)
     got = objective.token_advantages(config, batch, random(batch, 0), None)
     r, g = batch.rewards, batch.group_ids
     over_tokens = {
+        "group_progress": lambda: advantages.group_progress(
+            r, g, batch.progress, mask, eps=0.5, sequence_ids=ids
+        ),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids
         ),
@@ -74,6 +80,20 @@ def test_kl_in_the_reward_lowers_it(name, two_groups):
     else:
         rewards = kl.penalised_rewards(batch.rewards, x, mask, coefficient=0.5, sequence_ids=ids)
         expected = advantages.reinforce_plus_plus(rewards, mask, sequence_ids=ids)
+    torch.testing.assert_close(got, expected)
+
+
+def test_kl_in_both_is_a_tokens_own_in_the_loss_and_its_followers_in_its_advantage(two_groups):
+    batch = pack(two_groups)
+    proximal, reference, logprobs = (random(batch, seed) for seed in range(3))
+    config = ObjectiveConfig(loss="reinforce", kl="k2", kl_in="both", kl_coefficient=0.5)
+    learn = learn_batch(config, batch, reference)
+    alone = learn_batch(ObjectiveConfig(loss="reinforce"), batch)
+    x = kl.k1(proximal, reference)
+    later = kl.ahead(x, batch.is_action, batch.group_ids, sequence_ids=batch.sequence_ids)
+    torch.testing.assert_close(learn.advantages, alone.advantages - 0.5 * later)
+    got = objective.token_loss(config, Measured(logprobs, torch.ones_like(logprobs)), learn)
+    expected = losses.reinforce(logprobs, learn.advantages) + 0.5 * kl.k2(logprobs, reference)
     torch.testing.assert_close(got, expected)
 
 

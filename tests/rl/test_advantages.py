@@ -45,6 +45,32 @@ def test_equal_rewards_teach_nothing():
     close(advantages.group_zscore(rewards, torch.zeros(4)), torch.zeros(4), atol=1e-9)
 
 
+def test_group_progress_compares_with_those_that_came_as_far():
+    """Three responses of 3 tokens to one prompt; rewards 1, 0, 0; std = √(1/3).
+
+    Progress before each token: 0 1 2; 0 1 1; 0 0 0. All had 0: mean 1/3. The first two came to 1:
+    mean 1/2. The first alone came to 2: mean 1, so that its last token is neither good nor bad.
+    """
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0], dtype=D), torch.tensor([5, 5, 5])
+    progress = torch.tensor([[0, 1, 2], [0, 1, 1], [0, 0, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]])
+    std = 3**-0.5 + 0.1
+    expected = torch.tensor([[2 / 3, 1 / 2, 0], [-1 / 3, -1 / 2, -1 / 2], [-1 / 3, -1 / 3, 0]])
+    got = advantages.group_progress(rewards, groups, progress, mask, eps=0.1)
+    close(got, expected.to(D) / std, atol=1e-7)
+    flat, ids = mask.reshape(-1) > 0, torch.arange(3).repeat_interleave(3)
+    packed = advantages.group_progress(
+        rewards, groups, progress.reshape(-1), flat, eps=0.1, sequence_ids=ids
+    )
+    close(packed, got.reshape(-1))
+
+
+def test_without_progress_it_is_the_zscore():
+    mask = torch.tensor([[1, 1, 0]]).expand(5, 3)
+    got = advantages.group_progress(REWARDS, GROUPS, torch.zeros(5, 3).long(), mask)
+    close(got, to_tokens(advantages.group_zscore(REWARDS, GROUPS), mask))
+
+
 def test_leave_one_out():
     # Group 7: 1 − 7/2, 5 − 3/2, 2 − 6/2. Group 4: 3 − 2, 2 − 3.
     close(advantages.leave_one_out(REWARDS, GROUPS), [-2.5, 1.0, 3.5, -1.0, -1.0])

@@ -266,3 +266,45 @@ def test_penalised_rewards():
         t(10.0, 20.0), t(1.0, 2.0, 3.0), torch.ones(3), coefficient=0.5, sequence_ids=ids
     )
     close(flat, [-0.5, 19.0, 8.5])
+
+
+def test_ahead_is_the_kl_of_later_tokens_above_the_groups_mean():
+    """Group 0: kl 1 2 6 and 3, mean 12 / 4 = 3; group 1: 5 and 1 and nothing between, mean 3."""
+    values = torch.tensor([[1.0, 2, 6], [3, 9, 9], [5, 9, 1]], dtype=D)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1]])
+    got = kl.ahead(values, mask, torch.tensor([0, 0, 1]))
+    close(got, torch.tensor([[2.0, 3, 0], [0, 0, 0], [-2, 0, 0]], dtype=D))
+    flat, ids = mask.reshape(-1) > 0, torch.arange(3).repeat_interleave(3)
+    packed = kl.ahead(values.reshape(-1), flat, torch.tensor([0, 0, 1]), sequence_ids=ids)
+    close(packed, got.reshape(-1))
+
+
+def test_full_in_the_loss_and_ahead_in_the_advantage_are_the_gradient_of_the_kl_of_responses():
+    """Over all 9 responses of two tokens: the mean gradient is that of KL(π ‖ π_ref) of responses,
+    each token's own part alone is not."""
+    torch.manual_seed(0)
+    first, second = torch.randn(3, dtype=D), torch.randn(3, 3, dtype=D)  # logits; of b after a
+    theirs = torch.randn(3, dtype=D), torch.randn(3, 3, dtype=D)
+    for logits in (first, second):
+        logits.requires_grad_()
+
+    def tokens(one, two):
+        """[9, 2]: the log-probability of each token of each response."""
+        pairs = torch.log_softmax(one, 0)[:, None].expand(3, 3), torch.log_softmax(two, 1)
+        return torch.stack(pairs, -1).reshape(9, 2)
+
+    chance, others = tokens(first, second), tokens(*theirs)
+    ours, reference = chance.sum(1), others.sum(1)
+    whole = (ours.exp() * (ours - reference)).sum()
+    wanted = torch.autograd.grad(whole, (first, second), retain_graph=True)
+    at_second = kl.full(second, theirs[1])[:, None].expand(3, 3)
+    own = torch.stack((kl.full(first, theirs[0]).expand(3, 3), at_second), -1).reshape(9, 2)
+    mask = torch.ones(9, 2)
+    later = kl.ahead(kl.k1(chance, others), mask, torch.zeros(9).long())
+    weight = ours.exp().detach().reshape(9, 1)  # the mean over what π samples
+    parts = ((weight * own).sum(), (weight * later * chance).sum())
+    got = torch.autograd.grad(sum(parts), (first, second), retain_graph=True)
+    for ours_, wanted_ in zip(got, wanted, strict=True):
+        close(ours_, wanted_)
+    alone = torch.autograd.grad(parts[0], (first,))[0]
+    assert (alone - wanted[0]).abs().max() > 0.05

@@ -71,16 +71,17 @@ def test_grades(match, must_end):
     assert inside.parts["fraction"] == (1 if match == "substring" else 0.5)
 
 
-def test_a_part_of_the_training_reward_may_be_for_each_word():
-    task = make(partial=0.4, least=2, most=2)
-    (base,) = make_group(0, [1], [[1]], [0]).completions
-    for prompt, half in ((task.prompt(0), 0.2), (task.validation_prompt(0), 0.0)):
-        one, two = prompt.reference["keywords"]
-        texts = {"Nothing.": 0, f"The {one}.": half, f"The {one} {two}.": 1}
-        for text, reward in texts.items():
-            grade = task.grade(prompt, dataclasses.replace(base, text=text))
-            assert grade.reward == pytest.approx(reward)
-            assert grade.parts["inclusion"] == float(reward == 1)
+def test_progress_counts_the_words_before_each_token():
+    """One byte is one token here; a word counts once, from the token after its last letter on."""
+    task = make(least=2, most=2)
+    prompt = task.prompt(0)
+    first, second = prompt.reference["keywords"]
+    text = f"{second} x{first} {second} {first.upper()}."
+    tokenizer = byte_tokenizer()
+    (base,) = make_group(0, [1], [tokenizer.encode(text)], [0]).completions
+    progress = task.grade(prompt, dataclasses.replace(base, text=text)).progress
+    last = len(text) - 1  # the full stop
+    assert list(progress) == [0] * len(second) + [1] * (last - len(second)) + [2]
 
 
 def test_what_is_held_out_is_the_same_for_every_seed():
