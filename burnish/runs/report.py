@@ -103,7 +103,9 @@ def write_report(run: Path, *, limit: int = LIMIT) -> Path:
         "reading": [
             *read_drift(reward, series.get(kl, []), series.get(previous, []), unit=unit_of(kl)),
             *read_mismatch(
-                series.get("mismatch/logprob_mean", []), series.get("mismatch/logprob_max", [])
+                series.get("mismatch/logprob_mean", []),
+                series.get("mismatch/logprob_max", []),
+                rounded=recipe.get("engine", {}).get("precision") in ("bf16", "fp16"),
             ),
         ],
         "panels": panels(series),

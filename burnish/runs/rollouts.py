@@ -20,6 +20,8 @@ class Rollout(TypedDict):
     group: int
     prompt_id: str
     prompt: str
+    asked: str
+    """The prompt without the chat template around it."""
     sample: int
     response: str
     tokens: list[str]
@@ -67,6 +69,7 @@ def rows(
             group=group.index,
             prompt_id=group.prompt.prompt_id,
             prompt=group.prompt.text,
+            asked=group.prompt.meta.get("asked", group.prompt.text),
             sample=completion.sample_index,
             response=completion.text,
             tokens=tokens,

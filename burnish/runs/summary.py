@@ -65,7 +65,7 @@ def before_and_after(run: Path) -> list[dict[str, Any]]:
     shared = [name for name in first if name in last]
     return [
         {
-            "prompt": first[name]["prompt"],
+            "prompt": first[name]["asked"],
             "before": first[name]["response"],
             "reward_before": first[name]["reward"],
             "after": last[name]["response"],

@@ -75,7 +75,8 @@ class Files:
 
     def _prompt(self, prompt_id: str, row: Row) -> Prompt:
         text, ids = encode(self._tokenizer, row["prompt"], chat=self.config.chat)
-        return Prompt(prompt_id, text, ids, self.config.name, reference=row)
+        meta = {"asked": row["prompt"]} if isinstance(row["prompt"], str) else {}
+        return Prompt(prompt_id, text, ids, self.config.name, reference=row, meta=meta)
 
 
 def make_files(

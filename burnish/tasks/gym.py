@@ -99,7 +99,7 @@ class Gym:
             "format": self.config.answer_format,
             "entry": entry,
         }
-        return Prompt(prompt_id, text, ids, "gym", reference=row)
+        return Prompt(prompt_id, text, ids, "gym", reference=row, meta={"asked": asked})
 
 
 def make_dataset(config: GymTask, seed: int, purpose: int) -> Any:

@@ -98,4 +98,4 @@ class Keywords:
         asked = instruction(words)
         text, ids = encode(self._tokenizer, asked, chat=self.config.chat)
         row: dict[str, Any] = {"prompt": asked, "keywords": words, "match": self.config.match}
-        return Prompt(prompt_id, text, ids, "keywords", reference=row)
+        return Prompt(prompt_id, text, ids, "keywords", reference=row, meta={"asked": asked})

@@ -84,3 +84,6 @@ def test_mismatch():
         "and by 4e-05 at most (step 1)."
     ]
     assert "disagree" in read_mismatch(line([0.2]), [])[0]
+    assert "disagree" in read_mismatch(line([0.2]), [], rounded=True)[0]
+    assert "disagree" in read_mismatch(line([0.04]), [])[0]
+    assert "agree as far as 16-bit logits can" in read_mismatch(line([0.04]), [], rounded=True)[0]

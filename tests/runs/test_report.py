@@ -31,6 +31,7 @@ def rollout(step, sample=0, *, prompt="say it", tokens=("a", " b"), **changes):
         "group": step,
         "prompt_id": prompt,
         "prompt": prompt,
+        "asked": prompt,
         "sample": sample,
         "response": "".join(tokens),
         "tokens": list(tokens),

@@ -116,6 +116,7 @@ def test_rows_say_what_a_response_was(tmp_path):
         "group": 4,
         "prompt_id": "p4",
         "prompt": "1",
+        "asked": "1",
         "sample": 0,
         "response": "2 3",
         "tokens": ["<2>", "<3>"],
