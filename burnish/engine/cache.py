@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,8 +22,8 @@ from burnish.model.transformer import ModelConfig
 
 T = TypeVar("T")
 Array = np.ndarray[Any, np.dtype[Any]]
-SHORT = 192
-"""Up to so many tokens a prompt is attended to row by row where the CPU's kernel does it."""
+SHORT = 32
+"""Up to so many tokens of a prompt are attended to row by row on a CPU without tiles."""
 
 
 class Cache:
@@ -42,6 +41,7 @@ class Cache:
         """By layer, keys and values [slots, Hkv · D]: the same memory for the CPU's kernels."""
         if kernels.fuses(device, dtype):
             self.arrays = [(keys, values) for keys, values in kernels.numbers(slots)]
+        self.tiled = dtype == torch.bfloat16 and kernels.has_tiles(device, self.width, size)
 
     @staticmethod
     def page_bytes(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
@@ -151,13 +151,16 @@ class CachedAttention:
         self._rows = len(decoding)
         self._decoding = decoding
         self._blocks: list[_Block] | None = None
-        self._buffers: tuple[Tensor, Array, Any, list[Any]] | None = None
-        self._shared = self._prefixes(decoding)
-        prompts, limit = runs[self._rows :], 0 if cache.arrays is None else SHORT
-        self._short = [run for run in prompts if run.end <= limit]
-        long = [run for run in prompts if run.end > limit]
-        self._fresh = self._prompt_blocks([run.count for run in long if not run.start])
-        self._resumed = [(run, self._tensor(run.sequence.pages)) for run in long if run.start]
+        self._buffers: tuple[Tensor, Array, list[Any], Array] | None = None
+        self._shared = [] if cache.tiled else self._prefixes(decoding)
+        first = np.cumsum([0, *(run.count for run in runs)]).tolist()
+        prompts = list(zip(runs, first, strict=False))[self._rows :]
+        limit = 0 if cache.arrays is None or cache.tiled else SHORT
+        self._short = [(run, row) for run, row in prompts if run.count <= limit]
+        self._long = [(run, row) for run, row in prompts if run.count > limit]
+        mine = [] if cache.tiled else self._long
+        self._fresh = self._prompt_blocks([run.count for run, _ in mine if not run.start])
+        self._resumed = [(r, row, self._tensor(r.sequence.pages)) for r, row in mine if r.start]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._cache.write(layer, self._slots, k, v)
@@ -178,13 +181,13 @@ class CachedAttention:
 
         if self._buffers is None:
             self._buffers = self._prepare(qkv)
-        cache, (out, slots, decode, blocks) = self._cache, self._buffers
+        cache, (out, slots, calls, totals) = self._cache, self._buffers
         assert cache.arrays is not None
         keys, values = cache.arrays[layer]
         array = kernels.numbers(qkv)
         fused.turn(array, *turn, slots, keys, values)
-        for rows, table, target, totals, *rest in blocks:
-            decode(array[rows], keys, values, *table, target, totals, *rest)
+        for kernel, rows, *rest in calls:
+            kernel(array[rows], keys, values, *rest)
         for shared in self._shared:
             table, heads = shared.rows.numpy(), out.shape[1] // cache.width
             query = qkv.new_empty(
@@ -197,31 +200,50 @@ class CachedAttention:
                 kernels.numbers(part.reshape(query.shape)),
                 total.reshape(query.shape[:4]).numpy(),
             )
-            fused.join(*blocks[0][2:4], table, shared.sizes, *found)
+            fused.join(kernels.numbers(out), totals, table, shared.sizes, *found)
         if self._fresh or self._resumed:
             headed = qkv.view(len(qkv), -1, cache.width)
             q, k, v = headed.tensor_split((headed.shape[1] - 2 * cache.heads, -cache.heads), 1)
             self._prompts(layer, q, k, v, out.view(q.shape))
         return out
 
-    def _prepare(self, qkv: Tensor) -> tuple[Tensor, Array, Any, list[Any]]:
-        """What every layer needs alike: its output, where keys go, and the kernel's arguments for
-        decoding rows and for short prompts."""
+    def _prepare(self, qkv: Tensor) -> tuple[Tensor, Array, list[Any], Array]:
+        """What every layer needs alike: its output, where keys go, kernels with their rows and
+        arguments, and what decoding rows' log-sum-exp is written to."""
         from burnish.engine import fused
 
         cache = self._cache
         out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * cache.heads * cache.width)
         heads, array = out.shape[1] // cache.width, kernels.numbers(out)
         rest = np.float32(cache.width**-0.5), torch.get_num_threads()
-        blocks = []
-        for runs, first in ((self._decoding, 0), (self._short, self._short_rows[0])):
+        totals = np.empty((len(qkv), heads), np.float32)
+        decode = fused.decode_kernel(cache.width, heads // cache.heads, cache.size)
+        calls: list[Any] = []
+        short = [run for run, _ in self._short]
+        for runs, first in ((self._decoding, 0), (short, self._short[0][1] if short else 0)):
             if runs:
                 table = self._flat_table(runs)
                 rows = slice(first, first + len(table[1]))
-                totals = np.empty((len(table[1]), heads), np.float32)
-                blocks.append((rows, table, array[rows], totals, *rest))
-        decode = fused.decode_kernel(cache.width, heads // cache.heads, cache.size)
-        return out, self._slots.numpy(), decode, blocks
+                calls.append((decode, rows, *table, array[rows], totals[rows], *rest))
+        if cache.tiled:
+            from burnish.engine import tiles
+
+            size, most = cache.size, max(1, 64 * cache.heads // heads)
+            shared = [
+                (rows, prefix.pages, [prefix.whole * size] * len(rows))
+                for prefix, rows in _sharers(self._decoding).items()
+            ]
+            prompts = [
+                (range(row, row + r.count), r.sequence.pages, range(r.start + 1, r.end + 1))
+                for r, row in self._long
+            ]
+            for parts, old in ((shared, totals), (prompts, totals[:0])):
+                if parts:
+                    table = tiles.table(parts, most)
+                    more = rest[0], tiles.SHAPES, rest[1]
+                    kernel = tiles.kernel(cache.width, heads // cache.heads, size)
+                    calls.append((kernel, slice(None), array, old, *table, *more))
+        return out, self._slots.numpy(), calls, totals
 
     def _own_pages(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
         """q and out [S, Hq, D] -> the log-sum-exp of the scores [S, Hq]"""
@@ -259,13 +281,11 @@ class CachedAttention:
             at = slice(first, first + fresh.tokens)
             out[at] = fresh.attend(q[at], k[at], v[at])
             first = at.stop
-        first = self._short_rows[1]
-        for run, pages in self._resumed:
-            at = slice(first, first + run.count)
+        for run, row, pages in self._resumed:
+            at = slice(row, row + run.count)
             keys, values = self._cache.read(layer, pages, 1)
             seen = keys[0, : run.end], values[0, : run.end]
             out[at] = kernels.causal_attention(q[at], *seen, run.start)
-            first = at.stop
 
     def _flat_table(self, runs: Sequence[Run]) -> tuple[Array, Array, Array]:
         """Pages of the runs, where those of each token begin, and how many tokens it sees in them:
@@ -275,11 +295,6 @@ class CachedAttention:
         seen = [np.arange(run.start, run.end) + 1 - run.shared * size for run in runs]
         pages = np.concatenate([run.own_pages() for run in runs])
         return pages.astype(np.int64), first, np.concatenate(seen)
-
-    @cached_property
-    def _short_rows(self) -> tuple[int, int]:
-        first = self._rows + sum(fresh.tokens for fresh in self._fresh)
-        return first, first + sum(run.count for run in self._short)
 
     def _prompt_blocks(self, lengths: list[int]) -> list[_Fresh]:
         """lengths: of fresh prompts, from long to short."""
@@ -305,10 +320,7 @@ class CachedAttention:
         return blocks
 
     def _prefixes(self, runs: Sequence[Run]) -> list[_Shared]:
-        rows_of: dict[Prefix, list[int]] = {}
-        for row, run in enumerate(runs):
-            if run.sequence.prefix is not None and run.sequence.prefix.whole:
-                rows_of.setdefault(run.sequence.prefix, []).append(row)
+        rows_of = _sharers(runs)
         ordered = sorted(rows_of, key=lambda prefix: -prefix.whole)
         found = []
         for bucket in _buckets(ordered, lambda prefix: prefix.whole):
@@ -336,13 +348,13 @@ class CachedAttention:
 
 
 def order(runs: Sequence[Run]) -> list[Run]:
-    """Decoding rows and fresh prompts, each from long to short, then prompts that go on, from short
-    to long: so the short ones of both kinds of prompt lie side by side."""
+    """Decoding rows and fresh prompts, each from long to short, then prompts that go on, from few
+    tokens to many: so the short ones of both kinds of prompt lie side by side."""
     decoding = [run for run in runs if run.count == 1]
     decoding.sort(key=lambda run: -len(run.own_pages()))
     fresh = [run for run in runs if run.count > 1 and not run.start]
     fresh.sort(key=lambda run: -run.count)
-    resumed = sorted((r for r in runs if r.count > 1 and r.start), key=lambda run: run.end)
+    resumed = sorted((r for r in runs if r.count > 1 and r.start), key=lambda run: run.count)
     return decoding + fresh + resumed
 
 
@@ -361,6 +373,15 @@ def _buckets(items: Sequence[T], length: Callable[[T], int]) -> list[list[T]]:
         else:
             buckets.append([item])
     return buckets
+
+
+def _sharers(runs: Sequence[Run]) -> dict[Prefix, list[int]]:
+    """Decoding rows by the prompt that they share."""
+    rows_of: dict[Prefix, list[int]] = {}
+    for row, run in enumerate(runs):
+        if run.sequence.prefix is not None and run.sequence.prefix.whole:
+            rows_of.setdefault(run.sequence.prefix, []).append(row)
+    return rows_of
 
 
 def _merge(out: Tensor, total: Tensor, rows: Tensor, part: Tensor, part_total: Tensor) -> None:

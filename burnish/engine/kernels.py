@@ -133,6 +133,15 @@ def fuses(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
+def has_tiles(device: torch.device, width: int, size: int) -> bool:
+    """Whether `tiles` can run."""
+    if device.type != "cpu":
+        return False
+    from burnish.engine import tiles
+
+    return tiles.usable(width, size)
+
+
 def attention_for(device: torch.device, dtype: torch.dtype) -> Attention:
     return flash_attention if fuses(device, dtype) else plain_attention
 
