@@ -55,16 +55,19 @@ def plan(recipe: Recipe, out: Path, size: Size | None = None) -> list[tuple[str,
 
 
 def check_lengths(recipe: Recipe, size: Size) -> int:
-    """The longest sequence there can be, which a pack of ``train.micro_tokens`` must hold."""
-    wanted = size.longest_prompt + recipe.rollout.max_tokens
-    longest, given = min(size.context, wanted), recipe.train.micro_tokens
-    if given is not None and given < longest:
-        raise ConfigError(
-            f"train.micro_tokens = {given} is below the longest sequence, {longest} tokens (a "
-            f"prompt of {size.longest_prompt} and rollout.max_tokens = "
-            f"{recipe.rollout.max_tokens}); use at least {longest}"
-        )
-    return longest
+    """The longest sequence that is learned; a pack of ``train.micro_tokens`` must hold it, and the
+    longest that is held out, where the learner scores that for its KL."""
+    asked, given = {"rollout.max_tokens": recipe.rollout.max_tokens}, recipe.train.micro_tokens
+    if recipe.train.log_kl and recipe.validation.max_tokens is not None:
+        asked["validation.max_tokens"] = recipe.validation.max_tokens
+    for name, response in sorted(asked.items(), key=lambda item: -item[1]):
+        longest = min(size.context, size.longest_prompt + response)
+        if given is not None and given < longest:
+            raise ConfigError(
+                f"train.micro_tokens = {given} is below the longest sequence, {longest} tokens (a "
+                f"prompt of {size.longest_prompt} and {name} = {response}); use at least {longest}"
+            )
+    return min(size.context, size.longest_prompt + recipe.rollout.max_tokens)
 
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:

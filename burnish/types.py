@@ -176,6 +176,8 @@ class LearnBatch:
     """None: the policy itself, in a batch on which one step is taken and which it scored last."""
     reference_logprobs: Tensor | None = None
     """None: the recipe has none, or its loss reads the whole distributions instead."""
+    reference_states: Tensor | None = None
+    """[N, …] of the reference, where the loss reads its whole distributions."""
     importance: Tensor | None = None
     """Corrects for the gap between behavior and proximal; no gradient."""
 

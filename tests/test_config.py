@@ -265,11 +265,11 @@ def test_passes_over_a_rollout_are_planned(k, tmp_path):
     recipe = config.load("keywords-clip", [f"train.epochs={k}"])
     lines = dict(dict(plan(recipe, tmp_path))["batches"])
     assert lines["gradient steps"].startswith(f"{k} per rollout = 1 train batch of 64 responses ×")
-    assert f"2,944 responses sampled, {46 * k} gradient steps" in lines["in all"]
-    assert f"linear to 0 at gradient step {46 * k})" in lines["in all"]
+    assert f"2,688 responses sampled, {42 * k} gradient steps" in lines["in all"]
+    assert f"linear to 0 at gradient step {42 * k})" in lines["in all"]
 
 
-SIZE = Size(parameters=1_000_000, cached=2 * 3 * 4 * 5, context=100, longest_prompt=30)
+SIZE = Size(parameters=1_000_000, cached=2 * 3 * 4 * 5, context=200, longest_prompt=30)
 
 
 def test_memory_and_disk_are_planned_part_by_part(tmp_path):
@@ -282,7 +282,7 @@ def test_memory_and_disk_are_planned_part_by_part(tmp_path):
     assert lines["engine"] == "5 MB: bf16 weights 4 MB, cache of 4,369 tokens 1 MB"
     assert "packs of up to 798 tokens" in lines["beside that"]  # a prompt of 30, 12 × 64
     assert lines["disk"].endswith("4 checkpoints of 14 MB")
-    assert lines["saved"] == "every 23 steps, 2 times; the last 2 and the best are kept"
+    assert lines["saved"] == "every 21 steps, 2 times; the last 2 and the best are kept"
 
 
 @pytest.mark.parametrize(
@@ -309,15 +309,20 @@ def test_frozen_copies_are_those_the_learner_holds(overrides, copies, tmp_path, 
 
 
 def test_a_pack_must_hold_the_longest_sequence(tmp_path, smollm2):
-    short = config.load("keywords", ["train.micro_tokens=93"])
+    alone = ["validation.max_tokens=64"]
+    short = config.load("keywords", ["train.micro_tokens=93", *alone])
     with pytest.raises(
         ConfigError, match=r"micro_tokens = 93 is below .* 94 tokens .* at least 94"
     ):
         plan(short, tmp_path, SIZE)
-    assert plan(config.load("keywords", ["train.micro_tokens=94"]), tmp_path, SIZE)
+    assert plan(config.load("keywords", ["train.micro_tokens=94", *alone]), tmp_path, SIZE)
+    with pytest.raises(ConfigError, match=r"126 tokens .*validation\.max_tokens = 96"):
+        plan(config.load("keywords", ["train.micro_tokens=94"]), tmp_path, SIZE)
     assert plan(short, tmp_path, SIZE._replace(context=93))  # no sequence outgrows the context
     tiny = ["model.name=scratch", f"model.tokenizer={smollm2}", "model.layers=1", "device=cpu"]
-    recipe = config.load("keywords", [*tiny, "train.micro_tokens=60", "task.validation_prompts=9"])
+    recipe = config.load(
+        "keywords", [*tiny, "train.micro_tokens=60", "task.validation_prompts=9", *alone]
+    )
     size = api.measure(recipe)
     assert 40 < size.longest_prompt < 60
     with pytest.raises(ConfigError, match=f"{size.longest_prompt + 64} tokens"):

@@ -26,6 +26,8 @@ class Scores(NamedTuple):
 
     proximal: Tensor | None
     reference: Tensor | None
+    reference_states: Tensor | None = None
+    """[N, …] of the reference, where the loss reads whole distributions."""
 
 
 class Update(NamedTuple):
@@ -81,7 +83,8 @@ class Learner:
         """What advantages, loss and logs need of the policies before the first step.
 
         If one step is taken, its own forward pass is the proximal policy's, so that another is made
-        only for what reads it earlier; the same goes for a reference that the loss reads whole.
+        only for what reads it earlier. Of a reference that the loss reads whole, its states are
+        made here, once for all steps, and its log-probabilities for what reads them earlier.
         """
         batches = len(train_batches(batch, self.train.batch))
         steps = self.train.epochs * batches
@@ -91,11 +94,14 @@ class Learner:
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
             proximal = self.logprobs(batch)
         reference = None
-        ahead = self.objective.kl_in == "both"
-        read = self.objective.kl != "full" or ahead or (self.train.log_kl and batches > 1)
-        if self.reference is not None and read:
-            reference = self._logprobs(self.reference, batch)
-        return Scores(proximal, reference)
+        if self.reference is None:
+            return Scores(proximal, None)
+        if self.objective.kl != "full":
+            return Scores(proximal, self._logprobs(self.reference, batch))
+        states = self._scored(batch, self.reference.states)
+        if self.objective.kl_in == "both" or (self.train.log_kl and batches > 1):
+            reference = self._logprobs(self.reference, batch, states)
+        return Scores(proximal, reference, states)
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """[N] of the policy as it is, without gradient."""
@@ -206,12 +212,15 @@ class Learner:
     def _accumulate(self, learn: LearnBatch) -> tuple[Measured, float]:
         """Adds up the gradients over the packs -> what was measured, and the loss."""
         parts, loss = [], 0.0
-        reference = self.reference if self.objective.kl == "full" else None
         for pack in self._cut(learn.batch):
-            measured = self.policy.score(pack.batch, reference)
+            part, reference = take_streams(learn, pack), None
+            if self.objective.kl == "full":
+                assert self.reference is not None
+                assert part.reference_states is not None, "Learner.score makes them"
+                reference = self.reference, part.reference_states
+            measured = self.policy.score(pack.batch, reference=reference)
             if not self.objective.entropy_coefficient:
                 measured = measured._replace(entropy=measured.entropy.detach())
-            part = take_streams(learn, pack)
             per_token = token_loss(self.objective, measured, part)
             part_loss = weighted_sum(per_token, part.loss_weight)
             self.optimizer.backward(part_loss)
@@ -220,13 +229,21 @@ class Learner:
             parts.append((pack.slots, streams))
         return Measured(*_join(parts, learn.batch).unbind(1)), loss
 
+    def _logprobs(self, policy: Policy, batch: PackedBatch, states: Tensor | None = None) -> Tensor:
+        return self._scored(batch, lambda pack, *known: policy.score(pack, *known).logprobs, states)
+
     @torch.no_grad()
-    def _logprobs(self, policy: Policy, batch: PackedBatch) -> Tensor:
-        """[N], in the packs that training will use, so that the numerics are its own."""
+    def _scored(
+        self, batch: PackedBatch, score: Callable[..., Tensor], states: Tensor | None = None
+    ) -> Tensor:
+        """[N, …], in the packs that training will use, so that the numerics are its own; score is
+        called with a pack and, where they are given, its states."""
         parts = []
         for whole in train_batches(batch, self.train.batch):
             for pack in self._cut(whole.batch):
-                parts.append((whole.slots[pack.slots], policy.score(pack.batch).logprobs))
+                slots = whole.slots[pack.slots]
+                known = () if states is None else (states[slots],)
+                parts.append((slots, score(pack.batch, *known)))
         return _join(parts, batch)
 
     def _cut(self, batch: PackedBatch) -> list[Pack]:

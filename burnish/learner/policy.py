@@ -18,8 +18,19 @@ from burnish.types import Measured, PackedBatch
 class Policy(Protocol):
     """An ``nn.Module`` that can score a packed batch."""
 
-    def score(self, batch: PackedBatch, reference: Self | None = None) -> Measured:
-        """Of every action in its slot, 0 elsewhere: [N] each; no gradient for the reference."""
+    def score(
+        self,
+        batch: PackedBatch,
+        states: Tensor | None = None,
+        reference: tuple[Self, Tensor] | None = None,
+    ) -> Measured:
+        """Of every action in its slot, 0 elsewhere: [N] each; none of it is the reference's.
+
+        ``states``: this policy's own, where they are known; a reference comes with its own.
+        """
+
+    def states(self, batch: PackedBatch) -> Tensor:
+        """[N, …]: what a slot's distribution is made of, short of the vocabulary's width."""
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under the names that generators know, without gradient."""
@@ -46,27 +57,29 @@ class LanguagePolicy(nn.Module):
         self.recompute = recompute
         self.chunk = chunk
 
-    def score(self, batch: PackedBatch, reference: LanguagePolicy | None = None) -> Measured:
-        """Of every action in its slot, 0 elsewhere: [N] each; no gradient for the reference."""
-        hidden, other = self._hidden(batch), None
+    def score(
+        self,
+        batch: PackedBatch,
+        states: Tensor | None = None,
+        reference: tuple[LanguagePolicy, Tensor] | None = None,
+    ) -> Measured:
+        """Of every action in its slot, 0 elsewhere: [N] each."""
         actions = batch.is_action.nonzero().squeeze(1)
-        if reference is not None:
-            with torch.no_grad():
-                other = reference.model, reference._hidden(batch)
         measured = token_logprobs(
             self.model,
-            hidden,
+            self.states(batch) if states is None else states,
             batch.tokens,
             batch.predecessor,
             actions,
             batch.temperature,
             chunk=self.chunk,
-            reference=other,
+            reference=None if reference is None else (reference[0].model, reference[1]),
         )
         zeros = measured.logprobs.new_zeros(len(batch.tokens))
         return Measured(*(zeros.index_copy(0, actions, x) for x in measured if x is not None))
 
-    def _hidden(self, batch: PackedBatch) -> Tensor:
+    def states(self, batch: PackedBatch) -> Tensor:
+        """[N, d]: what the head reads."""
         attend = PackedAttention(batch.segment_offsets, batch.segment_is_prompt)
         hidden: Tensor = self.model(batch.tokens, batch.positions, attend, recompute=self.recompute)
         return hidden

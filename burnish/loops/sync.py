@@ -83,7 +83,7 @@ def train(
             scores = learner.score(batch)
             drift = learner.drift(batch, scores)
         with timers("learn"):
-            advantages = objective.token_advantages(recipe.objective, batch, *scores)
+            advantages = objective.token_advantages(recipe.objective, batch, *scores[:2])
             lag = learner.version - min(group.oldest_version for group in groups)
             batches = split(recipe, batch, advantages, scores)
             taken = [learner.step(learn) for _ in range(recipe.train.epochs) for learn in batches]
@@ -135,6 +135,7 @@ def split(
             loss_weight=objective.loss_weight(recipe.objective, part),
             proximal_logprobs=_at(slots, scores.proximal),
             reference_logprobs=_at(slots, scores.reference),
+            reference_states=_at(slots, scores.reference_states),
             importance=_at(slots, correction),
         )
         for part, slots in train_batches(batch, recipe.train.batch)

@@ -33,26 +33,32 @@ class Sorter(nn.Module):
         decoded = torch.einsum("be,red->brd", encoded, self.decode)
         return decoded @ self.embedding.T
 
-    def score(self, batch: PackedBatch, reference: Sorter | None = None) -> Measured:
+    def score(
+        self,
+        batch: PackedBatch,
+        states: Tensor | None = None,
+        reference: tuple[Sorter, Tensor] | None = None,
+    ) -> Measured:
         """Of every action in its slot, 0 elsewhere: [N] each."""
-        action, logits = batch.is_action, self._logits(batch)
+        action = batch.is_action
+        logits = (self.states(batch) if states is None else states)[action]
         chosen = batch.tokens[action, None]
         found = [torch.log_softmax(logits, -1).gather(-1, chosen), entropy(logits)]
         if reference is not None:
-            with torch.no_grad():
-                others = reference._logits(batch)
+            others = reference[1][action]
             found += [full(logits, others), torch.log_softmax(others, -1).gather(-1, chosen)]
         zeros = logits.new_zeros(len(batch.tokens))
         return Measured(*(zeros.masked_scatter(action, values) for values in found))
 
-    def _logits(self, batch: PackedBatch) -> Tensor:
-        """Of the actions."""
+    def states(self, batch: PackedBatch) -> Tensor:
+        """[N, V]: the logits of the actions; 0 elsewhere."""
         action = batch.is_action
         prompts = batch.tokens[batch.in_prompt].view(-1, self.length)
         group = batch.group_ids[batch.sequence_ids[action]]
         place = batch.positions[action] - self.length
         logits: Tensor = self(prompts)[group, place] / batch.temperature[action, None]
-        return logits
+        zeros = logits.new_zeros(len(action), logits.shape[1])
+        return zeros.index_copy(0, action.nonzero().squeeze(1), logits)
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under the names that generators know, without gradient."""

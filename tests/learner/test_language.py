@@ -83,7 +83,7 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
             drift = learner.drift(batch, scores)
             learn = LearnBatch(
                 batch=batch,
-                advantages=token_advantages(learner.objective, batch, *scores),
+                advantages=token_advantages(learner.objective, batch, *scores[:2]),
                 loss_weight=loss_weight(learner.objective, batch),
                 proximal_logprobs=proximal,
                 reference_logprobs=scores.reference,

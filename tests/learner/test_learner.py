@@ -35,10 +35,11 @@ def learn_batch(learner, batch):
     scores = learner.score(batch)
     return LearnBatch(
         batch=batch,
-        advantages=objective.token_advantages(learner.objective, batch, *scores),
+        advantages=objective.token_advantages(learner.objective, batch, *scores[:2]),
         loss_weight=objective.loss_weight(learner.objective, batch),
         proximal_logprobs=scores.proximal,
         reference_logprobs=scores.reference,
+        reference_states=scores.reference_states,
     )
 
 
@@ -99,7 +100,7 @@ def test_full_kl_is_a_term_of_the_loss():
     learner.reference = frozen.requires_grad_(False)
     learn = learn_batch(learner, batch)
     metrics = learner.step(learn).metrics
-    ours, theirs = plain._logits(batch), frozen._logits(batch)
+    ours, theirs = (one.states(batch)[batch.is_action] for one in (plain, frozen))
     p = ours.softmax(-1)
     kl = (p * (p.log() - theirs.log_softmax(-1))).sum(-1)
     logprobs = plain.score(batch).logprobs

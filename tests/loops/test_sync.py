@@ -216,7 +216,7 @@ def test_one_step_of_the_example_equals_one_step_of_the_package(kl):
     learner = Learner(ours, recipe.objective, recipe.train)
     batch = pack(groups)
     scores = learner.score(batch)
-    advantages = objective.token_advantages(recipe.objective, batch, *scores)
+    advantages = objective.token_advantages(recipe.objective, batch, *scores[:2])
     (learn,) = sync.split(recipe, batch, advantages, scores)
     optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-3)
     old = example.log_probs(theirs, example.PROMPTS, responses).detach()
