@@ -400,7 +400,7 @@ def _live(
             reward = ("rollout/reward", "reward")
             first = reward if reward[0] in metrics else ("train/loss", "loss")
             held_out = (("validation/reward", "held out"), ("validation/loss", "held out"))
-            labels = (first, *held_out, ("kl/initial_k3", "KL"))
+            labels = (first, *held_out, ("kl/initial_k1", "KL"))
             now = "  ".join(f"{name} {metrics[key]:.3f}" for key, name in labels if key in metrics)
             display.update(bar, completed=step, total=total, now=now)
             if quiet:

@@ -333,6 +333,7 @@ class ObjectiveConfig(Section):
     advantage: Annotated[str, one_of(pieces.ADVANTAGES)] = "group_zscore"
     advantage_eps: float = Field(1e-6, gt=0, description="added to the group's std")
     centered: bool = Field(False, description="best_of_group: subtract the group's mean")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE's λ, for values of progress")
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     ratio: Annotated[str, one_of(pieces.RATIOS)] = "token"
     loss: Annotated[str, one_of(pieces.LOSSES)] = "clip"

@@ -29,10 +29,10 @@ ADVANTAGES = {
     ),
     "group_progress": Piece(
         lambda c: (
-            "A_(i,t) = (r_i − mean of r over the group's that came as far) / "
-            f"(std_g(r) + {c.advantage_eps:g})"
+            f"A_(i,t) = gae of r_i, λ = {c.lam:g}, V_t = mean of r over the group's that came as "
+            f"far, / (std_g(r) + {c.advantage_eps:g})"
         ),
-        ("advantage_eps",),
+        ("advantage_eps", "lam"),
     ),
     "leave_one_out": Piece(lambda c: "A_i = r_i − mean of the other r of the group"),
     "best_of_group": Piece(

@@ -72,6 +72,7 @@ def token_advantages(
             batch.group_ids,
             batch.progress,
             mask,
+            lam=config.lam,
             eps=config.advantage_eps,
             sequence_ids=ids,
         )

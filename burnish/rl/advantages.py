@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burnish.rl.sequences import Rows, sum_by, to_tokens
+from burnish.rl.sequences import Rows, on_last_action, sum_by, to_tokens
 
 
 def raw(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -56,21 +56,23 @@ def group_progress(
     progress: Tensor,
     mask: Tensor,
     *,
+    lam: float = 1.0,
     eps: float = 1e-6,
     sequence_ids: Tensor | None = None,
 ) -> Tensor:
-    """The reward above the mean of the group's responses that came as far, in the group's stds.
+    """GAE whose values are the mean rewards of the group's responses that came as far.
 
-        A_(i,t) = (r_i − mean{r_j : j in g, reached_j ≥ p_(i,t)}) / (std_g(r) + ε)
+        V_(i,t) = mean{r_j : j in g, reached_j ≥ p_(i,t)}
+        A_(i,t) = gae(r_i at the end, V, λ) / (std_g(r) + ε);  λ = 1: (r_i − V_(i,t)) / (std_g + ε)
 
     ``progress`` p is what a task can say of a response before each token (so many of the words are
-    there), from 0 up and never down; reached_j is the most that response j had. A token before any
-    progress gets GRPO's z-score. One after it is measured by what is still open: words put in late
-    by a response that failed anyway are blamed less than what came after them. The baseline is a
-    function of the state alone, so the gradient's mean stays what it is (up to a response's own
-    share in its mean, as with GRPO's). In a paper: none known to us; Kazemnejad et al. 2024
-    (VinePPO) estimate the same values by sampling again from each state.
-    ``progress``, int64, and the result are shaped like the mask.
+    there), from 0 up and never down; reached_j is the most that response j had. With λ = 1 a token
+    before any progress gets GRPO's z-score, and one after it is measured by what is still open; the
+    values are a function of the state alone, so the gradient's mean stays what it is (up to a
+    response's own share in its mean, as with GRPO's). Below 1, the step from one value to the next
+    is credited to the tokens just before it: less noise, and what the progress does not tell is
+    partly lost. In a paper: none known to us; Kazemnejad et al. 2024 (VinePPO) estimate such values
+    by sampling again from each state. ``progress``, int64, and the result are shaped like the mask.
     """
     group, size = _check_groups(rewards, group_ids, least=2, estimator="group_progress")
     rows = Rows(mask, sequence_ids)
@@ -80,9 +82,11 @@ def group_progress(
     came = (reached[:, None] >= levels).to(rewards.dtype)  # [S, levels]
     zeros = rewards.new_zeros(len(size), len(levels))
     total = zeros.index_add(0, group, came * rewards[:, None])
-    baseline = (total / zeros.index_add(0, group, came).clamp(min=1))[group].gather(1, level)
+    values = (total / zeros.index_add(0, group, came).clamp(min=1))[group].gather(1, level)
     std = _std(rewards - _mean(rewards, group, size)[group], group, size)[group]
-    return rows.unpack((rewards[:, None] - baseline) / (std[:, None] + eps))
+    earned = on_last_action(rewards, mask, sequence_ids)
+    advantages, _ = gae(earned, rows.unpack(values), mask, lam=lam, sequence_ids=sequence_ids)
+    return advantages / to_tokens(std + eps, torch.ones_like(mask), sequence_ids)
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:

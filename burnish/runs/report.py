@@ -88,8 +88,8 @@ def write_report(run: Path, *, limit: int = LIMIT) -> Path:
     trained = (key for key in series if key.startswith(("rollout/", "train/")))
     done = len({step for key in trained for step, _ in series[key]})
     total = recipe.get("train", {}).get("steps")
-    kl = drift_metric(series, "kl/initial")
-    previous = drift_metric(series, "kl/previous")
+    kl = drift_metric(series, "kl/initial", "k1")
+    previous = drift_metric(series, "kl/previous", "k3")
     reward = series.get(VALIDATION, []) if len(series.get(VALIDATION, [])) > 3 else []
     reward = reward or series.get(REWARD, [])
     data = {
@@ -161,10 +161,14 @@ def panels(series: Series) -> list[dict[str, Any]]:
     return drawn
 
 
-def drift_metric(series: Series, prefix: str) -> str:
-    """The figure that is read: k3 per token if it was measured."""
+def drift_metric(series: Series, prefix: str, estimator: str) -> str:
+    """The figure that is read: that estimator per token if it was measured.
+
+    k3 has little noise where the KL is small, as of one step; where it is large, a single token
+    that only the reference finds likely may be most of it, and k1 is the one to read.
+    """
     names = [name for name in series if name.startswith(prefix)]
-    return min(names, key=lambda n: (n.endswith("_response"), "k3" not in n), default="")
+    return min(names, key=lambda n: (n.endswith("_response"), estimator not in n), default="")
 
 
 def unit_of(metric: str) -> str:
@@ -224,7 +228,7 @@ def tiles(series: Series, clocks: Series, kl: str) -> list[dict[str, str]]:
         ends(LOSS, "loss", WINDOW)
     ends(VALIDATION_LOSS, "validation loss", 1)
     ends(kl, f"KL to initial, {unit_of(kl)}", 1)
-    ends(next((n for n in series if fnmatch(n, "*/ended*")), ""), "ended by itself", WINDOW)
+    ends("rollout/ended", "ended by itself", WINDOW)
     responses = sum(value for _, value in series.get("rollout/responses", []))
     if responses:
         found.append(

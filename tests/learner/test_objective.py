@@ -43,12 +43,12 @@ def test_advantages(name, two_groups):
     batch = pack(two_groups)
     mask, ids = batch.is_action, batch.sequence_ids
     batch = replace(batch, progress=torch.where(mask, batch.positions // 4, 0))
-    config = ObjectiveConfig(advantage=name, advantage_eps=0.5, gamma=0.9, centered=True)
+    config = ObjectiveConfig(advantage=name, advantage_eps=0.5, gamma=0.9, lam=0.7, centered=True)
     got = objective.token_advantages(config, batch, random(batch, 0), None)
     r, g = batch.rewards, batch.group_ids
     over_tokens = {
         "group_progress": lambda: advantages.group_progress(
-            r, g, batch.progress, mask, eps=0.5, sequence_ids=ids
+            r, g, batch.progress, mask, lam=0.7, eps=0.5, sequence_ids=ids
         ),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids

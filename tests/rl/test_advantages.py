@@ -63,6 +63,10 @@ def test_group_progress_compares_with_those_that_came_as_far():
         rewards, groups, progress.reshape(-1), flat, eps=0.1, sequence_ids=ids
     )
     close(packed, got.reshape(-1))
+    # λ = 0: each step from one value to the next, and from the last to the reward.
+    steps = torch.tensor([[1 / 6, 1 / 2, 0], [1 / 6, 0, -1 / 2], [0, -1 / 3, 0]], dtype=D)
+    got = advantages.group_progress(rewards, groups, progress, mask, lam=0.0, eps=0.1)
+    close(got, steps / std, atol=1e-7)
 
 
 def test_without_progress_it_is_the_zscore():
