@@ -722,8 +722,7 @@ OF_A_TASK = ("group_progress",)
 
 def _check_objective(recipe: Recipe) -> None:
     c, group = recipe.objective, recipe.rollout.group_size
-    needs_two = [name for name in pieces.ADVANTAGES if name not in ONE_IS_ENOUGH]
-    if group < 2 and c.advantage in needs_two:
+    if group < 2 and c.advantage not in ONE_IS_ENOUGH:
         raise ConfigError(
             f"rollout.group_size must be at least 2 for objective.advantage = '{c.advantage}', "
             f"got {group}; use objective.advantage = 'raw'"

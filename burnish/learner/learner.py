@@ -93,14 +93,13 @@ class Learner:
             proximal = batch.behavior_logprobs
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
             proximal = self.logprobs(batch)
-        reference = None
         if self.reference is None:
             return Scores(proximal, None)
         if self.objective.kl != "full":
             return Scores(proximal, self._logprobs(self.reference, batch))
         states = self._scored(batch, self.reference.states)
-        if self.objective.kl_in == "both" or (self.train.log_kl and batches > 1):
-            reference = self._logprobs(self.reference, batch, states)
+        early = self.objective.kl_in == "both" or (self.train.log_kl and batches > 1)
+        reference = self._logprobs(self.reference, batch, states) if early else None
         return Scores(proximal, reference, states)
 
     def logprobs(self, batch: PackedBatch) -> Tensor:

@@ -83,7 +83,9 @@ def train(
             scores = learner.score(batch)
             drift = learner.drift(batch, scores)
         with timers("learn"):
-            advantages = objective.token_advantages(recipe.objective, batch, *scores[:2])
+            advantages = objective.token_advantages(
+                recipe.objective, batch, scores.proximal, scores.reference
+            )
             lag = learner.version - min(group.oldest_version for group in groups)
             batches = split(recipe, batch, advantages, scores)
             taken = [learner.step(learn) for _ in range(recipe.train.epochs) for learn in batches]

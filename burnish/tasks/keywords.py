@@ -88,10 +88,10 @@ class Keywords:
     def _progress(self, prompt: Prompt, completion: Completion) -> tuple[int, ...]:
         """[C] how many of the words were there before each token."""
         ends = keywords.found_at(completion.text, prompt.reference["keywords"], self.config.match)
-        stream, before = self._tokenizer.stream(skip_special=True), []
+        stream, length, before = self._tokenizer.stream(skip_special=True), 0, []
         for token in completion.token_ids.tolist():
-            before.append(bisect_right(ends, len(keywords.plain(stream.text))))
-            stream.push(token)
+            before.append(bisect_right(ends, length))
+            length += len(keywords.plain(stream.push(token)))
         return tuple(before)
 
     def _prompt(self, prompt_id: str, words: list[str]) -> Prompt:
