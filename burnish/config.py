@@ -346,6 +346,9 @@ class ObjectiveConfig(Section):
     constant_length: int | None = Field(None, ge=1, description="what sums are divided by")
     kl: Annotated[str, one_of(pieces.KLS)] = "none"
     kl_coefficient: float = Field(0.01, gt=0, allow_inf_nan=False)
+    kl_target: float | None = Field(
+        None, gt=0, description="nats per token at which the coefficient is whole"
+    )
     kl_in: Literal["loss", "reward", "both"] = Field(
         "loss", description="both: a token's own in the loss, its followers' in its advantage"
     )
@@ -714,9 +717,9 @@ def _check_train(recipe: Recipe) -> None:
         )
 
 
-ONE_IS_ENOUGH = ("raw", "best_of_group", "reinforce_plus_plus")
+ONE_IS_ENOUGH = ("raw", "best_of_group", "reinforce_plus_plus", "progress")
 """Advantages that a group of one response can have."""
-OF_A_TASK = ("group_progress",)
+OF_A_TASK = ("progress",)
 """Advantages that read what not every task says."""
 
 

@@ -27,10 +27,10 @@ ADVANTAGES = {
     "group_zscore": Piece(
         lambda c: f"A_i = (r_i − mean_g(r)) / (std_g(r) + {c.advantage_eps:g})", ("advantage_eps",)
     ),
-    "group_progress": Piece(
+    "progress": Piece(
         lambda c: (
-            f"A_(i,t) = gae of r_i, λ = {c.lam:g}, V_t = mean of r over the group's that came as "
-            f"far, / (std_g(r) + {c.advantage_eps:g})"
+            f"A_(i,t) = gae of r_i, λ = {c.lam:g}, V_t = mean of r over the batch's that came as "
+            f"far, / (std(r) + {c.advantage_eps:g})"
         ),
         ("advantage_eps", "lam"),
     ),
@@ -77,7 +77,7 @@ REDUCTIONS = {
     "constant": Piece(lambda c: f"w_(i,t) = 1 / (S · {c.constant_length})", ("constant_length",)),
 }
 
-_KL_SETTINGS = ("kl_coefficient", "kl_in", "kl_refresh")
+_KL_SETTINGS = ("kl_coefficient", "kl_target", "kl_in", "kl_refresh")
 KLS = {
     "none": Piece(lambda c: ""),
     "k1": Piece(lambda c: "k1 = x", _KL_SETTINGS),
@@ -120,11 +120,15 @@ def settings_of(config: ObjectiveConfig) -> set[str]:
 def reads_proximal_first(config: ObjectiveConfig) -> bool:
     """Whether the proximal policy's log-probabilities are read before the first gradient step.
 
-    By an importance correction and by a KL in the reward. A loss reads them in the step, and at the
-    first step the proximal policy is the policy that is differentiated.
+    By an importance correction, by a KL in the reward and by a target for it. A loss reads them in
+    the step, and at the first step the proximal policy is the policy that is differentiated.
     """
-    in_reward = config.kl != "none" and config.kl_in != "loss"
-    return in_reward or "proximal" in IMPORTANCES[config.importance].settings
+    return reads_reference_first(config) or "proximal" in IMPORTANCES[config.importance].settings
+
+
+def reads_reference_first(config: ObjectiveConfig) -> bool:
+    """The same of the reference's, of which a loss over whole distributions needs only states."""
+    return config.kl != "none" and (config.kl_in != "loss" or config.kl_target is not None)
 
 
 def users_of(setting: str) -> list[str]:
@@ -140,8 +144,9 @@ def users_of(setting: str) -> list[str]:
 def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
     """The objective in lines of (what, formula)."""
     in_loss = config.kl != "none" and config.kl_in != "reward"
+    coefficient = f"{config.kl_coefficient:g}" if config.kl_target is None else "c"
     term = "L_t" if config.importance == "none" else "v_t L_t"
-    term += f" + {config.kl_coefficient:g} {config.kl}_t" if in_loss else ""
+    term += f" + {coefficient} {config.kl}_t" if in_loss else ""
     term += f" − {config.entropy_coefficient:g} H_t" if config.entropy_coefficient else ""
     lines = [("loss", f"Σ w_(i,t) ({term})" if " " in term else f"Σ w_(i,t) {term}")]
     lines.append(("objective", LOSSES[config.loss].formula(config)))
@@ -154,11 +159,15 @@ def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
         kl = KLS[config.kl].formula(config)
         kl += "" if config.kl == "full" else ",  x = log π − log π_ref"
         if config.kl_in == "reward":
-            kl += f",  r ← r − {config.kl_coefficient:g} Σ_t {config.kl}_t"
+            kl += f",  r ← r − {coefficient} Σ_t {config.kl}_t"
         if config.kl_in == "both":
             later = "Σ_(s>t) (x_s − mean_g(x)),  x = log π_prox − log π_ref"
-            kl += f",  A_t ← A_t − {config.kl_coefficient:g} {later}"
+            kl += f",  A_t ← A_t − {coefficient} {later}"
         lines.append(("KL", kl))
+        if config.kl_target is not None:
+            mean = "KL = mean over the rollout of log π_prox − log π_ref, from 0 up"
+            share = f"{config.kl_coefficient:g} KL / {config.kl_target:g}"
+            lines.append(("coefficient", f"c = {share},  {mean}"))
         every = config.kl_refresh
         reference = "the initial model" if every is None else f"refreshed every {every} steps"
         lines.append(("reference", f"π_ref: {reference}"))

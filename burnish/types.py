@@ -180,6 +180,8 @@ class LearnBatch:
     """[N, …] of the reference, where the loss reads its whole distributions."""
     importance: Tensor | None = None
     """Corrects for the gap between behavior and proximal; no gradient."""
+    kl_coefficient: float | None = None
+    """Of this rollout's KL term; None: the recipe's."""
 
 
 class Weights(NamedTuple):

@@ -96,7 +96,7 @@ def test_a_setting_without_effect_is_refused_with_the_reason():
     message = refused("objective.advantage_eps=0.1")
     assert message == (
         "objective.advantage_eps (--set) has no effect with advantage = 'group_mean'; remove it, "
-        "or use advantage = 'group_zscore' or advantage = 'group_progress'"
+        "or use advantage = 'group_zscore' or advantage = 'progress'"
     )
     assert "kl = 'k1' or kl = 'k2' or kl = 'k3'" in refused("objective.kl_coefficient=0.1")
     assert "has no effect with loss = 'reinforce'" in refused(
@@ -111,7 +111,7 @@ def test_a_setting_without_effect_is_refused_with_the_reason():
 def test_pieces_that_do_not_go_together_are_refused():
     assert "a term of the loss" in refused("objective.kl=full", "objective.kl_in=reward")
     assert "a gradient of mean 0" in refused("objective.kl=k1", "objective.kl_in=both")
-    assert "how far a response has come" in refused("objective.advantage=group_progress")
+    assert "how far a response has come" in refused("objective.advantage=progress")
     other = config.load("keywords", ["task.name=files", "task.reward=keywords"])
     assert other.objective.advantage == "group_zscore"  # the recipe's went with its task
 
@@ -262,7 +262,7 @@ def test_the_classic_comparison_differs_in_the_loss_and_the_passes_alone():
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_passes_over_a_rollout_are_planned(k, tmp_path):
-    recipe = config.load("keywords-clip", [f"train.epochs={k}"])
+    recipe = config.load("keywords-clip", [f"train.epochs={k}", "train.steps=42"])
     lines = dict(dict(plan(recipe, tmp_path))["batches"])
     assert lines["gradient steps"].startswith(f"{k} per rollout = 1 train batch of 64 responses ×")
     assert f"2,688 responses sampled, {42 * k} gradient steps" in lines["in all"]
@@ -273,7 +273,8 @@ SIZE = Size(parameters=1_000_000, cached=2 * 3 * 4 * 5, context=200, longest_pro
 
 
 def test_memory_and_disk_are_planned_part_by_part(tmp_path):
-    recipe = config.load("keywords", ["engine.kv_mb=1", "train.micro_sequences=12"])
+    sets = ["engine.kv_mb=1", "train.micro_sequences=12", "train.steps=42", "checkpoint.every=21"]
+    recipe = config.load("keywords", sets)
     lines = dict(dict(plan(recipe, tmp_path, SIZE))["resources"])
     assert lines["learner"] == (
         "22 MB: fp32 masters 4 MB, gradients 4 MB, Adam's moments 8 MB, bf16 weights 2 MB, "

@@ -98,7 +98,8 @@ class Learner:
         if self.objective.kl != "full":
             return Scores(proximal, self._logprobs(self.reference, batch))
         states = self._scored(batch, self.reference.states)
-        early = self.objective.kl_in == "both" or (self.train.log_kl and batches > 1)
+        early = pieces.reads_reference_first(self.objective)
+        early |= self.train.log_kl and batches > 1
         reference = self._logprobs(self.reference, batch, states) if early else None
         return Scores(proximal, reference, states)
 

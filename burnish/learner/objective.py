@@ -49,27 +49,27 @@ def token_advantages(
 ) -> Tensor:
     """The advantage of every action, [N]; a KL term in the reward is a part of it."""
     mask, ids, rewards = batch.is_action, batch.sequence_ids, batch.rewards
+    coefficient = kl_coefficient(config, batch, proximal, reference)
     penalty = None
     if reference is not None and config.kl_in != "loss":
         assert proximal is not None, "pieces.reads_proximal_first"
         if config.kl_in == "both":  # in the loss each token's own, here that of the tokens after it
             later = kl.ahead(kl.k1(proximal, reference), mask, batch.group_ids, sequence_ids=ids)
-            return token_advantages(config, batch, None, None) - config.kl_coefficient * later
+            return token_advantages(config, batch, None, None) - coefficient * later
         penalty = KL[config.kl](proximal, reference)
     if config.advantage == "reinforce_plus_plus":
         if penalty is None:
             per_token = on_last_action(rewards, mask, ids)
         else:
             per_token = kl.penalised_rewards(
-                rewards, penalty, mask, coefficient=config.kl_coefficient, sequence_ids=ids
+                rewards, penalty, mask, coefficient=coefficient, sequence_ids=ids
             )
         return advantages.reinforce_plus_plus(per_token, mask, gamma=config.gamma, sequence_ids=ids)
     if penalty is not None:
-        rewards = rewards - config.kl_coefficient * sequence_sum(penalty, mask, ids)
-    if config.advantage == "group_progress":
-        return advantages.group_progress(
+        rewards = rewards - coefficient * sequence_sum(penalty, mask, ids)
+    if config.advantage == "progress":
+        return advantages.progress(
             rewards,
-            batch.group_ids,
             batch.progress,
             mask,
             lam=config.lam,
@@ -82,6 +82,20 @@ def token_advantages(
         )
     per_response = GROUP_ADVANTAGES[config.advantage](config, rewards, batch.group_ids)
     return to_tokens(per_response, mask, ids)
+
+
+def kl_coefficient(
+    config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor | None, reference: Tensor | None
+) -> float:
+    """What the KL term of a rollout is multiplied by: c, or with a target c KL / target.
+
+    The KL is the mean of k1 over the rollout's actions, from 0 up. So the term is a square, c KL² /
+    (2 target): it hardly holds the policy back where it starts, and more the further it goes.
+    """
+    if config.kl_target is None or proximal is None or reference is None:
+        return config.kl_coefficient
+    drift = kl.k1(proximal, reference)[batch.is_action].mean().item()
+    return config.kl_coefficient * max(0.0, drift) / config.kl_target
 
 
 def loss_weight(config: ObjectiveConfig, batch: PackedBatch) -> Tensor:
@@ -113,14 +127,15 @@ def importance(
 def token_loss(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> Tensor:
     """The loss of every slot before its weight, [N]."""
     logprobs = measured.logprobs
+    coefficient = config.kl_coefficient if learn.kl_coefficient is None else learn.kl_coefficient
     ratio = _ratio(config, logprobs, learn)
     loss = LOSSES[config.loss](config, logprobs, ratio, learn.advantages)
     if learn.importance is not None:
         loss = loss * learn.importance
     if measured.kl is not None:
-        loss = loss + config.kl_coefficient * measured.kl
+        loss = loss + coefficient * measured.kl
     elif learn.reference_logprobs is not None and config.kl_in != "reward":
-        loss = loss + config.kl_coefficient * KL[config.kl](logprobs, learn.reference_logprobs)
+        loss = loss + coefficient * KL[config.kl](logprobs, learn.reference_logprobs)
     if config.entropy_coefficient:
         loss = loss + config.entropy_coefficient * losses.entropy_bonus(measured.entropy)
     return loss
@@ -150,6 +165,8 @@ def describe(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> 
         metrics["train/clip_fraction"] = outside.float().mean().item()
     if learn.importance is not None:
         metrics["train/importance"] = learn.importance[action].mean().item()
+    if config.kl_target is not None and learn.kl_coefficient is not None:
+        metrics["train/kl_coefficient"] = learn.kl_coefficient
     if reference is not None:
         metrics |= _mean_kl("reference", logprobs[action], reference[action])
     return metrics

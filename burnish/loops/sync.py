@@ -130,6 +130,7 @@ def split(
 ) -> list[LearnBatch]:
     """The rollout's train batches, whole groups each, with the weights of their own denominator."""
     correction = objective.importance(recipe.objective, batch, scores.proximal)
+    coefficient = objective.kl_coefficient(recipe.objective, batch, *scores[:2])
     return [
         LearnBatch(
             batch=part,
@@ -139,6 +140,7 @@ def split(
             reference_logprobs=_at(slots, scores.reference),
             reference_states=_at(slots, scores.reference_states),
             importance=_at(slots, correction),
+            kl_coefficient=coefficient,
         )
         for part, slots in train_batches(batch, recipe.train.batch)
     ]

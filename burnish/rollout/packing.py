@@ -99,8 +99,8 @@ def train_batches(batch: PackedBatch, responses: int) -> list[Pack]:
 
 def take_streams(learn: LearnBatch, pack: Pack) -> LearnBatch:
     """The part of what to learn that goes with a pack's tokens."""
-    streams = {name: value for name, value in vars(learn).items() if isinstance(value, Tensor)}
-    return replace(learn, batch=pack.batch, **{k: v[pack.slots] for k, v in streams.items()})
+    streams = {k: v[pack.slots] for k, v in vars(learn).items() if isinstance(v, Tensor)}
+    return replace(learn, batch=pack.batch, **streams)  # type: ignore[arg-type]
 
 
 def cut(

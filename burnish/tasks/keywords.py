@@ -86,11 +86,13 @@ class Keywords:
         return [words.pop(int(draw * len(words))) for draw in draws[1 : count + 1]]
 
     def _progress(self, prompt: Prompt, completion: Completion) -> tuple[int, ...]:
-        """[C] how many of the words were there before each token."""
-        ends = keywords.found_at(completion.text, prompt.reference["keywords"], self.config.match)
+        """[C] all but how many of the words were there before each token, on one scale for all."""
+        words = prompt.reference["keywords"]
+        ends = keywords.found_at(completion.text, words, self.config.match)
+        start = self.config.most - len(words)
         stream, length, before = self._tokenizer.stream(skip_special=True), 0, []
         for token in completion.token_ids.tolist():
-            before.append(bisect_right(ends, length))
+            before.append(start + bisect_right(ends, length))
             length += len(keywords.plain(stream.push(token)))
         return tuple(before)
 

@@ -31,7 +31,7 @@ def learn_batch(config, batch, reference=None):
 
 
 def test_names_and_functions_are_the_same_set():
-    over_time = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "group_progress"}
+    over_time = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "progress"}
     assert set(pieces.ADVANTAGES) == set(objective.GROUP_ADVANTAGES) | over_time
     assert set(pieces.LOSSES) == set(objective.LOSSES)
     assert set(pieces.REDUCTIONS) == set(objective.REDUCTIONS)
@@ -47,8 +47,8 @@ def test_advantages(name, two_groups):
     got = objective.token_advantages(config, batch, random(batch, 0), None)
     r, g = batch.rewards, batch.group_ids
     over_tokens = {
-        "group_progress": lambda: advantages.group_progress(
-            r, g, batch.progress, mask, lam=0.7, eps=0.5, sequence_ids=ids
+        "progress": lambda: advantages.progress(
+            r, batch.progress, mask, lam=0.7, eps=0.5, sequence_ids=ids
         ),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids
@@ -95,6 +95,31 @@ def test_kl_in_both_is_a_tokens_own_in_the_loss_and_its_followers_in_its_advanta
     got = objective.token_loss(config, Measured(logprobs, torch.ones_like(logprobs)), learn)
     expected = losses.reinforce(logprobs, learn.advantages) + 0.5 * kl.k2(logprobs, reference)
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward", "both"])
+def test_a_target_makes_the_coefficient_grow_with_the_kl(kl_in, two_groups):
+    """With a mean KL of x and a target of 0.5 everything is as if the coefficient were 2 c x."""
+    batch = pack(two_groups)
+    proximal, logprobs = random(batch, 0), random(batch, 2)
+    reference = proximal - random(batch, 1).abs()
+    x = kl.k1(proximal, reference)[batch.is_action].mean().item()
+    moving = ObjectiveConfig(
+        loss="reinforce", kl="k2", kl_in=kl_in, kl_coefficient=3.0, kl_target=0.5
+    )
+    fixed = moving.model_copy(update={"kl_target": None, "kl_coefficient": 6 * x})
+    measured = Measured(logprobs, torch.ones_like(logprobs))
+    coefficient = objective.kl_coefficient(moving, batch, proximal, reference)
+    assert coefficient == pytest.approx(6 * x)
+    found = []
+    for config, number in ((moving, coefficient), (fixed, None)):
+        learn = replace(learn_batch(config, batch, reference), kl_coefficient=number)
+        found.append((learn.advantages, objective.token_loss(config, measured, learn)))
+        metrics = objective.describe(config, measured, learn)
+        assert metrics.get("train/kl_coefficient") == number
+    torch.testing.assert_close(*found)
+    assert objective.kl_coefficient(moving, batch, reference, proximal) == 0  # below 0 by chance
+    assert objective.kl_coefficient(fixed, batch, proximal, reference) == fixed.kl_coefficient
 
 
 @pytest.mark.parametrize("loss", pieces.LOSSES)
