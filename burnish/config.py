@@ -346,8 +346,8 @@ class ObjectiveConfig(Section):
     constant_length: int | None = Field(None, ge=1, description="what sums are divided by")
     kl: Annotated[str, one_of(pieces.KLS)] = "none"
     kl_coefficient: float = Field(0.01, gt=0, allow_inf_nan=False)
-    kl_target: float | None = Field(
-        None, gt=0, description="nats per token at which the coefficient is whole"
+    kl_bound: float | None = Field(
+        None, gt=0, description="nats per token beyond which the coefficient grows: (KL / bound)⁴"
     )
     kl_in: Literal["loss", "reward", "both"] = Field(
         "loss", description="both: a token's own in the loss, its followers' in its advantage"

@@ -77,7 +77,7 @@ REDUCTIONS = {
     "constant": Piece(lambda c: f"w_(i,t) = 1 / (S · {c.constant_length})", ("constant_length",)),
 }
 
-_KL_SETTINGS = ("kl_coefficient", "kl_target", "kl_in", "kl_refresh")
+_KL_SETTINGS = ("kl_coefficient", "kl_bound", "kl_in", "kl_refresh")
 KLS = {
     "none": Piece(lambda c: ""),
     "k1": Piece(lambda c: "k1 = x", _KL_SETTINGS),
@@ -120,7 +120,7 @@ def settings_of(config: ObjectiveConfig) -> set[str]:
 def reads_proximal_first(config: ObjectiveConfig) -> bool:
     """Whether the proximal policy's log-probabilities are read before the first gradient step.
 
-    By an importance correction, by a KL in the reward and by a target for it. A loss reads them in
+    By an importance correction, by a KL in the reward and by a bound for it. A loss reads them in
     the step, and at the first step the proximal policy is the policy that is differentiated.
     """
     return reads_reference_first(config) or "proximal" in IMPORTANCES[config.importance].settings
@@ -128,7 +128,7 @@ def reads_proximal_first(config: ObjectiveConfig) -> bool:
 
 def reads_reference_first(config: ObjectiveConfig) -> bool:
     """The same of the reference's, of which a loss over whole distributions needs only states."""
-    return config.kl != "none" and (config.kl_in != "loss" or config.kl_target is not None)
+    return config.kl != "none" and (config.kl_in != "loss" or config.kl_bound is not None)
 
 
 def users_of(setting: str) -> list[str]:
@@ -144,7 +144,7 @@ def users_of(setting: str) -> list[str]:
 def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
     """The objective in lines of (what, formula)."""
     in_loss = config.kl != "none" and config.kl_in != "reward"
-    coefficient = f"{config.kl_coefficient:g}" if config.kl_target is None else "c"
+    coefficient = f"{config.kl_coefficient:g}" if config.kl_bound is None else "c"
     term = "L_t" if config.importance == "none" else "v_t L_t"
     term += f" + {coefficient} {config.kl}_t" if in_loss else ""
     term += f" − {config.entropy_coefficient:g} H_t" if config.entropy_coefficient else ""
@@ -164,10 +164,10 @@ def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
             later = "Σ_(s>t) (x_s − mean_g(x)),  x = log π_prox − log π_ref"
             kl += f",  A_t ← A_t − {coefficient} {later}"
         lines.append(("KL", kl))
-        if config.kl_target is not None:
-            mean = "KL = mean over the rollout of log π_prox − log π_ref, from 0 up"
-            share = f"{config.kl_coefficient:g} KL / {config.kl_target:g}"
-            lines.append(("coefficient", f"c = {share},  {mean}"))
+        if config.kl_bound is not None:
+            mean = "KL = mean over the rollout of log π_prox − log π_ref"
+            grown = f"{config.kl_coefficient:g} max(1, KL / {config.kl_bound:g})⁴"
+            lines.append(("coefficient", f"c = {grown},  {mean}"))
         every = config.kl_refresh
         reference = "the initial model" if every is None else f"refreshed every {every} steps"
         lines.append(("reference", f"π_ref: {reference}"))

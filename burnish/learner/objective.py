@@ -87,15 +87,15 @@ def token_advantages(
 def kl_coefficient(
     config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor | None, reference: Tensor | None
 ) -> float:
-    """What the KL term of a rollout is multiplied by: c, or with a target c KL / target.
+    """What the KL term of a rollout is multiplied by: c, or with a bound c max(1, KL / bound)⁴.
 
-    The KL is the mean of k1 over the rollout's actions, from 0 up. So the term is a square, c KL² /
-    (2 target): it hardly holds the policy back where it starts, and more the further it goes.
+    The KL is the mean of k1 over the rollout's actions: up to the bound nothing changes, and beyond
+    it the pull back grows steeply.
     """
-    if config.kl_target is None or proximal is None or reference is None:
+    if config.kl_bound is None or proximal is None or reference is None:
         return config.kl_coefficient
     drift = kl.k1(proximal, reference)[batch.is_action].mean().item()
-    return config.kl_coefficient * max(0.0, drift) / config.kl_target
+    return config.kl_coefficient * max(1.0, drift / config.kl_bound) ** 4
 
 
 def loss_weight(config: ObjectiveConfig, batch: PackedBatch) -> Tensor:
@@ -165,7 +165,7 @@ def describe(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> 
         metrics["train/clip_fraction"] = outside.float().mean().item()
     if learn.importance is not None:
         metrics["train/importance"] = learn.importance[action].mean().item()
-    if config.kl_target is not None and learn.kl_coefficient is not None:
+    if config.kl_bound is not None and learn.kl_coefficient is not None:
         metrics["train/kl_coefficient"] = learn.kl_coefficient
     if reference is not None:
         metrics |= _mean_kl("reference", logprobs[action], reference[action])

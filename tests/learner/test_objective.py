@@ -98,19 +98,19 @@ def test_kl_in_both_is_a_tokens_own_in_the_loss_and_its_followers_in_its_advanta
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward", "both"])
-def test_a_target_makes_the_coefficient_grow_with_the_kl(kl_in, two_groups):
-    """With a mean KL of x and a target of 0.5 everything is as if the coefficient were 2 c x."""
+def test_beyond_its_bound_the_coefficient_of_the_kl_grows(kl_in, two_groups):
+    """With a mean KL of x > 0.2 everything is as if the coefficient were c (x / 0.2)⁴."""
     batch = pack(two_groups)
     proximal, logprobs = random(batch, 0), random(batch, 2)
     reference = proximal - random(batch, 1).abs()
     x = kl.k1(proximal, reference)[batch.is_action].mean().item()
     moving = ObjectiveConfig(
-        loss="reinforce", kl="k2", kl_in=kl_in, kl_coefficient=3.0, kl_target=0.5
+        loss="reinforce", kl="k2", kl_in=kl_in, kl_coefficient=3.0, kl_bound=0.2
     )
-    fixed = moving.model_copy(update={"kl_target": None, "kl_coefficient": 6 * x})
+    fixed = moving.model_copy(update={"kl_bound": None, "kl_coefficient": 3 * (x / 0.2) ** 4})
     measured = Measured(logprobs, torch.ones_like(logprobs))
     coefficient = objective.kl_coefficient(moving, batch, proximal, reference)
-    assert coefficient == pytest.approx(6 * x)
+    assert coefficient == pytest.approx(3 * (x / 0.2) ** 4)
     found = []
     for config, number in ((moving, coefficient), (fixed, None)):
         learn = replace(learn_batch(config, batch, reference), kl_coefficient=number)
@@ -118,7 +118,7 @@ def test_a_target_makes_the_coefficient_grow_with_the_kl(kl_in, two_groups):
         metrics = objective.describe(config, measured, learn)
         assert metrics.get("train/kl_coefficient") == number
     torch.testing.assert_close(*found)
-    assert objective.kl_coefficient(moving, batch, reference, proximal) == 0  # below 0 by chance
+    assert objective.kl_coefficient(moving, batch, proximal, proximal - 0.1) == 3
     assert objective.kl_coefficient(fixed, batch, proximal, reference) == fixed.kl_coefficient
 
 
