@@ -331,7 +331,7 @@ class ObjectiveConfig(Section):
     """Names of pieces (see ``burnish/pieces.py``) and their settings."""
 
     advantage: Annotated[str, one_of(pieces.ADVANTAGES)] = "group_zscore"
-    advantage_eps: float = Field(1e-6, gt=0, description="added to the group's std")
+    advantage_eps: float = Field(1e-6, gt=0, description="added to the std")
     centered: bool = Field(False, description="best_of_group: subtract the group's mean")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's λ, for values of progress")
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
@@ -347,7 +347,10 @@ class ObjectiveConfig(Section):
     kl: Annotated[str, one_of(pieces.KLS)] = "none"
     kl_coefficient: float = Field(0.01, gt=0, allow_inf_nan=False)
     kl_bound: float | None = Field(
-        None, gt=0, description="nats per token beyond which the coefficient grows: (KL / bound)⁴"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="nats per token beyond which the coefficient grows: (KL / bound)⁴",
     )
     kl_in: Literal["loss", "reward", "both"] = Field(
         "loss", description="both: a token's own in the loss, its followers' in its advantage"

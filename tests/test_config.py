@@ -106,6 +106,8 @@ def test_a_setting_without_effect_is_refused_with_the_reason():
     in_reward = ["objective.kl=k1", "objective.kl_in=reward", "objective.proximal=behavior"]
     assert config.load("sort", ["objective.loss=reinforce", *in_reward])
     assert "must be greater than 0" in refused("objective.kl=k3", "objective.kl_coefficient=0")
+    assert "has no effect with kl = 'none'" in refused("objective.kl_bound=0.4")
+    assert "finite" in refused("objective.kl=k3", "objective.kl_bound=inf")
 
 
 def test_pieces_that_do_not_go_together_are_refused():
