@@ -45,6 +45,8 @@ Prompts = Iterable[str | Mapping[str, Any]] | None
 Show = Callable[["Progress"], None]
 DRIFT = 128
 """Held-out prompts on whose responses the KL to the initial model is measured."""
+STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
+"""Tokens that the engine runs at once, by device."""
 PROBED = 1000
 """Prompts that are looked at for the longest."""
 
@@ -322,7 +324,7 @@ def build(
 
     def validate() -> tuple[list[Group], Row]:
         groups, figures = evaluate.evaluate(recipe, task, generator, decode)
-        if groups and recipe.train.log_kl:
+        if groups and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
             figures |= learner.held_out_drift(pack(groups[:DRIFT]).to(learner.device))
         return groups, figures
 
@@ -425,10 +427,13 @@ def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
     from burnish.engine.engine import EngineConfig, NativeEngine
 
     model, tokenizer, _ = open_model(recipe, dtype=dtype)
+    device = _device(recipe)
     settings = EngineConfig(
-        kv_bytes=recipe.engine.kv_mb * 2**20, max_running=recipe.engine.max_running
+        kv_bytes=recipe.engine.kv_mb * 2**20,
+        max_running=recipe.engine.max_running,
+        step_tokens=STEP_TOKENS[device.partition(":")[0]],
     )
-    return NativeEngine(model.to(_device(recipe)), tokenizer, settings), tokenizer
+    return NativeEngine(model.to(device), tokenizer, settings), tokenizer
 
 
 def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +43,7 @@ class Cache:
         if kernels.fuses(device, dtype):
             self.arrays = [(keys, values) for keys, values in kernels.numbers(slots)]
         self.tiled = dtype == torch.bfloat16 and kernels.has_tiles(device, self.width, size)
+        self.paged = kernels.has_paged(device, self.width)
 
     @staticmethod
     def page_bytes(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
@@ -57,8 +59,18 @@ class Cache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [N]: page · size + place, for k and v [N, Hkv, D]."""
+        if self.paged:
+            from burnish.engine import paged
+
+            paged.write(*self.slots(layer), slots, k, v)
+            return
         for pool, x in zip(self._pool[layer], (k, v), strict=True):
             pool.view(-1, self.heads * self.width).index_copy_(0, slots, x.reshape(len(x), -1))
+
+    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [slots, Hkv, D] where they lie."""
+        keys, values = self._pool[layer].view(2, -1, self.heads, self.width)
+        return keys, values
 
     def read(self, layer: int, pages: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """pages [rows · n] -> keys and values [rows, n · size, Hkv, D], until the next read.
@@ -75,7 +87,7 @@ class Cache:
         return found[0], found[1]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which takes three times as long to make
 class Run:
     """The tokens of one sequence that a step runs."""
 
@@ -90,6 +102,11 @@ class Run:
     def own_pages(self) -> list[int]:
         """Those that decoding reads for this sequence alone."""
         return self.sequence.pages[self.shared :]
+
+    @property
+    def own(self) -> int:
+        """How many those are."""
+        return len(self.sequence.pages) - self.shared
 
     @property
     def shared(self) -> int:
@@ -146,13 +163,16 @@ class CachedAttention:
     def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
         self._cache = cache
         self._attention = kernels.attention_for(cache.device, cache.dtype)
-        self._slots = self._tensor(np.concatenate([_slots(run, cache.size) for run in runs]))
         decoding = [run for run in runs if run.count == 1]
+        ahead = [_slot(run, cache.size) for run in decoding]
+        more = [_slots(run, cache.size) for run in runs[len(decoding) :]]
+        self._slots = self._tensor(np.concatenate([np.array(ahead, np.int64), *more]))
         self._rows = len(decoding)
         self._decoding = decoding
         self._blocks: list[_Block] | None = None
         self._buffers: tuple[Tensor, Array, list[Any], Array] | None = None
-        self._shared = [] if cache.tiled else self._prefixes(decoding)
+        self._flat: list[Tensor] | None = None
+        self._shared = [] if cache.tiled or cache.paged else self._prefixes(decoding)
         first = np.cumsum([0, *(run.count for run in runs)]).tolist()
         prompts = list(zip(runs, first, strict=False))[self._rows :]
         limit = 0 if cache.arrays is None or cache.tiled else SHORT
@@ -165,7 +185,9 @@ class CachedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._cache.write(layer, self._slots, k, v)
         out = torch.empty_like(q)
-        if self._rows:
+        if self._rows and self._cache.paged:
+            out[: self._rows] = self._paged_rows(layer, q[: self._rows])
+        elif self._rows:
             totals = self._own_pages(layer, q[: self._rows], out[: self._rows])
             self._shared_pages(layer, q[: self._rows], out[: self._rows], totals)
         self._prompts(layer, q, k, v, out)
@@ -245,6 +267,17 @@ class CachedAttention:
                     calls.append((kernel, slice(None), array, old, *table, *more))
         return out, self._slots.numpy(), calls, totals
 
+    def _paged_rows(self, layer: int, q: Tensor) -> Tensor:
+        """q [S, Hq, D] -> [S, Hq, D], over all that the rows see, on a GPU."""
+        from burnish.engine import paged
+
+        if self._flat is None:
+            runs = self._decoding
+            first = np.cumsum([0, *(len(run.sequence.pages) for run in runs)])[:-1]
+            pages = list(chain.from_iterable(run.sequence.pages for run in runs))
+            self._flat = [self._tensor(x) for x in (pages, first, [run.end for run in runs])]
+        return paged.attend(q, *self._cache.slots(layer), self._flat, self._cache.size)
+
     def _own_pages(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
         """q and out [S, Hq, D] -> the log-sum-exp of the scores [S, Hq]"""
         if self._blocks is None:
@@ -291,7 +324,7 @@ class CachedAttention:
         """Pages of the runs, where those of each token begin, and how many tokens it sees in them:
         itself and its past, but for the pages that the whole group reads at once."""
         size, counts = self._cache.size, [run.count for run in runs]
-        first = np.cumsum([0, *(len(run.own_pages()) for run in runs)])[:-1].repeat(counts)
+        first = np.cumsum([0, *(run.own for run in runs)])[:-1].repeat(counts)
         seen = [np.arange(run.start, run.end) + 1 - run.shared * size for run in runs]
         pages = np.concatenate([run.own_pages() for run in runs])
         return pages.astype(np.int64), first, np.concatenate(seen)
@@ -311,7 +344,7 @@ class CachedAttention:
 
     def _private(self, runs: Sequence[Run]) -> list[_Block]:
         blocks, first = [], 0
-        for bucket in _buckets(runs, lambda run: len(run.own_pages())):
+        for bucket in _buckets(runs, lambda run: run.own):
             tables = [run.own_pages() for run in bucket]
             lengths = [run.end - run.shared * self._cache.size for run in bucket]
             rows = slice(first, first + len(bucket))
@@ -351,11 +384,16 @@ def order(runs: Sequence[Run]) -> list[Run]:
     """Decoding rows and fresh prompts, each from long to short, then prompts that go on, from few
     tokens to many: so the short ones of both kinds of prompt lie side by side."""
     decoding = [run for run in runs if run.count == 1]
-    decoding.sort(key=lambda run: -len(run.own_pages()))
+    decoding.sort(key=lambda run: -run.own)
     fresh = [run for run in runs if run.count > 1 and not run.start]
     fresh.sort(key=lambda run: -run.count)
     resumed = sorted((r for r in runs if r.count > 1 and r.start), key=lambda run: run.count)
     return decoding + fresh + resumed
+
+
+def _slot(run: Run, size: int) -> int:
+    page, place = divmod(run.start, size)
+    return run.sequence.pages[page] * size + place
 
 
 def _slots(run: Run, size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

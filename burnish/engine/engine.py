@@ -181,14 +181,16 @@ class NativeEngine:
             self._cache.copy(list(plan.copies.values()))
         runs = cache.order([cache.Run(s, s.computed, n) for s, n in plan.counts.items()])
         tokens = [t for r in runs for t in r.sequence.tokens[r.start : r.start + r.count]]
-        positions = np.concatenate([np.arange(r.start, r.start + r.count) for r in runs])
+        starts, counts = np.array([(r.start, r.count) for r in runs]).T
+        before = np.cumsum(counts) - counts
+        positions = np.arange(counts.sum()) + (starts - before).repeat(counts)
         device = self._cache.device
         hidden = self._body(
             torch.tensor(tokens, device=device),
             torch.from_numpy(positions).to(device),
             cache.CachedAttention(self._cache, runs),
         )
-        ends = (np.cumsum([run.count for run in runs]) - 1).tolist()
+        ends = (before + counts - 1).tolist()
         return hidden, {run.sequence: end for run, end in zip(runs, ends, strict=True)}
 
     @torch.inference_mode()
@@ -214,11 +216,13 @@ class NativeEngine:
         sequence.versions.append(self.version)
         assert sequence.reader is not None
         text = sequence.reader.push(token)
-        request_id = sequence.group.request.request_id
-        event = TokenEvent(request_id, sequence.index, token, logprob, self.version, text)
-        if sequence.reader.finish is None:
-            return [event]
-        return [event, self._complete(sequence, sequence.reader.finish)]
+        request, events = sequence.group.request, list[Event]()
+        if request.streamed:
+            place = request.request_id, sequence.index
+            events.append(TokenEvent(*place, token, logprob, self.version, text))
+        if sequence.reader.finish is not None:
+            events.append(self._complete(sequence, sequence.reader.finish))
+        return events
 
     def _complete(self, sequence: Sequence, finish: Finish) -> Completion:
         group, reader = sequence.group, sequence.reader

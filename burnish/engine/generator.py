@@ -30,9 +30,8 @@ class EngineGenerator:
     ) -> list[tuple[Completion, ...]]:
         names = [f"group-{first_group + k}" for k in range(len(prompts))]
         for k, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-            request = Request(
-                name, prompt.token_ids, samples, params, first_group + k, Stream(stream)
-            )
+            place = first_group + k, Stream(stream)
+            request = Request(name, prompt.token_ids, samples, params, *place, streamed=False)
             self.engine.submit(request)
         done: dict[tuple[str, int], Completion] = {}
         while self.engine.unfinished:

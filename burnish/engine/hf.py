@@ -173,12 +173,13 @@ class HFEngine:
         """Cut what was generated at its stop, which generate may have run past."""
         reader = self._reader(request, index)
         events: list[Event] = []
+        count, place = 0, (request.request_id, index)
         for token, logprob in zip(tokens, logprobs, strict=True):
-            text = reader.push(token)
-            events.append(TokenEvent(request.request_id, index, token, logprob, self.version, text))
+            text, count = reader.push(token), count + 1
+            if request.streamed:
+                events.append(TokenEvent(*place, token, logprob, self.version, text))
             if reader.finish is not None:
                 break
-        count = len(events)
         recorded = tokens[:count], logprobs[:count], [self.version] * count
         done = reader.completion(*recorded, reader.finish or Finish.LENGTH)
         return [*events, done]

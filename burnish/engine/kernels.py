@@ -1,4 +1,4 @@
-"""The model as the engine runs it: PyTorch's own operations anywhere, fused kernels on a CPU.
+"""The model as the engine runs it: PyTorch's own operations anywhere, kernels where there are some.
 
 The plain versions run everywhere and are what tests trust. Nothing else here knows the device.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -140,6 +141,15 @@ def has_tiles(device: torch.device, width: int, size: int) -> bool:
     from burnish.engine import tiles
 
     return tiles.usable(width, size)
+
+
+def has_paged(device: torch.device, width: int) -> bool:
+    """Whether `paged` can run."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from burnish.engine import paged
+
+    return paged.usable(width)
 
 
 def attention_for(device: torch.device, dtype: torch.dtype) -> Attention:

@@ -24,6 +24,8 @@ class Request:
     """The group's running number in the run; draws are hashed from it."""
     stream: Stream = Stream.TRAIN
     """Keeps the draws of training and of evaluation apart."""
+    streamed: bool = True
+    """Whether every token is an event; a completion always is."""
 
 
 @dataclass(frozen=True)

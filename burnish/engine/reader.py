@@ -39,6 +39,8 @@ class Reader:
         """context: tokens that prompt and response may have together."""
         self._request, self._sample, self._params = request, sample, request.params
         self._detokenizer = tokenizer.stream(skip_special=True) if tokenizer else None
+        self._reads = request.streamed or bool(request.params.stop)
+        """Whether the text is wanted before the response is complete."""
         self.limit = min(request.params.max_tokens, context - len(request.prompt))
         ends = (*(tokenizer.end_ids if tokenizer else ()), *map(int, request.params.stop_ids))
         self.end_ids = tuple(dict.fromkeys(ends))
@@ -64,11 +66,13 @@ class Reader:
         self._count += 1
         if token in self.end_ids and not held:
             self.finish, self.stop = Finish.STOP, token
-        else:
+        elif self._reads:
             fresh = self._detokenizer.push(token) if self._detokenizer else ""
             self._look_for_stop(fresh, held)
         if self.finish is None and self._count >= self.limit:
             self.finish = Finish.LENGTH
+        if not self._reads:
+            return ""
         if self.finish is not None and self._cut is None and self._detokenizer:
             self._detokenizer.flush()
         return self._show()
@@ -76,6 +80,10 @@ class Reader:
     def completion(
         self, tokens: list[int], logprobs: list[float], versions: list[int], finish: Finish
     ) -> Completion:
+        if not self._reads and self._detokenizer:
+            for token in tokens[: len(tokens) - (finish is Finish.STOP)]:
+                self._detokenizer.push(token)
+            self._detokenizer.flush()
         return Completion(
             request_id=self._request.request_id,
             sample_index=self._sample,

@@ -7,7 +7,7 @@ at the sampling temperature, before any mask or truncation. Legend: M rows, V vo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,13 @@ from torch import Tensor
 from burnish.engine import kernels
 
 BLOCK = 256
-ROWS = 16
-"""Rows at a time: more fit neither the processor's cache nor memory that is mapped in already."""
+ROWS = {"cpu": 16, "cuda": 1024}
+"""Rows at a time: on a CPU, more fit neither its cache nor memory that is mapped in already."""
 CANDIDATES = 1024
 """Tokens that top-p looks at before it sorts the whole vocabulary."""
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """How one row's token is drawn."""
 
     uniform: float
@@ -49,10 +48,11 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float
     # One buffer for all rows: memory that is mapped in afresh costs more than the arithmetic.
     wide = torch.promote_types(logits.dtype, torch.float32)
     blocks = -(-logits.shape[1] // BLOCK)
-    weights = logits.new_empty(min(ROWS, len(draws)), blocks * BLOCK, dtype=wide)
-    for first in range(0, len(draws), ROWS):
-        some = draws[first : first + ROWS]
-        more = _sample(logits[first : first + ROWS], some, weights[: len(some)])
+    most = ROWS[logits.device.type]
+    weights = logits.new_empty(min(most, len(draws)), blocks * BLOCK, dtype=wide)
+    for first in range(0, len(draws), most):
+        some = draws[first : first + most]
+        more = _sample(logits[first : first + most], some, weights[: len(some)])
         tokens += more[0]
         logprobs += more[1]
     return tokens, logprobs
@@ -117,9 +117,12 @@ def _sample(
             weights[row, :vocab] = _kept(scaled([row])[0], draw)
             sums[row] = weights[row].view(-1, BLOCK).sum(1)
     tokens = _invert(weights, sums, np.array([draw.uniform for draw in draws]))
-    for row, draw in enumerate(draws):
-        if draw.temperature == 0:
-            tokens[row] = _ban(scaled([row])[0], draw).argmax()
+    greedy = [row for row, draw in enumerate(draws) if draw.temperature == 0]
+    if greedy:
+        likely = scaled(greedy)
+        for row, which in enumerate(greedy):
+            _ban(likely[row], draws[which])
+        tokens[greedy] = likely.argmax(1)
     tokens.clamp_(max=vocab - 1)
     chosen = logits.gather(1, tokens[:, None]).to(heat.dtype) / heat
     return tokens.tolist(), (chosen[:, 0].double() - total).tolist()
@@ -156,7 +159,8 @@ def _search(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
 
 def _ban(scaled: Tensor, draw: Draw) -> Tensor:
     """[V] -> the same with banned tokens at −∞."""
-    scaled[list(draw.banned)] = -torch.inf
+    if draw.banned:
+        scaled[list(draw.banned)] = -torch.inf
     return scaled
 
 

@@ -80,6 +80,8 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         slots = self.max_running - len(self.running)
+        if budget <= 0 or slots <= 0 or not self.waiting:
+            return
         coming = {name for sequence in self.running for name in self._missing(sequence)}
         for sequence in list(self.waiting):
             if budget <= 0 or slots <= 0:
@@ -126,6 +128,8 @@ class Scheduler:
 
     def _name_pages(self, sequence: Sequence, count: int) -> None:
         """`count` more tokens are computed: the pages of the prompt that are full can be found."""
+        if sequence.computed >= sequence.group.prompt_length:
+            return
         first, end = (n // self.pages.size for n in (sequence.computed, sequence.computed + count))
         names = sequence.group.page_names(self.pages.size)[first:end]
         if names and all(self.pages.version(page) == self.version for page in sequence.pages[:end]):
@@ -158,6 +162,8 @@ class Scheduler:
         pages = self.pages
         end = pages.needed(sequence.computed + count)
         first = sequence.computed // pages.size
+        if len(sequence.pages) == end and pages.holders(sequence.pages[first]) == 1:
+            return True  # as in most steps
         while True:
             shared = first < len(sequence.pages) and pages.holders(sequence.pages[first]) > 1
             if pages.free >= end - len(sequence.pages) + shared:

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from burnish.model.attention import PackedAttention
+from burnish.model.attention import packed
 from burnish.model.checkpoint import hf_state
 from burnish.model.logprobs import CHUNK, token_logprobs
 from burnish.model.transformer import Transformer
@@ -80,7 +80,8 @@ class LanguagePolicy(nn.Module):
 
     def states(self, batch: PackedBatch) -> Tensor:
         """[N, d]: what the head reads."""
-        attend = PackedAttention(batch.segment_offsets, batch.segment_is_prompt)
+        dtype, width = self.model.embed.weight.dtype, self.model.config.head_width
+        attend = packed(batch.segment_offsets, batch.segment_is_prompt, dtype, width)
         hidden: Tensor = self.model(batch.tokens, batch.positions, attend, recompute=self.recompute)
         return hidden
 

@@ -1,4 +1,4 @@
-"""How tokens attend. The model is given an `Attend`; the learner's is `PackedAttention`."""
+"""How tokens attend. The model is given an `Attend`; the learner's is made by `packed`."""
 
 from __future__ import annotations
 
@@ -87,6 +87,43 @@ class PackedAttention:
             block(*rows) for block, *rows in zip(self._blocks, queries, keys, values, strict=True)
         ]
         return torch.cat(done).to(dtype).index_select(0, self._rows)
+
+
+class FlashPackedAttention:
+    """The same by one varlen flash kernel, on a GPU in 16 bits: its causal mask is aligned to the
+    ends of queries and keys, which is what a response after its prompt needs."""
+
+    def __init__(self, segment_offsets: Tensor, segment_is_prompt: Tensor) -> None:
+        """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`."""
+        device, starts = segment_offsets.device, segment_offsets[:-1]
+        own, numbers = segment_offsets.diff(), torch.arange(len(starts), device=device)
+        prompt = torch.where(segment_is_prompt, numbers, 0).cummax(0).values
+        before = torch.where(segment_is_prompt, 0, own[prompt])
+        ends = torch.nn.functional.pad((before + own).cumsum(0), (1, 0))
+        segment = numbers.repeat_interleave(before + own)
+        within = torch.arange(len(segment), device=device) - ends[segment]
+        self._context = within + torch.where(
+            within < before[segment], starts[prompt[segment]], (starts - before)[segment]
+        )
+        self._arguments = (
+            *(x.to(torch.int32) for x in (segment_offsets, ends)),
+            *(int(x.max()) for x in (own, before + own)),
+        )
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.index_select(0, self._context) for x in (k, v))
+        flash = torch.ops.aten._flash_attention_forward
+        out: Tensor = flash(q, k, v, *self._arguments, 0.0, True, False)[0]
+        return out
+
+
+def packed(
+    segment_offsets: Tensor, segment_is_prompt: Tensor, dtype: torch.dtype, width: int
+) -> Attend:
+    """How the segments of a pack attend, given the precision and width of their heads."""
+    flash = segment_offsets.device.type == "cuda" and dtype.itemsize == 2 and width % 8 == 0
+    kind = FlashPackedAttention if flash else PackedAttention
+    return kind(segment_offsets, segment_is_prompt)
 
 
 def causal(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedAttention:

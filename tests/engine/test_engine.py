@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,22 @@ def test_events_tell_the_completion() -> None:
     for index in range(2):
         assert done[index].token_ids.tolist() == tokens[index]
         assert done[index].text == shown[index]
+
+
+@pytest.mark.parametrize("stop", [(), ("a",)])
+def test_without_events_the_completions_are_the_same(stop: tuple[str, ...]) -> None:
+    asked = tiny.request("a", n=8, max_tokens=40)
+    asked = replace(asked, params=replace(asked.params, stop=stop))
+    told = tiny.finish(tiny.engine(text=True), [asked])
+    engine = tiny.engine(text=True)
+    engine.submit(replace(asked, streamed=False))
+    events = [event for _ in range(60) for event in engine.step()]
+    assert len(events) == 8
+    for event in events:
+        assert isinstance(event, Completion)
+        want = told["a", event.sample_index]
+        assert event.token_ids.tolist() == want.token_ids.tolist()
+        assert (event.text, event.finish, event.stop) == (want.text, want.finish, want.stop)
 
 
 def test_abort_pause_resume() -> None:

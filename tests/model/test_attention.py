@@ -1,10 +1,12 @@
 """Packed attention equals attention under a dense mask, in values and gradients."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
-from burnish.model.attention import PackedAttention, causal
+from burnish.model.attention import FlashPackedAttention, PackedAttention, causal, packed
 
 PACKS = {
     "one group": [(5, [3, 4, 3])],
@@ -105,3 +107,38 @@ def test_shared_prompt_equals_repeated_prompt() -> None:
     repeated = causal([8, 11])(0, q[slots], k[slots], v[slots])
     torch.testing.assert_close(shared[:8], repeated[:8], rtol=0, atol=1e-12)
     torch.testing.assert_close(shared[8:], repeated[13:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", PACKS.values(), ids=PACKS.keys())
+def test_flash_reads_the_prompt_and_the_segment(groups: list[tuple[int, list[int]]]) -> None:
+    offsets, is_prompt = layout(groups)
+    flash = FlashPackedAttention(offsets, is_prompt)
+    ends, mask = flash._arguments[1].tolist(), dense_mask(offsets, is_prompt)
+    for i, (start, stop) in enumerate(
+        zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    ):
+        context = flash._context[ends[i] : ends[i + 1]].tolist()
+        for slot in range(start, stop):  # aligned to the ends: the last query sees all
+            seen = context[: len(context) - (stop - 1 - slot)]
+            assert seen == mask[slot].nonzero().squeeze(1).tolist()
+    longest = offsets.diff().max().item(), max(b - a for a, b in pairwise(ends))
+    assert flash._arguments[2:] == longest
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("groups", PACKS.values(), ids=PACKS.keys())
+def test_flash_equals_dense_mask(groups: list[tuple[int, list[int]]], kv_heads: int) -> None:
+    torch.manual_seed(0)
+    offsets, is_prompt = layout(groups)
+    n = int(offsets[-1])
+    low = [draw(n, h, torch.bfloat16) for h in (4, kv_heads, kv_heads)]
+    high = [x.detach().double().requires_grad_() for x in low]
+    on_gpu = [x.detach().cuda().requires_grad_() for x in low]
+    attend = packed(offsets.cuda(), is_prompt.cuda(), torch.bfloat16, 8)
+    assert isinstance(attend, FlashPackedAttention)
+    got, want = attend(0, *on_gpu), dense(*high, dense_mask(offsets, is_prompt))
+    torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=5e-2)
+    grads = torch.autograd.grad(got.sum(), on_gpu), torch.autograd.grad(want.sum(), high)
+    for g, w in zip(*grads, strict=True):
+        torch.testing.assert_close(g.double().cpu(), w, rtol=5e-2, atol=5e-2)

@@ -1,0 +1,117 @@
+"""Decoding on a GPU: Triton kernels that write to pages and attend to them where they lie.
+
+One program per row and key head walks over the row's pages with a running maximum and sum, so that
+a layer is one launch, whatever lengths the rows have and whichever prompts they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS = 64
+"""Keys that a program reads at a time."""
+LEAST = 16
+"""Rows and columns that a matrix product of Triton has at least."""
+
+
+def usable(width: int) -> bool:
+    """Whether heads of that width can be read whole."""
+    return width >= LEAST and width & (width - 1) == 0
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[Tensor], size: int) -> Tensor:
+    """q [S, Hq, D], keys and values [slots, Hkv, D] -> [S, Hq, D].
+
+    table: the rows' pages one after another, where those of each row begin [S], and how many
+    tokens it sees [S], at least one.
+    """
+    q = q.contiguous()
+    out = q.new_empty(q.shape)
+    rows, heads, width = q.shape
+    repeat = heads // keys.shape[1]
+    _decode[rows, keys.shape[1]](
+        q,
+        keys,
+        values,
+        *table,
+        out,
+        width**-0.5,
+        HEADS=keys.shape[1],
+        REPEAT=repeat,
+        PADDED=max(LEAST, triton.next_power_of_2(repeat)),
+        WIDTH=width,
+        SIZE=size,
+        TOKENS=TOKENS,
+    )
+    return out
+
+
+def write(
+    keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor
+) -> None:
+    """Into keys and values [slots, Hkv, D], at slots [N], all different, go new ones [N, Hkv, D].
+
+    PyTorch's own index_copy_ sorts the slots first where it has to be deterministic.
+    """
+    width = keys.shape[1] * keys.shape[2]
+    fresh = new_keys.contiguous(), new_values.contiguous()
+    padded = triton.next_power_of_2(width)
+    _write[(len(slots),)](keys, values, slots, *fresh, WIDTH=width, PADDED=padded)
+
+
+@triton.jit
+def _write(keys, values, slots, new_keys, new_values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    real, target = column < WIDTH, tl.load(slots + row) * WIDTH + column
+    source = row * WIDTH + column
+    tl.store(keys + target, tl.load(new_keys + source, mask=real), mask=real)
+    tl.store(values + target, tl.load(new_values + source, mask=real), mask=real)
+
+
+@triton.jit
+def _decode(
+    q,
+    keys,
+    values,
+    pages,
+    firsts,
+    counts,
+    out,
+    scale,
+    HEADS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, count = tl.load(firsts + row), tl.load(counts + row)
+    mates, column, token = tl.arange(0, PADDED), tl.arange(0, WIDTH), tl.arange(0, TOKENS)
+    mine = (row * HEADS + head) * REPEAT * WIDTH + mates[:, None] * WIDTH + column[None, :]
+    real = (mates < REPEAT)[:, None]
+    query = tl.load(q + mine, mask=real, other=0.0)
+    peak = tl.full((PADDED,), float("-inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    mix = tl.zeros((PADDED, WIDTH), tl.float32)
+    for start in range(0, count, TOKENS):
+        at = start + token
+        seen = at < count
+        page = tl.load(pages + first + at // SIZE, mask=seen, other=0)
+        slot = (page * SIZE + at % SIZE) * HEADS + head
+        where = slot[:, None] * WIDTH + column[None, :]
+        k = tl.load(keys + where, mask=seen[:, None], other=0.0)
+        v = tl.load(values + where, mask=seen[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(peak - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        mix = tl.dot(weights.to(v.dtype), v, mix * shrink[:, None], input_precision="ieee")
+        peak = higher
+    tl.store(out + mine, mix / total[:, None], mask=real)
