@@ -65,7 +65,9 @@ class KeywordsTask(Section):
     match: Literal["word", "substring"] = "word"
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
     chat: bool = Field(True, description="the prompt goes in as a user's chat message")
-    validation_words: float = Field(0.2, gt=0, lt=1, description="share of the words held out")
+    validation_words: float = Field(
+        0.2, ge=0, lt=1, description="share of the words held out; 0: other sets of the same words"
+    )
     validation_prompts: int = Field(256, ge=1)
 
     @model_validator(mode="after")

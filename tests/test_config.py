@@ -264,7 +264,8 @@ def test_the_classic_comparison_differs_in_the_loss_and_the_passes_alone():
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_passes_over_a_rollout_are_planned(k, tmp_path):
-    recipe = config.load("keywords-clip", [f"train.epochs={k}", "train.steps=42"])
+    sets = [f"train.epochs={k}", "train.steps=42", "train.schedule=linear"]
+    recipe = config.load("keywords-clip", sets)
     lines = dict(dict(plan(recipe, tmp_path))["batches"])
     assert lines["gradient steps"].startswith(f"{k} per rollout = 1 train batch of 64 responses ×")
     assert f"2,688 responses sampled, {42 * k} gradient steps" in lines["in all"]

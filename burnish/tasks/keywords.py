@@ -2,7 +2,8 @@
 
 Prompts are made from the seed and the project's own list of common words (``words.txt``: lower
 case, no word begins another). Training and validation never share a word, so a policy that scores
-on validation has learned the task, not the words.
+on validation has learned the task, not the words; unless ``validation_words`` is 0, which is for
+models that never saw a word but in training.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Keywords:
         order = permutation(HELD_OUT_SEED, Stream.TASK, 0, SPLIT, len(words))
         held_out = round(config.validation_words * len(words))
         self.words = [words[i] for i in sorted(order[held_out:])]
-        self.validation_words = [words[i] for i in sorted(order[:held_out])]
+        self.validation_words = [words[i] for i in sorted(order[:held_out])] or self.words
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of the run's group number ``index``."""
