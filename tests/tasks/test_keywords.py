@@ -50,6 +50,15 @@ def test_train_and_validation_share_no_word():
     assert len(task.words) + len(task.validation_words) == len(word_list())
 
 
+def test_no_word_held_out_leaves_other_sets_of_the_same_words():
+    task = make(validation_words=0)
+    assert task.words == task.validation_words == sorted(word_list())
+    train = {tuple(sorted(task.draw(i))) for i in range(500)}
+    held_out = {tuple(sorted(p.reference["keywords"])) for p in task.validation}
+    assert len(held_out) == 256
+    assert not train & held_out
+
+
 @pytest.mark.parametrize("must_end", [False, True])
 @pytest.mark.parametrize("match", ["word", "substring"])
 def test_grades(match, must_end):
