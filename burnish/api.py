@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from burnish import config
 from burnish.config import (
     FilesTask,
+    GymTask,
     KeywordsTask,
     LanguageConfig,
     MixtureTask,
@@ -142,6 +143,21 @@ def write_keywords(
     task, generator, _ = build_sampler(recipe)
     assert isinstance(task, Keywords)
     return data.write_keywords(recipe, task, generator, Path(out), rows=rows, show=show)
+
+
+def write_sums(
+    out: str | Path, *, rows: int, overrides: Sequence[str] = (), seed: int | None = None
+) -> None:
+    """Worked answers to questions of the recipe ``arithmetic``, for a supervised warm start."""
+    recipe = config.load("arithmetic", overrides, seed=seed)
+    from burnish.loops import data
+    from burnish.model import hub
+    from burnish.model.tokenizer import Tokenizer
+    from burnish.tasks.gym import Gym
+
+    assert isinstance(recipe.task, GymTask)
+    tokenizer = Tokenizer.load(hub.resolve(LanguageConfig().name))
+    data.write_sums(Gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed), Path(out), rows=rows)
 
 
 def resume(

@@ -270,6 +270,24 @@ def data_keywords(
     )
 
 
+@data_app.command(name="arithmetic")
+def data_arithmetic(
+    out: Annotated[Path, typer.Argument(help="a directory for train.jsonl and validation.jsonl")],
+    rows: Annotated[int, typer.Option("-n", "--rows", help="in all, a fifth held out")] = 3000,
+    seed: Seed = None,
+    overrides: Overrides = None,
+) -> None:
+    """Write sums of the recipe `arithmetic` with answers worked term by term."""
+    from burnish import api
+
+    api.write_sums(out, rows=rows, overrides=overrides or (), seed=seed)
+    out_console.print(
+        f"{rows:,} rows → {escape(str(out))}; learn them with: burnish sft arithmetic-sft --data "
+        f"{escape(str(out))}",
+        soft_wrap=True,
+    )
+
+
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="run directories")],

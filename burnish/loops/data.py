@@ -1,9 +1,10 @@
-"""Keyword data that a model writes: prompts with answers that do what was asked."""
+"""Data to start from: keyword prompts that a model answered as asked, sums worked term by term."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from burnish.draws import Stream
 from burnish.errors import DataError
 from burnish.loops.sync import sampling
 from burnish.rollout.rollout import Generator
+from burnish.tasks.gym import Gym
 from burnish.tasks.keywords import Keywords
 from burnish.types import Completion, Prompt
 
@@ -69,6 +71,42 @@ def write_keywords(
     for file, kept in zip(files, found, strict=True):
         _write(file, kept)
     return {"data/prompts": float(asked), "data/rows": float(rows), "data/share_kept": rows / asked}
+
+
+def write_sums(task: Gym, directory: Path, *, rows: int) -> None:
+    """Writes train.jsonl and validation.jsonl, 80/20: chains of sums with worked answers.
+
+    No question comes twice, and none that the task holds out.
+    """
+    if task.config.generator != "chain_sum":
+        raise DataError(f"only chain_sum's answers can be worked, got {task.config.generator}")
+    if rows < 2:
+        raise DataError(f"rows must be at least 2, one of them for validation, got {rows}")
+    files = new_files(directory)
+    found: dict[str, Row] = {}
+    for index in range(PATIENCE * rows):
+        question = task.prompt(index).reference["entry"]["question"]
+        found[question] = {"prompt": question, "answer": worked(question)}
+        if len(found) == rows:
+            break
+    else:
+        raise DataError(
+            f"only {len(found)} questions differ; ask for fewer, or widen task.settings"
+        )
+    held_out = max(1, round(0.2 * rows))
+    every = list(found.values())
+    for file, some in zip(files, (every[held_out:], every[:held_out]), strict=True):
+        _write(file, some)
+
+
+def worked(question: str) -> str:
+    """… 5 - 9 + 2 = as "5 - 9 = -4", "-4 + 2 = -2", a line each."""
+    first, *rest = re.findall(r"([-+]?) ?([0-9]+)(?= *[-+=])", question)
+    total, lines = int(first[1]), []
+    for sign, term in rest:
+        before, total = total, total + int(sign + term)
+        lines.append(f"{before} {sign} {term} = {total}")
+    return "\n".join(lines)
 
 
 def new_files(directory: Path) -> list[Path]:

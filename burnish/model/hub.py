@@ -55,8 +55,8 @@ def resolve(name: str) -> Path:
     if path.exists():
         return path
     raise ModelError(
-        f"no model {name!r}; a model is {', '.join(PACKAGED)}, hf:ORG/NAME, "
-        "or the path of a model directory or a GGUF file"
+        f"no model {name!r}; a model is {', '.join(PACKAGED)}, hf:ORG/NAME, the path of a model "
+        "directory or a GGUF file, or a run's (`burnish recipes` says which run comes first)"
     )
 
 

@@ -1,12 +1,13 @@
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from burnish import config
 from burnish.config import KeywordsTask
 from burnish.errors import DataError
-from burnish.loops.data import write_keywords
+from burnish.loops.data import worked, write_keywords, write_sums
 from burnish.tasks.files import read_rows
 from burnish.tasks.keywords import Keywords
 from tests.conftest import byte_tokenizer, make_group
@@ -62,3 +63,44 @@ def test_a_model_that_never_does_it(tmp_path):
         write_keywords(RECIPE, TASK, Sampler(lambda n: True), tmp_path / "file", rows=5)
     with pytest.raises(DataError, match="rows must be at least 2"):
         write_keywords(RECIPE, TASK, Sampler(lambda n: True), tmp_path, rows=1)
+
+
+@pytest.mark.parametrize(
+    ("sum_", "lines"),
+    [
+        ("4 - 1", ["4 - 1 = 3"]),
+        ("5 - 9 + 2", ["5 - 9 = -4", "-4 + 2 = -2"]),
+        ("55 + 98 - 93 + 77", ["55 + 98 = 153", "153 - 93 = 60", "60 + 77 = 137"]),
+    ],
+)
+def test_sums_are_worked_term_by_term(sum_, lines):
+    assert worked(f"State the final answer to the problem: {sum_} =") == "\n".join(lines)
+
+
+def sums(questions, generator="chain_sum"):
+    """A task that asks the given questions over and over."""
+
+    def prompt(index):
+        entry = {"question": questions[index % len(questions)]}
+        return SimpleNamespace(reference={"entry": entry})
+
+    return SimpleNamespace(config=SimpleNamespace(generator=generator), prompt=prompt)
+
+
+def test_no_sum_is_written_twice(tmp_path):
+    task = sums([f"{a} + {b} =" for a in range(5) for b in (1, 1, 2)])
+    write_sums(task, tmp_path, rows=10)
+    train, validation = (read_rows(tmp_path / f"{n}.jsonl") for n in ("train", "validation"))
+    assert (len(train), len(validation)) == (8, 2)
+    assert len({row["prompt"] for row in [*train, *validation]}) == 10
+    assert validation[0] == {"prompt": "0 + 1 =", "answer": "0 + 1 = 1"}
+
+
+def test_sums_that_can_not_be_written(tmp_path):
+    with pytest.raises(DataError, match="only 2 questions differ"):
+        write_sums(sums(["1 + 1 =", "1 + 2 ="]), tmp_path, rows=3)
+    with pytest.raises(DataError, match="only chain_sum's answers can be worked, got countdown"):
+        write_sums(sums(["1 + 1 ="], "countdown"), tmp_path, rows=3)
+    with pytest.raises(DataError, match="rows must be at least 2"):
+        write_sums(sums(["1 + 1 ="]), tmp_path, rows=1)
+    assert list(tmp_path.iterdir()) == []
