@@ -386,8 +386,8 @@ class TrainConfig(Section):
     clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
     max_skipped: int = Field(3, ge=1, description="steps in a row that may be not finite")
     log_kl: bool = Field(False, description="KL to the initial model and the step before")
-    log_kl_groups: int | None = Field(
-        None, ge=1, description="of how many groups, where it takes a pass of its own; none: all"
+    log_kl_responses: int | None = Field(
+        None, ge=1, description="on how many, where it takes a pass of its own; none: all"
     )
 
     @field_validator("betas")
@@ -545,7 +545,7 @@ def unused(recipe: Recipe) -> dict[str, str]:
         for key in ("train.decay_steps", "train.final_rate"):
             reasons[key] = "train.schedule = 'constant'; remove it, or use 'linear' or 'cosine'"
     if not recipe.train.log_kl:
-        reasons["train.log_kl_groups"] = "train.log_kl = false; remove it"
+        reasons["train.log_kl_responses"] = "train.log_kl = false; remove it"
     if recipe.is_supervised:
         keys = ["rollout", "engine", "objective", "log.rollouts"]
         keys += [f"train.{name}" for name in ("steps", "epochs", "log_kl")]

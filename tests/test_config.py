@@ -164,7 +164,7 @@ def test_every_setting_is_read_by_some_piece():
             "above warmup_steps = 5, got 5",
         ),
         (["train.betas=[0.9, 1.0]"], "train.betas must be two numbers of at least 0 and below 1"),
-        (["train.log_kl_groups=2"], "no effect with train.log_kl = false"),
+        (["train.log_kl_responses=2"], "no effect with train.log_kl = false"),
         (["train.recompute=true"], "no effect with model.name = 'sorter'"),
     ],
 )

@@ -17,7 +17,7 @@ from burnish.learner.objective import Metrics, describe, describe_kl, token_loss
 from burnish.learner.optim import Optimizer
 from burnish.learner.policy import Policy, copy_weights
 from burnish.rl.reduce import weighted_sum
-from burnish.rollout.packing import Pack, cut, slice_groups, take_streams, train_batches
+from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
 from burnish.types import LearnBatch, Measured, PackedBatch, Weights
 
 
@@ -120,8 +120,9 @@ class Learner:
         if self.initial is None or self.previous is None:
             return lambda logprobs, reference: {}
         part, slots = Pack.whole(batch)
-        if self.train.log_kl_groups is not None:
-            part, slots = slice_groups(batch, 0, self.train.log_kl_groups)
+        if self.train.log_kl_responses is not None:
+            some = min(self.train.log_kl_responses, len(batch.rewards))
+            part, slots = take(batch, torch.arange(some, device=batch.tokens.device))
         shared = self.reference is self.initial
         initial = None if shared else self._logprobs(self.initial, part)
         previous = self._logprobs(self.previous, part)

@@ -47,12 +47,6 @@ def pack(groups: Sequence[Group], *, device: torch.device | str = "cpu") -> Pack
     return PackedBatch(**joined, segment_offsets=offsets)
 
 
-def slice_groups(batch: PackedBatch, first: int, end: int) -> Pack:
-    """The groups first … end − 1."""
-    chosen = (batch.group_ids >= first) & (batch.group_ids < end)
-    return take(batch, chosen.nonzero().squeeze(1))
-
-
 def take(batch: PackedBatch, sequences: Tensor) -> Pack:
     """The given sequences (ids in rising order), each group of theirs after its prompt."""
     groups, new_group = torch.unique_consecutive(batch.group_ids[sequences], return_inverse=True)

@@ -73,7 +73,12 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
     policy: the step's own forward pass runs the same packs on the same weights."""
     outcomes = []
     for recompute in (False, True):
-        settings = {"precision": precision, "epochs": 1, "log_kl": True, "log_kl_groups": 2} | split
+        settings = {
+            "precision": precision,
+            "epochs": 1,
+            "log_kl": True,
+            "log_kl_responses": 5,
+        } | split
         learner = make_learner(make_policy(torch.float32), objective, **settings)
         rows = []
         for _ in range(3):
@@ -275,8 +280,8 @@ def test_kl_to_the_initial_model_and_to_the_step_before(batch):
     assert rows[3]["kl/initial_k3"] > rows[3]["kl/previous_k3"] > 0
 
 
-def test_kl_on_some_groups_and_shared_with_the_reference(batch):
-    settings = {"log_kl": True, "log_kl_groups": 2, "learning_rate": 1e-3}
+def test_kl_on_some_responses_and_shared_with_the_reference(batch):
+    settings = {"log_kl": True, "log_kl_responses": 5, "learning_rate": 1e-3}
     learner = make_learner(make_policy(), {"kl": "k3"}, **settings)
     assert learner.reference is learner.initial
     learner.step(make_learn_batch(learner, batch))
@@ -288,7 +293,7 @@ def test_kl_on_some_groups_and_shared_with_the_reference(batch):
         learner.held_out_drift(batch)["kl/held_out_k1"], rel=1e-9
     )
     learner.refresh_reference()
-    part = x[batch.is_action & (batch.sequence_ids < 7)]  # the first two groups
+    part = x[batch.is_action & (batch.sequence_ids < 5)]
     fresh = learner.score(batch)
     again = learner.drift(batch, fresh)(fresh.proximal, fresh.reference)
     assert again["kl/initial_k1"] == pytest.approx(part.mean().item(), rel=1e-9)
@@ -296,7 +301,7 @@ def test_kl_on_some_groups_and_shared_with_the_reference(batch):
 
 
 def test_a_reference_that_is_read_whole_is_scored_in_the_step(batch):
-    settings = {"log_kl": True, "log_kl_groups": 1, "epochs": 2, "learning_rate": 1e-3}
+    settings = {"log_kl": True, "log_kl_responses": 2, "epochs": 2, "learning_rate": 1e-3}
     learner = make_learner(make_policy(), {"loss": "reinforce", "kl": "full"}, **settings)
     sampled = make_learner(make_policy(), {"loss": "reinforce", "kl": "k2"}, **settings)
     for one in (learner, sampled):

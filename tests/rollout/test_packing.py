@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from burnish.errors import ConfigError
-from burnish.rollout.packing import cut, pack, slice_groups, take_streams, train_batches
+from burnish.rollout.packing import cut, pack, take, take_streams, train_batches
 from burnish.types import LearnBatch, PackedBatch
 
 
@@ -41,10 +41,11 @@ def test_what_the_system_put_there_is_no_action(two_groups):
     assert batch.in_prompt.tolist() == [True, False, False, False]
 
 
-def test_a_slice_is_what_packing_those_groups_gives(two_groups):
+def test_a_part_is_what_packing_those_groups_gives(two_groups):
     whole = pack([*two_groups, two_groups[0]])
     for first, end in ((0, 1), (1, 3), (2, 3), (0, 3)):
-        part, slots = slice_groups(whole, first, end)
+        chosen = (whole.group_ids >= first) & (whole.group_ids < end)
+        part, slots = take(whole, chosen.nonzero().squeeze(1))
         expected = pack([*two_groups, two_groups[0]][first:end])
         for field in dataclasses.fields(PackedBatch):
             assert torch.equal(getattr(part, field.name), getattr(expected, field.name)), field
