@@ -12,7 +12,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,12 +154,12 @@ def _download(name: str, packaged: Packaged, scratch: Path) -> Path:
 
 
 def _size(directory: Path) -> int:
+    """Of its files, as far as they stay where they are: pip moves them and their directories."""
     total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # pip moves its files
-            continue
+    for parent, _, names in os.walk(directory):  # which passes over what is gone
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -174,7 +174,7 @@ def test_what_has_no_effect_and_what_is_missing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"needs train\.decay_steps .* above warmup_steps = 9"):
         config.with_steps(config.load("sft", ["train.warmup_steps=9"]), 9)
     own = api.own_pairs("keywords", data=tmp_path, model="other")
-    recipe = config.load("keywords", own)
+    recipe = config.load("keywords", [*own, "train.schedule=linear"])
     assert (recipe.task.validation, recipe.model.name) == (f"{tmp_path}/validation.jsonl", "other")
     shown = str(plan(recipe, tmp_path))
     assert "1 × the rows, 64 at a time (AdamW, learning rate 3e-05, linear)" in shown

@@ -141,6 +141,23 @@ def test_killed_half_way(packaged: hub.Packaged) -> None:
     assert left_behind() == []
 
 
+def test_a_directory_may_go_while_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "wheel").write_bytes(b"1234")
+    (tmp_path / "link").symlink_to("nowhere")
+    listed = os.scandir
+
+    def scan(path: Any) -> Any:
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert hub._size(tmp_path) == 4
+
+
 def test_a_path_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.resolve(str(tmp_path)) == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path.parent))
