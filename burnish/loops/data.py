@@ -37,10 +37,8 @@ def write_keywords(
     task's reward is kept; prompts go on until there are enough rows. Returns what was asked, what
     was kept, and the share that earned it.
     """
-    if rows < 2:
-        raise DataError(f"rows must be at least 2, one of them for validation, got {rows}")
+    held_out = _held_out(rows)
     files = new_files(directory)
-    held_out = max(1, round(0.2 * rows))
     wanted = ((task.prompt, rows - held_out), (task.validation_prompt, held_out))
     found: list[list[Row]] = []
     asked = 0
@@ -80,8 +78,7 @@ def write_sums(task: Gym, directory: Path, *, rows: int) -> None:
     """
     if task.config.generator != "chain_sum":
         raise DataError(f"only chain_sum's answers can be worked, got {task.config.generator}")
-    if rows < 2:
-        raise DataError(f"rows must be at least 2, one of them for validation, got {rows}")
+    held_out = _held_out(rows)
     files = new_files(directory)
     found: dict[str, Row] = {}
     for index in range(PATIENCE * rows):
@@ -93,7 +90,6 @@ def write_sums(task: Gym, directory: Path, *, rows: int) -> None:
         raise DataError(
             f"only {len(found)} questions differ; ask for fewer, or widen task.settings"
         )
-    held_out = max(1, round(0.2 * rows))
     every = list(found.values())
     for file, some in zip(files, (every[held_out:], every[:held_out]), strict=True):
         _write(file, some)
@@ -107,6 +103,13 @@ def worked(question: str) -> str:
         before, total = total, total + int(sign + term)
         lines.append(f"{before} {sign} {term} = {total}")
     return "\n".join(lines)
+
+
+def _held_out(rows: int) -> int:
+    """How many of so many rows are for validation."""
+    if rows < 2:
+        raise DataError(f"rows must be at least 2, one of them for validation, got {rows}")
+    return max(1, round(0.2 * rows))
 
 
 def new_files(directory: Path) -> list[Path]:

@@ -121,7 +121,9 @@ def packed(
     segment_offsets: Tensor, segment_is_prompt: Tensor, dtype: torch.dtype, width: int
 ) -> Attend:
     """How the segments of a pack attend, given the precision and width of their heads."""
-    flash = segment_offsets.device.type == "cuda" and dtype.itemsize == 2 and width % 8 == 0
+    device = segment_offsets.device
+    fits = device.type == "cuda" and dtype.itemsize == 2 and width % 8 == 0 and width <= 256
+    flash = fits and torch.cuda.get_device_capability(device) >= (8, 0)
     kind = FlashPackedAttention if flash else PackedAttention
     return kind(segment_offsets, segment_is_prompt)
 

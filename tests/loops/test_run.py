@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -127,6 +128,15 @@ def test_a_language_model_resumes_bit_for_bit(smollm2, tmp_path):
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["train/grad_norm"] >= 0
     assert rows[-1]["mismatch/logprob_max"] < 0.1
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_greedy_validation_measures_no_kl(temperature, smollm2, tmp_path):
+    sets = tiny(smollm2, "train.steps=2", f"validation.temperature={temperature}")
+    path = api.train("keywords", overrides=sets, out=tmp_path / "run")
+    last = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert ("kl/held_out_k1" in last) == (temperature > 0)
+    assert all(math.isfinite(value) for value in last.values())
 
 
 def test_nothing_reads_memory_that_was_never_written(smollm2, tmp_path, monkeypatch):
