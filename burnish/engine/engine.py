@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burnish.draws import uniforms
-from burnish.engine import cache, kernels, protocol, sampler
+from burnish.engine import cache, graphs, kernels, protocol, sampler
 from burnish.engine.pages import Pages
 from burnish.engine.protocol import Capabilities, Event, Request, TokenEvent
 from burnish.engine.reader import Reader
@@ -92,6 +92,9 @@ class NativeEngine:
         )
         self._scheduler.version = version
         self._body = kernels.body_for(model)
+        self._decoding: graphs.Decoding | None = None
+        if self._cache.paged:
+            self._decoding = graphs.Decoding(model, self._cache, config.max_running)
         self._groups: dict[str, Group] = {}
         self._undelivered: list[Event] = []
         self._paused = False
@@ -179,6 +182,9 @@ class NativeEngine:
         """-> hidden states, and where the one after each sequence's last token lies."""
         if plan.copies:
             self._cache.copy(list(plan.copies.values()))
+        if self._decoding is not None and all(n == 1 for n in plan.counts.values()):
+            rows = {sequence: row for row, sequence in enumerate(plan.counts)}
+            return self._decoding(list(rows)), rows
         runs = cache.order([cache.Run(s, s.computed, n) for s, n in plan.counts.items()])
         tokens = [t for r in runs for t in r.sequence.tokens[r.start : r.start + r.count]]
         starts, counts = np.array([(r.start, r.count) for r in runs]).T

@@ -27,7 +27,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[Tensor], siz
     """q [S, Hq, D], keys and values [slots, Hkv, D] -> [S, Hq, D].
 
     table: the rows' pages one after another, where those of each row begin [S], and how many
-    tokens it sees [S], at least one.
+    tokens it sees [S]; 0 where a row sees none.
     """
     q = q.contiguous()
     out = q.new_empty(q.shape)
@@ -53,7 +53,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[Tensor], siz
 def write(
     keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor
 ) -> None:
-    """Into keys and values [slots, Hkv, D], at slots [N], all different, go new ones [N, Hkv, D].
+    """Into keys and values [slots, Hkv, D], at slots [N], all different, go new ones [N, Hkv, D];
+    nowhere, where a slot is −1.
 
     PyTorch's own index_copy_ sorts the slots first where it has to be deterministic.
     """
@@ -66,7 +67,8 @@ def write(
 @triton.jit
 def _write(keys, values, slots, new_keys, new_values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    real, target = column < WIDTH, tl.load(slots + row) * WIDTH + column
+    slot = tl.load(slots + row)
+    real, target = column < tl.where(slot < 0, 0, WIDTH), slot * WIDTH + column
     source = row * WIDTH + column
     tl.store(keys + target, tl.load(new_keys + source, mask=real), mask=real)
     tl.store(values + target, tl.load(new_values + source, mask=real), mask=real)
@@ -114,4 +116,5 @@ def _decode(
         total = total * shrink + tl.sum(weights, 1)
         mix = tl.dot(weights.to(v.dtype), v, mix * shrink[:, None], input_precision="ieee")
         peak = higher
-    tl.store(out + mine, mix / total[:, None], mask=real)
+    share = tl.where(total > 0, 1 / total, 0.0)
+    tl.store(out + mine, mix * share[:, None], mask=real)
