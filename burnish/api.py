@@ -126,23 +126,26 @@ def write_keywords(
     out: str | Path,
     *,
     rows: int,
+    recipe: str = "keywords",
     overrides: Sequence[str] = (),
     seed: int | None = None,
     show: Callable[[int, int], None] = lambda kept, asked: None,
 ) -> dict[str, float]:
-    """Keyword prompts with answers of the model that the recipe ``keywords`` names.
+    """Keyword prompts of a recipe with answers of the model that it names.
 
     ``show`` gets how many rows are kept and how many prompts were asked.
     """
-    recipe = config.load("keywords", overrides, seed=seed)
+    loaded = config.load(recipe, overrides, seed=seed)
     from burnish.loops import data
     from burnish.tasks.keywords import Keywords
 
+    if not isinstance(loaded.task, KeywordsTask):
+        raise ConfigError(f"task.name must be 'keywords', recipe {recipe} has '{loaded.task.name}'")
     data.new_files(Path(out))  # what can go wrong goes wrong before the model is loaded
-    _prepare(recipe)
-    task, generator, _ = build_sampler(recipe)
+    _prepare(loaded)
+    task, generator, _ = build_sampler(loaded)
     assert isinstance(task, Keywords)
-    return data.write_keywords(recipe, task, generator, Path(out), rows=rows, show=show)
+    return data.write_keywords(loaded, task, generator, Path(out), rows=rows, show=show)
 
 
 def write_sums(

@@ -242,6 +242,7 @@ def _advance(display: Display, bar: Any, done: int, total: int) -> None:
 def data_keywords(
     out: Annotated[Path, typer.Argument(help="a directory for train.jsonl and validation.jsonl")],
     rows: Annotated[int, typer.Option("-n", "--rows", help="in all, a fifth held out")] = 500,
+    recipe: Annotated[str, typer.Option(help="whose words are asked for")] = "keywords",
     model: Annotated[str, typer.Option(help="a name, a directory or hf:ORG/NAME")] = "smollm2-135m",
     max_tokens: Annotated[int, typer.Option(help="per answer")] = 48,
     seed: Seed = None,
@@ -249,7 +250,7 @@ def data_keywords(
 ) -> None:
     """Ask a model for sentences with given words and keep those that have them.
 
-    Sampled as the recipe `keywords` samples, rollout.group_size answers to a prompt.
+    Sampled as the recipe samples, rollout.group_size answers to a prompt.
     """
     from burnish import api
 
@@ -260,8 +261,9 @@ def data_keywords(
         def show(kept: int, asked: int) -> None:
             display.update(bar, completed=kept, now=f"{kept / asked:.0%} of {asked:,} prompts kept")
 
+        changes = [*own, *(overrides or ())]
         told = api.write_keywords(
-            out, rows=rows, overrides=[*own, *(overrides or ())], seed=seed, show=show
+            out, rows=rows, recipe=recipe, overrides=changes, seed=seed, show=show
         )
     out_console.print(
         f"{rows:,} rows of {told['data/prompts']:,.0f} prompts → {escape(str(out))}; train on them "
@@ -273,7 +275,7 @@ def data_keywords(
 @data_app.command(name="arithmetic")
 def data_arithmetic(
     out: Annotated[Path, typer.Argument(help="a directory for train.jsonl and validation.jsonl")],
-    rows: Annotated[int, typer.Option("-n", "--rows", help="in all, a fifth held out")] = 3000,
+    rows: Annotated[int, typer.Option("-n", "--rows", help="in all, a fifth held out")] = 4000,
     seed: Seed = None,
     overrides: Overrides = None,
 ) -> None:

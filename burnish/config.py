@@ -65,6 +65,7 @@ class KeywordsTask(Section):
     match: Literal["word", "substring"] = "word"
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
     chat: bool = Field(True, description="the prompt goes in as a user's chat message")
+    words: int | None = Field(None, ge=1, description="so many words of the list; none: all")
     validation_words: float = Field(
         0.2, ge=0, lt=1, description="share of the words held out; 0: other sets of the same words"
     )
@@ -74,6 +75,14 @@ class KeywordsTask(Section):
     def _check(self) -> Self:
         if self.least > self.most:
             raise ValueError(f"needs least at or below most, got {self.least} and {self.most}")
+        if self.words is not None:
+            held_out = round(self.validation_words * self.words) or self.words
+            fewest = min(held_out, self.words - held_out or self.words)
+            if fewest < 2 * self.most:
+                raise ValueError(
+                    f"needs 2 · most = {2 * self.most} words or more on either side, got {fewest}; "
+                    "raise words"
+                )
         return self
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from burnish.config import Recipe
@@ -96,13 +96,32 @@ def write_sums(task: Gym, directory: Path, *, rows: int) -> None:
 
 
 def worked(question: str) -> str:
-    """… 5 - 9 + 2 = as "5 - 9 = -4", "-4 + 2 = -2", a line each."""
+    """… 14 - 29 + 32 = as "29 - 10 = 19", "19 - 4 = 15", "14 - 29 = -15", "32 - 10 = 22", …
+
+    A line each: tens and ones one after the other, and the smaller number from the larger before
+    the sign, because a small model hardly does either at once.
+    """
     first, *rest = re.findall(r"([-+]?) ?([0-9]+)(?= *[-+=])", question)
-    total, lines = int(first[1]), []
+    total, lines = int(first[1]), list[str]()
     for sign, term in rest:
-        before, total = total, total + int(sign + term)
-        lines.append(f"{before} {sign} {term} = {total}")
+        before, number = total, int(term)
+        total += int(sign + term)
+        below = (before < 0 and sign == "+") or total < 0 <= before
+        if below and max(abs(before), number) > 9:
+            small, large = sorted((abs(before), number))
+            lines += _by_places(large, "-", small)
+            lines.append(f"{before} {sign} {term} = {total}")
+        else:
+            lines += _by_places(before, sign, number)
     return "\n".join(lines)
+
+
+def _by_places(before: int, sign: str, number: int) -> Iterator[str]:
+    places = [int(digit) * 10**k for k, digit in enumerate(reversed(str(number)))]
+    for part in [part for part in reversed(places) if part] or [0]:
+        after = before + int(f"{sign}{part}")
+        yield f"{before} {sign} {part} = {after}"
+        before = after
 
 
 def _held_out(rows: int) -> int:

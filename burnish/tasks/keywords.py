@@ -2,18 +2,22 @@
 
 Prompts are made from the seed and the project's own list of common words (``words.txt``: lower
 case, no word begins another). Training and validation never share a word, so a policy that scores
-on validation has learned the task, not the words; unless ``validation_words`` is 0, which is for
-models that never saw a word but in training.
+on validation has learned the task, not the words. Where ``validation_words`` is 0, for models that
+never saw a word but in training, they share words and no set of words.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
+
+import numpy as np
 
 from burnish.config import KeywordsTask
 from burnish.draws import Stream, permutation, uniforms
@@ -39,6 +43,11 @@ def instruction(words: Sequence[str]) -> str:
     return f"Write a sentence that includes the words: {', '.join(words)}."
 
 
+def _held_out(words: Sequence[str]) -> bool:
+    """One set of words in five, whatever their order."""
+    return crc32(" ".join(sorted(words)).encode()) % 5 == 0
+
+
 class Keywords:
     """As many prompts as are asked for; the grader is a plain text search, so it stays here."""
 
@@ -49,7 +58,8 @@ class Keywords:
         self._grader = InProcess(keywords.reward)
         words = word_list()
         order = permutation(HELD_OUT_SEED, Stream.TASK, 0, SPLIT, len(words))
-        held_out = round(config.validation_words * len(words))
+        order = order[: config.words]
+        held_out = round(config.validation_words * len(order))
         self.words = [words[i] for i in sorted(order[held_out:])]
         self.validation_words = [words[i] for i in sorted(order[:held_out])] or self.words
 
@@ -81,10 +91,15 @@ class Keywords:
         least, most = self.config.least, self.config.most
         purpose = VALIDATION if validation else TRAIN
         seed = HELD_OUT_SEED if validation else self._seed
-        draws = uniforms(seed, Stream.TASK, index, purpose, range(most + 1))
-        count = least + int(draws[0] * (most - least + 1))
-        words = list(self.validation_words if validation else self.words)
-        return [words.pop(int(draw * len(words))) for draw in draws[1 : count + 1]]
+        for attempt in itertools.count():
+            place = np.arange(most + 1) + attempt * (most + 1)
+            draws = uniforms(seed, Stream.TASK, index, purpose, place)
+            count = least + int(draws[0] * (most - least + 1))
+            words = list(self.validation_words if validation else self.words)
+            drawn = [words.pop(int(draw * len(words))) for draw in draws[1 : count + 1]]
+            if self.config.validation_words or _held_out(drawn) == validation:
+                return drawn
+        raise AssertionError("some set is on either side")
 
     def _progress(self, prompt: Prompt, completion: Completion) -> tuple[int, ...]:
         """[C] all but how many of the words were there before each token, on one scale for all."""

@@ -59,6 +59,24 @@ def test_no_word_held_out_leaves_other_sets_of_the_same_words():
     assert not train & held_out
 
 
+def test_few_words_are_some_of_the_list_and_their_sets_stay_apart():
+    task = make(words=40, validation_words=0, least=1, most=2)
+    assert len(task.words) == 40
+    assert set(task.words) < set(word_list())
+    train = {tuple(sorted(task.draw(i))) for i in range(2000)}
+    held_out = {tuple(sorted(p.reference["keywords"])) for p in task.validation}
+    assert not train & held_out
+    assert 0.15 < len(held_out) / len(held_out | train) < 0.25
+    assert {word for words in train for word in words} == set(task.words)
+
+
+def test_too_few_words_are_refused():
+    with pytest.raises(ValueError, match="raise words"):
+        make(words=30)  # of which 6 are held out, and a prompt has up to 4
+    with pytest.raises(ValueError, match="raise words"):
+        make(words=7, validation_words=0)
+
+
 @pytest.mark.parametrize("must_end", [False, True])
 @pytest.mark.parametrize("match", ["word", "substring"])
 def test_grades(match, must_end):
