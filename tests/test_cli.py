@@ -140,8 +140,8 @@ def test_train_with_data_and_reward_of_ones_own(smollm2, tmp_path):
 def test_data_that_a_model_wrote_is_trained_on(smollm2, tmp_path):
     easy = ["task.most=1", "task.least=1", "task.must_end=false", "rollout.batch=16"]
     easy += ["rollout.group_size=4", "train.batch=16"]
-    wrong = burnish("data", "keywords", "words", "--recipe", "sort", cwd=tmp_path)
-    assert "task.name must be 'keywords', recipe sort has 'sort'" in wrong.stderr
+    wrong = burnish("data", "keywords", "words", "--recipe", "arithmetic", cwd=tmp_path)
+    assert "task.name must be 'keywords', recipe arithmetic has 'gym'" in wrong.stderr
     asked = ["data", "keywords", "words", "-n", "5", "--model", str(smollm2), "--seed", "3"]
     done = burnish(*asked, "--max-tokens", "20", *flags(easy), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -163,6 +163,8 @@ def test_what_is_evaluated(tmp_path):
     )
     assert api.evaluated(str(run)).model.name == str(run)
     assert api.evaluated(str(run), model="other").model.name == "other"
+    with pytest.raises(ConfigError, match="given twice, as other and"):
+        api.evaluated(str(run), model="other", overrides=["model.name=third"])
     assert api.evaluated("files").name == "files"
     assert api.evaluated("keywords", overrides=["seed=4"]).seed == 4
     with pytest.raises(ConfigError, match="sft has answers to learn and none to grade"):
