@@ -253,9 +253,7 @@ def evaluated(
     elif name in config.TASKS and name not in config.list_recipes():
         name, own = "keywords", [f"task.name={name}", f"name={name}"]
     if model is not None:
-        own.append(f"model.name={json.dumps(model)}")
-        if again := [change for change in overrides if change.startswith("model.name=")]:
-            raise ConfigError(f"the model is given twice, as {model} and as {again[0]}; give one")
+        overrides = config.together([f"model.name={json.dumps(model)}"], overrides)
     recipe = config.load(name, [*own, *overrides], seed=seed)
     if recipe.is_supervised:
         raise ConfigError(f"{name} has answers to learn and none to grade; name another --task")

@@ -203,7 +203,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
-    from burnish import api
+    from burnish import api, config
     from burnish.runs.evaluation import write_evaluation
 
     named = recipe or task
@@ -213,7 +213,7 @@ def evaluate(
     own = [f"validation.{k}={v}" for k, v in (asked | {"shots": shots}).items() if v is not None]
     own += [] if engine is None else [f"engine.name={engine}"]
     models: list[str | None] = [*model] if model else [None]
-    settings = [*own, *(overrides or ())]
+    settings = config.together(own, overrides or ())
     chosen = [api.evaluated(named, model=m, overrides=settings, seed=seed) for m in models]
     paths = [api.evaluation_path(one) for one in chosen]
     if out is not None:
@@ -267,7 +267,7 @@ def data_keywords(
         )
     out_console.print(
         f"{rows:,} rows of {told['data/prompts']:,.0f} prompts → {escape(str(out))}; train on them "
-        f"with: burnish train keywords --data {escape(str(out))}",
+        f"with: burnish train {escape(recipe)} --data {escape(str(out))}",
         soft_wrap=True,
     )
 

@@ -75,14 +75,6 @@ class KeywordsTask(Section):
     def _check(self) -> Self:
         if self.least > self.most:
             raise ValueError(f"needs least at or below most, got {self.least} and {self.most}")
-        if self.words is not None:
-            held_out = round(self.validation_words * self.words) or self.words
-            fewest = min(held_out, self.words - held_out or self.words)
-            if fewest < 2 * self.most:
-                raise ValueError(
-                    f"needs 2 · most = {2 * self.most} words or more on either side, got {fewest}; "
-                    "raise words"
-                )
         return self
 
 
@@ -540,6 +532,15 @@ def merge(*tables: Mapping[str, Any]) -> dict[str, Any]:
                 value = merge(below, value)
             result[key] = value
     return result
+
+
+def together(options: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """What options of a command set and what --set does; an error where both set the same."""
+    given = {option.partition("=")[0]: option for option in options}
+    for change in overrides:
+        if option := given.get(change.partition("=")[0]):
+            raise ConfigError(f"{option} (by an option) and --set {change}: give one of the two")
+    return [*options, *overrides]
 
 
 def unused(recipe: Recipe) -> dict[str, str]:

@@ -8,7 +8,6 @@ never saw a word but in training, they share words and no set of words.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ import numpy as np
 
 from burnish.config import KeywordsTask
 from burnish.draws import Stream, permutation, uniforms
+from burnish.errors import ConfigError
 from burnish.graders import keywords
 from burnish.graders.grader import InProcess, grade_pairs
 from burnish.model.tokenizer import Tokenizer
@@ -30,6 +30,8 @@ from burnish.types import Completion, Grade, Prompt
 WORDS = Path(__file__).with_name("words.txt")
 SPLIT, TRAIN, VALIDATION = 1, 2, 3
 """What a draw is for; they share no numbers."""
+PATIENCE = 1000
+"""Draws of a set of words that is on the right side."""
 HELD_OUT_SEED = 0
 """The split and the validation prompts are the same whatever a run's seed, so that runs compare."""
 
@@ -62,6 +64,12 @@ class Keywords:
         held_out = round(config.validation_words * len(order))
         self.words = [words[i] for i in sorted(order[held_out:])]
         self.validation_words = [words[i] for i in sorted(order[:held_out])] or self.words
+        fewest = min(len(self.words), len(self.validation_words))
+        if len(order) < (config.words or 0) or fewest < config.most:
+            raise ConfigError(
+                f"task.words must be at most {len(words)} and leave task.most = {config.most} "
+                f"words to train on and to hold out, got {config.words}, which leaves {fewest}"
+            )
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of the run's group number ``index``."""
@@ -91,7 +99,7 @@ class Keywords:
         least, most = self.config.least, self.config.most
         purpose = VALIDATION if validation else TRAIN
         seed = HELD_OUT_SEED if validation else self._seed
-        for attempt in itertools.count():
+        for attempt in range(PATIENCE):
             place = np.arange(most + 1) + attempt * (most + 1)
             draws = uniforms(seed, Stream.TASK, index, purpose, place)
             count = least + int(draws[0] * (most - least + 1))
@@ -99,7 +107,10 @@ class Keywords:
             drawn = [words.pop(int(draw * len(words))) for draw in draws[1 : count + 1]]
             if self.config.validation_words or _held_out(drawn) == validation:
                 return drawn
-        raise AssertionError("some set is on either side")
+        raise ConfigError(
+            f"task.words = {self.config.words} make too few sets of {least} to {most} words "
+            "to train on some and hold out others; raise it"
+        )
 
     def _progress(self, prompt: Prompt, completion: Completion) -> tuple[int, ...]:
         """[C] all but how many of the words were there before each token, on one scale for all."""

@@ -163,7 +163,7 @@ def test_what_is_evaluated(tmp_path):
     )
     assert api.evaluated(str(run)).model.name == str(run)
     assert api.evaluated(str(run), model="other").model.name == "other"
-    with pytest.raises(ConfigError, match="given twice, as other and"):
+    with pytest.raises(ConfigError, match="give one of the two"):
         api.evaluated(str(run), model="other", overrides=["model.name=third"])
     assert api.evaluated("files").name == "files"
     assert api.evaluated("keywords", overrides=["seed=4"]).seed == 4

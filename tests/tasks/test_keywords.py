@@ -4,6 +4,7 @@ from itertools import pairwise
 import pytest
 
 from burnish.config import KeywordsTask
+from burnish.errors import ConfigError
 from burnish.tasks.keywords import Keywords, instruction, word_list
 from burnish.types import Finish
 from tests.conftest import byte_tokenizer, make_group
@@ -70,11 +71,18 @@ def test_few_words_are_some_of_the_list_and_their_sets_stay_apart():
     assert {word for words in train for word in words} == set(task.words)
 
 
-def test_too_few_words_are_refused():
-    with pytest.raises(ValueError, match="raise words"):
-        make(words=30)  # of which 6 are held out, and a prompt has up to 4
-    with pytest.raises(ValueError, match="raise words"):
-        make(words=7, validation_words=0)
+@pytest.mark.parametrize(
+    "settings", [{"words": 9}, {"words": 3, "validation_words": 0}, {"words": 5000}]
+)
+def test_too_few_or_too_many_words_are_refused(settings):
+    with pytest.raises(ConfigError, match=r"task.words must be at most 1\d\d\d and leave"):
+        make(**settings)
+
+
+def test_words_that_make_a_single_set_are_refused():
+    task = make(words=2, validation_words=0, least=2, most=2)
+    with pytest.raises(ConfigError, match="too few sets of 2 to 2 words"):
+        [task.draw(0), task.draw(0, validation=True)]
 
 
 @pytest.mark.parametrize("must_end", [False, True])
