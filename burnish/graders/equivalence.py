@@ -148,14 +148,14 @@ def _compare_leaf(answer: str, gold: str, algebra: CompareAlgebra | None) -> Ver
     said = expression.words(answer)
     if theirs.value is None:
         expected = expression.words(gold)
-        if expected is not None:
+        if expected is not None and (said is not None or not expression.may_be_product(gold)):
             return _verdict(said == expected)
     if not ours.same_unit(theirs):
         return Verdict.DIFFERENT
     target = _algebra(theirs)
     if target is None:
         return _verdict(squeezed(answer.lower()) == squeezed(gold.lower()))
-    if ours.value is None and said is not None:
+    if ours.value is None and said is not None and not expression.may_be_product(answer):
         return Verdict.DIFFERENT
     candidate = _algebra(ours)
     if candidate is None:

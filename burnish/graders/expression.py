@@ -22,6 +22,10 @@ _NAME = re.compile(
     rf"(?:[A-Za-z]|[A-Z]{{2,3}}|[A-Za-z]{{4,}}(?: [A-Za-z]+)*|\\(?:{_GREEK})|m? ?\\angle ?[A-Z]+)"
     r"(?:_(?:\w|\{\w+\}))?(?:\([A-Za-z](?:, ?[A-Za-z])*\))?|\([A-Za-z](?:, ?[A-Za-z])+\)"
 )
+_LEFT = re.compile(  # what else may be said to equal something
+    r"[A-Za-z](?:'+|\^\{-1\})?\([A-Za-z0-9](?:, ?[A-Za-z0-9])*\)|\|[A-Za-z]+\||\[[A-Z]+\]"
+    r"|\\(?:vec|overline|hat) ?\{?[A-Za-z]+\}?|\\frac\{d[A-Za-z]\}\{d[A-Za-z]\}"
+)
 _MATRIX = re.compile(
     r"[\[(]? ?\\begin\{(?:[pbB]?matrix|smallmatrix|array\}(?:\{[lcr| ]*)?)\}"
     r"(.*)\\end\{\w+\} ?[\])]?",
@@ -29,19 +33,30 @@ _MATRIX = re.compile(
 )
 _TOKEN = re.compile(
     rf"\\(?:{FUNCTIONS})(?![A-Za-z])(?:[\^_](?:\{{[-+0-9A-Za-z/. ]*\}}|\w))*"
-    rf"|\\(?:frac|sqrt|binom|{_GREEK})(?![A-Za-z])"
+    rf"|\\(?:frac|sqrt|binom|[lr]floor|[lr]ceil|{_GREEK})(?![A-Za-z])"
     r"|(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<letter>[A-Za-z](?:_(?:\{\w+\}|\w))?)"
     r"|[-+·/^!|(){}\[\]=<>≤≥π∞ ]",
     re.ASCII,
 )
 _NO_ALGEBRA = re.compile(  # words, two numbers side by side, 1e5, what would take for ever
-    r"(?<![\\A-Za-z])[A-Za-z]{4}|(?<![_^])[0-9] [0-9]|[0-9][eE][-+]?[0-9]|[0-9]{200}"
+    r"(?<![\\A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{4}|(?<![_^])[0-9] [0-9]"
+    r"|[0-9][eE][-+]?[0-9]|[0-9]{200}"
     r"|\^\{?-?(?:[0-9]{6}|[0-9]+\}?\^)|[0-9]{5}!|!\)*!",
     re.ASCII,
 )
 _CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-J])[).:]*", re.IGNORECASE)
 _CHOICE_AND_MORE = re.compile(r"\(?([A-J])[).:]+ ?((?!.*\b[A-J]\b)(?!.*\bor\b).*)")
 _NO_WORDS = re.compile(r"[\\^=<>≤≥≠+·{}\[\]|π∞±∪/%$_⦃]")
+_SHORT_WORDS = """yes no odd one two six ten red all any mon tue wed thu fri sat sun jan feb mar apr
+    may jun jul aug sep oct nov dec"""
+_KNOWN = set(_SHORT_WORDS.split())
+_MINUS = re.compile(r"(?:^|[\s(\[])-|-(?=[0-9])")
+_ARGUMENT = re.compile(  # \sin x · y is (\sin x) · y, which the parser would not see
+    rf"(\\(?:{FUNCTIONS})(?![A-Za-z])(?:[\^_](?:\{{[^{{}}]*\}}|\w))*) ?"
+    rf"((?:[0-9.A-Za-zπ]|\\(?:{_GREEK})|\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\\sqrt\{{[^{{}}]*\}}"
+    r"|\^(?:\w|\{[^{}]*\}))+) ?(?=·)"
+)
+_DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\(?:{_GREEK})) ?°")
 _LATEX = {"π": r"\pi ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∞": r"\infty ", "|": "|"}
 
 
@@ -70,6 +85,8 @@ def parts(text: str) -> Parts | None:
     if len(pieces) > 1:
         return Parts("or", tuple(pieces))
     if closes(text) and text[0] != "{" and "|" not in text:
+        if "±" in text and text[0] != "⦃":
+            return Parts("list", _both_signs(text))
         items = cut(text[1:-1], COMMA)
         kind = "()" if len(items) != 2 and text[0] != "⦃" else text[0] + text[-1]
         signed = tuple(sign for item in items for sign in _both_signs(item))
@@ -131,9 +148,12 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
     sides = cut(text.replace("≈", "="), _EQUALS)
     if len(sides) < 2:
         return ("", (text,)) if about else None
+    if _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(sides[0]):
+        sides.reverse()
     name, *values = sides
     letters = set(re.sub(r"\\(?:frac|sqrt|binom)", "", " ".join(values)))
-    if name == "" or (_NAME.fullmatch(name) and not (len(name) == 1 and name in letters)):
+    named = _NAME.fullmatch(name) or _LEFT.fullmatch(name)
+    if name == "" or (named and not (len(name) == 1 and name in letters)):
         return name, tuple(values)
     calculation = not re.search("[A-Za-z]", re.sub(r"\\(?:frac|sqrt|binom)", "", text))
     return ("", tuple(sides)) if calculation else None
@@ -142,19 +162,30 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
 @lru_cache(maxsize=4096)
 def words(text: str) -> str | None:
     """The words of a text answer, case and punctuation aside; None for anything else."""
-    if _NO_WORDS.search(text):
+    if _NO_WORDS.search(text) or _MINUS.search(text):
         return None
-    found = re.findall(r"[^\W_]+", text.casefold())
     short = 3 if re.search("[0-9]", text) else 1
-    if not any(_is_word(word) and len(word) > short for word in found):
+    alone = re.fullmatch(r"[^\W\d_]+(?: [^\W\d_]+)*", text) is not None
+    said = re.findall(r"[^\W_]+", text)
+    if not any(_is_word(word, alone=alone) and len(word) > short for word in said):
         return None
+    found = re.findall(r"[0-9]+(?:[.:,][0-9]+)+|[^\W_]+", text.casefold())
     return " ".join(found[1:] if found[0] in ("the", "a", "an") and len(found) > 1 else found)
 
 
-def _is_word(text: str) -> bool:
-    """Letters, but not a few consonants, which are variables: xyz."""
-    spoken = len(text) > 3 or re.fullmatch("[b-df-hj-np-tv-z]+", text) is None
-    return text.isalpha() and spoken and text not in ("and", "or")
+def _is_word(text: str, *, alone: bool) -> bool:
+    """Letters, but not consonants alone, which are variables: xyz. Two or three small letters that
+    are no word known here are one only where nothing but letters stands around: cat, but not a-bi.
+    """
+    spoken = re.fullmatch("[b-df-hj-np-tv-z]+", text.casefold()) is None
+    known = alone or not may_be_product(text)
+    return text.isalpha() and spoken and known and text not in ("and", "or")
+
+
+def may_be_product(text: str) -> bool:
+    """Whether a word may as well be a product of variables: ab, or aR."""
+    short = len(text) < 4 and not text.istitle() and not text.isupper()
+    return short and text.isascii() and text.isalpha() and text not in _KNOWN
 
 
 def choice(text: str, *, gold: bool) -> str | None:
@@ -201,6 +232,8 @@ def algebra(text: str) -> str | None:
         return None
     text = re.sub(r"(?<![\w.}^])([0-9]+) ?(\\frac\{[0-9]+\}\{[0-9]+\})", r"(\1+\2)", text)
     text = re.sub(r"(?<![\w.}^)])([0-9]+)/([0-9]+)(?![0-9.^!])", r"\\frac{\1}{\2}", text)
+    text = _DEGREES.sub(r"(\1·π/180)", text) if "°" in text else text
+    text = _ARGUMENT.sub(r"\1(\2)", text) if "·" in text else text
     written: list[str] = []
     at, value, depth = 0, False, 0
     for token in _TOKEN.finditer(text):
@@ -210,7 +243,9 @@ def algebra(text: str) -> str | None:
         at = token.end()
         if token[0] == " ":
             continue
-        if value and (token[0] in ("(", r"\frac") or (token["number"] and written[-1] in ")}!")):
+        after = written[-1][-1:] if written else ""
+        number = token["number"] and (after in (")", "}", "!") or after.isdigit())
+        if value and (token[0] in ("(", r"\frac") or number):
             written.append(_LATEX["·"])
         written.append(_LATEX.get(token[0]) or token[0] + " " * (token[0][0] == "\\"))
         value = bool(token["number"]) or token[0] in ("π", ")", "}", "!")

@@ -39,7 +39,12 @@ _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _NO_NOUNS = """choose cubed divided double eighth factorial fifth fold fourth from half halve
     hundredth infinity millionth minus negative ninth only over percentage plus quarter seventh
     sixth sqrt squared tenth than then third thousandth times triple undefined with without"""
+_NO_NOUNS += """ repeating recurring point root tens hundreds thousands alpha beta gamma delta
+    theta lambda sigma omega"""
 _NO_UNITS = _SCALES.keys() | set(_NO_NOUNS.split())
+_PARTS_OF_ONE = re.compile(
+    "(?:fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|hundred|sand|lion)ths?"
+)
 _PART = re.compile(r"(?P<name>[A-Za-z]+\.?|[°$€£¥¢][CcFf]?)(?:\^\{?(?P<power>[23])\}?)?|/|\s|-")
 _ATTACHED = re.compile(r"(.*[0-9.})πe%])([A-Za-z°$€£¥¢][A-Za-z/]*(?:\^[23])?)", re.DOTALL)
 
@@ -141,6 +146,7 @@ def _unit(text: str, *, any_noun: bool) -> str | None:
         elif name:
             known = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s"))
             noun = any_noun and len(name) > 3 and not {name, name.removesuffix("s")} & _NO_UNITS
+            noun = noun and not _PARTS_OF_ONE.search(name)
             if (not known or (name.isalpha() and len(name) < 2 and not any_noun)) and not noun:
                 return None
             power = f"^{match['power']}" if match["power"] else power

@@ -17,7 +17,8 @@ COMMA = re.compile(rf"{BRACKETS}|,? (?:and|or) |[,;] ?(?:(?:and|or) )?")
 _SIGNS = r"""· cdot times ast; / div; ≤ le leq leqslant; ≥ ge geq geqslant; ≠ ne neq; < lt; > gt;
     ∞ infty; ± pm; ∓ mp; ∪ cup; π pi; ° circ degree; ∅ emptyset varnothing; ∈ in;
     … ldots dots cdots; ≈ approx; ( langle; ) rangle; ⦃ lbrace; ⦄ rbrace; [ lbrack; ] rbrack;
-    | lvert rvert vert mid; \frac dfrac tfrac cfrac; \phi varphi; \epsilon varepsilon"""
+    | lvert rvert vert mid; \frac dfrac tfrac cfrac; \binom dbinom tbinom;
+    \phi varphi; \epsilon varepsilon"""
 _SILENT = "displaystyle left right big Big bigg Bigg bigl bigr rm bf"
 _COMMANDS = {name: row.split()[0] for row in _SIGNS.split(";") for name in row.split()[1:]}
 _COMMANDS |= {"quad": " ", "qquad": " "}
@@ -27,12 +28,17 @@ _ESCAPES |= dict.fromkeys("!()[]", "")
 _UNICODE = dict(zip("−–—×⋅∙÷⁄⩽⩾，（）\u00a0\u202f\u2009", "---···//≤≥,()   ", strict=True))
 _UNICODE |= {"√": r"\sqrt ", "½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4"}
 _UNICODE |= {chr(0xFF10 + digit): str(digit) for digit in range(10)} | {"\u200b": "", "\ufeff": ""}
+_UNICODE |= {"ℝ": r"\mathbb{R}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
+_UNICODE |= {chr(0x2080 + digit): f"_{digit}" for digit in range(10)}
 _TRANSLATION = str.maketrans(_UNICODE)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SEPARATORS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|\\ )(?=[0-9]{3}(?![0-9]))")
 _INVISIBLE = re.compile(r"\\(?:left|right)\s*\.")
 _BLACKBOARD = re.compile(r"\\mathbb\s*\{?\s*([RNZQC])\s*\}?")
-_TEXT = re.compile(r"\\(?:text|math|mbox|operatorname|bold|emph)[a-z]*\*?\s*\{([^{}]*)\}")
+_SPACE = re.compile(r"\\(?:(?:text)?color|[hv]space)\*?\s*\{[^{}]*\}")
+_ROW = re.compile(r"\\\\\s*\[[0-9.]+ ?(?:pt|em|ex|mm|cm)\]")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text|math|mbox|operatorname|bold|emph|underline)[a-z]*\*?\s*\{([^{}]*)\}")
 _COMMAND = re.compile(r"\\([A-Za-z]+)|\\(.)", re.DOTALL)
 _PREFIX = re.compile(
     r"^(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:final )?answer ?(?:is|:|=)[: ]*",
@@ -44,6 +50,12 @@ _AFTER = [  # where the first is found, the second becomes the third
     (trigger, re.compile(pattern), to)
     for trigger, pattern, to in [
         ("...", r"\.\.\.+", "…"),
+        ("\\", r"(?<=\.)([0-9]*)\\(?:bar|dot) ?\{?([0-9]+)\}?", r"\1\\overline{\2}"),
+        (".", r"(?<![A-Za-z])([aApP])\.[mM]\.?(?![A-Za-z])", r"\1m"),
+        ("USD", r"^USD ?", "$"),
+        ("pmod", r"\\pmod ?(\w)", r"\\pmod{\1}"),
+        (")_", r"^\(([0-9A-F]+)\)_", r"\1_"),
+        ("_{", r"_\{ ?\(([0-9]+)\) ?\}", r"_{\1}"),
         ("**", r"\*\*", "^"),
         ("*", r"\*", "·"),
         ("<=", r"<=", "≤"),
@@ -82,7 +94,7 @@ def normalise(text: str) -> str:
     if not text.isascii():
         text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
         text = text.translate(_TRANSLATION)
-    if "\\" in text or "{,}" in text:
+    if "\\" in text or "{,}" in text or "{:}" in text:
         text = _without_commands(text)
     text = (text if text.count("$") % 2 else text.replace("$", "")).replace("¤", "$")
     text = " ".join(text.replace("~", " ").strip(' \t\n*`"').split())
@@ -91,7 +103,7 @@ def normalise(text: str) -> str:
     for trigger, pattern, to in _AFTER:
         if trigger in text:
             text = pattern.sub(to, text)
-    text = _PREFIX.sub("", text, count=1).lstrip(" ,;:").rstrip(" .,;:")
+    text = _PREFIX.sub("", text, count=1).lstrip(" ,;:").rstrip(" .,;:\\")
     if " " in text:
         text = _SPACED.sub(lambda m: m[0].replace(" ", ""), text)
     if "," in text and (", " in text or not set("([⦃") & set(text)):  # else coordinates
@@ -109,6 +121,8 @@ def _without_commands(text: str) -> str:
     text = _INVISIBLE.sub("", _SEPARATORS.sub("", text))
     if "\\mathbb" in text:
         text = _BLACKBOARD.sub(r" ℝ\1 ", text)
+    text = _ROW.sub(r"\\\\", _SPACE.sub("", text)).replace("{:}", ":")
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text) if "choose" in text else text
     for _ in range(3 if "{" in text else 0):
         text, found = _TEXT.subn(r" \1 ", text)
         if not found or "{" not in text:

@@ -85,12 +85,22 @@ def _expression(text: str) -> Any:
         return found[0] if found else None
     letters = found[0].atoms(sympy.Symbol)
     meant = {s: _CONSTANTS.get(s.name, sympy.Symbol(s.name, real=True)) for s in letters}
-    value = found[0].xreplace(meant)
+    value = found[0].xreplace(meant).replace(_is_odd_root, _odd_root)
     try:
         value = value.doit() if isinstance(value, sympy.Expr) else value
     except GAVE_UP:
         return None
     return None if value.has(sympy.nan, sympy.zoo) else value
+
+
+def _is_odd_root(of: Any) -> bool:
+    exponent = of.exp if of.is_Pow else sympy.S.One
+    return bool(exponent.is_Rational and exponent.q > 1 and exponent.q % 2 and of.base.is_negative)
+
+
+def _odd_root(of: Any) -> Any:
+    """The real one of a negative number: the cube root of -8 is -2."""
+    return (-1) ** of.exp.p * (-of.base) ** of.exp
 
 
 def _same_case(answer: str, gold: str) -> bool:
@@ -106,13 +116,16 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 
 def _differ(ours: Any, theirs: Any) -> bool:
-    """Whether the values differ at some point where both are real numbers, or are numbers."""
+    """Whether the values differ at some point where both are real numbers, or are numbers; or only
+    one is real there, and only one takes absolute values: ln |x| is not ln x."""
     variables = sorted(ours.free_symbols | theirs.free_symbols, key=str)
     for point in _POINTS if variables else _POINTS[:1]:
         at = _at(point, variables)
         left, right = ours.xreplace(at), theirs.xreplace(at)
-        real = all(side.evalf(_DIGITS).is_extended_real for side in (left, right))
-        if (real or not variables) and _is_certainly_not_zero(left - right):
+        real, right_real = (side.evalf(_DIGITS).is_extended_real for side in (left, right))
+        if variables and real != right_real and ours.has(sympy.Abs) != theirs.has(sympy.Abs):
+            return True
+        if ((real and right_real) or not variables) and _is_certainly_not_zero(left - right):
             return True
     return False
 
@@ -144,11 +157,17 @@ def _same_relation(ours: Any, theirs: Any) -> bool:
     (sign, left), (other_sign, right) = _sides(ours), _sides(theirs)
     if sign != other_sign or sign == "" or right == 0 or left == 0:
         return False
+    if left == right:
+        return True
     variables = sorted(left.free_symbols | right.free_symbols, key=str)
-    at = _at(_POINTS[0], variables)
-    factor = left.xreplace(at) / right.xreplace(at)
-    usable = factor.is_positive or (sign == "=" and factor.is_negative)
-    return bool(usable) and _same(left, factor * right)
+    for point in _POINTS:
+        at = _at(point, variables)
+        factor = left.xreplace(at) / right.xreplace(at)
+        if factor.is_positive or (sign == "=" and factor.is_negative):
+            return _same(left, factor * right)
+        if factor.is_negative:
+            return False
+    return False
 
 
 def _sides(of: Any) -> tuple[str, Any]:
