@@ -53,6 +53,11 @@ class SamplingParams:
     seed: int = 0
     """The run's seed; the draws are hashed from (seed, stream, group, sample, position)."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.temperature > 0 and (self.top_k is not None or self.top_p < 1)
+
 
 class Finish(StrEnum):
     STOP = "stop"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,6 +28,10 @@ from burnish.model.checkpoint import load_hf_state
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.types import Completion, Finish, Weights
+
+AHEAD = 8
+"""Tokens that a GPU samples of each row before its host looks at them: rows that end run on for
+half of that on average."""
 
 
 @dataclass(frozen=True)
@@ -134,16 +139,19 @@ class NativeEngine:
         self._scheduler.add(group)
 
     def step(self) -> list[Event]:
-        """Run the model once -> what came of it; nothing while paused."""
+        """Run the model, a few times at most -> what came of it; nothing while paused."""
         events, self._undelivered = self._undelivered, []
         if self._paused:
             return events
         plan = self._scheduler.plan()
-        if plan.counts:
-            hidden, last = self._run(plan)
-            ready = self._scheduler.advance(plan)
-            events += self._sample(ready, hidden, [last[sequence] for sequence in ready])
-        return events
+        if not plan.counts:
+            return events
+        ahead = self._ahead(plan)
+        if ahead > 1:
+            return events + self._decode(plan, ahead)
+        hidden, last = self._run(plan)
+        ready = self._scheduler.advance(plan)
+        return events + self._sample(ready, hidden, [last[sequence] for sequence in ready])
 
     def load(self, weights: Weights) -> None:
         """New weights from the next step on: all of them, or an error and the old ones stay."""
@@ -207,27 +215,76 @@ class NativeEngine:
         tokens, logprobs = sampler.sample(logits, _draws(ready))
         events: list[Event] = []
         for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
-            events += self._extend(sequence, token, logprob)
+            events += self._extend(sequence, [token], [logprob])
         return events
 
-    def _extend(self, sequence: Sequence, token: int, logprob: float) -> list[Event]:
-        if math.isnan(logprob):
-            # Finite weights can still overflow. Only this sample is lost, and its pages are cleaned
-            # because whoever gets them next would read NaN even where it is masked.
-            holders = self._scheduler.pages.holders
-            self._cache.clear([page for page in sequence.pages if holders(page) == 1])
-            return [self._complete(sequence, Finish.ABORT)]
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.versions.append(self.version)
-        assert sequence.reader is not None
-        text = sequence.reader.push(token)
-        request, events = sequence.group.request, list[Event]()
-        if request.streamed:
-            place = request.request_id, sequence.index
-            events.append(TokenEvent(*place, token, logprob, self.version, text))
-        if sequence.reader.finish is not None:
-            events.append(self._complete(sequence, sequence.reader.finish))
+    def _ahead(self, plan: Plan) -> int:
+        """Tokens of each sample that are sampled before the next plan.
+
+        Several on a GPU, whose host would take longer than the model otherwise, where nothing but
+        decoding is planned, nobody waits for room to begin in, and nothing has to be read on the
+        way: no token is streamed, held back or left out. What comes after an end is dropped.
+        """
+        scheduler = self._scheduler
+        room = len(scheduler.running) < scheduler.max_running
+        if self._decoding is None or (scheduler.waiting and room):
+            return 1
+        ahead, greedy = AHEAD, set()
+        for sequence, count in plan.counts.items():
+            reader = sequence.reader
+            assert reader is not None
+            ahead = min(ahead, reader.room)
+            if count > 1 or ahead < 2 or not reader.plain:
+                return 1
+            greedy.add(not sequence.group.request.params.temperature)
+        return ahead if len(greedy) == 1 and scheduler.reserve(plan, ahead) else 1
+
+    @torch.inference_mode()
+    def _decode(self, plan: Plan, steps: int) -> list[Event]:
+        """Several tokens of each sample."""
+        assert self._decoding is not None
+        if plan.copies:
+            self._cache.copy(list(plan.copies.values()))
+        samples = list(plan.counts)
+        heat = [sequence.group.request.params.temperature for sequence in samples]
+        device = self._cache.device
+        tokens, logprobs = self._decoding.several(
+            samples,
+            torch.from_numpy(_points(samples, steps)).to(device),
+            torch.tensor(heat, device=device) if heat[0] else None,
+            self._body.logits,
+        )
+        self._scheduler.advance(plan)
+        events: list[Event] = []
+        for sequence, *fresh in zip(samples, tokens.tolist(), logprobs.tolist(), strict=True):
+            events += self._extend(sequence, *fresh)
+        return events
+
+    def _extend(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> list[Event]:
+        """A sample's next tokens, up to the one that ends it."""
+        reader, request, events, taken = sequence.reader, sequence.group.request, list[Event](), 0
+        assert reader is not None
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if math.isnan(logprob):
+                # Finite weights can still overflow. Only this sample is lost, and its pages are
+                # cleaned: whoever gets them next would read NaN even where it is masked.
+                holders = self._scheduler.pages.holders
+                self._cache.clear([page for page in sequence.pages if holders(page) == 1])
+                reader.finish = Finish.ABORT
+                break
+            taken += 1
+            text = reader.push(token)
+            if request.streamed:
+                place = request.request_id, sequence.index
+                events.append(TokenEvent(*place, token, logprob, self.version, text))
+            if reader.finish is not None:
+                break
+        sequence.tokens += tokens[:taken]
+        sequence.logprobs += logprobs[:taken]
+        sequence.versions += [self.version] * taken
+        sequence.computed += max(0, taken - 1)
+        if reader.finish is not None:
+            events.append(self._complete(sequence, reader.finish))
         return events
 
     def _complete(self, sequence: Sequence, finish: Finish) -> Completion:
@@ -241,16 +298,25 @@ class NativeEngine:
         return reader.completion(*recorded, finish)
 
 
-def _draws(ready: list[Sequence]) -> list[sampler.Draw]:
+def _points(ready: list[Sequence], steps: int) -> npt.NDArray[np.float64]:
+    """[samples, steps]: what inverts the cumulative distribution of their next tokens."""
     requests = [sequence.group.request for sequence in ready]
-    points = uniforms(
-        [request.params.seed for request in requests],
-        [request.stream for request in requests],
-        [request.group for request in requests],
-        [sequence.index for sequence in ready],
-        [len(sequence.logprobs) for sequence in ready],
-    )
-    return [_draw(sequence, float(point)) for sequence, point in zip(ready, points, strict=True)]
+    place = np.array(
+        [
+            [request.params.seed for request in requests],
+            [request.stream for request in requests],
+            [request.group for request in requests],
+            [sequence.index for sequence in ready],
+            [len(sequence.logprobs) for sequence in ready],
+        ]
+    )[..., None]
+    seed, stream, group, sample, position = place
+    return uniforms(seed, stream, group, sample, position + np.arange(steps))
+
+
+def _draws(ready: list[Sequence]) -> list[sampler.Draw]:
+    points = _points(ready, 1)[:, 0].tolist()
+    return [_draw(sequence, point) for sequence, point in zip(ready, points, strict=True)]
 
 
 def _draw(sequence: Sequence, uniform: float) -> sampler.Draw:

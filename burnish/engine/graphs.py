@@ -6,7 +6,7 @@ them one by one takes several times as long as running them. A CUDA graph is one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.engine import sampler
 from burnish.engine.cache import Cache
 from burnish.engine.sequence import Sequence as Sample
 from burnish.model.transformer import Transformer
 
+Logits = Callable[[Tensor], Tensor]
 FIELDS = 5
 """Of each row: its token, position and slot, where its pages begin, and how many tokens it sees."""
 
@@ -36,14 +38,46 @@ class Decoding:
 
     def __call__(self, samples: Sequence[Sample]) -> Tensor:
         """The next token of each -> hidden states [samples, d], until the next call."""
+        return self._replay(self._give(samples))[: len(samples)]
+
+    def several(
+        self, samples: Sequence[Sample], points: Tensor, temperature: Tensor | None, logits: Logits
+    ) -> tuple[Tensor, Tensor]:
+        """points [samples, steps] -> the tokens that are sampled one after another and their
+        log-probabilities, shaped alike; the host does not wait for any of them.
+
+        temperature [samples]; None: greedy. logits: of hidden states. Every sample has the pages.
+        """
+        count, steps = points.shape
+        rows, size = self._give(samples), self._cache.size
+        fields = self._inputs[: FIELDS * rows].view(FIELDS, rows)[:, :count]
+        pages = self._inputs[FIELDS * rows :]
+        token, at, slot, first, seen = fields
+        found = []
+        for step in range(steps):
+            hidden = self._replay(rows)[:count]
+            found.append(sampler.sample_whole(logits(hidden), points[:, step], temperature))
+            token.copy_(found[-1][0])
+            at += 1
+            seen += 1
+            if step + 1 < steps:
+                slot.copy_(pages[first + at // size] * size + at % size)
+        tokens, logprobs = zip(*found, strict=True)
+        return torch.stack(tokens, 1), torch.stack(logprobs, 1)
+
+    def _give(self, samples: Sequence[Sample]) -> int:
+        """Writes the rows down for the next replay -> how many there are."""
         rows = padded(len(samples))
-        if rows not in self._recorded:
-            self._recorded[rows] = self._record(rows)
-        graph, hidden = self._recorded[rows]
         given = torch.from_numpy(inputs(samples, rows, self._cache.size))
+        if rows not in self._recorded:  # which writes there too
+            self._recorded[rows] = self._record(rows)
         self._inputs[: len(given)].copy_(given)
+        return rows
+
+    def _replay(self, rows: int) -> Tensor:
+        graph, hidden = self._recorded[rows]
         graph.replay()
-        return hidden[: len(samples)]
+        return hidden
 
     def _record(self, rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """While it records, nothing is seen and nothing is written."""

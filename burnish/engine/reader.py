@@ -41,6 +41,7 @@ class Reader:
         self._detokenizer = tokenizer.stream(skip_special=True) if tokenizer else None
         self._reads = request.streamed or bool(request.params.stop)
         """Whether the text is wanted before the response is complete."""
+        self._plain = not request.streamed and not request.params.truncates
         self.limit = min(request.params.max_tokens, context - len(request.prompt))
         ends = (*(tokenizer.end_ids if tokenizer else ()), *map(int, request.params.stop_ids))
         self.end_ids = tuple(dict.fromkeys(ends))
@@ -54,6 +55,16 @@ class Reader:
     def held(self) -> bool:
         """Whether end ids may not be drawn yet."""
         return self._count < self._params.min_tokens
+
+    @property
+    def plain(self) -> bool:
+        """Whether every token may be drawn, and none is told of before the response is complete."""
+        return self._plain and not self.held
+
+    @property
+    def room(self) -> int:
+        """Tokens up to the limit."""
+        return self.limit - self._count
 
     @property
     def text(self) -> str:

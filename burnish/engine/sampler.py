@@ -37,6 +37,39 @@ class Draw(NamedTuple):
 
 
 @torch.no_grad()
+def sample_whole(
+    logits: Tensor, points: Tensor, temperature: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """logits [M, V], points [M] in [0, 1) -> tokens and log-probabilities [M], nothing left out.
+
+    temperature [M], above 0; None: the likeliest tokens, with their log-probabilities at 1. As in
+    ``sample``, but it never waits for the device.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    most, vocab = ROWS[logits.device.type], logits.shape[1]
+    weights = logits.new_empty(min(most, len(logits)), -(-vocab // BLOCK) * BLOCK, dtype=wide)
+    found = []
+    for first in range(0, len(logits), most):
+        some, at = logits[first : first + most], points[first : first + most]
+        heat = None if temperature is None else temperature[first : first + most, None].to(wide)
+        mass = weights[: len(some)]
+        sums, total = _weigh(some, heat, mass)
+        lost = ~total.isfinite()[:, None]
+        if temperature is None:
+            tokens = some.argmax(1, keepdim=True)
+        else:
+            block, inside = _search(sums.masked_fill(lost, 1), at[:, None])
+            tokens, _ = _search(_block(mass, sums, block).masked_fill(lost, 1), inside)
+            tokens = (block * BLOCK + tokens).clamp_(max=vocab - 1)
+        chosen = some.gather(1, tokens).to(wide)
+        chosen = chosen if heat is None else chosen / heat
+        logprobs = chosen.double() - total[:, None]
+        found.append(torch.cat((tokens.double(), logprobs.masked_fill(lost, torch.nan)), 1))
+    tokens, logprobs = torch.cat(found).unbind(1)
+    return tokens.long(), logprobs
+
+
+@torch.no_grad()
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
     """logits [M, V] -> M tokens and their log-probabilities, NaN where logits are not finite."""
     if kernels.fuses(logits.device, logits.dtype):
@@ -93,15 +126,8 @@ def _sample(
         at = torch.tensor(which, device=logits.device)
         return logits[at].to(heat.dtype) / heat[at]
 
-    weights[:, vocab:] = 0
-    inside = weights[:, :vocab].copy_(logits)
-    if any(draw.temperature not in (0, 1) for draw in draws):
-        inside /= heat
-    peak = inside.amax(1, keepdim=True)
-    inside.sub_(peak).exp_()
-    sums = weights.view(rows, -1, BLOCK).sum(2)  # [M, blocks]
-    total = peak[:, 0].double() + sums.sum(1, dtype=torch.float64).log()
-
+    heated = any(draw.temperature not in (0, 1) for draw in draws)
+    sums, total = _weigh(logits, heat if heated else None, weights)
     lost = ~total.isfinite()
     if bool(lost.any()):  # the model overflowed: some token, and NaN to tell
         weights[lost], total[lost] = 1, torch.nan
@@ -128,6 +154,20 @@ def _sample(
     return tokens.tolist(), (chosen[:, 0].double() - total).tolist()
 
 
+def _weigh(logits: Tensor, heat: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [M, V], heat [M, 1] -> weights [M, blocks · BLOCK] not normalised; their sums by block
+    [M, blocks], and the logarithm of their sum [M]."""
+    rows, vocab = logits.shape
+    weights[:, vocab:] = 0
+    inside = weights[:, :vocab].copy_(logits)
+    if heat is not None:
+        inside /= heat
+    peak = inside.amax(1, keepdim=True)
+    inside.sub_(peak).exp_()
+    sums = weights.view(rows, -1, BLOCK).sum(2)
+    return sums, peak[:, 0].double() + sums.sum(1, dtype=torch.float64).log()
+
+
 def _truncates(draw: Draw) -> bool:
     return draw.temperature > 0 and (draw.top_k is not None or draw.top_p < 1)
 
@@ -141,9 +181,14 @@ def _invert(weights: Tensor, sums: Tensor, points: npt.NDArray[np.float64]) -> T
     """
     at = torch.from_numpy(points).to(weights.device)[:, None]
     block, inside = _search(sums, at)
-    chosen = weights.view(*sums.shape, BLOCK).gather(1, block[..., None].expand(-1, -1, BLOCK))
-    token, _ = _search(chosen[:, 0], inside)
+    token, _ = _search(_block(weights, sums, block), inside)
     return (block * BLOCK + token)[:, 0]
+
+
+def _block(weights: Tensor, sums: Tensor, block: Tensor) -> Tensor:
+    """The weights [M, BLOCK] of one block [M, 1] of each row."""
+    blocks = weights.view(*sums.shape, BLOCK)
+    return blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
 
 
 def _search(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,16 @@ class Scheduler:
         self._admit(plan, budget)
         return plan
 
+    def reserve(self, plan: Plan, steps: int) -> bool:
+        """Takes the pages for so many tokens of each sequence, if they are free; none otherwise."""
+        ends = {s: self.pages.needed(s.computed + steps) for s in plan.counts}
+        if sum(max(0, end - len(s.pages)) for s, end in ends.items()) > self.pages.free:
+            return False
+        for sequence, end in ends.items():
+            while len(sequence.pages) < end:
+                sequence.pages.append(self.pages.allocate(self.version))
+        return True
+
     def advance(self, plan: Plan) -> list[Sequence]:
         """The plan has been run; returns the sequences whose next token can be sampled."""
         ready = []
@@ -162,7 +172,7 @@ class Scheduler:
         pages = self.pages
         end = pages.needed(sequence.computed + count)
         first = sequence.computed // pages.size
-        if len(sequence.pages) == end and pages.holders(sequence.pages[first]) == 1:
+        if len(sequence.pages) >= end and pages.holders(sequence.pages[first]) == 1:
             return True  # as in most steps
         while True:
             shared = first < len(sequence.pages) and pages.holders(sequence.pages[first]) > 1

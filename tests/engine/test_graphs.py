@@ -1,13 +1,28 @@
-"""What a recorded decoding step reads is what the scheduler planned. That replaying it equals the
-model is shown by the engine's own tests, run on a GPU (BURNISH_TEST_DEVICE=cuda)."""
+"""What a recorded decoding step reads is what the scheduler planned, and several of them in a row
+sample what one at a time would.
+
+Here the recorded graph is stood in for by the same forward pass, run as it is. That replaying it
+equals the model is shown by the engine's tests on a GPU (BURNISH_TEST_DEVICE=cuda).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import tiny
+import torch
+from torch import Tensor
 
-from burnish.engine.graphs import EMPTY, FIELDS, inputs, padded
+from burnish.engine import engine as engines
+from burnish.engine import graphs, sampler
+from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.kernels import causal_attention
 from burnish.engine.protocol import Request
 from burnish.engine.sequence import Group, Sequence
-from burnish.types import SamplingParams
+from burnish.types import Completion, Finish, SamplingParams
 
 
 def sample(tokens: list[int], computed: int, pages: list[int]) -> Sequence:
@@ -19,11 +34,12 @@ def sample(tokens: list[int], computed: int, pages: list[int]) -> Sequence:
 
 def test_inputs_say_where_each_row_reads_and_writes() -> None:
     samples = [sample([5, 6, 7, 8, 9, 10], 5, [3, 1]), sample([11], 0, [7])]
-    given = inputs(samples, 8, size=4)
-    fields, pages = given[: FIELDS * 8].reshape(FIELDS, 8), given[FIELDS * 8 :]
+    given = graphs.inputs(samples, 8, size=4)
+    cut = graphs.FIELDS * 8
+    fields, pages = given[:cut].reshape(graphs.FIELDS, 8), given[cut:]
     assert fields[:, 0].tolist() == [10, 5, 1 * 4 + 1, 0, 6]
     assert fields[:, 1].tolist() == [11, 0, 7 * 4, 2, 1]
-    assert all(tuple(row) == EMPTY for row in fields[:, 2:].T)
+    assert all(tuple(row) == graphs.EMPTY for row in fields[:, 2:].T)
     assert pages.tolist() == [3, 1, 7]
 
 
@@ -31,4 +47,186 @@ def test_inputs_say_where_each_row_reads_and_writes() -> None:
     ("rows", "want"), [(1, 8), (8, 8), (9, 16), (64, 64), (65, 128), (129, 256), (1000, 1024)]
 )
 def test_rows_are_rounded_up(rows: int, want: int) -> None:
-    assert padded(rows) == want
+    assert graphs.padded(rows) == want
+
+
+class Plain(graphs.Decoding):
+    """Runs what a graph would replay."""
+
+    steps: list[int]
+
+    def _record(self, rows: int) -> Any:
+        self._inputs.fill_(-7)  # recording leaves nothing that may be relied on
+
+    def _replay(self, rows: int) -> Tensor:
+        fields = self._inputs[: graphs.FIELDS * rows].view(graphs.FIELDS, rows)
+        pages, size = self._inputs[graphs.FIELDS * rows :], self._cache.size
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._cache.slots(layer)
+            out = torch.zeros_like(q)
+            for row, (_, _, slot, first, seen) in enumerate(fields.T.tolist()):
+                if slot < 0:
+                    assert seen == 0
+                    continue
+                keys[slot], values[slot] = k[row], v[row]
+                at = torch.arange(seen)
+                where = pages[first + at // size] * size + at % size
+                assert where[-1] == slot
+                past = q[row : row + 1], keys[where], values[where]
+                out[row] = causal_attention(*past, seen - 1)[0]
+            return out
+
+        hidden: Tensor = self._model(fields[0], fields[1], attend)
+        return hidden
+
+    def several(self, samples: Any, points: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        self.steps.append(points.shape[1])
+        return super().several(samples, points, *rest)
+
+
+def ahead(**settings: Any) -> tuple[NativeEngine, list[int]]:
+    """An engine, and how many tokens each call took at once."""
+    engine = tiny.engine(**settings)
+    decoding = Plain(engine._model, engine._cache, engine.config.max_running)
+    decoding.steps, engine._decoding = [], decoding
+    return engine, decoding.steps
+
+
+def requests(**params: Any) -> list[Request]:
+    given = [("a", 3, 2), ("b", 41, 3), ("c", 9, 1), ("d", 16, 4), ("e", 1, 2)]
+    made = [
+        tiny.request(name, length, n, group=i, max_tokens=20 + 3 * i, **params)
+        for i, (name, length, n) in enumerate(given)
+    ]
+    return [replace(one, streamed=False) for one in made]
+
+
+Done = dict[tuple[str, int], Completion]
+
+
+@pytest.mark.parametrize(
+    ("params", "settings"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6}, {}),
+        ({"temperature": 0.0}, {}),
+        ({"stop_ids": tuple(range(0, 256, 9))}, {}),
+        ({"stop": ("a", "the", "\n", "1", "x")}, {"text": True}),
+        ({"min_tokens": 5, "stop_ids": tuple(range(0, 256, 9))}, {}),
+        ({}, {"max_running": 5}),
+        ({}, {"tokens": 120, "max_running": 6}),
+        ({}, {"step_tokens": 7}),
+    ],
+)
+def test_tokens_sampled_ahead_are_those_sampled_one_by_one(params: Any, settings: Any) -> None:
+    given = requests(**params)
+    engine, steps = ahead(**settings)
+    done = tiny.finish(engine, given)
+    plain = tiny.finish(tiny.engine(**settings), given)
+    tiny.assert_same(plain, done)
+    assert max(steps) == engines.AHEAD
+    assert engine._scheduler.pages.free == engine._scheduler.pages.count
+    for key, one in done.items():
+        assert len(one.versions) == len(one.token_ids) == len(one.logprobs), key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"streamed": True},
+        {"params": {"top_k": 5}},
+        {"params": {"top_p": 0.9}},
+        {"params": {"min_tokens": 20}},
+        {"params": {"max_tokens": 2}},
+    ],
+)
+def test_what_has_to_be_read_on_the_way_is_sampled_one_by_one(change: dict[str, Any]) -> None:
+    engine, steps = ahead()
+    params = {"max_tokens": 20, **change.get("params", {})}
+    one = tiny.request("a", n=3, **params)
+    done = tiny.finish(engine, [replace(one, streamed=change.get("streamed", False))])
+    tiny.assert_same(tiny.finish(tiny.engine(), [one]), done)
+    assert steps == []
+
+
+def test_greedy_and_sampled_rows_do_not_run_ahead_together() -> None:
+    engine, steps = ahead()
+    given = [*requests()[:1], *requests(temperature=0.0)[1:2]]
+    tiny.assert_same(tiny.finish(tiny.engine(), given), tiny.finish(engine, given))
+    assert 0 < max(steps, default=0) <= 3  # of the greedy ones, when the others are done
+
+
+def test_new_weights_between_two_looks_ahead() -> None:
+    given, other = requests(), tiny.weights(tiny.model(1), 1)
+    engine, _ = ahead()
+    done = tiny.finish(
+        engine, given, between=lambda step: engine.load(other) if step == 2 else None
+    )
+    for one in given:
+        for i in range(one.n):
+            got = done[one.request_id, i]
+            first = int((got.versions == 0).sum())
+            assert 0 < first < len(got.versions)
+            for version, part in ((0, slice(None, first)), (1, slice(first, None))):
+                args = tiny.model(version), one.prompt, got.token_ids, 1.0
+                oracle = tiny.learner_logprobs(*args)
+                np.testing.assert_allclose(got.logprobs[part], oracle[part], atol=1e-5)
+
+
+def test_a_sample_whose_logits_overflow_is_lost_alone() -> None:
+    given = requests()
+    engine, steps = ahead()
+    body, calls = engine._body, []
+
+    class Overflows:
+        def __call__(self, *args: Any) -> Tensor:
+            return body(*args)
+
+        def logits(self, hidden: Tensor) -> Tensor:
+            logits = body.logits(hidden).clone()
+            calls.append(len(logits))
+            if steps and len(calls) % 3 == 0:
+                logits[0] = torch.nan
+            return logits
+
+    engine._body = Overflows()  # type: ignore[assignment]
+    done, plain = tiny.finish(engine, given), tiny.finish(tiny.engine(), given)
+    lost = [key for key, one in done.items() if one.finish is Finish.ABORT]
+    assert lost
+    for key, one in plain.items():
+        length = len(done[key].token_ids)
+        assert done[key].token_ids.tolist() == one.token_ids[:length].tolist()
+        assert key in lost or length == len(one.token_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, None])
+def test_sampling_without_waiting_equals_sampling(dtype: Any, temperature: float | None) -> None:
+    logits = (torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    points = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits[7, 3], logits[9] = torch.inf, torch.nan
+    heat = None if temperature is None else torch.full((40,), temperature)
+    tokens, logprobs = sampler.sample_whole(logits, points, heat)
+    draws = [sampler.Draw(point, temperature or 0.0) for point in points.tolist()]
+    buffer = torch.empty(40, 1024)
+    expected = sampler._sample(logits.clone(), draws, buffer)
+    fine = [row for row in range(40) if row not in (7, 9)]
+    assert tokens[fine].tolist() == [expected[0][row] for row in fine]
+    np.testing.assert_array_equal(logprobs.numpy(), expected[1])
+    assert logprobs[[7, 9]].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_recorded_decoding_ahead_equals_the_learners_forward(temperature: float) -> None:
+    own = tiny.model(d_model=64).cuda()  # heads that the kernels can read
+    settings = EngineConfig(kv_bytes=1 << 22, page_size=4)
+    engine = NativeEngine(own, None, settings)
+    assert engine._decoding is not None
+    given = requests(temperature=temperature)
+    for (name, _), done in tiny.finish(engine, given).items():
+        one = next(r for r in given if r.request_id == name)
+        oracle = tiny.learner_logprobs(own, one.prompt, done.token_ids, temperature)
+        np.testing.assert_allclose(done.logprobs, oracle, atol=1e-4)

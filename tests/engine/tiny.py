@@ -22,6 +22,8 @@ from burnish.types import Completion, SamplingParams, Weights
 
 DEVICE = os.environ.get("BURNISH_TEST_DEVICE", "cpu")
 """The engine's equalities can be run on a GPU: BURNISH_TEST_DEVICE=cuda pytest tests/engine"""
+WIDTH = 8 if DEVICE == "cpu" else 16
+"""Of a head: the least that each device's own kernels can read."""
 VOCAB = 260
 END = 256
 
@@ -30,7 +32,7 @@ def model(seed: int = 0, **changes: Any) -> Transformer:
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "n_layers": 2,
-        "d_model": 32,
+        "d_model": 4 * WIDTH,
         "n_heads": 4,
         "n_kv_heads": 2,
         "d_ff": 48,
@@ -56,7 +58,7 @@ def engine(
 ) -> NativeEngine:
     """tokens: the cache's size."""
     own = model(seed)
-    per_token = 2 * 2 * 2 * 8 * 4  # k and v, layers, heads, width, bytes
+    per_token = 2 * 2 * 2 * WIDTH * 4  # k and v, layers, heads, width, bytes
     config = EngineConfig(**{"kv_bytes": tokens * per_token, "page_size": 4, **settings})
     return NativeEngine(own, tokenizer() if text else None, config)
 
