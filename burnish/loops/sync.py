@@ -27,7 +27,7 @@ from burnish.learner import objective
 from burnish.learner.learner import Learner, Scores
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
-from burnish.rollout.packing import pack, train_batches
+from burnish.rollout.packing import pack, take, take_streams, train_batches
 from burnish.rollout.rollout import Generator, Task, describe, grade
 from burnish.runs.metrics import Row, combine
 from burnish.runs.timers import Timers
@@ -128,10 +128,13 @@ def sampling(recipe: Recipe) -> SamplingParams:
 def split(
     recipe: Recipe, batch: PackedBatch, advantages: Tensor, scores: Scores
 ) -> list[LearnBatch]:
-    """The rollout's train batches, whole groups each, with the weights of their own denominator."""
+    """The rollout's train batches, whole groups each, with the weights of their own denominator.
+
+    Where there are several, responses that teach nothing are left out of them.
+    """
     correction = objective.importance(recipe.objective, batch, scores.proximal)
     coefficient = objective.kl_coefficient(recipe.objective, batch, *scores[:2])
-    return [
+    batches = [
         LearnBatch(
             batch=part,
             advantages=advantages[slots],
@@ -144,6 +147,20 @@ def split(
         )
         for part, slots in train_batches(batch, recipe.train.batch)
     ]
+    by_advantage_alone = recipe.objective.kl == "none" and not recipe.objective.entropy_coefficient
+    return [live(b) for b in batches] if by_advantage_alone and len(batches) > 1 else batches
+
+
+def live(learn: LearnBatch) -> LearnBatch:
+    """Without the responses whose advantages are all 0: their loss is 0 whatever the policy.
+
+    The denominator stays that of the whole batch. One in which nothing is left stays as it is.
+    """
+    batch = learn.batch
+    moved = sequence_sum((learn.advantages != 0).float(), batch.is_action, batch.sequence_ids) > 0
+    if moved.all() or not moved.any():
+        return learn
+    return take_streams(learn, take(batch, moved.nonzero().squeeze(1)))
 
 
 def _at(slots: Tensor, stream: Tensor | None) -> Tensor | None:

@@ -129,6 +129,33 @@ def test_the_policy_is_scored_only_where_a_step_does_not_do_it_anyway(loss, epoc
         assert torch.equal(tensor, other.weights().tensors[name])
 
 
+def test_responses_that_teach_nothing_are_left_out_and_change_nothing(monkeypatch):
+    """Whole groups of equal reward, or all but the best: the gradient is that of all of them."""
+    change = ["train.steps=4", "train.batch=10", "train.epochs=2", "objective.clip_high=0.2"]
+    seen = []
+    real = Learner.step
+    monkeypatch.setattr(
+        Learner, "step", lambda self, b: seen.append(len(b.batch.rewards)) or real(self, b)
+    )
+    steps, learner = run(*change, "objective.advantage=best_of_group", "objective.centered=true")
+    assert min(seen) < 10
+    monkeypatch.setattr(sync, "live", lambda batch: batch)
+    seen.clear()
+    plain, other = run(*change, "objective.advantage=best_of_group", "objective.centered=true")
+    assert set(seen) == {10}
+    for a, b in zip(steps, plain, strict=True):
+        assert a.metrics["train/loss"] == pytest.approx(b.metrics["train/loss"], abs=1e-6)
+        assert a.metrics["rollout/reward"] == b.metrics["rollout/reward"]
+    for name, tensor in learner.weights().tensors.items():
+        torch.testing.assert_close(tensor, other.weights().tensors[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("term", ["objective.entropy_coefficient=0.01", "objective.kl=k3"])
+def test_a_term_of_its_own_keeps_every_response(term, monkeypatch):
+    monkeypatch.setattr(sync, "live", lambda batch: pytest.fail("a term is lost"))
+    run("train.steps=1", "train.batch=10", "objective.advantage=group_zscore", term)
+
+
 def test_one_pass_of_grpo_clip_is_one_step_of_the_policy_gradient():
     """At a ratio of 1 nothing is clipped, so the classic comparison begins at the plain recipe."""
     learners = [
