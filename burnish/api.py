@@ -265,7 +265,8 @@ def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
     table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
     sections = ("model", "task", "engine", "validation", "rollout")
     kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
-    learning = ("validation.every", "rollout.batch", "rollout.group_size", "rollout.max_errors")
+    own = ("temperature", "top_p", "top_k", "truncated", "batch", "group_size", "max_errors")
+    learning = {"validation.every", *(f"rollout.{name}" for name in own)}
     settings = {key: value for key, value in kept.items() if key not in learning}
     return settings | {"seed": recipe.seed, "weights": _digest(recipe)}
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -385,7 +387,31 @@ def generate(
     Console(stderr=True, highlight=False).print(escape(str(speed)))
 
 
+LOAD = Path("/proc/loadavg")
+LOOKS = 5
+"""How often, 20 ms apart, it is looked whether others run."""
+
+
+def _say_if_busy() -> None:
+    """OpenMP's threads wait for each other awake: two runs on two cores take 30 times as long."""
+    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() or not LOAD.exists():
+        return
+    others = math.inf
+    for _ in range(LOOKS):
+        running = int(LOAD.read_text().split()[3].split("/")[0])
+        others = min(others, running - 1)  # one is this process
+        time.sleep(0.02)
+    cores = os.cpu_count() or 1
+    if others >= cores:
+        typer.echo(
+            f"note: {others} other threads run on the {cores} cores; a run on a CPU beside another "
+            "takes many times as long, unless both have OMP_WAIT_POLICY=passive",
+            err=True,
+        )
+
+
 def _display(*, quiet: bool = False) -> Display:
+    _say_if_busy()
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -316,6 +316,8 @@ class ValidationConfig(Section):
     every: int = Field(10, ge=1, description="steps; also before the first and after the last")
     samples: int = Field(1, ge=1, description="responses per prompt")
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1, description="none: as in training")
     shots: int = Field(0, ge=0, description="solved training rows put before each prompt")
 
@@ -559,17 +561,21 @@ def unused(recipe: Recipe) -> dict[str, str]:
     if recipe.is_supervised:
         keys = ["rollout", "engine", "objective", "log.rollouts"]
         keys += [f"train.{name}" for name in ("steps", "epochs", "log_kl")]
-        names = ("samples", "temperature", "max_tokens", "shots")
+        names = ("samples", "temperature", "top_p", "top_k", "max_tokens", "shots")
         keys += [f"validation.{name}" for name in names]
         for key in keys:
             reasons[key] = "task.name = 'pairs'; remove it (task.epochs is how long it learns)"
+    elif recipe.validation.temperature == 0:
+        for key in ("validation.top_p", "validation.top_k"):
+            reasons[key] = "validation.temperature = 0 is greedy; remove it"
     if recipe.engine.name != "native":
         for key in ("engine.kv_mb", "engine.max_running"):
             reasons[key] = f"engine.name = '{recipe.engine.name}'; remove it"
     if isinstance(recipe.model, SorterConfig):
         language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
-        keys = ["device", "engine", "train.recompute", "validation.max_tokens", "validation.shots"]
-        for key in [*keys, *(f"rollout.{name}" for name in language)]:
+        keys = ["device", "engine", "train.recompute", *(f"rollout.{name}" for name in language)]
+        keys += [f"validation.{name}" for name in ("top_p", "top_k", "max_tokens", "shots")]
+        for key in keys:
             reasons[key] = "model.name = 'sorter'; remove it, or use a language model"
     return reasons
 

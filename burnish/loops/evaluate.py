@@ -98,8 +98,8 @@ def answered(
     params = replace(
         sampling(recipe),
         temperature=config.temperature,
-        top_p=1.0,
-        top_k=None,
+        top_p=config.top_p,
+        top_k=config.top_k,
         max_tokens=config.max_tokens or recipe.rollout.max_tokens,
     )
     for first in range(start, len(prompts), size):

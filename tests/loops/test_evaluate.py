@@ -111,6 +111,19 @@ def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
         write_evaluation([tmp_path], tmp_path / "none.html")
 
 
+def test_an_evaluation_truncates_as_it_is_told(tmp_path, smollm2):
+    given = setting(tmp_path, smollm2, rows=20)
+    likeliest, greedy = (tmp_path / name for name in ("likeliest", "greedy"))
+    api.evaluate("files", overrides=[*given, "validation.top_k=1"], out=likeliest)
+    api.evaluate("files", overrides=[*given, "validation.temperature=0"], out=greedy)
+    responses = [[row["response"] for row in read(path).rows] for path in (likeliest, greedy)]
+    assert responses[0] == responses[1]
+    assert read(likeliest).settings["validation.top_k"] == 1
+    assert "rollout.top_k" not in read(likeliest).settings
+    with pytest.raises(ConfigError, match=r"validation.top_k .*greedy; remove it"):
+        config.load("keywords", ["validation.temperature=0", "validation.top_k=3"])
+
+
 def test_few_shot_prompts_begin_with_solved_rows(tmp_path, smollm2):
     given = setting(tmp_path, smollm2)
     zero, _, _ = api.build_sampler(config.load("keywords", ["task.name=files", *given]))
