@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.engine import kernels
 from burnish.engine.sequence import Prefix
 from burnish.engine.sequence import Sequence as Sample
+from burnish.model.products import attention
 from burnish.model.transformer import ModelConfig
 
 T = TypeVar("T")
@@ -139,9 +139,7 @@ class _Fresh:
         """q [tokens, Hq, D], k and v [tokens, Hkv, D] -> [tokens, Hq, D]"""
         padded = qkv if self.index is None else (x.index_select(0, self.index) for x in qkv)
         q, k, v = (x.view(-1, self.longest, *x.shape[1:]).transpose(1, 2) for x in padded)
-        gqa = q.shape[1] != k.shape[1]
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
-        out = out.transpose(1, 2).flatten(0, 1)
+        out = attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
         return out if self.real is None else out.index_select(0, self.real)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from burnish.model.products import attention, linear, multiplies, widened
 from burnish.model.rope import rotation
 from burnish.model.transformer import Layer, Transformer
 
@@ -43,20 +44,25 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tup
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """PyTorch's CPU kernel, called by its own name because only so it returns the log-sum-exp."""
+    wide = widened(q, k, v) if mask is None else widened(q, k, v, mask)
     out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=mask
+        *wide[:3], 0.0, False, attn_mask=None if mask is None else wide[3]
     )
-    return out, total
+    return out.to(q.dtype), total
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """A linear layer; in bfloat16 its weight lies the way oneDNN's matrix product reads it.
 
     Rearranging it in every call costs a third of a decoding step: 64 rows are too few to hide it.
+    Where bfloat16 is not multiplied, the weight is kept in float32.
     """
     weight, bias = weight.detach(), None if bias is None else bias.detach()
-    if weight.dtype != torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return lambda x: F.linear(x, weight, bias)
+    if weight.dtype != torch.bfloat16:
+        return lambda x: linear(x, weight, bias)
+    if not multiplies(weight.dtype, weight.device.type):
+        wide, wide_bias = weight.float(), None if bias is None else bias.float()
+        return lambda x: F.linear(x.float(), wide, wide_bias).to(x.dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
     product = torch.ops.mkldnn._linear_pointwise
     return lambda x: product(x, packed, bias, "none", [], "")
@@ -165,6 +171,4 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
     """q [L, Hq, D] at positions start …, k and v [T, Hkv, D] from position 0 on -> [L, Hq, D]."""
     seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(start)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=gqa)
-    return out[0].transpose(0, 1)
+    return attention(q, k, v, mask=seen)[0].transpose(0, 1)

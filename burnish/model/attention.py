@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from burnish.model.products import attention
 
 
 class Attend(Protocol):
@@ -32,14 +33,7 @@ class _Block:
         """q [B · L, Hq, D], k and v [B · (P + L), Hkv, D] -> [B · L, Hq, D]"""
         q = q.view(*self.queries.shape, *q.shape[1:]).transpose(1, 2)
         k, v = (x.view(*self.context.shape, *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        out = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=self.mask,
-            is_causal=self.mask is None,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        out = attention(q, k, v, mask=self.mask, is_causal=self.mask is None)
         return out.transpose(1, 2).flatten(0, 1)
 
 

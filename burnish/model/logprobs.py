@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.model.products import product
 from burnish.model.transformer import Transformer
 from burnish.types import Measured
 
@@ -81,7 +82,7 @@ class _Head(torch.autograd.Function):
         logits: Tensor | None = None
         for rows in _pieces(len(tokens), chunk):
             logits = None  # so that these are gone before the next are made
-            logits = hidden[rows] @ weight.T
+            logits = product(hidden[rows], weight.T)
             others = _others(other, other_weight, rows)
             for part, tile in _tiles(logits, rows):
                 x = _scaled(part, heat[tile])
@@ -120,7 +121,7 @@ class _Head(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight) if not len(tokens) else None
         for rows in reversed(list(_pieces(len(tokens), ctx.chunk))):
-            logits = hidden[rows] @ weight.T if logits is None else logits
+            logits = product(hidden[rows], weight.T) if logits is None else logits
             others = None
             if up_kl is not None:
                 other, other_weight, their_total, kl = ctx.other
@@ -138,13 +139,13 @@ class _Head(torch.autograd.Function):
                 gradient = x.exp_().mul_(scale)
                 gradient[at] += up[tile]
                 part.copy_(gradient)
-            to_hidden[rows] = logits @ weight
-            product = logits.T @ hidden[rows]
+            to_hidden[rows] = product(logits, weight)
+            more = product(logits.T, hidden[rows])
             logits = None
             if to_weight is None:
-                to_weight = product if rows.start == 0 else product.to(heat.dtype)
+                to_weight = more if rows.start == 0 else more.to(heat.dtype)
             else:
-                to_weight += product
+                to_weight += more
         assert to_weight is not None
         return to_hidden, to_weight.to(weight.dtype), *[None] * 5
 
@@ -155,7 +156,7 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
 
 def _others(hidden: Tensor | None, weight: Tensor | None, rows: slice) -> Tensor | None:
     """The reference's logits of a chunk, which costs a pass over its head: not in every tile."""
-    return None if hidden is None or weight is None else hidden[rows] @ weight.T
+    return None if hidden is None or weight is None else product(hidden[rows], weight.T)
 
 
 def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:

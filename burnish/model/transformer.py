@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from burnish.errors import ModelError
 from burnish.model.attention import Attend
 from burnish.model.norm import RMSNorm
+from burnish.model.products import linear
 from burnish.model.rope import Rope, Rotation, rotate, rotation
 from burnish.model.swiglu import swiglu
 
@@ -140,6 +140,9 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 
 
 class _Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
     def reset_parameters(self) -> None:
         """Weights come from a checkpoint or from `init_weights`; drawing them twice is waste."""
 
@@ -212,7 +215,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, d] -> [M, V], in float32 where the config asks for an fp32 head."""
-        return F.linear(*self.head_inputs(hidden))
+        return linear(*self.head_inputs(hidden))
 
     def head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [M, d] and the head's weight [V, d], in the precision of the logits."""

@@ -297,7 +297,8 @@ def test_kl_on_some_responses_and_shared_with_the_reference(batch):
     fresh = learner.score(batch)
     again = learner.drift(batch, fresh)(fresh.proximal, fresh.reference)
     assert again["kl/initial_k1"] == pytest.approx(part.mean().item(), rel=1e-9)
-    assert again["kl/previous_k1"] == 0
+    # In packs of other sizes: float64's last bits may differ.
+    assert again["kl/previous_k1"] == pytest.approx(0, abs=1e-15)
 
 
 def test_a_reference_that_is_read_whole_is_scored_in_the_step(batch):

@@ -220,13 +220,13 @@ def default_gguf(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.mark.slow
 def test_default_model_equals_transformers_gguf(smollm2: Path, default_gguf: Path) -> None:
     source = {"pretrained_model_name_or_path": default_gguf.parent, "gguf_file": default_gguf.name}
-    peer = transformers.AutoModelForCausalLM.from_pretrained(**source).eval()
-    made = transformers.AutoModelForCausalLM.from_pretrained(smollm2).eval()
-    ours, tokenizer = checkpoint.load(smollm2), Tokenizer.load(smollm2)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(**source).double().eval()
+    made = transformers.AutoModelForCausalLM.from_pretrained(smollm2).double().eval()
+    ours, tokenizer = checkpoint.load(smollm2, dtype=torch.float64), Tokenizer.load(smollm2)
     theirs = transformers.AutoTokenizer.from_pretrained(**source)
     tokens = torch.tensor(tokenizer.encode("\n".join(TEXTS[:3]))).long()
     n = len(tokens)
-    with torch.no_grad():
+    with torch.no_grad():  # in float64, but the peer's norms are float32 inside
         want = peer(tokens[None]).logits[0]
         got = ours.logits(ours(tokens, torch.arange(n), causal([n])))
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -1,0 +1,55 @@
+"""Products of matrices of 16-bit numbers, also on processors that have no instructions for them."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@cache
+def multiplies(dtype: torch.dtype, device: str) -> bool:
+    """Whether `dtype` has matrix products on that type of device that are worth calling.
+
+    PyTorch's own way round them, on a CPU, takes three hundred times as long as float32 does.
+    """
+    if device != "cpu" or dtype.itemsize > 2:
+        return True
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # An ARM processor says yes to float16 and then takes as long.
+    return platform.machine() == "x86_64" and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In float32 where their type is not multiplied: as exact, and sums are float32 anyway."""
+    if multiplies(tensors[0].dtype, tensors[0].device.type):
+        return tensors
+    return tuple(x.float() for x in tensors)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [N, d], weight [f, d], bias [f] -> [N, f]"""
+    wide, *rest = widened(x, weight) if bias is None else widened(x, weight, bias)
+    return F.linear(wide, *rest).to(x.dtype)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k], b [k, n] -> [m, n]"""
+    left, right = widened(a, b)
+    return (left @ right).to(a.dtype)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """PyTorch's: q [B, Hq, L, D], k and v [B, Hkv, T, D], mask to add, or true where seen."""
+    dtype, gqa = q.dtype, q.shape[1] != k.shape[1]
+    q, k, v = widened(q, k, v)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=gqa)
+    return out.to(dtype)
