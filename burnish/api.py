@@ -531,7 +531,12 @@ def measure(recipe: Recipe) -> Size | None:
 
 def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
     """No task: the prompts are not known, or do not matter."""
+    import torch
+
+    from burnish.model.products import multiplies
+
     count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
+    packed = recipe.engine.precision == "bf16" and _device(recipe) == "cpu"
     prompts = []
     if task is not None:
         prompts = [task.prompt(i) for i in range(min(count, PROBED))] + task.validation[:PROBED]
@@ -540,6 +545,7 @@ def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
         context=config.context,
         longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
+        copied=packed * (2 if multiplies(torch.bfloat16, "cpu") else 4),
     )
 
 

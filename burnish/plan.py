@@ -33,6 +33,8 @@ class Size(NamedTuple):
     context: int
     longest_prompt: int
     """In tokens, of those that were looked at."""
+    copied: int = 0
+    """Bytes of a weight in the copy that the engine's matrix products read, where they have one."""
 
 
 def plan(recipe: Recipe, out: Path, size: Size | None = None) -> list[tuple[str, Lines]]:
@@ -168,9 +170,7 @@ def _memory(recipe: Recipe, size: Size | None) -> Lines:
     wide = BYTES[engine.precision]
     cache = engine.kv_mb * 2**20
     tokens = cache // (size.cached * wide)
-    # On a CPU, bf16 weights lie there twice: once more as its matrix products want them.
-    twice = engine.precision == "bf16" and not recipe.device.startswith("cuda")
-    weights = {f"{engine.precision} weights": (1 + twice) * wide * count}
+    weights = {f"{engine.precision} weights": (wide + size.copied) * count}
     longest = check_lengths(recipe, size)
     lines.append(("engine", _sum(weights | {f"cache of {tokens:,} tokens": cache})))
     pack = f"packs of {train.micro_tokens} tokens" if train.micro_tokens else None

@@ -273,7 +273,7 @@ def test_passes_over_a_rollout_are_planned(k, tmp_path):
     assert f"linear to 0 at gradient step {42 * k})" in lines["in all"]
 
 
-SIZE = Size(parameters=1_000_000, cached=2 * 3 * 4 * 5, context=200, longest_prompt=30)
+SIZE = Size(1_000_000, cached=2 * 3 * 4 * 5, context=200, longest_prompt=30, copied=2)
 
 
 def test_memory_and_disk_are_planned_part_by_part(tmp_path):
@@ -285,6 +285,8 @@ def test_memory_and_disk_are_planned_part_by_part(tmp_path):
         "2 frozen copies 4 MB"
     )
     assert lines["engine"] == "5 MB: bf16 weights 4 MB, cache of 4,369 tokens 1 MB"
+    without = dict(dict(plan(recipe, tmp_path, SIZE._replace(copied=0)))["resources"])
+    assert without["engine"] == "3 MB: bf16 weights 2 MB, cache of 4,369 tokens 1 MB"
     assert "packs of up to 798 tokens" in lines["beside that"]  # a prompt of 30, 12 × 64
     assert lines["disk"].endswith("4 checkpoints of 14 MB")
     assert lines["saved"] == "every 21 steps, 2 times; the last 2 and the best are kept"
