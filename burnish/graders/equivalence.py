@@ -63,7 +63,7 @@ def _compare(answer: str, gold: str, algebra: CompareAlgebra | None, deep: int) 
     if squeezed(answer) == squeezed(gold):
         return Verdict.EQUAL
     if answer.casefold() == gold.casefold() and expression.words(gold) is not None:
-        return Verdict.EQUAL
+        return _verdict(expression.words(answer) == expression.words(gold))
     ours, theirs = quantity(answer), quantity(gold)
     if ours.value is not None and theirs.value is not None:
         return _verdict(ours.same_value(theirs) and ours.same_unit(theirs))
@@ -112,7 +112,8 @@ def _compare_parts(
     ours, theirs = list(answer.items), list(gold.items)
     if kinds == {"⦃⦄"}:
         ours, theirs = list(dict.fromkeys(ours)), list(dict.fromkeys(theirs))
-    named_apart = answer.name and gold.name and answer.name != gold.name
+    both = kinds <= {"or", "and"} or (answer.name and gold.name)
+    named_apart = both and answer.name != gold.name
     if not fits or named_apart or len(ours) != len(theirs) or len(ours) > MOST_PARTS:
         return Verdict.DIFFERENT
     if kinds <= {"⦃⦄", "list", "or", "and"}:

@@ -65,7 +65,8 @@ class Parts(NamedTuple):
     """Its brackets; "list"; "or", "and" of conditions; rows × columns of a matrix."""
     items: tuple[str, ...]
     name: str = ""
-    """The variables, where an inequality describes an interval, or equations a tuple."""
+    """The variables, where an inequality describes an interval, equations a tuple, or conditions
+    are on several."""
 
 
 def parts(text: str) -> Parts | None:
@@ -95,15 +96,19 @@ def parts(text: str) -> Parts | None:
 
 
 def _several(text: str, pieces: list[str]) -> Parts:
-    """A list; a set, if said with "and", "or" or "x ="; conditions; x = 1, y = 2 as (1, 2)."""
+    """A list; a set, if said with "and", "or" or "x ="; x = 1, y = 2 as (1, 2); conditions, and
+    words with "or" between them."""
     named = [equation(piece) or ("", ()) for piece in pieces]
     if 1 < len(pieces) == len({name for name, _ in named} - {""}):
         values = sorted((name, values[-1]) for name, values in named)
         return Parts(
             "()", tuple(value for _, value in values), ",".join(name for name, _ in values)
         )
-    if any(len(cut(piece, _ORDER)) > 1 for piece in pieces):
-        return Parts("or" if " or " in text else "and", tuple(pieces))
+    stated = all(words(piece) is not None for piece in pieces) and " or " in text
+    if stated or any(len(cut(piece, _ORDER)) > 1 for piece in pieces):
+        of = {found.name for piece in pieces if (found := _inequality(piece))}
+        name = ",".join(sorted(of)) if len(of) > 1 else ""
+        return Parts("or" if " or " in text else "and", tuple(pieces), name)
     unordered = "=" in text or " or " in text or " and " in text
     signed = tuple(sign for piece in pieces for sign in _both_signs(piece))
     return Parts("⦃⦄" if unordered else "list", signed)
@@ -161,7 +166,10 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
 
 @lru_cache(maxsize=4096)
 def words(text: str) -> str | None:
-    """The words of a text answer, case and punctuation aside; None for anything else."""
+    """The words of a text answer, case and punctuation aside; None for anything else.
+
+    Two capitals that are no word known here stay capitals: a segment AB is not a product ab.
+    """
     if _NO_WORDS.search(text) or _MINUS.search(text):
         return None
     short = 3 if re.search("[0-9]", text) else 1
@@ -169,6 +177,8 @@ def words(text: str) -> str | None:
     said = re.findall(r"[^\W_]+", text)
     if not any(_is_word(word, alone=alone) and len(word) > short for word in said):
         return None
+    if len(text) == 2 and text.isupper() and may_be_product(text.lower()):
+        return text
     found = re.findall(r"[0-9]+(?:[.:,][0-9]+)+|[^\W_]+", text.casefold())
     return " ".join(found[1:] if found[0] in ("the", "a", "an") and len(found) > 1 else found)
 

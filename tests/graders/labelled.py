@@ -854,6 +854,12 @@ LABELLED = {
     ),
     "a third look": (  # where others found it wrong
         [
+            ("Bob or Alice", "Alice or Bob"),
+            ("x<1 or x>2", r"(-\infty,1)\cup(2,\infty)"),
+            ("y>2 and x<1", "x<1, y>2"),
+            ("Bob and Alice", "Alice and Bob"),
+            ("Up", "up"),
+            ("AB", "AB"),
             (r"a\cdot b", "ab"),
             ("-ab", r"-a\cdot b"),
             ("-bi+a", "a-bi"),
@@ -914,6 +920,11 @@ LABELLED = {
             (r"\vec{v}=(1,2)", "(1,2)"),
         ],
         [
+            ("AB", "ab"),
+            ("ab", "AB"),
+            ("Alice or Bob", "Alice and Bob"),
+            ("x<1 or y>2", r"(-\infty,1)\cup(2,\infty)"),
+            ("x<1 or y>2", "x<1 or x>2"),
             ("-ab", "ab"),
             ("ab", "-ab"),
             ("-bi", "bi"),
