@@ -11,17 +11,23 @@ Legend: N tokens, S decoding rows, Hq and Hkv heads, D head width, d model width
 from __future__ import annotations
 
 import math
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import llvmlite.binding
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array
+
+from burnish.errors import EngineError
 
 if numba.config.CPU_FEATURES is None:
     _features = llvmlite.binding.get_host_cpu_features()
@@ -32,6 +38,57 @@ EXACT = {"reassoc", "contract", "nsz"}
 F = np.float32
 AHEAD = 16
 """Tokens whose keys and values are fetched before they are needed."""
+
+
+compiles_here = False
+"""Whether this process is the one that compiles what is not on disk yet."""
+
+
+def rows_kernel(module: str, name: str, *sizes: int) -> Callable[[Any], Any]:
+    """A kernel over rows, by the name and the sizes that its module has it by; run from disk.
+
+    numba keeps another copy of a kernel than it runs after compiling it, optimised once more, and
+    on some processors their last bits differ: a run would not repeat what the first one did. So a
+    child process compiles, and every process, the first as well, runs the copy on disk.
+    """
+
+    def make(function: Any) -> Any:
+        kernel = njit(fastmath=EXACT, error_model="numpy", cache=True, nogil=True, parallel=True)(
+            function
+        )
+        load = kernel._cache.load_overload
+
+        def load_or_compile(signature: Any, context: Any) -> Any:
+            found = load(signature, context)
+            if found is None and not compiles_here:
+                _compile_aside(module, name, sizes, signature)
+                found = load(signature, context)
+            return found
+
+        kernel._cache.load_overload = load_or_compile
+        return kernel
+
+    return make
+
+
+def _compile_aside(module: str, name: str, sizes: tuple[int, ...], signature: Any) -> None:
+    code = f"from {__name__} import compile_here; compile_here()"
+    wanted = pickle.dumps((module, name, sizes, signature))
+    done = subprocess.run([sys.executable, "-c", code], input=wanted, capture_output=True)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [
+            f"exit {done.returncode}"
+        ]
+        raise EngineError(f"the kernel {name} can't be compiled: {said[-1]}")
+
+
+def compile_here() -> None:
+    """What the child process does: standard input says which kernel, and of which types."""
+    global compiles_here
+    compiles_here = True
+    module, name, sizes, signature = pickle.load(sys.stdin.buffer)
+    kernel = getattr(import_module(module), name)
+    (kernel(*sizes) if sizes else kernel).compile(signature)
 
 
 @intrinsic
@@ -217,14 +274,12 @@ def _weigh(logits, heat, peaks, sums, size):
             sums[r, block] = total
 
 
-_rows: Any = njit(fastmath=EXACT, error_model="numpy", cache=True, nogil=True, parallel=True)
-norm: Any
-gate: Any
-turn: Any
-fold: Any
-join: Any
-weigh: Any
-norm, gate, turn, fold, join, weigh = map(_rows, (_norm, _gate, _turn, _fold, _join, _weigh))
+norm = rows_kernel(__name__, "norm")(_norm)
+gate = rows_kernel(__name__, "gate")(_gate)
+turn = rows_kernel(__name__, "turn")(_turn)
+fold = rows_kernel(__name__, "fold")(_fold)
+join = rows_kernel(__name__, "join")(_join)
+weigh = rows_kernel(__name__, "weigh")(_weigh)
 
 
 def use_threads() -> None:
@@ -232,6 +287,8 @@ def use_threads() -> None:
 
     Here and not on import: what has started threads can't be forked any more.
     """
+    import torch
+
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     if torch.get_num_threads() != threads:  # numba's first call gives PyTorch, too, every core
@@ -242,7 +299,7 @@ def use_threads() -> None:
 def decode_kernel(width: int, queries: int, size: int) -> Any:
     """Decoding rows over pages of `size` tokens, a multiple of 4; `queries` heads share a key."""
 
-    @_rows
+    @rows_kernel(__name__, "decode_kernel", width, queries, size)
     def decode(qkv, keys, values, pages, first, length, out, totals, scale, threads):
         """Rows [S] of qkv over their `length` tokens in pages[first :] -> out [S, Hq D] and the
         log-sum-exp of the scores, totals [S, Hq]."""

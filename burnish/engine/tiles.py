@@ -12,14 +12,13 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from burnish.engine.fused import F, _as_bits, _exp, _prefetch, _rows, _stored, _wide
+from burnish.engine.fused import F, _as_bits, _exp, _prefetch, _stored, _wide, rows_kernel
 
 U = np.uint32
 ROWS = 16
@@ -30,6 +29,8 @@ SHAPES[0], SHAPES[16:32:2], SHAPES[48:56] = 1, 64, ROWS
 
 
 def usable(width: int, size: int) -> bool:
+    import torch
+
     return (
         width % 32 == size % ROWS == 0
         and "+amx-bf16" in (numba.config.CPU_FEATURES or "")
@@ -119,7 +120,7 @@ def _product(context: Any, c: Any, at_c: Any, a: Any, at_a: Any, b: Any, at_b: A
 def kernel(width: int, queries: int, size: int) -> Any:
     """Pages of `size` tokens; `queries` heads share a key."""
 
-    @_rows
+    @rows_kernel(__name__, "kernel", width, queries, size)
     def attend(
         qkv, keys, values, out, totals, pages, first, rows, seen, real, scale, shapes, threads
     ):

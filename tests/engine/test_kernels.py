@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import tiny
@@ -10,6 +14,7 @@ from torch.nn import functional as F
 
 from burnish.engine import fused, kernels, tiles
 from burnish.engine.kernels import numbers
+from burnish.errors import EngineError
 from burnish.model.attention import causal
 from burnish.model.rope import Rope, rotate, rotation
 
@@ -167,3 +172,38 @@ def test_an_fp32_head_stays_fp32() -> None:
     logits = kernels.FusedTransformer(model).logits(hidden)
     assert logits.dtype is torch.float32
     torch.testing.assert_close(logits, model.logits(hidden))
+
+
+TWICE = """
+import hashlib
+import numpy as np
+from burnish.engine import fused
+
+draw = np.random.default_rng(0).standard_normal
+some = [draw(size, np.float32) for size in ((3, 15 * 64), (80, 192), (80, 192), (3, 576), (3, 9))]
+pages, first, length = np.arange(5), np.zeros(3, np.int64), np.array([1, 40, 77])
+decode = fused.decode_kernel(64, 3, 16)
+decode(*some[:3], pages, first, length, *some[3:], np.float32(0.125), 1)
+print(hashlib.sha256(some[3].tobytes() + some[4].tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_just_compiled_gives_the_numbers_of_the_one_on_disk(tmp_path):
+    there = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    first, again = (
+        subprocess.run([sys.executable, "-c", TWICE], env=there, capture_output=True, check=True)
+        for _ in range(2)
+    )
+    assert len(first.stdout) > 64
+    assert first.stdout == again.stdout
+
+
+def test_a_kernel_that_can_not_be_compiled_says_so():
+    lost = fused.rows_kernel(fused.__name__, "lost")(_doubled)
+    with pytest.raises(EngineError, match=r"kernel lost can't be compiled: Attr.*lost"):
+        lost(np.ones(3))
+
+
+def _doubled(x):
+    x *= 2
