@@ -11,6 +11,7 @@ Legend: N tokens, S decoding rows, Hq and Hkv heads, D head width, d model width
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -40,6 +41,8 @@ AHEAD = 16
 """Tokens whose keys and values are fetched before they are needed."""
 
 
+PATIENCE = 600
+"""Seconds that compiling a kernel may take; on a slow processor it takes ten."""
 compiles_here = False
 """Whether this process is the one that compiles what is not on disk yet."""
 
@@ -73,13 +76,22 @@ def rows_kernel(module: str, name: str, *sizes: int) -> Callable[[Any], Any]:
 
 def _compile_aside(module: str, name: str, sizes: tuple[int, ...], signature: Any) -> None:
     code = f"from {__name__} import compile_here; compile_here()"
+    there = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     wanted = pickle.dumps((module, name, sizes, signature))
-    done = subprocess.run([sys.executable, "-c", code], input=wanted, capture_output=True)
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [
-            f"exit {done.returncode}"
-        ]
-        raise EngineError(f"the kernel {name} can't be compiled: {said[-1]}")
+    try:
+        subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env=there,
+            input=wanted,
+            capture_output=True,
+            check=True,
+            timeout=PATIENCE,
+        )
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
+        raise EngineError(f"the kernel {name} can't be compiled: {said[-1]}") from None
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"the kernel {name} was not compiled in {PATIENCE} s") from None
 
 
 def compile_here() -> None:
