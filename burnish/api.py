@@ -195,6 +195,8 @@ def resume(
             if chosen is not None:
                 saved = checkpoint.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
+                if parts.choice is not None:
+                    parts.choice.load_state(saved.state["choice"])
                 start, positions = saved.step, saved.state["positions"]
                 checkpoint.discard_after(path, chosen)
             directory.cut_back(positions)
@@ -265,7 +267,16 @@ def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
     table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
     sections = ("model", "task", "engine", "validation", "rollout")
     kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
-    own = ("temperature", "top_p", "top_k", "truncated", "batch", "group_size", "max_errors")
+    own = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "truncated",
+        "batch",
+        "group_size",
+        "revisit",
+        "max_errors",
+    )
     learning = {"validation.every", *(f"rollout.{name}" for name in own)}
     settings = {key: value for key, value in kept.items() if key not in learning}
     return settings | {"seed": recipe.seed, "weights": _digest(recipe)}
@@ -325,6 +336,7 @@ def build(
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import evaluate, sync
     from burnish.loops.run import Parts
+    from burnish.rollout.choice import Choice
     from burnish.rollout.packing import pack
 
     if recipe.is_supervised:
@@ -341,6 +353,7 @@ def build(
             check_lengths(recipe, _size(recipe, model, task))
         policy = LanguagePolicy(model, recompute=recipe.train.recompute)
     learner = _learner(recipe, policy, recipe.objective)
+    choice = Choice(recipe.rollout.revisit, seed=recipe.seed)
 
     def validate() -> tuple[list[Group], Row]:
         groups, figures = evaluate.evaluate(recipe, task, generator, decode)
@@ -351,8 +364,15 @@ def build(
     return Parts(
         recipe=recipe,
         learner=learner,
+        choice=choice,
         train=lambda timers, start: sync.train(
-            recipe, task=task, generator=generator, learner=learner, timers=timers, start=start
+            recipe,
+            task=task,
+            choice=choice,
+            generator=generator,
+            learner=learner,
+            timers=timers,
+            start=start,
         ),
         validate=validate,
         publish=lambda: generator.load(learner.weights()),
@@ -377,6 +397,7 @@ def _build_supervised(recipe: Recipe) -> Parts:
     return Parts(
         recipe=counted,
         learner=learner,
+        choice=None,
         train=lambda timers, start: supervised.train(
             counted, pairs=pairs, learner=learner, timers=timers, start=start
         ),

@@ -131,11 +131,14 @@ def _batches(recipe: Recipe) -> Lines:
     if recipe.decay_steps is not None:
         last = (train.final_rate or 0) * train.learning_rate
         rate += f", {train.schedule} to {last:g} at gradient step {recipe.decay_steps:,}"
+    again = ""
+    if rollout.revisit < 1:
+        again = f"; a prompt without variance comes again with a chance of {rollout.revisit:g}"
     return [
         (
             "rollout",
             f"{rollout.batch} responses = {recipe.prompts_per_rollout} prompts × "
-            f"{rollout.group_size} samples, temperature {rollout.temperature:g}",
+            f"{rollout.group_size} samples, temperature {rollout.temperature:g}{again}",
         ),
         (
             "gradient steps",

@@ -16,6 +16,7 @@ from burnish.config import Recipe
 from burnish.errors import BurnishError
 from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
+from burnish.rollout.choice import Choice
 from burnish.runs import checkpoint, rollouts, tensorboard
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Row
@@ -35,6 +36,8 @@ class Parts(NamedTuple):
     recipe: Recipe
     """With its number of steps, which the rows of a supervised one say."""
     learner: Learner
+    choice: Choice | None
+    """Of prompts; None where there are pairs."""
     train: Callable[[Timers, int], Iterator[Step]]
     """The steps from the given one on."""
     validate: Callable[[], tuple[list[Group], Row]]
@@ -112,6 +115,8 @@ class _Writer:
         self.timers = Timers()
         self._validation: Row = {}
         self._score: float | None = None
+        self._choice: dict[str, Any] | None = None
+        """Of prompts, as the last whole step left it: a step that halts has chosen before."""
 
     def begin(self, start: int) -> None:
         """The row of what was known before the first step."""
@@ -129,6 +134,7 @@ class _Writer:
     def write(self, step: Step) -> Progress:
         metrics = step.metrics | self._validation
         self._validation = {}
+        self._choice = None if self.parts.choice is None else self.parts.choice.state()
         if step.groups:
             self.directory.append(
                 "log.txt", rollouts.readable(step.number, step.groups, step.advantages)
@@ -152,6 +158,8 @@ class _Writer:
         learner = self.parts.learner
         state: State = learner.state()
         numbers = {"step": step, "incarnation": learner.incarnation, "learner": state.numbers}
+        if self._choice is not None:
+            numbers["choice"] = self._choice
         checkpoint.save(
             self.directory.path,
             step,

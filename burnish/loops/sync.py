@@ -2,7 +2,7 @@
 
     for step = 1 … steps:
         every kl_refresh steps:  π_ref ← π
-        sample a group of responses to each prompt from π          generate
+        choose prompts; sample a group of responses to each        generate
         score the responses                                        grade
         log π_ref, and log π_prox if need be, of the tokens        score
         advantages relative to the group                           advantages
@@ -27,6 +27,7 @@ from burnish.learner import objective
 from burnish.learner.learner import Learner, Scores
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
+from burnish.rollout.choice import Choice
 from burnish.rollout.packing import pack, take, take_streams, train_batches
 from burnish.rollout.rollout import Generator, Task, describe, grade
 from burnish.runs.metrics import Row, combine
@@ -51,6 +52,7 @@ def train(
     recipe: Recipe,
     *,
     task: Task,
+    choice: Choice,
     generator: Generator,
     learner: Learner,
     timers: Timers,
@@ -65,7 +67,7 @@ def train(
         if recipe.objective.kl != "none" and refresh and number % refresh == 0:
             learner.refresh_reference()
         first = number * prompts_per_step
-        prompts = [task.prompt(first + k) for k in range(prompts_per_step)]
+        prompts, passed = choice.take(task, prompts_per_step)
         with timers("generate"):
             responses = generator.generate(
                 prompts,
@@ -76,6 +78,7 @@ def train(
             )
         with timers("grade"):
             sampled = grade(task, prompts, responses, first)
+            choice.record(sampled)
             filters.check_errors(sampled, limit=recipe.rollout.max_errors)
             groups, dropped = filters.drop_errors(sampled)
         with timers("score"):
@@ -97,7 +100,7 @@ def train(
             )
         with timers("publish"):
             generator.load(learner.weights())
-        metrics = describe(sampled) | dropped | drift(current, reference)
+        metrics = describe(sampled) | passed | dropped | drift(current, reference)
         metrics |= combine(update.metrics for update in taken)
         metrics |= {"train/version": learner.version, "train/lag": lag}
         # The sampler's own log-probabilities, taken for the proximal policy's, show no gap.

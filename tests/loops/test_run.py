@@ -20,6 +20,8 @@ from burnish.runs.report import write_report
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
 SORT = ["train.steps=6", "train.epochs=2", "checkpoint.every=2", "validation.every=3"]
 SORT += ["objective.kl=k3", "objective.kl_refresh=4"]
+CHOSEN = ["task.prompts=7", "rollout.revisit=0.3", "rollout.group_size=2", "rollout.batch=6"]
+CHOSEN += ["train.batch=6"]
 
 
 def tiny(smollm2, *more):
@@ -83,10 +85,12 @@ def test_a_run_leaves_its_directory(tmp_path):
     assert "<html" in (path / "report.html").read_text()
 
 
+@pytest.mark.parametrize("more", [[], CHOSEN])
 @pytest.mark.parametrize("stop_after", [1, 4])
-def test_stopped_and_resumed_equals_never_stopped(stop_after, tmp_path):
-    whole = api.train("sort", overrides=SORT, out=tmp_path / "whole")
-    path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(stop_after))
+def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
+    asked = SORT + more
+    whole = api.train("sort", overrides=asked, out=tmp_path / "whole")
+    path = api.train("sort", overrides=asked, out=tmp_path / "run", stop=stopper(stop_after))
     assert checkpoint.load(checkpoint.latest(path)).step == stop_after
     assert not (path / "summary.json").exists()
     api.resume(path)
@@ -211,16 +215,20 @@ def test_a_halted_run_keeps_what_it_had(tmp_path, monkeypatch):
     real = Sorting.grade
 
     def failing(self, prompt, completion):
-        if next(graded) > 3 + 4 * 30:
+        if next(graded) > 7 + 4 * 6:
             raise BurnishError("the grader is gone")
         return real(self, prompt, completion)
 
+    overrides = ["train.steps=9", "checkpoint.every=100", "validation.every=100", *CHOSEN]
+    whole = api.train("sort", overrides=overrides, out=tmp_path / "whole")
     monkeypatch.setattr(Sorting, "grade", failing)
-    overrides = ["train.steps=9", "checkpoint.every=100", "validation.every=100"]
     with pytest.raises(BurnishError, match="the grader is gone"):
         api.train("sort", overrides=overrides, out=tmp_path / "run")
     assert checkpoint.load(checkpoint.latest(tmp_path / "run")).step == 4
     write_report(tmp_path / "run")
+    monkeypatch.undo()
+    api.resume(tmp_path / "run")
+    assert fingerprint(tmp_path / "run") == fingerprint(whole)
 
 
 def test_an_exported_model_repeats_the_validation(smollm2, tmp_path):
