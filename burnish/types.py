@@ -53,10 +53,10 @@ class SamplingParams:
     seed: int = 0
     """The run's seed; the draws are hashed from (seed, stream, group, sample, position)."""
 
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens are never drawn."""
-        return self.temperature > 0 and (self.top_k is not None or self.top_p < 1)
+
+def truncates(temperature: float, top_p: float, top_k: int | None) -> bool:
+    """Whether sampling like this never draws some tokens that the model gives a chance."""
+    return temperature > 0 and (top_k is not None or top_p < 1)
 
 
 class Finish(StrEnum):

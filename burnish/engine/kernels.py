@@ -44,9 +44,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tup
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """PyTorch's CPU kernel, called by its own name because only so it returns the log-sum-exp."""
-    wide = widened(q, k, v) if mask is None else widened(q, k, v, mask)
+    wide = widened(q, k, v)
     out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *wide[:3], 0.0, False, attn_mask=None if mask is None else wide[3]
+        *wide, 0.0, False, attn_mask=None if mask is None else mask.to(wide[0].dtype)
     )
     return out.to(q.dtype), total
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from burnish.engine.protocol import Request
-from burnish.types import Completion, Finish
+from burnish.types import Completion, Finish, truncates
 
 
 class Detokenizer(Protocol):
@@ -41,7 +41,9 @@ class Reader:
         self._detokenizer = tokenizer.stream(skip_special=True) if tokenizer else None
         self._reads = request.streamed or bool(request.params.stop)
         """Whether the text is wanted before the response is complete."""
-        self._plain = not request.streamed and not request.params.truncates
+        params = request.params
+        cut = truncates(params.temperature, params.top_p, params.top_k)
+        self._plain = not request.streamed and not cut
         self.limit = min(request.params.max_tokens, context - len(request.prompt))
         ends = (*(tokenizer.end_ids if tokenizer else ()), *map(int, request.params.stop_ids))
         self.end_ids = tuple(dict.fromkeys(ends))

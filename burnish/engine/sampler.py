@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from burnish.engine import kernels
+from burnish.types import truncates
 
 BLOCK = 256
 ROWS = {"cpu": 16, "cuda": 1024}
@@ -169,7 +170,7 @@ def _weigh(logits: Tensor, heat: Tensor | None, weights: Tensor) -> tuple[Tensor
 
 
 def _truncates(draw: Draw) -> bool:
-    return draw.temperature > 0 and (draw.top_k is not None or draw.top_p < 1)
+    return truncates(draw.temperature, draw.top_p, draw.top_k)
 
 
 def _invert(weights: Tensor, sums: Tensor, points: npt.NDArray[np.float64]) -> Tensor:

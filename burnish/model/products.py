@@ -14,7 +14,7 @@ from torch.nn import functional as F
 def multiplies(dtype: torch.dtype, device: str) -> bool:
     """Whether `dtype` has matrix products on that type of device that are worth calling.
 
-    PyTorch's own way round them, on a CPU, takes three hundred times as long as float32 does.
+    PyTorch's own way round them, on a CPU, takes hundreds of times as long as float32 does.
     """
     if device != "cpu" or dtype.itemsize > 2:
         return True

@@ -17,9 +17,6 @@ class Task:
     def prompt(self, index):
         return make_group(index % ROWS, [1], [[2]], [0.0]).prompt
 
-    def grade(self, prompt, completion):
-        raise NotImplementedError
-
 
 def graded(prompts, rewards):
     """A group of the same rewards for each prompt."""
