@@ -178,6 +178,13 @@ class MathTask(Asked):
         False,
         description="leave out rows without a usable answer, or in train and validation both",
     )
+    hints: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the training prompts that go on with the beginning of the row's "
+        "worked answer",
+    )
 
 
 class GymTask(Asked):

@@ -118,7 +118,11 @@ def _asked(task: SortTask | KeywordsTask | FilesTask | MathTask | GymTask) -> Li
     rows = "a tenth" if task.validation is None else "all rows"
     held_out = f"{task.validation_rows or rows} of {task.validation or task.train}"
     exact = ("reward", "1 if the answer is the row's, exactly")
-    return [("task", f"math: {task.train}"), asked, exact, ("held out", held_out)]
+    lines = [("task", f"math: {task.train}"), asked, exact, ("held out", held_out)]
+    if task.hints:
+        share = f"{task.hints:.0%} of the training prompts"
+        lines.append(("hints", f"{share} go on with the beginning of the row's worked answer"))
+    return lines
 
 
 def _batches(recipe: Recipe) -> Lines:

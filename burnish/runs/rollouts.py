@@ -105,11 +105,18 @@ def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+READABLE = 512
+"""Responses of a step that the readable log has, whole groups: a large rollout's are megabytes."""
+
+
 def readable(step: int, groups: Sequence[Group], advantages: Sequence[float]) -> str:
     """One step as text; equal responses to a prompt are one line with their count."""
     lines = [f"step {step}"]
     position = 0
-    for group in groups:
+    for number, group in enumerate(groups):
+        if position and position + len(group.grades) > READABLE:
+            lines.append(f"  and {len(groups) - number} more prompts")
+            break
         lines.append(f"  prompt {group.prompt.text!r}")
         given = advantages[position : position + len(group.grades)]
         position += len(group.grades)

@@ -49,6 +49,7 @@ class Files:
         self.config = config
         self._tokenizer = tokenizer
         self._grader = grader
+        self._seed = seed
         self._order = lru_cache(maxsize=2)(
             lambda epoch: permutation(seed, Stream.TASK, epoch, EPOCH, len(rows))
         )

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from burnish.config import MathTask
+from burnish.draws import Stream, uniforms
 from burnish.errors import DataError, MissingExtra
 from burnish.graders import extract
 from burnish.graders.answer import Format, MathGrader, gold_texts
 from burnish.graders.equivalence import readable
 from burnish.model.tokenizer import Tokenizer
 from burnish.tasks.files import Files, Row, limits_of, read_rows, split
+from burnish.tasks.pairs import MARKS
+from burnish.types import Prompt
 
+HINT = 6
+"""What a draw is for."""
 HELD_OUT_SEED = 0
 """The rows chosen of a validation file are the same whatever a run's seed, so that runs compare."""
 NAMED = 3
@@ -28,10 +34,36 @@ _PERCENT = re.compile(
     r"\b(?:what|which|how many)\b(?:\W+\w+){0,4}?\W+percent|\bas an? percent", re.IGNORECASE
 )
 _NUMBER = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:\\?%)?")
+_RESULT = re.compile(r"####|\\boxed\b")
+_BREAK = re.compile(r"=|\n")
 
 
 class Math(Files):
     config: MathTask
+
+    def prompt(self, index: int) -> Prompt:
+        """As of rows, but a share of the prompts, ``hints``, has the beginning of the row's worked
+        answer after the question, up to a break that is drawn: what is left is easier, and a
+        reward says more about it (reverse curriculum, https://arxiv.org/abs/2402.05808).
+        """
+        whole, hints = super().prompt(index), self.config.hints
+        if not hints:
+            return whole
+        begun = beginnings(whole.reference["solution"])
+        drawn, place = uniforms(self._seed, Stream.TASK, index, HINT, [0, 1])
+        if not begun or drawn >= hints:
+            return replace(whole, meta=whole.meta | {"part": "whole"})
+        cut = int(place * len(begun))
+        given = ("" if whole.text[-1:].isspace() else " ") + begun[cut]
+        ids = self._tokenizer.encode(whole.text + given, add_special=not self.config.chat)
+        meta = {"asked": whole.meta["asked"] + given, "part": "hinted"}
+        return replace(
+            whole,
+            prompt_id=f"{whole.prompt_id}/{cut}",
+            text=whole.text + given,
+            token_ids=ids,
+            meta=meta,
+        )
 
     def answer(self, response: str) -> str | None:
         """What a response votes for."""
@@ -43,8 +75,23 @@ def make_math(config: MathTask, *, tokenizer: Tokenizer, seed: int) -> Math:
     train, validation = rows_of(config, seed=seed)
     for row in (*train, *validation):
         row["prompt"] = config.template.replace("{question}", row["question"])
+    if config.hints and not any(beginnings(row["solution"]) for row in train):
+        raise DataError(
+            f"task.hints = {config.hints:g} needs worked answers, several equations or lines before "
+            f"#### or a box, and no row of {config.train} has one; leave it at 0"
+        )
     grader = MathGrader(cast(Format, config.answer_format), limits_of(config))
     return Math(train, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
+
+
+def beginnings(solution: Any) -> list[str]:
+    """A worked answer up to each equality sign and each end of a line, before its result is said;
+    none of a text that does not say its result after #### or in a box."""
+    result = _RESULT.search(solution) if isinstance(solution, str) else None
+    if result is None:
+        return []
+    worked = MARKS.sub("", solution[: result.start()]).strip()
+    return [worked[: found.end()] for found in _BREAK.finditer(worked)]
 
 
 def rows_of(config: MathTask, *, seed: int) -> tuple[list[Row], list[Row]]:

@@ -32,10 +32,12 @@ class FewShot:
 
 
 def _solved(prompt: Prompt) -> str:
-    answer = prompt.reference.get("answer") if isinstance(prompt.reference, Mapping) else None
-    if not isinstance(answer, str):
+    row = prompt.reference if isinstance(prompt.reference, Mapping) else {}
+    # Of math rows, "answer" is a list of all that is right, and "solution" what leads there.
+    answer = next((row[f] for f in ("answer", "solution") if isinstance(row.get(f), str)), None)
+    if answer is None:
         raise DataError(
             f"validation.shots needs training rows with a text 'answer', {prompt.prompt_id} has "
             "none; use a task that has answers, or no shots"
         )
-    return f"{prompt.text} {MARKS.sub('', answer)}\n\n"
+    return f"{row.get('prompt', prompt.text)} {MARKS.sub('', answer)}\n\n"

@@ -86,6 +86,15 @@ def test_rows_of_a_crashed_run_are_read_up_to_the_crash(tmp_path):
         read_rows(tmp_path / "none" / "metrics.jsonl")
 
 
+def test_the_readable_log_of_a_large_step_ends_with_whole_groups():
+    groups = [make_group(i, [1], [[2]] * 200, [0] * 200) for i in range(4)]
+    lines = readable(1, groups, [0.0] * 800).splitlines()
+    assert sum(line.startswith("  prompt ") for line in lines) == 2
+    assert lines[-1] == "  and 2 more prompts"
+    alone = [make_group(0, [1], [[2]] * 600, [0] * 600)]
+    assert "more prompts" not in readable(1, alone, [0.0] * 600)
+
+
 def test_readable_counts_equal_responses_and_escapes_text():
     group = make_group(0, [1], [[2], [2], [3]], [1.0, 1.0, 0.0])
     text = readable(4, [group], [0.5, 0.5, -1.0])

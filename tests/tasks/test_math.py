@@ -11,7 +11,8 @@ from burnish.config import MathTask
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.loops.sync import sampling
 from burnish.plan import plan
-from burnish.tasks.math import check_row, make_math, read, rows_of
+from burnish.tasks.math import beginnings, check_row, make_math, read, rows_of
+from burnish.tasks.shots import FewShot
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group
 
@@ -153,6 +154,75 @@ def test_prompts(tmp_path):
     assert own.text.startswith("{x} Q: How many?")
     assert one.task == "math"
     assert one.prompt_id.startswith("math/train/")
+
+
+WORKED = "Ann had 4 * 3 = <<4*3=12>>12.\nShe has 12-5=<<12-5=7>>7 now.\n#### 7"
+
+
+def test_a_worked_answer_breaks_off_before_it_says_its_result():
+    assert beginnings(WORKED) == [
+        "Ann had 4 * 3 =",
+        "Ann had 4 * 3 = 12.\n",
+        "Ann had 4 * 3 = 12.\nShe has 12-5=",
+    ]
+    assert beginnings(r"It is $2 + 1 = 3$, so $x = \boxed{3}$.") == [
+        "It is $2 + 1 =",
+        "It is $2 + 1 = 3$, so $x =",
+    ]
+    for none in ("#### 7", r"\boxed{7}", "2 + 5 = 7", "7", 7, None, ["7"]):
+        assert beginnings(none) == []
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_hints_go_on_with_the_beginning_of_the_worked_answer(tmp_path, chat):
+    rows = [row(i, answer=WORKED) for i in range(40)] + [row(90)]
+    files = {"train": write(tmp_path, rows), "validation": write(tmp_path, [row(99)], "v")}
+    asked = {"prompt": "Q: {question}\nA:", "answer": "hash", "chat": chat, **files}
+    tokenizer = byte_tokenizer()
+    made = {"tokenizer": tokenizer, "seed": 3}
+    plain = make_math(MathTask(**asked), **made)
+    task = make_math(MathTask(**asked, hints=0.5), **made)
+    again = make_math(MathTask(**asked, hints=0.5), **made)
+    gap, seen = "" if plain.prompt(0).text[-1:].isspace() else " ", []
+    for i in range(82):
+        whole, found = plain.prompt(i), task.prompt(i)
+        assert "part" not in whole.meta
+        assert found.text == again.prompt(i).text
+        assert found.reference is task.rows[int(found.prompt_id.split("/")[2])]
+        if found.meta["part"] == "whole":
+            assert (found.text, found.prompt_id) == (whole.text, whole.prompt_id)
+            continue
+        given = found.text.removeprefix(whole.text + gap)
+        assert found.prompt_id == f"{whole.prompt_id}/{beginnings(WORKED).index(given)}"
+        assert found.meta["asked"] == whole.meta["asked"] + gap + given
+        assert tokenizer.decode(found.token_ids) == tokenizer.decode(whole.token_ids) + gap + given
+        seen.append(given)
+    assert 25 < len(seen) < 55
+    assert set(seen) == set(beginnings(WORKED))
+    assert [p.text for p in task.validation] == [p.text for p in plain.validation]
+    always = make_math(MathTask(**asked, hints=1), **made)
+    parts = [always.prompt(i).meta["part"] for i in range(41)]
+    assert parts.count("whole") == 1  # the row that has nothing but its result
+
+
+def test_hints_need_worked_answers(tmp_path):
+    train = write(tmp_path, [row(i) for i in range(3)])
+    with pytest.raises(DataError, match=r"task.hints = 0.2 needs worked .* leave it at 0"):
+        make_math(MathTask(train=train, hints=0.2), tokenizer=byte_tokenizer(), seed=0)
+
+
+def test_few_shot_math_has_the_worked_answers_without_marks(tmp_path):
+    files = {
+        "train": write(tmp_path, [row(1, answer=WORKED)]),
+        "validation": write(tmp_path, [row(2)], "v"),
+    }
+    asked = MathTask(**files, prompt="Q: {question}\nA:", answer="hash", hints=1)
+    tokenizer = byte_tokenizer()
+    task = FewShot(make_math(asked, tokenizer=tokenizer, seed=0), 1, tokenizer)
+    (held_out,) = task.validation
+    question = "Q: Ann has 1 pens and buys 2. How many?\nA:"
+    worked = "Ann had 4 * 3 = 12.\nShe has 12-5=7 now.\n#### 7"
+    assert held_out.text == f"{question} {worked}\n\n{question.replace('1', '2')}"
 
 
 def test_grades(tmp_path):
