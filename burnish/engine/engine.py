@@ -262,7 +262,25 @@ class NativeEngine:
 
     def _extend(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> list[Event]:
         """A sample's next tokens, up to the one that ends it."""
-        reader, request, events, taken = sequence.reader, sequence.group.request, list[Event](), 0
+        reader, events = sequence.reader, list[Event]()
+        assert reader is not None
+        if reader.silent and not math.isnan(sum(logprobs)):
+            taken = reader.take(tokens)
+        else:
+            taken = self._read(sequence, tokens, logprobs, events)
+        sequence.tokens += tokens[:taken]
+        sequence.logprobs += logprobs[:taken]
+        sequence.versions += [self.version] * taken
+        sequence.computed += max(0, taken - 1)
+        if reader.finish is not None:
+            events.append(self._complete(sequence, reader.finish))
+        return events
+
+    def _read(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[float], events: list[Event]
+    ) -> int:
+        """One after another -> how many; adds what is told of each to the events."""
+        reader, request, taken = sequence.reader, sequence.group.request, 0
         assert reader is not None
         for token, logprob in zip(tokens, logprobs, strict=True):
             if math.isnan(logprob):
@@ -279,13 +297,7 @@ class NativeEngine:
                 events.append(TokenEvent(*place, token, logprob, self.version, text))
             if reader.finish is not None:
                 break
-        sequence.tokens += tokens[:taken]
-        sequence.logprobs += logprobs[:taken]
-        sequence.versions += [self.version] * taken
-        sequence.computed += max(0, taken - 1)
-        if reader.finish is not None:
-            events.append(self._complete(sequence, reader.finish))
-        return events
+        return taken
 
     def _complete(self, sequence: Sequence, finish: Finish) -> Completion:
         group, reader = sequence.group, sequence.reader

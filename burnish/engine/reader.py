@@ -15,7 +15,7 @@ class Detokenizer(Protocol):
 
     text: str
 
-    def push(self, token: int) -> str: ...
+    def push(self, *tokens: int) -> str: ...
 
     def flush(self) -> str: ...
 
@@ -47,6 +47,7 @@ class Reader:
         self.limit = min(request.params.max_tokens, context - len(request.prompt))
         ends = (*(tokenizer.end_ids if tokenizer else ()), *map(int, request.params.stop_ids))
         self.end_ids = tuple(dict.fromkeys(ends))
+        self._ends = frozenset(ends)
         self.finish: Finish | None = None
         self.stop: str | int | None = None
         self._count = 0
@@ -73,6 +74,22 @@ class Reader:
         """The view: cut at the stop string, without the end token."""
         return self._detokenizer.text[: self._cut] if self._detokenizer else ""
 
+    @property
+    def silent(self) -> bool:
+        """Whether nobody wants its text yet, and any of its next tokens may end it."""
+        return not self._reads and not self.held
+
+    def take(self, tokens: list[int]) -> int:
+        """The next tokens of a silent response, up to the one that ends it -> how many."""
+        taken = min(len(tokens), self.room)
+        if not self._ends.isdisjoint(tokens[:taken]):
+            taken = next(i for i, token in enumerate(tokens, 1) if token in self._ends)
+            self.finish, self.stop = Finish.STOP, tokens[taken - 1]
+        self._count += taken
+        if self.finish is None and not self.room:
+            self.finish = Finish.LENGTH
+        return taken
+
     def push(self, token: int) -> str:
         """Take the next token -> the text that can be shown because of it."""
         held = self.held
@@ -94,8 +111,7 @@ class Reader:
         self, tokens: list[int], logprobs: list[float], versions: list[int], finish: Finish
     ) -> Completion:
         if not self._reads and self._detokenizer:
-            for token in tokens[: len(tokens) - (finish is Finish.STOP)]:
-                self._detokenizer.push(token)
+            self._detokenizer.push(*tokens[: len(tokens) - (finish is Finish.STOP)])
             self._detokenizer.flush()
         return Completion(
             request_id=self._request.request_id,

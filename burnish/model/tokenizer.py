@@ -144,14 +144,16 @@ class Detokenizer:
         self.text = ""
         """All that is certain so far."""
 
-    def push(self, token: int) -> str:
-        """-> the text that this token makes certain, often none."""
-        if self._skip_special and token in self._tokenizer.special_ids:
-            return ""
+    def push(self, *tokens: int) -> str:
+        """-> the text that these tokens make certain, often none."""
+        if self._skip_special:
+            special = self._tokenizer.special_ids
+            tokens = tuple(token for token in tokens if token not in special)
         if self._tokenizer.is_byte_level:
-            return self._append(self._utf8.decode(self._tokenizer.token_bytes(token)))
+            found = b"".join(map(self._tokenizer.token_bytes, tokens))
+            return self._append(self._utf8.decode(found))
         # Other decoders look at neighbours (a leading space, byte fallback): decode all again.
-        self._ids.append(token)
+        self._ids += tokens
         return self._append(self._whole().rstrip("\ufffd")[len(self.text) :])
 
     def flush(self) -> str:

@@ -77,8 +77,8 @@ def make_math(config: MathTask, *, tokenizer: Tokenizer, seed: int) -> Math:
         row["prompt"] = config.template.replace("{question}", row["question"])
     if config.hints and not any(beginnings(row["solution"]) for row in train):
         raise DataError(
-            f"task.hints = {config.hints:g} needs worked answers, several equations or lines before "
-            f"#### or a box, and no row of {config.train} has one; leave it at 0"
+            f"task.hints = {config.hints:g} needs worked answers, lines or equations before #### "
+            f"or a box, and no row of {config.train} has one; leave it at 0"
         )
     grader = MathGrader(cast(Format, config.answer_format), limits_of(config))
     return Math(train, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)

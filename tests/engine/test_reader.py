@@ -82,3 +82,24 @@ def test_without_a_tokenizer() -> None:
     assert reader.limit == 6
     assert [reader.push(token) for token in (1, 2, 7)] == ["", "", ""]
     assert (reader.finish, reader.stop, reader.text) == (Finish.STOP, 7, "")
+
+
+@pytest.mark.parametrize("limit", [1, 5, 8, 13, 40])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_several_tokens_at_once_are_read_like_one_after_another(limit: int, size: int) -> None:
+    tokenizer, ends = tiny.tokenizer(), (7, tiny.END)
+    for seed in range(20):
+        tokens = tiny.prompt(40, seed).tolist()
+        tokens[seed], tokens[seed + 10 : seed + 12] = tiny.END, [7, 7]
+        params = SamplingParams(max_tokens=limit, stop_ids=ends)
+        request = Request("a", tiny.prompt(3), 1, params, streamed=False)
+        one, several = (Reader(request, 0, tokenizer, context=500) for _ in range(2))
+        taken = [0, 0]
+        while one.finish is None:
+            one.push(tokens[taken[0]])
+            taken[0] += 1
+        while several.finish is None:
+            assert several.silent
+            taken[1] += several.take(tokens[taken[1] : taken[1] + size])
+        assert taken[0] == taken[1]
+        assert (one.finish, one.stop, one.room) == (several.finish, several.stop, several.room)

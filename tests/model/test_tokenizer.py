@@ -108,6 +108,8 @@ def test_streamed_text_equals_decoded_text(ids: list[int], skip: bool) -> None:
     assert stream.text == "".join(pieces)
     pieces.append(stream.flush())
     assert "".join(pieces) == stream.text == ours.decode(ids, skip_special=skip)
+    at_once = ours.stream(skip_special=skip)
+    assert at_once.push(*ids) + at_once.flush() == stream.text
 
 
 _byte_level: list[Tokenizer] = []
@@ -123,6 +125,8 @@ def byte_level() -> Tokenizer:
 def test_streamed_text_of_every_kind(pair: tuple[Tokenizer, Any], text: str) -> None:
     ours, _ = pair
     ids = ours.encode(text).tolist()
+    at_once = ours.stream()
+    assert at_once.push(*ids) + at_once.flush() == ours.decode(ids)
     stream = ours.stream()
     for count, token in enumerate(ids, 1):
         stream.push(token)
