@@ -433,9 +433,20 @@ class Recipe(Section):
     @property
     def stop(self) -> tuple[str, ...]:
         """Texts that end a response: the recipe's, and the one that answer tags call for."""
-        tasks = self.task.tasks.values() if isinstance(self.task, MixtureTask) else [self.task]
-        tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in tasks)
+        tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in self._tasks)
         return tuple(dict.fromkeys([*self.rollout.stop, *["</answer>"] * tagged]))
+
+    @property
+    def validation_stop(self) -> tuple[str, ...]:
+        """The same of held-out prompts; after solved rows, a model would go on with another one."""
+        if not self.validation.shots:
+            return self.stop
+        begins = [getattr(t, "template", "").partition("{question}")[0] for t in self._tasks]
+        return (*self.stop, *dict.fromkeys(f"\n\n{text.strip()}" for text in begins))
+
+    @property
+    def _tasks(self) -> list[Any]:
+        return list(self.task.tasks.values()) if isinstance(self.task, MixtureTask) else [self.task]
 
     @property
     def prompts_per_rollout(self) -> int:

@@ -28,7 +28,7 @@ from burnish.types import Finish, Group, IntArray, Prompt, Status
 
 Decode = Callable[[IntArray], list[str]]
 TOGETHER = 512
-"""Responses that are sampled together."""
+"""Responses that are sampled together at least."""
 
 
 class Validated(Task, Protocol):
@@ -101,6 +101,7 @@ def answered(
         top_p=config.top_p,
         top_k=config.top_k,
         max_tokens=config.max_tokens or recipe.rollout.max_tokens,
+        stop=recipe.validation_stop,
     )
     for first in range(start, len(prompts), size):
         some = prompts[first : first + size]
@@ -112,7 +113,7 @@ def answered(
 
 def together(recipe: Recipe) -> int:
     """Prompts that are sampled together."""
-    return max(1, TOGETHER // recipe.validation.samples)
+    return max(1, max(TOGETHER, recipe.engine.max_running) // recipe.validation.samples)
 
 
 def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[str, Any]]:

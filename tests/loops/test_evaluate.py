@@ -44,7 +44,7 @@ def few_together(monkeypatch):
 
 @pytest.mark.usefixtures("few_together")
 def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monkeypatch):
-    given = setting(tmp_path, smollm2)
+    given = setting(tmp_path, smollm2, "engine.max_running=8")
     whole, out = tmp_path / "whole", tmp_path / "out"
     seen = []
     figures = api.evaluate("files", overrides=given, out=whole, show=lambda *n: seen.append(n))

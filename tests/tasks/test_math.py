@@ -225,6 +225,19 @@ def test_few_shot_math_has_the_worked_answers_without_marks(tmp_path):
     assert held_out.text == f"{question} {worked}\n\n{question.replace('1', '2')}"
 
 
+def test_after_solved_rows_a_response_ends_where_the_next_question_would_begin():
+    own = ["task.prompt=Question: {question}\nAnswer:", "task.answer=hash", "rollout.stop=['!']"]
+    recipe = config.load("math", [*own, "validation.shots=2"])
+    assert recipe.stop == ("!",)
+    assert recipe.validation_stop == ("!", "\n\nQuestion:")
+    assert config.load("math", own).validation_stop == ("!",)
+    tagged = config.load("math", ["validation.shots=2"]).validation_stop
+    assert tagged[0] == "</answer>"
+    assert tagged[1].startswith("\n\nA conversation between User and Assistant. ")
+    alone = config.load("math", ["task.prompt=question_only", "validation.shots=2"])
+    assert alone.validation_stop == ("\n\n",)
+
+
 def test_grades(tmp_path):
     files = {
         "train": write(tmp_path, [row(1), row(2)]),
