@@ -8,6 +8,7 @@ part by part, sets and lists in any order; an interval may be written as an ineq
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import lru_cache
@@ -15,11 +16,12 @@ from functools import lru_cache
 from burnish.graders import expression
 from burnish.graders.expression import Parts
 from burnish.graders.quantity import Quantity, quantity
-from burnish.graders.spelling import normalise, squeezed
+from burnish.graders.spelling import COMMA, closes, cut, normalise, squeezed
 
 LONGEST = 1_000
 """Characters of an answer that is looked at."""
 MOST_PARTS, DEEPEST = 64, 8
+_CONDITION = re.compile(r"[a-zA-Z](?: ?∈ ?ℝR)? ?[|:] ?([^|:]+)")
 
 
 class Verdict(StrEnum):
@@ -60,6 +62,7 @@ def readable(gold: str) -> bool:
 
 
 def _compare(answer: str, gold: str, algebra: CompareAlgebra | None, deep: int) -> Verdict:
+    answer, gold = (_plainly(text, alone=deep == DEEPEST) for text in (answer, gold))
     if squeezed(answer) == squeezed(gold):
         return Verdict.EQUAL
     if answer.casefold() == gold.casefold() and expression.words(gold) is not None:
@@ -77,14 +80,26 @@ def _compare(answer: str, gold: str, algebra: CompareAlgebra | None, deep: int) 
         return _compare_parts(left, right, algebra, deep - 1)
     pairs = _without_names(answer, left, gold, right)
     if pairs is not None:
-        return _worst([_compare(*pair, algebra, deep - 1) for pair in pairs])
+        return _worst([_compare(*pair, algebra, deep) for pair in pairs])
     several = left or right
     if several is None or several.name:
         return _compare_leaf(answer, gold, algebra)
-    if several.kind == "⦃⦄" and len(several.items) == 1:
-        pair = (answer, several.items[0]) if left is None else (several.items[0], gold)
-        return _compare(*pair, algebra, deep - 1)
     return Verdict.DIFFERENT
+
+
+def _plainly(text: str, *, alone: bool) -> str:
+    """All reals as an interval, a set that is said by a condition as that; a single thing without
+    its braces, unless it is in another set, or nothing."""
+    if text.lower() in ("ℝr", "all real numbers", "all reals"):
+        return "(-∞,∞)"
+    if text[:1] != "⦃" or not closes(text):
+        return text
+    inside = text[1:-1].strip()
+    said = _CONDITION.fullmatch(inside)
+    if said:
+        return said[1]
+    single = alone and len(cut(inside, COMMA)) == 1 and inside[:1] not in ("∅", "⦃", "")
+    return inside if single and "±" not in inside else text if inside else "∅"
 
 
 def _without_names(
@@ -93,6 +108,8 @@ def _without_names(
     """What has to be equal where one of them has a "x =", or both have the same; None otherwise."""
     ours = expression.equation(answer) if left is None else None
     theirs = expression.equation(gold) if right is None else None
+    if theirs is not None and expression.TOTAL.fullmatch(theirs[0]):
+        theirs = None
     if ours is not None and theirs is not None and ours[0] and theirs[0]:
         if squeezed(ours[0]) != squeezed(theirs[0]):
             return None
@@ -155,7 +172,7 @@ def _compare_leaf(answer: str, gold: str, algebra: CompareAlgebra | None) -> Ver
         return Verdict.DIFFERENT
     target = _algebra(theirs)
     if target is None:
-        return _verdict(squeezed(answer.lower()) == squeezed(gold.lower()))
+        return _verdict(squeezed(_folded(answer)) == squeezed(_folded(gold)))
     if ours.value is None and said is not None and not expression.may_be_product(answer):
         return Verdict.DIFFERENT
     candidate = _algebra(ours)
@@ -164,6 +181,11 @@ def _compare_leaf(answer: str, gold: str, algebra: CompareAlgebra | None) -> Ver
     if candidate == target:
         return Verdict.EQUAL
     return Verdict.UNDECIDED if algebra is None else algebra(candidate, target)
+
+
+def _folded(text: str) -> str:
+    r"""In small letters, but \Omega is not \omega."""
+    return re.sub(r"\\[A-Za-z]+|[^\\]", lambda m: m[0] if m[0][0] == "\\" else m[0].lower(), text)
 
 
 def _algebra(of: Quantity) -> str | None:

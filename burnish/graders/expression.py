@@ -10,37 +10,43 @@ from burnish.graders.spelling import BRACKETS, COMMA, FUNCTIONS, closes, cut, no
 
 DEEPEST = 20
 """Brackets within brackets of an expression that is given to the parser."""
-_GREEK = (
-    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi"
-    "|omega|Delta"
+GREEK = (
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon"
+    "|phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega|hbar|ell"
 )
-_STRUCTURE = re.compile(r"[,;()\[⦃∪±<>≤≥]|\\begin| and | or ")
+_STRUCTURE = re.compile(r"[,;()\[⦃∪±∓<>≤≥]|\\begin| and | or ")
 _UNION = re.compile(rf"{BRACKETS}|∪|(?<=[\])⦄]) ?U ?(?=[\[(⦃])")
 _EQUALS = re.compile(rf"{BRACKETS}|[=∈]")
 _ORDER = re.compile(rf"{BRACKETS}|[<>≤≥]")
 _NAME = re.compile(
-    rf"(?:[A-Za-z]|[A-Z]{{2,3}}|[A-Za-z]{{4,}}(?: [A-Za-z]+)*|\\(?:{_GREEK})|m? ?\\angle ?[A-Z]+)"
+    rf"(?:[A-Za-z]|[A-Z]{{2,3}}|[A-Za-z]{{4,}}(?: [A-Za-z]+)*|\\(?:{GREEK})|m? ?\\angle ?[A-Z]+)"
     r"(?:_(?:\w|\{\w+\}))?(?:\([A-Za-z](?:, ?[A-Za-z])*\))?|\([A-Za-z](?:, ?[A-Za-z])+\)"
 )
 _LEFT = re.compile(  # what else may be said to equal something
-    r"[A-Za-z](?:'+|\^\{-1\})?\([A-Za-z0-9](?:, ?[A-Za-z0-9])*\)|\|[A-Za-z]+\||\[[A-Z]+\]"
+    r"[A-Za-z]'+|[A-Z]\^(?:\{-1\}|T)"
+    r"|\\frac\{\\partial [A-Za-z]\}\{\\partial [A-Za-z]\}|[A-Za-z]_\{\\(?:min|max)\}"
+    r"|[A-Za-z](?:'+|\^\{-1\})?\([A-Za-z0-9](?:, ?[A-Za-z0-9])*\)|\|[A-Za-z]+\||\[[A-Z]+\]"
     r"|\\(?:vec|overline|hat) ?\{?[A-Za-z]+\}?|\\frac\{d[A-Za-z]\}\{d[A-Za-z]\}"
 )
+TOTAL = re.compile(r"[A-Za-z](?: ?[-+] ?[A-Za-z])+|\\frac\{[A-Z]{1,2}\}\{[A-Z]{1,2}\}")
+"""What a question may ask for, and then an answer may say to equal something: m + n = 7. As a gold
+answer that is an equation."""
 _MATRIX = re.compile(
-    r"[\[(]? ?\\begin\{(?:[pbB]?matrix|smallmatrix|array\}(?:\{[lcr| ]*)?)\}"
-    r"(.*)\\end\{\w+\} ?[\])]?",
+    r"(?P<factor>[^=,<>≤≥∈\[(]*)[\[(]? ?"
+    r"\\begin\{(?:[pbB]?matrix|smallmatrix|array\}(?:\{[lcr| ]*)?)\}(?P<body>.*)"
+    r"\\end\{\w+\} ?[\])]?",
     re.DOTALL,
 )
 _TOKEN = re.compile(
     rf"\\(?:{FUNCTIONS})(?![A-Za-z])(?:[\^_](?:\{{[-+0-9A-Za-z/. ]*\}}|\w))*"
-    rf"|\\(?:frac|sqrt|binom|[lr]floor|[lr]ceil|{_GREEK})(?![A-Za-z])"
+    rf"|\\(?:frac|sqrt|binom|[lr]floor|[lr]ceil|{GREEK})(?![A-Za-z])"
     r"|(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<letter>[A-Za-z](?:_(?:\{\w+\}|\w))?)"
     r"|[-+·/^!|(){}\[\]=<>≤≥π∞ ]",
     re.ASCII,
 )
 _NO_ALGEBRA = re.compile(  # words, two numbers side by side, 1e5, what would take for ever
     r"(?<![\\A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{4}|(?<![_^])[0-9] [0-9]"
-    r"|[0-9][eE][-+]?[0-9]|[0-9]{200}"
+    r"|[0-9][eE][-+]?[0-9]|[0-9]{200}|(?<= )(?:to|of|the|per|vs)(?= )"
     r"|\^\{?-?(?:[0-9]{6}|[0-9]+\}?\^)|[0-9]{5}!|!\)*!",
     re.ASCII,
 )
@@ -53,11 +59,14 @@ _KNOWN = set(_SHORT_WORDS.split())
 _MINUS = re.compile(r"(?:^|[\s(\[])-|-(?=[0-9])")
 _ARGUMENT = re.compile(  # \sin x · y is (\sin x) · y, which the parser would not see
     rf"(\\(?:{FUNCTIONS})(?![A-Za-z])(?:[\^_](?:\{{[^{{}}]*\}}|\w))*) ?"
-    rf"((?:[0-9.A-Za-zπ]|\\(?:{_GREEK})|\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\\sqrt\{{[^{{}}]*\}}"
+    rf"((?:[0-9.A-Za-zπ]|\\(?:{GREEK})|\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\\sqrt\{{[^{{}}]*\}}"
     r"|\^(?:\w|\{[^{}]*\}))+) ?(?=·)"
 )
-_DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\(?:{_GREEK})) ?°")
+_DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\(?:{GREEK})) ?°")
 _LATEX = {"π": r"\pi ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∞": r"\infty ", "|": "|"}
+
+
+_TOWER = re.compile(r"\^\{([0-9]{1,2})\^(?:([0-9])|\{([0-9]{1,2})\})\}")
 
 
 class Parts(NamedTuple):
@@ -74,13 +83,19 @@ def parts(text: str) -> Parts | None:
     if not _STRUCTURE.search(text):
         return None
     matrix = _MATRIX.fullmatch(text)
-    if matrix and "\\begin" not in matrix[1]:
-        body = re.sub(r"(?: |\\\\)*$", "", matrix[1])
+    if matrix and "\\begin" not in matrix["body"]:
+        body = re.sub(r"(?: |\\\\)*$", "", matrix["body"])
         rows = [row.split("&") for row in body.split("\\\\")]
         kind = f"{len(rows)}×{len(rows[0])}"
-        return Parts(kind, tuple(normalise(cell) for row in rows for cell in row))
+        factor = matrix["factor"].strip(" ·")
+        cells = [normalise(cell) for row in rows for cell in row]
+        if factor:
+            cells = [
+                f"{factor}({cell})" if factor == "-" else f"({factor})·({cell})" for cell in cells
+            ]
+        return Parts(kind, tuple(cells))
     pieces = cut(text, COMMA)
-    if len(pieces) > 1 or ("±" in text and not closes(text)):
+    if len(pieces) > 1 or (set("±∓") & set(text) and not closes(text)):
         return _several(text, pieces)
     pieces = cut(text, _UNION)
     if len(pieces) > 1:
@@ -99,6 +114,12 @@ def _several(text: str, pieces: list[str]) -> Parts:
     """A list; a set, if said with "and", "or" or "x ="; x = 1, y = 2 as (1, 2); conditions, and
     words with "or" between them."""
     named = [equation(piece) or ("", ()) for piece in pieces]
+    names = [name for name, _ in named]
+    size = len(set(names))
+    again = names == names[:size] * (len(names) // size) and "" not in names
+    if 1 < size < len(names) and again:  # one solution after another
+        rounds = range(0, len(pieces), size)
+        return Parts("⦃⦄", tuple(", ".join(pieces[i : i + size]) for i in rounds))
     if 1 < len(pieces) == len({name for name, _ in named} - {""}):
         values = sorted((name, values[-1]) for name, values in named)
         return Parts(
@@ -115,6 +136,7 @@ def _several(text: str, pieces: list[str]) -> Parts:
 
 
 def _both_signs(text: str) -> tuple[str, ...]:
+    text = text if "±" in text else text.replace("∓", "±")
     if "±" not in text:
         return (text,)
     upper = text.replace("±", "+").replace("∓", "-").removeprefix("+")
@@ -156,9 +178,11 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
     if _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(sides[0]):
         sides.reverse()
     name, *values = sides
-    letters = set(re.sub(r"\\(?:frac|sqrt|binom)", "", " ".join(values)))
+    letters = set(re.sub(r"\\(?:begin|end)\{\w+\}|\\(?:frac|sqrt|binom)", "", " ".join(values)))
     named = _NAME.fullmatch(name) or _LEFT.fullmatch(name)
     if name == "" or (named and not (len(name) == 1 and name in letters)):
+        return name, tuple(values)
+    if TOTAL.fullmatch(name) and letters.isdisjoint(re.findall("[A-Za-z]", name)):
         return name, tuple(values)
     calculation = not re.search("[A-Za-z]", re.sub(r"\\(?:frac|sqrt|binom)", "", text))
     return ("", tuple(sides)) if calculation else None
@@ -168,7 +192,7 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
 def words(text: str) -> str | None:
     """The words of a text answer, case and punctuation aside; None for anything else.
 
-    Two capitals that are no word known here stay capitals: a segment AB is not a product ab.
+    Two letters that are no word known here stay as they are: a segment AB is not a product ab.
     """
     if _NO_WORDS.search(text) or _MINUS.search(text):
         return None
@@ -177,7 +201,7 @@ def words(text: str) -> str | None:
     said = re.findall(r"[^\W_]+", text)
     if not any(_is_word(word, alone=alone) and len(word) > short for word in said):
         return None
-    if len(text) == 2 and text.isupper() and may_be_product(text.lower()):
+    if len(text) == 2 and not text.istitle() and may_be_product(text.lower()):
         return text
     found = re.findall(r"[0-9]+(?:[.:,][0-9]+)+|[^\W_]+", text.casefold())
     return " ".join(found[1:] if found[0] in ("the", "a", "an") and len(found) > 1 else found)
@@ -231,6 +255,12 @@ def _whole(text: str) -> bool:
     )
 
 
+def _power(tower: re.Match[str]) -> str:
+    """The exponent of 2^{3^2}, if it is a small one."""
+    exponent = int(tower[1]) ** int(tower[2] or tower[3])
+    return f"^{{{exponent}}}" if exponent < 10**5 else tower[0]
+
+
 @lru_cache(maxsize=4096)
 def algebra(text: str) -> str | None:
     """LaTeX of an expression or relation for a parser; None unless every token of it is known.
@@ -238,7 +268,12 @@ def algebra(text: str) -> str | None:
     Products are made explicit where the parser would read a sum: 2 \\frac{1}{2} is 5/2, but
     2(1/2) is 1.
     """
-    if _NO_ALGEBRA.search(text) or not re.search(r"[0-9A-Za-zπ∞]|\\(?:" + _GREEK + ")", text):
+    text = _TOWER.sub(_power, text) if text.count("^") > 1 else text
+    if (
+        text.count("|") % 2
+        or _NO_ALGEBRA.search(text)
+        or not re.search(r"[0-9A-Za-zπ∞]|\\(?:" + GREEK + ")", text)
+    ):
         return None
     text = re.sub(r"(?<![\w.}^])([0-9]+) ?(\\frac\{[0-9]+\}\{[0-9]+\})", r"(\1+\2)", text)
     text = re.sub(r"(?<![\w.}^)])([0-9]+)/([0-9]+)(?![0-9.^!])", r"\\frac{\1}{\2}", text)

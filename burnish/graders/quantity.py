@@ -33,7 +33,8 @@ _UNITS = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; i
     km kilometer kilometre; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram kilo;
     lb pound; oz ounce; ml milliliter millilitre; l liter litre; gal gallon; s sec second; day;
     min minute; h hr hour; dollar $ usd; euro € eur; £ gbp; ¥ yen; cent ¢; ° degree deg; rad radian;
-    °c celsius; °f fahrenheit; mi/h mph; km/h kmph kph; cup; men; am; pm; unit"""
+    °c celsius; °f fahrenheit; mi/h mph; km/h kmph kph; cup; men; am; pm; unit;
+    joule; newton; volt; watt; kelvin; hz hertz; pa pascal; ev; nm nanometer; mol mole"""
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _NO_NOUNS = """choose cubed divided double eighth factorial fifth fold fourth from half halve

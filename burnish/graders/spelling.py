@@ -15,10 +15,10 @@ FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|
 BRACKETS = r"[()\[\]{}⦃⦄]"
 COMMA = re.compile(rf"{BRACKETS}|,? (?:and|or) |[,;] ?(?:(?:and|or) )?")
 _SIGNS = r"""· cdot times ast; / div; ≤ le leq leqslant; ≥ ge geq geqslant; ≠ ne neq; < lt; > gt;
-    ∞ infty; ± pm; ∓ mp; ∪ cup; π pi; ° circ degree; ∅ emptyset varnothing; ∈ in;
-    … ldots dots cdots; ≈ approx; ( langle; ) rangle; ⦃ lbrace; ⦄ rbrace; [ lbrack; ] rbrack;
-    | lvert rvert vert mid; \frac dfrac tfrac cfrac; \binom dbinom tbinom;
-    \phi varphi; \epsilon varepsilon"""
+    ∞ infty; ± pm; ∓ mp; ∪ cup bigcup; π pi; ° circ degree; ∅ emptyset varnothing; ∈ in;
+    … ldots dots cdots; ≈ approx; : colon; ( langle; ) rangle; ⦃ lbrace; ⦄ rbrace; [ lbrack;
+    ] rbrack; | lvert rvert vert mid; \frac dfrac tfrac cfrac nicefrac sfrac;
+    \binom dbinom tbinom; \phi varphi; \epsilon varepsilon; £ pounds; ¤ textdollar"""
 _SILENT = "displaystyle left right big Big bigg Bigg bigl bigr rm bf"
 _COMMANDS = {name: row.split()[0] for row in _SIGNS.split(";") for name in row.split()[1:]}
 _COMMANDS |= {"quad": " ", "qquad": " "}
@@ -38,7 +38,15 @@ _BLACKBOARD = re.compile(r"\\mathbb\s*\{?\s*([RNZQC])\s*\}?")
 _SPACE = re.compile(r"\\(?:(?:text)?color|[hv]space)\*?\s*\{[^{}]*\}")
 _ROW = re.compile(r"\\\\\s*\[[0-9.]+ ?(?:pt|em|ex|mm|cm)\]")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose([^{}]*)\}")
+_OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
 _TEXT = re.compile(r"\\(?:text|math|mbox|operatorname|bold|emph|underline)[a-z]*\*?\s*\{([^{}]*)\}")
+_UNIT = re.compile(
+    r"(?:(?<=[0-9)}])|(?<=\\pi))(?:\\[,;: ]|[ ~])*"
+    r"\\(?:text|mathrm|textrm) ?\{ ?([msghLJNVWK]) ?\}"
+)
+_UNITS = {"m": "meter", "s": "second", "g": "gram", "h": "hour", "L": "liter"}
+_UNITS |= {"J": "joule", "N": "newton", "V": "volt", "W": "watt", "K": "kelvin"}
+"""Letters that stand for a unit only where they are text: 2π m may have a variable."""
 _COMMAND = re.compile(r"\\([A-Za-z]+)|\\(.)", re.DOTALL)
 _PREFIX = re.compile(
     r"^(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:final )?answer ?(?:is|:|=)[: ]*",
@@ -123,6 +131,9 @@ def _without_commands(text: str) -> str:
         text = _BLACKBOARD.sub(r" ℝ\1 ", text)
     text = _ROW.sub(r"\\\\", _SPACE.sub("", text)).replace("{:}", ":")
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text) if "choose" in text else text
+    text = _OVER.sub(r"\\frac{\1}{\2}", text) if "\\over" in text else text
+    text = text.replace("\\times", "⨯") if "\\vec" in text else text
+    text = _UNIT.sub(lambda m: f" {_UNITS[m[1]]} ", text)
     for _ in range(3 if "{" in text else 0):
         text, found = _TEXT.subn(r" \1 ", text)
         if not found or "{" not in text:

@@ -28,6 +28,7 @@ from sympy.core.relational import Relational
 from sympy.parsing import sympy_parser
 
 from burnish.graders.equivalence import Verdict, compare
+from burnish.graders.expression import GREEK
 
 _AS_IT_IS = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none"
@@ -37,6 +38,14 @@ _CONSTANTS = {"e": sympy.E, "i": sympy.I}
 _POINTS = [(7, 5, 1, 1), (13, 3, 1, 1), (17, 11, -1, -1), (23, 13, 1, -1), (29, 19, -1, 1)]
 """The k-th variable is (p + k) / q with the third sign for even k, with the fourth for odd k."""
 _DIGITS, _MOST_DIGITS = 15, 400
+_INDEX = r"_(?:\{\w+\}|\w)"
+_LETTER = rf"(?:[A-Za-z]|\\(?:{GREEK})(?![A-Za-z]))(?:{_INDEX})?"
+_NAME = re.compile(
+    rf"(?P<slope>\\frac ?\{{ ?d ?{_LETTER} ?\}}\{{ ?d ?{_LETTER} ?\}}"
+    rf"|(?<![A-Za-z\\])d{_LETTER} ?/ ?d{_LETTER}(?![A-Za-z]))"
+    rf"|(?P<greek>\\(?:{GREEK})(?![A-Za-z])(?:{_INDEX})?)|\\[A-Za-z]+"
+    rf"|(?P<letter>[A-Za-z]{_INDEX}|[A-Z])"
+)
 _WARM = [
     (r"\frac{\sqrt{8}x}{2.5}+\sin^2 y", r"0.8\sqrt{2}x+1-\cos^2 y"),
     (r"\frac{x(x+1)}{2}", r"\frac{x^{2}+x}{2}"),
@@ -69,7 +78,7 @@ def compare_algebra(answer: str, gold: str) -> Verdict:
         return Verdict.UNREADABLE
     same = _same if isinstance(theirs, sympy.Expr) else _same_relation
     try:
-        equal = _same_case(answer, gold) and same(ours, theirs)
+        equal = same(ours, theirs)
     except GAVE_UP:
         equal = False
     return Verdict.EQUAL if equal else Verdict.DIFFERENT
@@ -79,13 +88,17 @@ def compare_algebra(answer: str, gold: str) -> Verdict:
 def _expression(text: str) -> Any:
     """The parsed text, its letters real variables; None if it can't be parsed or has no value."""
     found = parse(
-        f"${text}$", extraction_config=_LATEX, fallback_mode="no_fallback", parsing_timeout=None
+        f"${_NAME.sub(_own_name, text)}$",
+        extraction_config=_LATEX,
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
     )
     if not found or not isinstance(found[0], sympy.Expr | Relational):
         return found[0] if found else None
     letters = found[0].atoms(sympy.Symbol)
     meant = {s: _CONSTANTS.get(s.name, sympy.Symbol(s.name, real=True)) for s in letters}
     value = found[0].xreplace(meant).replace(_is_odd_root, _odd_root)
+    value = value.replace(_is_unknown_slope, lambda of: sympy.Symbol(str(of), real=True))
     try:
         value = value.doit() if isinstance(value, sympy.Expr) else value
     except GAVE_UP:
@@ -95,18 +108,39 @@ def _expression(text: str) -> Any:
 
 def _is_odd_root(of: Any) -> bool:
     exponent = of.exp if of.is_Pow else sympy.S.One
-    return bool(exponent.is_Rational and exponent.q > 1 and exponent.q % 2 and of.base.is_negative)
+    odd = exponent.is_Rational and exponent.q > 1 and exponent.q % 2
+    signed = (
+        of.base.is_negative or (exponent.p % 2 == 0 and not of.base.is_nonnegative) if odd else 0
+    )
+    return bool(signed and of.base.is_extended_real)
 
 
 def _odd_root(of: Any) -> Any:
     """The real one of a negative number: the cube root of -8 is -2."""
-    return (-1) ** of.exp.p * (-of.base) ** of.exp
+    return (
+        (-1) ** of.exp.p * (-of.base) ** of.exp if of.base.is_negative else abs(of.base) ** of.exp
+    )
 
 
-def _same_case(answer: str, gold: str) -> bool:
-    """Whether no letter is a capital in one and small in the other: the parser does not tell."""
-    ours, theirs = (set(re.sub(r"\\[A-Za-z]+", "", text)) for text in (answer, gold))
-    return not any(c.isalpha() and c.swapcase() in theirs - ours for c in ours - theirs)
+def _is_unknown_slope(of: Any) -> bool:
+    """dy/dx is 0 to sympy, for which y does not depend on x."""
+    return (
+        isinstance(of, sympy.Derivative)
+        and bool(of.expr.free_symbols)
+        and of.expr.free_symbols.isdisjoint(of.variables)
+    )
+
+
+def _own_name(found: re.Match[str]) -> str:
+    """Capitals, Greek letters, letters with an index and dy/dx under names that mean nothing to the
+    parser: it takes R for r, E for e, γ for Euler's constant, x^T for a transpose and dy/dx for 0.
+    """
+    name = found["slope"] or found["greek"] or found["letter"]
+    applied = found.string[found.end() :].lstrip().startswith("(")
+    if name is None or (applied and (found["greek"] or name in ("F", "G"))):
+        return found[0]
+    plain = re.sub(r"[{} ]", "", name)
+    return f"q_{{{''.join(f'{ord(letter):03d}' for letter in plain)}}}"
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -145,11 +179,17 @@ def _is_zero(difference: Any) -> bool:
     variables = difference.free_symbols
     positive = {v: sympy.Symbol(v.name, positive=True) for v in variables}
     difference = difference.xreplace(positive)
-    for step in (sympy.expand, sympy.simplify):
+    for step in (sympy.expand, sympy.simplify, _in_parts):
         difference = step(difference)
         if difference == 0:
             return True
     return difference.equals(0) is True
+
+
+def _in_parts(number: Any) -> Any:
+    """e^{πi/3} as 1/2 + √3 i/2."""
+    complex_number = number.has(sympy.I) and not number.free_symbols
+    return sympy.expand(number, complex=True) if complex_number else number
 
 
 def _same_relation(ours: Any, theirs: Any) -> bool:
