@@ -133,7 +133,7 @@ def _compare_parts(
     named_apart = both and answer.name != gold.name
     if not fits or named_apart or len(ours) != len(theirs) or len(ours) > MOST_PARTS:
         return Verdict.DIFFERENT
-    if kinds <= {"⦃⦄", "list", "or", "and"}:
+    if kinds <= {"⦃⦄", "list", "or", "and"} and "…" not in (*ours, *theirs):
         return _compare_unordered(ours, theirs, algebra, deep)
     return _worst([_compare(*pair, algebra, deep) for pair in zip(ours, theirs, strict=True)])
 
@@ -184,8 +184,10 @@ def _compare_leaf(answer: str, gold: str, algebra: CompareAlgebra | None) -> Ver
 
 
 def _folded(text: str) -> str:
-    r"""In small letters, but \Omega is not \omega."""
-    return re.sub(r"\\[A-Za-z]+|[^\\]", lambda m: m[0] if m[0][0] == "\\" else m[0].lower(), text)
+    r"""Its words in small letters; \Omega and F' stay as they are."""
+    return re.sub(
+        r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|[APap][Mm]\b)", lambda word: word[0].lower(), text
+    )
 
 
 def _algebra(of: Quantity) -> str | None:

@@ -47,12 +47,18 @@ _TOKEN = re.compile(
 _NO_ALGEBRA = re.compile(  # words, two numbers side by side, 1e5, what would take for ever
     r"(?<![\\A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{4}|(?<![_^])[0-9] [0-9]"
     r"|[0-9][eE][-+]?[0-9]|[0-9]{200}|(?<= )(?:to|of|the|per|vs)(?= )"
+    r"|° ?[A-Za-z(]|\\[a-z]+\^\{?0"
     r"|\^\{?-?(?:[0-9]{6}|[0-9]+\}?\^)|[0-9]{5}!|!\)*!",
     re.ASCII,
 )
 _CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-J])[).:]*", re.IGNORECASE)
-_CHOICE_AND_MORE = re.compile(r"\(?([A-J])[).:]+ ?((?!.*\b[A-J]\b)(?!.*\bor\b).*)")
-_NO_WORDS = re.compile(r"[\\^=<>≤≥≠+·{}\[\]|π∞±∪/%$_⦃]")
+_CHOICE_AND_MORE = re.compile(
+    r"\(?([A-J])[).:]+ ?(?!.*\b[A-K]\b|.*\([a-k]\)|[a-j]$)"
+    r"((?!.*\b(?:or|not|no|false|wrong|incorrect)\b).*)"
+)
+_NO_WORDS = re.compile(  # signs that mean something: a prime, a factorial, an arrow
+    r"[\\^=<>≤≥≠+·{}\[\]|π∞±∪/%$_⦃]|\b[A-Za-z]['′″]|[0-9]!|[^\x00-\x7f\w\s’‘“”…]"
+)
 _SHORT_WORDS = """yes no odd one two six ten red all any mon tue wed thu fri sat sun jan feb mar apr
     may jun jul aug sep oct nov dec"""
 _KNOWN = set(_SHORT_WORDS.split())
@@ -71,7 +77,7 @@ _TOWER = re.compile(r"\^\{([0-9]{1,2})\^(?:([0-9])|\{([0-9]{1,2})\})\}")
 
 class Parts(NamedTuple):
     kind: str
-    """Its brackets; "list"; "or", "and" of conditions; rows × columns of a matrix."""
+    """Its brackets; "list"; "or", "and" of conditions; of a matrix, the lengths of its rows."""
     items: tuple[str, ...]
     name: str = ""
     """The variables, where an inequality describes an interval, equations a tuple, or conditions
@@ -86,7 +92,7 @@ def parts(text: str) -> Parts | None:
     if matrix and "\\begin" not in matrix["body"]:
         body = re.sub(r"(?: |\\\\)*$", "", matrix["body"])
         rows = [row.split("&") for row in body.split("\\\\")]
-        kind = f"{len(rows)}×{len(rows[0])}"
+        kind = "×".join(str(len(row)) for row in rows)
         factor = matrix["factor"].strip(" ·")
         cells = [normalise(cell) for row in rows for cell in row]
         if factor:
@@ -121,6 +127,8 @@ def _several(text: str, pieces: list[str]) -> Parts:
         rounds = range(0, len(pieces), size)
         return Parts("⦃⦄", tuple(", ".join(pieces[i : i + size]) for i in rounds))
     if 1 < len(pieces) == len({name for name, _ in named} - {""}):
+        if " or " in text:
+            return Parts("or", tuple(pieces), ",".join(sorted(names)))
         values = sorted((name, values[-1]) for name, values in named)
         return Parts(
             "()", tuple(value for _, value in values), ",".join(name for name, _ in values)
@@ -175,6 +183,8 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
     sides = cut(text.replace("≈", "="), _EQUALS)
     if len(sides) < 2:
         return ("", (text,)) if about else None
+    if "∈" in text and not re.match(r"[\[(⦃∅ℝ]", sides[-1]):
+        return None
     if _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(sides[0]):
         sides.reverse()
     name, *values = sides
@@ -290,7 +300,8 @@ def algebra(text: str) -> str | None:
             continue
         after = written[-1][-1:] if written else ""
         number = token["number"] and (after in (")", "}", "!") or after.isdigit())
-        if value and (token[0] in ("(", r"\frac") or number):
+        braced = token[0] == "{" and after.isdigit() and written[-1][0].isdigit()
+        if value and (token[0] in ("(", "[", r"\frac", r"\binom") or number or braced):
             written.append(_LATEX["·"])
         written.append(_LATEX.get(token[0]) or token[0] + " " * (token[0][0] == "\\"))
         value = bool(token["number"]) or token[0] in ("π", ")", "}", "!")

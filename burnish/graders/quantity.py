@@ -23,7 +23,7 @@ _PATTERN = re.compile(
       (?:[eE](?P<power>[-+]?[0-9]{{1,4}})|\s*[·x]\s*10\^\{{?(?P<power_>[-+]?[0-9]{{1,4}})\}}?)?
     | (?P<before>[0-9]*\.[0-9]*)\\overline\{{(?P<period>[0-9]+)\}}
     )(?:\s*(?P<scale>hundred|thousand|million|billion|trillion|dozen))?
-    \s*(?P<percent>%|percent|per\ cent|pct)?""",
+    \s*(?P<percent>%|(?i:percent|per\ cent|pct))?""",
     re.VERBOSE,
 )
 _TERMS = ("top", "bottom")
@@ -41,10 +41,14 @@ _NO_NOUNS = """choose cubed divided double eighth factorial fifth fold fourth fr
     hundredth infinity millionth minus negative ninth only over percentage plus quarter seventh
     sixth sqrt squared tenth than then third thousandth times triple undefined with without"""
 _NO_NOUNS += """ repeating recurring point root tens hundreds thousands alpha beta gamma delta
-    theta lambda sigma omega"""
+    theta lambda sigma omega additive below incorrect inverse logarithm multiplicative multiplied
+    opposite radical rooted under wrong percents permille googol lakh crore myriad score gross grand
+    thou twice thrice doubled halved tripled quadrupled negated inverted reciprocal exponent raised
+    less mult comma decimal semi demi pairs basis binary octal hexadecimal three four five seven
+    eight nine eleven twelve twenty thirty forty fifty"""
 _NO_UNITS = _SCALES.keys() | set(_NO_NOUNS.split())
 _PARTS_OF_ONE = re.compile(
-    "(?:fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|hundred|sand|lion)ths?"
+    "(?:fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|hundred|sand|lion)ths?|illions?$|fold$"
 )
 _PART = re.compile(r"(?P<name>[A-Za-z]+\.?|[°$€£¥¢][CcFf]?)(?:\^\{?(?P<power>[23])\}?)?|/|\s|-")
 _ATTACHED = re.compile(r"(.*[0-9.})πe%])([A-Za-z°$€£¥¢][A-Za-z/]*(?:\^[23])?)", re.DOTALL)

@@ -25,7 +25,7 @@ _COMMANDS |= {"quad": " ", "qquad": " "}
 _COMMANDS |= dict.fromkeys(_SILENT.split(), "")
 _ESCAPES = {"{": "⦃", "}": "⦄", "$": "¤", "\\": r"\\"} | {sign: sign for sign in "|%&#_"}
 _ESCAPES |= dict.fromkeys("!()[]", "")
-_UNICODE = dict(zip("−–—×⋅∙÷⁄⩽⩾，（）\u00a0\u202f\u2009", "---···//≤≥,()   ", strict=True))
+_UNICODE = dict(zip("−–—‑‒﹣×⋅∙÷⁄⩽⩾，（）\u00a0\u202f\u2009", "------···//≤≥,()   ", strict=True))
 _UNICODE |= {"√": r"\sqrt ", "½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4"}
 _UNICODE |= {chr(0xFF10 + digit): str(digit) for digit in range(10)} | {"\u200b": "", "\ufeff": ""}
 _UNICODE |= {"ℝ": r"\mathbb{R}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
@@ -39,7 +39,12 @@ _SPACE = re.compile(r"\\(?:(?:text)?color|[hv]space)\*?\s*\{[^{}]*\}")
 _ROW = re.compile(r"\\\\\s*\[[0-9.]+ ?(?:pt|em|ex|mm|cm)\]")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose([^{}]*)\}")
 _OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
-_TEXT = re.compile(r"\\(?:text|math|mbox|operatorname|bold|emph|underline)[a-z]*\*?\s*\{([^{}]*)\}")
+_FONTS = "rm|bf|it|sf|tt|md|up|sc|sl|cal|frak|scr|normal"
+_TEXT = re.compile(
+    rf"\\(?:(?:text|math)(?:{_FONTS})?|[mh]box|operatorname|bold(?:symbol)?|emph|underline)"
+    r"\*?\s*\{([^{}]*)\}"
+)
+_FAR = re.compile(r"(?<=[0-9])\s*\\q?quad\s*(?=[0-9])")
 _UNIT = re.compile(
     r"(?:(?<=[0-9)}])|(?<=\\pi))(?:\\[,;: ]|[ ~])*"
     r"\\(?:text|mathrm|textrm) ?\{ ?([msghLJNVWK]) ?\}"
@@ -78,18 +83,18 @@ _AFTER = [  # where the first is found, the second becomes the third
         ("\\frac", r"\\frac ?([0-9A-Za-zπ])", r"\\frac{\1}"),
         ("\\frac", r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-zπ])", r"\1{\2}"),
         ("^", r"\^ ?\(([^()]*)\)", r"^{\1}"),
-        ("^", r"\^ ?(-[0-9A-Za-z]+)", r"^{\1}"),
-        ("{", r"([\^_]) ?\{ ?(\w) ?\}", r"\1\2"),
+        ("^", r"\^ ?(-(?:[0-9]+|[A-Za-z]))", r"^{\1}"),
+        ("{", r"([\^_]) ?\{ ?(\w) ?\}(?![0-9.])", r"\1\2"),
         ("} {", r"\} \{", "}{"),
         (" ", r" (?=[\^%])|(?<=[\[({⦃]) | (?=[\])}⦄,;])", ""),
     ]
 ]
 _PLAIN = re.compile(
-    r"[-+]?\$?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?|[-+]?[0-9]+/[0-9]+"
+    r"[-+]?\$?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?|[-+]?[0-9]+/[0-9]+"
     r"|[-+]?\\[dt]?frac\{[-+]?[0-9]+\}\{[0-9]+\}"
 )
-_SPACED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
-_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
+_SPACED = re.compile(r"(?<![0-9.])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]| ?/)")
+_THOUSANDS = re.compile(r"(?<![0-9.^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 
 
 @lru_cache(maxsize=8192)
@@ -126,7 +131,7 @@ def normalise(text: str) -> str:
 
 def _without_commands(text: str) -> str:
     """LaTeX's spacing, sizes, fonts and names of signs become spaces, nothing, words and signs."""
-    text = _INVISIBLE.sub("", _SEPARATORS.sub("", text))
+    text = _FAR.sub(", ", _INVISIBLE.sub("", _SEPARATORS.sub("", text)))
     if "\\mathbb" in text:
         text = _BLACKBOARD.sub(r" ℝ\1 ", text)
     text = _ROW.sub(r"\\\\", _SPACE.sub("", text)).replace("{:}", ":")
@@ -144,7 +149,7 @@ def _without_commands(text: str) -> str:
 def _command(match: re.Match[str]) -> str:
     if match[1]:
         return _COMMANDS.get(match[1], match[0])
-    return _ESCAPES.get(match[2], " ")
+    return _ESCAPES.get(match[2], match[2] if match[2] in "+-=^<>/*" else " ")
 
 
 def closes(text: str) -> bool:
@@ -173,4 +178,4 @@ def cut(text: str, separators: re.Pattern[str]) -> list[str]:
 
 def squeezed(text: str) -> str:
     """Without spaces, but two numbers stay two."""
-    return re.sub(r"(?<![0-9]) | (?![0-9])", "", text) if " " in text else text
+    return re.sub(r"(?<![0-9]) | (?![0-9.])", "", text) if " " in text else text

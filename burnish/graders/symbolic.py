@@ -35,8 +35,9 @@ _AS_IT_IS = NormalizationConfig(
 )
 _LATEX = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_AS_IT_IS)]
 _CONSTANTS = {"e": sympy.E, "i": sympy.I}
-_POINTS = [(7, 5, 1, 1), (13, 3, 1, 1), (17, 11, -1, -1), (23, 13, 1, -1), (29, 19, -1, 1)]
-"""The k-th variable is (p + k) / q with the third sign for even k, with the fourth for odd k."""
+_POINTS = [(7, 5, 0), (17, 11, 7), (2, 5, 7), (211, 3, 7), (401, 7, 4)]
+_MORE_POINTS = [(23, 13, 2), (29, 19, 5), (307, 2, 1), (31, 17, 3), (37, 23, 6)]
+"""The k-th variable is (p + k) / q, and negative where the third number has the bit k modulo 3."""
 _DIGITS, _MOST_DIGITS = 15, 400
 _INDEX = r"_(?:\{\w+\}|\w)"
 _LETTER = rf"(?:[A-Za-z]|\\(?:{GREEK})(?![A-Za-z]))(?:{_INDEX})?"
@@ -153,7 +154,9 @@ def _differ(ours: Any, theirs: Any) -> bool:
     """Whether the values differ at some point where both are real numbers, or are numbers; or only
     one is real there, and only one takes absolute values: ln |x| is not ln x."""
     variables = sorted(ours.free_symbols | theirs.free_symbols, key=str)
-    for point in _POINTS if variables else _POINTS[:1]:
+    for point in (
+        _POINTS + _MORE_POINTS if len(variables) > 1 else _POINTS[: 1 + 4 * len(variables)]
+    ):
         at = _at(point, variables)
         left, right = ours.xreplace(at), theirs.xreplace(at)
         real, right_real = (side.evalf(_DIGITS).is_extended_real for side in (left, right))
@@ -164,9 +167,10 @@ def _differ(ours: Any, theirs: Any) -> bool:
     return False
 
 
-def _at(point: tuple[int, int, int, int], variables: Sequence[Any]) -> dict[Any, Any]:
-    p, q, *signs = point
-    return {v: signs[k % 2] * sympy.Rational(p + k, q) for k, v in enumerate(variables)}
+def _at(point: tuple[int, int, int], variables: Sequence[Any]) -> dict[Any, Any]:
+    p, q, signs = point
+    negative = [signs >> k % 3 & 1 for k in range(len(variables))]
+    return {v: (-1) ** negative[k] * sympy.Rational(p + k, q) for k, v in enumerate(variables)}
 
 
 def _is_certainly_not_zero(number: Any) -> bool:
