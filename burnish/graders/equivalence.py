@@ -21,7 +21,7 @@ from burnish.graders.spelling import COMMA, closes, cut, normalise, squeezed
 LONGEST = 1_000
 """Characters of an answer that is looked at."""
 MOST_PARTS, DEEPEST = 64, 8
-_CONDITION = re.compile(r"[a-zA-Z](?: ?∈ ?ℝR)? ?[|:] ?([^|:]+)")
+_CONDITION = re.compile(r"([a-zA-Z])(?: ?∈ ?ℝR)? ?[|:] ?(?=[^|:]*\1)([^|:]*[<>≤≥≠][^|:]*)")
 
 
 class Verdict(StrEnum):
@@ -97,7 +97,7 @@ def _plainly(text: str, *, alone: bool) -> str:
     inside = text[1:-1].strip()
     said = _CONDITION.fullmatch(inside)
     if said:
-        return said[1]
+        return said[2]
     single = alone and len(cut(inside, COMMA)) == 1 and inside[:1] not in ("∅", "⦃", "")
     return inside if single and "±" not in inside else text if inside else "∅"
 

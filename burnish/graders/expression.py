@@ -89,7 +89,8 @@ def parts(text: str) -> Parts | None:
     if not _STRUCTURE.search(text):
         return None
     matrix = _MATRIX.fullmatch(text)
-    if matrix and "\\begin" not in matrix["body"]:
+    product = matrix and re.fullmatch("-?[^-+]*", matrix["factor"].strip())
+    if matrix and product and "\\begin" not in matrix["body"]:
         body = re.sub(r"(?: |\\\\)*$", "", matrix["body"])
         rows = [row.split("&") for row in body.split("\\\\")]
         kind = "×".join(str(len(row)) for row in rows)

@@ -1409,6 +1409,12 @@ LABELLED = {
             ("A. no, the right one is (K)", "A"),
             ("(A) and (c)", "A"),
             ("101 binary", "101"),
+            (r"\{x:5\}", "5"),
+            (r"\{x:y>1\}", "y>1"),
+            (
+                r"\begin{pmatrix}5\\5\end{pmatrix}",
+                r"3+2\begin{pmatrix}1\\1\end{pmatrix}",
+            ),
             (
                 r"\begin{pmatrix}1&2\\3\\4&5&6\end{pmatrix}",
                 r"\begin{pmatrix}1&2\\3&4\\5&6\end{pmatrix}",
