@@ -176,8 +176,11 @@ def gold_texts(gold: Any) -> tuple[str, ...]:
         return (gold,)
     if isinstance(gold, list | tuple | set | frozenset):
         return tuple(text for one in gold for text in gold_texts(one)) or ("",)
-    a_number = isinstance(gold, NUMBERS) and -LARGEST < gold < LARGEST
-    return (str(gold),) if a_number else ("",)
+    try:
+        a_number = isinstance(gold, NUMBERS) and -LARGEST < gold < LARGEST
+        return (str(gold),) if a_number else ("",)
+    except (ArithmeticError, ValueError):  # Decimal's NaN; a fraction of thousands of digits
+        return ("",)
 
 
 def _at_once(answer: str | None, gold: Any) -> Grade | None:

@@ -42,9 +42,9 @@ _NO_NOUNS = """choose cubed divided double eighth factorial fifth fold fourth fr
     sixth sqrt squared tenth than then third thousandth times triple undefined with without"""
 _NO_NOUNS += """ repeating recurring point root tens hundreds thousands alpha beta gamma delta
     theta lambda sigma omega additive below incorrect inverse logarithm multiplicative multiplied
-    opposite radical rooted under wrong percents permille googol lakh crore myriad score gross grand
-    thou twice thrice doubled halved tripled quadrupled negated inverted reciprocal exponent raised
-    less mult comma decimal semi demi pairs basis binary octal hexadecimal three four five seven
+    opposite radical under wrong percents permille googol lakh crore myriad score gross
+    twice thrice doubled halved tripled quadrupled negated inverted reciprocal exponent raised
+    less pairs binary octal hexadecimal three four five seven
     eight nine eleven twelve twenty thirty forty fifty"""
 _NO_UNITS = _SCALES.keys() | set(_NO_NOUNS.split())
 _PARTS_OF_ONE = re.compile(

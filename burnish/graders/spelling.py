@@ -58,7 +58,7 @@ _PREFIX = re.compile(
     re.IGNORECASE,
 )
 _NAMES = ("sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp")
-_NAMED = re.compile(rf"(?<![\\A-Za-z])(sqrt|{FUNCTIONS})(?![A-Za-z])")
+_NAMED = re.compile(rf"(?<![\\A-Za-z])(sqrt|{FUNCTIONS})(?![A-Za-z]|[ .]*(?:$|/))")
 _AFTER = [  # where the first is found, the second becomes the third
     (trigger, re.compile(pattern), to)
     for trigger, pattern, to in [

@@ -35,9 +35,8 @@ _AS_IT_IS = NormalizationConfig(
 )
 _LATEX = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_AS_IT_IS)]
 _CONSTANTS = {"e": sympy.E, "i": sympy.I}
-_POINTS = [(7, 5, 0), (17, 11, 7), (2, 5, 7), (211, 3, 7), (401, 7, 4)]
-_MORE_POINTS = [(23, 13, 2), (29, 19, 5), (307, 2, 1), (31, 17, 3), (37, 23, 6)]
-"""The k-th variable is (p + k) / q, and negative where the third number has the bit k modulo 3."""
+_POINTS = [(7, 5, 1, 1), (13, 3, 1, 1), (17, 11, -1, -1), (23, 13, 1, -1), (29, 19, -1, 1)]
+"""The k-th variable is (p + k) / q with the third sign for even k, with the fourth for odd k."""
 _DIGITS, _MOST_DIGITS = 15, 400
 _INDEX = r"_(?:\{\w+\}|\w)"
 _LETTER = rf"(?:[A-Za-z]|\\(?:{GREEK})(?![A-Za-z]))(?:{_INDEX})?"
@@ -108,16 +107,14 @@ def _expression(text: str) -> Any:
 
 
 def _is_odd_root(of: Any) -> bool:
-    exponent = of.exp if of.is_Pow else sympy.S.One
-    odd = exponent.is_Rational and exponent.q > 1 and exponent.q % 2
-    signed = (
-        of.base.is_negative or (exponent.p % 2 == 0 and not of.base.is_nonnegative) if odd else 0
-    )
-    return bool(signed and of.base.is_extended_real)
+    if not (of.is_Pow and of.exp.is_Rational and of.exp.q > 1 and of.exp.q % 2):
+        return False
+    even = of.exp.p % 2 == 0 and of.base.is_extended_real and not of.base.is_nonnegative
+    return bool(of.base.is_negative or even)
 
 
 def _odd_root(of: Any) -> Any:
-    """The real one of a negative number: the cube root of -8 is -2."""
+    """The real one: the cube root of -8 is -2, and that of x² is never negative."""
     return (
         (-1) ** of.exp.p * (-of.base) ** of.exp if of.base.is_negative else abs(of.base) ** of.exp
     )
@@ -154,9 +151,7 @@ def _differ(ours: Any, theirs: Any) -> bool:
     """Whether the values differ at some point where both are real numbers, or are numbers; or only
     one is real there, and only one takes absolute values: ln |x| is not ln x."""
     variables = sorted(ours.free_symbols | theirs.free_symbols, key=str)
-    for point in (
-        _POINTS + _MORE_POINTS if len(variables) > 1 else _POINTS[: 1 + 4 * len(variables)]
-    ):
+    for point in _POINTS if variables else _POINTS[:1]:
         at = _at(point, variables)
         left, right = ours.xreplace(at), theirs.xreplace(at)
         real, right_real = (side.evalf(_DIGITS).is_extended_real for side in (left, right))
@@ -167,10 +162,9 @@ def _differ(ours: Any, theirs: Any) -> bool:
     return False
 
 
-def _at(point: tuple[int, int, int], variables: Sequence[Any]) -> dict[Any, Any]:
-    p, q, signs = point
-    negative = [signs >> k % 3 & 1 for k in range(len(variables))]
-    return {v: (-1) ** negative[k] * sympy.Rational(p + k, q) for k, v in enumerate(variables)}
+def _at(point: tuple[int, int, int, int], variables: Sequence[Any]) -> dict[Any, Any]:
+    p, q, *signs = point
+    return {v: signs[k % 2] * sympy.Rational(p + k, q) for k, v in enumerate(variables)}
 
 
 def _is_certainly_not_zero(number: Any) -> bool:
@@ -179,8 +173,9 @@ def _is_certainly_not_zero(number: Any) -> bool:
 
 
 def _is_zero(difference: Any) -> bool:
-    """Whether sympy proves it, for positive variables."""
-    variables = difference.free_symbols
+    """Whether sympy proves it, for positive variables; for all real ones, where an absolute value
+    is taken: |x + 2| is x + 2 for the positive."""
+    variables = set() if difference.has(sympy.Abs) else difference.free_symbols
     positive = {v: sympy.Symbol(v.name, positive=True) for v in variables}
     difference = difference.xreplace(positive)
     for step in (sympy.expand, sympy.simplify, _in_parts):

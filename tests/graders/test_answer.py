@@ -97,7 +97,11 @@ def test_question_only(response, rewards):
 
 
 @pytest.mark.parametrize(
-    "truth", [None, "", [], {}, math.nan, math.inf, 1j, [10**5000], [""], "x^{"]
+    "truth",
+    [
+        *(None, "", [], {}, math.nan, math.inf, 1j, [10**5000], [""], "x^{"),
+        *(Decimal("NaN"), Decimal("sNaN"), Fraction(1, 10**5000)),
+    ],
 )
 def test_a_ground_truth_that_cannot_be_parsed_is_said(truth):
     for response in (tagged("4"), "no format"):
