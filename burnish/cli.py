@@ -36,6 +36,8 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Write data that a model makes.")
 app.add_typer(data_app, name="data")
 out_console = Console(highlight=False)
+ONE_REQUEST_S = 1.0
+"""Signals this close together are one request: `timeout` signals a process, then its group."""
 
 RecipeName = Annotated[str, typer.Argument(help="a name from `burnish recipes`, or a .toml file")]
 Overrides = Annotated[
@@ -296,12 +298,15 @@ def data_arithmetic(
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="run directories")],
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("compare.png"),
+    metric: Annotated[
+        list[str] | None, typer.Option(help="draw this one of metrics.jsonl; may be given again")
+    ] = None,
 ) -> None:
     """Overlay runs in one picture and tabulate what they came to; evaluations become one page.
 
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
-    the last 10 steps; the rest is the last validation. Where all runs measured KL, the picture has
-    the reward against it.
+    the last 10 steps; the rest is the last validation. The picture has reward and loss, the reward
+    against KL where all runs measured it, or the metrics that are named.
     """
     import numpy as np
 
@@ -313,7 +318,7 @@ def compare(
     if all((run / "results.jsonl").exists() for run in runs):
         page = write_evaluation(runs, out.with_suffix(".html"))
         return out_console.print(f"report: {escape(str(page))}")
-    curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out)]
+    curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out, metric or ())]
     shown = [name for name in curves[0][1] if any(np.isfinite(e[name]).any() for _, e in curves)]
 
     def line(what: object, values: Iterable[object]) -> None:
@@ -437,7 +442,7 @@ def _live(
     path: Path, *, quiet: bool
 ) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
     """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
-    asked: list[int] = []
+    asked: list[tuple[int, float]] = []
     with _display(quiet=quiet) as display:
         bar = display.add_task(path.name, total=None, now="")
 
@@ -453,10 +458,11 @@ def _live(
                 out_console.print(f"step {step}/{total}  {now}")
 
         def ask(number: int, frame: object) -> None:
-            if asked:
+            if not asked:
+                asked.append((number, time.monotonic()))
+                display.console.print("stopping after this step; once more to stop at once")
+            elif time.monotonic() - asked[0][1] > ONE_REQUEST_S:
                 raise KeyboardInterrupt
-            asked.append(number)
-            display.console.print("stopping after this step; once more to stop at once")
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -468,7 +474,7 @@ def _live(
                 signal.signal(number, handler)
     if asked:
         out_console.print(f"stopped and saved; continue with: burnish resume {escape(str(path))}")
-        raise typer.Exit(128 + asked[0])
+        raise typer.Exit(128 + asked[0][0])
 
 
 def _show_end(path: Path) -> None:

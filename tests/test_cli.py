@@ -87,8 +87,9 @@ def test_an_error_is_one_message(arguments, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("times", [1, 2])  # `timeout` signals a process, then its whole group
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_is_saved_and_resumed(number, tmp_path):
+def test_a_stopped_run_is_saved_and_resumed(number, times, tmp_path):
     process = subprocess.Popen(
         [BURNISH, "train", "sort", "--set", "train.steps=100000", "--out", "run"],
         cwd=tmp_path,
@@ -100,7 +101,9 @@ def test_a_stopped_run_is_saved_and_resumed(number, tmp_path):
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
         assert time.monotonic() < deadline, "no step within a minute"
         time.sleep(0.1)
-    process.send_signal(number)
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.01)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "stopped and saved; continue with: burnish resume run" in out

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from burnish.config import nearest
 from burnish.errors import RunError
 from burnish.runs.metrics import read_rows
 
@@ -42,23 +43,30 @@ class Curve(NamedTuple):
 def draw_run(path: Path) -> Path:
     """Loss and reward of one run, as ``curves.png`` in its directory."""
     recipe = read_recipe(path)
-    curve = Curve("", [recipe.get("seed", 0)], [_steps(path)])
-    return _draw(
-        [curve], path / "curves.png", f"{recipe.get('name', path.name)}, seed {curve.seeds[0]}"
-    )
+    curve = Curve("", [recipe.get("seed", 0)], [read_rows(path / "metrics.jsonl")])
+    title = f"{recipe.get('name', path.name)}, seed {curve.seeds[0]}"
+    return _draw([curve], path / "curves.png", title=title)
 
 
-def draw_comparison(paths: Sequence[Path], out: Path) -> list[Curve]:
-    """Several runs in one picture; runs that differ only in their seed share a line and a band."""
+def draw_comparison(paths: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> list[Curve]:
+    """Several runs in one picture; runs that differ only in their seed share a line and a band.
+
+    A panel for each metric, or reward and loss (KL, where all measured it).
+    """
     curves = group_by_settings(paths)
-    _draw(curves, out, None)
+    known = sorted({key for curve in curves for run in curve.rows for row in run for key in row})
+    for metric in metrics:
+        if not all(any(metric in row for row in run) for curve in curves for run in curve.rows):
+            why = "not every run measured" if metric in known else "no run measured"
+            raise RunError(f"{why} {metric!r}{nearest(metric, [k for k in known if k != metric])}")
+    _draw(curves, out, metrics)
     return curves
 
 
 def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     """The runs as curves, each named by the settings in which the runs differ."""
     recipes = [_flat(read_recipe(path)) for path in paths]
-    rows = [_steps(path) for path in paths]
+    rows = [read_rows(path / "metrics.jsonl") for path in paths]
     ignored = {"seed", "description", "name"}
     keys = sorted({key for recipe in recipes for key in recipe} - ignored)
     # A setting that only some runs have belongs to a piece that differs; the piece says it all.
@@ -66,7 +74,7 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     differing = [key for key in keys if len(values[key]) > 1]
     curves: dict[str, Curve] = {}
     for path, recipe, run in zip(paths, recipes, rows, strict=True):
-        if not run:
+        if not all(any(metric in row for row in run) for metric, _ in PANELS):
             raise RunError(f"{path} has no finished step yet")
         parts = [f"{k.rpartition('.')[2]} = {recipe[k]}" for k in differing if k in recipe]
         label = ", ".join(parts) or str(recipe.get("name", path.name))
@@ -86,12 +94,6 @@ def ends(curve: Curve) -> dict[str, list[float]]:
     return {name: [last(run, *what) for run in curve.rows] for name, what in ENDS.items()}
 
 
-def _steps(path: Path) -> list[dict[str, Any]]:
-    """The rows of training steps; a row of validation alone is left out."""
-    rows = read_rows(path / "metrics.jsonl")
-    return [row for row in rows if all(metric in row for metric, _ in PANELS)]
-
-
 def read_recipe(path: Path) -> dict[str, Any]:
     file = path / "recipe.toml"
     if not file.is_file():
@@ -109,21 +111,27 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _draw(curves: Sequence[Curve], out: Path, title: str | None) -> Path:
+def _draw(
+    curves: Sequence[Curve], out: Path, metrics: Sequence[str] = (), title: str | None = None
+) -> Path:
     # Imported here: the rest of the package does not need it, and it takes half a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_steps(left, curves, *PANELS[0])
-    if len(curves) > 1 and all(np.isfinite(ends(curve)["KL k1"]).all() for curve in curves):
-        _draw_frontier(right, curves)
-    else:
-        _draw_steps(right, curves, *PANELS[1])
-    for axes in (left, right):
+    panels = [(metric, metric) for metric in metrics] or PANELS
+    shape = ((len(panels) + 1) // 2, min(2, len(panels)))
+    figure = Figure(figsize=(5.0 * shape[1], 3.8 * shape[0]), layout="constrained")
+    places = list(figure.subplots(*shape, squeeze=False).flat)
+    drifts = len(curves) > 1 and all(np.isfinite(ends(c)["KL k1"]).all() for c in curves)
+    for axes, (metric, name) in zip(places, panels, strict=False):
+        if drifts and (metric, name) == PANELS[1]:
+            _draw_frontier(axes, curves)
+        else:
+            _draw_steps(axes, curves, metric, name)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+    for axes in places[len(panels) :]:
+        axes.remove()
     if len(curves) > 1:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
@@ -136,16 +144,20 @@ def _draw(curves: Sequence[Curve], out: Path, title: str | None) -> Path:
 
 
 def _draw_steps(axes: Axes, curves: Sequence[Curve], metric: str, name: str) -> None:
+    """A metric at the steps at which all runs of a curve measured it; of every step, smoothed."""
     for curve, colour in zip(curves, _colours(len(curves)), strict=True):
-        steps = min(len(run) for run in curve.rows)
-        values = np.array([[row[metric] for row in run[:steps]] for run in curve.rows])
-        smooth = np.apply_along_axis(_smooth, 1, values)
+        found = [{row["step"]: row[metric] for row in run if metric in row} for run in curve.rows]
+        steps = sorted(set.intersection(*map(set, found)))
+        values = np.array([[run[step] for step in steps] for run in found])
+        every = len(steps) == steps[-1] - steps[0] + 1 if steps else False
+        smooth = np.apply_along_axis(_smooth, 1, values) if every else values
         mean, spread = smooth.mean(0), smooth.std(0)
-        x = np.arange(1, steps + 1)
-        if len(curve.rows) == 1:
-            axes.plot(x, values[0], color=colour, alpha=0.25, linewidth=0.8)
-        axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(x, mean, color=colour, linewidth=1.8, label=_legend(curve))
+        if len(curve.rows) == 1 and every:
+            axes.plot(steps, values[0], color=colour, alpha=0.25, linewidth=0.8)
+        low, high = mean - spread, mean + spread
+        axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+        line = "-" if every else "o-"
+        axes.plot(steps, mean, line, color=colour, lw=1.8, ms=4, label=_legend(curve))
     axes.set_xlabel("step (one rollout and its gradient steps)")
     axes.set_ylabel(name)
 

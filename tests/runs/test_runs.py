@@ -1,6 +1,7 @@
 import json
 import os
 
+import matplotlib.axes
 import numpy as np
 import pytest
 
@@ -275,6 +276,31 @@ def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
     other = make_run(tmp_path / "b", [1.0] * 3, "objective.advantage=raw")
     plots.draw_comparison([run, other], tmp_path / "loss.png")  # one of them measured no KL
     plots.draw_comparison([run, run], tmp_path / "one.png")
+
+
+def test_metrics_that_are_asked_for_are_drawn_where_they_were_measured(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "a", [1.0, 2.0, 3.0])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "validation/reward": 0.5}) + "\n")
+        file.write(json.dumps({"step": 9, "validation/reward": 0.7}) + "\n")
+    drawn, plot = [], matplotlib.axes.Axes.plot
+
+    def watched(axes, *data, **style):
+        drawn.append((list(data[0]), [round(float(y), 9) for y in data[1]]))
+        return plot(axes, *data, **style)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", watched)
+    plots.draw_comparison([run], tmp_path / "out.png", ["validation/reward"])
+    assert drawn == [([5, 9], [0.5, 0.7])]
+    drawn.clear()
+    plots.draw_comparison([run], tmp_path / "out.png", ["rollout/reward", "train/loss"] * 2)
+    assert drawn[:2] == [([0, 1, 2], [1.0, 2.0, 3.0]), ([0, 1, 2], [1.0, 1.5, 2.0])]
+    assert len(drawn) == 8
+    with pytest.raises(RunError, match=r"no run measured 'rollout/rewards'; did you mean 'rollout"):
+        plots.draw_comparison([run], tmp_path / "out.png", ["rollout/rewards"])
+    other = make_run(tmp_path / "b", [1.0], "objective.advantage=raw")
+    with pytest.raises(RunError, match="not every run measured 'validation/reward'"):
+        plots.draw_comparison([run, other], tmp_path / "out.png", ["validation/reward"])
 
 
 def test_a_run_without_steps_cannot_be_compared(tmp_path):
