@@ -316,6 +316,8 @@ def compare(
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is not a directory; choose another --out")
     if all((run / "results.jsonl").exists() for run in runs):
+        if metric:
+            raise RunError("--metric draws what training runs measured; these are evaluations")
         page = write_evaluation(runs, out.with_suffix(".html"))
         return out_console.print(f"report: {escape(str(page))}")
     curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out, metric or ())]

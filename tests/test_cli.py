@@ -87,8 +87,8 @@ def test_an_error_is_one_message(arguments, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("times", [1, 2])  # `timeout` signals a process, then its whole group
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# `timeout` signals a process, then its whole group.
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_stopped_run_is_saved_and_resumed(number, times, tmp_path):
     process = subprocess.Popen(
         [BURNISH, "train", "sort", "--set", "train.steps=100000", "--out", "run"],
@@ -256,6 +256,8 @@ def test_models_are_evaluated_side_by_side(smollm2, tmp_path):
     done = burnish("compare", "evals/1", "evals/2", "--out", "both.html", cwd=tmp_path)
     assert "report: both.html" in done.stdout, done.stderr
     assert "only 1 is right: 0 of 6" in (tmp_path / "both.html").read_text()
+    done = burnish("compare", "evals/1", "evals/2", "--metric", "train/loss", cwd=tmp_path)
+    assert "these are evaluations" in done.stderr
     done = burnish("eval", "keywords", *few, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (made,) = (tmp_path / "runs").glob("eval-keywords-*/report.html")
