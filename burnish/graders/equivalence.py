@@ -186,7 +186,7 @@ def _compare_leaf(answer: str, gold: str, algebra: CompareAlgebra | None) -> Ver
 def _folded(text: str) -> str:
     r"""Its words in small letters; \Omega and F' stay as they are."""
     return re.sub(
-        r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|[APap][Mm]\b)", lambda word: word[0].lower(), text
+        r"(?<![\\A-Za-z])(?:[A-Za-z]?[a-z]{2,}|[APap][Mm]\b)", lambda word: word[0].lower(), text
     )
 
 

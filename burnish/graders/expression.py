@@ -47,7 +47,7 @@ _TOKEN = re.compile(
 _NO_ALGEBRA = re.compile(  # words, two numbers side by side, 1e5, what would take for ever
     r"(?<![\\A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{4}|(?<![_^])[0-9] [0-9]"
     r"|[0-9][eE][-+]?[0-9]|[0-9]{200}|(?<= )(?:to|of|the|per|vs)(?= )"
-    r"|° ?[A-Za-z(]|\\[a-z]+\^\{?0"
+    r"|° ?[A-Za-z(]|\\[a-z]+\^\{?0|\\frac ?\{ ?d ?[-+0-9]"
     r"|\^\{?-?(?:[0-9]{6}|[0-9]+\}?\^)|[0-9]{5}!|!\)*!",
     re.ASCII,
 )
@@ -57,10 +57,12 @@ _CHOICE_AND_MORE = re.compile(
     r"((?!.*\b(?:or|not|no|false|wrong|incorrect)\b).*)"
 )
 _NO_WORDS = re.compile(  # signs that mean something: a prime, a factorial, an arrow
-    r"[\\^=<>≤≥≠+·{}\[\]|π∞±∪/%$_⦃]|\b[A-Za-z]['′″]|[0-9]!|[^\x00-\x7f\w\s’‘“”…]"
+    r"[\\^=<>≤≥≠+·{}\[\]|π∞±∪/%$_⦃#~]|^!|\b[A-Za-z]['′″]|[0-9]!|[^\x00-\x7f\w\s’‘“”…]"
 )
 _SHORT_WORDS = """yes no odd one two six ten red all any mon tue wed thu fri sat sun jan feb mar apr
     may jun jul aug sep oct nov dec"""
+_SYNONYMS = {"dne": "does not exist", "undef": "undefined", "no solutions": "no solution"}
+_SYNONYMS |= {"no real solutions": "no real solution"}
 _KNOWN = set(_SHORT_WORDS.split())
 _MINUS = re.compile(r"(?:^|[\s(\[])-|-(?=[0-9])")
 _ARGUMENT = re.compile(  # \sin x · y is (\sin x) · y, which the parser would not see
@@ -146,7 +148,7 @@ def _several(text: str, pieces: list[str]) -> Parts:
 
 def _both_signs(text: str) -> tuple[str, ...]:
     text = text if "±" in text else text.replace("∓", "±")
-    if "±" not in text:
+    if "±" not in text or max(text.count("±"), text.count("∓")) > 1:  # which go together?
         return (text,)
     upper = text.replace("±", "+").replace("∓", "-").removeprefix("+")
     return upper, text.replace("±", "-").replace("∓", "+").removeprefix("+")
@@ -214,8 +216,10 @@ def words(text: str) -> str | None:
         return None
     if len(text) == 2 and not text.istitle() and may_be_product(text.lower()):
         return text
-    found = re.findall(r"[0-9]+(?:[.:,][0-9]+)+|[^\W_]+", text.casefold())
-    return " ".join(found[1:] if found[0] in ("the", "a", "an") and len(found) > 1 else found)
+    found = re.findall(r"(?<!\w)\.[0-9]+|[0-9]+(?:[.:,][0-9]+)+|[^\W_]+", text.casefold())
+    article = found[0] in ("the", "a", "an") and len(found) > 1
+    plain = " ".join(found[article:])
+    return _SYNONYMS.get(plain, plain)
 
 
 def _is_word(text: str, *, alone: bool) -> bool:

@@ -31,16 +31,22 @@ def answer_tags(response: str) -> str | None:
 
 def boxed(response: str) -> str | None:
     r"""Of the last \boxed{ANSWER} or \fbox{ANSWER}, braces nested; one not closed is no answer."""
-    begin = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
-    opening = _BOX.match(response, begin) if begin >= 0 else None
+    found = last_box(response)
+    return (found[1] or None) if found else None
+
+
+def last_box(text: str) -> tuple[int, str, int] | None:
+    """Where the last box begins, what is in it, and where it ends."""
+    begin = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    opening = _BOX.match(text, begin) if begin >= 0 else None
     if opening is None:
-        bare = _BARE_BOX.match(response, begin) if begin >= 0 else None
-        return bare[1].rstrip(".,") if bare else None
+        bare = _BARE_BOX.match(text, begin) if begin >= 0 else None
+        return (begin, bare[1].rstrip(".,"), bare.end()) if bare else None
     depth = 1
-    for brace in _BRACES.finditer(response, opening.end()):
+    for brace in _BRACES.finditer(text, opening.end()):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return response[opening.end() : brace.start()].strip() or None
+            return begin, text[opening.end() : brace.start()].strip(), brace.end()
     return None
 
 

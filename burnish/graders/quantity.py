@@ -32,6 +32,7 @@ _SCALES |= {"trillion": 10**12, "dozen": 12}
 _UNITS = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; in inch inches;
     km kilometer kilometre; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram kilo;
     lb pound; oz ounce; ml milliliter millilitre; l liter litre; gal gallon; s sec second; day;
+    ms millisecond;
     min minute; h hr hour; dollar $ usd; euro € eur; £ gbp; ¥ yen; cent ¢; ° degree deg; rad radian;
     °c celsius; °f fahrenheit; mi/h mph; km/h kmph kph; cup; men; am; pm; unit;
     joule; newton; volt; watt; kelvin; hz hertz; pa pascal; ev; nm nanometer; mol mole"""
@@ -44,14 +45,23 @@ _NO_NOUNS += """ repeating recurring point root tens hundreds thousands alpha be
     theta lambda sigma omega additive below incorrect inverse logarithm multiplicative multiplied
     opposite radical under wrong percents permille googol lakh crore myriad score gross
     twice thrice doubled halved tripled quadrupled negated inverted reciprocal exponent raised
-    less pairs binary octal hexadecimal three four five seven
-    eight nine eleven twelve twenty thirty forty fifty"""
+    less pairs binary ternary octal hexadecimal three four five seven sixes nought zero
+    eight nine eleven twelve twenty thirty forty fifty sixty seventy eighty ninety twenties
+    sine cosine tangent secant cosecant cotangent cuberoot trebled quintupled conjugate conjugated
+    exponentiated grosses googolplex permil procent imaginary beneath modulo"""
+_BEFORE_NOUNS = {"red", "big", "hot", "new", "ice", "pet", "toy"}
+_SPELLED = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+    fifteen sixteen seventeen eighteen nineteen twenty"""
+_SAID = {word: (value, 1) for value, word in enumerate(_SPELLED.split())}
 _NO_UNITS = _SCALES.keys() | set(_NO_NOUNS.split())
 _PARTS_OF_ONE = re.compile(
     "(?:fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|hundred|sand|lion)ths?|illions?$|fold$"
 )
+_NOUN = re.compile("(?=.{4}).*(?:[aeiou]|[b-df-hj-np-tvw]y[b-df-hj-np-tvw]).*")
+_MEGA = {"Mg", "Mm", "Ms"}
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _PART = re.compile(r"(?P<name>[A-Za-z]+\.?|[°$€£¥¢][CcFf]?)(?:\^\{?(?P<power>[23])\}?)?|/|\s|-")
-_ATTACHED = re.compile(r"(.*[0-9.})πe%])([A-Za-z°$€£¥¢][A-Za-z/]*(?:\^[23])?)", re.DOTALL)
+_ATTACHED = re.compile(r"(.*[0-9.})π%])([A-Za-z°$€£¥¢][A-Za-z/]*(?:\^[23])?)", re.DOTALL)
 
 
 class Quantity(NamedTuple):
@@ -69,7 +79,10 @@ class Quantity(NamedTuple):
 
     def same_unit(self, other: Quantity) -> bool:
         """Whether nothing is said against it."""
-        return not self.unit or not other.unit or self.unit == other.unit
+        ours, theirs = self.unit, other.unit
+        if "unit" in (ours, theirs):  # of any kind, but a unit is not a square unit
+            ours, theirs = (unit if unit.startswith("unit") else "" for unit in (ours, theirs))
+        return not ours or not theirs or ours == theirs
 
 
 @lru_cache(maxsize=8192)
@@ -93,16 +106,26 @@ def quantity(text: str) -> Quantity:
         number = _number(core)
         unit = _unit(after, any_noun=apart and number is not None)
         if unit is not None and number is not None:
-            return Quantity(core, number[0], unit or number[1])
+            return Quantity(core, number[0], _priced(number[1], unit))
         if unit is not None and core and unit[:1] != "°":  # sin 30° is not sin 30
             return Quantity(core, None, unit)
     return Quantity(text, None, "")
+
+
+def _priced(currency: str, unit: str) -> str:
+    """$5 per hour is 5 dollars per hour, and $5 dollars are 5 dollars."""
+    if not currency or unit == currency or unit.startswith(f"{currency}/"):
+        return unit
+    return currency + unit if unit[:1] == "/" else f"{currency}·{unit}" if unit else currency
 
 
 def _number(text: str) -> tuple[Ratio, str] | None:
     """The exact value of the whole text, and the unit that its currency sign gives."""
     if text.isdecimal() and text.isascii():
         return (int(text), 1), ""
+    if text.isalpha():
+        value = _SAID.get(text.casefold())
+        return value and (value, "")
     match = _PATTERN.fullmatch(text)
     if match is None:
         return None
@@ -133,7 +156,7 @@ def _decimal(text: str) -> Ratio:
 
 
 def _unit(text: str, *, any_noun: bool) -> str | None:
-    """The canonical unit, empty for "units"; None if the text is none."""
+    """The canonical unit; None if the text is none."""
     parts: list[str] = []
     power = ""
     at = 0
@@ -150,13 +173,18 @@ def _unit(text: str, *, any_noun: bool) -> str | None:
             parts[-1] += "^2" if name == "squared" else "^3"
         elif name:
             known = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s"))
-            noun = any_noun and len(name) > 3 and not {name, name.removesuffix("s")} & _NO_UNITS
-            noun = noun and not _PARTS_OF_ONE.search(name)
+            known = None if match["name"] in _MEGA else known
+            if (name == "old" and parts) or (name in _BEFORE_NOUNS and any_noun and not parts):
+                continue
+            noun = any_noun and not {name, name.removesuffix("s")} & _NO_UNITS
+            noun = noun or (any_noun and name == "points")
+            noun = noun and not (_PARTS_OF_ONE.search(name) or name in _ALPHABET)
+            noun = noun and bool(_NOUN.fullmatch(name))
             if (not known or (name.isalpha() and len(name) < 2 and not any_noun)) and not noun:
                 return None
             power = f"^{match['power']}" if match["power"] else power
             parts.append((known or name.removesuffix("s")) + power)
             power = ""
-    if at != len(text) or power:
+    if at != len(text) or power or not parts:
         return None
-    return "" if parts[:1] and parts[0].startswith("unit") else "".join(parts)
+    return "·".join(parts).replace("·/·", "/").replace("/·", "/")

@@ -37,6 +37,7 @@ _INVISIBLE = re.compile(r"\\(?:left|right)\s*\.")
 _BLACKBOARD = re.compile(r"\\mathbb\s*\{?\s*([RNZQC])\s*\}?")
 _SPACE = re.compile(r"\\(?:(?:text)?color|[hv]space)\*?\s*\{[^{}]*\}")
 _ROW = re.compile(r"\\\\\s*\[[0-9.]+ ?(?:pt|em|ex|mm|cm)\]")
+_CASES = re.compile(r"\\begin\{cases\}([^&]*)\\end\{cases\}")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose([^{}]*)\}")
 _OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
 _FONTS = "rm|bf|it|sf|tt|md|up|sc|sl|cal|frak|scr|normal"
@@ -57,12 +58,21 @@ _PREFIX = re.compile(
     r"^(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:final )?answer ?(?:is|:|=)[: ]*",
     re.IGNORECASE,
 )
+_ANNOUNCED = re.compile(
+    r"[\s$]*|(?:.*[.;,\n])?(?!.*(?:\b(?:not|never|or|no|nor|than)\b|n't))[^.;,\n]*"
+    r"(?:\b(?:is|are|be|equals|gets?|gives?|has|have|obtain|answer|so|thus|hence|therefore)|:)[\s$]*",
+    re.IGNORECASE | re.DOTALL,
+)
+_TIE = re.compile("~(?![A-Za-z])|(?<=.)~")
+_MOST_BOXES = 8
 _NAMES = ("sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp")
 _NAMED = re.compile(rf"(?<![\\A-Za-z])(sqrt|{FUNCTIONS})(?![A-Za-z]|[ .]*(?:$|/))")
 _AFTER = [  # where the first is found, the second becomes the third
     (trigger, re.compile(pattern), to)
     for trigger, pattern, to in [
         ("...", r"\.\.\.+", "…"),
+        (" to ", r"^([0-9]+) to ([0-9]+)$", r"\1:\2"),
+        (": ", r"(?<=[0-9]) ?: ?(?=[0-9])", ":"),
         ("\\", r"(?<=\.)([0-9]*)\\(?:bar|dot) ?\{?([0-9]+)\}?", r"\1\\overline{\2}"),
         (".", r"(?<![A-Za-z])([aApP])\.[mM]\.?(?![A-Za-z])", r"\1m"),
         ("USD", r"^USD ?", "$"),
@@ -103,14 +113,16 @@ def normalise(text: str) -> str:
     if _PLAIN.fullmatch(text):
         return text.replace(",", "").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     if "\\boxed" in text or "\\fbox" in text:
-        text = extract.boxed(text) or text
+        text = _unboxed(text)
     if not text.isascii():
         text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
         text = text.translate(_TRANSLATION)
     if "\\" in text or "{,}" in text or "{:}" in text:
         text = _without_commands(text)
     text = (text if text.count("$") % 2 else text.replace("$", "")).replace("¤", "$")
-    text = " ".join(text.replace("~", " ").strip(' \t\n*`"').split())
+    text = " ".join(_TIE.sub(" ", text).split())
+    while len(text) > 1 and text[0] == text[-1] and text[0] in '*`"':
+        text = text[1:-1].strip()
     if any(name in text for name in _NAMES):
         text = _NAMED.sub(r"\\\1", text)
     for trigger, pattern, to in _AFTER:
@@ -129,12 +141,27 @@ def normalise(text: str) -> str:
     return text
 
 
+def _unboxed(text: str) -> str:
+    """What is said around a box counts, -\\boxed{5} is -5, unless it announces what is in it."""
+    for _ in range(_MOST_BOXES):
+        found = extract.last_box(text)
+        if found is None:
+            break
+        begin, inside, end = found
+        announced = _ANNOUNCED.fullmatch(text[:begin]) is not None
+        after = text[end:].lstrip("$ ") if announced else text[end:]
+        text = f"{'' if announced else text[:begin]} {inside} {after}"
+    return text
+
+
 def _without_commands(text: str) -> str:
     """LaTeX's spacing, sizes, fonts and names of signs become spaces, nothing, words and signs."""
     text = _FAR.sub(", ", _INVISIBLE.sub("", _SEPARATORS.sub("", text)))
     if "\\mathbb" in text:
         text = _BLACKBOARD.sub(r" ℝ\1 ", text)
-    text = _ROW.sub(r"\\\\", _SPACE.sub("", text)).replace("{:}", ":")
+    text = _ROW.sub(r"\\\\", _SPACE.sub("", text)).replace(r"\text{:}", ":").replace("{:}", ":")
+    if "{cases}" in text:
+        text = _CASES.sub(lambda m: m[1].strip().removesuffix("\\\\").replace("\\\\", ", "), text)
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text) if "choose" in text else text
     text = _OVER.sub(r"\\frac{\1}{\2}", text) if "\\over" in text else text
     text = text.replace("\\times", "⨯") if "\\vec" in text else text

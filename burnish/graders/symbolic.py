@@ -135,7 +135,8 @@ def _own_name(found: re.Match[str]) -> str:
     """
     name = found["slope"] or found["greek"] or found["letter"]
     applied = found.string[found.end() :].lstrip().startswith("(")
-    if name is None or (applied and (found["greek"] or name in ("F", "G"))):
+    function = name in ("F", "G") or (found["greek"] is not None and found["greek"][1].islower())
+    if name is None or (applied and function):
         return found[0]
     plain = re.sub(r"[{} ]", "", name)
     return f"q_{{{''.join(f'{ord(letter):03d}' for letter in plain)}}}"
