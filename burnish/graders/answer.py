@@ -170,12 +170,20 @@ def equivalent(answer: str, gold: Any) -> bool:
     return bool(_sound(grade).reward)
 
 
-def gold_texts(gold: Any) -> tuple[str, ...]:
-    """Gold answers as text; what is none becomes "", which can't be parsed."""
+def gold_texts(gold: Any, within: frozenset[int] = frozenset()) -> tuple[str, ...]:
+    """Gold answers as text; what is none becomes "", which can't be parsed.
+
+    within: the identities of the lists that it is in; one that contains itself is none.
+    """
     if isinstance(gold, str):
         return (gold,)
     if isinstance(gold, list | tuple | set | frozenset):
-        return tuple(text for one in gold for text in gold_texts(one)) or ("",)
+        within |= {id(gold)}
+        return tuple(
+            text
+            for one in gold
+            for text in ([""] if id(one) in within else gold_texts(one, within))
+        ) or ("",)
     try:
         a_number = isinstance(gold, NUMBERS) and -LARGEST < gold < LARGEST
         return (str(gold),) if a_number else ("",)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_ANY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s*[-+]?[0-9]")
+"""One that is opened; the word alone is none."""
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\boxed\s*([-+]?[0-9][0-9.,/]*)")
 _NUMBER = re.compile(
@@ -37,16 +39,18 @@ def boxed(response: str) -> str | None:
 
 def last_box(text: str) -> tuple[int, str, int] | None:
     """Where the last box begins, what is in it, and where it ends."""
-    begin = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    opening = _BOX.match(text, begin) if begin >= 0 else None
+    boxes = [found.start() for found in _ANY_BOX.finditer(text)]
+    if not boxes:
+        return None
+    opening = _BOX.match(text, boxes[-1])
     if opening is None:
-        bare = _BARE_BOX.match(text, begin) if begin >= 0 else None
-        return (begin, bare[1].rstrip(".,"), bare.end()) if bare else None
+        bare = _BARE_BOX.match(text, boxes[-1])
+        return (bare.start(), bare[1].rstrip(".,"), bare.end()) if bare else None
     depth = 1
     for brace in _BRACES.finditer(text, opening.end()):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return begin, text[opening.end() : brace.start()].strip(), brace.end()
+            return opening.start(), text[opening.end() : brace.start()].strip(), brace.end()
     return None
 
 

@@ -96,9 +96,14 @@ def test_question_only(response, rewards):
     assert found == dict(zip(("reward", "format_reward", "answer_reward"), rewards, strict=True))
 
 
+ENDLESS: list[object] = []
+ENDLESS += [ENDLESS, ENDLESS]
+
+
 @pytest.mark.parametrize(
     "truth",
     [
+        ENDLESS,
         *(None, "", [], {}, math.nan, math.inf, 1j, [10**5000], [""], "x^{"),
         *(Decimal("NaN"), Decimal("sNaN"), Fraction(1, 10**5000)),
     ],

@@ -47,6 +47,7 @@ def test_answer_tags(response, answer):
         (r"\boxed{3} and then \boxed{4", None),
         (r"\boxed{}", None),
         (r"\boxed", None),
+        (r"\boxed{4}, in \boxed as asked", "4"),
         ("4", None),
     ],
 )
