@@ -255,7 +255,7 @@ def test_models_are_evaluated_side_by_side(smollm2, tmp_path):
     assert len(line.split()) == 3
     done = burnish("compare", "evals/1", "evals/2", "--out", "both.html", cwd=tmp_path)
     assert "report: both.html" in done.stdout, done.stderr
-    assert "only 1 is right: 0 of 6" in (tmp_path / "both.html").read_text()
+    assert "only smollm2-135m is right: 0 of 6" in (tmp_path / "both.html").read_text()
     done = burnish("compare", "evals/1", "evals/2", "--metric", "train/loss", cwd=tmp_path)
     assert "these are evaluations" in done.stderr
     done = burnish("eval", "keywords", *few, cwd=tmp_path)

@@ -67,7 +67,7 @@ def read(directory: Path) -> Evaluation:
 
 def write_evaluation(directories: Sequence[Path], page: Path) -> Path:
     """Figures, categories and examples of each, and what they answered differently."""
-    given = [read(directory) for directory in directories]
+    given = _named_by_model([read(directory) for directory in directories])
     settings = {
         key: [str(e.settings.get(key, "–")) for e in given] for e in given for key in e.settings
     }
@@ -89,6 +89,15 @@ def write_evaluation(directories: Sequence[Path], page: Path) -> Path:
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     replace_file(page, template.replace("__BODY__", "\n".join(body)))
     return page
+
+
+def _named_by_model(given: list[Evaluation]) -> list[Evaluation]:
+    """Those of several models, which are numbered, under the models' names."""
+    models = [str(e.settings.get("model.name", "")) for e in given]
+    numbered = len(given) > 1 and all(e.name.isdecimal() for e in given)
+    if not numbered or len(set(models)) < len(given):
+        return given
+    return [e._replace(name=model) for e, model in zip(given, models, strict=True)]
 
 
 def _differences(one: Evaluation, other: Evaluation) -> list[str]:
