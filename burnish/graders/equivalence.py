@@ -69,7 +69,7 @@ def _compare(answer: str, gold: str, algebra: CompareAlgebra | None, deep: int) 
         return _verdict(expression.words(answer) == expression.words(gold))
     ours, theirs = quantity(answer), quantity(gold)
     if ours.value is not None and theirs.value is not None:
-        return _verdict(ours.same_value(theirs) and ours.same_unit(theirs))
+        return _verdict(ours.equals(theirs))
     letter = expression.choice(gold, gold=True)
     if letter is not None:
         return _verdict(expression.choice(answer, gold=False) == letter)

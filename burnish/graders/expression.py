@@ -45,7 +45,7 @@ _TOKEN = re.compile(
     re.ASCII,
 )
 _NO_ALGEBRA = re.compile(  # words, two numbers side by side, 1e5, what would take for ever
-    r"(?<![\\A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{4}|(?<![_^])[0-9] [0-9]"
+    r"(?<![\\A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{4}|(?<![_^])[0-9]\.? [0-9]"
     r"|[0-9][eE][-+]?[0-9]|[0-9]{200}|(?<= )(?:to|of|the|per|vs)(?= )"
     r"|° ?[A-Za-z(]|\\[a-z]+\^\{?0|\\frac ?\{ ?d ?[-+0-9]"
     r"|\^\{?-?(?:[0-9]{6}|[0-9]+\}?\^)|[0-9]{5}!|!\)*!",

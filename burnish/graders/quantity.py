@@ -37,6 +37,14 @@ _UNITS = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; i
     °c celsius; °f fahrenheit; mi/h mph; km/h kmph kph; cup; men; am; pm; unit;
     joule; newton; volt; watt; kelvin; hz hertz; pa pascal; ev; nm nanometer; mol mole"""
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
+_MEASURES = """mm 1 cm 10 m 1000 km 1000000; in 1 ft 12 yd 36 mi 63360; mg 1 g 1000 kg 1000000;
+    oz 1 lb 16; ml 1 l 1000; ms 1 s 1000 min 60000 h 3600000 day 86400000; cent 1 dollar 100"""
+_SIZES = {
+    unit: (measure, int(size))
+    for measure in _MEASURES.split(";")
+    for unit, size in zip(measure.split()[::2], measure.split()[1::2], strict=True)
+}
+"""The measure that a unit is of, and how many of the smallest one it is."""
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _NO_NOUNS = """choose cubed divided double eighth factorial fifth fold fourth from half halve
     hundredth infinity millionth minus negative ninth only over percentage plus quarter seventh
@@ -72,10 +80,17 @@ class Quantity(NamedTuple):
     unit: str
     """Canonical; empty where none is given."""
 
-    def same_value(self, other: Quantity) -> bool:
+    def equals(self, other: Quantity) -> bool:
+        """Of two numbers: in value and unit, or as 100 cm and 1 m are."""
         if self.value is None or other.value is None:
             return False
-        return self.value[0] * other.value[1] == other.value[0] * self.value[1]
+        one, another = (_SIZES.get(of.unit, ("", 0)) for of in (self, other))
+        if one[0] and one[0] == another[0]:
+            return self.value[0] * other.value[1] * one[1] == (
+                other.value[0] * self.value[1] * another[1]
+            )
+        same = self.value[0] * other.value[1] == other.value[0] * self.value[1]
+        return same and self.same_unit(other)
 
     def same_unit(self, other: Quantity) -> bool:
         """Whether nothing is said against it."""

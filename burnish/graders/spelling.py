@@ -54,14 +54,24 @@ _UNITS = {"m": "meter", "s": "second", "g": "gram", "h": "hour", "L": "liter"}
 _UNITS |= {"J": "joule", "N": "newton", "V": "volt", "W": "watt", "K": "kelvin"}
 """Letters that stand for a unit only where they are text: 2π m may have a variable."""
 _COMMAND = re.compile(r"\\([A-Za-z]+)|\\(.)", re.DOTALL)
+_THEN = "(?:so|thus|hence|therefore),? "
 _PREFIX = re.compile(
-    r"^(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:final )?answer ?(?:is|:|=)[: ]*",
+    rf"^(?:{_THEN})?(?:the )?(?:final )?answer ?(?:is|:|=)[: ]*|^#### ?"
+    rf"|^(?:{_THEN})?the (?:[a-z]+ ){{1,5}}(?:is|are|equals):? (?=[-+$\\(0-9]|[a-z] ?=)"
+    rf"|^{_THEN}(?=[-+$\\(0-9]|[a-z] ?=)",
     re.IGNORECASE,
 )
+_OTHERWISE = (
+    r"\b(?:not|never|or|nor|no|than|minus|negative|plus|times|over|half|twice|double)\b|n't"
+)
 _ANNOUNCED = re.compile(
-    r"[\s$]*|(?:.*[.;,\n])?(?!.*(?:\b(?:not|never|or|no|nor|than)\b|n't))[^.;,\n]*"
-    r"(?:\b(?:is|are|be|equals|gets?|gives?|has|have|obtain|answer|so|thus|hence|therefore)|:)[\s$]*",
+    rf"[\s$]*|(?:.*[.;,\n])?(?!.*(?:{_OTHERWISE}))[^.;,\n]*"
+    r"(?:\b(?:is|are|be|equals|gets?|gives?|has|have|obtain|answer|so|thus|hence|therefore)|:)[\s$]*"
+    rf"|(?!.*(?:{_OTHERWISE}))[A-Za-z ,.'’$]*[A-Za-z]{{2}}[ ,$]*|.*[a-z)]\.[\s$]+",
     re.IGNORECASE | re.DOTALL,
+)
+_COMMENT = re.compile(
+    rf"[\s$]*(?:is|are|was|were|in|altogether)\b(?!.*(?:{_OTHERWISE}))[A-Za-z ,.'’]*", re.IGNORECASE
 )
 _TIE = re.compile("~(?![A-Za-z])|(?<=.)~")
 _MOST_BOXES = 8
@@ -149,7 +159,8 @@ def _unboxed(text: str) -> str:
             break
         begin, inside, end = found
         announced = _ANNOUNCED.fullmatch(text[:begin]) is not None
-        after = text[end:].lstrip("$ ") if announced else text[end:]
+        after = "" if _COMMENT.fullmatch(text[end:]) else text[end:]
+        after = after.lstrip("$ ") if announced else after
         text = f"{'' if announced else text[:begin]} {inside} {after}"
     return text
 
@@ -205,4 +216,4 @@ def cut(text: str, separators: re.Pattern[str]) -> list[str]:
 
 def squeezed(text: str) -> str:
     """Without spaces, but two numbers stay two."""
-    return re.sub(r"(?<![0-9]) | (?![0-9.])", "", text) if " " in text else text
+    return re.sub(r"(?<![0-9.]) | (?![0-9.])", "", text) if " " in text else text
