@@ -61,18 +61,17 @@ _PREFIX = re.compile(
     rf"|^{_THEN}(?=[-+$\\(0-9]|[a-z] ?=)",
     re.IGNORECASE,
 )
-_OTHERWISE = (
-    r"\b(?:not|never|or|nor|no|than|minus|negative|plus|times|over|half|twice|double)\b|n't"
+_OTHERWISE = re.compile(
+    r"\b(?:not|never|or|nor|no|than|minus|negative|plus|times|over|half|twice|double)\b|n't",
+    re.IGNORECASE,
 )
-_ANNOUNCED = re.compile(
-    rf"[\s$]*|(?:.*[.;,\n])?(?!.*(?:{_OTHERWISE}))[^.;,\n]*"
-    r"(?:\b(?:is|are|be|equals|gets?|gives?|has|have|obtain|answer|so|thus|hence|therefore)|:)[\s$]*"
-    rf"|(?!.*(?:{_OTHERWISE}))[A-Za-z ,.'’$]*[A-Za-z]{{2}}[ ,$]*|.*[a-z)]\.[\s$]+",
-    re.IGNORECASE | re.DOTALL,
+_SENTENCES = re.compile(r"[.;,\n]")
+_ANNOUNCES = re.compile(
+    r"(?:\b(?:is|are|be|equals|gets?|gives?|has|have|obtain|answer|so|thus|hence|therefore)|:)$",
+    re.IGNORECASE,
 )
-_COMMENT = re.compile(
-    rf"[\s$]*(?:is|are|was|were|in|altogether)\b(?!.*(?:{_OTHERWISE}))[A-Za-z ,.'’]*", re.IGNORECASE
-)
+_PROSE = re.compile(r"[A-Za-z ,.'’$\n]*[A-Za-z]{2},?")
+_COMMENT = re.compile(r"[\s$]*(?:is|are|was|were|in|altogether)\b[A-Za-z ,.'’]*", re.IGNORECASE)
 _TIE = re.compile("~(?![A-Za-z])|(?<=.)~")
 _MOST_BOXES = 8
 _NAMES = ("sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp")
@@ -158,11 +157,22 @@ def _unboxed(text: str) -> str:
         if found is None:
             break
         begin, inside, end = found
-        announced = _ANNOUNCED.fullmatch(text[:begin]) is not None
-        after = "" if _COMMENT.fullmatch(text[end:]) else text[end:]
+        announced, after = _announces(text[:begin]), text[end:]
+        if _COMMENT.fullmatch(after) and not _OTHERWISE.search(after):
+            after = ""
         after = after.lstrip("$ ") if announced else after
         text = f"{'' if announced else text[:begin]} {inside} {after}"
     return text
+
+
+def _announces(lead: str) -> bool:
+    """Whether what stands before a box does no more: nothing, a sentence of its own, prose."""
+    lead = lead.strip(" \n$")
+    if not lead or re.search(r"[A-Za-z)]\.$", lead):
+        return True
+    if _ANNOUNCES.search(lead):
+        return not _OTHERWISE.search(_SENTENCES.split(lead)[-1])
+    return _PROSE.fullmatch(lead) is not None and not _OTHERWISE.search(lead)
 
 
 def _without_commands(text: str) -> str:
