@@ -102,7 +102,7 @@ def own_task(
         overrides.append(f"task.reward={json.dumps(reward)}")
     task = config.load(recipe).task
     if reward is None and isinstance(task, KeywordsTask):
-        overrides += ["task.reward=keywords", f"task.must_end={json.dumps(task.must_end)}"]
+        overrides += [f"task.reward={task.reward}", f"task.must_end={json.dumps(task.must_end)}"]
     return overrides
 
 
@@ -351,7 +351,9 @@ def build(
         model = open_model(recipe, dtype="float32")[0].to(_device(recipe))
         if recipe.train.micro_tokens is not None:
             check_lengths(recipe, _size(recipe, model, task))
-        policy = LanguagePolicy(model, recompute=recipe.train.recompute)
+        policy = LanguagePolicy(
+            model, recompute=recipe.train.recompute, layers=recipe.train.layers
+        )
     learner = _learner(recipe, policy, recipe.objective)
     choice = Choice(recipe.rollout.revisit, seed=recipe.seed)
 
@@ -392,7 +394,9 @@ def _build_supervised(recipe: Recipe) -> Parts:
     longest = min(model.config.context, recipe.train.micro_tokens or model.config.context)
     pairs = make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
     counted = config.with_steps(recipe, pairs.steps(recipe.train.batch))
-    policy = LanguagePolicy(model.to(_device(recipe)), recompute=recipe.train.recompute)
+    policy = LanguagePolicy(
+        model.to(_device(recipe)), recompute=recipe.train.recompute, layers=recipe.train.layers
+    )
     learner = _learner(counted, policy, supervised.OBJECTIVE)
     return Parts(
         recipe=counted,

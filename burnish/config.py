@@ -63,6 +63,9 @@ class KeywordsTask(Section):
     least: int = Field(2, ge=1, description="keywords per prompt, at least")
     most: int = Field(4, ge=1, le=20, description="keywords per prompt, at most")
     match: Literal["word", "substring"] = "word"
+    reward: Literal["inclusion", "use"] = Field(
+        "inclusion", description="use: a word counts outside lists, and at most twice"
+    )
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
     chat: bool = Field(True, description="the prompt goes in as a user's chat message")
     words: int | None = Field(None, ge=1, description="so many words of the list; none: all")
@@ -391,6 +394,9 @@ class TrainConfig(Section):
     micro_tokens: int | None = Field(None, ge=1, description="tokens per forward pass")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of forward, backward")
     recompute: bool = Field(False, description="layers run again in the backward pass: memory")
+    layers: int | None = Field(
+        None, ge=1, description="only the last so many layers and the final norm learn; None: all"
+    )
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
@@ -602,7 +608,7 @@ def unused(recipe: Recipe) -> dict[str, str]:
             reasons[key] = f"engine.name = '{recipe.engine.name}'; remove it"
     if isinstance(recipe.model, SorterConfig):
         language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
-        keys = ["device", "engine", "train.recompute", *(f"rollout.{name}" for name in language)]
+        keys = ["device", "engine", "train.recompute", "train.layers", *(f"rollout.{name}" for name in language)]
         keys += [f"validation.{name}" for name in ("top_p", "top_k", "max_tokens", "shots")]
         for key in keys:
             reasons[key] = "model.name = 'sorter'; remove it, or use a language model"

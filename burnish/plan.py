@@ -105,7 +105,8 @@ def _asked(task: SortTask | KeywordsTask | FilesTask | MathTask | GymTask) -> Li
         words = f"{task.least} to {task.most} keywords, all as a {task.match}"
         ended = ", and the response ends by itself" if task.must_end else ""
         held_out = f"{task.validation_prompts} prompts of other words"
-        reward = f"1 if the response has its {words}{ended}"
+        verb = "uses, outside lists and at most twice," if task.reward == "use" else "has"
+        reward = f"1 if the response {verb} its {words}{ended}"
         return [("task", "keywords"), ("reward", reward), ("held out", held_out)]
     if isinstance(task, FilesTask):
         return [("task", f"files: {task.train}"), ("reward", str(task.reward))]

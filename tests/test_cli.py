@@ -166,7 +166,7 @@ def test_data_that_a_model_wrote_is_trained_on(smollm2, tmp_path):
     done = burnish("train", "keywords", "--data", "words", *tiny(smollm2), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     recipe = (tmp_path / "runs/keywords-1/recipe.toml").read_text()
-    for line in ('train = "words/train.jsonl"', 'reward = "keywords"', "must_end = true"):
+    for line in ('train = "words/train.jsonl"', 'reward = "use"', "must_end = true"):
         assert line in recipe, line
     last = json.loads((tmp_path / "runs/keywords-1/metrics.jsonl").read_text().splitlines()[-1])
     assert {"rollout/part_inclusion", "validation/part_fraction"} <= last.keys()

@@ -1,14 +1,22 @@
-"""Whether a response holds the words it was asked for."""
+"""Whether a response holds the words it was asked for, and whether it uses them in a sentence.
+
+Two rewards, by name: "inclusion" asks that the words appear, "use" that they stand in sentences.
+"""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Match = Literal["word", "substring"]
+QUOTES = "\"'`“”„‟‘’‚‛«»"
+MOST_USES = 2
+"""How often a response may use one word."""
+_ONLY_PUNCTUATION = re.compile(r"(?:[\W_]+(?:and(?=[\W_]))?)*")
 
 
 def inclusion(response: str, keywords: Sequence[str], match: Match = "word") -> dict[str, float]:
@@ -30,11 +38,93 @@ def found_at(response: str, keywords: Sequence[str], match: Match = "word") -> l
     return sorted(found.end() for found in matches if found is not None)
 
 
-def reward(response: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """The built-in reward "keywords": reads the row's keywords and, where it has them, the rest."""
+def use(response: str, keywords: Sequence[str], match: Match = "word") -> dict[str, float]:
+    """reward = 1 if every keyword is used and none comes more than twice; used: the share used.
+
+    A keyword is used if it appears outside a list. A list is three or more keywords, or two with a
+    comma, a colon or quotation marks, with nothing but punctuation and "and" between them: "the
+    red apple" uses both of its words, "red, apple" uses neither.
+    """
+    parts = inclusion(response, keywords, match)
+    runs = _runs(plain(response), keywords, match)
+    outside = {word for run in runs if not run.is_list for word in run.words}
+    uses = Counter(word for run in runs for word in run.words)
+    used = len(outside) / len(set(keywords))
+    earned = used == 1 and max(uses.values()) <= MOST_USES
+    return parts | {"reward": float(earned), "used": used}
+
+
+class _Run(NamedTuple):
+    """Keywords that follow each other with nothing but punctuation and "and" between them."""
+
+    words: list[str]
+    is_list: bool
+
+
+def _runs(text: str, keywords: Sequence[str], match: Match) -> list[_Run]:
+    found = sorted(
+        (hit.start(), hit.end(), word)
+        for word in set(keywords)
+        for hit in _pattern(word, match).finditer(text)
+    )
+    runs: list[list[tuple[int, int, str]]] = []
+    for hit in found:
+        if runs and _ONLY_PUNCTUATION.fullmatch(text[runs[-1][-1][1] : hit[0]]):
+            runs[-1].append(hit)
+        else:
+            runs.append([hit])
+    return [_Run([word for *_, word in run], _is_list(text, run)) for run in runs]
+
+
+def _is_list(text: str, run: Sequence[tuple[int, int, str]]) -> bool:
+    if len(run) != 2:
+        return len(run) > 2
+    (start, first_end, _), (second_start, end, _) = run
+    around = text[:start][-1:], text[end:][:1]
+    quoted = all(side and side in QUOTES for side in around)
+    return quoted or any(mark in f",:{QUOTES}" for mark in text[first_end:second_start])
+
+
+def lists(response: str, keywords: Sequence[str]) -> bool:
+    """Whether keywords stand side by side as in a list: a measure that no reward is made of.
+
+    It reads the text word by word and takes more for a list than the reward "use" refuses: also
+    "or", and any punctuation between two keywords.
+    """
+    wanted = {plain(word) for word in keywords}
+    side_by_side, marked = 0, False
+    for token in re.findall(r"\w+|[^\w\s]", plain(response)):
+        if token in wanted:
+            side_by_side += 1
+            if side_by_side > 2 or (side_by_side == 2 and marked):
+                return True
+        elif token[0].isalnum() and token not in ("and", "or"):
+            side_by_side, marked = 0, False
+        elif side_by_side and not token[0].isalnum():
+            marked = True
+    return False
+
+
+def inclusion_reward(response: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """The built-in reward "inclusion": reads the row's keywords and, if it has one, its match."""
+    return _graded(inclusion, response, row)
+
+
+def use_reward(response: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """The built-in reward "use", of rows like those of "inclusion"."""
+    return _graded(use, response, row)
+
+
+def _graded(
+    score: Callable[..., dict[str, float]], response: str, row: Mapping[str, Any]
+) -> dict[str, float]:
     if "keywords" not in row:
-        raise ValueError("the reward 'keywords' needs rows with a field keywords, a list of words")
-    return inclusion(response, row["keywords"], row.get("match", "word"))
+        raise ValueError("this reward needs rows with a field keywords, a list of words")
+    parts = score(response, row["keywords"], row.get("match", "word"))
+    return parts | {"listed": float(lists(response, row["keywords"]))}
+
+
+REWARDS = {"inclusion": inclusion_reward, "use": use_reward}
 
 
 @lru_cache(maxsize=4096)

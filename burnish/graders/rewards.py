@@ -22,7 +22,7 @@ from burnish.graders import keywords, scripts
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
 
-BUILT_IN: dict[str, Reward] = {"keywords": keywords.reward}
+BUILT_IN: dict[str, Reward] = {**keywords.REWARDS}
 LONGEST_MESSAGE = 300
 
 

@@ -78,10 +78,11 @@ class Optimizer:
             self.policy = copy.deepcopy(policy).to(PRECISIONS[train.precision])
         self.parameters: dict[str, nn.Parameter] = dict(self.masters.named_parameters())
         if self.policy is not self.masters:
-            for low, master in zip(self.policy.parameters(), self._masters(), strict=True):
+            learning = (p for p in self.policy.parameters() if p.requires_grad)
+            for low, master in zip(learning, self._learning(), strict=True):
                 low.register_post_accumulate_grad_hook(partial(_fold, master))  # type: ignore[no-untyped-call]
-        matrices = [p for p in self._masters() if p.ndim > 1]
-        vectors = [p for p in self._masters() if p.ndim < 2]
+        matrices = [p for p in self._learning() if p.ndim > 1]
+        vectors = [p for p in self._learning() if p.ndim < 2]
         groups = [
             {"params": matrices, "weight_decay": train.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -92,7 +93,7 @@ class Optimizer:
             betas=train.betas,
             fused=True,
         )
-        for p in self._masters():  # now rather than at the first step: memory is known, state whole
+        for p in self._learning():  # now rather than at the first step: memory is known, state whole
             moments = {name: torch.zeros_like(p) for name in MOMENTS}
             self.adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
 
@@ -103,14 +104,14 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """Of the gradients as added up so far, without the loss scale."""
-        gradients = [p.grad for p in self._masters() if p.grad is not None]
+        gradients = [p.grad for p in self._learning() if p.grad is not None]
         return nn.utils.get_total_norm(gradients).item() / self.scale.value
 
     def step(self, number: int, norm: float) -> float:
         """Steps along the gradients, clipped given their norm; returns the learning rate."""
         shrink = min(1.0, self.train.clip_norm / norm if norm else 1.0) / self.scale.value
         if shrink != 1:
-            torch._foreach_mul_([p.grad for p in self._masters() if p.grad is not None], shrink)
+            torch._foreach_mul_([p.grad for p in self._learning() if p.grad is not None], shrink)
         learning_rate = rate(self.train, number)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
@@ -121,7 +122,7 @@ class Optimizer:
         return learning_rate
 
     def drop_gradients(self) -> None:
-        for p in (*self._masters(), *self.policy.parameters()):
+        for p in (*self._learning(), *self.policy.parameters()):
             p.grad = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -129,7 +130,8 @@ class Optimizer:
         tensors = {}
         for name, p in self.parameters.items():
             tensors[f"master.{name}"] = p.detach()
-            tensors |= {f"{key}.{name}": value for key, value in self.adamw.state[p].items()}
+            if p.requires_grad:
+                tensors |= {f"{key}.{name}": value for key, value in self.adamw.state[p].items()}
         return tensors, {"loss_scale": self.scale.value, "good_steps": self.scale.good_steps}
 
     def load_numbers(self, numbers: dict[str, Any]) -> None:
@@ -141,8 +143,9 @@ class Optimizer:
         if self.policy is not self.masters:
             copy_weights(self.masters, self.policy)
 
-    def _masters(self) -> list[Tensor]:
-        return list(self.parameters.values())
+    def _learning(self) -> list[Tensor]:
+        """The masters of the weights that learn."""
+        return [p for p in self.parameters.values() if p.requires_grad]
 
 
 def _fold(master: Tensor, low: Tensor) -> None:

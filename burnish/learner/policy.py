@@ -47,15 +47,29 @@ class Policy(Protocol):
 class LanguagePolicy(nn.Module):
     """A transformer over packs: a group's prompt runs once, the head on actions' contexts alone."""
 
-    def __init__(self, model: Transformer, *, recompute: bool = False, chunk: int = CHUNK) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        recompute: bool = False,
+        layers: int | None = None,
+        chunk: int = CHUNK,
+    ) -> None:
         """``recompute``: activations of a layer are made again in the backward pass, not kept.
 
-        At most ``chunk`` rows of logits exist at a time.
+        ``layers``: only the last so many and the final norm learn; None if all weights do. At most
+        ``chunk`` rows of logits exist at a time.
         """
         super().__init__()
         self.model = model
         self.recompute = recompute
         self.chunk = chunk
+        self.trunk = 0 if layers is None else max(0, model.config.n_layers - layers)
+        """How many of the first layers stay as they are, and the embedding and the head too."""
+        if layers is not None:
+            model.requires_grad_(False)
+            model.layers[self.trunk :].requires_grad_(True)
+            model.norm.requires_grad_(True)
 
     def score(
         self,
@@ -82,7 +96,13 @@ class LanguagePolicy(nn.Module):
         """[N, d]: what the head reads."""
         dtype, width = self.model.embed.weight.dtype, self.model.config.head_width
         attend = packed(batch.segment_offsets, batch.segment_is_prompt, dtype, width)
-        hidden: Tensor = self.model(batch.tokens, batch.positions, attend, recompute=self.recompute)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.trunk):
+            x = self.model.embed(batch.tokens)
+            x = self.model.run_layers(x, batch.positions, attend, which=slice(self.trunk))
+        x = self.model.run_layers(
+            x, batch.positions, attend, which=slice(self.trunk, None), recompute=self.recompute
+        )
+        hidden: Tensor = self.model.norm(x)
         return hidden
 
     def exchange(self) -> dict[str, Tensor]:

@@ -140,14 +140,16 @@ class _Head(torch.autograd.Function):
                 gradient[at] += up[tile]
                 part.copy_(gradient)
             to_hidden[rows] = product(logits, weight)
-            more = product(logits.T, hidden[rows])
+            more = product(logits.T, hidden[rows]) if ctx.needs_input_grad[1] else None
             logits = None
+            if more is None:
+                continue
             if to_weight is None:
                 to_weight = more if rows.start == 0 else more.to(heat.dtype)
             else:
                 to_weight += more
-        assert to_weight is not None
-        return to_hidden, to_weight.to(weight.dtype), *[None] * 5
+        given = None if to_weight is None else to_weight.to(weight.dtype)
+        return to_hidden, given, *[None] * 5
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:

@@ -201,17 +201,29 @@ class Transformer(nn.Module):
 
         ``recompute``: only layers' inputs are kept; the backward pass runs each layer again.
         """
-        x: Tensor = self.embed(tokens)
+        x = self.run_layers(self.embed(tokens), positions, attend, recompute=recompute)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def run_layers(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        which: slice = slice(None),
+        recompute: bool = False,
+    ) -> Tensor:
+        """x [N, d] through some of the layers -> [N, d], before the final norm."""
         turn = rotation(self.config.rope, positions, self.config.head_width, x.dtype)
-        for layer in self.layers:
+        for layer in self.layers[which]:
             if recompute and torch.is_grad_enabled():
                 x = checkpoint(
                     layer, x, turn, attend, use_reentrant=False, preserve_rng_state=False
                 )
             else:
                 x = layer(x, turn, attend)
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, d] -> [M, V], in float32 where the config asks for an fp32 head."""

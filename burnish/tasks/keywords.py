@@ -57,7 +57,7 @@ class Keywords:
         self.config = config
         self._tokenizer = tokenizer
         self._seed = seed
-        self._grader = InProcess(keywords.reward)
+        self._grader = InProcess(keywords.REWARDS[config.reward])
         words = word_list()
         order = permutation(HELD_OUT_SEED, Stream.TASK, 0, SPLIT, len(words))
         order = order[: config.words]

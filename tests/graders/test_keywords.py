@@ -1,6 +1,6 @@
 import pytest
 
-from burnish.graders.keywords import inclusion, reward
+from burnish.graders.keywords import inclusion, inclusion_reward, lists, use, use_reward
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,66 @@ def test_keywords_are_text_and_not_patterns():
 
 
 def test_the_row_says_what_to_look_for():
-    assert reward("reduced", {"keywords": ["red"]})["reward"] == 0
-    assert reward("reduced", {"keywords": ["red"], "match": "substring"})["reward"] == 1
-    with pytest.raises(ValueError, match="needs rows with a field keywords"):
-        reward("red", {"prompt": "…"})
-    with pytest.raises(ValueError, match="match must be word or substring, got 'prefix'"):
-        reward("red", {"keywords": ["red"], "match": "prefix"})
+    for reward in (inclusion_reward, use_reward):
+        assert reward("reduced", {"keywords": ["red"]})["reward"] == 0
+        assert reward("reduced", {"keywords": ["red"], "match": "substring"})["reward"] == 1
+        with pytest.raises(ValueError, match="needs rows with a field keywords"):
+            reward("red", {"prompt": "…"})
+        with pytest.raises(ValueError, match="match must be word or substring, got 'prefix'"):
+            reward("red", {"keywords": ["red"], "match": "prefix"})
+
+
+@pytest.mark.parametrize(
+    ("response", "used", "reward"),
+    [
+        ("The red apple fell.", 1, 1),
+        ("An apple is red.", 1, 1),
+        ("Red and apple do not rhyme.", 1, 1),
+        ("The words are red, apple.", 0, 0),
+        ("The words are red, and apple.", 0, 0),
+        ("red: apple", 0, 0),
+        ('"red" and "apple" are words.', 0, 0),
+        ("He wrote “red apple” down.", 0, 0),
+        ("‘red’ ‘apple’", 0, 0),
+        ("red apple red", 0, 0),  # three side by side
+        ("It was red, apple. The apple was ripe.", 0.5, 0),  # red only in a list
+        ("Red, apple: the apple is a red one.", 1, 1),  # once in a list, once used
+        ("A red apple, a red plum, a red sky.", 1, 0),  # red three times
+        ("Under the apple. Red leaves lay there.", 1, 1),  # two sentences are no list
+        ("The apple's red skin", 1, 1),
+        ("Only red", 0.5, 0),
+        ("", 0, 0),
+    ],
+)
+def test_a_word_counts_where_it_is_used(response, used, reward):
+    parts = use(response, ["red", "apple"])
+    assert (parts["used"], parts["reward"]) == (used, reward)
+
+
+def test_three_side_by_side_are_a_list_whatever_stands_between_them():
+    words = ["old", "red", "apple"]
+    for response in ("old red apple", "old and red and apple", "old - red; apple"):
+        assert use(response, words)["used"] == 0
+    assert use("An old, juicy, red fruit: an apple.", words)["reward"] == 1
+    assert use("an old and red fruit, an apple", words)["reward"] == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "listed"),
+    [
+        ("red, apple", True),
+        ("'red' or 'apple'", True),
+        ("red; apple", True),
+        ("red and apple", False),
+        ("the red apple", False),
+        ("red apple and red", True),
+        ("An apple, which is red, fell.", False),
+        ("", False),
+    ],
+)
+def test_lists_are_measured_apart_from_the_reward(response, listed):
+    assert lists(response, ["red", "apple"]) is listed
+    assert use_reward(response, {"keywords": ["red", "apple"]})["listed"] == listed
 
 
 @pytest.mark.parametrize("keywords", [[], "red", ["red", ""]])

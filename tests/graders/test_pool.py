@@ -303,7 +303,7 @@ def test_throughput():
     text = "The quick brown apple jumped over the red fence and slept in the barn. " * 3
     row = {"prompt": "Write a sentence.", "keywords": ["apple", "red", "barn"]}
     items = [(f"{text}{i}", row) for i in range(20_000)]
-    with GraderPool(Source("keywords"), Limits(workers=1)) as pool:
+    with GraderPool(Source("inclusion"), Limits(workers=1)) as pool:
         pool.grade(items[:100])
         spent, own, wall = pool.cpu_seconds, time.process_time(), time.perf_counter()
         assert all(grade.reward == 1 for grade in pool.grade(items))

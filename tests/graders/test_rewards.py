@@ -42,12 +42,12 @@ def test_what_is_no_number(value):
 def test_where_functions_are_found():
     assert find(module_level) == Source(f"{__file__}:module_level", __name__)
     assert find(Holder.static) == Source(f"{__file__}:Holder.static", __name__)
-    assert find("keywords") == Source("keywords")
+    assert find("inclusion") == Source("inclusion")
     assert find("a/b.py:f") == Source(f"{Path('a/b.py').resolve()}:f")
     here = functools.partial(module_level)
     for kept in (lambda r, row: 1, here, Holder().method, math.hypot):
         assert find(kept) is None
-    with pytest.raises(DataError, match=r"must be FILE\.py:NAME or one of keywords, got 'keyword'"):
+    with pytest.raises(DataError, match=r"must be FILE\.py:NAME or one of inclusion, use, got 'keyword'"):
         find("keyword")
 
 

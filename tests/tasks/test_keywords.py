@@ -97,10 +97,13 @@ def test_grades(match, must_end):
         return task.grade(prompt, dataclasses.replace(base, text=text, finish=finish))
 
     right = grade(f"The {first.upper()} and {second}.", Finish.STOP)
-    assert (right.reward, right.parts) == (1, {"inclusion": 1, "fraction": 1, "ended": 1})
+    assert (right.reward, right.parts) == (
+        1,
+        {"inclusion": 1, "fraction": 1, "listed": 0, "ended": 1},
+    )
     cut = grade(f"The {first} and {second}", Finish.LENGTH)
     assert cut.reward == float(not must_end)
-    assert cut.parts == {"inclusion": 1, "fraction": 1, "ended": 0}
+    assert cut.parts == {"inclusion": 1, "fraction": 1, "listed": 0, "ended": 0}
     inside = grade(f"{first} x{second}x", Finish.STOP)
     assert inside.reward == float(match == "substring")
     assert inside.parts["fraction"] == (1 if match == "substring" else 0.5)
