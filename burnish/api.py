@@ -351,9 +351,7 @@ def build(
         model = open_model(recipe, dtype="float32")[0].to(_device(recipe))
         if recipe.train.micro_tokens is not None:
             check_lengths(recipe, _size(recipe, model, task))
-        policy = LanguagePolicy(
-            model, recompute=recipe.train.recompute, layers=recipe.train.layers
-        )
+        policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
     learner = _learner(recipe, policy, recipe.objective)
     choice = Choice(recipe.rollout.revisit, seed=recipe.seed)
 

@@ -355,7 +355,6 @@ class ObjectiveConfig(Section):
     advantage: Annotated[str, one_of(pieces.ADVANTAGES)] = "group_zscore"
     advantage_eps: float = Field(1e-6, gt=0, description="added to the std")
     centered: bool = Field(False, description="best_of_group: subtract the group's mean")
-    lam: float = Field(1.0, ge=0, le=1, description="GAE's λ, for values of progress")
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     ratio: Annotated[str, one_of(pieces.RATIOS)] = "token"
     loss: Annotated[str, one_of(pieces.LOSSES)] = "clip"
@@ -368,15 +367,7 @@ class ObjectiveConfig(Section):
     constant_length: int | None = Field(None, ge=1, description="what sums are divided by")
     kl: Annotated[str, one_of(pieces.KLS)] = "none"
     kl_coefficient: float = Field(0.01, gt=0, allow_inf_nan=False)
-    kl_bound: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="nats per token beyond which the coefficient grows: (KL / bound)⁴",
-    )
-    kl_in: Literal["loss", "reward", "both"] = Field(
-        "loss", description="both: a token's own in the loss, its followers' in its advantage"
-    )
+    kl_in: Literal["loss", "reward"] = "loss"
     kl_refresh: int | None = Field(None, ge=1, description="reference := policy every n steps")
     importance: Annotated[str, one_of(pieces.IMPORTANCES)] = "none"
     importance_level: Literal["token", "sequence", "geometric"] = "token"
@@ -493,10 +484,6 @@ def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -
         asked = changes.get(section, {})
         if "name" in asked and kind(asked) != kind(given.get(section, {})):
             given = {**given, section: {}}  # what the recipe set for another goes with it
-            if section == "task" and given.get("objective", {}).get("advantage") in OF_A_TASK:
-                given["objective"] = {
-                    k: v for k, v in given["objective"].items() if k != "advantage"
-                }
     merged = merge(given, changes)
     recipe = _validate(merged)
     _refuse_without_effect(recipe, changes, "--set")
@@ -608,7 +595,13 @@ def unused(recipe: Recipe) -> dict[str, str]:
             reasons[key] = f"engine.name = '{recipe.engine.name}'; remove it"
     if isinstance(recipe.model, SorterConfig):
         language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
-        keys = ["device", "engine", "train.recompute", "train.layers", *(f"rollout.{name}" for name in language)]
+        keys = [
+            "device",
+            "engine",
+            "train.recompute",
+            "train.layers",
+            *(f"rollout.{name}" for name in language),
+        ]
         keys += [f"validation.{name}" for name in ("top_p", "top_k", "max_tokens", "shots")]
         for key in keys:
             reasons[key] = "model.name = 'sorter'; remove it, or use a language model"
@@ -780,10 +773,8 @@ def _check_train(recipe: Recipe) -> None:
         )
 
 
-ONE_IS_ENOUGH = ("raw", "best_of_group", "reinforce_plus_plus", "progress")
+ONE_IS_ENOUGH = ("raw", "best_of_group", "reinforce_plus_plus")
 """Advantages that a group of one response can have."""
-OF_A_TASK = ("progress",)
-"""Advantages that read what not every task says."""
 
 
 def _check_objective(recipe: Recipe) -> None:
@@ -793,19 +784,10 @@ def _check_objective(recipe: Recipe) -> None:
             f"rollout.group_size must be at least 2 for objective.advantage = '{c.advantage}', "
             f"got {group}; use objective.advantage = 'raw'"
         )
-    if c.advantage in OF_A_TASK and not isinstance(recipe.task, KeywordsTask):
+    if c.kl == "k1" and c.kl_in == "loss":
         raise ConfigError(
-            f"objective.advantage = '{c.advantage}' needs a task that says how far a response has "
-            f"come, keywords, got {recipe.task.name}; use 'group_zscore'"
-        )
-    if c.kl == "full" and c.kl_in == "reward":
-        raise ConfigError(
-            "objective.kl = 'full' is a term of the loss; use kl_in = 'loss' or 'both', or k1"
-        )
-    if c.kl == "k1" and c.kl_in == "both":
-        raise ConfigError(
-            "objective.kl = 'k1' has a gradient of mean 0 in the loss; for kl_in = 'both' use "
-            "kl = 'full', 'k2' or 'k3'"
+            "objective.kl = 'k1' has a gradient of mean 0 in the loss; use kl = 'k3', or "
+            "kl_in = 'reward'"
         )
     if c.reduction == "constant" and c.constant_length is None:
         raise ConfigError(

@@ -27,13 +27,6 @@ ADVANTAGES = {
     "group_zscore": Piece(
         lambda c: f"A_i = (r_i − mean_g(r)) / (std_g(r) + {c.advantage_eps:g})", ("advantage_eps",)
     ),
-    "progress": Piece(
-        lambda c: (
-            f"A_(i,t) = gae of r_i, λ = {c.lam:g}, V_t = mean of r over the batch's that came as "
-            f"far, / (std(r) + {c.advantage_eps:g})"
-        ),
-        ("advantage_eps", "lam"),
-    ),
     "leave_one_out": Piece(lambda c: "A_i = r_i − mean of the other r of the group"),
     "best_of_group": Piece(
         lambda c: f"A_i = {'(r_i − mean_g(r))' if c.centered else 'r_i'} [r_i = max_g(r)]",
@@ -77,13 +70,12 @@ REDUCTIONS = {
     "constant": Piece(lambda c: f"w_(i,t) = 1 / (S · {c.constant_length})", ("constant_length",)),
 }
 
-_KL_SETTINGS = ("kl_coefficient", "kl_bound", "kl_in", "kl_refresh")
+_KL_SETTINGS = ("kl_coefficient", "kl_in", "kl_refresh")
 KLS = {
     "none": Piece(lambda c: ""),
     "k1": Piece(lambda c: "k1 = x", _KL_SETTINGS),
     "k2": Piece(lambda c: "k2 = ½ x²", _KL_SETTINGS),
     "k3": Piece(lambda c: "k3 = exp(−x) + x − 1", _KL_SETTINGS),
-    "full": Piece(lambda c: "full = Σ_v π(v) (log π(v) − log π_ref(v))", _KL_SETTINGS),
 }
 
 _IMPORTANCE_SETTINGS = ("proximal", "importance_level", "importance_low", "importance_high")
@@ -120,15 +112,11 @@ def settings_of(config: ObjectiveConfig) -> set[str]:
 def reads_proximal_first(config: ObjectiveConfig) -> bool:
     """Whether the proximal policy's log-probabilities are read before the first gradient step.
 
-    By an importance correction, by a KL in the reward and by a bound for it. A loss reads them in
-    the step, and at the first step the proximal policy is the policy that is differentiated.
+    An importance correction and a KL in the reward read them then. A loss reads them in the step,
+    and at the first step the proximal policy is the policy that is differentiated.
     """
-    return reads_reference_first(config) or "proximal" in IMPORTANCES[config.importance].settings
-
-
-def reads_reference_first(config: ObjectiveConfig) -> bool:
-    """The same of the reference's, of which a loss over whole distributions needs only states."""
-    return config.kl != "none" and (config.kl_in != "loss" or config.kl_bound is not None)
+    in_reward = config.kl != "none" and config.kl_in == "reward"
+    return in_reward or "proximal" in IMPORTANCES[config.importance].settings
 
 
 def users_of(setting: str) -> list[str]:
@@ -143,8 +131,8 @@ def users_of(setting: str) -> list[str]:
 
 def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
     """The objective in lines of (what, formula)."""
-    in_loss = config.kl != "none" and config.kl_in != "reward"
-    coefficient = f"{config.kl_coefficient:g}" if config.kl_bound is None else "c"
+    in_loss = config.kl != "none" and config.kl_in == "loss"
+    coefficient = f"{config.kl_coefficient:g}"
     term = "L_t" if config.importance == "none" else "v_t L_t"
     term += f" + {coefficient} {config.kl}_t" if in_loss else ""
     term += f" − {config.entropy_coefficient:g} H_t" if config.entropy_coefficient else ""
@@ -156,18 +144,10 @@ def formula(config: ObjectiveConfig) -> list[tuple[str, str]]:
     lines.append(("advantage", ADVANTAGES[config.advantage].formula(config)))
     lines.append(("denominator", REDUCTIONS[config.reduction].formula(config)))
     if config.kl != "none":
-        kl = KLS[config.kl].formula(config)
-        kl += "" if config.kl == "full" else ",  x = log π − log π_ref"
+        kl = f"{KLS[config.kl].formula(config)},  x = log π − log π_ref"
         if config.kl_in == "reward":
             kl += f",  r ← r − {coefficient} Σ_t {config.kl}_t"
-        if config.kl_in == "both":
-            later = "Σ_(s>t) (x_s − mean_g(x)),  x = log π_prox − log π_ref"
-            kl += f",  A_t ← A_t − {coefficient} {later}"
         lines.append(("KL", kl))
-        if config.kl_bound is not None:
-            mean = "KL = mean over the rollout of log π_prox − log π_ref"
-            grown = f"{config.kl_coefficient:g} max(1, KL / {config.kl_bound:g})⁴"
-            lines.append(("coefficient", f"c = {grown},  {mean}"))
         every = config.kl_refresh
         reference = "the initial model" if every is None else f"refreshed every {every} steps"
         lines.append(("reference", f"π_ref: {reference}"))

@@ -101,8 +101,6 @@ class Grade:
     status: Status = Status.SCORED
     message: str | None = None
     """What went wrong, where something did."""
-    progress: tuple[int, ...] | None = None
-    """[C] how far the response had come before each token; None: the task does not say."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,6 @@ class PackedBatch:
     """[N] float; 1 where nothing was sampled."""
     versions: Tensor
     """[N] int64; means nothing where nothing was sampled."""
-    progress: Tensor
-    """[N] int64: how far its response had come before this token; 0 where the task says nothing."""
     segment_offsets: Tensor
     """[segments + 1] int64: a segment is one prompt or one response."""
     segment_is_prompt: Tensor
@@ -164,9 +160,6 @@ class Measured(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
-    kl: Tensor | None = None
-    """To a reference, over the whole vocabulary; None without one."""
-    reference_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -180,13 +173,11 @@ class LearnBatch:
     proximal_logprobs: Tensor | None
     """None: the policy itself, in a batch on which one step is taken and which it scored last."""
     reference_logprobs: Tensor | None = None
-    """None: the recipe has none, or its loss reads the whole distributions instead."""
-    reference_states: Tensor | None = None
-    """[N, …] of the reference, where the loss reads its whole distributions."""
+    """None if the recipe has no KL term."""
+    lower: Tensor | None = None
+    """[N, d] hidden states below the layers that learn; None if all layers learn."""
     importance: Tensor | None = None
     """Corrects for the gap between behavior and proximal; no gradient."""
-    kl_coefficient: float | None = None
-    """Of this rollout's KL term; None: the recipe's."""
 
 
 class Weights(NamedTuple):

@@ -26,16 +26,10 @@ def inclusion(response: str, keywords: Sequence[str], match: Match = "word") -> 
     """
     if isinstance(keywords, str) or not keywords or not all(keywords):
         raise ValueError(f"keywords must be a list of at least one word, got {keywords!r}")
-    found = len(found_at(response, keywords, match))
+    text = plain(response)
+    found = sum(_pattern(word, match).search(text) is not None for word in keywords)
     every, fraction = float(found == len(keywords)), found / len(keywords)
     return {"reward": every, "inclusion": every, "fraction": fraction}
-
-
-def found_at(response: str, keywords: Sequence[str], match: Match = "word") -> list[int]:
-    """Where each keyword that appears first ends, in rising order: characters of ``plain`` text."""
-    text = plain(response)
-    matches = [_pattern(word, match).search(text) for word in keywords]
-    return sorted(found.end() for found in matches if found is not None)
 
 
 def use(response: str, keywords: Sequence[str], match: Match = "word") -> dict[str, float]:

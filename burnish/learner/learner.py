@@ -22,12 +22,14 @@ from burnish.types import LearnBatch, Measured, PackedBatch, Weights
 
 
 class Scores(NamedTuple):
-    """Forward passes without gradient, each [N]; None: there is nothing to be known by it."""
+    """Forward passes without gradient before the first step."""
 
     proximal: Tensor | None
+    """[N]; None if nothing reads it before the step, whose own forward pass is the same."""
     reference: Tensor | None
-    reference_states: Tensor | None = None
-    """[N, …] of the reference, where the loss reads whole distributions."""
+    """[N]; None if the recipe has no KL term."""
+    lower: Tensor | None = None
+    """[N, d] hidden states below the layers that learn; None if all layers learn."""
 
 
 class Update(NamedTuple):
@@ -36,8 +38,6 @@ class Update(NamedTuple):
     metrics: Metrics
     logprobs: Tensor
     """[N] of the policy before the step, from the step's own forward pass."""
-    reference_logprobs: Tensor | None = None
-    """[N], where the loss reads whole distributions."""
 
 
 class State(NamedTuple):
@@ -83,57 +83,46 @@ class Learner:
         """What advantages, loss and logs need of the policies before the first step.
 
         If one step is taken, its own forward pass is the proximal policy's, so that another is made
-        only for what reads it earlier. Of a reference that the loss reads whole, its states are
-        made here, once for all steps, and its log-probabilities for what reads them earlier.
+        only for what reads it earlier.
         """
-        batches = len(train_batches(batch, self.train.batch))
-        steps = self.train.epochs * batches
-        proximal = None
+        steps = self.train.epochs * len(train_batches(batch, self.train.batch))
+        lower, proximal, reference = self._lower(batch), None, None
         if self.objective.proximal == "behavior":
             proximal = batch.behavior_logprobs
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
-            proximal = self.logprobs(batch)
-        if self.reference is None:
-            return Scores(proximal, None)
-        if self.objective.kl != "full":
-            return Scores(proximal, self._logprobs(self.reference, batch))
-        states = self._scored(batch, self.reference.states)
-        early = pieces.reads_reference_first(self.objective)
-        early |= self.train.log_kl and batches > 1
-        reference = self._logprobs(self.reference, batch, states) if early else None
-        return Scores(proximal, reference, states)
+            proximal = self._logprobs(self.policy, batch, lower)
+        if self.reference is not None:
+            reference = self._logprobs(self.reference, batch, lower)
+        return Scores(proximal, reference, lower)
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """[N] of the policy as it is, without gradient."""
-        return self._logprobs(self.policy, batch)
+        return self._logprobs(self.policy, batch, None)
 
-    def drift(
-        self, batch: PackedBatch, scores: Scores
-    ) -> Callable[[Tensor, Tensor | None], Metrics]:
+    def drift(self, batch: PackedBatch, scores: Scores) -> Callable[[Tensor], Metrics]:
         """KL of the policy that sampled the batch to the initial model and to the one before it,
-        as a function of its and the reference's log-probabilities [N], which the first step may
-        yet have to make.
+        as a function of its log-probabilities [N], which the first step may yet have to make.
 
         To be called once per rollout, before the first step: the policy as it is then becomes the
         next call's "previous". No metrics unless ``train.log_kl``.
         """
         if self.initial is None or self.previous is None:
-            return lambda logprobs, reference: {}
+            return lambda logprobs: {}
         part, slots = Pack.whole(batch)
         if self.train.log_kl_responses is not None:
             some = min(self.train.log_kl_responses, len(batch.rewards))
             part, slots = take(batch, torch.arange(some, device=batch.tokens.device))
-        shared = self.reference is self.initial
-        initial = None if shared else self._logprobs(self.initial, part)
-        previous = self._logprobs(self.previous, part)
+        lower = None if scores.lower is None else scores.lower[slots]
+        initial, whole = scores.reference, True
+        if self.reference is not self.initial or initial is None:
+            initial, whole = self._logprobs(self.initial, part, lower), False
+        previous = self._logprobs(self.previous, part, lower)
         copy_weights(self.policy, self.previous)
 
-        def measure(logprobs: Tensor, reference: Tensor | None) -> Metrics:
+        def measure(logprobs: Tensor) -> Metrics:
             metrics = describe_kl("previous", logprobs[slots], previous, part)
-            if initial is None:
-                assert reference is not None, "it is the initial model, and the loss reads it"
-                return metrics | describe_kl("initial", logprobs, reference, batch)
-            return metrics | describe_kl("initial", logprobs[slots], initial, part)
+            known = (logprobs, initial, batch) if whole else (logprobs[slots], initial, part)
+            return metrics | describe_kl("initial", *known)
 
         return measure
 
@@ -142,7 +131,8 @@ class Learner:
         learn from. No metrics unless ``train.log_kl``, nor before the first step: it is 0."""
         if self.initial is None or not self.version:
             return {}
-        ours, initial = (self._logprobs(policy, batch) for policy in (self.policy, self.initial))
+        lower = self._lower(batch)
+        ours, initial = (self._logprobs(p, batch, lower) for p in (self.policy, self.initial))
         return describe_kl("held_out", ours, initial, batch)
 
     def step(self, learn: LearnBatch) -> Update:
@@ -158,11 +148,11 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._skip(loss, norm)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            return Update(finite | {"train/skipped": 1.0}, logprobs, measured.reference_logprobs)
+            return Update(finite | {"train/skipped": 1.0}, logprobs)
         metrics["train/learning_rate"] = self.optimizer.step(self.version, norm)
         self.version += 1
         self.skipped_in_a_row = 0
-        return Update(metrics, logprobs, measured.reference_logprobs)
+        return Update(metrics, logprobs)
 
     def weights(self, dtype: torch.dtype | None = None) -> Weights:
         """A copy in that precision, rounded from the masters; None: in compute precision."""
@@ -183,9 +173,10 @@ class Learner:
             "previous": self.previous,
             "reference": self.reference if self.refreshed else None,
         }
+        learns = {name for name, p in self.policy.named_parameters() if p.requires_grad}
         for kind, policy in copies.items():
             named = () if policy is None else policy.named_parameters()
-            tensors |= {f"{kind}.{name}": p.detach() for name, p in named}
+            tensors |= {f"{kind}.{name}": p.detach() for name, p in named if name in learns}
         names = ("version", "skipped_in_a_row", "refreshed")
         return State(tensors, numbers | {name: getattr(self, name) for name in names})
 
@@ -214,36 +205,38 @@ class Learner:
         """Adds up the gradients over the packs -> what was measured, and the loss."""
         parts, loss = [], 0.0
         for pack in self._cut(learn.batch):
-            part, reference = take_streams(learn, pack), None
-            if self.objective.kl == "full":
-                assert self.reference is not None
-                assert part.reference_states is not None, "Learner.score makes them"
-                reference = self.reference, part.reference_states
-            measured = self.policy.score(pack.batch, reference=reference)
+            part = take_streams(learn, pack)
+            measured = self.policy.score(pack.batch, part.lower)
             if not self.objective.entropy_coefficient:
                 measured = measured._replace(entropy=measured.entropy.detach())
             per_token = token_loss(self.objective, measured, part)
             part_loss = weighted_sum(per_token, part.loss_weight)
             self.optimizer.backward(part_loss)
             loss += part_loss.item()
-            streams = torch.stack([x.detach() for x in measured if x is not None], 1)
+            streams = torch.stack([x.detach() for x in measured], 1)
             parts.append((pack.slots, streams))
         return Measured(*_join(parts, learn.batch).unbind(1)), loss
 
-    def _logprobs(self, policy: Policy, batch: PackedBatch, states: Tensor | None = None) -> Tensor:
-        return self._scored(batch, lambda pack, *known: policy.score(pack, *known).logprobs, states)
+    def _lower(self, batch: PackedBatch) -> Tensor | None:
+        """[N, d], for all forward passes over the batch; None if all layers learn."""
+        return self._scored(batch, self.policy.lower) if self.policy.lower_layers else None
+
+    def _logprobs(self, policy: Policy, batch: PackedBatch, lower: Tensor | None) -> Tensor:
+        return self._scored(batch, lambda *given: policy.score(*given).logprobs, lower)
 
     @torch.no_grad()
     def _scored(
-        self, batch: PackedBatch, score: Callable[..., Tensor], states: Tensor | None = None
+        self, batch: PackedBatch, score: Callable[..., Tensor], lower: Tensor | None = None
     ) -> Tensor:
-        """[N, …], in the packs that training will use, so that the numerics are its own; score is
-        called with a pack and, where they are given, its states."""
+        """[N, …], in the packs that training will use, so that the numerics are its own.
+
+        ``score`` is called with a pack and, if they are given, its lower states.
+        """
         parts = []
         for whole in train_batches(batch, self.train.batch):
             for pack in self._cut(whole.batch):
                 slots = whole.slots[pack.slots]
-                known = () if states is None else (states[slots],)
+                known = () if lower is None else (lower[slots],)
                 parts.append((slots, score(pack.batch, *known)))
         return _join(parts, batch)
 
@@ -264,7 +257,9 @@ class Learner:
             )
 
     def _frozen(self) -> Policy:
-        return copy.deepcopy(self.policy).requires_grad_(False)
+        """A copy that shares the weights that never change."""
+        shared = {id(p): p for p in self.policy.parameters() if not p.requires_grad}
+        return copy.deepcopy(self.policy, shared).requires_grad_(False)
 
 
 def mismatch(logprobs: Tensor, batch: PackedBatch, version: int) -> Metrics:

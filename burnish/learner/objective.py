@@ -49,53 +49,26 @@ def token_advantages(
 ) -> Tensor:
     """The advantage of every action, [N]; a KL term in the reward is a part of it."""
     mask, ids, rewards = batch.is_action, batch.sequence_ids, batch.rewards
-    coefficient = kl_coefficient(config, batch, proximal, reference)
     penalty = None
-    if reference is not None and config.kl_in != "loss":
+    if reference is not None and config.kl_in == "reward":
         assert proximal is not None, "pieces.reads_proximal_first"
-        if config.kl_in == "both":  # in the loss each token's own, here that of the tokens after it
-            later = kl.ahead(kl.k1(proximal, reference), mask, batch.group_ids, sequence_ids=ids)
-            return token_advantages(config, batch, None, None) - coefficient * later
         penalty = KL[config.kl](proximal, reference)
     if config.advantage == "reinforce_plus_plus":
         if penalty is None:
             per_token = on_last_action(rewards, mask, ids)
         else:
             per_token = kl.penalised_rewards(
-                rewards, penalty, mask, coefficient=coefficient, sequence_ids=ids
+                rewards, penalty, mask, coefficient=config.kl_coefficient, sequence_ids=ids
             )
         return advantages.reinforce_plus_plus(per_token, mask, gamma=config.gamma, sequence_ids=ids)
     if penalty is not None:
-        rewards = rewards - coefficient * sequence_sum(penalty, mask, ids)
-    if config.advantage == "progress":
-        return advantages.progress(
-            rewards,
-            batch.progress,
-            mask,
-            lam=config.lam,
-            eps=config.advantage_eps,
-            sequence_ids=ids,
-        )
+        rewards = rewards - config.kl_coefficient * sequence_sum(penalty, mask, ids)
     if config.advantage == "reinforce_plus_plus_baseline":
         return advantages.reinforce_plus_plus_baseline(
             rewards, batch.group_ids, mask, sequence_ids=ids
         )
     per_response = GROUP_ADVANTAGES[config.advantage](config, rewards, batch.group_ids)
     return to_tokens(per_response, mask, ids)
-
-
-def kl_coefficient(
-    config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor | None, reference: Tensor | None
-) -> float:
-    """What the KL term of a rollout is multiplied by: c, or with a bound c max(1, KL / bound)⁴.
-
-    The KL is the mean of k1 over the rollout's actions: up to the bound nothing changes, and beyond
-    it the pull back grows steeply.
-    """
-    if config.kl_bound is None or proximal is None or reference is None:
-        return config.kl_coefficient
-    drift = kl.k1(proximal, reference)[batch.is_action].mean().item()
-    return config.kl_coefficient * max(1.0, drift / config.kl_bound) ** 4
 
 
 def loss_weight(config: ObjectiveConfig, batch: PackedBatch) -> Tensor:
@@ -127,15 +100,12 @@ def importance(
 def token_loss(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> Tensor:
     """The loss of every slot before its weight, [N]."""
     logprobs = measured.logprobs
-    coefficient = config.kl_coefficient if learn.kl_coefficient is None else learn.kl_coefficient
     ratio = _ratio(config, logprobs, learn)
     loss = LOSSES[config.loss](config, logprobs, ratio, learn.advantages)
     if learn.importance is not None:
         loss = loss * learn.importance
-    if measured.kl is not None:
-        loss = loss + coefficient * measured.kl
-    elif learn.reference_logprobs is not None and config.kl_in != "reward":
-        loss = loss + coefficient * KL[config.kl](logprobs, learn.reference_logprobs)
+    if learn.reference_logprobs is not None and config.kl_in == "loss":
+        loss = loss + config.kl_coefficient * KL[config.kl](logprobs, learn.reference_logprobs)
     if config.entropy_coefficient:
         loss = loss + config.entropy_coefficient * losses.entropy_bonus(measured.entropy)
     return loss
@@ -145,8 +115,6 @@ def describe(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> 
     """What to report of a train batch, from what was measured without gradient."""
     logprobs, entropy = measured.logprobs, measured.entropy
     reference = learn.reference_logprobs
-    if measured.reference_logprobs is not None:
-        reference = measured.reference_logprobs
     action = learn.batch.is_action
     ratio, advantage = _ratio(config, logprobs, learn)[action], learn.advantages[action]
     metrics = {
@@ -165,8 +133,6 @@ def describe(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> 
         metrics["train/clip_fraction"] = outside.float().mean().item()
     if learn.importance is not None:
         metrics["train/importance"] = learn.importance[action].mean().item()
-    if config.kl_bound is not None and learn.kl_coefficient is not None:
-        metrics["train/kl_coefficient"] = learn.kl_coefficient
     if reference is not None:
         metrics |= _mean_kl("reference", logprobs[action], reference[action])
     return metrics

@@ -93,7 +93,9 @@ class Optimizer:
             betas=train.betas,
             fused=True,
         )
-        for p in self._learning():  # now rather than at the first step: memory is known, state whole
+        for (
+            p
+        ) in self._learning():  # now rather than at the first step: memory is known, state whole
             moments = {name: torch.zeros_like(p) for name in MOMENTS}
             self.adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
 

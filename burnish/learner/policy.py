@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from burnish.model.attention import packed
+from burnish.model.attention import Attend, packed
 from burnish.model.checkpoint import hf_state
 from burnish.model.logprobs import CHUNK, token_logprobs
 from burnish.model.transformer import Transformer
@@ -18,19 +18,17 @@ from burnish.types import Measured, PackedBatch
 class Policy(Protocol):
     """An ``nn.Module`` that can score a packed batch."""
 
-    def score(
-        self,
-        batch: PackedBatch,
-        states: Tensor | None = None,
-        reference: tuple[Self, Tensor] | None = None,
-    ) -> Measured:
-        """Of every action in its slot, 0 elsewhere: [N] each; none of it is the reference's.
+    lower_layers: int
+    """How many of the first layers do not learn; 0 if all weights learn."""
 
-        ``states``: this policy's own, where they are known; a reference comes with its own.
+    def score(self, batch: PackedBatch, lower: Tensor | None = None) -> Measured:
+        """Log-probability and entropy of each action token, [N]; 0 in other slots.
+
+        ``lower``: the hidden states below the layers that learn, if they are known.
         """
 
-    def states(self, batch: PackedBatch) -> Tensor:
-        """[N, …]: what a slot's distribution is made of, short of the vocabulary's width."""
+    def lower(self, batch: PackedBatch) -> Tensor:
+        """[N, d] hidden states below the layers that learn; copies of a policy share them."""
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under the names that generators know, without gradient."""
@@ -64,46 +62,50 @@ class LanguagePolicy(nn.Module):
         self.model = model
         self.recompute = recompute
         self.chunk = chunk
-        self.trunk = 0 if layers is None else max(0, model.config.n_layers - layers)
-        """How many of the first layers stay as they are, and the embedding and the head too."""
+        self.lower_layers = 0 if layers is None else max(0, model.config.n_layers - layers)
         if layers is not None:
             model.requires_grad_(False)
-            model.layers[self.trunk :].requires_grad_(True)
+            model.layers[self.lower_layers :].requires_grad_(True)
             model.norm.requires_grad_(True)
 
-    def score(
-        self,
-        batch: PackedBatch,
-        states: Tensor | None = None,
-        reference: tuple[LanguagePolicy, Tensor] | None = None,
-    ) -> Measured:
-        """Of every action in its slot, 0 elsewhere: [N] each."""
+    def score(self, batch: PackedBatch, lower: Tensor | None = None) -> Measured:
+        """Log-probability and entropy of each action token, [N]; 0 in other slots."""
+        attend = self._attend(batch)
+        if lower is None:
+            lower = self._lower(batch, attend)
+        x = self.model.run_layers(
+            lower,
+            batch.positions,
+            attend,
+            which=slice(self.lower_layers, None),
+            recompute=self.recompute,
+        )
         actions = batch.is_action.nonzero().squeeze(1)
         measured = token_logprobs(
             self.model,
-            self.states(batch) if states is None else states,
+            self.model.norm(x),
             batch.tokens,
             batch.predecessor,
             actions,
             batch.temperature,
             chunk=self.chunk,
-            reference=None if reference is None else (reference[0].model, reference[1]),
         )
         zeros = measured.logprobs.new_zeros(len(batch.tokens))
-        return Measured(*(zeros.index_copy(0, actions, x) for x in measured if x is not None))
+        return Measured(*(zeros.index_copy(0, actions, x) for x in measured))
 
-    def states(self, batch: PackedBatch) -> Tensor:
-        """[N, d]: what the head reads."""
+    @torch.no_grad()
+    def lower(self, batch: PackedBatch) -> Tensor:
+        """[N, d] hidden states below the layers that learn."""
+        return self._lower(batch, self._attend(batch))
+
+    def _lower(self, batch: PackedBatch, attend: Attend) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.lower_layers):
+            x: Tensor = self.model.embed(batch.tokens)
+            return self.model.run_layers(x, batch.positions, attend, which=slice(self.lower_layers))
+
+    def _attend(self, batch: PackedBatch) -> Attend:
         dtype, width = self.model.embed.weight.dtype, self.model.config.head_width
-        attend = packed(batch.segment_offsets, batch.segment_is_prompt, dtype, width)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.trunk):
-            x = self.model.embed(batch.tokens)
-            x = self.model.run_layers(x, batch.positions, attend, which=slice(self.trunk))
-        x = self.model.run_layers(
-            x, batch.positions, attend, which=slice(self.trunk, None), recompute=self.recompute
-        )
-        hidden: Tensor = self.model.norm(x)
-        return hidden
+        return packed(batch.segment_offsets, batch.segment_is_prompt, dtype, width)
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under Hugging Face's names, without gradient."""

@@ -95,12 +95,9 @@ def train(
             # Of one train batch the first step saw everything, as the policy was that sampled it.
             current = taken[0].logprobs if len(batches) == 1 else scores.proximal
             assert current is not None, "scored, since there are several steps"
-            reference = (
-                taken[0].reference_logprobs if scores.reference is None else scores.reference
-            )
         with timers("publish"):
             generator.load(learner.weights())
-        metrics = describe(sampled) | passed | dropped | drift(current, reference)
+        metrics = describe(sampled) | passed | dropped | drift(current)
         metrics |= combine(update.metrics for update in taken)
         metrics |= {"train/version": learner.version, "train/lag": lag}
         # The sampler's own log-probabilities, taken for the proximal policy's, show no gap.
@@ -136,7 +133,6 @@ def split(
     Where there are several, responses that teach nothing are left out of them.
     """
     correction = objective.importance(recipe.objective, batch, scores.proximal)
-    coefficient = objective.kl_coefficient(recipe.objective, batch, *scores[:2])
     batches = [
         LearnBatch(
             batch=part,
@@ -144,9 +140,8 @@ def split(
             loss_weight=objective.loss_weight(recipe.objective, part),
             proximal_logprobs=_at(slots, scores.proximal),
             reference_logprobs=_at(slots, scores.reference),
-            reference_states=_at(slots, scores.reference_states),
+            lower=_at(slots, scores.lower),
             importance=_at(slots, correction),
-            kl_coefficient=coefficient,
         )
         for part, slots in train_batches(batch, recipe.train.batch)
     ]

@@ -36,31 +36,25 @@ def token_logprobs(
     temperature: Tensor,
     *,
     chunk: int = CHUNK,
-    reference: tuple[Transformer, Tensor] | None = None,
 ) -> Measured:
     """log π(token | what came before it) for the tokens in `slots`, and the entropy of that π.
 
     hidden [N, d], tokens [N], predecessor [N], slots [M] int64, temperature [N] -> [M] each, in
     float32 or better. At most `chunk` rows of logits exist at a time; the backward pass makes them
-    again, but for the last, which are kept. Entropy that is detached costs it nothing. With a
-    reference, a model and its hidden states [N, d], also the KL to it and its own log π.
+    again, but for the last, which are kept. Entropy that is detached costs it nothing.
     """
     before = predecessor[slots]
     rows, weight = model.head_inputs(hidden.index_select(0, before))
     heat = temperature[slots].to(torch.promote_types(rows.dtype, torch.float32))
-    other: tuple[Tensor | None, Tensor | None] = None, None
-    if reference is not None:
-        other = reference[0].head_inputs(reference[1].index_select(0, before))
-    found = _Head.apply(rows, weight, tokens[slots], heat, chunk, *other)  # type: ignore[no-untyped-call]
+    found = _Head.apply(rows, weight, tokens[slots], heat, chunk)  # type: ignore[no-untyped-call]
     return Measured(*found)
 
 
 class _Head(torch.autograd.Function):
-    """With x = logits / τ, p = softmax(x), H its entropy, q the reference's p and y the token:
+    """With x = logits / τ, p = softmax(x), H its entropy and y the token:
 
         log p_y = x_y − log Σ exp x         ∂/∂x_j = [j = y] − p_j
         H = −Σ p_j log p_j                  ∂/∂x_j = −p_j (log p_j + H)
-        K = Σ p_j (log p_j − log q_j)       ∂/∂x_j = p_j (log p_j − log q_j − K)
 
     By hand rather than by autograd: a row passes through memory a few times, not twenty, and the
     weight's gradient adds up over chunks in float32.
@@ -74,66 +68,41 @@ class _Head(torch.autograd.Function):
         tokens: Tensor,
         heat: Tensor,
         chunk: int,
-        other: Tensor | None,
-        other_weight: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, total = heat.new_empty(3, len(tokens))
-        kl, theirs, their_total = heat.new_empty(3, len(tokens) if other is not None else 0)
         logits: Tensor | None = None
         for rows in _pieces(len(tokens), chunk):
             logits = None  # so that these are gone before the next are made
             logits = product(hidden[rows], weight.T)
-            others = _others(other, other_weight, rows)
             for part, tile in _tiles(logits, rows):
                 x = _scaled(part, heat[tile])
                 highest = x.amax(1)
                 x.sub_(highest[:, None])
                 p = x.exp()
                 mass = p.sum(1)
-                if others is not None:
-                    y = _scaled(others[tile.start - rows.start :][: len(x)], heat[tile])
-                    their_total[tile] = y.logsumexp(1)
-                    theirs[tile] = _chosen(y, tokens[tile]) - their_total[tile]
-                    gap = (x - y).mul_(p).sum(1) / mass
-                    kl[tile] = gap - mass.log() + their_total[tile]
                 logprobs[tile] = _chosen(x, tokens[tile]) - mass.log()
                 entropy[tile] = mass.log() - p.mul_(x).sum(1) / mass
                 total[tile] = highest + mass.log()
         ctx.save_for_backward(hidden, weight, tokens, heat, total, entropy)
-        ctx.other = None if other is None else (other, other_weight, their_total, kl)
         ctx.chunk, ctx.last_logits = chunk, logits
         ctx.set_materialize_grads(False)
-        if other is None:
-            return logprobs, entropy, None, None
-        ctx.mark_non_differentiable(theirs)
-        return logprobs, entropy, kl, theirs
+        return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, up: Tensor | None, up_entropy: Tensor | None, up_kl: Tensor | None, _: Any
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, up: Tensor | None, up_entropy: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, tokens, heat, total, entropy = ctx.saved_tensors
         logits, ctx.last_logits = ctx.last_logits, None  # written over below, so for one pass alone
         up = (torch.zeros_like(total) if up is None else up) / heat
         up_entropy = None if up_entropy is None else up_entropy / heat
-        up_kl = None if up_kl is None else up_kl / heat
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight) if not len(tokens) else None
         for rows in reversed(list(_pieces(len(tokens), ctx.chunk))):
             logits = product(hidden[rows], weight.T) if logits is None else logits
-            others = None
-            if up_kl is not None:
-                other, other_weight, their_total, kl = ctx.other
-                others = _others(other, other_weight, rows)
             for part, tile in _tiles(logits, rows):
                 x = _scaled(part, heat[tile]).sub_(total[tile, None])  # log p
                 at = torch.arange(len(x), device=x.device), tokens[tile]
                 scale = -up[tile, None]
-                if others is not None and up_kl is not None:
-                    y = _scaled(others[tile.start - rows.start :][: len(x)], heat[tile])
-                    gap = x - y.sub_(their_total[tile, None])
-                    scale = gap.sub_(kl[tile, None]).mul_(up_kl[tile, None]).add_(scale)
                 if up_entropy is not None:
                     scale = scale - (x + entropy[tile, None]).mul_(up_entropy[tile, None])
                 gradient = x.exp_().mul_(scale)
@@ -149,16 +118,11 @@ class _Head(torch.autograd.Function):
             else:
                 to_weight += more
         given = None if to_weight is None else to_weight.to(weight.dtype)
-        return to_hidden, given, *[None] * 5
+        return to_hidden, given, None, None, None
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:
     return (slice(i, min(i + size, count)) for i in range(0, count, size))
-
-
-def _others(hidden: Tensor | None, weight: Tensor | None, rows: slice) -> Tensor | None:
-    """The reference's logits of a chunk, which costs a pass over its head: not in every tile."""
-    return None if hidden is None or weight is None else product(hidden[rows], weight.T)
 
 
 def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:

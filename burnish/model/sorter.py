@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from burnish.rl.kl import full
 from burnish.rl.losses import entropy
 from burnish.types import Measured, PackedBatch
 
@@ -33,32 +32,22 @@ class Sorter(nn.Module):
         decoded = torch.einsum("be,red->brd", encoded, self.decode)
         return decoded @ self.embedding.T
 
-    def score(
-        self,
-        batch: PackedBatch,
-        states: Tensor | None = None,
-        reference: tuple[Sorter, Tensor] | None = None,
-    ) -> Measured:
-        """Of every action in its slot, 0 elsewhere: [N] each."""
-        action = batch.is_action
-        logits = (self.states(batch) if states is None else states)[action]
-        chosen = batch.tokens[action, None]
-        found = [torch.log_softmax(logits, -1).gather(-1, chosen), entropy(logits)]
-        if reference is not None:
-            others = reference[1][action]
-            found += [full(logits, others), torch.log_softmax(others, -1).gather(-1, chosen)]
-        zeros = logits.new_zeros(len(batch.tokens))
-        return Measured(*(zeros.masked_scatter(action, values) for values in found))
+    lower_layers = 0
+    """All of it learns."""
 
-    def states(self, batch: PackedBatch) -> Tensor:
-        """[N, V]: the logits of the actions; 0 elsewhere."""
+    def score(self, batch: PackedBatch, lower: Tensor | None = None) -> Measured:
+        """Log-probability and entropy of each action token, [N]; 0 in other slots."""
         action = batch.is_action
         prompts = batch.tokens[batch.in_prompt].view(-1, self.length)
         group = batch.group_ids[batch.sequence_ids[action]]
         place = batch.positions[action] - self.length
         logits: Tensor = self(prompts)[group, place] / batch.temperature[action, None]
-        zeros = logits.new_zeros(len(action), logits.shape[1])
-        return zeros.index_copy(0, action.nonzero().squeeze(1), logits)
+        chosen = torch.log_softmax(logits, -1).gather(-1, batch.tokens[action, None])
+        zeros = logits.new_zeros(len(batch.tokens))
+        return Measured(*(zeros.masked_scatter(action, x) for x in (chosen, entropy(logits))))
+
+    def lower(self, batch: PackedBatch) -> Tensor:
+        raise AssertionError("a sorter has no layers that stay as they are")
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under the names that generators know, without gradient."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burnish.rl.sequences import Rows, on_last_action, sum_by, to_tokens
+from burnish.rl.sequences import Rows, sum_by, to_tokens
 
 
 def raw(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -48,44 +48,6 @@ def group_zscore(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Te
     group, size = _check_groups(rewards, group_ids, least=2, estimator="group_zscore")
     centered = rewards - _mean(rewards, group, size)[group]
     return centered / (_std(centered, group, size)[group] + eps)
-
-
-def progress(
-    rewards: Tensor,
-    levels: Tensor,
-    mask: Tensor,
-    *,
-    lam: float = 1.0,
-    eps: float = 1e-6,
-    sequence_ids: Tensor | None = None,
-) -> Tensor:
-    """GAE whose values are the mean rewards of the batch's responses that came as far.
-
-        V_(i,t) = mean{r_j : began_j = began_i, reached_j ≥ p_(i,t)}
-        A_(i,t) = gae(r_i at the end, V, λ) / (std(r) + ε);  λ = 1: (r_i − V_(i,t)) / (std(r) + ε)
-
-    ``levels`` p are what a task can say of a response before each token (all but so many of the
-    words are there), from 0 up and never down, on one scale for all prompts: began_j is where
-    response j starts, reached_j the most that it had. The values are a function of the state alone,
-    so that with λ = 1 the gradient's mean stays what it is (up to a response's own share in its
-    mean, as with GRPO's). Below 1, the step from one value to the next is credited to the tokens
-    just before it, also in a group that earned nothing: less noise, and what the levels do not tell
-    is partly lost. In a paper: none known to us; Kazemnejad et al. 2024 (VinePPO) estimate such
-    values by sampling again from each state. ``levels``, int64, and the result are shaped like the
-    mask; the std is over the batch, biased.
-    """
-    rows = Rows(mask, sequence_ids)
-    level = torch.nn.functional.pad(rows.pack(levels), (0, 1))  # [S, L + 1]
-    began, reached = level[:, 0], level.amax(1)
-    steps = torch.arange(int(reached.max()) + 1 if len(reached) else 1, device=level.device)
-    came = (reached[:, None] >= steps).to(rewards.dtype)  # [S, levels]
-    zeros = rewards.new_zeros(len(steps), len(steps))
-    total = zeros.index_add(0, began, came * rewards[:, None])
-    mean = total / zeros.index_add(0, began, came).clamp(min=1)
-    values = rows.unpack(mean[began].gather(1, level[:, :-1]))
-    earned = on_last_action(rewards, mask, sequence_ids)
-    advantages, _ = gae(earned, values, mask, lam=lam, sequence_ids=sequence_ids)
-    return advantages / (rewards.std(correction=0) + eps)
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:

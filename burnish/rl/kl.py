@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from burnish.rl.sequences import Rows, on_last_action, sequence_lengths, sequence_sum, sum_by
+from burnish.rl.sequences import on_last_action
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -49,19 +49,6 @@ def k3(logprobs: Tensor, reference: Tensor, *, cap: float = math.inf) -> Tensor:
     return (torch.exp(-x) + x - 1).clamp(max=cap)
 
 
-def full(logits: Tensor, reference: Tensor) -> Tensor:
-    """The KL itself, over the whole vocabulary [..., V] -> [...]; nothing is sampled for it.
-
-        KL = Σ_v π(v) (log π(v) − log π_ref(v)),   ∂/∂logit_v = π(v) (log π(v) − log π_ref(v) − KL)
-
-    As a loss, its gradient is what k2's is in the mean over tokens, without that sampling's noise.
-    It needs the reference's logits; where a vocabulary is large, ``model/logprobs.py`` computes the
-    same in chunks.
-    """
-    ours, theirs = torch.log_softmax(logits, -1), torch.log_softmax(reference, -1)
-    return (ours.exp() * (ours - theirs)).sum(-1)
-
-
 def penalised_rewards(
     rewards: Tensor,
     kl: Tensor,
@@ -78,26 +65,3 @@ def penalised_rewards(
     """
     placed = on_last_action(rewards, mask, sequence_ids)
     return torch.where(mask.bool(), placed - coefficient * kl.detach(), torch.zeros_like(placed))
-
-
-def ahead(
-    kl: Tensor, mask: Tensor, group_ids: Tensor, *, sequence_ids: Tensor | None = None
-) -> Tensor:
-    """The KL of the tokens after each one, above the group's mean per token.
-
-        ahead_t = Σ_(s>t) (kl_s − mean_g(kl))
-
-    A KL in the loss pulls at each token where it stands; but a token also chooses what is said
-    after it, at what KL. The gradient of Σ_t KL_t has both parts, and the second is
-    Σ_t ∇ log π_t · Σ_(s>t) KL_s: this, taken from the token's advantage. Measured from the group's
-    mean it is the gradient of the KL per token, and centred, so that longer is neither better nor
-    worse as such. ``kl`` (k1 is unbiased) and the result are shaped like the mask; no gradient.
-    """
-    kl, rows = kl.detach(), Rows(mask, sequence_ids)
-    groups = int(group_ids.max()) + 1
-    sums, lengths = sequence_sum(kl, mask, sequence_ids), sequence_lengths(mask, sequence_ids)
-    actions = sum_by(lengths.to(kl.dtype), group_ids, groups).clamp(min=1)
-    mean = (sum_by(sums, group_ids, groups) / actions)[group_ids]
-    inside = torch.arange(rows.width, device=kl.device) < lengths[:, None]
-    above = torch.where(inside, rows.pack(kl) - mean[:, None], 0)
-    return rows.unpack(above.flip(1).cumsum(1).flip(1) - above)

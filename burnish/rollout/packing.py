@@ -73,7 +73,6 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
         behavior_logprobs=batch.behavior_logprobs[slots],
         temperature=batch.temperature[slots],
         versions=batch.versions[slots],
-        progress=batch.progress[slots],
         segment_offsets=offsets,
         segment_is_prompt=is_prompt,
         group_ids=new_group,
@@ -94,7 +93,7 @@ def train_batches(batch: PackedBatch, responses: int) -> list[Pack]:
 def take_streams(learn: LearnBatch, pack: Pack) -> LearnBatch:
     """The part of what to learn that goes with a pack's tokens."""
     streams = {k: v[pack.slots] for k, v in vars(learn).items() if isinstance(v, Tensor)}
-    return replace(learn, batch=pack.batch, **streams)  # type: ignore[arg-type]
+    return replace(learn, batch=pack.batch, **streams)
 
 
 def cut(
@@ -165,13 +164,6 @@ def _lay_out(group: Group) -> Arrays:
             nothing + 1, *(np.full(len(c.token_ids), c.params.temperature) for c in responses)
         ).astype(np.float32),
         "versions": stream(nothing, *(c.versions for c in responses)).astype(np.int64),
-        "progress": stream(
-            nothing,
-            *(
-                np.zeros(len(c.token_ids)) if g.progress is None else np.array(g.progress)
-                for c, g in zip(responses, group.grades, strict=True)
-            ),
-        ).astype(np.int64),
         "segment_lengths": lengths,
         "segment_is_prompt": np.arange(len(lengths)) == 0,
         "group_ids": np.zeros(len(responses), dtype=np.int64),

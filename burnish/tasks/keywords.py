@@ -8,9 +8,7 @@ never saw a word but in training, they share words and no set of words.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -87,9 +85,7 @@ class Keywords:
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         """Parts: inclusion of all, the fraction included, whether the response ended by itself."""
-        grades = grade_pairs(self._grader, pairs, must_end=self.config.must_end)
-        came = [self._progress(*pair) for pair in pairs]
-        return [replace(g, progress=p) for g, p in zip(grades, came, strict=True)]
+        return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -111,17 +107,6 @@ class Keywords:
             f"task.words = {self.config.words} make too few sets of {least} to {most} words "
             "to train on some and hold out others; raise it"
         )
-
-    def _progress(self, prompt: Prompt, completion: Completion) -> tuple[int, ...]:
-        """[C] all but how many of the words were there before each token, on one scale for all."""
-        words = prompt.reference["keywords"]
-        ends = keywords.found_at(completion.text, words, self.config.match)
-        start = self.config.most - len(words)
-        stream, length, before = self._tokenizer.stream(skip_special=True), 0, []
-        for token in completion.token_ids.tolist():
-            before.append(start + bisect_right(ends, length))
-            length += len(keywords.plain(stream.push(token)))
-        return tuple(before)
 
     def _prompt(self, prompt_id: str, words: list[str]) -> Prompt:
         asked = instruction(words)

@@ -64,7 +64,7 @@ def make_learn_batch(learner, batch, *, moved=0.1):
         loss_weight=objective.loss_weight(config, batch).to(proximal),
         proximal_logprobs=proximal,
         reference_logprobs=reference,
-        reference_states=scores.reference_states,
+        lower=scores.lower,
         importance=objective.importance(config, batch, proximal),
     )
 

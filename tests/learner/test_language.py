@@ -18,7 +18,6 @@ from tests.learner.conftest import make_groups, make_learn_batch, make_learner, 
 
 OBJECTIVES = {
     "clip, kl, entropy": {"kl": "k3", "kl_coefficient": 0.3, "entropy_coefficient": 0.1},
-    "full kl": {"loss": "reinforce", "kl": "full", "kl_coefficient": 0.3},
     "gspo": {"ratio": "sequence", "reduction": "token_mean"},
     "cispo, importance": {"loss": "cispo", "importance": "truncate"},
 }
@@ -38,7 +37,7 @@ def test_any_split_is_the_whole_batch(split, dtype, tolerance, objective, batch)
             weight.mul_(1.1)  # elsewhere than the policy
     learn = make_learn_batch(whole, batch)
     got, want = parts._accumulate(learn)[0], whole._accumulate(learn)[0]
-    for a, b in zip(*([x for x in m if x is not None] for m in (got, want)), strict=True):
+    for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     for a, b in zip(parts.policy.parameters(), whole.policy.parameters(), strict=True):
         scale = b.grad.abs().max().item()
@@ -84,7 +83,7 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
         for _ in range(3):
             scores = learner.score(batch)
             assert scores.proximal is None
-            proximal = learner._logprobs(learner.policy, batch) if recompute else None
+            proximal = learner.logprobs(batch) if recompute else None
             drift = learner.drift(batch, scores)
             learn = LearnBatch(
                 batch=batch,
@@ -93,9 +92,9 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
                 proximal_logprobs=proximal,
                 reference_logprobs=scores.reference,
             )
-            metrics, logprobs, _ = learner.step(learn)
+            metrics, logprobs = learner.step(learn)
             current = proximal if recompute else logprobs
-            rows.append((metrics | drift(current, scores.reference), current.tolist()))
+            rows.append((metrics | drift(current), current.tolist()))
         outcomes.append((rows, learner.weights(torch.float32).tensors))
     (rows, weights), (want, same) = outcomes
     assert rows == want
@@ -114,8 +113,7 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
         ({"loss": "clip"}, {"epochs": 1, "batch": 4}, True),
         ({"loss": "reinforce", "importance": "mask"}, {"epochs": 1}, True),
         ({"loss": "reinforce", "kl": "k1", "kl_in": "reward"}, {"epochs": 1}, True),
-        ({"loss": "reinforce", "kl": "full"}, {"epochs": 1}, False),
-        ({"loss": "reinforce", "kl": "full", "kl_in": "both"}, {"epochs": 1}, True),
+        ({"loss": "reinforce", "kl": "k3"}, {"epochs": 1}, False),
     ],
     ids=str,
 )
@@ -218,8 +216,8 @@ def test_a_loaded_state_goes_on_bit_for_bit(train, refresh, batch):
                 learner.refresh_reference()
             scores = learner.score(batch)
             drift = learner.drift(batch, scores)
-            metrics, logprobs, _ = learner.step(make_learn_batch(learner, batch))
-            rows.append(drift(logprobs, scores.reference) | metrics)
+            metrics, logprobs = learner.step(make_learn_batch(learner, batch))
+            rows.append(drift(logprobs) | metrics)
         return rows
 
     torch.use_deterministic_algorithms(True)
@@ -261,7 +259,7 @@ def test_kl_to_the_initial_model_and_to_the_step_before(batch):
     rows = []
     for _ in range(4):
         scores = learner.score(batch)
-        rows.append(learner.drift(batch, scores)(scores.proximal, None))
+        rows.append(learner.drift(batch, scores)(scores.proximal))
         for _ in range(2):
             learner.step(make_learn_batch(learner, batch))
         history.append(learner.score(batch).proximal)
@@ -286,7 +284,7 @@ def test_kl_on_some_responses_and_shared_with_the_reference(batch):
     assert learner.reference is learner.initial
     learner.step(make_learn_batch(learner, batch))
     scores = learner.score(batch)
-    got = learner.drift(batch, scores)(scores.proximal, scores.reference)
+    got = learner.drift(batch, scores)(scores.proximal)
     x = scores.proximal - scores.reference
     assert got["kl/initial_k1"] == pytest.approx(x[batch.is_action].mean().item(), rel=1e-9)
     assert got["kl/initial_k1"] == pytest.approx(
@@ -295,29 +293,10 @@ def test_kl_on_some_responses_and_shared_with_the_reference(batch):
     learner.refresh_reference()
     part = x[batch.is_action & (batch.sequence_ids < 5)]
     fresh = learner.score(batch)
-    again = learner.drift(batch, fresh)(fresh.proximal, fresh.reference)
+    again = learner.drift(batch, fresh)(fresh.proximal)
     assert again["kl/initial_k1"] == pytest.approx(part.mean().item(), rel=1e-9)
     # In packs of other sizes: float64's last bits may differ.
     assert again["kl/previous_k1"] == pytest.approx(0, abs=1e-15)
-
-
-def test_a_reference_that_is_read_whole_is_scored_in_the_step(batch):
-    settings = {"log_kl": True, "log_kl_responses": 2, "epochs": 2, "learning_rate": 1e-3}
-    learner = make_learner(make_policy(), {"loss": "reinforce", "kl": "full"}, **settings)
-    sampled = make_learner(make_policy(), {"loss": "reinforce", "kl": "k2"}, **settings)
-    for one in (learner, sampled):
-        with torch.no_grad():
-            for weight in one.policy.parameters():
-                weight.mul_(1.05)
-    scores = learner.score(batch)
-    assert scores.reference is None
-    drift = learner.drift(batch, scores)
-    update = learner.step(make_learn_batch(learner, batch))
-    want = sampled.score(batch).reference
-    torch.testing.assert_close(update.reference_logprobs, want, rtol=0, atol=1e-12)
-    got = drift(update.logprobs, update.reference_logprobs)["kl/initial_k1"]
-    x = (update.logprobs - want)[batch.is_action]
-    assert got == pytest.approx(x.mean().item(), rel=1e-9)
 
 
 def test_the_engine_samples_what_the_learner_learns_and_takes_its_weights():
@@ -344,3 +323,49 @@ def test_the_engine_samples_what_the_learner_learns_and_takes_its_weights():
         metrics = learner.step(make_learn_batch(learner, batch)).metrics
         assert metrics["mismatch/logprob_max"] < 2e-5
         engine.load(learner.weights())
+
+
+KEPT = {"kl": "k3", "kl_coefficient": 0.3, "entropy_coefficient": 0.1}
+
+
+@pytest.mark.parametrize("split", [{}, {"micro_sequences": 2}, {"batch": 5}], ids=str)
+def test_the_last_layers_learn_as_they_do_when_all_learn(split, batch):
+    """Gradients and metrics of the layers that learn; the hidden states below them are shared."""
+    every, some = (make_learner(make_policy(layers=n), KEPT, **split) for n in (None, 1))
+    learn = make_learn_batch(some, batch)
+    assert learn.lower is not None
+    for part in train_batches(batch, some.train.batch):
+        piece = take_streams(learn, part)
+        want, _ = every._accumulate(dataclasses.replace(piece, lower=None))
+        got, _ = some._accumulate(piece)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    gradients = {name: p.grad for name, p in every.policy.named_parameters()}
+    learning = [name for name, p in some.policy.named_parameters() if p.requires_grad]
+    assert {name.removeprefix("model.").split(".")[0] for name in learning} == {"layers", "norm"}
+    assert not any(name.startswith("model.layers.0.") for name in learning)
+    for name, p in some.policy.named_parameters():
+        if name in learning:
+            torch.testing.assert_close(p.grad, gradients[name], rtol=0, atol=1e-12)
+        else:
+            assert p.grad is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_does_not_learn_stays_and_is_held_once(precision, batch):
+    settings = {"precision": precision, "log_kl": True}
+    learner = make_learner(make_policy(torch.float32, layers=1), KEPT, **settings)
+    before = learner.weights(torch.float32).tensors
+    for _ in range(2):
+        learner.step(make_learn_batch(learner, batch))
+    after = learner.weights(torch.float32).tensors
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.startswith(("model.layers.1.", "model.norm.")) for name in changed)
+    for copied in (learner.reference, learner.previous):
+        for ours, theirs in zip(learner.policy.parameters(), copied.parameters(), strict=True):
+            assert (ours is theirs) != ours.requires_grad
+    state = learner.state()
+    fresh = make_learner(make_policy(torch.float32, layers=1), KEPT, **settings)
+    fresh.load_state(state)
+    learn = make_learn_batch(learner, batch)
+    assert learner.step(learn).metrics == fresh.step(learn).metrics

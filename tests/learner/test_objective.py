@@ -1,7 +1,5 @@
 """Every name in ``pieces`` has its function, and each piece reaches the loss with its settings."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -31,25 +29,21 @@ def learn_batch(config, batch, reference=None):
 
 
 def test_names_and_functions_are_the_same_set():
-    over_time = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "progress"}
+    over_time = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
     assert set(pieces.ADVANTAGES) == set(objective.GROUP_ADVANTAGES) | over_time
     assert set(pieces.LOSSES) == set(objective.LOSSES)
     assert set(pieces.REDUCTIONS) == set(objective.REDUCTIONS)
-    assert set(pieces.KLS) == set(objective.KL) | {"none", "full"}
+    assert set(pieces.KLS) == set(objective.KL) | {"none"}
 
 
 @pytest.mark.parametrize("name", pieces.ADVANTAGES)
 def test_advantages(name, two_groups):
     batch = pack(two_groups)
     mask, ids = batch.is_action, batch.sequence_ids
-    batch = replace(batch, progress=torch.where(mask, batch.positions // 4, 0))
-    config = ObjectiveConfig(advantage=name, advantage_eps=0.5, gamma=0.9, lam=0.7, centered=True)
+    config = ObjectiveConfig(advantage=name, advantage_eps=0.5, gamma=0.9, centered=True)
     got = objective.token_advantages(config, batch, random(batch, 0), None)
     r, g = batch.rewards, batch.group_ids
     over_tokens = {
-        "progress": lambda: advantages.progress(
-            r, batch.progress, mask, lam=0.7, eps=0.5, sequence_ids=ids
-        ),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids
         ),
@@ -81,45 +75,6 @@ def test_kl_in_the_reward_lowers_it(name, two_groups):
         rewards = kl.penalised_rewards(batch.rewards, x, mask, coefficient=0.5, sequence_ids=ids)
         expected = advantages.reinforce_plus_plus(rewards, mask, sequence_ids=ids)
     torch.testing.assert_close(got, expected)
-
-
-def test_kl_in_both_is_a_tokens_own_in_the_loss_and_its_followers_in_its_advantage(two_groups):
-    batch = pack(two_groups)
-    proximal, reference, logprobs = (random(batch, seed) for seed in range(3))
-    config = ObjectiveConfig(loss="reinforce", kl="k2", kl_in="both", kl_coefficient=0.5)
-    learn = learn_batch(config, batch, reference)
-    alone = learn_batch(ObjectiveConfig(loss="reinforce"), batch)
-    x = kl.k1(proximal, reference)
-    later = kl.ahead(x, batch.is_action, batch.group_ids, sequence_ids=batch.sequence_ids)
-    torch.testing.assert_close(learn.advantages, alone.advantages - 0.5 * later)
-    got = objective.token_loss(config, Measured(logprobs, torch.ones_like(logprobs)), learn)
-    expected = losses.reinforce(logprobs, learn.advantages) + 0.5 * kl.k2(logprobs, reference)
-    torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("kl_in", ["loss", "reward", "both"])
-def test_beyond_its_bound_the_coefficient_of_the_kl_grows(kl_in, two_groups):
-    """With a mean KL of x > 0.2 everything is as if the coefficient were c (x / 0.2)⁴."""
-    batch = pack(two_groups)
-    proximal, logprobs = random(batch, 0), random(batch, 2)
-    reference = proximal - random(batch, 1).abs()
-    x = kl.k1(proximal, reference)[batch.is_action].mean().item()
-    moving = ObjectiveConfig(
-        loss="reinforce", kl="k2", kl_in=kl_in, kl_coefficient=3.0, kl_bound=0.2
-    )
-    fixed = moving.model_copy(update={"kl_bound": None, "kl_coefficient": 3 * (x / 0.2) ** 4})
-    measured = Measured(logprobs, torch.ones_like(logprobs))
-    coefficient = objective.kl_coefficient(moving, batch, proximal, reference)
-    assert coefficient == pytest.approx(3 * (x / 0.2) ** 4)
-    found = []
-    for config, number in ((moving, coefficient), (fixed, None)):
-        learn = replace(learn_batch(config, batch, reference), kl_coefficient=number)
-        found.append((learn.advantages, objective.token_loss(config, measured, learn)))
-        metrics = objective.describe(config, measured, learn)
-        assert metrics.get("train/kl_coefficient") == number
-    torch.testing.assert_close(*found)
-    assert objective.kl_coefficient(moving, batch, proximal, proximal - 0.1) == 3
-    assert objective.kl_coefficient(fixed, batch, proximal, reference) == fixed.kl_coefficient
 
 
 @pytest.mark.parametrize("loss", pieces.LOSSES)

@@ -7,7 +7,6 @@ from torch import Tensor
 from burnish.model.attention import PackedAttention, causal
 from burnish.model.logprobs import logprobs_of, token_logprobs
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.rl import kl
 
 CONFIG = ModelConfig(vocab_size=37, n_layers=2, d_model=16, n_heads=4, d_ff=24, n_kv_heads=2)
 
@@ -43,41 +42,6 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
     with torch.no_grad():
         still, *_ = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
     torch.testing.assert_close(still, want[0], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("chunk", [3, 100])
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_kl_over_the_whole_vocabulary(model: Transformer, chunk: int, with_entropy: bool) -> None:
-    """Value and gradient, of the KL alone and beside others, are the plain formula's."""
-    torch.manual_seed(0)
-    n = 9
-    hidden = torch.randn(n, 16, dtype=torch.float64, requires_grad=True)
-    frozen, other = Transformer(model.config).init_weights(5).double(), torch.randn(n, 16).double()
-    tokens, before = torch.randint(37, (n,)), torch.randint(n, (n,))
-    heat, slots = torch.rand(n, dtype=torch.float64) + 0.5, torch.tensor([1, 2, 5, 6, 7])
-    got = token_logprobs(
-        model, hidden, tokens, before, slots, heat, chunk=chunk, reference=(frozen, other)
-    )
-    ours, theirs = (
-        m.logits(h[before]) / heat[:, None] for m, h in ((model, hidden), (frozen, other))
-    )
-    want = [x[slots] for x in whole(model, hidden, tokens, before, heat)]
-    want.append(kl.full(ours, theirs)[slots])
-    torch.testing.assert_close(got.kl, want[2], rtol=0, atol=1e-10)
-    chosen = theirs.log_softmax(-1)[slots, tokens[slots]]
-    torch.testing.assert_close(got.reference_logprobs, chosen, rtol=0, atol=1e-10)
-    assert not got.reference_logprobs.requires_grad
-    ups = torch.randn(3, len(slots), dtype=torch.float64) * torch.tensor(
-        [[1.0], [float(with_entropy)], [1.0]]
-    )
-    pick = slice(None) if with_entropy else slice(0, 3, 2)
-    wrt = [hidden, model.embed.weight]
-    grads = [
-        torch.autograd.grad(list(x[:3])[pick], wrt, list(ups)[pick], retain_graph=True)
-        for x in (got, want)
-    ]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -45,47 +45,6 @@ def test_equal_rewards_teach_nothing():
     close(advantages.group_zscore(rewards, torch.zeros(4)), torch.zeros(4), atol=1e-9)
 
 
-def test_progress_compares_with_those_that_came_as_far():
-    """Three responses of 3 tokens that began at 1, one that began at 0; rewards 1, 0, 0; 1.
-
-    Levels before each token: 1 2 3; 1 2 2; 1 1 1. All three had 1: mean 1/3. The first two came to
-    2: mean 1/2. The first alone came to 3: mean 1, so that its last token is neither good nor bad.
-    The fourth began elsewhere and is compared with itself. std = 1/2.
-    """
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=D)
-    levels = torch.tensor([[1, 2, 3], [1, 2, 2], [1, 1, 1], [0, 3, 3]])
-    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 1]])
-    whole = torch.tensor(
-        [[2 / 3, 1 / 2, 0], [-1 / 3, -1 / 2, -1 / 2], [-1 / 3, -1 / 3, 0], [0, 0, 0]]
-    )
-    got = advantages.progress(rewards, levels, mask, eps=0.1)
-    close(got, whole.to(D) / 0.6, atol=1e-7)
-    flat, ids = mask.reshape(-1) > 0, torch.arange(4).repeat_interleave(3)
-    packed = advantages.progress(rewards, levels.reshape(-1), flat, eps=0.1, sequence_ids=ids)
-    close(packed, got.reshape(-1))
-    # λ = 0: each step from one value to the next, and from the last to the reward.
-    steps = torch.tensor(
-        [[1 / 6, 1 / 2, 0], [1 / 6, 0, -1 / 2], [0, -1 / 3, 0], [0, 0, 0]], dtype=D
-    )
-    got = advantages.progress(rewards, levels, mask, lam=0.0, eps=0.1)
-    close(got, steps / 0.6, atol=1e-7)
-
-
-def test_without_progress_it_is_the_zscore_of_the_batch():
-    mask = torch.tensor([[1, 1, 0]]).expand(5, 3)
-    got = advantages.progress(REWARDS, torch.zeros(5, 3).long(), mask, eps=0.0)
-    close(got, to_tokens((REWARDS - REWARDS.mean()) / REWARDS.std(correction=0), mask))
-
-
-def test_progress_where_all_earn_the_same_teaches_nothing():
-    levels = torch.tensor([[0, 1], [0, 0], [1, 2]])
-    for reward in (0.0, 1.0):
-        got = advantages.progress(
-            torch.full((3,), reward, dtype=D), levels, torch.ones(3, 2), lam=0.9
-        )
-        close(got, torch.zeros(3, 2))
-
-
 def test_leave_one_out():
     # Group 7: 1 − 7/2, 5 − 3/2, 2 − 6/2. Group 4: 3 − 2, 2 − 3.
     close(advantages.leave_one_out(REWARDS, GROUPS), [-2.5, 1.0, 3.5, -1.0, -1.0])

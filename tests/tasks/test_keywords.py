@@ -109,20 +109,6 @@ def test_grades(match, must_end):
     assert inside.parts["fraction"] == (1 if match == "substring" else 0.5)
 
 
-def test_progress_counts_the_words_before_each_token():
-    """One byte is one token here; a word counts once, from the token after its last letter on.
-    Of two words where others have three, one is there from the start: what is missing counts."""
-    task = make(least=2, most=3)
-    prompt = next(p for p in map(task.prompt, range(20)) if len(p.reference["keywords"]) == 2)
-    first, second = prompt.reference["keywords"]
-    text = f"{second} x{first} {second} {first.upper()}."
-    tokenizer = byte_tokenizer()
-    (base,) = make_group(0, [1], [tokenizer.encode(text)], [0]).completions
-    progress = task.grade(prompt, dataclasses.replace(base, text=text)).progress
-    last = len(text) - 1  # the full stop
-    assert list(progress) == [1] * len(second) + [2] * (last - len(second)) + [3]
-
-
 def test_what_is_held_out_is_the_same_for_every_seed():
     one, other = make(seed=1), make(seed=2)
     assert one.words == other.words
