@@ -227,7 +227,7 @@ def evaluate(
         for one, path in zip(chosen, paths, strict=True):
             bar = display.add_task(path.name, total=None, now="")
             show = partial(_advance, display, bar)
-            results.append(api.evaluate(one, out=path, show=show))
+            results.append(api.evaluate(one, out=path, show=show).figures)
     table = Table.grid(padding=(0, 2))
     for name in dict.fromkeys(name for figures in results for name in figures):
         table.add_row(name, *(f"{figures.get(name, math.nan):.4f}" for figures in results))
@@ -360,6 +360,7 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", help="only the speed, no text")] = False,
 ) -> None:
     """Sample responses from a model and stream them."""
+    from burnish import api
     from burnish.loops import generate as text
     from burnish.types import SamplingParams
 
@@ -375,7 +376,7 @@ def generate(
         stop=tuple(stop or ()),
         seed=seed,
     )
-    engine, tokenizer = text.open_engine(model, dtype=dtype, device=device)
+    engine, tokenizer = api.open_engine(model, dtype=dtype, device=device)
 
     def write(piece: str) -> None:
         sys.stdout.write(piece)
