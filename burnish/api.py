@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish import config
+from burnish import config, machine, preflight
 from burnish.config import (
     FilesTask,
     GymTask,
@@ -90,7 +90,9 @@ def train(
         own = own_task(recipe, data=None if data is None else Path(data), reward=reward)
     recipe = _loaded(recipe, [*own, *config.tables(overrides), settings], seed=seed)
     path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
+    preflight.check(recipe, path, has_rows=prompts is not None)
     _prepare(recipe)
+    _check_room(recipe, path)
     from burnish.loops.run import run
 
     parts = build(recipe, prompts=prompts, reward=reward)
@@ -255,8 +257,10 @@ def resume(
     path = Path(run_path)
     with RunDirectory.reopen(path) as directory:
         recipe = _resumed_recipe(path, [*config.tables(overrides), settings])
+        preflight.check(recipe, path, has_rows=prompts is not None)
         _check_environment(path, anyway=anyway)
         _prepare(recipe)
+        _check_room(recipe, path)
         from burnish.learner.learner import State
         from burnish.loops.run import run
 
@@ -300,6 +304,7 @@ def evaluate(
     """
     changes = [*config.tables(overrides), settings]
     recipe = evaluated(recipe, model=model, overrides=changes, seed=seed)
+    preflight.check(recipe, Path("." if out is None else out))
     _prepare(recipe)
     from burnish.loops import evaluate as loop
     from burnish.runs import evaluation
@@ -657,8 +662,11 @@ def _take_weights(model: Transformer, chosen: Path) -> None:
         parameter.data.copy_(saved.tensors[f"master.model.{name}"])
 
 
-def measure(recipe: Recipe) -> Size | None:
-    """What a plan of a language model needs to know of it; None where it is not here yet."""
+def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
+    """What a plan of a language model needs to know of it; None where it is not here yet.
+
+    ``has_prompts`` is false if no prompts shall be looked at: rows may be missing then.
+    """
     if isinstance(recipe.model, SorterConfig):
         return None
     import torch
@@ -671,9 +679,8 @@ def measure(recipe: Recipe) -> Size | None:
     path = _local(_source(origin))
     if path is None:
         return None
-    tokenizer = Tokenizer.load(path)
     if isinstance(origin.model, ScratchConfig):
-        config = _scratch(origin, tokenizer)
+        config = _scratch(origin, Tokenizer.load(path))
     elif path.suffix == ".gguf":
         from burnish.model.gguf import Gguf
 
@@ -682,8 +689,9 @@ def measure(recipe: Recipe) -> Size | None:
         config = read_config(path)
     with torch.device("meta"):
         model = Transformer(config)
-    if isinstance(recipe.task, PairsTask):
+    if isinstance(recipe.task, PairsTask) or not has_prompts:
         return _size(recipe, model, None)
+    tokenizer = Tokenizer.load(path)
     task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0)  # none is graded
     return _size(recipe, model, task)
 
@@ -794,6 +802,19 @@ def _prepare(recipe: Recipe) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device = '{recipe.device}' but torch finds no CUDA device; use 'auto'")
+
+
+def _check_room(recipe: Recipe, path: Path) -> None:
+    """Refuses a run whose model does not fit, once its files are here."""
+    if isinstance(recipe.model, SorterConfig):
+        return
+    from burnish.model import hub
+
+    hub.resolve(_source(_origin(recipe)))
+    size, device = measure(recipe, has_prompts=False), _device(recipe).partition(":")[0]
+    found = machine.describe()
+    available = found.gpu_available if device == "cuda" else found.available
+    preflight.check_room(recipe, path, size, available, device)
 
 
 def _device(recipe: Recipe) -> str:

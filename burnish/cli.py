@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from burnish.config import Recipe
     from burnish.loops.run import Progress
+    from burnish.plan import Section
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,14 +73,35 @@ def recipes() -> None:
 def plan(
     recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
 ) -> None:
-    """Print what a recipe will compute, without running it."""
-    from burnish import api, config
+    """Print what a recipe will compute, about how long it takes here, and what it lacks."""
+    from burnish import api, config, machine, preflight
     from burnish.plan import plan as make_plan
     from burnish.runs.directory import next_directory
 
     loaded = config.load(recipe, overrides or (), seed=seed)
     where = out or next_directory(Path("runs"), loaded.name)
-    for title, rows in make_plan(loaded, where, api.measure(loaded)):
+    lacks = preflight.problems(loaded, where)
+    size = None if preflight.missing_model(loaded) else api.measure(loaded, has_prompts=not lacks)
+    rates = None
+    if size is not None:
+        device = None if loaded.device == "auto" else loaded.device
+        rates = machine.measure(0.3, precision=loaded.train.precision, device=device)
+    _print_sections(make_plan(loaded, where, size, rates))
+    if lacks:
+        _print_sections([("it can't run yet", [("lacks", str(problem)) for problem in lacks])])
+
+
+@app.command()
+def doctor() -> None:
+    """Describe this machine, the optional parts, and what each recipe would take here."""
+    from burnish import doctor
+
+    _say_if_busy()
+    _print_sections(doctor.examine())
+
+
+def _print_sections(sections: Iterable[Section]) -> None:
+    for title, rows in sections:
         out_console.print(f"[bold]{title}")
         table = Table.grid(padding=(0, 2))
         for what, value in rows:

@@ -438,7 +438,7 @@ class Recipe(Section):
     @property
     def stop(self) -> tuple[str, ...]:
         """Texts that end a response: the recipe's, and the one that answer tags call for."""
-        tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in self._tasks)
+        tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in self.tasks)
         return tuple(dict.fromkeys([*self.rollout.stop, *["</answer>"] * tagged]))
 
     @property
@@ -446,11 +446,12 @@ class Recipe(Section):
         """The same of held-out prompts; after solved rows, a model would go on with another one."""
         if not self.validation.shots:
             return self.stop
-        begins = [getattr(t, "template", "").partition("{question}")[0] for t in self._tasks]
+        begins = [getattr(t, "template", "").partition("{question}")[0] for t in self.tasks]
         return (*self.stop, *dict.fromkeys(f"\n\n{text.strip()}" for text in begins))
 
     @property
-    def _tasks(self) -> list[Any]:
+    def tasks(self) -> list[Any]:
+        """The task, or the tasks of a mixture."""
         return list(self.task.tasks.values()) if isinstance(self.task, MixtureTask) else [self.task]
 
     @property

@@ -35,6 +35,11 @@ class Run:
             raise RunError(f"{self.path} is not a run directory: it has no recipe.toml")
 
     @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+    @property
     def recipe(self) -> config.Recipe:
         """The recipe as it ran, every setting resolved."""
         return config.load(self.path / "recipe.toml")
@@ -142,7 +147,7 @@ class Run:
         return f"Run({str(self.path)!r}): {self._line()}"
 
     def _repr_html_(self) -> str:
-        name, page = html.escape(self.path.name), self.path / "report.html"
+        name, page = html.escape(self.name), self.path / "report.html"
         link = f', <a href="{html.escape(str(page))}">report.html</a>' if page.is_file() else ""
         return f"<b>{name}</b>: {html.escape(self._line())}{link}"
 
