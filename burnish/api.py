@@ -84,6 +84,8 @@ def train(
     text and row, or "FILE.py:NAME") replace the recipe's task.
     """
     _check_prompts(prompts)
+    if isinstance(recipe, Recipe) and data is not None:
+        recipe = config.effective(recipe)
     is_own = prompts is not None or data is not None or reward is not None
     own: list[str] = []
     if is_own and not isinstance(recipe, Recipe):
@@ -811,10 +813,10 @@ def _check_room(recipe: Recipe, path: Path) -> None:
     from burnish.model import hub
 
     hub.resolve(_source(_origin(recipe)))
-    size, device = measure(recipe, has_prompts=False), _device(recipe).partition(":")[0]
-    found = machine.describe()
-    available = found.gpu_available if device == "cuda" else found.available
-    preflight.check_room(recipe, path, size, available, device)
+    size, device = measure(recipe, has_prompts=False), _device(recipe)
+    on_cpu = device == "cpu"
+    available = machine.memory()[1] if on_cpu else machine.describe(device).gpu_available
+    preflight.check_room(recipe, path, size, available, device.partition(":")[0])
 
 
 def _device(recipe: Recipe) -> str:

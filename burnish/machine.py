@@ -72,16 +72,17 @@ class Rates:
     """With many rows, as when text is scored or learned."""
 
 
-def describe() -> Machine:
-    """All of it; this loads torch."""
+def describe(gpu: str = "cuda") -> Machine:
+    """All of it, with the GPU of that name for torch; this loads torch."""
     import torch
 
     known = instructions()
     total, available = memory()
-    gpu, free, whole = None, 0, 0
+    name, free, whole = None, 0, 0
     if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name()
-        free, whole = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name(gpu)
+        free, whole = torch.cuda.mem_get_info(gpu)
+        free += torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)  # torch's own
     return Machine(
         processor=processor(),
         cores=cores(),
@@ -89,7 +90,7 @@ def describe() -> Machine:
         has_bf16=any(name in BF16 for name in known),
         memory=total,
         available=available,
-        gpu=gpu,
+        gpu=name,
         gpu_memory=whole,
         gpu_available=free,
     )

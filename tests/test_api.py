@@ -38,6 +38,12 @@ def small(smollm2, **more):
     } | more
 
 
+@pytest.fixture(scope="module")
+def language(smollm2, tmp_path_factory):
+    """A run of a small language model, to be read by several tests."""
+    return burnish.train("keywords", out=tmp_path_factory.mktemp("runs") / "run", **small(smollm2))
+
+
 def test_the_names_at_the_top():
     assert sorted(burnish.__all__) == PUBLIC
     for name in PUBLIC:
@@ -137,6 +143,7 @@ def test_rows_and_a_reward_of_ones_own(smollm2, tmp_path):
         "keywords", data=file, reward=lambda text, row: 0.5, out=tmp_path / "run", **sections
     )
     assert run.metrics[-1]["rollout/reward"] == 0.5
+    assert run.recipe.task.train == str(file)
     supervised = {key: sections[key] for key in ("model", "device")} | {"train": {"batch": 4}}
     for number, data in enumerate((file, rows)):
         warm = burnish.sft(data=data, out=tmp_path / f"warm-{number}", **supervised)
@@ -150,9 +157,8 @@ def test_rows_and_a_reward_of_ones_own(smollm2, tmp_path):
         burnish.sft("sort")
 
 
-def test_an_evaluation_has_figures_and_rows(smollm2, tmp_path):
-    sections = small(smollm2)
-    run = burnish.train("keywords", out=tmp_path / "run", **sections)
+def test_an_evaluation_has_figures_and_rows(language, tmp_path):
+    run = language
     few = {"validation": {"samples": 2}}
     measured = burnish.evaluate(run, **few)
     assert measured.path is None
@@ -191,8 +197,8 @@ def test_generate_answers_in_python(smollm2, tmp_path):
         burnish.generate("Hello", model=smollm2, dtype="int8")
 
 
-def test_a_run_writes_and_is_exported(smollm2, tmp_path):
-    run = burnish.train("keywords", out=tmp_path / "run", **small(smollm2))
+def test_a_run_writes_and_is_exported(language, tmp_path):
+    run = language
     settings = {"max_tokens": 3, "dtype": "float32", "device": "cpu"}
     written = [answer.text for answer in run.generate("Hello", n=2, **settings)]
     assert run.export(tmp_path / "hf") == run.best.path
