@@ -9,23 +9,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish import config
+from burnish import config, machine, preflight
 from burnish.config import (
     FilesTask,
     GymTask,
     KeywordsTask,
     LanguageConfig,
     MixtureTask,
+    Overrides,
     PairsTask,
     Recipe,
     ScratchConfig,
     SorterConfig,
     SortTask,
+    Table,
 )
 from burnish.errors import ConfigError, RunError
 from burnish.plan import Size, check_lengths
 from burnish.runs import checkpoint
 from burnish.runs.directory import RunDirectory, environment, next_directory
+from burnish.runs.run import Run
 
 if TYPE_CHECKING:
     from burnish.config import ObjectiveConfig
@@ -33,14 +36,19 @@ if TYPE_CHECKING:
     from burnish.learner.learner import Learner
     from burnish.learner.policy import Policy
     from burnish.loops.evaluate import Validated
+    from burnish.loops.generate import Answer
     from burnish.loops.run import Parts, Progress
     from burnish.model.sorter import Sorter
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
     from burnish.rollout.rollout import Generator
+    from burnish.runs.evaluation import Evaluation
     from burnish.runs.metrics import Row
     from burnish.types import Group
 
+AnyPath = str | os.PathLike[str]
+AnyRecipe = AnyPath | Table | Recipe
+"""A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
 Reward = Callable[[str, Mapping[str, Any]], Any]
 Prompts = Iterable[str | Mapping[str, Any]] | None
 Show = Callable[["Progress"], None]
@@ -48,34 +56,45 @@ DRIFT = 128
 """Held-out prompts on whose responses the KL to the initial model is measured."""
 STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens that the engine runs at once, by device."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PROBED = 1000
 """Prompts that are looked at for the longest."""
 
 
 def train(
-    recipe: str | Recipe,
+    recipe: AnyRecipe,
     *,
     prompts: Prompts = None,
+    data: AnyPath | None = None,
     reward: Reward | str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     seed: int | None = None,
-    out: str | Path | None = None,
+    out: AnyPath | None = None,
     show: Show = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
-) -> Path:
-    """Runs a recipe and returns its run directory.
+    **settings: Any,
+) -> Run:
+    """Runs a recipe and returns the run.
 
-    ``recipe`` is a name that ``burnish recipes`` lists, a TOML file or a ``Recipe``; ``overrides``
-    are "section.key=value"; ``out`` is a new directory, by default runs/NAME-1, runs/NAME-2, …
-    ``prompts`` (rows with a "prompt", or prompts) and ``reward`` (a function of response text and
-    row, or "FILE.py:NAME") replace the recipe's task by one's own.
+    ``recipe`` is a name that ``burnish recipes`` lists, a TOML file, a dict of sections or a
+    ``Recipe``. ``settings`` are sections to change, as in ``train={"steps": 10}``; ``overrides``
+    say the same as "train.steps=10", or as a dict. ``out`` is a new directory, by default
+    runs/NAME-1, runs/NAME-2, … ``prompts`` (texts, or rows with a "prompt") or ``data`` (a JSONL
+    file of rows, or a directory that `burnish data` wrote) and ``reward`` (a function of response
+    text and row, or "FILE.py:NAME") replace the recipe's task.
     """
-    if isinstance(recipe, str):
-        is_own = prompts is not None or reward is not None
-        own = own_task(recipe, reward=reward) if is_own else []
-        recipe = config.load(recipe, [*own, *overrides], seed=seed)
+    _check_prompts(prompts)
+    if isinstance(recipe, Recipe) and data is not None:
+        recipe = config.effective(recipe)
+    is_own = prompts is not None or data is not None or reward is not None
+    own: list[str] = []
+    if is_own and not isinstance(recipe, Recipe):
+        own = own_task(recipe, data=None if data is None else Path(data), reward=reward)
+    recipe = _loaded(recipe, [*own, *config.tables(overrides), settings], seed=seed)
     path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
+    preflight.check(recipe, path, has_rows=prompts is not None)
     _prepare(recipe)
+    _check_room(recipe, path)
     from burnish.loops.run import run
 
     parts = build(recipe, prompts=prompts, reward=reward)
@@ -84,11 +103,57 @@ def train(
             run(directory, parts, show=show, stop=stop)
     finally:
         parts.close()
-    return path
+    return Run(path)
+
+
+def sft(
+    recipe: AnyRecipe = "sft",
+    *,
+    data: AnyPath | Iterable[Mapping[str, Any]] | None = None,
+    overrides: Overrides = (),
+    seed: int | None = None,
+    out: AnyPath | None = None,
+    show: Show = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+    **settings: Any,
+) -> Run:
+    """Learns written answers, prompt by prompt, and returns the run: a warm start for ``train``.
+
+    ``data`` is a JSONL file of rows with "prompt" and "answer", a directory that `burnish data`
+    wrote, or the rows themselves; the rest is as in ``train``.
+    """
+    file, rows = None, None
+    if isinstance(data, str | os.PathLike):
+        file = Path(data)
+    elif data is not None:
+        rows = list(data)
+    if not isinstance(recipe, Recipe):
+        recipe = config.load(recipe, own_pairs(recipe, data=file, is_given=rows is not None))
+    recipe = _loaded(recipe, [*config.tables(overrides), settings], seed=seed)
+    return train(recipe, prompts=rows, out=out, show=show, stop=stop)
+
+
+def _loaded(
+    source: AnyRecipe, changes: Sequence[str | Table], *, seed: int | None = None
+) -> Recipe:
+    """The recipe with changes; one that is loaded already and is not changed stays as it is."""
+    if isinstance(source, Recipe):
+        if not any(changes) and seed is None:
+            return source
+        source = config.effective(source)
+    return config.load(source, changes, seed=seed)
+
+
+def _check_prompts(prompts: Prompts) -> None:
+    if isinstance(prompts, str | Mapping):
+        raise ConfigError(
+            f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
+            f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
+        )
 
 
 def own_task(
-    recipe: str, *, data: Path | None = None, reward: Reward | str | None = None
+    recipe: AnyPath | Table, *, data: Path | None = None, reward: Reward | str | None = None
 ) -> list[str]:
     """Overrides that put prompts and a reward of one's own in the place of a recipe's task.
 
@@ -106,10 +171,19 @@ def own_task(
     return overrides
 
 
-def own_pairs(recipe: str, *, data: Path | None = None, model: str | None = None) -> list[str]:
-    """Overrides that make a recipe a supervised one, on rows of one's own, from a model."""
+def own_pairs(
+    recipe: AnyPath | Table,
+    *,
+    data: Path | None = None,
+    model: str | None = None,
+    is_given: bool = False,
+) -> list[str]:
+    """Overrides that make a recipe a supervised one, on rows of one's own, from a model.
+
+    ``is_given``: a script passes the rows themselves.
+    """
     files = {} if data is None else _data_files(data)
-    if data is None and not config.load(recipe).is_supervised:
+    if data is None and not is_given and not config.load(recipe).is_supervised:
         raise ConfigError(f"recipe {recipe} has no answers to learn; give --data FILE.jsonl")
     overrides = ["task.name=pairs", *(f"task.{k}={json.dumps(v)}" for k, v in files.items())]
     return overrides + ([] if model is None else [f"model.name={json.dumps(model)}"])
@@ -164,26 +238,31 @@ def write_sums(
 
 
 def resume(
-    run_path: str | Path,
+    run_path: AnyPath,
     *,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     from_checkpoint: str | None = None,
     anyway: bool = False,
     prompts: Prompts = None,
     reward: Reward | str | None = None,
     show: Show = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
-) -> Path:
+    **settings: Any,
+) -> Run:
     """Continues a run from its last checkpoint, bit for bit as if it had never stopped.
 
-    ``overrides`` may ask for more steps or another cadence; what would change the mathematics is
-    refused. ``from_checkpoint`` names another checkpoint of the run, such as "step-00000040".
+    ``overrides`` and ``settings`` (see ``train``) may ask for more steps or another cadence; what
+    would change the mathematics is refused. ``from_checkpoint`` names another checkpoint of the
+    run, such as "step-00000040". Prompts and a reward that a script gave are given again.
     """
+    _check_prompts(prompts)
     path = Path(run_path)
     with RunDirectory.reopen(path) as directory:
-        recipe = _resumed_recipe(path, overrides)
+        recipe = _resumed_recipe(path, [*config.tables(overrides), settings])
+        preflight.check(recipe, path, has_rows=prompts is not None)
         _check_environment(path, anyway=anyway)
         _prepare(recipe)
+        _check_room(recipe, path)
         from burnish.learner.learner import State
         from burnish.loops.run import run
 
@@ -205,61 +284,126 @@ def resume(
             run(directory, parts, start=start, show=show, stop=stop)
         finally:
             parts.close()
-    return path
+    return Run(path)
 
 
 def evaluate(
-    recipe: str | Recipe,
+    recipe: AnyRecipe,
     *,
-    model: str | None = None,
-    overrides: Sequence[str] = (),
+    model: AnyPath | Table | None = None,
+    overrides: Overrides = (),
     seed: int | None = None,
-    out: str | Path | None = None,
+    out: AnyPath | None = None,
     show: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, float]:
-    """The validation figures of a model, as training measures them at its start.
+    **settings: Any,
+) -> Evaluation:
+    """Measures a model on held-out prompts, as training measures it at its start.
 
-    ``recipe`` may also be a run's directory, whose model is meant then, or a task's name. With
-    ``out``, every response is kept in that directory, with a report; what it holds of this very
-    evaluation, begun before, is not sampled again. ``show`` gets how many prompts are done.
+    ``recipe`` may also be a run, whose model is meant then, or a task's name; ``settings`` are
+    sections to change, as in ``train``. With ``out``, every response is kept in that directory,
+    with a report; what it holds of this very evaluation, begun before, is not sampled again.
+    ``show`` gets how many prompts are done.
     """
-    if isinstance(recipe, str):
-        recipe = evaluated(recipe, model=model, overrides=overrides, seed=seed)
+    changes = [*config.tables(overrides), settings]
+    recipe = evaluated(recipe, model=model, overrides=changes, seed=seed)
+    preflight.check(recipe, Path("." if out is None else out))
     _prepare(recipe)
     from burnish.loops import evaluate as loop
-    from burnish.runs.evaluation import write_evaluation
+    from burnish.runs import evaluation
 
     task, generator, decode = build_sampler(recipe)
     try:
+        depends = evaluation_settings(recipe)
         if out is None:
-            return loop.evaluate(recipe, task, generator, decode)[1]
-        path, settings = Path(out), evaluation_settings(recipe)
-        figures = loop.evaluate_into(path, settings, recipe, task, generator, decode, show=show)
-        write_evaluation([path], path / "report.html")
-        return figures
+            groups, figures = loop.evaluate(recipe, task, generator, decode)
+            rows: Any = loop.to_rows(task, groups, decode)
+            return evaluation.Evaluation(recipe.name, depends, figures, rows, None)
+        path = Path(out)
+        loop.evaluate_into(path, depends, recipe, task, generator, decode, show=show)
+        evaluation.write_evaluation([path], path / "report.html")
+        return evaluation.read(path)
     finally:
         task.close()
 
 
 def evaluated(
-    name: str,
+    source: AnyRecipe,
     *,
-    model: str | None = None,
-    overrides: Sequence[str] = (),
+    model: AnyPath | Table | None = None,
+    overrides: Overrides = (),
     seed: int | None = None,
 ) -> Recipe:
-    """The recipe that an evaluation goes by: of that name, of a run, or of a task and defaults."""
-    own = []
-    if (Path(name) / "recipe.toml").is_file():
-        name, own = f"{name}/recipe.toml", [f"model.name={json.dumps(name)}"]
-    elif name in config.TASKS and name not in config.list_recipes():
-        name, own = "keywords", [f"task.name={name}", f"name={name}"]
-    if model is not None:
-        overrides = config.together([f"model.name={json.dumps(model)}"], overrides)
-    recipe = config.load(name, [*own, *overrides], seed=seed)
+    """The recipe that an evaluation goes by: as given, of a run, or of a task and defaults."""
+    own: list[str | Table] = []
+    if isinstance(source, str | os.PathLike):
+        source = name = os.fspath(source)
+        if (Path(name) / "recipe.toml").is_file():
+            source, own = f"{name}/recipe.toml", [{"model": name}]
+        elif name in config.TASKS and name not in config.list_recipes():
+            source, own = "keywords", [f"task.name={name}", f"name={name}"]
+    changes: Sequence[str | Table] = config.tables(overrides)
+    if isinstance(model, Mapping):
+        own.append({"model": model})
+    elif model is not None:
+        changes = config.together([f"model.name={json.dumps(os.fspath(model))}"], changes)
+    recipe = _loaded(source, [*own, *changes], seed=seed)
     if recipe.is_supervised:
-        raise ConfigError(f"{name} has answers to learn and none to grade; name another --task")
+        raise ConfigError(
+            f"{recipe.name} has answers to learn and none to grade; name another --task"
+        )
     return recipe
+
+
+def generate(
+    prompts: str | Sequence[str],
+    *,
+    model: AnyPath = "smollm2-135m",
+    n: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    max_tokens: int = 128,
+    min_tokens: int = 0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    chat: bool = True,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+) -> list[Answer]:
+    """Samples ``n`` answers to each prompt, and returns them in the prompts' order.
+
+    ``model`` is a name, a directory, hf:ORG/NAME or a run; temperature 0 is greedy; ``chat`` puts
+    a prompt through the model's chat template where it has one.
+    """
+    from burnish.loops import generate as loop
+    from burnish.types import SamplingParams
+
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        seed=seed,
+    )
+    engine, tokenizer = open_engine(model, dtype=dtype, device=device)
+    done = loop.sample(engine, tokenizer, texts, n=n, params=params, chat=chat)
+    return [loop.answer(texts, completion) for completion in done]
+
+
+def open_engine(
+    model: AnyPath, *, dtype: str = "bfloat16", device: str = "auto"
+) -> tuple[Engine, Tokenizer]:
+    """The native engine on a model by name, path or run."""
+    precisions = {name: short for short, name in DTYPES.items()}
+    if dtype not in precisions:
+        raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    engine, named = {"precision": precisions[dtype]}, {"name": os.fspath(model)}
+    recipe = config.load({"task": "keywords", "model": named, "engine": engine, "device": device})
+    _prepare(recipe)
+    return _engine(recipe)
 
 
 def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
@@ -305,7 +449,7 @@ def _digest(recipe: Recipe) -> str | None:
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
-def export(run_path: str | Path, out: str | Path, *, which: str = "best") -> Path:
+def export(run_path: AnyPath, out: AnyPath, *, which: str = "best") -> Path:
     """Writes a run's model as a Hugging Face directory; returns the checkpoint it came from.
 
     ``which`` is "best" (by validation; the last where there was none), "last" or a checkpoint's
@@ -340,7 +484,7 @@ def build(
     from burnish.rollout.packing import pack
 
     if recipe.is_supervised:
-        return _build_supervised(recipe)
+        return _build_supervised(recipe, prompts)
     if recipe.engine.name != "native":
         raise ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
     task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward)
@@ -381,7 +525,7 @@ def build(
     )
 
 
-def _build_supervised(recipe: Recipe) -> Parts:
+def _build_supervised(recipe: Recipe, rows: Prompts) -> Parts:
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import supervised
     from burnish.loops.run import Parts
@@ -390,7 +534,9 @@ def _build_supervised(recipe: Recipe) -> Parts:
     model, tokenizer, _ = open_model(recipe, dtype="float32")
     assert isinstance(recipe.task, PairsTask)
     longest = min(model.config.context, recipe.train.micro_tokens or model.config.context)
-    pairs = make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
+    pairs = make_pairs(
+        recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest, rows=rows
+    )
     counted = config.with_steps(recipe, pairs.steps(recipe.train.batch))
     policy = LanguagePolicy(
         model.to(_device(recipe)), recompute=recipe.train.recompute, layers=recipe.train.layers
@@ -453,8 +599,7 @@ def build_sampler(
 def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
     import torch
 
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    dtype = names[recipe.engine.precision]
+    dtype = DTYPES[recipe.engine.precision]
     if recipe.engine.name == "hf":
         from burnish.engine.hf import HFEngine
         from burnish.model import hub
@@ -521,8 +666,11 @@ def _take_weights(model: Transformer, chosen: Path) -> None:
         parameter.data.copy_(saved.tensors[f"master.model.{name}"])
 
 
-def measure(recipe: Recipe) -> Size | None:
-    """What a plan of a language model needs to know of it; None where it is not here yet."""
+def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
+    """What a plan of a language model needs to know of it; None where it is not here yet.
+
+    ``has_prompts`` is false if no prompts shall be looked at: rows may be missing then.
+    """
     if isinstance(recipe.model, SorterConfig):
         return None
     import torch
@@ -535,9 +683,8 @@ def measure(recipe: Recipe) -> Size | None:
     path = _local(_source(origin))
     if path is None:
         return None
-    tokenizer = Tokenizer.load(path)
     if isinstance(origin.model, ScratchConfig):
-        config = _scratch(origin, tokenizer)
+        config = _scratch(origin, Tokenizer.load(path))
     elif path.suffix == ".gguf":
         from burnish.model.gguf import Gguf
 
@@ -546,8 +693,9 @@ def measure(recipe: Recipe) -> Size | None:
         config = read_config(path)
     with torch.device("meta"):
         model = Transformer(config)
-    if isinstance(recipe.task, PairsTask):
+    if isinstance(recipe.task, PairsTask) or not has_prompts:
         return _size(recipe, model, None)
+    tokenizer = Tokenizer.load(path)
     task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0)  # none is graded
     return _size(recipe, model, task)
 
@@ -660,6 +808,19 @@ def _prepare(recipe: Recipe) -> None:
         raise ConfigError(f"device = '{recipe.device}' but torch finds no CUDA device; use 'auto'")
 
 
+def _check_room(recipe: Recipe, path: Path) -> None:
+    """Refuses a run whose model does not fit, once its files are here."""
+    if isinstance(recipe.model, SorterConfig):
+        return
+    from burnish.model import hub
+
+    hub.resolve(_source(_origin(recipe)))
+    size, device = measure(recipe, has_prompts=False), _device(recipe)
+    on_cpu = device == "cpu"
+    available = machine.memory()[1] if on_cpu else machine.describe(device).gpu_available
+    preflight.check_room(recipe, path, size, available, device.partition(":")[0])
+
+
 def _device(recipe: Recipe) -> str:
     import torch
 
@@ -672,13 +833,13 @@ FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "descrip
 """What a resumed run may change: how long and how often, not what is computed."""
 
 
-def _resumed_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
+def _resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
     before = config.load(str(path / "recipe.toml"))
     decay = before.decay_steps  # of the run as it was, also if it shall now be longer
     pinned = [] if decay is None or before.is_supervised else [f"train.decay_steps={decay}"]
-    after = config.load(str(path / "recipe.toml"), [*pinned, *overrides])
-    for override in overrides:
-        key = override.partition("=")[0].strip()
+    changes = config.tables(overrides)
+    after = config.load(str(path / "recipe.toml"), [*pinned, *changes])
+    for key in config.flat(config.merge(*changes)):
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):
             raise ConfigError(
                 f"{key} can't change when a run is resumed: it alters what is computed; "

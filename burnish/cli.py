@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from burnish.config import Recipe
     from burnish.loops.run import Progress
+    from burnish.plan import Section
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,14 +73,35 @@ def recipes() -> None:
 def plan(
     recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
 ) -> None:
-    """Print what a recipe will compute, without running it."""
-    from burnish import api, config
+    """Print what a recipe will compute, about how long it takes here, and what it lacks."""
+    from burnish import api, config, machine, preflight
     from burnish.plan import plan as make_plan
     from burnish.runs.directory import next_directory
 
     loaded = config.load(recipe, overrides or (), seed=seed)
     where = out or next_directory(Path("runs"), loaded.name)
-    for title, rows in make_plan(loaded, where, api.measure(loaded)):
+    lacks = preflight.problems(loaded, where)
+    size = None if preflight.missing_model(loaded) else api.measure(loaded, has_prompts=not lacks)
+    rates = None
+    if size is not None:
+        device = None if loaded.device == "auto" else loaded.device
+        rates = machine.measure(0.3, precision=loaded.train.precision, device=device)
+    _print_sections(make_plan(loaded, where, size, rates))
+    if lacks:
+        _print_sections([("it can't run yet", [("lacks", str(problem)) for problem in lacks])])
+
+
+@app.command()
+def doctor() -> None:
+    """Describe this machine, the optional parts, and what each recipe would take here."""
+    from burnish import doctor
+
+    _say_if_busy()
+    _print_sections(doctor.examine())
+
+
+def _print_sections(sections: Iterable[Section]) -> None:
+    for title, rows in sections:
         out_console.print(f"[bold]{title}")
         table = Table.grid(padding=(0, 2))
         for what, value in rows:
@@ -227,7 +249,7 @@ def evaluate(
         for one, path in zip(chosen, paths, strict=True):
             bar = display.add_task(path.name, total=None, now="")
             show = partial(_advance, display, bar)
-            results.append(api.evaluate(one, out=path, show=show))
+            results.append(api.evaluate(one, out=path, show=show).figures)
     table = Table.grid(padding=(0, 2))
     for name in dict.fromkeys(name for figures in results for name in figures):
         table.add_row(name, *(f"{figures.get(name, math.nan):.4f}" for figures in results))
@@ -360,6 +382,7 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", help="only the speed, no text")] = False,
 ) -> None:
     """Sample responses from a model and stream them."""
+    from burnish import api
     from burnish.loops import generate as text
     from burnish.types import SamplingParams
 
@@ -375,7 +398,7 @@ def generate(
         stop=tuple(stop or ()),
         seed=seed,
     )
-    engine, tokenizer = text.open_engine(model, dtype=dtype, device=device)
+    engine, tokenizer = api.open_engine(model, dtype=dtype, device=device)
 
     def write(piece: str) -> None:
         sys.stdout.write(piece)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ from burnish import pieces
 from burnish.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
+Table = Mapping[str, Any]
+"""Settings as nested dicts."""
+Overrides = Sequence[str | Table] | Table
+"""Changes to a recipe: "section.key=value" texts and tables, or one table."""
 
 
 def one_of(names: Iterable[str]) -> AfterValidator:
@@ -283,7 +288,7 @@ class LanguageConfig(Section):
 
 
 def _model_kind(model: Any) -> str:
-    name = model.get("name", "sorter") if isinstance(model, Mapping) else model.name
+    name = model.get("name", "sorter") if isinstance(model, Mapping) else getattr(model, "name", "")
     return name if name in ("sorter", "scratch") else "language"
 
 
@@ -430,7 +435,7 @@ class Recipe(Section):
     @property
     def stop(self) -> tuple[str, ...]:
         """Texts that end a response: the recipe's, and the one that answer tags call for."""
-        tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in self._tasks)
+        tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in self.tasks)
         return tuple(dict.fromkeys([*self.rollout.stop, *["</answer>"] * tagged]))
 
     @property
@@ -438,11 +443,12 @@ class Recipe(Section):
         """The same of held-out prompts; after solved rows, a model would go on with another one."""
         if not self.validation.shots:
             return self.stop
-        begins = [getattr(t, "template", "").partition("{question}")[0] for t in self._tasks]
+        begins = [getattr(t, "template", "").partition("{question}")[0] for t in self.tasks]
         return (*self.stop, *dict.fromkeys(f"\n\n{text.strip()}" for text in begins))
 
     @property
-    def _tasks(self) -> list[Any]:
+    def tasks(self) -> list[Any]:
+        """The task, or the tasks of a mixture."""
         return list(self.task.tasks.values()) if isinstance(self.task, MixtureTask) else [self.task]
 
     @property
@@ -472,17 +478,27 @@ class Recipe(Section):
         return self.train.decay_steps or self.gradient_steps
 
 
-def load(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -> Recipe:
-    """The recipe of that name (or the TOML file at that path) with ``a.b=c`` overrides applied."""
-    given = merge({"name": Path(name).stem}, read_recipe(name))
+def load(
+    source: str | os.PathLike[str] | Table, overrides: Overrides = (), *, seed: int | None = None
+) -> Recipe:
+    """The recipe of a name, of a TOML file or of a table, with the overrides applied."""
+    if isinstance(source, Mapping):
+        name, given = "from a table", nested(source)
+    else:
+        name = os.fspath(source)
+        given = merge({"name": Path(name).stem}, read_recipe(name))
     recipe = _validate(given)
     _refuse_without_effect(recipe, given, f"recipe {name}")
-    changes = merge({}, *(parse_override(text) for text in overrides))
+    changes = merge({}, *tables(overrides))
     if seed is not None:
         changes = merge(changes, {"seed": seed})
     for section, kind in (("task", _task_name), ("model", _model_kind)):
         asked = changes.get(section, {})
-        if "name" in asked and kind(asked) != kind(given.get(section, {})):
+        if (
+            isinstance(asked, dict)
+            and "name" in asked
+            and kind(asked) != kind(given.get(section, {}))
+        ):
             given = {**given, section: {}}  # what the recipe set for another goes with it
     merged = merge(given, changes)
     recipe = _validate(merged)
@@ -542,10 +558,53 @@ def parse_override(text: str) -> dict[str, Any]:
     return table
 
 
-def merge(*tables: Mapping[str, Any]) -> dict[str, Any]:
+def tables(overrides: Overrides) -> list[dict[str, Any]]:
+    """Every override as a nested table."""
+    if isinstance(overrides, str):
+        raise ConfigError(
+            "overrides must be a list of 'section.key=value' or a dict of settings, got the text "
+            f"{overrides!r}; write overrides=[{overrides!r}]"
+        )
+    given = [overrides] if isinstance(overrides, Mapping) else overrides
+    return [nested(parse_override(o) if isinstance(o, str) else o) for o in given]
+
+
+def nested(table: Table) -> dict[str, Any]:
+    """A table as plain dicts: "a.b" as a key is b in a, a path is its text, and a task or a model
+    that is a text is its name."""
+    result: dict[str, Any] = {}
+    for key, value in table.items():
+        below: Any = _plain(value)
+        for part in reversed(str(key).split(".")):
+            below = {part: below}
+        result = merge(result, below)
+    for section in ("task", "model"):
+        if isinstance(result.get(section), str):
+            result[section] = {"name": result[section]}
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(below) for key, below in value.items()}
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def flat(table: Table, prefix: str = "") -> dict[str, Any]:
+    """The settings of a nested table by their whole names, "section.key"."""
+    result: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+def merge(*layers: Table) -> dict[str, Any]:
     """Nested tables laid over each other, the last on top."""
     result: dict[str, Any] = {}
-    for table in tables:
+    for table in layers:
         for key, value in table.items():
             below = result.get(key)
             if isinstance(below, dict) and isinstance(value, dict):
@@ -554,13 +613,16 @@ def merge(*tables: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def together(options: Sequence[str], overrides: Sequence[str]) -> list[str]:
+def together(options: Sequence[str], overrides: Overrides) -> list[str | Table]:
     """What options of a command set and what --set does; an error where both set the same."""
     given = {option.partition("=")[0]: option for option in options}
-    for change in overrides:
-        if option := given.get(change.partition("=")[0]):
-            raise ConfigError(f"{option} (by an option) and --set {change}: give one of the two")
-    return [*options, *overrides]
+    changes = tables(overrides)
+    for key, value in flat(merge(*changes)).items():
+        if option := given.get(key):
+            raise ConfigError(
+                f"{option} (by an option) and --set {key}={value}: give one of the two"
+            )
+    return [*options, *changes]
 
 
 def unused(recipe: Recipe) -> dict[str, str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from burnish import pieces
+from burnish import estimate, pieces
 from burnish.config import (
     FilesTask,
     GymTask,
@@ -20,8 +20,13 @@ from burnish.config import (
 )
 from burnish.errors import ConfigError
 
+if TYPE_CHECKING:
+    from burnish.machine import Rates
+
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+CACHE = "cache"
 Lines = list[tuple[str, str]]
+Section = tuple[str, Lines]
 
 
 class Size(NamedTuple):
@@ -37,8 +42,15 @@ class Size(NamedTuple):
     """Bytes of a weight in the copy that the engine's matrix products read, where they have one."""
 
 
-def plan(recipe: Recipe, out: Path, size: Size | None = None) -> list[tuple[str, Lines]]:
-    """Sections of (what, how much); no size: the model is the sorter, or its files are not here."""
+def plan(
+    recipe: Recipe, out: Path, size: Size | None = None, rates: Rates | None = None
+) -> list[Section]:
+    """Sections of (what, how much).
+
+    ``size`` is None for the sorter, and if the model's files are not here; ``rates`` is None if the
+    machine was not measured, and then no time is told.
+    """
+    time = _time(recipe, size, rates)
     if isinstance(recipe.task, PairsTask):
         loss = ("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")
         rate = f"AdamW, learning rate {recipe.train.learning_rate:g}, {recipe.train.schedule}"
@@ -46,13 +58,16 @@ def plan(recipe: Recipe, out: Path, size: Size | None = None) -> list[tuple[str,
         return [
             ("task", _task(recipe, size)),
             ("batches", [loss, ("gradient steps", steps)]),
-            ("resources", [*_memory(recipe, size)[:1], ("written to", str(out))]),
+            ("resources", [*_memory(recipe, size), *time, ("written to", str(out))]),
         ]
     return [
         ("task", _task(recipe, size)),
         ("objective", pieces.formula(recipe.objective)),
         ("batches", _batches(recipe)),
-        ("resources", [*_memory(recipe, size), *_disk(recipe, size), ("written to", str(out))]),
+        (
+            "resources",
+            [*_memory(recipe, size), *_disk(recipe, size), *time, ("written to", str(out))],
+        ),
     ]
 
 
@@ -160,27 +175,49 @@ def _batches(recipe: Recipe) -> Lines:
     ]
 
 
-def _memory(recipe: Recipe, size: Size | None) -> Lines:
-    """What is there all the time; activations come and go."""
+def memory_parts(recipe: Recipe, size: Size | None) -> dict[str, dict[str, int]]:
+    """Bytes that are held all the time, by learner and engine; empty if the model is not here."""
     count, train, engine = _parameters(recipe, size), recipe.train, recipe.engine
     if count is None:
-        return [("memory", "told once the model is in the cache; `burnish train` fetches it")]
+        return {}
     low = BYTES[train.precision]
-    parts = {"fp32 masters": 4 * count, "gradients": 4 * count, "Adam's moments": 8 * count}
+    learner = {"fp32 masters": 4 * count, "gradients": 4 * count, "Adam's moments": 8 * count}
     if low != 4:
-        parts[f"{train.precision} weights"] = low * count
+        learner[f"{train.precision} weights"] = low * count
     copies = _copies(recipe)
     if copies:
-        parts[f"{copies} frozen cop{'ies' if copies > 1 else 'y'}"] = copies * low * count
-    lines = [("learner", _sum(parts))]
+        learner[f"{copies} frozen cop{'ies' if copies > 1 else 'y'}"] = copies * low * count
+    if recipe.is_supervised:
+        return {"learner": learner}
     if size is None:
-        return [*lines, ("engine", _sum({"weights": 4 * count}))]
-    wide = BYTES[engine.precision]
-    cache = engine.kv_mb * 2**20
-    tokens = cache // (size.cached * wide)
+        return {"learner": learner, "engine": {"weights": 4 * count}}
+    wide, cache = BYTES[engine.precision], engine.kv_mb * 2**20
     weights = {f"{engine.precision} weights": (wide + size.copied) * count}
+    tokens = cache // (size.cached * wide)
+    return {"learner": learner, "engine": weights | {f"{CACHE} of {tokens:,} tokens": cache}}
+
+
+def disk_bytes(recipe: Recipe, size: Size | None) -> tuple[int, int, int | None]:
+    """Bytes of the rows that a run writes at most, how many checkpoints there are at once, and the
+    bytes of each; None if the model is not here."""
+    steps, log = recipe.train.steps, recipe.log
+    rows = steps * (2_500 + recipe.rollout.batch * 110 + log.rollouts * 3_000) + 200_000
+    count, files = _parameters(recipe, size), recipe.checkpoint.keep + 2  # best, and being written
+    if count is None:
+        return rows, files, None
+    frozen = recipe.train.log_kl + (recipe.objective.kl_refresh is not None)
+    return rows, files, (12 + frozen * BYTES[recipe.train.precision]) * count
+
+
+def _memory(recipe: Recipe, size: Size | None) -> Lines:
+    """What is there all the time; activations come and go."""
+    parts, train = memory_parts(recipe, size), recipe.train
+    if not parts:
+        return [("memory", "told once the model is here; `burnish train` fetches one by name")]
+    lines = [(who, _sum(held)) for who, held in parts.items()]
+    if size is None or recipe.is_supervised:
+        return lines
     longest = check_lengths(recipe, size)
-    lines.append(("engine", _sum(weights | {f"cache of {tokens:,} tokens": cache})))
     pack = f"packs of {train.micro_tokens} tokens" if train.micro_tokens else None
     if pack is None:
         at_once = min(train.micro_sequences or train.batch, train.batch)
@@ -192,18 +229,22 @@ def _memory(recipe: Recipe, size: Size | None) -> Lines:
 
 def _disk(recipe: Recipe, size: Size | None) -> Lines:
     kept, steps = recipe.checkpoint, recipe.train.steps
-    rows = steps * (2_500 + recipe.rollout.batch * 110 + recipe.log.rollouts * 3_000) + 200_000
-    count, files = _parameters(recipe, size), kept.keep + 2  # the best, and the one being written
-    if count is None:
-        room = f"{_bytes(rows)}, and {files} checkpoints of 12 bytes or more per parameter"
+    rows, files, each = disk_bytes(recipe, size)
+    if each is None:
+        room = f"{spell(rows)}, and {files} checkpoints of 12 bytes or more per parameter"
     else:
-        frozen = recipe.train.log_kl + (recipe.objective.kl_refresh is not None)
-        each = (12 + frozen * BYTES[recipe.train.precision]) * count
-        room = f"{_bytes(rows + files * each)}: {files} checkpoints of {_bytes(each)}"
+        room = f"{spell(rows + files * each)}: {files} checkpoints of {spell(each)}"
     saves = math.ceil(steps / kept.every)
     cadence = f"every {kept.every} steps, {saves} times; the last {kept.keep} and the best are kept"
     validated = f"before the first step and every {recipe.validation.every}"
     return [("disk", f"at most {room}"), ("saved", cadence), ("validated", validated)]
+
+
+def _time(recipe: Recipe, size: Size | None, rates: Rates | None) -> Lines:
+    if rates is None:
+        return []
+    duration = estimate.seconds(recipe, size, rates)
+    return [] if not duration else [("time", f"{estimate.spoken(duration)} on this machine")]
 
 
 def _copies(recipe: Recipe) -> int:
@@ -223,11 +264,12 @@ def _parameters(recipe: Recipe, size: Size | None) -> int | None:
 
 
 def _sum(parts: dict[str, int]) -> str:
-    told = ", ".join(f"{what} {_bytes(count)}" for what, count in parts.items())
-    return f"{_bytes(sum(parts.values()))}: {told}"
+    told = ", ".join(f"{what} {spell(count)}" for what, count in parts.items())
+    return f"{spell(sum(parts.values()))}: {told}"
 
 
-def _bytes(count: float) -> str:
+def spell(count: float) -> str:
+    """Bytes in a unit that suits them."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}"

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,46 @@ def test_overrides_are_read_as_toml_or_else_as_words():
     for bad in ("a.b", "=3", "a..b=1"):
         with pytest.raises(ConfigError, match=r"section\.key=value"):
             config.parse_override(bad)
+
+
+def test_overrides_may_be_tables():
+    """A dict, dotted or nested, says what --set says; a path in it is its text."""
+    texts = ["train.steps=3", "objective.loss=reinforce"]
+    expected = config.load("sort", texts)
+    assert config.load("sort", {"train": {"steps": 3}, "objective": {"loss": "reinforce"}}) == (
+        expected
+    )
+    assert config.load("sort", {"train.steps": 3, "objective.loss": "reinforce"}) == expected
+    assert config.load("sort", [texts[0], {"objective": {"loss": "reinforce"}}]) == expected
+    named = config.load("keywords", {"model": Path("some/run"), "train": {"micro_tokens": None}})
+    assert named == config.load("keywords", ["model.name=some/run"])
+    assert config.load("keywords", ["model=some/run"]) == named
+
+
+def test_a_recipe_may_be_a_table():
+    table = config.read_recipe("sort")
+    assert config.load(table | {"name": "sort"}) == config.load("sort")
+    assert config.load(table).name == "run"
+    assert config.load({"task": "sort"}, seed=3).seed == 3
+    assert config.load(config.RECIPES / "sort.toml") == config.load("sort")
+    assert "did you mean 'train.steps'?" in refused(name={"train": {"step": 3}})
+    assert "has no effect" in refused(name={"objective": {"kl_coefficient": 0.1}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train": {"step": 3}}, "unknown setting 'train.step'; did you mean 'train.steps'?"),
+        ({"steps": 3}, "unknown setting 'steps'; did you mean 'train.steps'?"),
+        ({"train": 3}, "train must be a valid dictionary"),
+        ({"model": 3}, "model must be a valid dictionary"),
+        ("train.steps=3", "write overrides=['train.steps=3']"),
+    ],
+)
+def test_tables_are_refused_with_the_words_of_the_command_line(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        config.load("sort", overrides)
+    assert message in str(caught.value)
 
 
 def test_seed_and_overrides_win_over_the_recipe():

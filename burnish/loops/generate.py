@@ -14,7 +14,7 @@ import numpy as np
 
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request, TokenEvent
-from burnish.errors import ConfigError, DataError
+from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.types import Completion, SamplingParams
 
@@ -38,27 +38,27 @@ class Speed:
         )
 
 
-def open_engine(
-    model: str,
-    *,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
-    kv_bytes: int = 1 << 30,
-) -> tuple[Engine, Tokenizer]:
-    """The native engine on a model by name (see `model/hub.py`)."""
-    import torch
+@dataclass(frozen=True)
+class Answer:
+    """A text that a model wrote."""
 
-    from burnish.engine.engine import EngineConfig, NativeEngine
-    from burnish.model import checkpoint, hub
+    prompt: str
+    sample: int
+    """Its number among the answers to the prompt."""
+    text: str
+    finish: str
+    """stop (the model ended it, or a stop text did) or length."""
+    token_ids: list[int] = field(repr=False)
+    logprobs: list[float] = field(repr=False)
+    """Of each token, by the model at the sampling temperature."""
 
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} needs a CUDA device, and torch finds none; use cpu")
-    path = hub.resolve(model)
-    tokenizer = Tokenizer.load(path)
-    weights = checkpoint.load(path, dtype=getattr(torch, dtype)).to(device)
-    return NativeEngine(weights, tokenizer, EngineConfig(kv_bytes=kv_bytes)), tokenizer
+    @property
+    def logprob(self) -> float:
+        """Of the whole text."""
+        return sum(self.logprobs)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -103,23 +103,48 @@ def generate(
     chat: put a prompt through the model's chat template where there is one.
     """
     start = clock()
-    for index, prompt in enumerate(prompts):
-        ids = encode(tokenizer, prompt, chat=chat)
-        engine.submit(Request(str(index), ids, n, params, group=index, stream=Stream.GENERATE))
     keys = [(str(index), sample) for index in range(len(prompts)) for sample in range(n)]
     screen = _Screen(keys, write)
-    done: list[Completion] = []
-    while engine.unfinished:
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                screen.text(event.request_id, event.sample_index, event.text)
-            else:
-                done.append(event)
-                screen.end(event)
+    done = sample(engine, tokenizer, prompts, n=n, params=params, chat=chat, see=screen.see)
     seconds = clock() - start
     if jsonl is not None:
         _save(jsonl, prompts, done)
     return Speed(len(done), sum(len(c.token_ids) for c in done), seconds)
+
+
+def sample(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    n: int = 1,
+    params: SamplingParams = SamplingParams(),
+    chat: bool = True,
+    see: Callable[[TokenEvent | Completion], None] = lambda event: None,
+) -> list[Completion]:
+    """n responses to each prompt, in the prompts' order; ``see`` gets tokens as they are made."""
+    for index, prompt in enumerate(prompts):
+        ids = encode(tokenizer, prompt, chat=chat)
+        engine.submit(Request(str(index), ids, n, params, group=index, stream=Stream.GENERATE))
+    done: list[Completion] = []
+    while engine.unfinished:
+        for event in engine.step():
+            see(event)
+            if not isinstance(event, TokenEvent):
+                done.append(event)
+    return sorted(done, key=lambda c: (int(c.request_id), c.sample_index))
+
+
+def answer(prompts: Sequence[str], done: Completion) -> Answer:
+    """A response of ``sample`` as a record for scripts."""
+    return Answer(
+        prompt=prompts[int(done.request_id)],
+        sample=done.sample_index,
+        text=done.text,
+        finish=str(done.finish),
+        token_ids=done.token_ids.tolist(),
+        logprobs=[float(x) for x in done.logprobs],
+    )
 
 
 def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool) -> np.ndarray[Any, Any]:
@@ -150,6 +175,12 @@ class _Screen:
     def __post_init__(self) -> None:
         self._turn()
 
+    def see(self, event: TokenEvent | Completion) -> None:
+        if isinstance(event, TokenEvent):
+            self.text(event.request_id, event.sample_index, event.text)
+        else:
+            self.end(event)
+
     def text(self, request_id: str, sample: int, text: str) -> None:
         key = (request_id, sample)
         if key == self.keys[self._current]:
@@ -173,22 +204,12 @@ class _Screen:
 
 
 def _save(path: Path, prompts: Sequence[str], done: Sequence[Completion]) -> None:
-    ordered = sorted(done, key=lambda c: (int(c.request_id), c.sample_index))
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(line + "\n" for line in _rows(prompts, ordered)))
+    partial.write_text("".join(line + "\n" for line in _rows(prompts, done)))
     os.replace(partial, path)
 
 
 def _rows(prompts: Sequence[str], done: Sequence[Completion]) -> Iterator[str]:
     for c in done:
-        row = {
-            "prompt": prompts[int(c.request_id)],
-            "sample": c.sample_index,
-            "text": c.text,
-            "finish": c.finish.value,
-            "stop": c.stop,
-            "token_ids": c.token_ids.tolist(),
-            "logprobs": [float(x) for x in c.logprobs],
-            "params": asdict(c.params),
-        }
+        row = asdict(answer(prompts, c)) | {"stop": c.stop, "params": asdict(c.params)}
         yield json.dumps(row, ensure_ascii=False)

@@ -39,6 +39,16 @@ class Checkpoint(NamedTuple):
     """The validation figure it was saved with."""
 
 
+class Saved(NamedTuple):
+    """A checkpoint as it lies in its run, not loaded."""
+
+    name: str
+    step: int
+    score: float | None
+    """Reward on held-out prompts, or minus the loss; None if it was not measured at that step."""
+    path: Path
+
+
 def save(
     run: Path,
     step: int,
@@ -103,6 +113,10 @@ def best(run: Path) -> Path | None:
     scores = [(path, _score(path)) for path in all_of(run)]
     scored = [(path, score) for path, score in scores if score is not None]
     return max(scored, key=lambda pair: pair[1])[0] if scored else None
+
+
+def describe(path: Path) -> Saved:
+    return Saved(path.name, _number(path)[0], _score(path), path)
 
 
 def load(path: Path) -> Checkpoint:

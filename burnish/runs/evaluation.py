@@ -47,10 +47,20 @@ CATEGORIES: dict[str, Callable[[Rollout], bool]] = {
 
 
 class Evaluation(NamedTuple):
+    """A model measured on held-out prompts."""
+
     name: str
     settings: dict[str, Any]
+    """All that the results depend on."""
     figures: dict[str, float]
     rows: list[Rollout]
+    """A row for each response."""
+    path: Path | None
+    """The directory with all of it; None if nothing was written."""
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
+        return f"Evaluation of {self.name}: {figures}"
 
 
 def read(directory: Path) -> Evaluation:
@@ -62,7 +72,7 @@ def read(directory: Path) -> Evaluation:
     except (OSError, ValueError) as error:
         raise RunError(f"{directory} holds no finished evaluation: {error}") from error
     rows = list(rollouts.read(directory / "results.jsonl"))
-    return Evaluation(directory.name, settings, figures, rows)
+    return Evaluation(directory.name, settings, figures, rows, directory)
 
 
 def write_evaluation(directories: Sequence[Path], page: Path) -> Path:

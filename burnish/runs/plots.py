@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from burnish.config import nearest
+from burnish.config import flat, nearest
 from burnish.errors import RunError
 from burnish.runs.metrics import read_rows
 
@@ -65,7 +65,7 @@ def draw_comparison(paths: Sequence[Path], out: Path, metrics: Sequence[str] = (
 
 def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     """The runs as curves, each named by the settings in which the runs differ."""
-    recipes = [_flat(read_recipe(path)) for path in paths]
+    recipes = [flat(read_recipe(path)) for path in paths]
     rows = [read_rows(path / "metrics.jsonl") for path in paths]
     ignored = {"seed", "description", "name"}
     keys = sorted({key for recipe in recipes for key in recipe} - ignored)
@@ -99,16 +99,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise RunError(f"{path} is not a run directory: it has no recipe.toml")
     return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def _draw(

@@ -116,7 +116,7 @@ def rows_of(
 ) -> tuple[list[Row], list[Row]]:
     """Train and validation rows: a script's or a file's, split by the seed if need be."""
     if prompts is not None:
-        rows = rows_from(prompts)
+        rows = rows_from(prompts, check)
     elif config.train is not None:
         rows = read_rows(Path(config.train), check)
     else:
@@ -166,12 +166,13 @@ def _row(line: bytes, where: str, check: Check) -> Row:
     return check(row, where)
 
 
-def rows_from(prompts: Iterable[str | Mapping[str, Any]]) -> list[Row]:
+def rows_from(prompts: Iterable[str | Mapping[str, Any]], check: Check | None = None) -> list[Row]:
     """Rows that a script passes: objects with a prompt, or prompts alone."""
     given = [{"prompt": p} if isinstance(p, str) else p for p in prompts]
     if not given:
         raise DataError("prompts is empty; give at least one")
-    return [check_row(row, f"prompts[{i}]") for i, row in enumerate(given)]
+    check = check or check_row
+    return [check(row, f"prompts[{i}]") for i, row in enumerate(given)]
 
 
 def check_row(row: Any, where: str) -> Row:

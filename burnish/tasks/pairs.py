@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -91,10 +91,17 @@ class Pairs:
         return Group(0, Prompt(prompt_id, text, prompt, "pairs"), (completion,), (Grade(1.0),))
 
 
-def make_pairs(config: PairsTask, *, tokenizer: Tokenizer, seed: int, longest: int) -> Pairs:
-    """The pairs that a recipe's section describes."""
-    rows, validation = rows_of(config, seed=seed, check=check_pair)
-    return Pairs(rows, validation, config, tokenizer=tokenizer, seed=seed, longest=longest)
+def make_pairs(
+    config: PairsTask,
+    *,
+    tokenizer: Tokenizer,
+    seed: int,
+    longest: int,
+    rows: Iterable[str | Mapping[str, Any]] | None = None,
+) -> Pairs:
+    """The pairs that a recipe's section describes; a script's rows come before its file."""
+    train, validation = rows_of(config, seed=seed, prompts=rows, check=check_pair)
+    return Pairs(train, validation, config, tokenizer=tokenizer, seed=seed, longest=longest)
 
 
 def check_pair(row: Any, where: str) -> Row:

@@ -47,14 +47,15 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     given = setting(tmp_path, smollm2, "engine.max_running=8")
     whole, out = tmp_path / "whole", tmp_path / "out"
     seen = []
-    figures = api.evaluate("files", overrides=given, out=whole, show=lambda *n: seen.append(n))
+    done = api.evaluate("files", overrides=given, out=whole, show=lambda *n: seen.append(n))
+    figures = done.figures
     assert seen == [(0, 14), (4, 14), (8, 14), (12, 14), (14, 14)]
     assert figures["validation/responses"] == 28
     assert figures["validation/grades_error"] == pytest.approx(2 / 28)
     assert {"validation/accuracy_low", "validation/pass_at_2", "validation/majority_at_2"} <= set(
         figures
     )
-    assert figures == api.evaluate("files", overrides=given)  # as training measures it
+    assert figures == api.evaluate("files", overrides=given).figures  # as training measures it
 
     def show(done, total):
         if done == 8:
@@ -68,11 +69,13 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     sampled = []
     real = evaluate.answered
     monkeypatch.setattr(evaluate, "answered", lambda *a, **k: sampled.append(k) or real(*a, **k))
-    assert api.evaluate("files", overrides=given, out=out) == figures
+    assert api.evaluate("files", overrides=given, out=out).figures == figures
     assert sampled == [{"start": 8}]
     for name in FILES:
         assert (out / name).read_bytes() == (whole / name).read_bytes()
-    assert api.evaluate("files", overrides=given, out=out) == figures  # nothing is left to sample
+    assert (
+        api.evaluate("files", overrides=given, out=out).figures == figures
+    )  # nothing is left to sample
     with pytest.raises(RunError, match=r"another evaluation \(validation.temperature: 1.0 → 0"):
         api.evaluate("files", overrides=[*given, "validation.temperature=0"], out=out)
     rows = (tmp_path / "rows.jsonl").read_text().replace("What", "Which")
@@ -157,8 +160,8 @@ def test_the_same_answers_from_the_hf_engine_and_from_an_export(tmp_path, smollm
     checkpoint.save(model, tmp_path / "model", source=source)
     given = [s for s in given if not s.startswith("model.")]
     named = [*given, f"model.name={tmp_path / 'model'}"]
-    figures = api.evaluate("files", overrides=named, out=tmp_path / "native")
-    other = api.evaluate("files", overrides=[*named, "engine.name=hf"], out=tmp_path / "hf")
+    figures = api.evaluate("files", overrides=named, out=tmp_path / "native").figures
+    other = api.evaluate("files", overrides=[*named, "engine.name=hf"], out=tmp_path / "hf").figures
     texts = [[row["response"] for row in read(tmp_path / d).rows] for d in ("native", "hf")]
     assert texts[0] == texts[1]
     assert figures == other

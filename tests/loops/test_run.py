@@ -244,7 +244,7 @@ def test_an_exported_model_repeats_the_validation(smollm2, tmp_path):
     settings = [setting for setting in tiny(smollm2) if setting.startswith(keep)]
     again = api.evaluate("keywords", overrides=[f"model.name={tmp_path / 'hf'}", "device=cpu",
                                                 "train.batch=8", *settings])  # fmt: skip
-    for name, value in again.items():
+    for name, value in again.figures.items():
         assert value == pytest.approx(rows[-1][name]), name
     with pytest.raises(RunError, match="is not empty"):
         api.export(path, tmp_path / "hf")

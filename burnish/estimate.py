@@ -1,0 +1,111 @@
+"""About how long a run takes: its operations from the recipe, divided by measured rates.
+
+A forward pass takes two operations for each parameter and token, a backward pass four. Nobody knows
+beforehand how long responses are, so the result is good within a factor of two or so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from burnish.config import GymTask, KeywordsTask, MathTask, PairsTask, Recipe, Rows, SortTask
+
+if TYPE_CHECKING:
+    from burnish.machine import Rates
+    from burnish.plan import Size
+
+FILLED = 0.7
+"""The share of the allowed tokens that a response is taken to have."""
+PROMPT = 64
+"""Tokens of a prompt, where none was looked at."""
+BYTES = 4
+"""Of a JSONL file, for each token."""
+REACHED = {
+    "cpu": {"generate": 0.47, "score": 0.78, "learn": 0.6, "evaluate": 0.47},
+    "cuda": {"generate": 0.12, "score": 0.25, "learn": 0.25, "evaluate": 0.12},
+}
+"""The share of the measured rate that each phase reaches. On a CPU it lies between what two AVX-512
+cores (generate 0.3, learn 0.45) and two Neoverse-N1 cores (0.75, 0.85) did on the recipe keywords;
+on a GPU it is what an H200 did on gsm8k, roughly."""
+SORTER_S = 2e-3, 5e-5
+"""Seconds of a gradient step of the sorting model, and of each number in its batch."""
+
+
+class Work(NamedTuple):
+    """Operations of a whole run, by phase."""
+
+    generate: float
+    score: float
+    learn: float
+    evaluate: float
+
+
+def work(recipe: Recipe, size: Size) -> Work:
+    """The operations of a language model's run; 0 where its files are not there."""
+    forward, train = 2 * size.parameters, recipe.train
+    prompt = size.longest_prompt or PROMPT
+    backward = 3 if train.recompute else 2
+    if isinstance(recipe.task, PairsTask):
+        seen = recipe.task.epochs * _bytes(recipe.task.train) / BYTES
+        return Work(0, 0, (1 + backward) * forward * seen, 0)
+    response = FILLED * recipe.rollout.max_tokens
+    tokens = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
+    asked = FILLED * (recipe.validation.max_tokens or recipe.rollout.max_tokens)
+    held_out = sum(map(_held_out, recipe.tasks)) * (prompt + recipe.validation.samples * asked)
+    rollout = train.steps * tokens * forward
+    return Work(
+        generate=rollout,
+        score=rollout * _passes(recipe),
+        learn=rollout * train.epochs * (1 + backward),
+        evaluate=(2 + (train.steps - 1) // recipe.validation.every) * held_out * forward,
+    )
+
+
+def seconds(recipe: Recipe, size: Size | None, rates: Rates) -> float | None:
+    """About how long the run takes; None if the model's files are not here."""
+    if isinstance(recipe.task, SortTask):
+        each, number = SORTER_S
+        return recipe.gradient_steps * (each + number * recipe.train.batch * recipe.task.length)
+    if size is None:
+        return None
+    reached = REACHED[rates.device]
+    few, many = rates.decode_gflops * 1e9, rates.learn_gflops * 1e9
+    speed = {"generate": few, "score": many, "learn": many, "evaluate": few}
+    counts = zip(Work._fields, work(recipe, size), strict=True)
+    return sum(count / (speed[phase] * reached[phase]) for phase, count in counts)
+
+
+def spoken(duration: float) -> str:
+    """Seconds as somebody would say them: "about 9 minutes"."""
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if duration >= 1.5 * length:
+            return f"about {duration / length:.0f} {unit}s"
+    return f"about {max(1, round(duration))} seconds"
+
+
+def _passes(recipe: Recipe) -> float:
+    """Forward passes over a rollout before it is learned."""
+    objective, train = recipe.objective, recipe.train
+    scored = recipe.rollout.batch if train.log_kl_responses is None else train.log_kl_responses
+    logged = 2 * train.log_kl * min(1, scored / recipe.rollout.batch)
+    again = objective.proximal == "recompute" and recipe.gradient_steps_per_rollout > 1
+    return (objective.kl != "none") + logged + again
+
+
+def _held_out(task: Any) -> int:
+    """Prompts that are held out, as far as the recipe or its files tell."""
+    if isinstance(task, KeywordsTask | GymTask):
+        return task.validation_prompts
+    if isinstance(task, MathTask) and task.validation_rows is not None:
+        return task.validation_rows
+    assert isinstance(task, Rows | MathTask)
+    return _lines(task.train) // 10 if task.validation is None else _lines(task.validation)
+
+
+def _bytes(file: str | None) -> int:
+    return Path(file).stat().st_size if file and Path(file).is_file() else 0
+
+
+def _lines(file: str | None) -> int:
+    return Path(file).read_bytes().count(b"\n") if _bytes(file) and file else 0

@@ -1,0 +1,203 @@
+"""The machine that a run would use: its cores, what they multiply, its memory and its GPU.
+
+Reading it takes milliseconds and no torch, but for the GPU and for ``measure``, which multiplies
+matrices for about a second.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSTEM = Path("/")
+"""Where the files of the operating system are; tests have others."""
+INSTRUCTIONS = {
+    "amx_bf16": "AMX",
+    "avx512_fp16": "AVX-512 FP16",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "sve": "SVE",
+    "bf16": "BF16",
+    "asimd": "NEON",
+}
+"""Flags of /proc/cpuinfo that decide how fast matrices are multiplied, and their names."""
+BF16 = ("AMX", "AVX-512 BF16", "BF16")
+"""Those that multiply bf16; elsewhere it is widened, which takes as long as fp32 or longer."""
+WIDTHS = (576, 3072)
+"""The widths of a product in the default model."""
+ROWS = {"cpu": (64, 1024), "cuda": (1024, 16384)}
+"""Rows of a product while text is sampled and while it is learned, by device."""
+MATRICES = 16
+"""Weights that are multiplied in turn, so that they come from memory and not from a cache."""
+
+QUIET = 5
+"""One product in so many is taken to have run undisturbed by other programs."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    processor: str
+    cores: int
+    """Those that this process may use."""
+    instructions: tuple[str, ...]
+    """For matrix products, the strongest first; empty if the system does not tell."""
+    has_bf16: bool
+    """Whether the processor has instructions for bf16 products."""
+    memory: int
+    """Bytes, at most those that a container grants."""
+    available: int
+    """Bytes that are free or can be freed."""
+    gpu: str | None
+    """The GPU's name; None if torch finds none."""
+    gpu_memory: int
+    gpu_available: int
+    """Bytes; 0 without a GPU."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device multiplies matrices, in 10⁹ operations a second."""
+
+    device: str
+    precision: str
+    """What was multiplied: fp32 stands for bf16 where the processor widens bf16."""
+    decode_gflops: float
+    """With few rows, as when text is sampled."""
+    learn_gflops: float
+    """With many rows, as when text is scored or learned."""
+
+
+def describe(gpu: str = "cuda") -> Machine:
+    """All of it, with the GPU of that name for torch; this loads torch."""
+    import torch
+
+    known = instructions()
+    total, available = memory()
+    name, free, whole = None, 0, 0
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(gpu)
+        free, whole = torch.cuda.mem_get_info(gpu)
+        free += torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)  # torch's own
+    return Machine(
+        processor=processor(),
+        cores=cores(),
+        instructions=known,
+        has_bf16=any(name in BF16 for name in known),
+        memory=total,
+        available=available,
+        gpu=name,
+        gpu_memory=whole,
+        gpu_available=free,
+    )
+
+
+def measure(seconds: float = 1.0, *, precision: str = "fp32", device: str | None = None) -> Rates:
+    """Multiplies matrices of the default model's shapes for about that long, and tells the rates of
+    a machine that does nothing else.
+
+    ``device`` is cpu or cuda; None takes a GPU if there is one, as device = 'auto' does.
+    """
+    import torch
+
+    from burnish.model.products import multiplies
+
+    where = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    if not multiplies(dtype, where):
+        precision, dtype = "fp32", torch.float32
+    wide, long = WIDTHS
+    weights = [torch.full((wide, long), 0.01, dtype=dtype, device=where) for _ in range(MATRICES)]
+    together = MATRICES if where == "cuda" else 1  # products until the device is waited for
+
+    def rate(rows: int) -> float:
+        x = torch.full((rows, wide), 0.01, dtype=dtype, device=where)
+        times: list[float] = []
+        while len(times) < 3 or sum(times) < seconds / 2:
+            start = time.perf_counter()
+            for number in range(together):
+                x @ weights[(len(times) + number) % MATRICES]
+            if where == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        fast = sorted(times)[len(times) // QUIET]
+        return 2e-9 * rows * wide * long * together / fast
+
+    few, many = ROWS[where]
+    with torch.inference_mode():
+        return Rates(where, precision, rate(few), rate(many))
+
+
+def cores() -> int:
+    """Cores that this process may use: its affinity, and at most a container's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        usable = len(os.sched_getaffinity(0))
+    else:
+        usable = os.cpu_count() or 1
+    for group in _groups("cpu"):
+        quota = _read(group / "cpu.max").split() or [
+            _read(group / "cpu.cfs_quota_us"),
+            _read(group / "cpu.cfs_period_us"),
+        ]
+        if all(part.isdigit() for part in quota) and int(quota[1]):
+            usable = min(usable, max(1, int(quota[0]) // int(quota[1])))
+    return usable
+
+
+def processor() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def instructions() -> tuple[str, ...]:
+    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return tuple(name for flag, name in INSTRUCTIONS.items() if flag in flags)
+
+
+def memory() -> tuple[int, int]:
+    """Bytes in all and bytes that are available, both at most those that a container grants."""
+    told = dict(line.split(":", 1) for line in _read(SYSTEM / "proc/meminfo").splitlines())
+    if "MemAvailable" in told:
+        total, free = (int(told[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    else:
+        total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for group in _groups("memory"):
+        limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
+        used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit() and int(limit) < total:
+            caches = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+            held = int(used) - int(caches.get("inactive_file", 0))
+            total, free = int(limit), min(free, int(limit) - held)
+    return total, max(0, free)
+
+
+def _cpuinfo(key: str) -> str:
+    for line in _read(SYSTEM / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """The control groups that bound this process, of both versions, from the outermost in."""
+    for line in _read(SYSTEM / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        root = SYSTEM / "sys/fs/cgroup"
+        if controllers and controller not in controllers.split(","):
+            continue
+        if controllers:
+            root /= controller
+        own = root / path.strip("/")
+        yield from (group for group in (*reversed(own.parents), own) if group.is_relative_to(root))
+
+
+def _read(path: Path) -> str:
+    """A file's text; empty if there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

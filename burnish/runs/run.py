@@ -1,0 +1,167 @@
+"""A run as a script or a notebook meets it: its directory, read when something is asked of it."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish import config
+from burnish.errors import BurnishError, RunError
+from burnish.runs import checkpoint, rollouts, summary
+from burnish.runs.metrics import iterate_rows
+from burnish.runs.report import write_report
+from burnish.runs.rollouts import Rollout
+
+if TYPE_CHECKING:
+    from burnish.loops.generate import Answer
+    from burnish.runs.evaluation import Evaluation
+
+TABLES = ("metrics", "timings", "rollouts", "evaluations")
+"""Files of rows, each an attribute of a run."""
+
+
+class Run:
+    """A run's directory. Attributes read its files afresh, also while the run is still going on.
+
+    A run is a path (``Path(run)``, ``run / "log.txt"``), and it is a model: pass it as ``model=``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not (self.path / "recipe.toml").is_file():
+            raise RunError(f"{self.path} is not a run directory: it has no recipe.toml")
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+    @property
+    def recipe(self) -> config.Recipe:
+        """The recipe as it ran, every setting resolved."""
+        return config.load(self.path / "recipe.toml")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Where the run began and where it ended, or has come to so far."""
+        if (self.path / "summary.json").is_file():
+            return summary.read(self.path)
+        if not self._steps():
+            raise RunError(f"{self.path} has no step yet, so there is nothing to sum up")
+        return summary.summarise(self.path)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A row for each step, with step 0 for what was measured before the first."""
+        return self._rows("metrics")
+
+    @property
+    def timings(self) -> list[dict[str, Any]]:
+        """A row for each step: seconds of each phase."""
+        return self._rows("timings")
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """A row for each response that was kept, with its tokens, reward and advantage."""
+        return list(rollouts.read(self.path / "rollouts.jsonl"))
+
+    @property
+    def evaluations(self) -> list[Rollout]:
+        """A row for each response to a held-out prompt that was kept."""
+        return list(rollouts.read(self.path / "evaluations.jsonl"))
+
+    @property
+    def checkpoints(self) -> list[checkpoint.Saved]:
+        """The checkpoints that are kept, the oldest first."""
+        return [checkpoint.describe(path) for path in checkpoint.all_of(self.path)]
+
+    @property
+    def best(self) -> checkpoint.Saved | None:
+        """The checkpoint of the best score, or the last if none has one; None if there is none."""
+        path = checkpoint.best(self.path) or checkpoint.latest(self.path)
+        return None if path is None else checkpoint.describe(path)
+
+    @property
+    def model(self) -> str:
+        """The name of the model that the run learned: its best checkpoint is meant."""
+        return str(self.path)
+
+    def frame(self, table: str = "metrics") -> Any:
+        """The rows of a table as a pandas DataFrame; pandas must be installed."""
+        if table not in TABLES:
+            near = config.nearest(table, TABLES)
+            names = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
+            raise RunError(f"a run's tables are {names}, got {table!r}{near}")
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            raise BurnishError(
+                f"a DataFrame needs pandas; install it with: pip install pandas (or use "
+                f"run.{table}, the same rows as a list of dicts)"
+            ) from None
+        return pandas.DataFrame(getattr(self, table))
+
+    def report(self) -> Path:
+        """Writes report.html and returns its path."""
+        return write_report(self.path)
+
+    # The public functions, on this run. burnish hands them out; runs/ does not know them.
+
+    def export(self, out: str | os.PathLike[str], *, which: str = "best") -> Path:
+        """Writes the model as a Hugging Face directory; see ``burnish.export``."""
+        import burnish
+
+        return burnish.export(self.path, out, which=which)
+
+    def generate(self, prompts: str | list[str], **sampling: Any) -> list[Answer]:
+        """Samples answers from the run's model; see ``burnish.generate``."""
+        import burnish
+
+        return burnish.generate(prompts, model=self, **sampling)
+
+    def evaluate(self, **settings: Any) -> Evaluation:
+        """Measures the run's model on its held-out prompts; see ``burnish.evaluate``."""
+        import burnish
+
+        return burnish.evaluate(self, **settings)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}): {self._line()}"
+
+    def _repr_html_(self) -> str:
+        name, page = html.escape(self.name), self.path / "report.html"
+        link = f', <a href="{html.escape(str(page))}">report.html</a>' if page.is_file() else ""
+        return f"<b>{name}</b>: {html.escape(self._line())}{link}"
+
+    def _line(self) -> str:
+        steps = self._steps()
+        if not steps:
+            return "no step yet"
+        metric = "rollout/reward" if "rollout/reward" in steps[0] else "train/loss"
+        values = [row[metric] for row in steps if metric in row]
+        ends = f"{metric.partition('/')[2]} {values[0]:.3f} → {values[-1]:.3f}" if values else ""
+        return f"{len(steps)} step{'s' * (len(steps) > 1)}, {ends}"
+
+    def _steps(self) -> list[dict[str, Any]]:
+        return [row for row in self.metrics if "train/version" in row]
+
+    def _rows(self, table: str) -> list[dict[str, Any]]:
+        return list(iterate_rows(self.path / f"{table}.jsonl"))

@@ -1,0 +1,227 @@
+"""What a script or a notebook calls: the names at the top, a run that is read, recipes as dicts."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import burnish
+from burnish import config
+from burnish.errors import BurnishError, ConfigError, RunError
+
+PUBLIC = ["Run", "evaluate", "export", "generate", "resume", "sft", "train"]
+SHORT = {"steps": 3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(smollm2, **more):
+    """Sections that make the keyword recipe small."""
+    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
+    return {
+        "model": {"name": "scratch", "tokenizer": smollm2, **size},
+        "task": {"validation_prompts": 2},
+        "rollout": {"batch": 8, "group_size": 4, "max_tokens": 4},
+        "train": {"steps": 2, "batch": 8},
+        "device": "cpu",
+    } | more
+
+
+@pytest.fixture(scope="module")
+def language(smollm2, tmp_path_factory):
+    """A run of a small language model, to be read by several tests."""
+    return burnish.train("keywords", out=tmp_path_factory.mktemp("runs") / "run", **small(smollm2))
+
+
+def test_the_names_at_the_top():
+    assert sorted(burnish.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(burnish, name).__doc__, name
+    assert set(PUBLIC) <= set(dir(burnish))
+    with pytest.raises(AttributeError, match="trian"):
+        _ = burnish.trian
+
+
+def test_importing_is_light():
+    heavy = ("torch", "pandas", "rich", "pydantic", "numpy")
+    code = f"import sys, burnish; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_run_is_read_from_its_directory(tmp_path, monkeypatch):
+    run = burnish.train("sort", train=SHORT, checkpoint={"every": 1}, out=tmp_path / "sort-1")
+    assert run.path == Path(run) == tmp_path / "sort-1"
+    assert f"{run}" == str(run.path)
+    assert (run / "metrics.jsonl").is_file()
+    assert run.recipe == config.load("sort", ["train.steps=3", "checkpoint.every=1"])
+    assert [row["step"] for row in run.metrics] == [row["step"] for row in run.timings]
+    assert [row["step"] for row in run.metrics] == [0, 1, 2, 3]
+    assert run.summary == json.loads((run / "summary.json").read_text())
+    assert {row["step"] for row in run.rollouts} == {1, 2, 3}
+    assert {row["step"] for row in run.evaluations} == {0, 3}
+    assert [saved.step for saved in run.checkpoints] == [2, 3]
+    assert run.checkpoints[-1].score == run.metrics[-1]["validation/reward"]
+    assert run.best == run.checkpoints[-1]
+    assert run.model == str(run.path)
+    assert run.report() == run.path / "report.html"
+    first, last = (f"{run.metrics[i]['rollout/reward']:.3f}" for i in (1, -1))
+    assert f"3 steps, reward {first} → {last}" in repr(run)
+    assert "report.html" in run._repr_html_()
+    assert burnish.Run(str(run)).metrics == run.metrics
+    assert burnish.Run(run) == run
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: rows))
+    assert run.frame() == run.metrics
+    assert run.frame("timings") == run.timings
+    with pytest.raises(RunError, match="rollouts or evaluations, got 'rolouts'"):
+        run.frame("rolouts")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(BurnishError, match="pip install pandas"):
+        run.frame()
+
+
+def test_a_run_that_has_not_finished_is_read_as_far_as_it_is(tmp_path):
+    with pytest.raises(RunError, match="is not a run directory"):
+        burnish.Run(tmp_path)
+    stopped = burnish.train("sort", train=SHORT, out=tmp_path / "run", stop=lambda: True)
+    assert stopped.summary["steps"] == 1
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with pytest.raises(RunError, match="no step"):
+        _ = stopped.summary
+    assert "no step yet" in repr(stopped)
+
+
+def test_a_resumed_run_is_one(tmp_path):
+    stopped = burnish.train("sort", train=SHORT, out=tmp_path / "run", stop=lambda: True)
+    assert [row["step"] for row in burnish.resume(stopped).metrics] == [0, 1, 2, 3]
+    longer = burnish.resume(stopped, train={"steps": 4})
+    assert longer.summary["steps"] == 4
+    with pytest.raises(ConfigError, match=r"train\.batch can't change when a run is resumed"):
+        burnish.resume(stopped, overrides={"train": {"batch": 10}})
+
+
+def test_a_recipe_by_its_name_by_a_table_and_by_settings_is_the_same(tmp_path):
+    table = config.read_recipe("sort")
+    table["train"] |= SHORT
+    runs = [
+        burnish.train("sort", overrides={"train": SHORT}, out=tmp_path / "a"),
+        burnish.train("sort", train=SHORT, out=tmp_path / "b"),
+        burnish.train(table, name="sort", out=tmp_path / "c"),
+        burnish.train(config.load("sort"), train=SHORT, out=tmp_path / "d"),
+    ]
+    assert len({(run / "recipe.toml").read_text() for run in runs}) == 1
+    assert burnish.train("sort", train=SHORT, seed=4, out=tmp_path / "e").recipe.seed == 4
+    for settings, message in (
+        ({"train": {"step": 3}}, r"unknown setting 'train\.step'; did you mean 'train\.steps'\?"),
+        ({"steps": 3}, r"unknown setting 'steps'; did you mean 'train\.steps'\?"),
+        ({"overrides": "train.steps=3"}, r"write overrides=\['train\.steps=3'\]"),
+        ({"prompts": "hello world"}, r"write prompts=\['hello world'\]"),
+        ({"prompts": {"prompt": "hello"}}, "prompts must be a list of texts or rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            burnish.train("sort", out=tmp_path / "none", **settings)
+    assert not (tmp_path / "none").exists()
+
+
+def test_rows_and_a_reward_of_ones_own(smollm2, tmp_path):
+    rows = [{"prompt": f"Say {word}", "answer": word} for word in "abcdefghij"]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = small(smollm2, task={"must_end": False})
+    run = burnish.train(
+        "keywords", data=file, reward=lambda text, row: 0.5, out=tmp_path / "run", **sections
+    )
+    assert run.metrics[-1]["rollout/reward"] == 0.5
+    assert run.recipe.task.train == str(file)
+    supervised = {key: sections[key] for key in ("model", "device")} | {"train": {"batch": 4}}
+    for number, data in enumerate((file, rows)):
+        warm = burnish.sft(data=data, out=tmp_path / f"warm-{number}", **supervised)
+        assert len(warm.metrics) == 4  # 9 rows, 4 at a time, and the start
+        assert "loss" in repr(warm)
+    assert warm.metrics == burnish.Run(tmp_path / "warm-0").metrics
+    after = {key: value for key, value in sections.items() if key not in ("model", "task")}
+    rest = {"model": warm, "task": {"validation_prompts": 2}, "out": tmp_path / "after"}
+    assert burnish.train("keywords", **after, **rest).recipe.model.name == str(warm)
+    with pytest.raises(ConfigError, match="give --data FILE"):
+        burnish.sft("sort")
+
+
+def test_an_evaluation_has_figures_and_rows(language, tmp_path):
+    run = language
+    few = {"validation": {"samples": 2}}
+    measured = burnish.evaluate(run, **few)
+    assert measured.path is None
+    assert len(measured.rows) == 4
+    assert measured.figures["validation/responses"] == 4
+    kept = run.evaluate(out=tmp_path / "kept", **few)
+    assert kept.figures == measured.figures
+    assert [row["response"] for row in kept.rows] == [row["response"] for row in measured.rows]
+    assert kept.path == tmp_path / "kept"
+    assert "validation/reward" in repr(kept)
+    other = burnish.evaluate(
+        "keywords",
+        model=run,
+        overrides=["device=cpu"],
+        **few | {"task": {"validation_prompts": 1}, "rollout": {"max_tokens": 2}},
+    )
+    assert len(other.rows) == 2
+    with pytest.raises(ConfigError, match="give one of the two"):
+        burnish.evaluate(run, model="other", overrides={"model": "third"})
+
+
+def test_generate_answers_in_python(smollm2, tmp_path):
+    settings = {"model": smollm2, "max_tokens": 3, "seed": 5, "dtype": "float32", "device": "cpu"}
+    (one,) = burnish.generate("Hello", **settings)
+    assert str(one) == one.text
+    assert one.prompt == "Hello"
+    assert len(one.token_ids) == len(one.logprobs) <= 3
+    assert one.logprob == pytest.approx(sum(one.logprobs))
+    assert one.finish in ("stop", "length")
+    many = burnish.generate(["Hello", "Tell me"], n=2, **settings)
+    assert [(answer.prompt, answer.sample) for answer in many] == [
+        ("Hello", 0), ("Hello", 1), ("Tell me", 0), ("Tell me", 1),
+    ]  # fmt: skip
+    assert many[0].text == one.text
+    with pytest.raises(ConfigError, match="dtype must be float32, bfloat16 or float16, got 'int8'"):
+        burnish.generate("Hello", model=smollm2, dtype="int8")
+
+
+def test_a_run_writes_and_is_exported(language, tmp_path):
+    run = language
+    settings = {"max_tokens": 3, "dtype": "float32", "device": "cpu"}
+    written = [answer.text for answer in run.generate("Hello", n=2, **settings)]
+    assert run.export(tmp_path / "hf") == run.best.path
+    exported = burnish.generate("Hello", model=tmp_path / "hf", n=2, **settings)
+    assert written == [answer.text for answer in exported]
+
+
+def test_the_page_tells_the_truth(tmp_path, monkeypatch):
+    """Its examples on the sorting model run as they stand; the others are code; names are there."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(burnish.__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.S):
+        code = compile(block, "docs/api.md", "exec")
+        if "sort" in block or "resume" in block:
+            exec(code, names)
+    run = names["run"]
+    assert run.summary["steps"] == 40
+    table = page.partition("| attribute |")[2].partition("\n\n")[0]
+    attributes = [name for cell in re.findall(r"^\| (.*?) \|", table, flags=re.M)
+                  for name in re.findall(r"`(\w+)`", cell)]  # fmt: skip
+    public = {name for name in dir(burnish.Run) if not name.startswith("_")} | {"path"}
+    assert set(attributes) == public
+    functions = {name.partition(".")[2] for name in re.findall(r"^\| `([\w.]+)`", page, flags=re.M)}
+    assert set(PUBLIC) <= functions
+    assert max(map(len, page.splitlines())) <= 100

@@ -1,0 +1,102 @@
+"""The machine and the recipes as `burnish doctor` and `burnish plan` tell of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from burnish import cli, config, doctor, estimate, machine, preflight
+from burnish.machine import Rates
+from burnish.plan import Size, plan
+
+SMOLLM2 = Size(parameters=134_515_008, cached=11_520, context=8192, longest_prompt=45)
+XEON = Rates("cpu", "fp32", 150.0, 228.0)
+"""Two cores with AVX-512, as they were measured."""
+
+
+def test_operations_of_a_keyword_step_by_hand():
+    """64 responses of 0.7 × 64 tokens to 4 prompts of 45; the reference reads all of it, the
+    initial model and the step before 8 responses each."""
+    recipe = config.load("keywords", ["train.steps=1", "task.validation_prompts=10"])
+    step = 2 * 134_515_008 * (64 * 0.7 * 64 + 4 * 45)
+    held_out = 2 * 134_515_008 * 10 * (45 + 0.7 * 96)
+    done = estimate.work(recipe, SMOLLM2)
+    assert done == pytest.approx((step, 1.25 * step, 3 * step, 2 * held_out))
+    again = config.load("keywords", ["train.steps=1", "train.recompute=true"])
+    assert estimate.work(again, SMOLLM2).learn == pytest.approx(4 * step)
+
+
+def test_the_estimate_is_within_a_factor_of_two_of_a_measured_step():
+    """generate 21 s, score 7, learn 24 on two AVX-512 cores; 18, 14, 42 on two Neoverse-N1."""
+    slow = Rates("cpu", "fp32", 60.0, 70.0)
+    recipe = config.load("keywords", ["train.steps=100", "task.validation_prompts=1"])
+    for rates, measured in ((XEON, 52), (slow, 74)):
+        told = estimate.seconds(recipe, SMOLLM2, rates) / 100
+        assert measured / 2 < told < measured * 2
+
+
+def test_rows_say_how_long_a_supervised_run_is(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    recipe = config.load("sft", [f"task.train={file}", "task.epochs=2"])
+    assert estimate.work(recipe, SMOLLM2).learn == 0
+    file.write_text(json.dumps({"prompt": "a", "answer": "b"}) * 100)
+    tokens = 2 * file.stat().st_size / 4
+    assert estimate.work(recipe, SMOLLM2).learn == pytest.approx(6 * 134_515_008 * tokens)
+    held_out = config.load("gsm8k", [f"task.train={file}", f"task.validation={file}"])
+    file.write_text("{}\n" * 30)
+    assert estimate.work(held_out, SMOLLM2).evaluate > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.2, "1 seconds"),
+        (89, "89 seconds"),
+        (540, "9 minutes"),
+        (9000, "2 hours"),
+        (3e5, "3 days"),
+    ],
+)
+def test_durations_are_spoken(seconds, words):
+    assert estimate.spoken(seconds) == f"about {words}"
+
+
+def test_a_plan_tells_the_time(tmp_path):
+    recipe = config.load("keywords")
+    assert "time" not in dict(plan(recipe, tmp_path, SMOLLM2)[-1][1])
+    lines = dict(plan(recipe, tmp_path, SMOLLM2, XEON)[-1][1])
+    assert lines["time"].startswith("about ")
+    assert lines["time"].endswith(" minutes on this machine")
+
+
+def test_a_plan_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.app, ["plan", "arithmetic"])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "it can't run yet" in said
+    assert "make it with: burnish data arithmetic sums; burnish sft arithmetic-sft" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_doctor_tells_of_machine_parts_and_recipes(smollm2, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "measure", lambda *a, precision, **k: XEON)
+    monkeypatch.setattr(preflight, "is_installed", lambda *names: "math_verify" not in names)
+    sections = {title: dict(lines) for title, lines in doctor.examine()}
+    assert list(sections) == ["machine", "optional parts", "recipes"]
+    told = sections["machine"]
+    assert told["bf16 products"].endswith("228 while learning (computed in fp32)")
+    assert "free" in told["memory"]
+    assert str(tmp_path) in told["disk"]
+    assert sections["optional parts"]["math"].startswith("pip install 'burnish[math]'")
+    assert sections["optional parts"]["gym"].startswith("installed")
+    recipes = sections["recipes"]
+    assert list(recipes) == config.list_recipes()
+    assert recipes["sort"].endswith("seconds, ready")
+    assert "minutes, ready" in recipes["keywords"]
+    assert recipes["gsm8k"].count("lacks: ") == 3
+    assert "days" in recipes["gsm8k"]  # of the model that its first run begins with
+    assert "lacks: there are no prompts" in recipes["sft"]
+    assert not list(Path(tmp_path).iterdir())

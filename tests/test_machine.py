@@ -1,0 +1,85 @@
+"""The machine as its files describe it, and what it multiplies in a moment."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from burnish import machine
+
+INTEL = "processor\t: 0\nmodel name\t: Some Xeon\nflags\t\t: fpu avx2 avx512f amx_bf16\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd sve bf16\nCPU part\t: 0xd40\n"
+MEMORY = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\n"
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """Writes files of an operating system that is not there."""
+    monkeypatch.setattr(machine, "SYSTEM", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    return write
+
+
+def test_processors(system):
+    system({"proc/cpuinfo": INTEL})
+    assert machine.processor() == "Some Xeon"
+    assert machine.instructions() == ("AMX", "AVX-512", "AVX2")
+    system({"proc/cpuinfo": ARM})
+    assert machine.instructions() == ("SVE", "BF16", "NEON")
+    system({"proc/cpuinfo": ""})
+    assert machine.processor()
+    assert machine.instructions() == ()
+
+
+def test_what_a_container_grants(system):
+    assert machine.cores() == 8
+    system({"proc/meminfo": MEMORY, "proc/self/cgroup": "0::/a/b\n"})
+    assert machine.memory() == (1000 * 1024, 600 * 1024)
+    system({"sys/fs/cgroup/a/cpu.max": "250000 100000\n", "sys/fs/cgroup/a/b/cpu.max": "max 100\n"})
+    assert machine.cores() == 2
+    group = "sys/fs/cgroup/a/memory"
+    system({f"{group}.max": "300000", f"{group}.current": "200000"})
+    system({f"{group}.stat": "anon 10\ninactive_file 50000\n"})
+    assert machine.memory() == (300000, 150000)
+    system({f"{group}.max": "max"})
+    assert machine.memory() == (1000 * 1024, 600 * 1024)
+
+
+def test_what_the_older_control_groups_grant(system):
+    system({"proc/meminfo": MEMORY, "proc/self/cgroup": "4:memory:/x\n1:cpu,cpuacct:/\n"})
+    system({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "9"})
+    assert machine.cores() == 8
+    system({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "18"})
+    assert machine.cores() == 2
+    group = "sys/fs/cgroup/memory/x/memory"
+    system({f"{group}.limit_in_bytes": "4000", f"{group}.usage_in_bytes": "5000"})
+    assert machine.memory() == (4000, 0)
+
+
+def test_a_machine_without_such_files_is_described_too(system):
+    total, available = machine.memory()
+    assert total == available > 2**20
+
+
+def test_a_moment_of_products():
+    rates = machine.measure(0.02, device="cpu")
+    assert (rates.device, rates.precision) == ("cpu", "fp32")
+    assert rates.decode_gflops > 0.01
+    assert rates.learn_gflops > 0.01
+    found = machine.describe()
+    assert 0 < found.available <= found.memory
+    assert found.cores >= 1
+
+
+def test_reading_the_machine_loads_no_torch():
+    code = "from burnish import machine, preflight; machine.memory(), machine.cores()\n"
+    code += "import sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
