@@ -93,7 +93,7 @@ def train(
     recipe = _loaded(recipe, [*own, *config.tables(overrides), settings], seed=seed)
     path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
     preflight.check(recipe, path, has_rows=prompts is not None)
-    _prepare(recipe)
+    recipe = _prepare(recipe)
     _check_room(recipe, path)
     from burnish.loops.run import run
 
@@ -216,7 +216,7 @@ def write_keywords(
     if not isinstance(loaded.task, KeywordsTask):
         raise ConfigError(f"task.name must be 'keywords', recipe {recipe} has '{loaded.task.name}'")
     data.new_files(Path(out))  # what can go wrong goes wrong before the model is loaded
-    _prepare(loaded)
+    loaded = _prepare(loaded)
     task, generator, _ = build_sampler(loaded)
     assert isinstance(task, Keywords)
     return data.write_keywords(loaded, task, generator, Path(out), rows=rows, show=show)
@@ -261,7 +261,7 @@ def resume(
         recipe = _resumed_recipe(path, [*config.tables(overrides), settings])
         preflight.check(recipe, path, has_rows=prompts is not None)
         _check_environment(path, anyway=anyway)
-        _prepare(recipe)
+        recipe = _prepare(recipe)
         _check_room(recipe, path)
         from burnish.learner.learner import State
         from burnish.loops.run import run
@@ -307,7 +307,7 @@ def evaluate(
     changes = [*config.tables(overrides), settings]
     recipe = evaluated(recipe, model=model, overrides=changes, seed=seed)
     preflight.check(recipe, Path("." if out is None else out))
-    _prepare(recipe)
+    recipe = _prepare(recipe)
     from burnish.loops import evaluate as loop
     from burnish.runs import evaluation
 
@@ -367,7 +367,7 @@ def generate(
     stop: Sequence[str] = (),
     seed: int = 0,
     chat: bool = True,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     device: str = "auto",
 ) -> list[Answer]:
     """Samples ``n`` answers to each prompt, and returns them in the prompts' order.
@@ -394,15 +394,15 @@ def generate(
 
 
 def open_engine(
-    model: AnyPath, *, dtype: str = "bfloat16", device: str = "auto"
+    model: AnyPath, *, dtype: str = "auto", device: str = "auto"
 ) -> tuple[Engine, Tokenizer]:
     """The native engine on a model by name, path or run."""
-    precisions = {name: short for short, name in DTYPES.items()}
+    precisions = {"auto": "auto"} | {name: short for short, name in DTYPES.items()}
     if dtype not in precisions:
-        raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+        raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     engine, named = {"precision": precisions[dtype]}, {"name": os.fspath(model)}
     recipe = config.load({"task": "keywords", "model": named, "engine": engine, "device": device})
-    _prepare(recipe)
+    recipe = _prepare(recipe)
     return _engine(recipe)
 
 
@@ -570,6 +570,7 @@ def build_sampler(
     reward: Reward | str | None = None,
 ) -> tuple[Validated, Generator, Callable[[Any], list[str]]]:
     """A recipe's task and generator, and what turns token ids into a text each."""
+    recipe = settled(recipe)
     given = prompts is not None or reward is not None
     if given and not isinstance(recipe.task, FilesTask):
         raise ConfigError(
@@ -673,6 +674,7 @@ def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
     """
     if isinstance(recipe.model, SorterConfig):
         return None
+    recipe = settled(recipe)
     import torch
 
     from burnish.model.checkpoint import read_config
@@ -702,12 +704,9 @@ def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
 
 def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
     """No task: the prompts are not known, or do not matter."""
-    import torch
-
-    from burnish.model.products import multiplies
-
     count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
-    packed = recipe.engine.precision == "bf16" and _device(recipe) == "cpu"
+    packed = recipe.engine.precision != "fp16" and _device(recipe) == "cpu"
+    narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
     prompts = []
     if task is not None:
         prompts = [task.prompt(i) for i in range(min(count, PROBED))] + task.validation[:PROBED]
@@ -716,7 +715,7 @@ def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
         context=config.context,
         longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
-        copied=packed * (2 if multiplies(torch.bfloat16, "cpu") else 4),
+        copied=packed * (2 if narrow else 4),
     )
 
 
@@ -795,8 +794,11 @@ def _language_task(
     return Mixture(parts, task.weights, seed=recipe.seed)
 
 
-def _prepare(recipe: Recipe) -> None:
-    """What bit-exactness needs before torch touches a device; torch loads here."""
+def _prepare(recipe: Recipe) -> Recipe:
+    """Sets torch up as bit-exactness needs it, before it touches a device; torch loads here.
+
+    Returns the recipe as it will run here, with no precision left open.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
@@ -806,6 +808,15 @@ def _prepare(recipe: Recipe) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device = '{recipe.device}' but torch finds no CUDA device; use 'auto'")
+    return settled(recipe)
+
+
+def settled(recipe: Recipe) -> Recipe:
+    """The recipe as it would run on this machine: no precision is left open."""
+    if isinstance(recipe.model, SorterConfig):
+        return config.with_precision(recipe, "fp32")
+    native = machine.multiplies("bf16", _device(recipe))
+    return config.with_precision(recipe, "bf16" if native else "fp32")
 
 
 def _check_room(recipe: Recipe, path: Path) -> None:

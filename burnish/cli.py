@@ -78,7 +78,7 @@ def plan(
     from burnish.plan import plan as make_plan
     from burnish.runs.directory import next_directory
 
-    loaded = config.load(recipe, overrides or (), seed=seed)
+    loaded = api.settled(config.load(recipe, overrides or (), seed=seed))
     where = out or next_directory(Path("runs"), loaded.name)
     lacks = preflight.problems(loaded, where)
     size = None if preflight.missing_model(loaded) else api.measure(loaded, has_prompts=not lacks)
@@ -377,7 +377,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="a text to stop at; repeatable")] = None,
     seed: Annotated[int, typer.Option()] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32 or float16")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     quiet: Annotated[bool, typer.Option("--quiet", help="only the speed, no text")] = False,
 ) -> None:

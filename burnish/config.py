@@ -51,6 +51,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+"""auto: bf16 where the processor or GPU multiplies it, else fp32."""
+
+
 class SortTask(Section):
     """Sort the numbers of the prompt; partial credit."""
 
@@ -327,7 +331,7 @@ class EngineConfig(Section):
     """The sampler; the learner's precision is ``train.precision``."""
 
     name: Literal["native", "hf"] = Field("native", description="hf: transformers, to evaluate")
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: Precision = "auto"
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
     max_running: int = Field(128, ge=1, description="samples that decode at once")
 
@@ -388,7 +392,7 @@ class TrainConfig(Section):
     epochs: int = Field(1, ge=1, description="passes over each rollout")
     micro_sequences: int | None = Field(None, ge=1, description="responses per forward pass")
     micro_tokens: int | None = Field(None, ge=1, description="tokens per forward pass")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of forward, backward")
+    precision: Precision = Field("auto", description="of the forward and backward passes")
     recompute: bool = Field(False, description="layers run again in the backward pass: memory")
     layers: int | None = Field(
         None, ge=1, description="only the last so many layers and the final norm learn; None: all"
@@ -511,6 +515,21 @@ def load(
         _check_train(recipe)
     _check_objective(recipe)
     return recipe
+
+
+def with_precision(recipe: Recipe, precision: str) -> Recipe:
+    """The recipe with ``precision`` in the place of 'auto', as it is run and recorded.
+
+    The sorting model has a few hundred weights and always learns in fp32.
+    """
+    if isinstance(recipe.model, SorterConfig):
+        precision = "fp32"
+    changed = {}
+    for name in ("engine", "train"):
+        section = getattr(recipe, name)
+        if section.precision == "auto":
+            changed[name] = section.model_copy(update={"precision": precision})
+    return recipe.model_copy(update=changed)
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:

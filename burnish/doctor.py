@@ -76,7 +76,7 @@ def _extra(name: str) -> tuple[str, str]:
 
 def _recipe(name: str, runs: Path, found: Machine, rates: dict[str, Rates]) -> str:
     """About how long it takes, and what it lacks."""
-    recipe = config.load(name)
+    recipe = api.settled(config.load(name))
     path, size = runs / name, size_of(recipe)
     rate = rates.get(recipe.train.precision, rates["fp32"])
     free = found.gpu_available if rate.device == "cuda" else found.available

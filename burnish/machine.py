@@ -26,8 +26,17 @@ INSTRUCTIONS = {
     "asimd": "NEON",
 }
 """Flags of /proc/cpuinfo that decide how fast matrices are multiplied, and their names."""
-BF16 = ("AMX", "AVX-512 BF16", "BF16")
-"""Those that multiply bf16; elsewhere it is widened, which takes as long as fp32 or longer."""
+MULTIPLY = {"bf16": ("AMX", "AVX-512 BF16", "BF16"), "fp16": ("AVX-512 FP16",)}
+"""The instructions that multiply 16-bit numbers; without them numbers are widened to fp32."""
+LIMIT = "ONEDNN_MAX_CPU_ISA"
+"""oneDNN's own switch; burnish's kernels and its choice of precision follow it."""
+_ANY = ("DEFAULT", "ALL", "AMX")
+ALLOWED_BY = {
+    "AMX": _ANY,
+    "AVX-512 FP16": (*_ANY, "FP16", "AVX10"),
+    "AVX-512 BF16": (*_ANY, "FP16", "AVX10", "BF16"),
+}
+"""For each instruction set that the switch can turn off: the words of its values that keep it."""
 WIDTHS = (576, 3072)
 """The widths of a product in the default model."""
 ROWS = {"cpu": (64, 1024), "cuda": (1024, 16384)}
@@ -76,7 +85,6 @@ def describe(gpu: str = "cuda") -> Machine:
     """All of it, with the GPU of that name for torch; this loads torch."""
     import torch
 
-    known = instructions()
     total, available = memory()
     name, free, whole = None, 0, 0
     if torch.cuda.is_available():
@@ -86,8 +94,8 @@ def describe(gpu: str = "cuda") -> Machine:
     return Machine(
         processor=processor(),
         cores=cores(),
-        instructions=known,
-        has_bf16=any(name in BF16 for name in known),
+        instructions=instructions(),
+        has_bf16=multiplies("bf16", "cpu"),
         memory=total,
         available=available,
         gpu=name,
@@ -104,12 +112,9 @@ def measure(seconds: float = 1.0, *, precision: str = "fp32", device: str | None
     """
     import torch
 
-    from burnish.model.products import multiplies
-
     where = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+    precision = precision if multiplies(precision, where) else "fp32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    if not multiplies(dtype, where):
-        precision, dtype = "fp32", torch.float32
     wide, long = WIDTHS
     weights = [torch.full((wide, long), 0.01, dtype=dtype, device=where) for _ in range(MATRICES)]
     together = MATRICES if where == "cuda" else 1  # products until the device is waited for
@@ -153,8 +158,26 @@ def processor() -> str:
 
 
 def instructions() -> tuple[str, ...]:
+    """What the processor has and ``ONEDNN_MAX_CPU_ISA`` allows, the strongest first."""
     flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
-    return tuple(name for flag, name in INSTRUCTIONS.items() if flag in flags)
+    limit = os.environ.get(LIMIT, "DEFAULT").upper()
+    known = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
+    return tuple(
+        name
+        for name in known
+        if name not in ALLOWED_BY or any(word in limit for word in ALLOWED_BY[name])
+    )
+
+
+def multiplies(precision: str, device: str) -> bool:
+    """Whether the device, cpu or cuda, has instructions for products of fp32, bf16 or fp16."""
+    if precision == "fp32":
+        return True
+    if device != "cpu":
+        import torch
+
+        return precision == "fp16" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return any(name in MULTIPLY[precision] for name in instructions())
 
 
 def memory() -> tuple[int, int]:

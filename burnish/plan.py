@@ -66,9 +66,24 @@ def plan(
         ("batches", _batches(recipe)),
         (
             "resources",
-            [*_memory(recipe, size), *_disk(recipe, size), *time, ("written to", str(out))],
+            [
+                *_precision(recipe),
+                *_memory(recipe, size),
+                *_disk(recipe, size),
+                *time,
+                ("written to", str(out)),
+            ],
         ),
     ]
+
+
+def _precision(recipe: Recipe) -> Lines:
+    """How numbers are held; nothing of the sorting model, which has no choice."""
+    if isinstance(recipe.model, SorterConfig):
+        return []
+    learned, sampled = recipe.train.precision, recipe.engine.precision
+    both = learned if learned == sampled else f"{learned} to learn, {sampled} to sample"
+    return [("precision", both)]
 
 
 def check_lengths(recipe: Recipe, size: Size) -> int:

@@ -38,6 +38,22 @@ def test_processors(system):
     assert machine.instructions() == ()
 
 
+@pytest.mark.parametrize(
+    ("limit", "known", "bf16"),
+    [
+        ("AVX512_CORE_AMX", ("AMX", "AVX-512 BF16", "AVX-512"), True),
+        ("AVX512_CORE_BF16", ("AVX-512 BF16", "AVX-512"), True),
+        ("avx512_core", ("AVX-512",), False),
+    ],
+)
+def test_the_switch_of_onednn_holds_for_burnish(system, monkeypatch, limit, known, bf16):
+    system({"proc/cpuinfo": "flags\t: avx512f avx512_bf16 amx_bf16\n"})
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert machine.instructions() == known
+    assert machine.multiplies("bf16", "cpu") == bf16
+    assert machine.multiplies("fp32", "cpu")
+
+
 def test_what_a_container_grants(system):
     assert machine.cores() == 8
     system({"proc/meminfo": MEMORY, "proc/self/cgroup": "0::/a/b\n"})

@@ -18,6 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
+from burnish import machine
 from burnish.engine.fused import F, _as_bits, _exp, _prefetch, _stored, _wide, rows_kernel
 
 U = np.uint32
@@ -33,6 +34,7 @@ def usable(width: int, size: int) -> bool:
 
     return (
         width % 32 == size % ROWS == 0
+        and "AMX" in machine.instructions()
         and "+amx-bf16" in (numba.config.CPU_FEATURES or "")
         and torch.cpu._init_amx()
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from burnish import machine
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @cache
@@ -18,12 +21,9 @@ def multiplies(dtype: torch.dtype, device: str) -> bool:
     """
     if device != "cpu" or dtype.itemsize > 2:
         return True
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    # An ARM processor says yes to float16 and then takes as long.
-    return platform.machine() == "x86_64" and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    # oneDNN itself says yes wherever it has a way round, which takes as long as these products.
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and machine.multiplies(NAMES[dtype], device)
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
