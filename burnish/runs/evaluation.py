@@ -139,7 +139,7 @@ def _example(row: Rollout) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+    return "–" if value is None else f"{value:z.4f}"
 
 
 def _share(count: int, total: int) -> str:

@@ -76,7 +76,7 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     for path, recipe, run in zip(paths, recipes, rows, strict=True):
         if not all(any(metric in row for row in run) for metric, _ in PANELS):
             raise RunError(f"{path} has no finished step yet")
-        parts = [f"{k.rpartition('.')[2]} = {recipe[k]}" for k in differing if k in recipe]
+        parts = [f"{k} = {recipe[k]}" for k in differing if k in recipe]
         label = ", ".join(parts) or str(recipe.get("name", path.name))
         curve = curves.setdefault(label, Curve(label, [], []))
         curve.seeds.append(recipe.get("seed", 0))

@@ -129,11 +129,11 @@ def readable(step: int, groups: Sequence[Group], advantages: Sequence[float]) ->
         for (reward, advantage, text, parts, status), count in sorted(rows.items(), reverse=True):
             note = "" if status == "scored" else f"  [{status}]"
             lines.append(
-                f"    {count:3d} × {text!r}  reward {reward:g} ({parts})"
-                f"  advantage {advantage:+.4f}{note}"
+                f"    {count:3d} × {text!r}  reward {reward:zg} ({parts})"
+                f"  advantage {advantage:+z.4f}{note}"
             )
     return "\n".join(lines) + "\n"
 
 
 def _parts(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in parts.items())
+    return ", ".join(f"{name} {value:zg}" for name, value in parts.items())

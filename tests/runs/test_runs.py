@@ -107,6 +107,12 @@ def test_readable_counts_equal_responses_and_escapes_text():
     ]
 
 
+def test_the_readable_log_has_no_negative_zero():
+    text = readable(1, [make_group(0, [1], [[2], [3]], [-0.0, 1.0])], [-1e-9, 0.5])
+    assert "reward 0 ()  advantage +0.0000" in text
+    assert "-0" not in text
+
+
 def test_rows_say_what_a_response_was(tmp_path):
     groups = [
         make_group(4, [1], [[2, 3], [2]], [1.0, float("nan")], version=7),
@@ -247,7 +253,7 @@ def test_runs_that_differ_only_in_their_seed_share_a_curve(tmp_path):
     curves = plots.draw_comparison(runs, out)
     assert out.read_bytes().startswith(b"\x89PNG")
     labels = {curve.label: curve.seeds for curve in curves}
-    assert labels == {"advantage = raw": [0, 1], "advantage = group_mean": [0]}
+    assert labels == {"objective.advantage = raw": [0, 1], "objective.advantage = group_mean": [0]}
     ends = plots.ends(curves[0])
     assert ends["reward"] == [1.5, 2.5]
     assert np.isnan(ends["KL k1"]).all()
