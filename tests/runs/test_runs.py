@@ -2,6 +2,7 @@ import json
 import os
 
 import matplotlib.axes
+import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -257,6 +258,26 @@ def test_runs_that_differ_only_in_their_seed_share_a_curve(tmp_path):
     ends = plots.ends(curves[0])
     assert ends["reward"] == [1.5, 2.5]
     assert np.isnan(ends["KL k1"]).all()
+
+
+@pytest.mark.parametrize("metrics", [(), ("rollout/reward",)])
+def test_long_labels_stay_inside_the_picture(metrics, tmp_path, monkeypatch):
+    runs = [
+        make_run(tmp_path / "a", [1.0, 2.0], "objective.advantage=raw", "train.epochs=4"),
+        make_run(tmp_path / "b", [1.0, 2.0], "objective.importance=truncate", "train.steps=7"),
+    ]
+    made, legend = [], matplotlib.figure.Figure.legend
+
+    def watched(figure, *given, **style):
+        made.append((figure, legend(figure, *given, **style)))
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "legend", watched)
+    curves = plots.draw_comparison(runs, tmp_path / "out.png", metrics)
+    ((figure, drawn),) = made
+    box = drawn.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+    texts = [" ".join(text.get_text().split()) for text in drawn.get_texts()]
+    assert texts == [curve.label for curve in curves]
 
 
 def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
