@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,6 +41,9 @@ app.add_typer(data_app, name="data")
 out_console = Console(highlight=False)
 ONE_REQUEST_S = 1.0
 """Signals this close together are one request: `timeout` signals a process, then its group."""
+
+SAID = 200
+"""Characters of a response that are shown where a run ends."""
 
 RecipeName = Annotated[str, typer.Argument(help="a name from `burnish recipes`, or a .toml file")]
 Overrides = Annotated[
@@ -515,10 +519,20 @@ def _show_end(path: Path) -> None:
     shares = ", ".join(f"{name} {s / seconds['step']:.0%}" for s, name in split if s > 0)
     out_console.print(f"time: {shares}")
     for pair in end["before_and_after"]:
-        out_console.print(escape(f"  {_line(pair['prompt'])}"))
+        prompt = fill(
+            _line(pair["prompt"]),
+            out_console.width,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        out_console.print(escape(prompt), soft_wrap=True)
         for side in ("before", "after"):
             mark = f"[{pair[f'reward_{side}']:zg}]"
-            out_console.print(escape(f"    {side:6} {mark} {_line(pair[side])}"), soft_wrap=True)
+            said = _line(pair[side])
+            said = f"{said[:SAID]} …" if len(said) > SAID else said
+            out_console.print(escape(f"    {side:6} {mark} {said}"), soft_wrap=True)
     out_console.print(f"report: {escape(str(path / 'report.html'))}")
 
 
@@ -526,7 +540,7 @@ def _line(text: str) -> str:
     """What a model wrote, on one line and without control characters."""
     from burnish.loops.generate import escape as spelled_out
 
-    return spelled_out(text).replace("\n", "⏎")[:200]
+    return spelled_out(text).replace("\n", "⏎")
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def test_the_version_is_printed(tmp_path):
     assert (done.returncode, done.stdout) == (0, f"burnish {version('burnish')}\n")
 
 
-def test_what_is_one_is_singular_and_no_zero_is_negative(tmp_path, capsys):
+def test_the_end_is_told_with_whole_prompts_singulars_and_no_negative_zero(tmp_path, capsys):
     one = ["--set", "train.steps=1", "--set", "train.epochs=1", "--set", "rollout.batch=10"]
     planned = burnish("plan", "sort", *one, "--set", "train.batch=10", cwd=tmp_path).stdout
     for line in ("1 prompt × 10 samples", "1 step: 10 responses sampled, 1 gradient step ("):
@@ -75,9 +75,14 @@ def test_what_is_one_is_singular_and_no_zero_is_negative(tmp_path, capsys):
     held = {"first": -1e-9, "last": -0.0, "best": -0.0001, "best_step": 1}
     more = {"validation": held, "kl_held_out_k1": -0.004, "before_and_after": []}
     seconds = {"seconds": {"step": 1.0, "learn": 1.0}}
+    asked = "Which of these numbers is the largest one: " + ", ".join(map(str, range(200)))
+    pair = {"prompt": asked, "before": "y" * 999, "after": "199", "reward_before": -0.0}
+    more["before_and_after"] = [pair | {"reward_after": 1.0}]
     (tmp_path / "summary.json").write_text(json.dumps(end | more | seconds))
     cli._show_end(tmp_path)
     shown = capsys.readouterr().out
+    assert asked in " ".join(shown.split())  # whole, and broken between words alone
+    assert f"before [0] {'y' * 200} …\n" in shown
     assert "reward 0.00 → 0.00, 1 response, 1 gradient step, 1.0 s" in shown
     assert "-0.0" not in shown
 

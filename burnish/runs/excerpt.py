@@ -13,7 +13,7 @@ from burnish.runs import rollouts
 from burnish.runs.rollouts import Rollout
 
 CHARACTERS, TOKENS = 20_000, 2_000
-"""Of one response; a prompt has a fifth of the characters."""
+"""Of one response. Prompts are never cut: one that has no room is left out."""
 PAIRS = 200
 
 
@@ -34,9 +34,7 @@ def excerpt(run: Path, budget: int) -> dict[str, Any]:
     entries: list[Entry] = []
     texts: dict[str, str] = {}
     for source, place, row in _read(run):
-        prompt = texts.setdefault(
-            row["prompt"][: CHARACTERS // 5], row["prompt"][: CHARACTERS // 5]
-        )
+        prompt = texts.setdefault(row["asked"], row["asked"])
         size = len(encode(_compact(source, row, 0))) + 6
         entries.append(
             Entry(source, place, row["step"], row["prompt_id"], row["sample"], prompt, size)
@@ -48,9 +46,10 @@ def excerpt(run: Path, budget: int) -> dict[str, Any]:
         if entry in chosen:
             continue
         fresh = entry.prompt not in prompts
-        budget -= entry.size + (len(encode(entry.prompt)) + 1 if fresh else 0) + 14  # and its pair
-        if budget < 0:
-            break
+        cost = entry.size + (len(encode(entry.prompt)) + 1 if fresh else 0) + 14  # and its pair
+        if cost > budget:
+            continue
+        budget -= cost
         chosen[entry] = None
         prompts.setdefault(entry.prompt, len(prompts))
     wanted = {(entry.source, entry.place): entry for entry in chosen}

@@ -10,7 +10,7 @@ from typing import TypedDict, cast
 
 from burnish.errors import RunError
 from burnish.runs.metrics import iterate_rows
-from burnish.types import FloatArray, Group, IntArray
+from burnish.types import FloatArray, Group, IntArray, Prompt
 
 
 class Rollout(TypedDict):
@@ -69,7 +69,7 @@ def rows(
             group=group.index,
             prompt_id=group.prompt.prompt_id,
             prompt=group.prompt.text,
-            asked=group.prompt.meta.get("asked", group.prompt.text),
+            asked=asked(group.prompt),
             sample=completion.sample_index,
             response=completion.text,
             tokens=tokens,
@@ -84,6 +84,11 @@ def rows(
             finish=str(completion.finish),
             version=int(completion.versions[0]) if len(completion.versions) else None,
         )
+
+
+def asked(prompt: Prompt) -> str:
+    """The prompt without the chat template around it."""
+    return str(prompt.meta.get("asked", prompt.text))
 
 
 def read(path: Path) -> Iterator[Rollout]:
@@ -117,7 +122,7 @@ def readable(step: int, groups: Sequence[Group], advantages: Sequence[float]) ->
         if position and position + len(group.grades) > READABLE:
             lines.append(f"  and {len(groups) - number} more prompts")
             break
-        lines.append(f"  prompt {group.prompt.text!r}")
+        lines.append(f"  prompt {asked(group.prompt)!r}")
         given = advantages[position : position + len(group.grades)]
         position += len(group.grades)
         rows = Counter(

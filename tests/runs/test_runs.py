@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 
 import matplotlib.axes
 import matplotlib.figure
@@ -106,6 +107,13 @@ def test_readable_counts_equal_responses_and_escapes_text():
         "      2 × '2'  reward 1 ()  advantage +0.5000",
         "      1 × '3'  reward 0 ()  advantage -1.0000",
     ]
+
+
+def test_the_readable_log_has_what_was_asked():
+    group = make_group(0, [1], [[2]], [1.0])
+    asked = replace(group.prompt, text="<|user|>Sort it<|end|>", meta={"asked": "Sort it"})
+    text = readable(1, [replace(group, prompt=asked)], [0.0])
+    assert text.splitlines()[1] == "  prompt 'Sort it'"
 
 
 def test_the_readable_log_has_no_negative_zero():
