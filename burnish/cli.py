@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -189,6 +189,23 @@ def report(run: RunPath) -> None:
     from burnish.runs.report import write_report
 
     out_console.print(f"report: {escape(str(write_report(run)))}")
+
+
+@app.command()
+def watch(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_DIR", help="a run directory, or a directory of runs")
+    ] = Path("runs"),
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="of 127.0.0.1; 0 takes a free one")
+    ] = 8420,
+) -> None:
+    """Show runs in a browser while they run, until Ctrl-C."""
+    from burnish.runs.watch import Server
+
+    with Server(path, port) as server, suppress(KeyboardInterrupt):
+        out_console.print(f"watching {escape(str(path))} at {server.url}", soft_wrap=True)
+        server.serve_forever()
 
 
 @app.command()

@@ -8,6 +8,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -96,6 +97,27 @@ def test_compared_runs_are_named_by_their_settings(tmp_path):
         "train.steps = 2",
         "train.steps = 3",
     ]
+
+
+def test_watch_serves_until_it_is_interrupted(tmp_path):
+    (tmp_path / "runs").mkdir()
+    process = subprocess.Popen(
+        [BURNISH, "watch", "--port", "0"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    url = process.stdout.readline().split()[-1]
+    assert "No run is here yet" in urlopen(url, timeout=20).read().decode()
+    taken = burnish("watch", "--port", url.rstrip("/").rpartition(":")[2], cwd=tmp_path)
+    assert taken.returncode == 1
+    assert "is taken; choose another with --port" in taken.stderr
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "", "")
+    done = burnish("watch", "nowhere", cwd=tmp_path)
+    assert "needs a run directory or a directory of runs, nowhere is neither" in done.stderr
 
 
 def test_recipes_are_listed(tmp_path):

@@ -1,7 +1,8 @@
 """``report.html``: one file that shows a run, made from its directory at any time.
 
-The page is a template (report.html in this package) and one block of JSON. What a model wrote is
-data: it is escaped in the JSON, put into the page as text only, and no other script may run there.
+The page is a template (report.html with page.css and report.js, in this package) and one block of
+JSON. What a model wrote is data: it is escaped in the JSON, put into the page as text only, and no
+other script may run there.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import base64
 import hashlib
 import math
 import re
+import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.errors import RunError
-from burnish.runs import checkpoint
+from burnish.runs import checkpoint, status
 from burnish.runs.directory import is_held, replace_file
 from burnish.runs.drift import read_drift, read_mismatch
 from burnish.runs.excerpt import encode, excerpt, rounded
@@ -74,7 +76,11 @@ PHASES = {
     "other": "unclaimed",
 }
 
-TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+STYLE, SCRIPT, TEMPLATE = (
+    (Path(__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("page.css", "report.js", "report.html")
+)
+TEMPLATE = TEMPLATE.replace("__STYLE__", STYLE).replace("__SCRIPT__", SCRIPT)
 
 Series = dict[str, list[tuple[float, float]]]
 
@@ -87,14 +93,21 @@ class Tile(NamedTuple):
     note: str
 
 
-def write_report(run: Path, *, limit: int = LIMIT) -> Path:
+def write_report(run: Path, *, limit: int = LIMIT, clock: Callable[[], float] = time.time) -> Path:
     """Makes the report of a run that runs, crashed or finished; at most ``limit`` bytes."""
-    replace_file(run / "report.html", render(TEMPLATE, describe(run, limit=limit)))
+    data = describe(run, limit=limit, now=clock())
+    replace_file(run / "report.html", render(encode(data)))
     return run / "report.html"
 
 
-def describe(run: Path, *, limit: int = LIMIT) -> dict[str, Any]:
-    """The data of a run's page; with them the page has at most ``limit`` bytes."""
+def describe(
+    run: Path, *, now: float, limit: int = LIMIT, reach: int | None = None
+) -> dict[str, Any]:
+    """The data of a run's page; with them the page has at most ``limit`` bytes.
+
+    now: seconds since 1970. reach: bytes that are read at each end of the files with responses,
+    None for all of them.
+    """
     recipe_file = run / "recipe.toml"
     if not recipe_file.is_file():
         raise RunError(f"{run} is not a run directory: it has no recipe.toml")
@@ -105,7 +118,6 @@ def describe(run: Path, *, limit: int = LIMIT) -> dict[str, Any]:
     trained = (key for key in series if key.startswith(("rollout/", "train/")))
     done = len({step for key in trained for step, _ in series[key]})
     total = recipe.get("train", {}).get("steps")
-    state = state_of(run, done, total)
     kl = drift_metric(series, "kl/initial", "k1")
     heads = headlines(series, kl)
     drawn = panels(series, heads)
@@ -118,8 +130,9 @@ def describe(run: Path, *, limit: int = LIMIT) -> dict[str, Any]:
         "run": run.name,
         "description": str(recipe.get("description", "")),
         "seed": recipe.get("seed", 0),
-        "state": state,
+        "state": chip(run, done, total, now=now),
         "done": done,
+        "total": total,
         "asof": _as_of(run),
         "tiles": [*heads.values(), *tiles(series, clocks)],
         "reading": [
@@ -137,17 +150,24 @@ def describe(run: Path, *, limit: int = LIMIT) -> dict[str, Any]:
         "recipe": recipe_file.read_text(encoding="utf-8")[:100_000],
         "environment": _read_text(run / "environment.json")[:100_000],
     }
-    empty = len(render(TEMPLATE, data | {"rollouts": {"total": 0}}).encode())
-    return data | {"rollouts": excerpt(run, limit - empty - 200)}
+    empty = len(render(encode(data | {"rollouts": {"total": 0}})).encode())
+    return data | {"rollouts": excerpt(run, limit - empty - 200, reach)}
 
 
-def render(template: str, data: Mapping[str, Any]) -> str:
-    """The template with its data and with the hash of its one script, which alone may run."""
-    script = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
-    assert len(script) == 1
-    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
-    before, after = template.replace("__SCRIPT__", f"sha256-{digest}").split("__DATA__")
-    return before + encode(data) + after
+def render(data: str, *, more: str = "") -> str:
+    """The page with its data, which is JSON, under its policy and whatever ``more`` allows."""
+    before, after = TEMPLATE.replace("__POLICY__", policy(TEMPLATE) + more).split("__DATA__")
+    return before + data + after
+
+
+def policy(template: str) -> str:
+    """The Content-Security-Policy of a page: the one script that is in its template may run."""
+    (script,) = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> Series:
@@ -275,16 +295,26 @@ def tiles(series: Series, clocks: Series) -> list[Tile]:
     return found
 
 
-def state_of(run: Path, done: int, total: int | None) -> dict[str, Any]:
-    """Running, finished or stopped early, told from the files."""
-    of = f"{done:,} of {counted(total, 'step')}" if total else counted(done, "step")
+def state_of(run: Path, *, now: float) -> tuple[str, str]:
+    """What kind of state a run is in, and the state in words, told from the files."""
+    told = status.read(run)
     if (run / "summary.json").exists():
-        return {"kind": "finished", "text": f"finished, {of}"}
-    if is_held(run):
-        return {"kind": "running", "text": f"running, {of}"}
-    last = checkpoint.latest(run)
+        return "finished", "finished"
+    silence = told and told.silence(now)
+    if silence:
+        return "silent", f"no sign of life for {silence}"
+    if (told and told.state == "running") or is_held(run):
+        return "running", "running"
+    return "stopped", "failed" if told and told.state == "failed" else "stopped early"
+
+
+def chip(run: Path, done: int, total: int | None, *, now: float) -> dict[str, str]:
+    """The state with the steps that are done, for the page's head."""
+    kind, state = state_of(run, now=now)
+    steps = f"{done:,} of {counted(total, 'step')}" if total else counted(done, "step")
+    last = checkpoint.latest(run) if kind in ("stopped", "silent") else None
     note = "" if last is None else f"; resumes from {last.name}"
-    return {"kind": "stopped", "text": f"stopped early after {of}{note}"}
+    return {"kind": kind, "text": f"{state}, {steps}{note}"}
 
 
 def _read_text(path: Path) -> str:

@@ -91,9 +91,12 @@ def asked(prompt: Prompt) -> str:
     return str(prompt.meta.get("asked", prompt.text))
 
 
-def read(path: Path) -> Iterator[Rollout]:
-    """The rows of rollouts.jsonl or evaluations.jsonl; none where there is no file."""
-    for number, row in enumerate(iterate_rows(path), 1):
+def read(path: Path, reach: int | None = None) -> Iterator[Rollout]:
+    """The rows of rollouts.jsonl or evaluations.jsonl; none where there is no file.
+
+    reach: how many bytes are read at each end of the file, None for all of it.
+    """
+    for number, row in enumerate(iterate_rows(path, reach), 1):
         missing = Rollout.__annotations__.keys() - row.keys()
         if missing:
             lacks = ", ".join(sorted(missing))

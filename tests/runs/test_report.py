@@ -158,7 +158,7 @@ def test_the_state_is_told_from_the_files(tmp_path):
     checkpoint.save(run.path, 1, {"a": torch.zeros(1)}, {})
     assert data_of(write_report(run.path))["state"] == {
         "kind": "stopped",
-        "text": "stopped early after 1 of 100 steps; resumes from step-00000001",
+        "text": "stopped early, 1 of 100 steps; resumes from step-00000001",
     }
     with pytest.raises(RunError, match="not a run directory"):
         write_report(tmp_path)
