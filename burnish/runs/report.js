@@ -203,10 +203,11 @@ function response(row) {
   return h("div", {}, h("div", { class: "meta" }, h("b", {}, `step ${row.s}`), h("b", {}, `reward ${number(row.r)}`), facts.filter(f => f).map(f => h("span", {}, f))), body(row),
     row.c ? h("div", { class: "small soft" }, `cut here: ${count((row.t || []).length)} of ${many(row.c[0], "token")}, ${many(row.c[1], "character")} in all`) : null);
 }
-function prompt(row) {  /* whole; a long one after a click */
-  const text = visible(prompts[row.p]).replaceAll("↵\n", "\n"), start = text.slice(0, 600).split("\n").slice(0, 8).join("\n");
-  if (start.length === text.length) return h("div", { class: "prompt" }, text);
-  return h("div", { class: "prompt" }, h("details", { "data-key": `${row.v} ${row.s} ${row.g} ${row.i}` }, h("summary", {}, `${start.replace(/\s+\S*$/, "")} … (${many(text.length, "character")})`), text));
+function prompt(row) {  /* whole; a long one opens with a click */
+  const text = visible(prompts[row.p]).replaceAll("↵\n", "\n"), start = text.slice(0, 240).replace(/\s+\S*$/, "");
+  if (text.length <= 600 && text.split("\n").length <= 12) return h("div", { class: "prompt" }, text);
+  const head = h("summary", {}, h("span", { class: "start" }, `${start} … `), `(${many(text.length, "character")})`);
+  return h("div", { class: "prompt" }, h("details", { "data-key": `${row.v} ${row.s} ${row.g} ${row.i}` }, head, text));
 }
 
 function browser() {

@@ -168,7 +168,7 @@ class Runs:
         done, total = found["done"], found["total"]
         kind, state = report.state_of(run, now=self.clock())
         told = status.read(run) if kind == "running" else None
-        doing = told.sentence() if told else ""
+        doing = ", ".join(filter(None, (told.sentence(), told.left()))) if told else ""
         return row | {
             "kind": kind,
             "state": f"{state}: {doing}" if doing else state,

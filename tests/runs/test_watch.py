@@ -146,7 +146,7 @@ def test_the_list_says_how_runs_stand(tmp_path):
     (tmp_path / "broken" / "metrics.jsonl").write_text("{\n{\n")
     (tmp_path / "no run").mkdir()
     now = time.time()
-    doing = {"state": "running", "doing": "sampling", "updated": now}
+    doing = {"state": "running", "doing": "sampling", "seconds_left": 180, "updated": now}
     (tmp_path / "half" / "status.json").write_text(json.dumps(doing))
     rows = {row["name"]: row for row in watch.Runs(tmp_path, clock=lambda: now + 30).rows()}
     assert rows.keys() == {"done", "half", "broken"}
@@ -161,7 +161,7 @@ def test_the_list_says_how_runs_stand(tmp_path):
         "updated": rows["done"]["updated"],
     }
     assert re.fullmatch(r"(29|3\d) seconds", rows["done"]["updated"])
-    assert rows["half"]["state"] == "running: sampling"
+    assert rows["half"]["state"] == "running: sampling, about 3 minutes left"
     assert "is not JSON" in rows["broken"]["state"]
     late = {row["name"]: row for row in watch.Runs(tmp_path, clock=lambda: now + 200).rows()}
     assert late["half"]["state"] == "no sign of life for 3 minutes"
@@ -313,6 +313,22 @@ def test_the_list_follows_its_runs(browser, tmp_path, width):
         browser.evaluate("document.querySelectorAll('a')[0].click()")
         browser.wait("document.querySelector('#recipe pre') !== null")
         assert browser.problems == []
+
+
+def test_what_is_being_read_is_not_replaced(browser, tmp_path):
+    run = make_run(tmp_path / "run", 3, rollouts=[rollout(1)], finished=False)
+    with serving(run) as server:
+        check(browser, server.url, 1300)
+        browser.evaluate("document.querySelector('#list').scrollIntoView({block: 'center'})")
+        box = "(b => [b.x + 9, b.y + 9])(document.querySelector('#list').getBoundingClientRect())"
+        browser.move(*browser.evaluate(box))
+        with (run / "rollouts.jsonl").open("a") as file:
+            file.write(json.dumps(rollout(5, tokens=["the newest"])) + "\n")
+        append_step(run, 3)
+        browser.wait("document.querySelector('.tile b').textContent === '0.15'")
+        assert browser.evaluate("document.querySelectorAll('#list .card').length") == 1
+        browser.move(1, 1)
+        browser.wait("document.querySelectorAll('#list .card').length === 2")
 
 
 def test_a_hostile_run_injects_nothing(browser, tmp_path):
