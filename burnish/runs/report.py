@@ -117,7 +117,7 @@ def describe(
     series |= {k: v for k, v in clocks.items() if not k.startswith("time/")}
     trained = (key for key in series if key.startswith(("rollout/", "train/")))
     done = len({step for key in trained for step, _ in series[key]})
-    total = recipe.get("train", {}).get("steps")
+    total = total_steps(run, recipe)
     kl = drift_metric(series, "kl/initial", "k1")
     heads = headlines(series, kl)
     drawn = panels(series, heads)
@@ -293,6 +293,14 @@ def tiles(series: Series, clocks: Series) -> list[Tile]:
         value = f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
         found.append(Tile("time", value, "wall clock of the steps"))
     return found
+
+
+def total_steps(run: Path, recipe: Mapping[str, Any]) -> int | None:
+    """The steps that a run will have; of a supervised run its status says them, if anything."""
+    told = status.read(run)
+    said = None if told is None else told.steps
+    steps = recipe.get("train", {}).get("steps", said)
+    return None if steps is None else int(steps)
 
 
 def state_of(run: Path, *, now: float) -> tuple[str, str]:

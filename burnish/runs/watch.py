@@ -53,6 +53,8 @@ FILES = (
     "summary.json",
 )
 """A page is made of these."""
+DAMAGE = (RunError, OSError, ValueError, LookupError, TypeError)
+"""What a file that is damaged, or has just gone, may raise."""
 LIVE = "; connect-src 'self'"
 HEADERS = {
     "Cache-Control": "no-store",
@@ -152,17 +154,16 @@ class Runs:
             loss = figures.get(report.LOSS)
             return {
                 "done": int(max(steps, default=0)),
-                "total": recipe.get("train", {}).get("steps"),
+                "total": report.total_steps(run, recipe),
                 "reward": figures.get(report.REWARD) or ("–" if loss is None else f"loss {loss}"),
                 "held_out": figures.get(report.VALIDATION)
                 or figures.get(report.VALIDATION_LOSS, "–"),
             }
 
-        link = f"/run/{quote(name, safe='', errors='surrogateescape')}"
-        row = {"name": name, "link": link}
+        row = {"name": name, "link": f"/{_link(name)}"}
         try:
             found: dict[str, Any] = self._keep("row", run, make)
-        except (RunError, OSError, ValueError) as error:
+        except DAMAGE as error:
             empty = dict.fromkeys(("step", "reward", "held_out"), "–")
             return row | empty | {"kind": "stopped", "state": f"can't be read: {error}"}
         done, total = found["done"], found["total"]
@@ -189,6 +190,10 @@ class Runs:
         return kept.value
 
 
+def _link(name: str) -> str:
+    return f"run/{quote(name, safe='', errors='surrogateescape')}"
+
+
 def _updated(run: Path) -> float:
     """When a run last wrote something, in seconds since 1970."""
     stamps = (_stamp(run / name) for name in (*FILES, status.FILE))
@@ -206,8 +211,9 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 def answer(runs: Runs, path: str) -> Answer:
     """The answer to a GET of this path."""
-    parts = [unquote(part, errors="surrogateescape") for part in urlsplit(path).path.split("/")[1:]]
     try:
+        names = urlsplit(path).path.split("/")[1:]
+        parts = [unquote(name, errors="surrogateescape") for name in names]
         if parts == [""]:
             page = PAGES.get_template("runs.html")
             text = page.render(
@@ -227,7 +233,7 @@ def answer(runs: Runs, path: str) -> Answer:
                     return Answer(runs.draw(run).data, "application/json")
                 case ["status"]:
                     return Answer(json.dumps(runs.status(run)), "application/json")
-    except (RunError, OSError, ValueError) as error:  # a file that is damaged, or has just gone
+    except DAMAGE as error:
         return Answer(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
     return Answer("There is no such page.", status=HTTPStatus.NOT_FOUND)
 
@@ -249,8 +255,7 @@ class Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         home = f"http://{HOST}:{self.server_port}/"
-        (name, *others) = self.runs.find() or [""]
-        return f"{home}run/{quote(name, safe='')}" if self.runs.alone and not others else home
+        return home + _link(self.runs.path.resolve().name) if self.runs.alone else home
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away before its answer came is no error."""

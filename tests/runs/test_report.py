@@ -11,7 +11,6 @@ from burnish.errors import RunError
 from burnish.runs import checkpoint, excerpt, report
 from burnish.runs.directory import RunDirectory
 from burnish.runs.report import write_report
-from tests.runs.browser import EXECUTABLE, Browser
 
 RECIPE = config.load("sort")
 HOSTILE = (
@@ -241,14 +240,6 @@ def test_pairs_fall_back_to_training_prompts_seen_twice():
     pairs = excerpt.pair_up([*train, entry(1, 0, "v")])  # validated once: nothing to compare
     assert [(a.step, b.step, a.sample) for a, b in pairs] == [(1, 9, 0), (1, 9, 1)]
     assert excerpt.pair_up([]) == []
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if EXECUTABLE is None:
-        pytest.skip("chromium is not installed")
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def check_page(browser, page, *, width=1280, dark=False):

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from burnish.runs import status
-from burnish.runs.report import chip, state_of
+from burnish.runs.report import chip, state_of, total_steps
 
 NOW = 1_000_000.0
 WHOLE = {
@@ -50,6 +50,13 @@ def test_a_run_that_says_nothing_for_a_minute_is_not_called_running(tmp_path):
     }
     (tmp_path / "summary.json").write_text("{}")
     assert state_of(tmp_path, now=NOW) == ("finished", "finished")
+
+
+def test_the_steps_of_a_supervised_run_are_those_it_says(tmp_path):
+    assert total_steps(tmp_path, {"train": {}}) is None
+    write(tmp_path, WHOLE)
+    assert total_steps(tmp_path, {"train": {}}) == 14
+    assert total_steps(tmp_path, {"train": {"steps": 20}}) == 20
 
 
 def test_how_a_run_ended(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 from burnish.errors import RunError
 from burnish.runs import watch
 from burnish.runs.metrics import iterate_rows
-from tests.runs.browser import EXECUTABLE, Browser
 from tests.runs.test_report import HOSTILE, make_run, rollout
 
 
@@ -142,6 +141,8 @@ def test_every_page_has_a_strict_policy(tmp_path):
 def test_the_list_says_how_runs_stand(tmp_path):
     make_run(tmp_path / "done")
     make_run(tmp_path / "half", 2, finished=False)
+    make_run(tmp_path / "odd")
+    (tmp_path / "odd" / "metrics.jsonl").write_text('{"train/loss": 1.0}\n')
     make_run(tmp_path / "broken")
     (tmp_path / "broken" / "metrics.jsonl").write_text("{\n{\n")
     (tmp_path / "no run").mkdir()
@@ -149,7 +150,7 @@ def test_the_list_says_how_runs_stand(tmp_path):
     doing = {"state": "running", "doing": "sampling", "seconds_left": 180, "updated": now}
     (tmp_path / "half" / "status.json").write_text(json.dumps(doing))
     rows = {row["name"]: row for row in watch.Runs(tmp_path, clock=lambda: now + 30).rows()}
-    assert rows.keys() == {"done", "half", "broken"}
+    assert rows.keys() == {"done", "half", "broken", "odd"}
     assert rows["done"] == {
         "name": "done",
         "link": "/run/done",
@@ -163,6 +164,7 @@ def test_the_list_says_how_runs_stand(tmp_path):
     assert re.fullmatch(r"(29|3\d) seconds", rows["done"]["updated"])
     assert rows["half"]["state"] == "running: sampling, about 3 minutes left"
     assert "is not JSON" in rows["broken"]["state"]
+    assert "can't be read" in rows["odd"]["state"]
     late = {row["name"]: row for row in watch.Runs(tmp_path, clock=lambda: now + 200).rows()}
     assert late["half"]["state"] == "no sign of life for 3 minutes"
     with serving(tmp_path) as server:
@@ -212,14 +214,6 @@ def test_the_newest_responses_of_a_long_run_are_shown(tmp_path, monkeypatch):
     assert steps[-1] == 399
     assert set(range(370, 400)) <= set(steps)
     assert told["ends"]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if EXECUTABLE is None:
-        pytest.skip("Chromium is not installed; get it with: apt-get install chromium")
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def check(browser, url, width):
