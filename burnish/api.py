@@ -578,11 +578,10 @@ def build_sampler(
             "recipe with task.name = 'files', or pass its name"
         )
     if isinstance(recipe.task, SortTask):
-        from burnish.engine.sorter import SorterEngine
+        from burnish.engine.sorter import SorterEngine, spell
         from burnish.tasks.sorting import Sorting
 
-        task = Sorting(recipe.task, seed=recipe.seed)
-        return task, SorterEngine(_sorter(recipe)), lambda ids: [str(i) for i in ids]
+        return Sorting(recipe.task, seed=recipe.seed), SorterEngine(_sorter(recipe)), spell
     from burnish.engine.generator import EngineGenerator
     from burnish.tasks.shots import FewShot
 

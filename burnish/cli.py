@@ -9,9 +9,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from burnish.errors import BurnishError, ConfigError, RunError
+from burnish.wording import counted
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Display
@@ -40,6 +43,9 @@ out_console = Console(highlight=False)
 ONE_REQUEST_S = 1.0
 """Signals this close together are one request: `timeout` signals a process, then its group."""
 
+SAID = 200
+"""Characters of a response that are shown where a run ends."""
+
 RecipeName = Annotated[str, typer.Argument(help="a name from `burnish recipes`, or a .toml file")]
 Overrides = Annotated[
     list[str] | None,
@@ -51,8 +57,18 @@ RunPath = Annotated[Path, typer.Argument(help="a run directory")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="a line per step instead of a display")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"burnish {version('burnish')}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", callback=_print_version, is_eager=True),
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks of errors")] = False,
 ) -> None:
     """Global options; ``main`` reads --debug itself, wherever it stands."""
@@ -198,6 +214,23 @@ def report(run: RunPath) -> None:
 
 
 @app.command()
+def watch(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_DIR", help="a run directory, or a directory of runs")
+    ] = Path("runs"),
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="of 127.0.0.1; 0 takes a free one")
+    ] = 8420,
+) -> None:
+    """Show runs in a browser while they run, until Ctrl-C."""
+    from burnish.runs.watch import Server
+
+    with Server(path, port) as server, suppress(KeyboardInterrupt):
+        out_console.print(f"watching {escape(str(path))} at {server.url}", soft_wrap=True)
+        server.serve_forever()
+
+
+@app.command()
 def export(
     run: RunPath,
     out: Annotated[Path, typer.Argument(help="a new directory")],
@@ -252,7 +285,7 @@ def evaluate(
             results.append(api.evaluate(one, out=path, show=show).figures)
     table = Table.grid(padding=(0, 2))
     for name in dict.fromkeys(name for figures in results for name in figures):
-        table.add_row(name, *(f"{figures.get(name, math.nan):.4f}" for figures in results))
+        table.add_row(name, *(f"{figures.get(name, math.nan):z.4f}" for figures in results))
     out_console.print(table)
     page = paths[0] / "report.html"
     if len(paths) > 1:
@@ -353,10 +386,10 @@ def compare(
         out_console.print(escape(curve.label), soft_wrap=True)
         columns = [end[name] for name in shown]
         for seed, *values in sorted(zip(curve.seeds, *columns, strict=True)):
-            line(f"seed {seed}", ("–" if np.isnan(value) else f"{value:.3f}" for value in values))
+            line(f"seed {seed}", ("–" if np.isnan(value) else f"{value:z.3f}" for value in values))
         if len(curve.seeds) > 1:
             for name, over in (("mean", np.mean), ("std", np.std)):
-                line(name, (f"{over(values):.3f}" for values in columns))
+                line(name, (f"{over(values):z.3f}" for values in columns))
     return out_console.print(f"picture: {escape(str(out))}")
 
 
@@ -477,7 +510,7 @@ def _live(
             first = reward if reward[0] in metrics else ("train/loss", "loss")
             held_out = (("validation/reward", "held out"), ("validation/loss", "held out"))
             labels = (first, *held_out, ("kl/initial_k1", "KL"))
-            now = "  ".join(f"{name} {metrics[key]:.3f}" for key, name in labels if key in metrics)
+            now = "  ".join(f"{name} {metrics[key]:z.3f}" for key, name in labels if key in metrics)
             display.update(bar, completed=step, total=total, now=now)
             if quiet:
                 out_console.print(f"step {step}/{total}  {now}")
@@ -508,26 +541,38 @@ def _show_end(path: Path) -> None:
     end = summary.read(path)
     seconds: dict[str, float] = end["seconds"]
     measure = "reward" if "reward_first" in end else "loss"
-    sampled = f"{end['responses']:,} responses, " if "responses" in end else ""
+    sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
+    first, last = (end[f"{measure}_{which}"] for which in ("first", "last"))
     out_console.print(
-        f"{measure} {end[f'{measure}_first']:.2f} → {end[f'{measure}_last']:.2f}, {sampled}"
-        f"{end['gradient_steps']:,} gradient steps, {seconds['step']:.1f} s"
+        f"{measure} {first:z.2f} → {last:z.2f}, {sampled}"
+        f"{counted(end['gradient_steps'], 'gradient step')}, {seconds['step']:.1f} s"
     )
     if "validation" in end:
         held = end["validation"]
-        drift = f" at {end['kl_held_out_k1']:.2f} nats per token" if "kl_held_out_k1" in end else ""
+        kl = end.get("kl_held_out_k1")
+        drift = "" if kl is None else f" at {kl:z.2f} nats per token"
         out_console.print(
-            f"held out {held['first']:.3f} → {held['last']:.3f}{drift} "
-            f"(best {held['best']:.3f} at step {held['best_step']})"
+            f"held out {held['first']:z.3f} → {held['last']:z.3f}{drift} "
+            f"(best {held['best']:z.3f} at step {held['best_step']})"
         )
     split = sorted(((s, name) for name, s in seconds.items() if name != "step"), reverse=True)
     shares = ", ".join(f"{name} {s / seconds['step']:.0%}" for s, name in split if s > 0)
     out_console.print(f"time: {shares}")
     for pair in end["before_and_after"]:
-        out_console.print(escape(f"  {_line(pair['prompt'])}"))
+        prompt = fill(
+            _line(pair["prompt"]),
+            out_console.width,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        out_console.print(escape(prompt), soft_wrap=True)
         for side in ("before", "after"):
-            mark = f"[{pair[f'reward_{side}']:g}]"
-            out_console.print(escape(f"    {side:6} {mark} {_line(pair[side])}"), soft_wrap=True)
+            mark = f"[{pair[f'reward_{side}']:zg}]"
+            said = _line(pair[side])
+            said = f"{said[:SAID]} …" if len(said) > SAID else said
+            out_console.print(escape(f"    {side:6} {mark} {said}"), soft_wrap=True)
     out_console.print(f"report: {escape(str(path / 'report.html'))}")
 
 
@@ -535,7 +580,7 @@ def _line(text: str) -> str:
     """What a model wrote, on one line and without control characters."""
     from burnish.loops.generate import escape as spelled_out
 
-    return spelled_out(text).replace("\n", "⏎")[:200]
+    return spelled_out(text).replace("\n", "⏎")
 
 
 def main() -> None:

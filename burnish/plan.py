@@ -19,6 +19,7 @@ from burnish.config import (
     SortTask,
 )
 from burnish.errors import ConfigError
+from burnish.wording import counted
 
 if TYPE_CHECKING:
     from burnish.machine import Rates
@@ -161,7 +162,8 @@ def _batches(recipe: Recipe) -> Lines:
     batches = rollout.batch // train.batch
     micro = ""
     if train.micro_sequences is not None:
-        micro = f", each in {math.ceil(train.batch / train.micro_sequences)} micro-batches"
+        parts = math.ceil(train.batch / train.micro_sequences)
+        micro = f", each in {parts} micro-batch{'es' * (parts > 1)}"
     rate = f"learning rate {train.learning_rate:g}"
     if recipe.decay_steps is not None:
         last = (train.final_rate or 0) * train.learning_rate
@@ -172,8 +174,8 @@ def _batches(recipe: Recipe) -> Lines:
     return [
         (
             "rollout",
-            f"{rollout.batch} responses = {recipe.prompts_per_rollout} prompts × "
-            f"{rollout.group_size} samples, temperature {rollout.temperature:g}{again}",
+            f"{rollout.batch} responses = {counted(recipe.prompts_per_rollout, 'prompt')} × "
+            f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}{again}",
         ),
         (
             "gradient steps",
@@ -183,8 +185,8 @@ def _batches(recipe: Recipe) -> Lines:
         ),
         (
             "in all",
-            f"{train.steps} steps: {train.steps * rollout.batch:,} responses sampled, "
-            f"{recipe.gradient_steps:,} gradient steps (AdamW, {rate})",
+            f"{counted(train.steps, 'step')}: {train.steps * rollout.batch:,} responses sampled, "
+            f"{counted(recipe.gradient_steps, 'gradient step')} (AdamW, {rate})",
         ),
         ("denominator", f"over a train batch: S = {train.batch} responses"),
     ]

@@ -80,7 +80,7 @@ class Completion:
     params: SamplingParams
     finish: Finish
     stop: str | int | None
-    """Which stop string or end id ended it; None when it did not end by itself."""
+    """Which stop string or end id ended it; None if there was none."""
     text: str
     """The view cut at the stop."""
 

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -58,6 +60,64 @@ def test_plan_says_what_will_be_computed_and_writes_nothing(tmp_path):
     ):
         assert line in done.stdout, line
     assert not list(tmp_path.iterdir())
+
+
+def test_the_version_is_printed(tmp_path):
+    done = burnish("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"burnish {version('burnish')}\n")
+
+
+def test_the_end_is_told_with_whole_prompts_singulars_and_no_negative_zero(tmp_path, capsys):
+    one = ["--set", "train.steps=1", "--set", "train.epochs=1", "--set", "rollout.batch=10"]
+    planned = burnish("plan", "sort", *one, "--set", "train.batch=10", cwd=tmp_path).stdout
+    for line in ("1 prompt × 10 samples", "1 step: 10 responses sampled, 1 gradient step ("):
+        assert line in planned
+    end = {"reward_first": -0.001, "reward_last": -0.0, "responses": 1, "gradient_steps": 1}
+    held = {"first": -1e-9, "last": -0.0, "best": -0.0001, "best_step": 1}
+    more = {"validation": held, "kl_held_out_k1": -0.004, "before_and_after": []}
+    seconds = {"seconds": {"step": 1.0, "learn": 1.0}}
+    asked = "Which of these numbers is the largest one: " + ", ".join(map(str, range(200)))
+    pair = {"prompt": asked, "before": "y" * 999, "after": "199", "reward_before": -0.0}
+    more["before_and_after"] = [pair | {"reward_after": 1.0}]
+    (tmp_path / "summary.json").write_text(json.dumps(end | more | seconds))
+    cli._show_end(tmp_path)
+    shown = capsys.readouterr().out
+    assert asked in " ".join(shown.split())  # whole, and broken between words alone
+    assert f"before [0] {'y' * 200} …\n" in shown
+    assert "reward 0.00 → 0.00, 1 response, 1 gradient step, 1.0 s" in shown
+    assert "-0.0" not in shown
+
+
+def test_compared_runs_are_named_by_their_settings(tmp_path):
+    for steps in (2, 3):
+        out = ["--out", f"run-{steps}", "--set", f"train.steps={steps}"]
+        assert burnish("train", "sort", *out, cwd=tmp_path).returncode == 0
+    done = burnish("compare", "run-2", "run-3", cwd=tmp_path)
+    assert [line for line in done.stdout.splitlines() if "=" in line] == [
+        "train.steps = 2",
+        "train.steps = 3",
+    ]
+
+
+def test_watch_serves_until_it_is_interrupted(tmp_path):
+    (tmp_path / "runs").mkdir()
+    process = subprocess.Popen(
+        [BURNISH, "watch", "--port", "0"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    url = process.stdout.readline().split()[-1]
+    assert "No run is here yet" in urlopen(url, timeout=20).read().decode()
+    taken = burnish("watch", "--port", url.rstrip("/").rpartition(":")[2], cwd=tmp_path)
+    assert taken.returncode == 1
+    assert "is taken; choose another with --port" in taken.stderr
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "", "")
+    done = burnish("watch", "nowhere", cwd=tmp_path)
+    assert "needs a run directory or a directory of runs, nowhere is neither" in done.stderr
 
 
 def test_recipes_are_listed(tmp_path):

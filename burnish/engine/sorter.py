@@ -77,10 +77,15 @@ class SorterEngine:
             versions=np.full(len(ids), self.version, dtype=np.int32),
             sampled=np.ones(len(ids), dtype=np.bool_),
             params=params,
-            finish=Finish.LENGTH,
+            finish=Finish.STOP,  # a response has as many numbers as its prompt, and is whole
             stop=None,
-            text=" ".join(map(str, ids)),
+            text="".join(spell(ids)),
         )
+
+
+def spell(ids: IntArray) -> list[str]:
+    """The numbers as texts that, put together, read as a prompt does: "0 2 4"."""
+    return [f" {number}" if place else str(number) for place, number in enumerate(ids)]
 
 
 def invert(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

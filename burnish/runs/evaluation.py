@@ -19,7 +19,9 @@ from burnish.runs.rollouts import Rollout
 EXAMPLES = 12
 """Of each category, and of each way in which two evaluations differ."""
 CHARACTERS = 4000
-"""Of a prompt's end, and of a response."""
+"""Of a response."""
+LONG = 600
+"""Characters past which a prompt is shown whole only when it is opened."""
 
 
 def is_right(row: Rollout) -> bool:
@@ -143,13 +145,17 @@ def _section(title: str, cells: Iterable[str], columns: int | None = None) -> st
 def _example(row: Rollout) -> str:
     about = f"{row['prompt_id']}, sample {row['sample']}: reward {row['reward']}, {row['status']}"
     about += f", {len(row['tokens'])} tokens, ended by {row['finish']}"
-    prompt, response = row["prompt"][-CHARACTERS:], row["response"][:CHARACTERS]
-    said = f"<pre class='prompt'>{escape(prompt)}</pre><pre>{escape(response)}</pre>"
+    prompt, response = f"<pre>{escape(row['asked'])}</pre>", row["response"][:CHARACTERS]
+    if len(row["asked"]) > LONG:
+        start = row["asked"][:LONG]
+        start = start.rpartition(" ")[0] or start
+        prompt = f"<details><summary>{escape(start)} …</summary>{prompt}</details>"
+    said = f"<div class='prompt'>{prompt}</div><pre>{escape(response)}</pre>"
     return f"<article><p>{escape(about)}</p>{said}</article>"
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+    return "–" if value is None else f"{value:z.4f}"
 
 
 def _share(count: int, total: int) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ from burnish.runs import rollouts
 from burnish.runs.rollouts import Rollout
 
 CHARACTERS, TOKENS = 20_000, 2_000
-"""Of one response; a prompt has a fifth of the characters."""
+"""Of one response. Prompts are never cut: one that has no room is left out."""
 PAIRS = 200
+FILES = ("rollouts.jsonl", "evaluations.jsonl")
+"""Where responses lie; a row's source is its file's place in this."""
 
 
 class Entry(NamedTuple):
@@ -29,40 +32,55 @@ class Entry(NamedTuple):
     size: int
 
 
-def excerpt(run: Path, budget: int) -> dict[str, Any]:
-    """As many responses as fit: pairs before and after first, then all steps evenly."""
+def excerpt(run: Path, budget: int, reach: int | None = None) -> dict[str, Any]:
+    """As many responses as fit: pairs before and after first, then all steps evenly.
+
+    reach: how many bytes are read at each end of a file, None for all of it. With it the newest
+    responses follow the pairs, and the work is bounded however long the files are.
+    """
     entries: list[Entry] = []
     texts: dict[str, str] = {}
-    for source, place, row in _read(run):
-        prompt = texts.setdefault(
-            row["prompt"][: CHARACTERS // 5], row["prompt"][: CHARACTERS // 5]
-        )
+    read: Callable[[], Iterator[tuple[int, int, Rollout]]] = partial(_read, run)
+    if reach is not None:  # the second reading might find longer files and other ends
+        held = list(_read(run, reach))
+        read = partial(iter, held)
+    for source, place, row in read():
+        prompt = texts.setdefault(row["asked"], row["asked"])
         size = len(encode(_compact(source, row, 0))) + 6
         entries.append(
             Entry(source, place, row["step"], row["prompt_id"], row["sample"], prompt, size)
         )
     pairs = pair_up(entries)
+    others = spread(entries) if reach is None else sorted(entries, key=lambda entry: -entry.step)
     chosen: dict[Entry, None] = {}
     prompts: dict[str, int] = {}
-    for entry in [*(entry for pair in pairs for entry in pair), *spread(entries)]:
+    for entry in [*(entry for pair in pairs for entry in pair), *others]:
         if entry in chosen:
             continue
         fresh = entry.prompt not in prompts
-        budget -= entry.size + (len(encode(entry.prompt)) + 1 if fresh else 0) + 14  # and its pair
-        if budget < 0:
-            break
+        cost = entry.size + (len(encode(entry.prompt)) + 1 if fresh else 0) + 14  # and its pair
+        if cost > budget:
+            continue
+        budget -= cost
         chosen[entry] = None
         prompts.setdefault(entry.prompt, len(prompts))
     wanted = {(entry.source, entry.place): entry for entry in chosen}
     rows: list[dict[str, Any]] = []
     at: dict[Entry, int] = {}
-    for source, place, row in _read(run):
+    for source, place, row in read():
         kept = wanted.get((source, place))
         if kept is not None:
             at[kept] = len(rows)
             rows.append(_compact(source, row, prompts[kept.prompt]))
     shown = [(at[a], at[b]) for a, b in pairs if a in at and b in at]
-    return {"total": len(entries), "prompts": list(prompts), "rows": rows, "pairs": shown}
+    sizes = [(run / name).stat().st_size for name in FILES if (run / name).exists()]
+    return {
+        "total": len(entries),
+        "ends": reach is not None and any(size > 2 * reach for size in sizes),
+        "prompts": list(prompts),
+        "rows": rows,
+        "pairs": shown,
+    }
 
 
 def pair_up(entries: list[Entry]) -> list[tuple[Entry, Entry]]:
@@ -94,9 +112,9 @@ def spread(entries: list[Entry]) -> list[Entry]:
     return [entry for *_, entry in sorted(keyed, key=lambda key: key[:2])]
 
 
-def _read(run: Path) -> Iterator[tuple[int, int, Rollout]]:
-    for source, name in enumerate(("rollouts.jsonl", "evaluations.jsonl")):
-        for place, row in enumerate(rollouts.read(run / name)):
+def _read(run: Path, reach: int | None = None) -> Iterator[tuple[int, int, Rollout]]:
+    for source, name in enumerate(FILES):
+        for place, row in enumerate(rollouts.read(run / name, reach)):
             yield source, place, row
 
 

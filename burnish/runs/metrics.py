@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,18 +39,30 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return list(iterate_rows(path))
 
 
-def iterate_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The same one by one, for files that may be large; none where there is no file."""
+def iterate_rows(path: Path, reach: int | None = None) -> Iterator[dict[str, Any]]:
+    """The same one by one, for files that may be large; none where there is no file.
+
+    reach: how many bytes are read at each end of the file, None for all of it.
+    """
     if not path.is_file():
         return
     with path.open("rb") as file:
+        tail = 0 if reach is None else os.fstat(file.fileno()).st_size - reach
         for number, line in enumerate(file, 1):
+            if reach is not None and reach < file.tell() < tail:
+                file.seek(tail)
+                file.readline()  # most likely a part of one
+                continue
             try:
                 row = json.loads(line)
             except ValueError as error:
                 if not line.endswith(b"\n"):  # the last, cut short by a crash or not yet written
                     return
-                raise RunError(f"{path}, line {number}, is not JSON: {error}") from error
+                raise RunError(f"{path}, {_place(number, reach)}, is not JSON: {error}") from error
             if not isinstance(row, dict):
-                raise RunError(f"{path}, line {number}, is not a JSON object")
+                raise RunError(f"{path}, {_place(number, reach)}, is not a JSON object")
             yield row
+
+
+def _place(number: int, reach: int | None) -> str:
+    return f"line {number}" if reach is None else "a line"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,10 @@ ENDS = {
 }
 """What runs came to: a metric, and over how many of its last values the mean is taken."""
 COLOURS = ("#3465a4", "#cc7a00", "#2e8b57", "#a33b5c", "#6b4fa0", "#5c6b73", "#8c6d1f", "#17808a")
+
+
+LETTERS = 50
+"""Letters of a legend that stand side by side under one panel."""
 
 
 class Curve(NamedTuple):
@@ -76,7 +81,7 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     for path, recipe, run in zip(paths, recipes, rows, strict=True):
         if not all(any(metric in row for row in run) for metric, _ in PANELS):
             raise RunError(f"{path} has no finished step yet")
-        parts = [f"{k.rpartition('.')[2]} = {recipe[k]}" for k in differing if k in recipe]
+        parts = [f"{k} = {recipe[k]}" for k in differing if k in recipe]
         label = ", ".join(parts) or str(recipe.get("name", path.name))
         curve = curves.setdefault(label, Curve(label, [], []))
         curve.seeds.append(recipe.get("seed", 0))
@@ -124,7 +129,11 @@ def _draw(
         axes.remove()
     if len(curves) > 1:
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+        room = LETTERS * shape[1]
+        columns = 2 if max(map(len, labels)) < room // 2 else 1
+        # A line may break between settings, not within one.
+        labels = [fill(label.replace(" = ", "\u00a0=\u00a0"), room) for label in labels]
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     if title:
         figure.suptitle(title, fontsize=10)
     temporary = out.with_name(f".{out.name}.new")

@@ -1,7 +1,8 @@
 """``report.html``: one file that shows a run, made from its directory at any time.
 
-The page is a template (report.html in this package) and one block of JSON. What a model wrote is
-data: it is escaped in the JSON, put into the page as text only, and no other script may run there.
+The page is a template (report.html with page.css and report.js, in this package) and one block of
+JSON. What a model wrote is data: it is escaped in the JSON, put into the page as text only, and no
+other script may run there.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import base64
 import hashlib
 import math
 import re
+import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from burnish.errors import RunError
-from burnish.runs import checkpoint
+from burnish.runs import checkpoint, status
 from burnish.runs.directory import is_held, replace_file
 from burnish.runs.drift import read_drift, read_mismatch
 from burnish.runs.excerpt import encode, excerpt, rounded
 from burnish.runs.metrics import combine, iterate_rows
+from burnish.wording import counted
 
 LIMIT = 4_000_000
 """Bytes of a page; rollouts are sampled past it."""
@@ -73,11 +76,38 @@ PHASES = {
     "other": "unclaimed",
 }
 
+STYLE, SCRIPT, TEMPLATE = (
+    (Path(__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("page.css", "report.js", "report.html")
+)
+TEMPLATE = TEMPLATE.replace("__STYLE__", STYLE).replace("__SCRIPT__", SCRIPT)
+
 Series = dict[str, list[tuple[float, float]]]
 
 
-def write_report(run: Path, *, limit: int = LIMIT) -> Path:
+class Tile(NamedTuple):
+    """A figure of the page's head."""
+
+    label: str
+    value: str
+    note: str
+
+
+def write_report(run: Path, *, limit: int = LIMIT, clock: Callable[[], float] = time.time) -> Path:
     """Makes the report of a run that runs, crashed or finished; at most ``limit`` bytes."""
+    data = describe(run, limit=limit, now=clock())
+    replace_file(run / "report.html", render(encode(data)))
+    return run / "report.html"
+
+
+def describe(
+    run: Path, *, now: float, limit: int = LIMIT, reach: int | None = None
+) -> dict[str, Any]:
+    """The data of a run's page; with them the page has at most ``limit`` bytes.
+
+    now: seconds since 1970. reach: bytes that are read at each end of the files with responses,
+    None for all of them.
+    """
     recipe_file = run / "recipe.toml"
     if not recipe_file.is_file():
         raise RunError(f"{run} is not a run directory: it has no recipe.toml")
@@ -87,8 +117,11 @@ def write_report(run: Path, *, limit: int = LIMIT) -> Path:
     series |= {k: v for k, v in clocks.items() if not k.startswith("time/")}
     trained = (key for key in series if key.startswith(("rollout/", "train/")))
     done = len({step for key in trained for step, _ in series[key]})
-    total = recipe.get("train", {}).get("steps")
+    total = total_steps(run, recipe)
     kl = drift_metric(series, "kl/initial", "k1")
+    heads = headlines(series, kl)
+    drawn = panels(series, heads)
+    shown = {line["name"] for panel in drawn for line in panel["lines"]}
     previous = drift_metric(series, "kl/previous", "k3")
     reward = series.get(VALIDATION, []) if len(series.get(VALIDATION, [])) > 3 else []
     reward = reward or series.get(REWARD, [])
@@ -97,9 +130,11 @@ def write_report(run: Path, *, limit: int = LIMIT) -> Path:
         "run": run.name,
         "description": str(recipe.get("description", "")),
         "seed": recipe.get("seed", 0),
-        "state": state_of(run, done, total),
+        "state": chip(run, done, total, now=now),
+        "done": done,
+        "total": total,
         "asof": _as_of(run),
-        "tiles": tiles(series, clocks, kl),
+        "tiles": [*heads.values(), *tiles(series, clocks)],
         "reading": [
             *read_drift(reward, series.get(kl, []), series.get(previous, []), unit=unit_of(kl)),
             *read_mismatch(
@@ -108,26 +143,31 @@ def write_report(run: Path, *, limit: int = LIMIT) -> Path:
                 rounded=recipe.get("engine", {}).get("precision") in ("bf16", "fp16"),
             ),
         ],
-        "panels": panels(series),
+        "panels": drawn,
+        "once": {n: rounded(p[0][1]) for n, p in series.items() if len(p) == 1 and n not in shown},
         "frontier": frontier(series, kl),
         "time": time_split(clocks),
         "recipe": recipe_file.read_text(encoding="utf-8")[:100_000],
         "environment": _read_text(run / "environment.json")[:100_000],
     }
-    template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
-    empty = len(render(template, data | {"rollouts": {"total": 0}}).encode())
-    data["rollouts"] = excerpt(run, limit - empty - 200)
-    replace_file(run / "report.html", render(template, data))
-    return run / "report.html"
+    empty = len(render(encode(data | {"rollouts": {"total": 0}})).encode())
+    return data | {"rollouts": excerpt(run, limit - empty - 200, reach)}
 
 
-def render(template: str, data: Mapping[str, Any]) -> str:
-    """The template with its data and with the hash of its one script, which alone may run."""
-    script = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
-    assert len(script) == 1
-    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
-    before, after = template.replace("__SCRIPT__", f"sha256-{digest}").split("__DATA__")
-    return before + encode(data) + after
+def render(data: str, *, more: str = "") -> str:
+    """The page with its data, which is JSON, under its policy and whatever ``more`` allows."""
+    before, after = TEMPLATE.replace("__POLICY__", policy(TEMPLATE) + more).split("__DATA__")
+    return before + data + after
+
+
+def policy(template: str) -> str:
+    """The Content-Security-Policy of a page: the one script that is in its template may run."""
+    (script,) = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> Series:
@@ -147,17 +187,24 @@ def thin(name: str, points: list[tuple[float, float]]) -> list[tuple[float, floa
     return [(s[-1][0], rounded(combine({name: v} for _, v in s)[name])) for s in stretches]
 
 
-def panels(series: Series) -> list[dict[str, Any]]:
-    """What is drawn, in order; a panel without its metrics does not appear."""
+def panels(series: Series, heads: Mapping[str, Tile]) -> list[dict[str, Any]]:
+    """What is drawn, in order; a panel needs a line of two points or more.
+
+    The legend of a metric that is in the page's head says what the head says.
+    """
     left = dict(sorted(series.items(), key=lambda item: item[0].startswith("validation/")))
     drawn = []
     for section, title, patterns in PANELS:
         names = [name for name in left if any(fnmatch(name, pattern) for pattern in patterns)][:40]
-        lines = [{"name": name, "points": thin(name, left.pop(name))} for name in names]
+        lines: list[dict[str, Any]] = [
+            {"name": name, "points": thin(name, left.pop(name)), "head": heads.get(name)}
+            for name in names
+        ]
         alone = section == "other"
         for group in [[line] for line in lines] if alone else [lines[:8]] if lines else []:
-            shown = title.format(group[0]["name"])
-            drawn.append({"section": section, "title": shown, "lines": group})
+            if any(len(line["points"]) > 1 for line in group):
+                shown = title.format(group[0]["name"])
+                drawn.append({"section": section, "title": shown, "lines": group})
     return drawn
 
 
@@ -206,51 +253,76 @@ def time_split(clocks: Series) -> dict[str, Any] | None:
     return {"phases": phases, "whole": rounded(whole), "steps": max(map(len, series.values()))}
 
 
-def tiles(series: Series, clocks: Series, kl: str) -> list[dict[str, str]]:
-    """The few figures of the page's head."""
-    found = []
+def headlines(series: Series, kl: str) -> dict[str, Tile]:
+    """The figures of the page's head that a chart shows as well, by metric."""
+    found = {}
 
-    def ends(name: str, label: str, window: int) -> None:
+    def add(name: str, label: str, window: int = 1, unit: str = "") -> None:
         values = [value for _, value in series.get(name, [])]
         if not values:
             return
         first, last = (sum(part) / len(part) for part in (values[:window], values[-window:]))
-        note = f"from {first:.3g}" if len(values) > 1 else "one measurement"
+        window = min(window, len(values))
+        over = f", last {window} steps" if window > 1 else ""
+        note = f"from {first:z.3g}" if len(values) > 1 else "one measurement"
         if name in (VALIDATION, VALIDATION_LOSS) and len(values) > 1:
             better = max if name == VALIDATION else min
             step, best = better(series[name], key=lambda point: point[1])
-            note += f"; best {best:.3g} at step {step:g}"
-        found.append({"label": label, "value": f"{last:.3g}", "note": note})
+            note += f"; best {best:z.3g} at step {step:g}"
+        found[name] = Tile(f"{label}{over}", f"{last:z.3g}", f"{unit}{note}")
 
-    ends(REWARD, "reward", WINDOW)
-    ends(VALIDATION, "validation", 1)
+    add(REWARD, "reward", WINDOW)
+    add(VALIDATION, "held-out reward")
     if REWARD not in series:
-        ends(LOSS, "loss", WINDOW)
-    ends(VALIDATION_LOSS, "validation loss", 1)
-    ends(kl, f"KL to initial, {unit_of(kl)}", 1)
-    ends("rollout/ended", "ended by itself", WINDOW)
-    responses = sum(value for _, value in series.get("rollout/responses", []))
-    if responses:
-        found.append(
-            {"label": "responses", "value": f"{responses:,.0f}", "note": "sampled to learn"}
-        )
-    seconds = sum(value for _, value in clocks.get("time/step", []))
-    if seconds:
-        value = f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
-        found.append({"label": "time", "value": value, "note": "wall clock of the steps"})
+        add(LOSS, "loss", WINDOW)
+    add(VALIDATION_LOSS, "held-out loss")
+    estimator = kl.removesuffix("_response").rpartition("_")[2]
+    add(kl, f"KL to the initial model, {estimator}", unit=f"{unit_of(kl)}; ")
+    add("rollout/ended", "ended", WINDOW)
     return found
 
 
-def state_of(run: Path, done: int, total: int | None) -> dict[str, Any]:
-    """Running, finished or stopped early, told from the files."""
-    of = f"{done:,} of {total:,} steps" if total else f"{done:,} steps"
+def tiles(series: Series, clocks: Series) -> list[Tile]:
+    """The other figures of the page's head."""
+    found = []
+    responses = sum(value for _, value in series.get("rollout/responses", []))
+    if responses:
+        found.append(Tile("responses", f"{responses:,.0f}", "sampled to learn"))
+    seconds = sum(value for _, value in clocks.get("time/step", []))
+    if seconds:
+        value = f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+        found.append(Tile("time", value, "wall clock of the steps"))
+    return found
+
+
+def total_steps(run: Path, recipe: Mapping[str, Any]) -> int | None:
+    """The steps that a run will have; of a supervised run its status says them, if anything."""
+    told = status.read(run)
+    said = None if told is None else told.steps
+    steps = recipe.get("train", {}).get("steps", said)
+    return None if steps is None else int(steps)
+
+
+def state_of(run: Path, *, now: float) -> tuple[str, str]:
+    """What kind of state a run is in, and the state in words, told from the files."""
+    told = status.read(run)
     if (run / "summary.json").exists():
-        return {"kind": "finished", "text": f"finished, {of}"}
-    if is_held(run):
-        return {"kind": "running", "text": f"running, {of}"}
-    last = checkpoint.latest(run)
+        return "finished", "finished"
+    silence = told and told.silence(now)
+    if silence:
+        return "silent", f"no sign of life for {silence}"
+    if (told and told.state == "running") or is_held(run):
+        return "running", "running"
+    return "stopped", "failed" if told and told.state == "failed" else "stopped early"
+
+
+def chip(run: Path, done: int, total: int | None, *, now: float) -> dict[str, str]:
+    """The state with the steps that are done, for the page's head."""
+    kind, state = state_of(run, now=now)
+    steps = f"{done:,} of {counted(total, 'step')}" if total else counted(done, "step")
+    last = checkpoint.latest(run) if kind in ("stopped", "silent") else None
     note = "" if last is None else f"; resumes from {last.name}"
-    return {"kind": "stopped", "text": f"stopped early after {of}{note}"}
+    return {"kind": kind, "text": f"{state}, {steps}{note}"}
 
 
 def _read_text(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import TypedDict, cast
 
 from burnish.errors import RunError
 from burnish.runs.metrics import iterate_rows
-from burnish.types import FloatArray, Group, IntArray
+from burnish.types import FloatArray, Group, IntArray, Prompt
 
 
 class Rollout(TypedDict):
@@ -69,7 +69,7 @@ def rows(
             group=group.index,
             prompt_id=group.prompt.prompt_id,
             prompt=group.prompt.text,
-            asked=group.prompt.meta.get("asked", group.prompt.text),
+            asked=asked(group.prompt),
             sample=completion.sample_index,
             response=completion.text,
             tokens=tokens,
@@ -86,9 +86,17 @@ def rows(
         )
 
 
-def read(path: Path) -> Iterator[Rollout]:
-    """The rows of rollouts.jsonl or evaluations.jsonl; none where there is no file."""
-    for number, row in enumerate(iterate_rows(path), 1):
+def asked(prompt: Prompt) -> str:
+    """The prompt without the chat template around it."""
+    return str(prompt.meta.get("asked", prompt.text))
+
+
+def read(path: Path, reach: int | None = None) -> Iterator[Rollout]:
+    """The rows of rollouts.jsonl or evaluations.jsonl; none where there is no file.
+
+    reach: how many bytes are read at each end of the file, None for all of it.
+    """
+    for number, row in enumerate(iterate_rows(path, reach), 1):
         missing = Rollout.__annotations__.keys() - row.keys()
         if missing:
             lacks = ", ".join(sorted(missing))
@@ -117,7 +125,7 @@ def readable(step: int, groups: Sequence[Group], advantages: Sequence[float]) ->
         if position and position + len(group.grades) > READABLE:
             lines.append(f"  and {len(groups) - number} more prompts")
             break
-        lines.append(f"  prompt {group.prompt.text!r}")
+        lines.append(f"  prompt {asked(group.prompt)!r}")
         given = advantages[position : position + len(group.grades)]
         position += len(group.grades)
         rows = Counter(
@@ -129,11 +137,11 @@ def readable(step: int, groups: Sequence[Group], advantages: Sequence[float]) ->
         for (reward, advantage, text, parts, status), count in sorted(rows.items(), reverse=True):
             note = "" if status == "scored" else f"  [{status}]"
             lines.append(
-                f"    {count:3d} × {text!r}  reward {reward:g} ({parts})"
-                f"  advantage {advantage:+.4f}{note}"
+                f"    {count:3d} × {text!r}  reward {reward:zg} ({parts})"
+                f"  advantage {advantage:+z.4f}{note}"
             )
     return "\n".join(lines) + "\n"
 
 
 def _parts(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in parts.items())
+    return ", ".join(f"{name} {value:zg}" for name, value in parts.items())

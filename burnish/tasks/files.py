@@ -76,7 +76,7 @@ class Files:
 
     def _prompt(self, prompt_id: str, row: Row) -> Prompt:
         text, ids = encode(self._tokenizer, row["prompt"], chat=self.config.chat)
-        meta = {"asked": row["prompt"]} if isinstance(row["prompt"], str) else {}
+        meta = {"asked": asked(row["prompt"])}
         return Prompt(prompt_id, text, ids, self.config.name, reference=row, meta=meta)
 
 
@@ -195,6 +195,16 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and all(
         isinstance(message.get(key), str) for key in ("role", "content")
     )
+
+
+def asked(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """A prompt as its writer wrote it; of several messages, each after its role."""
+    if isinstance(prompt, str):
+        return prompt
+    texts = [str(message["content"]) for message in prompt]
+    if len(texts) == 1:
+        return texts[0]
+    return "\n\n".join(f"{m['role']}: {text}" for m, text in zip(prompt, texts, strict=True))
 
 
 def encode(

@@ -2,10 +2,10 @@ import numpy as np
 import torch
 
 from burnish.config import SortTask
-from burnish.engine.sorter import SorterEngine, invert
+from burnish.engine.sorter import SorterEngine, invert, spell
 from burnish.model.sorter import Sorter
 from burnish.tasks.sorting import Sorting
-from burnish.types import SamplingParams, Weights
+from burnish.types import Finish, SamplingParams, Weights
 
 TASK = Sorting(SortTask(), seed=0)
 
@@ -70,3 +70,11 @@ def test_loaded_weights_stamp_their_version():
     (expected,) = generate(SorterEngine(other), TASK.prompts[:1])
     assert got[0].versions.tolist() == [4, 4, 4]
     assert np.array_equal(got[0].token_ids, expected[0].token_ids)
+
+
+def test_a_response_is_whole_and_written_as_prompts_are():
+    (completions,) = generate(SorterEngine(Sorter(12, 3, 10, seed=0)), TASK.prompts[:1])
+    for completion in completions:
+        assert completion.finish is Finish.STOP
+        assert completion.text == " ".join(map(str, completion.token_ids))
+        assert "".join(spell(completion.token_ids)) == completion.text

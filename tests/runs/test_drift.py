@@ -87,3 +87,8 @@ def test_mismatch():
     assert "disagree" in read_mismatch(line([0.2]), [], rounded=True)[0]
     assert "disagree" in read_mismatch(line([0.04]), [])[0]
     assert "agree as far as 16-bit logits can" in read_mismatch(line([0.04]), [], rounded=True)[0]
+
+
+def test_no_zero_is_negative():
+    assert "-0 " not in " ".join(read_drift(line([-0.0] * 9), line([0.1 * s for s in range(9)])))
+    assert "by 0 nats" in read_mismatch(line([-1e-12]), [])[0]

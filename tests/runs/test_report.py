@@ -11,7 +11,6 @@ from burnish.errors import RunError
 from burnish.runs import checkpoint, excerpt, report
 from burnish.runs.directory import RunDirectory
 from burnish.runs.report import write_report
-from tests.runs.browser import EXECUTABLE, Browser
 
 RECIPE = config.load("sort")
 HOSTILE = (
@@ -115,14 +114,36 @@ def test_the_data_of_a_page(tmp_path):
     first = data["time"]["phases"][0]
     assert (first["label"], first["seconds"]) == ("rollout generation", 24.0)
     assert first["share"] == pytest.approx(2 / 3, abs=1e-5)
-    assert {tile["label"]: tile["value"] for tile in data["tiles"]} == {
-        "reward": "0.65",
-        "validation": "0.9",
-        "KL to initial, nats per token": "0.11",
-        "ended by itself": "0.565",
+    assert {label: value for label, value, note in data["tiles"]} == {
+        "reward, last 10 steps": "0.65",
+        "held-out reward": "0.9",
+        "KL to the initial model, k1": "0.11",
+        "ended, last 10 steps": "0.565",
         "responses": "360",
         "time": "36 s",
     }
+
+
+def test_a_chart_has_two_points_or_no_card(tmp_path):
+    data = data_of(write_report(make_run(tmp_path / "one", 1)))
+    assert data["panels"] == []
+    assert data["once"]["train/entropy"] == 2.0
+    run = make_run(tmp_path / "two", 2)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "custom/rare": 7.0, "rollout/part_a": 0.5}) + "\n")
+    data = data_of(write_report(run))
+    assert all(any(len(line["points"]) > 1 for line in p["lines"]) for p in data["panels"])
+    # A curve may have a lone point beside it: the first validation.
+    (reward,) = [panel for panel in data["panels"] if panel["title"] == "Reward"]
+    assert [len(line["points"]) for line in reward["lines"]] == [2, 1]
+    assert data["once"] == {"custom/rare": 7.0, "rollout/part_a": 0.5}
+
+
+def test_no_zero_of_the_page_is_negative(tmp_path):
+    with RunDirectory(tmp_path, RECIPE) as run:
+        for step in range(3):
+            run.append_row("metrics.jsonl", {"step": step, "rollout/reward": -0.0})
+    assert data_of(write_report(tmp_path))["tiles"] == [["reward, last 3 steps", "0", "from 0"]]
 
 
 def test_the_state_is_told_from_the_files(tmp_path):
@@ -136,7 +157,7 @@ def test_the_state_is_told_from_the_files(tmp_path):
     checkpoint.save(run.path, 1, {"a": torch.zeros(1)}, {})
     assert data_of(write_report(run.path))["state"] == {
         "kind": "stopped",
-        "text": "stopped early after 1 of 100 steps; resumes from step-00000001",
+        "text": "stopped early, 1 of 100 steps; resumes from step-00000001",
     }
     with pytest.raises(RunError, match="not a run directory"):
         write_report(tmp_path)
@@ -200,6 +221,17 @@ def test_one_huge_response_is_cut_and_says_so(tmp_path):
     assert (len(second["t"]), second["c"]) == (excerpt.TOKENS, [50_000, 50_000])
 
 
+def test_a_prompt_is_what_was_asked_and_is_never_cut(tmp_path):
+    long = "How much is it? " * 2_000 + "End of the question."
+    templated = f"<|im_start|>user\n{long}<|im_end|>\n<|im_start|>assistant\n"
+    rows = [rollout(s, 0, prompt=templated) | {"asked": long} for s in (0, 1)]
+    huge = rollout(2, 1, prompt="x" * 5_000_000)  # has no room in the page; the others do
+    page = write_report(make_run(tmp_path, rollouts=[huge, *rows]))
+    told = data_of(page)["rollouts"]
+    assert told["prompts"] == [long]
+    assert (told["total"], len(told["rows"])) == (3, 2)
+
+
 def test_pairs_fall_back_to_training_prompts_seen_twice():
     def entry(source, step, prompt, sample=0):
         return excerpt.Entry(source, step, step, prompt, sample, prompt, 1)
@@ -208,14 +240,6 @@ def test_pairs_fall_back_to_training_prompts_seen_twice():
     pairs = excerpt.pair_up([*train, entry(1, 0, "v")])  # validated once: nothing to compare
     assert [(a.step, b.step, a.sample) for a, b in pairs] == [(1, 9, 0), (1, 9, 1)]
     assert excerpt.pair_up([]) == []
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if EXECUTABLE is None:
-        pytest.skip("chromium is not installed")
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def check_page(browser, page, *, width=1280, dark=False):
@@ -322,8 +346,24 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     assert "left ⟨202E⟩ right ⟨2066⟩⟨200F⟩" in texts
     assert "\u202e" not in texts
     assert "⟨00⟩⟨07⟩⟨1B⟩[31m⟨0D⟩↵" in texts
-    assert "cut here: 1 of 1 tokens, 1,000,000 characters in all" in texts
+    assert "cut here: 1 of 1 token, 1,000,000 characters in all" in texts
     assert browser.problems == []
+
+
+def test_a_browser_shows_the_whole_of_a_long_prompt(browser, tmp_path):
+    short, long = "What is 2 + 2?\n" * 5, "Think about the following. " * 100 + "The very end."
+    rows = [rollout(step, prompt=text) for text in (short, long) for step in (0, 1)]
+    page = write_report(make_run(tmp_path, rollouts=rows))
+    for width in (390, 1300):
+        check_page(browser, page, width=width)
+        cut = """[...document.querySelectorAll('.prompt')].filter(e =>
+            e.scrollHeight > e.clientHeight + 1 || e.scrollWidth > e.clientWidth + 1).length"""
+        assert browser.evaluate(cut) == 0
+        browser.evaluate("document.querySelectorAll('.prompt details').forEach(d => d.open = true)")
+        assert browser.evaluate(cut) == 0
+        shown = browser.evaluate("document.querySelector('#list').innerText")
+        assert long in shown
+        assert short.strip() in shown
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -331,3 +371,25 @@ def test_a_run_that_has_just_started(browser, tmp_path, steps):
     check_page(browser, write_report(make_run(tmp_path, steps, finished=False)))
     text = browser.evaluate("document.querySelector('main').textContent")
     assert ("No step has finished yet" in text) == (steps == 0)
+    assert ("Curves begin" in text) == (steps == 1)
+    browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    browser.wait("[...document.querySelectorAll('svg')].every(svg => svg.childElementCount)")
+    empty = """[...document.querySelectorAll('svg')].filter(svg =>
+        !svg.querySelector('path[d*=L]') && svg.querySelectorAll('rect').length < 6).length"""
+    assert browser.evaluate(empty) == 0
+
+
+def test_heads_and_legends_agree_and_no_zero_is_negative(browser, tmp_path):
+    run = make_run(tmp_path)
+    with (run / "timings.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 12, "time/other": -1e-7, "time/step": 0.0}) + "\n")
+    check_page(browser, write_report(run))
+    tiles = browser.evaluate(
+        "[...document.querySelectorAll('.tile')].map(t => [...t.children].map(c => c.textContent))"
+    )
+    legends = browser.evaluate(
+        "[...document.querySelectorAll('.legend span')].map(s => s.textContent)"
+    )
+    for label, value, _ in tiles[:4]:
+        assert f"{label} {value}" in legends
+    assert not re.search(r"[-−]0(\.0+)?(?![.\d])", browser.evaluate("page.innerText"))

@@ -1,7 +1,9 @@
 import json
 import os
+from dataclasses import replace
 
 import matplotlib.axes
+import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -105,6 +107,19 @@ def test_readable_counts_equal_responses_and_escapes_text():
         "      2 × '2'  reward 1 ()  advantage +0.5000",
         "      1 × '3'  reward 0 ()  advantage -1.0000",
     ]
+
+
+def test_the_readable_log_has_what_was_asked():
+    group = make_group(0, [1], [[2]], [1.0])
+    asked = replace(group.prompt, text="<|user|>Sort it<|end|>", meta={"asked": "Sort it"})
+    text = readable(1, [replace(group, prompt=asked)], [0.0])
+    assert text.splitlines()[1] == "  prompt 'Sort it'"
+
+
+def test_the_readable_log_has_no_negative_zero():
+    text = readable(1, [make_group(0, [1], [[2], [3]], [-0.0, 1.0])], [-1e-9, 0.5])
+    assert "reward 0 ()  advantage +0.0000" in text
+    assert "-0" not in text
 
 
 def test_rows_say_what_a_response_was(tmp_path):
@@ -247,10 +262,30 @@ def test_runs_that_differ_only_in_their_seed_share_a_curve(tmp_path):
     curves = plots.draw_comparison(runs, out)
     assert out.read_bytes().startswith(b"\x89PNG")
     labels = {curve.label: curve.seeds for curve in curves}
-    assert labels == {"advantage = raw": [0, 1], "advantage = group_mean": [0]}
+    assert labels == {"objective.advantage = raw": [0, 1], "objective.advantage = group_mean": [0]}
     ends = plots.ends(curves[0])
     assert ends["reward"] == [1.5, 2.5]
     assert np.isnan(ends["KL k1"]).all()
+
+
+@pytest.mark.parametrize("metrics", [(), ("rollout/reward",)])
+def test_long_labels_stay_inside_the_picture(metrics, tmp_path, monkeypatch):
+    runs = [
+        make_run(tmp_path / "a", [1.0, 2.0], "objective.advantage=raw", "train.epochs=4"),
+        make_run(tmp_path / "b", [1.0, 2.0], "objective.importance=truncate", "train.steps=7"),
+    ]
+    made, legend = [], matplotlib.figure.Figure.legend
+
+    def watched(figure, *given, **style):
+        made.append((figure, legend(figure, *given, **style)))
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "legend", watched)
+    curves = plots.draw_comparison(runs, tmp_path / "out.png", metrics)
+    ((figure, drawn),) = made
+    box = drawn.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+    texts = [" ".join(text.get_text().split()) for text in drawn.get_texts()]
+    assert texts == [curve.label for curve in curves]
 
 
 def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):

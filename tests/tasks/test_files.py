@@ -56,6 +56,13 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path, line, message):
         read_rows(file)
 
 
+def test_a_page_shows_what_was_asked_without_the_template():
+    alone, after = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+    rows = [{"prompt": p, "n": 0} for p in ("plain", [alone], [alone, after, alone])]
+    shown = [prompt.meta["asked"] for prompt in make([], rows).validation]
+    assert shown == ["plain", "hi", "user: hi\n\nassistant: ho\n\nuser: hi"]
+
+
 def test_files_that_are_not_there_or_empty(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl can't be read: No such file"):
         read_rows(tmp_path / "none.jsonl")

@@ -1,0 +1,350 @@
+"use strict";
+let data;
+const page = document.getElementById("page"), tip = document.getElementById("tip");
+const SVG = "http://www.w3.org/2000/svg";
+
+/* Elements. Text enters the page as text nodes only. */
+function h(tag, attributes = {}, ...children) {
+  const svg = ["svg", "path", "line", "circle", "rect", "text", "g"].includes(tag);
+  const element = svg ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "style") Object.assign(element.style, value);
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value);
+  }
+  element.append(...children.flat().filter(child => child !== null && child !== undefined));
+  return element;
+}
+const colour = i => `var(--c${i % 8})`;
+const count = n => n.toLocaleString("en-US"), many = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+const fixed = (v, digits) => (+v.toFixed(digits) || 0).toFixed(digits);  /* no -0.00 */
+function number(v) {
+  if (v === null || v === undefined) return "–";
+  const size = Math.abs(v);
+  if (v === 0) return "0";
+  if (size >= 1e5 || size < 1e-3) return v.toExponential(1).replace("e+", "e");
+  return String(+v.toPrecision(size >= 100 ? 4 : 3));
+}
+function showTip(event, text) {
+  tip.textContent = text;
+  tip.style.display = "block";
+  const box = tip.getBoundingClientRect(), pad = 14;
+  const x = event.clientX + pad + box.width > innerWidth ? event.clientX - box.width - pad : event.clientX + pad;
+  const y = event.clientY + pad + box.height > innerHeight ? event.clientY - box.height - pad : event.clientY + pad;
+  tip.style.left = Math.max(4, x) + "px";
+  tip.style.top = Math.max(4, y) + "px";
+}
+const hideTip = () => { tip.style.display = "none"; };
+
+/* Charts: redrawn at their true width; the step under the pointer is marked in all of them. */
+const charts = new Set();
+function mark(step) { for (const chart of charts) if (chart.svg.isConnected) chart.mark(step); else charts.delete(chart); }
+function ticks(low, high, most) {
+  const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw));
+  const unit = [1, 2, 2.5, 5, 10].find(m => m * power >= raw * 0.999) * power, found = [];
+  for (let i = Math.ceil(low / unit - 1e-9); i * unit <= high + unit * 1e-6; i++) found.push(+(i * unit).toPrecision(12));
+  return found;
+}
+function range(values, zero) {
+  let low = Math.min(...values), high = Math.max(...values);
+  if (zero) low = Math.min(low, 0);
+  if (low === high) { const room = Math.abs(low) / 2 || 0.5; return [low >= 0 ? Math.max(0, low - room) : low - room, high + room]; }
+  return [low >= 0 && low < (high - low) * 0.5 ? 0 : low - (high - low) * 0.06, high + (high - low) * 0.06];
+}
+function mean(points, width) {
+  return points.map((p, i) => { const part = points.slice(Math.max(0, i - width + 1), i + 1); return [p[0], part.reduce((a, q) => a + q[1], 0) / part.length]; });
+}
+function drawing(height, draw) {
+  const svg = h("svg", { height, role: "img" });
+  let last = 0;
+  new ResizeObserver(() => { const width = svg.clientWidth; if (width && width !== last) { last = width; svg.setAttribute("viewBox", `0 0 ${width} ${height}`); svg.replaceChildren(); draw(svg, width); } }).observe(svg);
+  return svg;
+}
+function axes(svg, width, height, [x0, x1], [y0, y1], label) {
+  const marks = ticks(y0, y1, height / 45), left = Math.max(...marks.map(v => number(v).length)) * 6.2 + 10;
+  const X = v => left + (v - x0) / (x1 - x0 || 1) * (width - left - 10), Y = v => height - 32 - (v - y0) / (y1 - y0) * (height - 42);
+  for (const v of marks) svg.append(h("line", { x1: left, x2: width - 10, y1: Y(v), y2: Y(v), stroke: "var(--line)" }), h("text", { x: left - 6, y: Y(v) + 4, "text-anchor": "end" }, number(v)));
+  const along = x1 > x0 ? ticks(x0, x1, Math.max(3, width / 75)) : [x0];
+  for (const v of label.endsWith("step") ? along.filter(Number.isInteger) : along) svg.append(h("text", { x: X(v), y: height - 17, "text-anchor": "middle" }, number(v)));
+  svg.append(h("text", { x: (left + width - 10) / 2, y: height - 3, "text-anchor": "middle" }, label));
+  return [X, Y];
+}
+const pathOf = (points, X, Y) => points.map((p, i) => `${i ? "L" : "M"}${X(p[0]).toFixed(1)} ${Y(p[1]).toFixed(1)}`).join("");
+const short = name => name.replace(/^rollout\/(part_|grades_)?|^train\/|^kl\/(initial_|previous_|reference_)?|^mismatch\//, "").replace(/^(kl\/held_out_|validation\/)(part_|grades_)?/, "held-out ").replaceAll("_", " ").replaceAll("/", " ");
+
+function chart({ title, lines, section }) {
+  const height = section === "reward" ? 250 : 190, xs = lines.flatMap(l => l.points.map(p => p[0])), ys = lines.flatMap(l => l.points.map(p => p[1]));
+  const span = [Math.min(...xs), Math.max(...xs)], steps = [...new Set(xs)].sort((a, b) => a - b), smooth = lines[0].name.startsWith("rollout/reward") || section === "reward";
+  const readout = h("div", { class: "legend" });
+  const legend = step => readout.replaceChildren(...lines.map((line, i) => {
+    const at = step === null ? line.points.at(-1) : line.points.find(p => p[0] === step);
+    const [label, value] = step === null && line.head || [short(line.name), at ? number(at[1]) : "–"];
+    return h("span", {}, h("i", { style: { background: colour(i) } }), `${label} `, h("b", {}, value));
+  }));
+  let cursor, X;
+  const svg = drawing(height, (svg, width) => {
+    let Y;
+    [X, Y] = axes(svg, width, height, span, range(ys), "step");
+    lines.forEach((line, i) => {
+      const sparse = line.points.length <= 24, soft = smooth && line.points.length > 24;
+      const stroke = { fill: "none", stroke: colour(i), "stroke-width": 1.8, "stroke-linejoin": "round" };
+      svg.append(h("path", { ...stroke, d: pathOf(line.points, X, Y), ...(soft ? { "stroke-width": 1, opacity: 0.45 } : {}) }));
+      if (soft) svg.append(h("path", { ...stroke, d: pathOf(mean(line.points, 5), X, Y) }));
+      if (sparse) for (const p of line.points) svg.append(h("circle", { cx: X(p[0]), cy: Y(p[1]), r: 3, fill: colour(i) }));
+    });
+    cursor = h("line", { y1: 8, y2: height - 32, stroke: "var(--soft)", "stroke-dasharray": "3 3", visibility: "hidden" });
+    svg.append(cursor);
+  });
+  svg.setAttribute("aria-label", `${title}, by step`);
+  svg.addEventListener("pointermove", event => {
+    const x = event.clientX - svg.getBoundingClientRect().left;
+    const step = steps.reduce((a, b) => Math.abs(X(b) - x) < Math.abs(X(a) - x) ? b : a);
+    mark(step);
+    showTip(event, [`step ${step}`, ...lines.map(l => [l, l.points.find(p => p[0] === step)]).filter(([, p]) => p).map(([l, p]) => `${short(l.name)}  ${number(p[1])}`)].join("\n"));
+  });
+  svg.addEventListener("pointerleave", () => { mark(null); hideTip(); });
+  charts.add({ svg, mark(step) {
+    legend(step);
+    if (!cursor) return;
+    const inside = step !== null && step >= span[0] && step <= span[1];
+    cursor.setAttribute("visibility", inside ? "visible" : "hidden");
+    if (inside) { cursor.setAttribute("x1", X(step)); cursor.setAttribute("x2", X(step)); }
+  } });
+  legend(null);
+  return h("div", { class: "card" }, h("h3", {}, title), readout, svg);
+}
+function frontier({ x, y, points }) {
+  let places = [];
+  const svg = drawing(190, (svg, width) => {
+    const [X, Y] = axes(svg, width, 190, range(points.map(p => p[1]), true), range(points.map(p => p[2])), x);
+    places = points.map(p => [X(p[1]), Y(p[2]), p]);
+    svg.append(h("path", { d: pathOf(points.map(p => [p[1], p[2]]), X, Y), fill: "none", stroke: "var(--c4)", opacity: 0.35 }));
+    places.forEach(([cx, cy], i) => svg.append(h("circle", { cx, cy, r: 3.2, fill: "var(--c4)", opacity: 0.25 + 0.75 * i / points.length })));
+  });
+  svg.setAttribute("aria-label", `${y} against ${x}`);
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), far = q => Math.hypot(q[0] - event.clientX + box.left, q[1] - event.clientY + box.top);
+    const [, , p] = places.reduce((a, b) => far(b) < far(a) ? b : a);
+    mark(p[0]);
+    showTip(event, `step ${p[0]}\n${short(y)}  ${number(p[2])}\nKL  ${number(p[1])}`);
+  });
+  svg.addEventListener("pointerleave", () => { mark(null); hideTip(); });
+  return h("div", { class: "card" }, h("h3", {}, "Reward against KL"), h("div", { class: "legend" }, `${short(y)}; later steps are stronger`), svg);
+}
+function timeCard({ phases, whole, steps }) {
+  const byStep = new Map();
+  phases.forEach((phase, i) => phase.points.forEach(([s, v]) => byStep.set(s, Object.assign(byStep.get(s) || [], { [i]: Math.max(0, v) }))));
+  const rows = [...byStep].sort((a, b) => a[0] - b[0]), sum = row => phases.reduce((a, _, i) => a + (row[i] || 0), 0);
+  let X;
+  const svg = drawing(280, (svg, width) => {
+    let Y;
+    const first = rows[0][0], last = rows.at(-1)[0], half = (last - first) / Math.max(1, rows.length - 1) / 2 || 0.5;
+    [X, Y] = axes(svg, width, 280, [first - half, last + half], [0, Math.max(...rows.map(([, r]) => sum(r))) * 1.05 || 1], "seconds by step");
+    const wide = Math.max(0.5, (X(half) - X(0)) * 2 * (rows.length < 80 ? 0.8 : 1));
+    for (const [step, row] of rows) {
+      let below = 0;
+      phases.forEach((_, i) => { const v = row[i] || 0; svg.append(h("rect", { x: X(step) - wide / 2, width: wide, y: Y(below + v), height: Math.max(0, Y(below) - Y(below + v)), fill: colour(i) })); below += v; });
+    }
+  });
+  svg.setAttribute("aria-label", "seconds per phase, by step");
+  svg.addEventListener("pointermove", event => {
+    const x = event.clientX - svg.getBoundingClientRect().left, [step, row] = rows.reduce((a, b) => Math.abs(X(b[0]) - x) < Math.abs(X(a[0]) - x) ? b : a);
+    mark(step);
+    showTip(event, [`step ${step}: ${number(sum(row))} s`, ...phases.map((p, i) => `${p.label}  ${number(row[i] || 0)} s`)].join("\n"));
+  });
+  svg.addEventListener("pointerleave", () => { mark(null); hideTip(); });
+  const line = (label, seconds, share, i) => h("tr", {}, h("td", {}, i === null ? null : h("i", { style: { background: colour(i) } }), label), h("td", { class: "n" }, fixed(seconds, seconds < 10 ? 2 : 1)), h("td", { class: "n" }, fixed(100 * share, 1) + "%"), h("td", { class: "n" }, number(+(seconds / steps).toFixed(6))),
+    h("td", { style: { width: "22%" } }, h("div", { class: "bar", style: { width: 100 * share + "%", background: i === null ? "var(--line)" : colour(i) } })));
+  return h("div", { class: "grid wide" }, rows.length > 1 ? h("div", { class: "card" }, h("h3", {}, "Wall clock, step by step"), svg) : null, h("div", { class: "card" },
+    h("table", { id: "times" }, h("tr", {}, h("th", {}, "phase"), h("th", { class: "n" }, "seconds"), h("th", { class: "n" }, "share"), h("th", { class: "n" }, "s / step"), h("th", {})), phases.map((p, i) => line(p.label, p.seconds, p.share, i)), line("whole step", whole, 1, null))));
+}
+
+/* Rollouts. v validation, s step, g group, i sample, p prompt, t tokens, l and m log-probabilities of sampler and
+   learner, r reward, a advantage, x parts, f finish, w version, e status, y text where tokens do not spell it, c cut. */
+let rows = [], prompts = [], pairs = [], total = 0, ends = false, widest = 0, mode = "logprob";
+function take(rollouts) {
+  ({ rows = [], prompts = [], pairs = [], total, ends } = rollouts);
+  const gaps = rows.flatMap(r => (r.m || []).map((m, k) => m === null || r.l[k] === null ? 0 : Math.abs(r.l[k] - m))).sort((a, b) => a - b);
+  widest = gaps[Math.floor(gaps.length * 0.99)] || gaps.at(-1) || 0;
+}
+const DEEPEST = 6, textOf = row => row.y ?? (row.t || []).join("");
+function visible(text) {  /* what has no glyph, or would reorder its neighbours, is spelled out */
+  return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, c => {
+    const code = c.charCodeAt(0);
+    return c === "\n" ? "↵\n" : c === "\t" ? "⇥\t" : `⟨${code.toString(16).toUpperCase().padStart(code < 256 ? 2 : 4, "0")}⟩`;
+  });
+}
+function shade(row, k) {
+  const l = row.l?.[k] ?? null, m = row.m?.[k] ?? null;
+  if (mode === "logprob") return l === null ? "" : `rgb(var(--hot) / ${(0.7 * Math.min(1, -l / DEEPEST)).toFixed(3)})`;
+  if (mode === "gap" && l !== null && m !== null && widest) return `rgb(var(${l > m ? "--hot" : "--cold"}) / ${(0.7 * Math.min(1, Math.abs(l - m) / widest)).toFixed(3)})`;
+  return "";
+}
+function body(row) {
+  if (mode === "plain") return h("div", { class: "text" }, visible(textOf(row)) || "(empty)");
+  const element = h("div", { class: "text" }, (row.t || []).map((token, k) => h("span", { "data-k": k, style: { backgroundColor: shade(row, k) } }, visible(token))));
+  if (!row.t) element.append("(empty)");
+  element.addEventListener("pointermove", event => {
+    const k = event.target.dataset.k;
+    if (k === undefined) return hideTip();
+    const l = row.l?.[k] ?? null, m = row.m?.[k] ?? null, told = [`token ${+k + 1}: ${visible(JSON.stringify(row.t[k].slice(0, 60)))}`];
+    if (l !== null) told.push(`log p  ${number(l)}   p  ${number(Math.exp(l))}`);
+    if (m !== null) told.push(`learner's log p  ${number(m)}`);
+    if (l !== null && m !== null) told.push(`sampler − learner  ${number(+(l - m).toFixed(4))}`);
+    showTip(event, told.join("\n"));
+  });
+  element.addEventListener("pointerleave", hideTip);
+  return element;
+}
+function response(row) {
+  const sum = (row.l || []).reduce((a, v) => a + (v ?? 0), 0), n = row.l?.length || 0;
+  const facts = [row.v ? "held out" : `group ${row.g}`, `sample ${row.i}`, row.a === undefined ? null : `advantage ${number(row.a)}`, many(row.c ? row.c[0] : (row.t || []).length, "token"), n ? `${number(sum / n)} nats per token` : null,
+    row.f === "stop" ? "ended by itself" : row.f === "length" ? "truncated" : row.f, row.w === undefined ? null : `version ${row.w}`, row.e, ...Object.entries(row.x || {}).map(([k, v]) => `${k} ${number(v)}`)];
+  return h("div", {}, h("div", { class: "meta" }, h("b", {}, `step ${row.s}`), h("b", {}, `reward ${number(row.r)}`), facts.filter(f => f).map(f => h("span", {}, f))), body(row),
+    row.c ? h("div", { class: "small soft" }, `cut here: ${count((row.t || []).length)} of ${many(row.c[0], "token")}, ${many(row.c[1], "character")} in all`) : null);
+}
+function prompt(row) {  /* whole; a long one opens with a click */
+  const text = visible(prompts[row.p]).replaceAll("↵\n", "\n"), start = text.slice(0, 240).replace(/\s+\S*$/, "");
+  if (text.length <= 600 && text.split("\n").length <= 12) return h("div", { class: "prompt" }, text);
+  const head = h("summary", {}, h("span", { class: "start" }, `${start} … `), `(${many(text.length, "character")})`);
+  return h("div", { class: "prompt" }, h("details", { "data-key": `${row.v} ${row.s} ${row.g} ${row.i}` }, head, text));
+}
+
+function browser() {
+  const field = (name, input) => h("label", {}, name, input);
+  const bound = id => h("input", { id, type: "number", step: "any" });
+  const inputs = { text: h("input", { id: "text", type: "search", placeholder: "in prompt or response" }), low: bound("low"), high: bound("high"), from: bound("from"), to: bound("to") };
+  const select = (id, options) => h("select", { id, onchange: () => list(PAGE) }, options.map(([value, text]) => h("option", { value }, text)));
+  const source = select("source", [["", "all"], ["0", "training"], ["1", "held out"]]);
+  const order = select("order", [["", "by step"], ["-s", "newest first"], ["r", "lowest reward"], ["-r", "highest reward"], ["l", "least likely"], ["m", "largest gap"]]);
+  const keys = { s: r => r.s, r: r => r.r ?? 0, l: r => r.l?.length ? r.l.reduce((a, v) => a + (v ?? 0), 0) / r.l.length : 0, m: r => r.m ? -r.m.reduce((a, v, k) => Math.max(a, Math.abs((v ?? 0) - (r.l[k] ?? v ?? 0))), 0) : 0 };
+  const counts = h("p", { id: "counts", class: "soft small" }), shown = h("div", { class: "list", id: "list" }), more = h("button", { id: "more", onclick: () => list(limit + PAGE) }, "show more");
+  const before = h("div", { class: "list", id: "pairs" }), morePairs = h("button", { id: "more-pairs", onclick: () => compare(pairLimit + 8) }, "show more pairs"), pairCount = h("p", { class: "soft small", id: "pair-count" });
+  const PAGE = 12;
+  let limit = PAGE, pairLimit = 4;
+  function list(size) {
+    limit = size;
+    const wanted = inputs.text.value.toLowerCase(), bound = (input, otherwise) => input.value === "" ? otherwise : +input.value, ranked = inputs.low.value !== "" || inputs.high.value !== "";
+    const found = rows.filter(r => (source.value === "" || String(r.v || 0) === source.value) && (ranked ? r.r !== undefined && r.r >= bound(inputs.low, -Infinity) && r.r <= bound(inputs.high, Infinity) : true)
+      && r.s >= bound(inputs.from, -Infinity) && r.s <= bound(inputs.to, Infinity) && (!wanted || prompts[r.p].toLowerCase().includes(wanted) || textOf(r).toLowerCase().includes(wanted)));
+    if (order.value) { const key = keys[order.value.at(-1)], sign = order.value[0] === "-" ? -1 : 1; found.sort((a, b) => sign * (key(a) - key(b))); }
+    counts.textContent = `${count(Math.min(size, found.length))} shown, ${count(found.length)} match, ${count(rows.length)} in this page` + (rows.length < total ? `, sampled from the ${count(total)} ${ends ? "at both ends of the run's files" : "on disk to bound the file's size"}.` : ends ? ", those at both ends of the run's files." : ", all that are on disk.");
+    swap(shown, found.slice(0, size).map(r => h("div", { class: "card" }, prompt(r), response(r))));
+    more.hidden = found.length <= size;
+  }
+  function compare(size) {
+    pairLimit = size;
+    swap(before, pairs.slice(0, size).map(([a, b]) => h("div", { class: "card" }, prompt(rows[a]), h("div", { class: "pair" }, [rows[a], rows[b]].map(response)))));
+    morePairs.hidden = pairs.length <= size;
+    pairCount.textContent = pairs.length ? `The same prompt, first and last seen: ${count(Math.min(size, pairs.length))} of ${count(pairs.length)} pairs.` : "No prompt has been seen at two steps yet.";
+  }
+  for (const input of Object.values(inputs)) input.addEventListener("input", () => list(PAGE));
+  const scale = h("span", { class: "small soft", id: "scale" });
+  const modes = [["logprob", "log-probability"], ["gap", "sampler − learner"], ["plain", "plain"]];
+  const toggle = h("div", { class: "toggle", role: "group", "aria-label": "colour of tokens" }, modes.map(([name, text]) => h("button", { "data-mode": name, onclick: () => paint(name) }, text)));
+  function paint(name) {
+    mode = name;
+    for (const button of toggle.children) button.setAttribute("aria-pressed", button.dataset.mode === name);
+    toggle.children[1].hidden = !rows.some(r => r.m);
+    const ramp = (from, to) => h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${from}, ${to})` } });
+    scale.replaceChildren(...(name === "logprob" ? ["log p  0", ramp("transparent", "rgb(var(--hot) / .7)"), `−${DEEPEST}`] : name === "gap" ? [`learner higher by ${number(widest)}`, ramp("rgb(var(--cold) / .7), transparent", "rgb(var(--hot) / .7)"), `sampler higher by ${number(widest)}; uncoloured where the learner did not score`] : []));
+    compare(pairLimit);
+    list(limit);
+  }
+  function refresh() {
+    for (const [key, low, high] of [["r", inputs.low, inputs.high], ["s", inputs.from, inputs.to]]) {
+      const values = rows.map(r => r[key]).filter(v => v !== undefined);
+      low.placeholder = values.length ? values.reduce((a, b) => Math.min(a, b)) : "";
+      high.placeholder = values.length ? values.reduce((a, b) => Math.max(a, b)) : "";
+    }
+    paint(mode);
+  }
+  if (data.live) order.value = "-s";
+  const elements = [h("div", { class: "controls sticky" }, toggle, scale), h("h3", {}, "Before and after"), pairCount, before, h("p", { style: { marginTop: "12px" } }, morePairs), h("h3", { style: { margin: "26px 0 8px" } }, "All responses"),
+    h("div", { class: "controls" }, field("text", inputs.text), field("reward from", inputs.low), field("reward to", inputs.high), field("step from", inputs.from), field("step to", inputs.to), field("source", source), field("order", order)), counts, shown, h("p", { style: { marginTop: "12px" } }, more)];
+  return { elements, refresh, isRead: () => [shown, before].some(e => e.matches(":hover") || (!getSelection().isCollapsed && getSelection().containsNode(e, true))) };
+}
+
+/* The page. What has not changed stays as it is: a section is built again when its part of the data is another. */
+function swap(element, children) {
+  const open = new Set([...element.querySelectorAll("details[open]")].map(d => d.dataset.key));
+  element.replaceChildren(...children.filter(child => child));
+  for (const details of element.querySelectorAll("details")) details.open = open.has(details.dataset.key);
+}
+const parts = new Map(), chip = h("span", { class: "chip", id: "state" }), now = h("div", { class: "now card", id: "now", hidden: "" });
+const tiles = h("div", { class: "grid tiles" }), nav = h("nav", { "aria-label": "sections" }), note = h("p", { style: { marginTop: "28px" } });
+const titles = { reward: "Reward", drift: "Drift", policy: "Policy", time: "Time", rollouts: "Rollouts", recipe: "Recipe and environment", other: "Everything else" };
+for (const id in titles) parts.set(id, { element: h("section", { id, hidden: "" }), key: "" });
+function section(id, isThere, part, build) {
+  const known = parts.get(id), key = isThere ? JSON.stringify(part) : "";
+  if (known.key === key) return;
+  known.key = key;
+  known.element.hidden = !isThere;
+  swap(known.element, isThere ? [h("h2", {}, titles[id]), ...build()] : []);
+}
+let responses = null, unread = false;
+function readRollouts() {  /* not while somebody reads or marks what stands there */
+  unread = responses !== null && responses.isRead();
+  if (unread) return;
+  take(data.rollouts);
+  responses ??= browser();
+  section("rollouts", total > 0, "made once", () => responses.elements);
+  responses.refresh();
+}
+function showState({ kind, text }) { chip.className = `chip ${kind}`; chip.textContent = text; }
+function draw(fresh) {
+  const first = data === undefined;
+  data = fresh;
+  document.title = `${data.run} · burnish`;
+  if (first) page.replaceChildren(h("header", {}, data.live?.home ? h("p", {}, h("a", { href: "/" }, "← all runs")) : "", h("div", { class: "top" }, h("h1", {}, data.name), chip), data.description ? h("p", {}, data.description) : "",
+    h("p", { class: "soft small" }, `run ${data.run} · seed ${data.seed} · as of `, h("span", { id: "asof" })), now, tiles, nav, note), ...[...parts.values()].map(part => part.element));
+  showState(data.state);
+  document.getElementById("asof").textContent = data.asof;
+  tiles.replaceChildren(...data.tiles.map(([label, value, said]) => h("div", { class: "card tile" }, h("span", { class: "small soft" }, label), h("b", {}, value), h("span", { class: "small soft" }, said))));
+  note.hidden = data.panels.length > 0;
+  note.textContent = data.panels.length ? "" : data.done ? "Curves begin with a second measurement." : data.live ? "No step has finished yet." : "No step has finished yet. Make the report again in a while: it is read from the run's files.";
+  const of = name => data.panels.filter(panel => panel.section === name), reward = of("reward"), drift = of("drift"), policy = of("policy"), other = of("other"), once = Object.entries(data.once), { frontier: front, reading } = data;
+  section("reward", reward.length, reward, () => [h("div", { class: "grid wide" }, reward.map(chart))]);
+  section("drift", drift.length || front, [drift, front, reading], () => [reading.length ? h("div", { class: "card reading", id: "reading" }, reading.map(s => h("p", {}, s))) : null,
+    h("div", { class: "grid" }, front ? [chart({ ...data.panels[0], section: "drift" }), frontier(front)] : null, drift.map(chart))]);
+  section("policy", policy.length, policy, () => [h("div", { class: "grid" }, policy.map(chart))]);
+  section("time", data.time, data.time, () => [timeCard(data.time)]);
+  readRollouts();
+  section("recipe", true, [data.recipe, data.environment], () => [h("div", { class: "grid wide" }, [data.recipe, data.environment].filter(text => text).map(text => h("div", { class: "card" }, h("pre", {}, text))))]);
+  section("other", other.length || once.length, [other, once], () => [other.length ? h("details", { "data-key": "other" }, h("summary", {}, many(other.length, "more metric")), h("div", { class: "grid" }, other.map(chart))) : null,
+    once.length ? h("details", { "data-key": "once" }, h("summary", {}, `${many(once.length, "metric")} measured once`), h("table", {}, once.map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", { class: "n" }, number(value)))))) : null]);
+  nav.replaceChildren(...[...parts].filter(([, part]) => part.key).map(([id]) => h("a", { href: "#" + id }, titles[id])));
+}
+document.addEventListener("pointermove", event => { if (!event.target.closest?.("svg, .text")) hideTip(); });  /* what it was about may be gone */
+
+/* Live: what the run is doing every few seconds, the rest when it has changed. */
+async function ask(what) {
+  const answer = await fetch(`${location.pathname}/${what}`);
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+function inPlace(change) {  /* what is looked at stays where it is, whatever grows above it */
+  const top = element => element.getBoundingClientRect().top, seen = [...page.querySelectorAll("section, #pairs, #list")].filter(e => top(e) < innerHeight / 2).at(-1);
+  const before = seen && top(seen);
+  change();
+  if (seen && scrollY > 0) scrollBy({ top: top(seen) - before, behavior: "instant" });
+}
+async function look() {
+  if (document.hidden) return;
+  try {
+    const told = await ask("status"), fresh = told.version === data.version ? null : await ask("data");
+    inPlace(() => {
+      if (fresh) draw(fresh);
+      else if (unread) readRollouts();
+      showState(told.state);
+      now.hidden = !told.now && !told.left;
+      now.replaceChildren([told.now, told.left].filter(text => text).join(" · "), told.share === null ? "" : h("div", { class: "track" }, h("div", { class: "bar", style: { width: 100 * told.share + "%" } })));
+    });
+  } catch (error) {
+    now.hidden = false;
+    now.replaceChildren(error instanceof TypeError ? "burnish watch has ended: this is how the run stood." : `The run can't be read: ${error.message}`);
+  }
+}
+async function follow() { await look(); setTimeout(follow, 1000 * data.live.every); }
+draw(JSON.parse(document.getElementById("data").textContent));
+if (data.live) { document.documentElement.style.overflowAnchor = "none"; follow(); }

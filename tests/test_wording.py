@@ -1,0 +1,27 @@
+import pytest
+
+from burnish.wording import counted, duration
+
+
+def test_one_is_singular():
+    assert [counted(n, "gradient step") for n in (0, 1, 1000)] == [
+        "0 gradient steps",
+        "1 gradient step",
+        "1,000 gradient steps",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-3, "0 seconds"),
+        (1.2, "1 second"),
+        (119, "119 seconds"),
+        (180, "3 minutes"),
+        (7_199, "120 minutes"),
+        (9_000, "2 hours"),
+        (259_200, "3 days"),
+    ],
+)
+def test_a_span_of_time_has_one_unit(seconds, text):
+    assert duration(seconds) == text
