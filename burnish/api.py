@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +26,11 @@ from burnish.config import (
 )
 from burnish.errors import ConfigError, RunError
 from burnish.plan import Size, check_lengths
+from burnish.preflight import check_before, check_sources, need
+from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoint
 from burnish.runs.directory import RunDirectory, environment, next_directory
+from burnish.runs.metrics import iterate_rows
 
 if TYPE_CHECKING:
     from burnish.config import ObjectiveConfig
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from burnish.learner.learner import Learner
     from burnish.learner.policy import Policy
     from burnish.loops.evaluate import Validated
-    from burnish.loops.run import Parts, Progress
+    from burnish.loops.run import Parts
     from burnish.model.sorter import Sorter
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
@@ -43,7 +48,8 @@ if TYPE_CHECKING:
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
 Prompts = Iterable[str | Mapping[str, Any]] | None
-Show = Callable[["Progress"], None]
+Shown = Show | bool | None
+"""What progress is shown to: a callable; None or True for a display on stderr; False for nobody."""
 DRIFT = 128
 """Held-out prompts on whose responses the KL to the initial model is measured."""
 STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -60,7 +66,7 @@ def train(
     overrides: Sequence[str] = (),
     seed: int | None = None,
     out: str | Path | None = None,
-    show: Show = lambda progress: None,
+    show: Shown = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Runs a recipe and returns its run directory.
@@ -69,22 +75,57 @@ def train(
     are "section.key=value"; ``out`` is a new directory, by default runs/NAME-1, runs/NAME-2, …
     ``prompts`` (rows with a "prompt", or prompts) and ``reward`` (a function of response text and
     row, or "FILE.py:NAME") replace the recipe's task by one's own.
+
+    Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
+    every ``burnish.progress.Progress``; those of phase "step" carry a finished step's metrics.
     """
     if isinstance(recipe, str):
         is_own = prompts is not None or reward is not None
         own = own_task(recipe, reward=reward) if is_own else []
         recipe = config.load(recipe, [*own, *overrides], seed=seed)
     path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
-    _prepare(recipe)
-    from burnish.loops.run import run
+    rows = None if prompts is None else list(prompts)
+    is_new = not path.exists()
+    with shown(show, path.name) as tell:
+        tell(Progress("check", "checking the recipe and its data"))
+        check_before(recipe, path, prompts=rows, reward=reward)
+        _prepare(recipe, tell)
+        from burnish.loops.run import run
 
-    parts = build(recipe, prompts=prompts, reward=reward)
-    try:
-        with RunDirectory(path, recipe) as directory:
-            run(directory, parts, show=show, stop=stop)
-    finally:
-        parts.close()
+        parts = build(recipe, prompts=rows, reward=reward, show=tell)
+        try:
+            with RunDirectory(path, recipe) as directory:
+                run(directory, parts, show=tell, stop=stop)
+        except KeyboardInterrupt:
+            if is_new and not has_learned(path):
+                shutil.rmtree(path)
+            raise
+        finally:
+            parts.close()
     return path
+
+
+@contextmanager
+def shown(show: Shown, name: str) -> Iterator[Show]:
+    """What to call with progress inside the block."""
+    if callable(show):
+        with showing_compiles(show):
+            yield show
+    elif show is False:
+        yield silent
+    else:
+        from rich.console import Console
+
+        from burnish.display import Display
+
+        console = Console(stderr=True, highlight=False)
+        with Display(name, console) as display, showing_compiles(display):
+            yield display
+
+
+def has_learned(run_path: Path) -> bool:
+    """Whether a run has finished a step."""
+    return any(row["step"] > 0 for row in iterate_rows(run_path / "metrics.jsonl"))
 
 
 def own_task(
@@ -129,12 +170,9 @@ def write_keywords(
     recipe: str = "keywords",
     overrides: Sequence[str] = (),
     seed: int | None = None,
-    show: Callable[[int, int], None] = lambda kept, asked: None,
+    show: Shown = None,
 ) -> dict[str, float]:
-    """Keyword prompts of a recipe with answers of the model that it names.
-
-    ``show`` gets how many rows are kept and how many prompts were asked.
-    """
+    """Keyword prompts of a recipe with answers of the model that it names."""
     loaded = config.load(recipe, overrides, seed=seed)
     from burnish.loops import data
     from burnish.tasks.keywords import Keywords
@@ -142,25 +180,36 @@ def write_keywords(
     if not isinstance(loaded.task, KeywordsTask):
         raise ConfigError(f"task.name must be 'keywords', recipe {recipe} has '{loaded.task.name}'")
     data.new_files(Path(out))  # what can go wrong goes wrong before the model is loaded
-    _prepare(loaded)
-    task, generator, _ = build_sampler(loaded)
-    assert isinstance(task, Keywords)
-    return data.write_keywords(loaded, task, generator, Path(out), rows=rows, show=show)
+    check_sources(loaded)
+    with shown(show, Path(out).name) as tell:
+        _prepare(loaded, tell)
+        task, generator, _ = build_sampler(loaded, show=tell)
+        assert isinstance(task, Keywords)
+        return data.write_keywords(loaded, task, generator, Path(out), rows=rows, show=tell)
 
 
 def write_sums(
-    out: str | Path, *, rows: int, overrides: Sequence[str] = (), seed: int | None = None
+    out: str | Path,
+    *,
+    rows: int,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    show: Shown = None,
 ) -> None:
     """Worked answers to questions of the recipe ``arithmetic``, for a supervised warm start."""
     recipe = config.load("arithmetic", overrides, seed=seed)
+    need("reasoning_gym", "gym", "writing sums")
     from burnish.loops import data
     from burnish.model import hub
     from burnish.model.tokenizer import Tokenizer
     from burnish.tasks.gym import Gym
 
     assert isinstance(recipe.task, GymTask)
-    tokenizer = Tokenizer.load(hub.resolve(LanguageConfig().name))
-    data.write_sums(Gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed), Path(out), rows=rows)
+    with shown(show, Path(out).name) as tell:
+        tokenizer = Tokenizer.load(hub.resolve(LanguageConfig().name, tell))
+        tell(Progress("generate", f"writing {rows} sums"))
+        task = Gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
+        data.write_sums(task, Path(out), rows=rows)
 
 
 def resume(
@@ -171,7 +220,7 @@ def resume(
     anyway: bool = False,
     prompts: Prompts = None,
     reward: Reward | str | None = None,
-    show: Show = lambda progress: None,
+    show: Shown = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Continues a run from its last checkpoint, bit for bit as if it had never stopped.
@@ -180,19 +229,23 @@ def resume(
     refused. ``from_checkpoint`` names another checkpoint of the run, such as "step-00000040".
     """
     path = Path(run_path)
-    with RunDirectory.reopen(path) as directory:
+    rows = None if prompts is None else list(prompts)
+    with RunDirectory.reopen(path) as directory, shown(show, path.name) as tell:
         recipe = _resumed_recipe(path, overrides)
+        chosen = _choose(path, from_checkpoint)
+        tell(Progress("check", "checking the recipe and its data"))
+        check_sources(recipe, prompts=rows, reward=reward)
+        _prepare(recipe, tell)
         _check_environment(path, anyway=anyway)
-        _prepare(recipe)
         from burnish.learner.learner import State
         from burnish.loops.run import run
 
-        chosen = _choose(path, from_checkpoint)
-        parts = build(recipe, prompts=prompts, reward=reward)
+        parts = build(recipe, prompts=rows, reward=reward, show=tell)
         try:
             start = 0
             positions: dict[str, int] = {}
             if chosen is not None:
+                tell(Progress("load", f"loading the checkpoint {chosen.name}"))
                 saved = checkpoint.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
                 if parts.choice is not None:
@@ -202,7 +255,7 @@ def resume(
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = directory.restart(start)
-            run(directory, parts, start=start, show=show, stop=stop)
+            run(directory, parts, start=start, show=tell, stop=stop)
         finally:
             parts.close()
     return path
@@ -215,30 +268,33 @@ def evaluate(
     overrides: Sequence[str] = (),
     seed: int | None = None,
     out: str | Path | None = None,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    show: Shown = None,
 ) -> dict[str, float]:
     """The validation figures of a model, as training measures them at its start.
 
     ``recipe`` may also be a run's directory, whose model is meant then, or a task's name. With
     ``out``, every response is kept in that directory, with a report; what it holds of this very
-    evaluation, begun before, is not sampled again. ``show`` gets how many prompts are done.
+    evaluation, begun before, is not sampled again.
     """
     if isinstance(recipe, str):
         recipe = evaluated(recipe, model=model, overrides=overrides, seed=seed)
-    _prepare(recipe)
-    from burnish.loops import evaluate as loop
-    from burnish.runs.evaluation import write_evaluation
+    check_sources(recipe)
+    with shown(show, recipe.name if out is None else Path(out).name) as tell:
+        _prepare(recipe, tell)
+        from burnish.loops import evaluate as loop
+        from burnish.runs.evaluation import write_evaluation
 
-    task, generator, decode = build_sampler(recipe)
-    try:
-        if out is None:
-            return loop.evaluate(recipe, task, generator, decode)[1]
-        path, settings = Path(out), evaluation_settings(recipe)
-        figures = loop.evaluate_into(path, settings, recipe, task, generator, decode, show=show)
-        write_evaluation([path], path / "report.html")
-        return figures
-    finally:
-        task.close()
+        task, generator, decode = build_sampler(recipe, show=tell)
+        try:
+            if out is None:
+                return loop.evaluate(recipe, task, generator, decode, show=tell)[1]
+            path, settings = Path(out), evaluation_settings(recipe, show=tell)
+            figures = loop.evaluate_into(path, settings, recipe, task, generator, decode, show=tell)
+            tell(Progress("report", "writing the report"))
+            write_evaluation([path], path / "report.html")
+            return figures
+        finally:
+            task.close()
 
 
 def evaluated(
@@ -262,7 +318,7 @@ def evaluated(
     return recipe
 
 
-def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
+def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:
     """All that an evaluation's results depend on, the weights' hash among it."""
     table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
     sections = ("model", "task", "engine", "validation", "rollout")
@@ -279,22 +335,23 @@ def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
     )
     learning = {"validation.every", *(f"rollout.{name}" for name in own)}
     settings = {key: value for key, value in kept.items() if key not in learning}
-    return settings | {"seed": recipe.seed, "weights": _digest(recipe)}
+    return settings | {"seed": recipe.seed, "weights": _digest(recipe, show)}
 
 
-def evaluation_path(recipe: Recipe) -> Path:
+def evaluation_path(recipe: Recipe, show: Show = silent) -> Path:
     """Where an evaluation goes by default: one place for the same settings, where it goes on."""
-    settings = json.dumps(evaluation_settings(recipe))
+    settings = json.dumps(evaluation_settings(recipe, show))
     return Path("runs") / f"eval-{recipe.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
 
-def _digest(recipe: Recipe) -> str | None:
+def _digest(recipe: Recipe, show: Show) -> str | None:
     """Of the files with the weights; None: they are made from the recipe."""
     if not isinstance(recipe.model, LanguageConfig):
         return None
     from burnish.model import hub
 
-    path = hub.resolve(recipe.model.name)
+    path = hub.resolve(recipe.model.name, show)
+    show(Progress("load", f"hashing the weights of {recipe.model.name}"))
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if (path / "recipe.toml").is_file():
         files = [_chosen(path, "best") / checkpoint.MANIFEST]  # which holds the tensors' hash
@@ -305,7 +362,9 @@ def _digest(recipe: Recipe) -> str | None:
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
-def export(run_path: str | Path, out: str | Path, *, which: str = "best") -> Path:
+def export(
+    run_path: str | Path, out: str | Path, *, which: str = "best", show: Shown = None
+) -> Path:
     """Writes a run's model as a Hugging Face directory; returns the checkpoint it came from.
 
     ``which`` is "best" (by validation; the last where there was none), "last" or a checkpoint's
@@ -317,12 +376,15 @@ def export(run_path: str | Path, out: str | Path, *, which: str = "best") -> Pat
         raise ConfigError("the sorting model is not a language model and can't be exported")
     if target.exists() and any(target.iterdir()):
         raise RunError(f"{target} is not empty; choose another directory")
-    from burnish.model import checkpoint as models
-
     chosen = _chosen(path, which)
-    model, _, source = open_model(recipe, dtype="float32")
-    _take_weights(model, chosen)
-    models.save(model, target, source=source)
+    with shown(show, path.name) as tell:
+        tell(Progress("load", "loading torch"))
+        from burnish.model import checkpoint as models
+
+        model, _, source = open_model(recipe, dtype="float32", show=tell)
+        _take_weights(model, chosen)
+        tell(Progress("export", f"writing {target}"))
+        models.save(model, target, source=source)
     return chosen
 
 
@@ -331,6 +393,7 @@ def build(
     *,
     prompts: Prompts = None,
     reward: Reward | str | None = None,
+    show: Show = silent,
 ) -> Parts:
     """What a recipe's run is made of."""
     from burnish.learner.policy import LanguagePolicy
@@ -340,32 +403,32 @@ def build(
     from burnish.rollout.packing import pack
 
     if recipe.is_supervised:
-        return _build_supervised(recipe)
-    if recipe.engine.name != "native":
-        raise ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
-    task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward)
+        return _build_supervised(recipe, show)
+    task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward, show=show)
     policy: Policy
     if isinstance(recipe.model, SorterConfig):
         policy = _sorter(recipe)
     else:
-        model = open_model(recipe, dtype="float32")[0].to(_device(recipe))
+        model = open_model(recipe, dtype="float32", show=show)[0].to(_device(recipe))
         if recipe.train.micro_tokens is not None:
             check_lengths(recipe, _size(recipe, model, task))
         policy = LanguagePolicy(model, recompute=recipe.train.recompute)
+    show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, recipe.objective)
     choice = Choice(recipe.rollout.revisit, seed=recipe.seed)
 
-    def validate() -> tuple[list[Group], Row]:
-        groups, figures = evaluate.evaluate(recipe, task, generator, decode)
+    def validate(show: Show, when: str) -> tuple[list[Group], Row]:
+        groups, figures = evaluate.evaluate(recipe, task, generator, decode, show=show, when=when)
         if groups and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
-            figures |= learner.held_out_drift(pack(groups[:DRIFT]).to(learner.device))
+            report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
+            figures |= learner.held_out_drift(pack(groups[:DRIFT]).to(learner.device), report)
         return groups, figures
 
     return Parts(
         recipe=recipe,
         learner=learner,
         choice=choice,
-        train=lambda timers, start: sync.train(
+        train=lambda timers, start, show: sync.train(
             recipe,
             task=task,
             choice=choice,
@@ -373,6 +436,7 @@ def build(
             learner=learner,
             timers=timers,
             start=start,
+            show=show,
         ),
         validate=validate,
         publish=lambda: generator.load(learner.weights()),
@@ -381,14 +445,15 @@ def build(
     )
 
 
-def _build_supervised(recipe: Recipe) -> Parts:
+def _build_supervised(recipe: Recipe, show: Show) -> Parts:
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import supervised
     from burnish.loops.run import Parts
     from burnish.tasks.pairs import make_pairs
 
-    model, tokenizer, _ = open_model(recipe, dtype="float32")
+    model, tokenizer, _ = open_model(recipe, dtype="float32", show=show)
     assert isinstance(recipe.task, PairsTask)
+    show(Progress("load", "reading the rows"))
     longest = min(model.config.context, recipe.train.micro_tokens or model.config.context)
     pairs = make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
     counted = config.with_steps(recipe, pairs.steps(recipe.train.batch))
@@ -398,10 +463,10 @@ def _build_supervised(recipe: Recipe) -> Parts:
         recipe=counted,
         learner=learner,
         choice=None,
-        train=lambda timers, start: supervised.train(
-            counted, pairs=pairs, learner=learner, timers=timers, start=start
+        train=lambda timers, start, show: supervised.train(
+            counted, pairs=pairs, learner=learner, timers=timers, start=start, show=show
         ),
-        validate=lambda: supervised.validate(pairs, learner),
+        validate=lambda show, when: supervised.validate(pairs, learner, show=show, when=when),
         publish=lambda: None,  # nothing samples
         decode=lambda ids: [],
         close=lambda: None,
@@ -420,14 +485,9 @@ def build_sampler(
     *,
     prompts: Prompts = None,
     reward: Reward | str | None = None,
+    show: Show = silent,
 ) -> tuple[Validated, Generator, Callable[[Any], list[str]]]:
     """A recipe's task and generator, and what turns token ids into a text each."""
-    given = prompts is not None or reward is not None
-    if given and not isinstance(recipe.task, FilesTask):
-        raise ConfigError(
-            f"prompts and reward have no effect with task.name = '{recipe.task.name}'; load the "
-            "recipe with task.name = 'files', or pass its name"
-        )
     if isinstance(recipe.task, SortTask):
         from burnish.engine.sorter import SorterEngine
         from burnish.tasks.sorting import Sorting
@@ -437,18 +497,19 @@ def build_sampler(
     from burnish.engine.generator import EngineGenerator
     from burnish.tasks.shots import FewShot
 
-    engine, tokenizer = _engine(recipe)
+    engine, tokenizer = _engine(recipe, show)
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
 
+    show(Progress("load", "reading the prompts"))
     language = _language_task(recipe, tokenizer, prompts, reward)
     if recipe.validation.shots:
         language = FewShot(language, recipe.validation.shots, tokenizer)
     return language, EngineGenerator(engine), decode
 
 
-def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
+def _engine(recipe: Recipe, show: Show) -> tuple[Engine, Tokenizer]:
     import torch
 
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -458,7 +519,8 @@ def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
         from burnish.model import hub
         from burnish.model.tokenizer import Tokenizer
 
-        path = hub.resolve(recipe.model.name)
+        path = hub.resolve(recipe.model.name, show)
+        show(Progress("load", f"loading {recipe.model.name} with transformers"))
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"engine.name = 'hf' reads Hugging Face directories, {path} is none; "
@@ -467,7 +529,7 @@ def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
         return HFEngine.open(path, getattr(torch, dtype)), Tokenizer.load(path)
     from burnish.engine.engine import EngineConfig, NativeEngine
 
-    model, tokenizer, _ = open_model(recipe, dtype=dtype)
+    model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
     device = _device(recipe)
     settings = EngineConfig(
         kv_bytes=recipe.engine.kv_mb * 2**20,
@@ -477,7 +539,9 @@ def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
     return NativeEngine(model.to(device), tokenizer, settings), tokenizer
 
 
-def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, Path]:
+def open_model(
+    recipe: Recipe, *, dtype: str, show: Show = silent
+) -> tuple[Transformer, Tokenizer, Path]:
     """The recipe's language model, its tokenizer, and where the tokenizer came from.
 
     A model's name may be a run's directory: then it is the run's best checkpoint.
@@ -490,7 +554,8 @@ def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, P
     from burnish.model.transformer import Transformer
 
     origin, precision = _origin(recipe), getattr(torch, dtype)
-    path = hub.resolve(_source(origin))
+    path = hub.resolve(_source(origin), show)
+    show(Progress("load", f"loading {recipe.model.name} in {dtype}"))
     tokenizer = Tokenizer.load(path)
     if isinstance(origin.model, LanguageConfig):
         model = models.load(path, dtype=precision, fp32_head=origin.model.fp32_head)
@@ -645,8 +710,9 @@ def _language_task(
     return Mixture(parts, task.weights, seed=recipe.seed)
 
 
-def _prepare(recipe: Recipe) -> None:
+def _prepare(recipe: Recipe, show: Show) -> None:
     """What bit-exactness needs before torch touches a device; torch loads here."""
+    show(Progress("load", "loading torch"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 

@@ -16,6 +16,7 @@ from burnish.errors import BurnishError, RunError
 from burnish.learner.objective import Metrics, describe, describe_kl, token_loss
 from burnish.learner.optim import Optimizer
 from burnish.learner.policy import Policy, copy_weights
+from burnish.progress import Report, unheard
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
 from burnish.types import LearnBatch, Measured, PackedBatch, Weights
@@ -79,12 +80,13 @@ class Learner:
         """From now on the reference is the policy as it is."""
         self.reference, self.refreshed = self._frozen(), True
 
-    def score(self, batch: PackedBatch) -> Scores:
+    def score(self, batch: PackedBatch, report: Report = unheard) -> Scores:
         """What advantages, loss and logs need of the policies before the first step.
 
         If one step is taken, its own forward pass is the proximal policy's, so that another is made
         only for what reads it earlier. Of a reference that the loss reads whole, its states are
         made here, once for all steps, and its log-probabilities for what reads them earlier.
+        ``report`` is told the packs that are done, of each pass anew.
         """
         batches = len(train_batches(batch, self.train.batch))
         steps = self.train.epochs * batches
@@ -92,23 +94,25 @@ class Learner:
         if self.objective.proximal == "behavior":
             proximal = batch.behavior_logprobs
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
-            proximal = self.logprobs(batch)
+            proximal = self.logprobs(batch, report)
         if self.reference is None:
             return Scores(proximal, None)
         if self.objective.kl != "full":
-            return Scores(proximal, self._logprobs(self.reference, batch))
-        states = self._scored(batch, self.reference.states)
+            return Scores(proximal, self._logprobs(self.reference, batch, report=report))
+        states = self._scored(batch, self.reference.states, report=report)
         early = pieces.reads_reference_first(self.objective)
         early |= self.train.log_kl and batches > 1
-        reference = self._logprobs(self.reference, batch, states) if early else None
+        reference = None
+        if early:
+            reference = self._logprobs(self.reference, batch, states, report=report)
         return Scores(proximal, reference, states)
 
-    def logprobs(self, batch: PackedBatch) -> Tensor:
+    def logprobs(self, batch: PackedBatch, report: Report = unheard) -> Tensor:
         """[N] of the policy as it is, without gradient."""
-        return self._logprobs(self.policy, batch)
+        return self._logprobs(self.policy, batch, report=report)
 
     def drift(
-        self, batch: PackedBatch, scores: Scores
+        self, batch: PackedBatch, scores: Scores, report: Report = unheard
     ) -> Callable[[Tensor, Tensor | None], Metrics]:
         """KL of the policy that sampled the batch to the initial model and to the one before it,
         as a function of its and the reference's log-probabilities [N], which the first step may
@@ -124,8 +128,8 @@ class Learner:
             some = min(self.train.log_kl_responses, len(batch.rewards))
             part, slots = take(batch, torch.arange(some, device=batch.tokens.device))
         shared = self.reference is self.initial
-        initial = None if shared else self._logprobs(self.initial, part)
-        previous = self._logprobs(self.previous, part)
+        initial = None if shared else self._logprobs(self.initial, part, report=report)
+        previous = self._logprobs(self.previous, part, report=report)
         copy_weights(self.policy, self.previous)
 
         def measure(logprobs: Tensor, reference: Tensor | None) -> Metrics:
@@ -137,17 +141,22 @@ class Learner:
 
         return measure
 
-    def held_out_drift(self, batch: PackedBatch) -> Metrics:
+    def held_out_drift(self, batch: PackedBatch, report: Report = unheard) -> Metrics:
         """KL of the policy as it is to the initial model, on responses that it sampled but does not
         learn from. No metrics unless ``train.log_kl``, nor before the first step: it is 0."""
         if self.initial is None or not self.version:
             return {}
-        ours, initial = (self._logprobs(policy, batch) for policy in (self.policy, self.initial))
+        ours, initial = (
+            self._logprobs(policy, batch, report=report) for policy in (self.policy, self.initial)
+        )
         return describe_kl("held_out", ours, initial, batch)
 
-    def step(self, learn: LearnBatch) -> Update:
-        """One gradient step on one train batch; one that is not finite is skipped and counted."""
-        measured, loss = self._accumulate(learn)
+    def step(self, learn: LearnBatch, report: Report = unheard) -> Update:
+        """One gradient step on one train batch; one that is not finite is skipped and counted.
+
+        ``report`` is told the packs that are done.
+        """
+        measured, loss = self._accumulate(learn, report)
         logprobs = measured.logprobs
         norm = self.optimizer.gradient_norm()
         metrics = describe(self.objective, measured, learn)
@@ -210,10 +219,11 @@ class Learner:
         self.version = state.numbers["version"]
         self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
 
-    def _accumulate(self, learn: LearnBatch) -> tuple[Measured, float]:
+    def _accumulate(self, learn: LearnBatch, report: Report = unheard) -> tuple[Measured, float]:
         """Adds up the gradients over the packs -> what was measured, and the loss."""
         parts, loss = [], 0.0
-        for pack in self._cut(learn.batch):
+        packs = self._cut(learn.batch)
+        for done, pack in enumerate(packs, 1):
             part, reference = take_streams(learn, pack), None
             if self.objective.kl == "full":
                 assert self.reference is not None
@@ -228,23 +238,42 @@ class Learner:
             loss += part_loss.item()
             streams = torch.stack([x.detach() for x in measured if x is not None], 1)
             parts.append((pack.slots, streams))
+            report(done, len(packs))
         return Measured(*_join(parts, learn.batch).unbind(1)), loss
 
-    def _logprobs(self, policy: Policy, batch: PackedBatch, states: Tensor | None = None) -> Tensor:
-        return self._scored(batch, lambda pack, *known: policy.score(pack, *known).logprobs, states)
+    def _logprobs(
+        self,
+        policy: Policy,
+        batch: PackedBatch,
+        states: Tensor | None = None,
+        *,
+        report: Report = unheard,
+    ) -> Tensor:
+        return self._scored(
+            batch, lambda pack, *known: policy.score(pack, *known).logprobs, states, report=report
+        )
 
     @torch.no_grad()
     def _scored(
-        self, batch: PackedBatch, score: Callable[..., Tensor], states: Tensor | None = None
+        self,
+        batch: PackedBatch,
+        score: Callable[..., Tensor],
+        states: Tensor | None = None,
+        *,
+        report: Report,
     ) -> Tensor:
         """[N, …], in the packs that training will use, so that the numerics are its own; score is
         called with a pack and, where they are given, its states."""
         parts = []
-        for whole in train_batches(batch, self.train.batch):
-            for pack in self._cut(whole.batch):
-                slots = whole.slots[pack.slots]
-                known = () if states is None else (states[slots],)
-                parts.append((slots, score(pack.batch, *known)))
+        packs = [
+            (whole.slots[pack.slots], pack.batch)
+            for whole in train_batches(batch, self.train.batch)
+            for pack in self._cut(whole.batch)
+        ]
+        for done, (slots, pack) in enumerate(packs, 1):
+            known = () if states is None else (states[slots],)
+            parts.append((slots, score(pack, *known)))
+            report(done, len(packs))
         return _join(parts, batch)
 
     def _cut(self, batch: PackedBatch) -> list[Pack]:

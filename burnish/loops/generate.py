@@ -16,6 +16,7 @@ from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request, TokenEvent
 from burnish.errors import ConfigError, DataError
 from burnish.model.tokenizer import Tokenizer
+from burnish.progress import Progress, Report, Show, silent, unheard
 from burnish.types import Completion, SamplingParams
 
 PRINTABLE = "\n\t\u200d"  # beside what is printable anyway; the last one joins emoji
@@ -44,18 +45,23 @@ def open_engine(
     dtype: str = "bfloat16",
     device: str = "cpu",
     kv_bytes: int = 1 << 30,
+    show: Show = silent,
 ) -> tuple[Engine, Tokenizer]:
     """The native engine on a model by name (see `model/hub.py`)."""
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    from burnish.model import hub
+
+    path = hub.resolve(model, show)
+    show(Progress("load", "loading torch"))
     import torch
 
     from burnish.engine.engine import EngineConfig, NativeEngine
-    from burnish.model import checkpoint, hub
+    from burnish.model import checkpoint
 
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {device!r} needs a CUDA device, and torch finds none; use cpu")
-    path = hub.resolve(model)
+    show(Progress("load", f"loading {model}"))
     tokenizer = Tokenizer.load(path)
     weights = checkpoint.load(path, dtype=getattr(torch, dtype)).to(device)
     return NativeEngine(weights, tokenizer, EngineConfig(kv_bytes=kv_bytes)), tokenizer
@@ -95,6 +101,7 @@ def generate(
     chat: bool = True,
     write: Callable[[str], object] = lambda text: None,
     jsonl: Path | None = None,
+    report: Report = unheard,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Speed:
     """Sample n responses to each prompt; `write` gets text that is safe for a terminal.
@@ -109,6 +116,7 @@ def generate(
     keys = [(str(index), sample) for index in range(len(prompts)) for sample in range(n)]
     screen = _Screen(keys, write)
     done: list[Completion] = []
+    before = engine.sampled
     while engine.unfinished:
         for event in engine.step():
             if isinstance(event, TokenEvent):
@@ -116,6 +124,7 @@ def generate(
             else:
                 done.append(event)
                 screen.end(event)
+        report(len(done), len(keys), tokens=engine.sampled - before)
     seconds = clock() - start
     if jsonl is not None:
         _save(jsonl, prompts, done)
