@@ -46,13 +46,15 @@ def serve_burnish(args: argparse.Namespace) -> None:
     import torch
 
     import burnish
-    from burnish.loops.run import Progress
+    from burnish.progress import Progress
 
     torch.set_num_threads(args.threads)
     turns = Turns()
 
     def show(progress: Progress) -> None:
-        """What the loop calls after every step, once all of it is written down."""
+        """What the loop calls: after every step, once all of it is written down, it takes turns."""
+        if progress.phase != "step":
+            return
         whole = ("time/step", "time/other")  # they count from the step before, with the waiting
         phases = {k: v for k, v in progress.timings.items() if k.startswith("time/")}
         tokens = progress.metrics["rollout/length"] * progress.metrics["rollout/responses"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +28,11 @@ from burnish.config import (
 )
 from burnish.errors import ConfigError, RunError
 from burnish.plan import Size, check_lengths
+from burnish.preflight import check_before, check_sources
+from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoint
 from burnish.runs.directory import RunDirectory, environment, next_directory
+from burnish.runs.metrics import iterate_rows
 from burnish.runs.run import Run
 
 if TYPE_CHECKING:
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     from burnish.learner.policy import Policy
     from burnish.loops.evaluate import Validated
     from burnish.loops.generate import Answer
-    from burnish.loops.run import Parts, Progress
+    from burnish.loops.run import Parts
     from burnish.model.sorter import Sorter
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
@@ -51,7 +56,8 @@ AnyRecipe = AnyPath | Table | Recipe
 """A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
 Reward = Callable[[str, Mapping[str, Any]], Any]
 Prompts = Iterable[str | Mapping[str, Any]] | None
-Show = Callable[["Progress"], None]
+Shown = Show | bool | None
+"""What progress is shown to: a callable; None or True for a display on stderr; False for nobody."""
 DRIFT = 128
 """Held-out prompts on whose responses the KL to the initial model is measured."""
 STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -70,7 +76,7 @@ def train(
     overrides: Overrides = (),
     seed: int | None = None,
     out: AnyPath | None = None,
-    show: Show = lambda progress: None,
+    show: Shown = None,
     stop: Callable[[], bool] = lambda: False,
     **settings: Any,
 ) -> Run:
@@ -82,6 +88,9 @@ def train(
     runs/NAME-1, runs/NAME-2, … ``prompts`` (texts, or rows with a "prompt") or ``data`` (a JSONL
     file of rows, or a directory that `burnish data` wrote) and ``reward`` (a function of response
     text and row, or "FILE.py:NAME") replace the recipe's task.
+
+    Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
+    every ``burnish.progress.Progress``; those of phase "step" carry a finished step's metrics.
     """
     _check_prompts(prompts)
     if isinstance(recipe, Recipe) and data is not None:
@@ -92,17 +101,25 @@ def train(
         own = own_task(recipe, data=None if data is None else Path(data), reward=reward)
     recipe = _loaded(recipe, [*own, *config.tables(overrides), settings], seed=seed)
     path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
-    preflight.check(recipe, path, has_rows=prompts is not None)
-    recipe = _prepare(recipe)
-    _check_room(recipe, path)
-    from burnish.loops.run import run
+    rows = None if prompts is None else list(prompts)
+    is_new = not path.exists()
+    with shown(show, path.name) as tell:
+        tell(Progress("check", "checking the recipe and its data"))
+        check_before(recipe, path, prompts=rows, reward=reward)
+        recipe = _prepare(recipe, tell)
+        _check_room(recipe, path)
+        from burnish.loops.run import run
 
-    parts = build(recipe, prompts=prompts, reward=reward)
-    try:
-        with RunDirectory(path, recipe) as directory:
-            run(directory, parts, show=show, stop=stop)
-    finally:
-        parts.close()
+        parts = build(recipe, prompts=rows, reward=reward, show=tell)
+        try:
+            with RunDirectory(path, recipe) as directory:
+                run(directory, parts, show=tell, stop=stop)
+        except KeyboardInterrupt:
+            if is_new and not has_learned(path):
+                shutil.rmtree(path)
+            raise
+        finally:
+            parts.close()
     return Run(path)
 
 
@@ -113,7 +130,7 @@ def sft(
     overrides: Overrides = (),
     seed: int | None = None,
     out: AnyPath | None = None,
-    show: Show = lambda progress: None,
+    show: Shown = None,
     stop: Callable[[], bool] = lambda: False,
     **settings: Any,
 ) -> Run:
@@ -150,6 +167,29 @@ def _check_prompts(prompts: Prompts) -> None:
             f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
             f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
         )
+
+
+@contextmanager
+def shown(show: Shown, name: str) -> Iterator[Show]:
+    """What to call with progress inside the block."""
+    if callable(show):
+        with showing_compiles(show):
+            yield show
+    elif show is False:
+        yield silent
+    else:
+        from rich.console import Console
+
+        from burnish.display import Display
+
+        console = Console(stderr=True, highlight=False)
+        with Display(name, console) as display, showing_compiles(display):
+            yield display
+
+
+def has_learned(run_path: Path) -> bool:
+    """Whether a run has finished a step."""
+    return any(row["step"] > 0 for row in iterate_rows(run_path / "metrics.jsonl"))
 
 
 def own_task(
@@ -203,12 +243,9 @@ def write_keywords(
     recipe: str = "keywords",
     overrides: Sequence[str] = (),
     seed: int | None = None,
-    show: Callable[[int, int], None] = lambda kept, asked: None,
+    show: Shown = None,
 ) -> dict[str, float]:
-    """Keyword prompts of a recipe with answers of the model that it names.
-
-    ``show`` gets how many rows are kept and how many prompts were asked.
-    """
+    """Keyword prompts of a recipe with answers of the model that it names."""
     loaded = config.load(recipe, overrides, seed=seed)
     from burnish.loops import data
     from burnish.tasks.keywords import Keywords
@@ -216,25 +253,36 @@ def write_keywords(
     if not isinstance(loaded.task, KeywordsTask):
         raise ConfigError(f"task.name must be 'keywords', recipe {recipe} has '{loaded.task.name}'")
     data.new_files(Path(out))  # what can go wrong goes wrong before the model is loaded
-    loaded = _prepare(loaded)
-    task, generator, _ = build_sampler(loaded)
-    assert isinstance(task, Keywords)
-    return data.write_keywords(loaded, task, generator, Path(out), rows=rows, show=show)
+    check_sources(loaded)
+    with shown(show, Path(out).name) as tell:
+        loaded = _prepare(loaded, tell)
+        task, generator, _ = build_sampler(loaded, show=tell)
+        assert isinstance(task, Keywords)
+        return data.write_keywords(loaded, task, generator, Path(out), rows=rows, show=tell)
 
 
 def write_sums(
-    out: str | Path, *, rows: int, overrides: Sequence[str] = (), seed: int | None = None
+    out: str | Path,
+    *,
+    rows: int,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    show: Shown = None,
 ) -> None:
     """Worked answers to questions of the recipe ``arithmetic``, for a supervised warm start."""
     recipe = config.load("arithmetic", overrides, seed=seed)
+    check_sources(recipe)
     from burnish.loops import data
     from burnish.model import hub
     from burnish.model.tokenizer import Tokenizer
     from burnish.tasks.gym import Gym
 
     assert isinstance(recipe.task, GymTask)
-    tokenizer = Tokenizer.load(hub.resolve(LanguageConfig().name))
-    data.write_sums(Gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed), Path(out), rows=rows)
+    with shown(show, Path(out).name) as tell:
+        tokenizer = Tokenizer.load(hub.resolve(LanguageConfig().name, tell))
+        tell(Progress("generate", f"writing {rows} sums"))
+        task = Gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
+        data.write_sums(task, Path(out), rows=rows)
 
 
 def resume(
@@ -245,7 +293,7 @@ def resume(
     anyway: bool = False,
     prompts: Prompts = None,
     reward: Reward | str | None = None,
-    show: Show = lambda progress: None,
+    show: Shown = None,
     stop: Callable[[], bool] = lambda: False,
     **settings: Any,
 ) -> Run:
@@ -257,21 +305,24 @@ def resume(
     """
     _check_prompts(prompts)
     path = Path(run_path)
-    with RunDirectory.reopen(path) as directory:
+    rows = None if prompts is None else list(prompts)
+    with RunDirectory.reopen(path) as directory, shown(show, path.name) as tell:
         recipe = _resumed_recipe(path, [*config.tables(overrides), settings])
-        preflight.check(recipe, path, has_rows=prompts is not None)
+        chosen = _choose(path, from_checkpoint)
+        tell(Progress("check", "checking the recipe and its data"))
+        check_sources(recipe, path, prompts=rows, reward=reward)
+        recipe = _prepare(recipe, tell)
         _check_environment(path, anyway=anyway)
-        recipe = _prepare(recipe)
         _check_room(recipe, path)
         from burnish.learner.learner import State
         from burnish.loops.run import run
 
-        chosen = _choose(path, from_checkpoint)
-        parts = build(recipe, prompts=prompts, reward=reward)
+        parts = build(recipe, prompts=rows, reward=reward, show=tell)
         try:
             start = 0
             positions: dict[str, int] = {}
             if chosen is not None:
+                tell(Progress("load", f"loading the checkpoint {chosen.name}"))
                 saved = checkpoint.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
                 if parts.choice is not None:
@@ -281,7 +332,7 @@ def resume(
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = directory.restart(start)
-            run(directory, parts, start=start, show=show, stop=stop)
+            run(directory, parts, start=start, show=tell, stop=stop)
         finally:
             parts.close()
     return Run(path)
@@ -294,7 +345,7 @@ def evaluate(
     overrides: Overrides = (),
     seed: int | None = None,
     out: AnyPath | None = None,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    show: Shown = None,
     **settings: Any,
 ) -> Evaluation:
     """Measures a model on held-out prompts, as training measures it at its start.
@@ -302,28 +353,29 @@ def evaluate(
     ``recipe`` may also be a run, whose model is meant then, or a task's name; ``settings`` are
     sections to change, as in ``train``. With ``out``, every response is kept in that directory,
     with a report; what it holds of this very evaluation, begun before, is not sampled again.
-    ``show`` gets how many prompts are done.
     """
     changes = [*config.tables(overrides), settings]
     recipe = evaluated(recipe, model=model, overrides=changes, seed=seed)
-    preflight.check(recipe, Path("." if out is None else out))
-    recipe = _prepare(recipe)
-    from burnish.loops import evaluate as loop
-    from burnish.runs import evaluation
+    check_sources(recipe)
+    with shown(show, recipe.name if out is None else Path(out).name) as tell:
+        recipe = _prepare(recipe, tell)
+        from burnish.loops import evaluate as loop
+        from burnish.runs import evaluation
 
-    task, generator, decode = build_sampler(recipe)
-    try:
-        depends = evaluation_settings(recipe)
-        if out is None:
-            groups, figures = loop.evaluate(recipe, task, generator, decode)
-            rows: Any = loop.to_rows(task, groups, decode)
-            return evaluation.Evaluation(recipe.name, depends, figures, rows, None)
-        path = Path(out)
-        loop.evaluate_into(path, depends, recipe, task, generator, decode, show=show)
-        evaluation.write_evaluation([path], path / "report.html")
-        return evaluation.read(path)
-    finally:
-        task.close()
+        task, generator, decode = build_sampler(recipe, show=tell)
+        try:
+            depends = evaluation_settings(recipe, show=tell)
+            if out is None:
+                groups, figures = loop.evaluate(recipe, task, generator, decode, show=tell)
+                rows: Any = loop.to_rows(task, groups, decode)
+                return evaluation.Evaluation(recipe.name, depends, figures, rows, None)
+            path = Path(out)
+            loop.evaluate_into(path, depends, recipe, task, generator, decode, show=tell)
+            tell(Progress("report", "writing the report"))
+            evaluation.write_evaluation([path], path / "report.html")
+            return evaluation.read(path)
+        finally:
+            task.close()
 
 
 def evaluated(
@@ -369,6 +421,7 @@ def generate(
     chat: bool = True,
     dtype: str = "auto",
     device: str = "auto",
+    show: Shown = None,
 ) -> list[Answer]:
     """Samples ``n`` answers to each prompt, and returns them in the prompts' order.
 
@@ -388,13 +441,15 @@ def generate(
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=seed,
     )
-    engine, tokenizer = open_engine(model, dtype=dtype, device=device)
-    done = loop.sample(engine, tokenizer, texts, n=n, params=params, chat=chat)
+    with shown(show, os.fspath(model)) as tell:
+        engine, tokenizer = open_engine(model, dtype=dtype, device=device, show=tell)
+        report = begin(tell, "generate", f"sampling {n * len(texts)} responses", unit="responses")
+        done = loop.sample(engine, tokenizer, texts, n=n, params=params, chat=chat, report=report)
     return [loop.answer(texts, completion) for completion in done]
 
 
 def open_engine(
-    model: AnyPath, *, dtype: str = "auto", device: str = "auto"
+    model: AnyPath, *, dtype: str = "auto", device: str = "auto", show: Show = silent
 ) -> tuple[Engine, Tokenizer]:
     """The native engine on a model by name, path or run."""
     precisions = {"auto": "auto"} | {name: short for short, name in DTYPES.items()}
@@ -402,11 +457,11 @@ def open_engine(
         raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     engine, named = {"precision": precisions[dtype]}, {"name": os.fspath(model)}
     recipe = config.load({"task": "keywords", "model": named, "engine": engine, "device": device})
-    recipe = _prepare(recipe)
-    return _engine(recipe)
+    recipe = _prepare(recipe, show)
+    return _engine(recipe, show)
 
 
-def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
+def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:
     """All that an evaluation's results depend on, the weights' hash among it."""
     table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
     sections = ("model", "task", "engine", "validation", "rollout")
@@ -423,22 +478,23 @@ def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
     )
     learning = {"validation.every", *(f"rollout.{name}" for name in own)}
     settings = {key: value for key, value in kept.items() if key not in learning}
-    return settings | {"seed": recipe.seed, "weights": _digest(recipe)}
+    return settings | {"seed": recipe.seed, "weights": _digest(recipe, show)}
 
 
-def evaluation_path(recipe: Recipe) -> Path:
+def evaluation_path(recipe: Recipe, show: Show = silent) -> Path:
     """Where an evaluation goes by default: one place for the same settings, where it goes on."""
-    settings = json.dumps(evaluation_settings(recipe))
+    settings = json.dumps(evaluation_settings(recipe, show))
     return Path("runs") / f"eval-{recipe.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
 
-def _digest(recipe: Recipe) -> str | None:
+def _digest(recipe: Recipe, show: Show) -> str | None:
     """Of the files with the weights; None: they are made from the recipe."""
     if not isinstance(recipe.model, LanguageConfig):
         return None
     from burnish.model import hub
 
-    path = hub.resolve(recipe.model.name)
+    path = hub.resolve(recipe.model.name, show)
+    show(Progress("load", f"hashing the weights of {recipe.model.name}"))
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if (path / "recipe.toml").is_file():
         files = [_chosen(path, "best") / checkpoint.MANIFEST]  # which holds the tensors' hash
@@ -449,7 +505,7 @@ def _digest(recipe: Recipe) -> str | None:
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
-def export(run_path: AnyPath, out: AnyPath, *, which: str = "best") -> Path:
+def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown = None) -> Path:
     """Writes a run's model as a Hugging Face directory; returns the checkpoint it came from.
 
     ``which`` is "best" (by validation; the last where there was none), "last" or a checkpoint's
@@ -461,12 +517,15 @@ def export(run_path: AnyPath, out: AnyPath, *, which: str = "best") -> Path:
         raise ConfigError("the sorting model is not a language model and can't be exported")
     if target.exists() and any(target.iterdir()):
         raise RunError(f"{target} is not empty; choose another directory")
-    from burnish.model import checkpoint as models
-
     chosen = _chosen(path, which)
-    model, _, source = open_model(recipe, dtype="float32")
-    _take_weights(model, chosen)
-    models.save(model, target, source=source)
+    with shown(show, path.name) as tell:
+        tell(Progress("load", "loading torch"))
+        from burnish.model import checkpoint as models
+
+        model, _, source = open_model(recipe, dtype="float32", show=tell)
+        _take_weights(model, chosen)
+        tell(Progress("export", f"writing {target}"))
+        models.save(model, target, source=source)
     return chosen
 
 
@@ -475,6 +534,7 @@ def build(
     *,
     prompts: Prompts = None,
     reward: Reward | str | None = None,
+    show: Show = silent,
 ) -> Parts:
     """What a recipe's run is made of."""
     from burnish.learner.policy import LanguagePolicy
@@ -484,32 +544,34 @@ def build(
     from burnish.rollout.packing import pack
 
     if recipe.is_supervised:
-        return _build_supervised(recipe, prompts)
+        return _build_supervised(recipe, prompts, show)
     if recipe.engine.name != "native":
         raise ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
-    task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward)
+    task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward, show=show)
     policy: Policy
     if isinstance(recipe.model, SorterConfig):
         policy = _sorter(recipe)
     else:
-        model = open_model(recipe, dtype="float32")[0].to(_device(recipe))
+        model = open_model(recipe, dtype="float32", show=show)[0].to(_device(recipe))
         if recipe.train.micro_tokens is not None:
             check_lengths(recipe, _size(recipe, model, task))
         policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
+    show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, recipe.objective)
     choice = Choice(recipe.rollout.revisit, seed=recipe.seed)
 
-    def validate() -> tuple[list[Group], Row]:
-        groups, figures = evaluate.evaluate(recipe, task, generator, decode)
+    def validate(show: Show, when: str) -> tuple[list[Group], Row]:
+        groups, figures = evaluate.evaluate(recipe, task, generator, decode, show=show, when=when)
         if groups and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
-            figures |= learner.held_out_drift(pack(groups[:DRIFT]).to(learner.device))
+            report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
+            figures |= learner.held_out_drift(pack(groups[:DRIFT]).to(learner.device), report)
         return groups, figures
 
     return Parts(
         recipe=recipe,
         learner=learner,
         choice=choice,
-        train=lambda timers, start: sync.train(
+        train=lambda timers, start, show: sync.train(
             recipe,
             task=task,
             choice=choice,
@@ -517,6 +579,7 @@ def build(
             learner=learner,
             timers=timers,
             start=start,
+            show=show,
         ),
         validate=validate,
         publish=lambda: generator.load(learner.weights()),
@@ -525,14 +588,15 @@ def build(
     )
 
 
-def _build_supervised(recipe: Recipe, rows: Prompts) -> Parts:
+def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import supervised
     from burnish.loops.run import Parts
     from burnish.tasks.pairs import make_pairs
 
-    model, tokenizer, _ = open_model(recipe, dtype="float32")
+    model, tokenizer, _ = open_model(recipe, dtype="float32", show=show)
     assert isinstance(recipe.task, PairsTask)
+    show(Progress("load", "reading the rows"))
     longest = min(model.config.context, recipe.train.micro_tokens or model.config.context)
     pairs = make_pairs(
         recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest, rows=rows
@@ -546,10 +610,10 @@ def _build_supervised(recipe: Recipe, rows: Prompts) -> Parts:
         recipe=counted,
         learner=learner,
         choice=None,
-        train=lambda timers, start: supervised.train(
-            counted, pairs=pairs, learner=learner, timers=timers, start=start
+        train=lambda timers, start, show: supervised.train(
+            counted, pairs=pairs, learner=learner, timers=timers, start=start, show=show
         ),
-        validate=lambda: supervised.validate(pairs, learner),
+        validate=lambda show, when: supervised.validate(pairs, learner, show=show, when=when),
         publish=lambda: None,  # nothing samples
         decode=lambda ids: [],
         close=lambda: None,
@@ -568,15 +632,10 @@ def build_sampler(
     *,
     prompts: Prompts = None,
     reward: Reward | str | None = None,
+    show: Show = silent,
 ) -> tuple[Validated, Generator, Callable[[Any], list[str]]]:
     """A recipe's task and generator, and what turns token ids into a text each."""
     recipe = settled(recipe)
-    given = prompts is not None or reward is not None
-    if given and not isinstance(recipe.task, FilesTask):
-        raise ConfigError(
-            f"prompts and reward have no effect with task.name = '{recipe.task.name}'; load the "
-            "recipe with task.name = 'files', or pass its name"
-        )
     if isinstance(recipe.task, SortTask):
         from burnish.engine.sorter import SorterEngine, spell
         from burnish.tasks.sorting import Sorting
@@ -585,18 +644,19 @@ def build_sampler(
     from burnish.engine.generator import EngineGenerator
     from burnish.tasks.shots import FewShot
 
-    engine, tokenizer = _engine(recipe)
+    engine, tokenizer = _engine(recipe, show)
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
 
+    show(Progress("load", "reading the prompts"))
     language = _language_task(recipe, tokenizer, prompts, reward)
     if recipe.validation.shots:
         language = FewShot(language, recipe.validation.shots, tokenizer)
     return language, EngineGenerator(engine), decode
 
 
-def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
+def _engine(recipe: Recipe, show: Show) -> tuple[Engine, Tokenizer]:
     import torch
 
     dtype = DTYPES[recipe.engine.precision]
@@ -605,7 +665,8 @@ def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
         from burnish.model import hub
         from burnish.model.tokenizer import Tokenizer
 
-        path = hub.resolve(recipe.model.name)
+        path = hub.resolve(recipe.model.name, show)
+        show(Progress("load", f"loading {recipe.model.name} with transformers"))
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"engine.name = 'hf' reads Hugging Face directories, {path} is none; "
@@ -614,7 +675,7 @@ def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
         return HFEngine.open(path, getattr(torch, dtype)), Tokenizer.load(path)
     from burnish.engine.engine import EngineConfig, NativeEngine
 
-    model, tokenizer, _ = open_model(recipe, dtype=dtype)
+    model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
     device = _device(recipe)
     settings = EngineConfig(
         kv_bytes=recipe.engine.kv_mb * 2**20,
@@ -624,7 +685,9 @@ def _engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
     return NativeEngine(model.to(device), tokenizer, settings), tokenizer
 
 
-def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, Path]:
+def open_model(
+    recipe: Recipe, *, dtype: str, show: Show = silent
+) -> tuple[Transformer, Tokenizer, Path]:
     """The recipe's language model, its tokenizer, and where the tokenizer came from.
 
     A model's name may be a run's directory: then it is the run's best checkpoint.
@@ -637,7 +700,8 @@ def open_model(recipe: Recipe, *, dtype: str) -> tuple[Transformer, Tokenizer, P
     from burnish.model.transformer import Transformer
 
     origin, precision = _origin(recipe), getattr(torch, dtype)
-    path = hub.resolve(_source(origin))
+    path = hub.resolve(_source(origin), show)
+    show(Progress("load", f"loading {recipe.model.name} in {dtype}"))
     tokenizer = Tokenizer.load(path)
     if isinstance(origin.model, LanguageConfig):
         model = models.load(path, dtype=precision, fp32_head=origin.model.fp32_head)
@@ -793,11 +857,12 @@ def _language_task(
     return Mixture(parts, task.weights, seed=recipe.seed)
 
 
-def _prepare(recipe: Recipe) -> Recipe:
+def _prepare(recipe: Recipe, show: Show) -> Recipe:
     """Sets torch up as bit-exactness needs it, before it touches a device; torch loads here.
 
     Returns the recipe as it will run here, with no precision left open.
     """
+    show(Progress("load", "loading torch"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 

@@ -7,28 +7,26 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from burnish.display import Display
 from burnish.errors import BurnishError, ConfigError, RunError
+from burnish.interrupt import Interrupts
+from burnish.progress import STEP_PHASES, Progress, Show, begin, showing_compiles
 from burnish.wording import counted
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Display
-
     from burnish.config import Recipe
-    from burnish.loops.run import Progress
     from burnish.plan import Section
 
 app = typer.Typer(
@@ -40,8 +38,7 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Write data that a model makes.")
 app.add_typer(data_app, name="data")
 out_console = Console(highlight=False)
-ONE_REQUEST_S = 1.0
-"""Signals this close together are one request: `timeout` signals a process, then its group."""
+err_console = Console(highlight=False, stderr=True)
 
 SAID = 200
 """Characters of a response that are shown where a run ends."""
@@ -97,11 +94,14 @@ def plan(
     loaded = api.settled(config.load(recipe, overrides or (), seed=seed))
     where = out or next_directory(Path("runs"), loaded.name)
     lacks = preflight.problems(loaded, where)
-    size = None if preflight.missing_model(loaded) else api.measure(loaded, has_prompts=not lacks)
     rates = None
-    if size is not None:
-        device = None if loaded.device == "auto" else loaded.device
-        rates = machine.measure(0.3, precision=loaded.train.precision, device=device)
+    with Display(loaded.name, err_console) as display:
+        display(Progress("load", "loading torch to measure the model and the machine"))
+        missing = preflight.missing_model(loaded)
+        size = None if missing else api.measure(loaded, has_prompts=not lacks)
+        if size is not None:
+            device = None if loaded.device == "auto" else loaded.device
+            rates = machine.measure(0.3, precision=loaded.train.precision, device=device)
     _print_sections(make_plan(loaded, where, size, rates))
     if lacks:
         _print_sections([("it can't run yet", [("lacks", str(problem)) for problem in lacks])])
@@ -112,8 +112,10 @@ def doctor() -> None:
     """Describe this machine, the optional parts, and what each recipe would take here."""
     from burnish import doctor
 
-    _say_if_busy()
-    _print_sections(doctor.examine())
+    with Display("doctor", err_console) as display:
+        display(Progress("load", "loading torch and measuring the machine"))
+        sections = doctor.examine()
+    _print_sections(sections)
 
 
 def _print_sections(sections: Iterable[Section]) -> None:
@@ -239,7 +241,8 @@ def export(
     """Write a run's model as a Hugging Face directory."""
     from burnish import api
 
-    chosen = api.export(run, out, which=which)
+    with Display(run.name, err_console) as display:
+        chosen = api.export(run, out, which=which, show=display)
     out_console.print(f"{escape(chosen.name)} of {escape(str(run))} → {escape(str(out))}")
 
 
@@ -263,7 +266,7 @@ def evaluate(
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
     from burnish import api, config
-    from burnish.runs.evaluation import write_evaluation
+    from burnish.preflight import check_sources
 
     named = recipe or task
     if named is None or (recipe and task):
@@ -274,14 +277,17 @@ def evaluate(
     models: list[str | None] = [*model] if model else [None]
     settings = config.together(own, overrides or ())
     chosen = [api.evaluated(named, model=m, overrides=settings, seed=seed) for m in models]
-    paths = [api.evaluation_path(one) for one in chosen]
-    if out is not None:
-        paths = [out] if len(chosen) == 1 else [out / str(i) for i in range(1, len(chosen) + 1)]
+    for one in chosen:
+        check_sources(one)
     results = []
-    with _display() as display:
+    with _shown(named, "stopped; the same command goes on where it was") as show:
+        if out is None:
+            paths = [api.evaluation_path(one, show) for one in chosen]
+        elif len(chosen) == 1:
+            paths = [out]
+        else:
+            paths = [out / str(i) for i in range(1, len(chosen) + 1)]
         for one, path in zip(chosen, paths, strict=True):
-            bar = display.add_task(path.name, total=None, now="")
-            show = partial(_advance, display, bar)
             results.append(api.evaluate(one, out=path, show=show).figures)
     table = Table.grid(padding=(0, 2))
     for name in dict.fromkeys(name for figures in results for name in figures):
@@ -289,12 +295,10 @@ def evaluate(
     out_console.print(table)
     page = paths[0] / "report.html"
     if len(paths) > 1:
+        from burnish.runs.evaluation import write_evaluation
+
         page = write_evaluation(paths, (out or paths[0]) / "side-by-side.html")
     out_console.print(f"report: {escape(str(page))}")
-
-
-def _advance(display: Display, bar: Any, done: int, total: int) -> None:
-    display.update(bar, completed=done, total=total)
 
 
 @data_app.command(name="keywords")
@@ -314,13 +318,8 @@ def data_keywords(
     from burnish import api
 
     own = [f"model.name={json.dumps(model)}", f"rollout.max_tokens={max_tokens}"]
-    with _display() as display:
-        bar = display.add_task(out.name, total=rows, now="")
-
-        def show(kept: int, asked: int) -> None:
-            display.update(bar, completed=kept, now=f"{kept / asked:.0%} of {asked:,} prompts kept")
-
-        changes = [*own, *(overrides or ())]
+    changes = [*own, *(overrides or ())]
+    with _shown(out.name, "stopped; nothing was written") as show:
         told = api.write_keywords(
             out, rows=rows, recipe=recipe, overrides=changes, seed=seed, show=show
         )
@@ -341,7 +340,8 @@ def data_arithmetic(
     """Write sums of the recipe `arithmetic` with answers worked term by term."""
     from burnish import api
 
-    api.write_sums(out, rows=rows, overrides=overrides or (), seed=seed)
+    with _shown(out.name, "stopped; nothing was written") as show:
+        api.write_sums(out, rows=rows, overrides=overrides or (), seed=seed, show=show)
     out_console.print(
         f"{rows:,} rows → {escape(str(out))}; learn them with: burnish sft arithmetic-sft --data "
         f"{escape(str(out))}",
@@ -431,108 +431,90 @@ def generate(
         stop=tuple(stop or ()),
         seed=seed,
     )
-    engine, tokenizer = api.open_engine(model, dtype=dtype, device=device)
+    with Display(model, err_console) as display, showing_compiles(display):
+        engine, tokenizer = api.open_engine(model, dtype=dtype, device=device, show=display)
+        doing = f"sampling {samples * len(given)} responses"
+        report = begin(display, "generate", doing, unit="responses")
 
-    def write(piece: str) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        held: list[str] = []
 
-    speed = text.generate(
-        engine,
-        tokenizer,
-        given,
-        n=samples,
-        params=params,
-        chat=not raw,
-        write=(lambda piece: None) if quiet else write,
-        jsonl=out,
-    )
-    Console(stderr=True, highlight=False).print(escape(str(speed)))
+        def write(piece: str) -> None:
+            held.append(piece)
+            if engine.sampled:  # from now on the text itself moves
+                display.close()
+                sys.stdout.write("".join(held))
+                sys.stdout.flush()
+                held.clear()
 
-
-LOAD = Path("/proc/loadavg")
-LOOKS = 5
-"""How often, 20 ms apart, it is looked whether others run."""
-
-
-def _say_if_busy() -> None:
-    """OpenMP's threads wait for each other awake: two runs on two cores take 30 times as long."""
-    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() or not LOAD.exists():
-        return
-    others = math.inf
-    for _ in range(LOOKS):
-        running = int(LOAD.read_text().split()[3].split("/")[0])
-        others = min(others, running - 1)  # one is this process
-        time.sleep(0.02)
-    cores = os.cpu_count() or 1
-    if others >= cores:
-        typer.echo(
-            f"note: {others} other threads run on the {cores} cores; a run on a CPU beside another "
-            "takes many times as long, unless both have OMP_WAIT_POLICY=passive",
-            err=True,
+        speed = text.generate(
+            engine,
+            tokenizer,
+            given,
+            n=samples,
+            params=params,
+            chat=not raw,
+            write=(lambda piece: None) if quiet else write,
+            jsonl=out,
+            report=report,
         )
-
-
-def _display(*, quiet: bool = False) -> Display:
-    _say_if_busy()
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as Display
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
-    return Display(*columns, console=out_console, disable=quiet)
+    err_console.print(escape(str(speed)))
 
 
 @contextmanager
-def _live(
-    path: Path, *, quiet: bool
-) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
-    """A progress display, and a first Ctrl-C or SIGTERM that lets the step finish and be saved."""
-    asked: list[tuple[int, float]] = []
-    with _display(quiet=quiet) as display:
-        bar = display.add_task(path.name, total=None, now="")
+def _shown(name: str, stopped: str) -> Iterator[Show]:
+    """A display; Ctrl-C ends the command with the given words."""
+    try:
+        with Display(name, out_console) as display:
+            yield display
+    except KeyboardInterrupt:
+        out_console.print(stopped, soft_wrap=True)
+        _leave(128 + signal.SIGINT)
 
-        def show(progress: Progress) -> None:
-            step, total, metrics, _ = progress
-            reward = ("rollout/reward", "reward")
-            first = reward if reward[0] in metrics else ("train/loss", "loss")
-            held_out = (("validation/reward", "held out"), ("validation/loss", "held out"))
-            labels = (first, *held_out, ("kl/initial_k1", "KL"))
-            now = "  ".join(f"{name} {metrics[key]:z.3f}" for key, name in labels if key in metrics)
-            display.update(bar, completed=step, total=total, now=now)
-            if quiet:
-                out_console.print(f"step {step}/{total}  {now}")
 
-        def ask(number: int, frame: object) -> None:
-            if not asked:
-                asked.append((number, time.monotonic()))
-                display.console.print("stopping after this step; once more to stop at once")
-            elif time.monotonic() - asked[0][1] > ONE_REQUEST_S:
-                raise KeyboardInterrupt
+@contextmanager
+def _live(path: Path, *, quiet: bool) -> Iterator[tuple[Show, Callable[[], bool]]]:
+    """A display of a run, and whether a signal asks it to stop (see ``interrupt``)."""
+    with Display(path.name, out_console, quiet=quiet) as display:
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield show, lambda: bool(asked)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    if asked:
-        out_console.print(f"stopped and saved; continue with: burnish resume {escape(str(path))}")
-        raise typer.Exit(128 + asked[0][0])
+        def stop_at_once(code: int) -> NoReturn:
+            display.close()
+            out_console.print(escape(_what_is_left(path)), soft_wrap=True)
+            _leave(code)
+
+        with Interrupts(display.say, stop_at_once) as interrupts:
+
+            def show(progress: Progress) -> None:
+                interrupts.begun |= progress.phase in STEP_PHASES
+                display(progress)
+
+            try:
+                yield show, lambda: interrupts.number is not None
+            except KeyboardInterrupt:
+                stop_at_once(128 + (interrupts.number or signal.SIGINT))
+    if interrupts.number is not None and not (path / "summary.json").exists():
+        again = f"burnish resume {path}"
+        out_console.print(f"stopped and saved; continue with: {escape(again)}", soft_wrap=True)
+        _leave(128 + interrupts.number)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process now: the usual way out waits for a download's threads and takes torch apart,
+    which can take seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _what_is_left(path: Path) -> str:
+    """Words for what a run that was stopped at once leaves on the disk."""
+    from burnish.runs import checkpoint
+
+    if not (path / "recipe.toml").is_file():
+        return "stopped before the first step was done: nothing was learned, and nothing is kept"
+    saved, again = checkpoint.latest(path), f"burnish resume {path}"
+    if saved is None:
+        return f"stopped at once; no checkpoint was saved yet; begin again with: {again}"
+    return f"stopped at once; the last checkpoint is {saved.name}; continue from it with: {again}"
 
 
 def _show_end(path: Path) -> None:
@@ -591,6 +573,5 @@ def main() -> None:
     except BurnishError as error:
         if "--debug" in sys.argv:
             raise
-        console = Console(stderr=True, highlight=False)
-        console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        err_console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)

@@ -6,17 +6,33 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import config
-from burnish.config import GymTask, LanguageConfig, MathTask, Recipe, Rows, ScratchConfig
+from burnish.config import (
+    FilesTask,
+    GymTask,
+    LanguageConfig,
+    MathTask,
+    PairsTask,
+    Recipe,
+    Rows,
+    ScratchConfig,
+)
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
+from burnish.graders import rewards
 from burnish.plan import CACHE, disk_bytes, memory_parts, spell
+from burnish.runs import checkpoint
+from burnish.runs.directory import check_new
 
 if TYPE_CHECKING:
     from burnish.plan import Size
+
+Prompts = Iterable[str | Mapping[str, Any]] | None
+Given = rewards.Reward | str | None
+"""A reward that a script gives; None if the recipe's is meant."""
 
 
 class Extra(NamedTuple):
@@ -44,9 +60,44 @@ MADE = {
 _RUN = re.compile(r"runs/([\w.-]+)-\d+")
 
 
-def check(recipe: Recipe, path: Path, *, has_rows: bool = False) -> None:
-    """Raises what ``problems`` finds."""
-    _raise(problems(recipe, path, has_rows=has_rows))
+def check_before(
+    recipe: Recipe, path: Path, *, prompts: Prompts = None, reward: Given = None
+) -> None:
+    """Raises for what is wrong with a new run: its directory, model, data, reward and packages."""
+    check_new(path)
+    if recipe.engine.name != "native":
+        raise ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
+    check_sources(recipe, path, prompts=prompts, reward=reward)
+
+
+def check_sources(
+    recipe: Recipe, path: Path = Path(), *, prompts: Prompts = None, reward: Given = None
+) -> None:
+    """Raises where a recipe's model, data, reward or packages are not there or not usable."""
+    takes = isinstance(recipe.task, FilesTask) or (recipe.is_supervised and reward is None)
+    if (prompts is not None or reward is not None) and not takes:
+        raise ConfigError(
+            f"prompts and reward have no effect with task.name = '{recipe.task.name}'; load the "
+            "recipe with task.name = 'files', or pass its name"
+        )
+    _raise(problems(recipe, path, has_rows=prompts is not None))
+    for task in recipe.tasks:
+        _check_rows(task, recipe.seed, prompts, reward)
+
+
+def _check_rows(task: Any, seed: int, prompts: Prompts, reward: Given) -> None:
+    """Raises where rows are not what their task needs, or a reward is not there."""
+    from burnish.tasks import files, math, pairs
+
+    if isinstance(task, FilesTask):
+        chosen = files.reward_of(task, reward)
+        if isinstance(chosen, str):
+            rewards.check(chosen)
+        files.rows_of(task, seed=seed, prompts=prompts)
+    if isinstance(task, PairsTask) and prompts is None:
+        files.rows_of(task, seed=seed, check=pairs.check_pair)
+    if isinstance(task, MathTask) and len(_files_of(task)) == 2:  # none comes from a hub
+        math.rows_of(task, seed=seed)
 
 
 def check_room(recipe: Recipe, path: Path, size: Size | None, available: int, device: str) -> None:
@@ -113,7 +164,10 @@ def missing_model(recipe: Recipe) -> list[BurnishError]:
     name = _model_source(recipe)
     if not name or name in hub.PACKAGED or name.startswith("hf:"):
         return []
-    if Path(name).expanduser().exists():
+    path = Path(name).expanduser()
+    if (path / "recipe.toml").is_file() and checkpoint.latest(path) is None:
+        return [RunError(f"{path} has no checkpoint yet; train on, or resume it")]
+    if path.exists():
         return []
     first = first_run(name)
     if first is None:

@@ -324,18 +324,3 @@ def test_models_are_evaluated_side_by_side(smollm2, tmp_path):
     assert f"report: {made.relative_to(tmp_path)}" in done.stdout
     done = burnish("eval", cwd=tmp_path)
     assert "give a RECIPE or --task NAME" in done.stderr
-
-
-def test_a_busy_machine_is_told_of(monkeypatch, tmp_path, capsys):
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(cli, "LOAD", tmp_path / "loadavg")
-    cli._say_if_busy()  # another system has no such file
-    for running, told in ((2, False), (3, True)):
-        cli.LOAD.write_text(f"3.70 3.48 2.39 {running}/212 3296\n")
-        cli._say_if_busy()
-        assert ("2 other threads run on the 2 cores" in capsys.readouterr().err) is told
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    cli._say_if_busy()
-    assert capsys.readouterr().err == ""

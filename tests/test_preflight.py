@@ -83,7 +83,7 @@ def test_several_problems_are_said_together(tmp_path, monkeypatch, without):
     monkeypatch.chdir(tmp_path)
     without("math_verify")
     with pytest.raises(RunError) as caught:
-        preflight.check(config.load("gsm8k"), tmp_path / "run")
+        preflight.check_sources(config.load("gsm8k"), tmp_path / "run")
     lines = str(caught.value).splitlines()
     assert len(lines) == 4  # a heading, the extra, the files, the first run
     assert "burnish sft gsm8k-sft" in lines[-1]

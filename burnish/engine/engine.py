@@ -103,6 +103,7 @@ class NativeEngine:
         self._groups: dict[str, Group] = {}
         self._undelivered: list[Event] = []
         self._paused = False
+        self.sampled = 0
 
     @property
     def version(self) -> int:
@@ -268,6 +269,7 @@ class NativeEngine:
             taken = reader.take(tokens)
         else:
             taken = self._read(sequence, tokens, logprobs, events)
+        self.sampled += taken
         sequence.tokens += tokens[:taken]
         sequence.logprobs += logprobs[:taken]
         sequence.versions += [self.version] * taken

@@ -29,6 +29,7 @@ from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array
 
 from burnish.errors import EngineError
+from burnish.progress import announce_compile
 
 if numba.config.CPU_FEATURES is None:
     _features = llvmlite.binding.get_host_cpu_features()
@@ -64,6 +65,7 @@ def rows_kernel(module: str, name: str, *sizes: int) -> Callable[[Any], Any]:
         def load_or_compile(signature: Any, context: Any) -> Any:
             found = load(signature, context)
             if found is None and not compiles_here:
+                announce_compile(name)
                 _compile_aside(module, name, sizes, signature)
                 found = load(signature, context)
             return found

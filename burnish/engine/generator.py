@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request
+from burnish.progress import Report, unheard
 from burnish.types import Completion, Prompt, SamplingParams, Weights
 
 
@@ -27,6 +28,7 @@ class EngineGenerator:
         samples: int,
         params: SamplingParams,
         stream: int,
+        report: Report = unheard,
     ) -> list[tuple[Completion, ...]]:
         names = [f"group-{first_group + k}" for k in range(len(prompts))]
         for k, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
@@ -34,8 +36,10 @@ class EngineGenerator:
             request = Request(name, prompt.token_ids, samples, params, *place, streamed=False)
             self.engine.submit(request)
         done: dict[tuple[str, int], Completion] = {}
+        before, total = self.engine.sampled, len(prompts) * samples
         while self.engine.unfinished:
             for event in self.engine.step():
                 if isinstance(event, Completion):
                     done[event.request_id, event.sample_index] = event
+            report(len(done), total, tokens=self.engine.sampled - before)
         return [tuple(done[name, i] for i in range(samples)) for name in names]

@@ -46,6 +46,7 @@ class HFEngine:
         self._waiting: list[tuple[Request, int]] = []
         self._undelivered: list[Event] = []
         self._paused = False
+        self.sampled = 0
 
     @classmethod
     def open(cls, directory: Path | str, dtype: torch.dtype = torch.float32) -> HFEngine:
@@ -180,6 +181,7 @@ class HFEngine:
                 events.append(TokenEvent(*place, token, logprob, self.version, text))
             if reader.finish is not None:
                 break
+        self.sampled += count
         recorded = tokens[:count], logprobs[:count], [self.version] * count
         done = reader.completion(*recorded, reader.finish or Finish.LENGTH)
         return [*events, done]

@@ -9,6 +9,7 @@ import torch
 
 from burnish.draws import uniforms
 from burnish.model.sorter import Sorter
+from burnish.progress import Report, unheard
 from burnish.types import Completion, Finish, IntArray, Prompt, SamplingParams, Weights
 
 
@@ -30,6 +31,7 @@ class SorterEngine:
         samples: int,
         params: SamplingParams,
         stream: int,
+        report: Report = unheard,
     ) -> list[tuple[Completion, ...]]:
         """``samples`` responses to each prompt; temperature 0 takes the likeliest numbers."""
         tokens = torch.from_numpy(np.stack([p.token_ids for p in prompts])).long()
@@ -51,6 +53,7 @@ class SorterEngine:
             )
             chosen = invert(logprobs, torch.from_numpy(draws))
         picked = logprobs.gather(-1, chosen[..., None]).squeeze(-1)
+        report(len(prompts) * samples, tokens=chosen.numel())
         return [
             tuple(
                 self._completion(prompt, i, ids, lps, params)

@@ -7,6 +7,7 @@ grader: a counted failure with a message, never a 0. (Workers import this file: 
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import math
 import sys
@@ -105,6 +106,27 @@ def find(reward: str | Reward) -> Source | None:
         return Source(spec, module.__name__)
     known_as = module.__spec__.name if module.__spec__ else "burnish_reward"
     return Source(spec, known_as, True) if scripts.definitions(Path(file)) else None
+
+
+def check(reward: str) -> None:
+    """Raises where a reward can't be loaded, as far as that is seen without running its file."""
+    source = find(reward)
+    assert source is not None
+    if source.spec in BUILT_IN:
+        return
+    file, _, name = source.spec.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise DataError(f"reward {source.spec}: there is no file {path}")
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        said = "".join(traceback.format_exception_only(error)).strip()
+        raise DataError(f"reward {source.spec}: the file can't be loaded: {said}") from error
+    bound = scripts.bound(tree.body)
+    if not bound & {name.partition(".")[0], "*", "__getattr__"}:
+        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        raise DataError(f"reward {source.spec}: {path.name} has {defined}, no function {name!r}")
 
 
 def load(source: Source) -> Reward:

@@ -29,7 +29,7 @@ def definitions(path: Path) -> ast.Module | None:
     left_out: list[ast.AST] = [s for s in tree.body if s not in kept]
     constants = _names([s for s in kept if isinstance(s, ASSIGNMENTS)], ast.Store)
     run = left_out + _called(left_out, kept)
-    changed = _bound(left_out) | (_names(run, ast.Load, ast.Store) & constants)
+    changed = bound(left_out) | (_names(run, ast.Load, ast.Store) & constants)
     if changed & _names(kept, ast.Load):
         return None
     return ast.Module(body=kept, type_ignores=[])
@@ -54,7 +54,7 @@ def _called(callers: Sequence[ast.AST], definitions: Sequence[ast.AST]) -> list[
     return found
 
 
-def _bound(statements: Sequence[ast.AST]) -> set[str]:
+def bound(statements: Sequence[ast.AST]) -> set[str]:
     """Every name that the statements may set, also by def, class or import inside an if or try."""
     bound = _names(statements, ast.Store, ast.Del)
     for statement in statements:

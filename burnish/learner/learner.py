@@ -16,6 +16,7 @@ from burnish.errors import BurnishError, RunError
 from burnish.learner.objective import Metrics, describe, describe_kl, token_loss
 from burnish.learner.optim import Optimizer
 from burnish.learner.policy import Policy, copy_weights
+from burnish.progress import Report, unheard
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
 from burnish.types import LearnBatch, Measured, PackedBatch, Weights
@@ -79,27 +80,30 @@ class Learner:
         """From now on the reference is the policy as it is."""
         self.reference, self.refreshed = self._frozen(), True
 
-    def score(self, batch: PackedBatch) -> Scores:
+    def score(self, batch: PackedBatch, report: Report = unheard) -> Scores:
         """What advantages, loss and logs need of the policies before the first step.
 
         If one step is taken, its own forward pass is the proximal policy's, so that another is made
-        only for what reads it earlier.
+        only for what reads it earlier. ``report`` is told the packs that are done, of each pass
+        anew.
         """
         steps = self.train.epochs * len(train_batches(batch, self.train.batch))
-        lower, proximal, reference = self._lower(batch), None, None
+        lower, proximal, reference = self._lower(batch, report), None, None
         if self.objective.proximal == "behavior":
             proximal = batch.behavior_logprobs
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
-            proximal = self._logprobs(self.policy, batch, lower)
+            proximal = self._logprobs(self.policy, batch, lower, report)
         if self.reference is not None:
-            reference = self._logprobs(self.reference, batch, lower)
+            reference = self._logprobs(self.reference, batch, lower, report)
         return Scores(proximal, reference, lower)
 
-    def logprobs(self, batch: PackedBatch) -> Tensor:
+    def logprobs(self, batch: PackedBatch, report: Report = unheard) -> Tensor:
         """[N] of the policy as it is, without gradient."""
-        return self._logprobs(self.policy, batch, None)
+        return self._logprobs(self.policy, batch, None, report)
 
-    def drift(self, batch: PackedBatch, scores: Scores) -> Callable[[Tensor], Metrics]:
+    def drift(
+        self, batch: PackedBatch, scores: Scores, report: Report = unheard
+    ) -> Callable[[Tensor], Metrics]:
         """KL of the policy that sampled the batch to the initial model and to the one before it,
         as a function of its log-probabilities [N], which the first step may yet have to make.
 
@@ -115,8 +119,8 @@ class Learner:
         lower = None if scores.lower is None else scores.lower[slots]
         initial, whole = scores.reference, True
         if self.reference is not self.initial or initial is None:
-            initial, whole = self._logprobs(self.initial, part, lower), False
-        previous = self._logprobs(self.previous, part, lower)
+            initial, whole = self._logprobs(self.initial, part, lower, report), False
+        previous = self._logprobs(self.previous, part, lower, report)
         copy_weights(self.policy, self.previous)
 
         def measure(logprobs: Tensor) -> Metrics:
@@ -126,18 +130,23 @@ class Learner:
 
         return measure
 
-    def held_out_drift(self, batch: PackedBatch) -> Metrics:
+    def held_out_drift(self, batch: PackedBatch, report: Report = unheard) -> Metrics:
         """KL of the policy as it is to the initial model, on responses that it sampled but does not
         learn from. No metrics unless ``train.log_kl``, nor before the first step: it is 0."""
         if self.initial is None or not self.version:
             return {}
-        lower = self._lower(batch)
-        ours, initial = (self._logprobs(p, batch, lower) for p in (self.policy, self.initial))
+        lower = self._lower(batch, report)
+        ours, initial = (
+            self._logprobs(policy, batch, lower, report) for policy in (self.policy, self.initial)
+        )
         return describe_kl("held_out", ours, initial, batch)
 
-    def step(self, learn: LearnBatch) -> Update:
-        """One gradient step on one train batch; one that is not finite is skipped and counted."""
-        measured, loss = self._accumulate(learn)
+    def step(self, learn: LearnBatch, report: Report = unheard) -> Update:
+        """One gradient step on one train batch; one that is not finite is skipped and counted.
+
+        ``report`` is told the packs that are done.
+        """
+        measured, loss = self._accumulate(learn, report)
         logprobs = measured.logprobs
         norm = self.optimizer.gradient_norm()
         metrics = describe(self.objective, measured, learn)
@@ -201,10 +210,11 @@ class Learner:
         self.version = state.numbers["version"]
         self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
 
-    def _accumulate(self, learn: LearnBatch) -> tuple[Measured, float]:
+    def _accumulate(self, learn: LearnBatch, report: Report = unheard) -> tuple[Measured, float]:
         """Adds up the gradients over the packs -> what was measured, and the loss."""
         parts, loss = [], 0.0
-        for pack in self._cut(learn.batch):
+        packs = self._cut(learn.batch)
+        for done, pack in enumerate(packs, 1):
             part = take_streams(learn, pack)
             measured = self.policy.score(pack.batch, part.lower)
             if not self.objective.entropy_coefficient:
@@ -215,29 +225,42 @@ class Learner:
             loss += part_loss.item()
             streams = torch.stack([x.detach() for x in measured], 1)
             parts.append((pack.slots, streams))
+            report(done, len(packs))
         return Measured(*_join(parts, learn.batch).unbind(1)), loss
 
-    def _lower(self, batch: PackedBatch) -> Tensor | None:
+    def _lower(self, batch: PackedBatch, report: Report) -> Tensor | None:
         """[N, d], for all forward passes over the batch; None if all layers learn."""
-        return self._scored(batch, self.policy.lower) if self.policy.lower_layers else None
+        if not self.policy.lower_layers:
+            return None
+        return self._scored(batch, self.policy.lower, None, report)
 
-    def _logprobs(self, policy: Policy, batch: PackedBatch, lower: Tensor | None) -> Tensor:
-        return self._scored(batch, lambda *given: policy.score(*given).logprobs, lower)
+    def _logprobs(
+        self, policy: Policy, batch: PackedBatch, lower: Tensor | None, report: Report
+    ) -> Tensor:
+        return self._scored(batch, lambda *given: policy.score(*given).logprobs, lower, report)
 
     @torch.no_grad()
     def _scored(
-        self, batch: PackedBatch, score: Callable[..., Tensor], lower: Tensor | None = None
+        self,
+        batch: PackedBatch,
+        score: Callable[..., Tensor],
+        lower: Tensor | None,
+        report: Report,
     ) -> Tensor:
         """[N, …], in the packs that training will use, so that the numerics are its own.
 
         ``score`` is called with a pack and, if they are given, its lower states.
         """
         parts = []
-        for whole in train_batches(batch, self.train.batch):
-            for pack in self._cut(whole.batch):
-                slots = whole.slots[pack.slots]
-                known = () if lower is None else (lower[slots],)
-                parts.append((slots, score(pack.batch, *known)))
+        packs = [
+            (whole.slots[pack.slots], pack.batch)
+            for whole in train_batches(batch, self.train.batch)
+            for pack in self._cut(whole.batch)
+        ]
+        for done, (slots, pack) in enumerate(packs, 1):
+            known = () if lower is None else (lower[slots],)
+            parts.append((slots, score(pack, *known)))
+            report(done, len(packs))
         return _join(parts, batch)
 
     def _cut(self, batch: PackedBatch) -> list[Pack]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.errors import DataError
-from burnish.loops.sync import sampling
-from burnish.rollout.rollout import Generator
+from burnish.progress import Show, begin, silent
+from burnish.rollout.rollout import Generator, sampling
 from burnish.tasks.gym import Gym
 from burnish.tasks.keywords import Keywords
 from burnish.types import Completion, Prompt
@@ -29,7 +29,7 @@ def write_keywords(
     directory: Path,
     *,
     rows: int,
-    show: Callable[[int, int], None] = lambda kept, asked: None,
+    show: Show = silent,
 ) -> dict[str, float]:
     """Writes train.jsonl and validation.jsonl, 80/20, with fields prompt, answer and keywords.
 
@@ -53,10 +53,14 @@ def write_keywords(
                     "better model"
                 )
             prompts = [prompt(asked - first + i) for i in range(recipe.prompts_per_rollout)]
+            so_far = sum(map(len, found)) + len(kept)
+            doing = f"sampling answers; {so_far} of {rows} rows are kept, {asked} prompts asked"
+            total = len(prompts) * recipe.rollout.group_size
             sampled = generator.generate(
                 prompts,
                 first_group=asked,
                 samples=recipe.rollout.group_size,
+                report=begin(show, "generate", doing, total=total, unit="responses"),
                 params=sampling(recipe),
                 stream=Stream.GENERATE,
             )
@@ -64,7 +68,6 @@ def write_keywords(
                 if len(kept) < count:
                     asked += 1
                     kept += _good(task, one, answers)
-            show(sum(map(len, found)) + len(kept), asked)
         found.append(kept)
     for file, kept in zip(files, found, strict=True):
         _write(file, kept)

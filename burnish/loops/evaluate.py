@@ -18,8 +18,8 @@ import numpy as np
 from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.errors import RunError
-from burnish.loops.sync import sampling
-from burnish.rollout.rollout import Generator, Task, grade
+from burnish.progress import Show, after, begin, silent
+from burnish.rollout.rollout import Generator, Task, grade, sampling
 from burnish.runs import rollouts, statistics
 from burnish.runs.directory import lock, replace_file
 from burnish.runs.metrics import Row, iterate_rows
@@ -49,13 +49,20 @@ class Answers(Protocol):
 
 
 def evaluate(
-    recipe: Recipe, task: Validated, generator: Generator, decode: Decode
+    recipe: Recipe,
+    task: Validated,
+    generator: Generator,
+    decode: Decode,
+    *,
+    show: Show = silent,
+    when: str = "",
 ) -> tuple[list[Group], Row]:
     """The graded responses to the validation prompts, and their figures as ``validation/…``.
 
-    Empty where the task holds nothing out.
+    Empty where the task holds nothing out. ``when`` is shown, such as "after step 10".
     """
-    groups = [group for part in answered(recipe, task, generator) for group in part]
+    parts = answered(recipe, task, generator, show=show, when=when)
+    groups = [group for part in parts for group in part]
     return groups, figures(to_rows(task, groups, decode))
 
 
@@ -67,31 +74,35 @@ def evaluate_into(
     generator: Generator,
     decode: Decode,
     *,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    show: Show = silent,
 ) -> Row:
     """The same figures, with every response in a directory; one begun before goes on there.
 
-    ``settings`` are all that the results depend on; ``show`` gets how many prompts are done.
+    ``settings`` are all that the results depend on.
     """
     with lock(directory):
         _same_settings(directory / "settings.json", settings)
         file, prompts = directory / "results.jsonl", task.validation
         rows = _done(file, recipe, prompts)
         done = len(rows) // recipe.validation.samples
-        show(done, len(prompts))
-        for part in answered(recipe, task, generator, start=done):
+        for part in answered(recipe, task, generator, start=done, show=show):
             fresh = to_rows(task, part, decode)
             with file.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps(row) + "\n" for row in fresh)
-            rows, done = rows + fresh, done + len(part)
-            show(done, len(prompts))
+            rows += fresh
         measured = figures(rows)
         replace_file(directory / "figures.json", json.dumps(measured, indent=2) + "\n")
     return measured
 
 
 def answered(
-    recipe: Recipe, task: Validated, generator: Generator, start: int = 0
+    recipe: Recipe,
+    task: Validated,
+    generator: Generator,
+    *,
+    start: int = 0,
+    show: Show = silent,
+    when: str = "",
 ) -> Iterator[list[Group]]:
     """Graded responses from prompt ``start`` on, some prompts at a time."""
     config, prompts, size = recipe.validation, task.validation, together(recipe)
@@ -103,11 +114,20 @@ def answered(
         max_tokens=config.max_tokens or recipe.rollout.max_tokens,
         stop=recipe.validation_stop,
     )
+    doing, samples = f"evaluating {len(prompts)} prompts {when}".rstrip(), config.samples
+    report = begin(show, "evaluate", doing, total=samples * len(prompts), unit="responses")
+    tokens = 0
     for first in range(start, len(prompts), size):
         some = prompts[first : first + size]
         responses = generator.generate(
-            some, first_group=first, samples=config.samples, params=params, stream=Stream.EVALUATION
+            some,
+            first_group=first,
+            samples=samples,
+            params=params,
+            stream=Stream.EVALUATION,
+            report=after(report, samples * first, tokens),
         )
+        tokens += sum(len(c.token_ids) for completions in responses for c in completions)
         yield grade(task, some, responses, first)
 
 

@@ -16,6 +16,7 @@ from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request, TokenEvent
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
+from burnish.progress import Report, unheard
 from burnish.types import Completion, SamplingParams
 
 PRINTABLE = "\n\t\u200d"  # beside what is printable anyway; the last one joins emoji
@@ -95,6 +96,7 @@ def generate(
     chat: bool = True,
     write: Callable[[str], object] = lambda text: None,
     jsonl: Path | None = None,
+    report: Report = unheard,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Speed:
     """Sample n responses to each prompt; `write` gets text that is safe for a terminal.
@@ -105,7 +107,9 @@ def generate(
     start = clock()
     keys = [(str(index), sample) for index in range(len(prompts)) for sample in range(n)]
     screen = _Screen(keys, write)
-    done = sample(engine, tokenizer, prompts, n=n, params=params, chat=chat, see=screen.see)
+    done = sample(
+        engine, tokenizer, prompts, n=n, params=params, chat=chat, see=screen.see, report=report
+    )
     seconds = clock() - start
     if jsonl is not None:
         _save(jsonl, prompts, done)
@@ -121,17 +125,20 @@ def sample(
     params: SamplingParams = SamplingParams(),
     chat: bool = True,
     see: Callable[[TokenEvent | Completion], None] = lambda event: None,
+    report: Report = unheard,
 ) -> list[Completion]:
     """n responses to each prompt, in the prompts' order; ``see`` gets tokens as they are made."""
     for index, prompt in enumerate(prompts):
         ids = encode(tokenizer, prompt, chat=chat)
         engine.submit(Request(str(index), ids, n, params, group=index, stream=Stream.GENERATE))
     done: list[Completion] = []
+    before = engine.sampled
     while engine.unfinished:
         for event in engine.step():
             see(event)
             if not isinstance(event, TokenEvent):
                 done.append(event)
+        report(len(done), n * len(prompts), tokens=engine.sampled - before)
     return sorted(done, key=lambda c: (int(c.request_id), c.sample_index))
 
 

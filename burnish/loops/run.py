@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 from burnish.config import Recipe
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
+from burnish.progress import Progress, Show, showing_compiles, silent
 from burnish.rollout.choice import Choice
-from burnish.runs import checkpoint, rollouts, tensorboard
+from burnish.runs import checkpoint, rollouts, status, tensorboard
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Row
 from burnish.runs.plots import draw_run
@@ -28,6 +32,8 @@ from burnish.types import Group, IntArray
 
 EVALUATED = 64
 """Responses of an evaluation that are kept whole."""
+RECENT = 10
+"""Steps whose mean says how long a step takes."""
 
 
 class Parts(NamedTuple):
@@ -38,10 +44,11 @@ class Parts(NamedTuple):
     learner: Learner
     choice: Choice | None
     """Of prompts; None where there are pairs."""
-    train: Callable[[Timers, int], Iterator[Step]]
+    train: Callable[[Timers, int, Show], Iterator[Step]]
     """The steps from the given one on."""
-    validate: Callable[[], tuple[list[Group], Row]]
-    """Graded responses and figures of what the policy, as last published, does held out."""
+    validate: Callable[[Show, str], tuple[list[Group], Row]]
+    """Graded responses and figures of what the policy, as last published, does held out; the text
+    says when, such as "after step 10"."""
     publish: Callable[[], None]
     """Hands the policy as it is to what samples."""
     decode: Callable[[IntArray], list[str]]
@@ -49,28 +56,28 @@ class Parts(NamedTuple):
     close: Callable[[], None]
 
 
-class Progress(NamedTuple):
-    """What a display shows after each step."""
-
-    step: int
-    total: int
-    metrics: Row
-    timings: Row
-
-
 def run(
     directory: RunDirectory,
     parts: Parts,
     *,
     start: int = 0,
-    show: Callable[[Progress], None] = lambda progress: None,
+    show: Show = silent,
     stop: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.time,
 ) -> int:
     """Runs from step ``start`` to the end, or until ``stop`` says so; returns the steps done.
 
-    A step that has begun is finished, and saved, before ``stop`` is asked.
+    A step that has begun is finished, and saved, before ``stop`` is asked. ``show`` is told of
+    every phase and, in phase "step", of every finished step; status.json says the same.
     """
-    recipe, writer = parts.recipe, _Writer(directory, parts)
+    with _Teller(directory, parts.recipe, start, show, clock) as tell, showing_compiles(tell):
+        return _run(directory, parts, tell, start, stop)
+
+
+def _run(
+    directory: RunDirectory, parts: Parts, tell: _Teller, start: int, stop: Callable[[], bool]
+) -> int:
+    recipe, writer = parts.recipe, _Writer(directory, parts, tell)
     done = start
     with writer.timers("evaluate"):
         if start == 0:
@@ -79,9 +86,10 @@ def run(
     writer.begin(start)
     version = parts.learner.version
     try:
-        for step in parts.train(writer.timers, start):
+        for step in parts.train(writer.timers, start, tell):
             last = step.number == recipe.train.steps
             stopping = stop()
+            tell.done = step.number
             if step.number % recipe.validation.every == 0 or last:
                 with writer.timers("evaluate"):
                     writer.validate(step.number)
@@ -90,7 +98,7 @@ def run(
             if done % recipe.checkpoint.every == 0 or last or stopping:
                 with writer.timers("checkpoint"):
                     writer.save(done)
-            show(progress)
+            tell.finished(progress)
             if stopping:
                 break
     except BurnishError:
@@ -98,6 +106,7 @@ def run(
         if done > start and parts.learner.version == version:
             writer.save(done)
         raise
+    tell(Progress("report", "writing the report"))
     if done == recipe.train.steps:
         summary = summarise(directory.path)
         directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
@@ -107,11 +116,95 @@ def run(
     return done
 
 
+class _Teller:
+    """Adds the step and the time left to what phases report, shows it, and keeps status.json."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        recipe: Recipe,
+        start: int,
+        show: Show,
+        clock: Callable[[], float],
+    ) -> None:
+        self.done = start
+        self._directory, self._recipe, self._show, self._clock = directory, recipe, show, clock
+        self._started = self._estimated = clock()
+        self._written: tuple[str, float] = ("", 0.0)
+        self._now = Progress("load", "starting", step=start, steps=recipe.train.steps)
+        self._timings: list[Row] = []
+        self._left: float | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        left = self._left
+        if left is not None:
+            left = max(0.0, left - (self._clock() - self._estimated))
+        self._now = replace(
+            progress, step=self.done, steps=self._recipe.train.steps, seconds_left=left
+        )
+        doing, written = self._written
+        if progress.doing != doing or self._clock() - written >= 1.0:
+            self._write("running")
+        self._show(self._now)
+
+    def evaluated(self, timings: Row) -> None:
+        """Takes the time of the evaluation before the first step into account."""
+        self._timings.append(timings)
+
+    def finished(self, progress: Progress) -> None:
+        """A step is done: the time left is estimated anew."""
+        self._timings.append(dict(progress.timings))
+        self._left = seconds_left(self._recipe, self.done, self._timings)
+        self._estimated = self._clock()
+        self(progress)
+
+    def __enter__(self) -> Self:
+        self._write("running")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            is_whole = self.done == self._recipe.train.steps
+            return self._write("finished" if is_whole else "stopped")
+        return self._write("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+
+    def _write(self, state: status.State) -> None:
+        now = self._clock()
+        self._written = self._now.doing, now
+        with suppress(RunError):  # a full disk stops the run where a file matters
+            path = self._directory.path
+            status.write(path, state, self._now, started=self._started, updated=now)
+
+
+def seconds_left(recipe: Recipe, done: int, timings: Sequence[Row]) -> float | None:
+    """The steps left times the mean of recent steps, and the evaluations left likewise.
+
+    ``timings`` are rows of timings.jsonl; None if none of them is of a step.
+    """
+    evaluations = [row["time/evaluate"] for row in timings if row.get("time/evaluate")]
+    steps = [
+        row["time/step"] - row.get("time/evaluate", 0.0) for row in timings if "time/learn" in row
+    ]
+    if not steps:
+        return None
+    recent, last = steps[-RECENT:], recipe.train.steps
+    every = recipe.validation.every
+    ahead = sum(n % every == 0 or n == last for n in range(done + 1, last + 1))
+    each = sum(evaluations) / len(evaluations) if evaluations else 0.0
+    return (last - done) * sum(recent) / len(recent) + ahead * each
+
+
 class _Writer:
     """Turns what happened into files."""
 
-    def __init__(self, directory: RunDirectory, parts: Parts) -> None:
+    def __init__(self, directory: RunDirectory, parts: Parts, tell: _Teller) -> None:
         self.recipe, self.directory, self.parts = parts.recipe, directory, parts
+        self.tell = tell
         self.timers = Timers()
         self._validation: Row = {}
         self._score: float | None = None
@@ -121,11 +214,14 @@ class _Writer:
     def begin(self, start: int) -> None:
         """The row of what was known before the first step."""
         if start == 0 and self._validation:
-            self._append(0, self._validation, self.timers.take())
+            timings = self.timers.take()
+            self._append(0, self._validation, timings)
+            self.tell.evaluated(timings)
             self._validation = {}
 
     def validate(self, step: int) -> None:
-        groups, self._validation = self.parts.validate()
+        when = f"after step {step}" if step else "before the first step"
+        groups, self._validation = self.parts.validate(self.tell, when)
         self._score = self._validation.get("validation/reward")
         if "validation/loss" in self._validation:
             self._score = -self._validation["validation/loss"]  # the best is the highest
@@ -152,9 +248,11 @@ class _Writer:
             sampled = metrics["rollout/length"] * metrics["rollout/responses"]
             timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
         self._append(step.number, metrics, timings)
-        return Progress(step.number, self.recipe.train.steps, metrics, timings)
+        doing = f"step {step.number} is done"
+        return Progress("step", doing, metrics=metrics, timings=timings)
 
     def save(self, step: int) -> None:
+        self.tell(Progress("checkpoint", f"saving a checkpoint of step {step}"))
         learner = self.parts.learner
         state: State = learner.state()
         numbers = {"step": step, "incarnation": learner.incarnation, "learner": state.numbers}

@@ -15,6 +15,7 @@ from burnish.config import ObjectiveConfig, Recipe
 from burnish.learner import objective
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
+from burnish.progress import Show, begin, silent
 from burnish.rollout.packing import pack
 from burnish.runs.metrics import Row
 from burnish.runs.timers import Timers
@@ -27,13 +28,20 @@ CONSTANT = ("train/ratio_min", "train/ratio_max", "train/advantage_std")
 
 
 def train(
-    recipe: Recipe, *, pairs: Pairs, learner: Learner, timers: Timers, start: int = 0
+    recipe: Recipe,
+    *,
+    pairs: Pairs,
+    learner: Learner,
+    timers: Timers,
+    start: int = 0,
+    show: Show = silent,
 ) -> Iterator[Step]:
     """Learns from step ``start`` on, yielding after each step; ``learner`` has ``OBJECTIVE``."""
     for number in range(start, recipe.train.steps):
         groups = pairs.batch(number, recipe.train.batch)
         with timers("learn"):
-            update = learner.step(to_learn(learner, groups))
+            report = begin(show, "learn", f"learning {len(groups)} answers", unit="packs")
+            update = learner.step(to_learn(learner, groups), report)
         metrics = {k: v for k, v in update.metrics.items() if k not in CONSTANT}
         metrics |= {"train/version": learner.version, "train/tokens": count_tokens(groups)}
         yield Step(number + 1, [], [], None, metrics)
@@ -49,12 +57,16 @@ def to_learn(learner: Learner, groups: list[Group]) -> LearnBatch:
     )
 
 
-def validate(pairs: Pairs, learner: Learner) -> tuple[list[Group], Row]:
+def validate(
+    pairs: Pairs, learner: Learner, *, show: Show = silent, when: str = ""
+) -> tuple[list[Group], Row]:
     """The mean over all held-out answer tokens; empty where nothing is held out."""
     if not pairs.validation:
         return [], {}
+    doing = f"evaluating {len(pairs.validation)} answers {when}".rstrip()
+    report = begin(show, "evaluate", doing, unit="packs")
     batch = pack(pairs.validation).to(learner.device)
-    loss = -learner.logprobs(batch)[batch.is_action].double().mean().item()
+    loss = -learner.logprobs(batch, report)[batch.is_action].double().mean().item()
     return [], {"validation/loss": loss}
 
 

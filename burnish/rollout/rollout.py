@@ -8,7 +8,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from burnish.config import Recipe
 from burnish.errors import DataError
+from burnish.progress import Report, unheard
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status, Weights
 
 
@@ -40,11 +42,29 @@ class Generator(Protocol):
         samples: int,
         params: SamplingParams,
         stream: int,
+        report: Report = unheard,
     ) -> list[tuple[Completion, ...]]:
-        """``samples`` completions of each prompt; prompt k is the run's group first_group + k."""
+        """``samples`` completions of each prompt; prompt k is the run's group first_group + k.
+
+        ``report`` is told the completions that are done and the tokens that were sampled.
+        """
 
     def load(self, weights: Weights) -> None:
         """Takes over new weights; what is sampled from now on carries their version."""
+
+
+def sampling(recipe: Recipe) -> SamplingParams:
+    """How training samples; the sorting model reads the temperature and the seed alone."""
+    rollout = recipe.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.max_tokens,
+        min_tokens=rollout.min_tokens,
+        stop=recipe.stop,
+        seed=recipe.seed,
+    )
 
 
 def grade(

@@ -9,6 +9,7 @@ evaluations.jsonl the same for validation
 log.txt           prompts, responses, rewards and advantages, to be read
 events.…          the metrics for TensorBoard
 checkpoints/      what a killed run resumes from
+status.json       where it is while it runs, and how it ended; clocks, so no two are the same
 restarts.txt      a line for each time it was resumed
 summary.json      where it began and ended; a finished run has one
 report.html       all of it, to be looked at
@@ -50,13 +51,8 @@ class RunDirectory:
     """Open for writing by one process at a time, which holds its lock."""
 
     def __init__(self, path: Path, recipe: Recipe) -> None:
+        check_new(path)
         self._open(path)
-        if any((path / name).exists() for name in (*APPENDED, "checkpoints")):
-            self._lock.close()
-            raise RunError(
-                f"{path} already holds a run; continue it with `burnish resume`, "
-                "choose another --out or remove it"
-            )
         self.write("recipe.toml", to_toml(effective(recipe)))
         self.write("environment.json", json.dumps(environment(), indent=2) + "\n")
 
@@ -148,6 +144,26 @@ class RunDirectory:
         before = file.read_text(encoding="utf-8") if file.exists() else ""
         self.write(file.name, f"{before}from step {step}\n")
         return before.count("\n") + 1
+
+
+def check_new(path: Path) -> None:
+    """Raises where a new run can't begin: a run lies there, or anything else that is not hidden."""
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file, a run is a directory; choose another --out")
+    held = sorted(p.name for p in path.glob("*") if not p.name.startswith("."))
+    if not held:
+        return
+    if is_held(path):
+        raise RunError(f"{path} is in use by another run; choose another --out")
+    if "recipe.toml" in held or any(name in held for name in (*APPENDED, "checkpoints")):
+        raise RunError(
+            f"{path} already holds a run; continue it with `burnish resume {path}`, "
+            "choose another --out or remove it"
+        )
+    raise RunError(
+        f"{path} must be new or empty, it holds {held[0]}{', …' if held[1:] else ''}; "
+        "choose another --out"
+    )
 
 
 def replace_file(path: Path, text: str) -> None:

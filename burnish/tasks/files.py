@@ -89,12 +89,18 @@ def make_files(
     reward: Reward | str | None = None,
 ) -> Files:
     """The task that a recipe's section describes; a script's prompts and reward come before it."""
-    chosen = config.reward if reward is None else reward
-    if chosen is None:
-        raise ConfigError("there is no reward; give --reward FILE.py:NAME or set task.reward")
+    chosen = reward_of(config, reward)
     rows, validation = rows_of(config, seed=seed, prompts=prompts)
     grader = make_grader(chosen, limits_of(config))
     return Files(rows, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
+
+
+def reward_of(config: FilesTask, reward: Reward | str | None) -> Reward | str:
+    """A script's reward, or the recipe's."""
+    chosen = config.reward if reward is None else reward
+    if chosen is None:
+        raise ConfigError("there is no reward; give --reward FILE.py:NAME or set task.reward")
+    return chosen
 
 
 def limits_of(config: Graded) -> Limits:

@@ -47,9 +47,15 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     given = setting(tmp_path, smollm2, "engine.max_running=8")
     whole, out = tmp_path / "whole", tmp_path / "out"
     seen = []
-    done = api.evaluate("files", overrides=given, out=whole, show=lambda *n: seen.append(n))
-    figures = done.figures
-    assert seen == [(0, 14), (4, 14), (8, 14), (12, 14), (14, 14)]
+    figures = api.evaluate("files", overrides=given, out=whole, show=seen.append).figures
+    told = [progress for progress in seen if progress.phase == "evaluate"]
+    assert {(p.doing, p.total, p.unit) for p in told} == {
+        ("evaluating 14 prompts", 28, "responses")
+    }
+    counts = [progress.done for progress in told]
+    assert counts == sorted(counts)
+    assert {0, 8, 16, 24, 28} <= set(counts)
+    assert told[-1].tokens_per_second > 0
     assert figures["validation/responses"] == 28
     assert figures["validation/grades_error"] == pytest.approx(2 / 28)
     assert {"validation/accuracy_low", "validation/pass_at_2", "validation/majority_at_2"} <= set(
@@ -57,8 +63,8 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     )
     assert figures == api.evaluate("files", overrides=given).figures  # as training measures it
 
-    def show(done, total):
-        if done == 8:
+    def show(progress):
+        if progress.phase == "evaluate" and progress.done > 16:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -70,7 +76,7 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     real = evaluate.answered
     monkeypatch.setattr(evaluate, "answered", lambda *a, **k: sampled.append(k) or real(*a, **k))
     assert api.evaluate("files", overrides=given, out=out).figures == figures
-    assert sampled == [{"start": 8}]
+    assert [given["start"] for given in sampled] == [8]
     for name in FILES:
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert (
@@ -166,7 +172,7 @@ def test_the_same_answers_from_the_hf_engine_and_from_an_export(tmp_path, smollm
     assert texts[0] == texts[1]
     assert figures == other
     with pytest.raises(ConfigError, match="training needs 'native'"):
-        api.build(config.load("keywords", ["task.name=files", *named, "engine.name=hf"]))
+        api.train(config.load("keywords", ["task.name=files", *named, "engine.name=hf"]))
     with pytest.raises(ConfigError, match=r"engine\.kv_mb .* has no effect"):
         config.load("keywords", ["engine.name=hf", "engine.kv_mb=3"])
 

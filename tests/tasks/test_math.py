@@ -9,8 +9,8 @@ import pytest
 from burnish import api, config
 from burnish.config import MathTask
 from burnish.errors import ConfigError, DataError, MissingExtra
-from burnish.loops.sync import sampling
 from burnish.plan import plan
+from burnish.rollout.rollout import sampling
 from burnish.tasks.math import beginnings, check_row, make_math, read, rows_of
 from burnish.tasks.shots import FewShot
 from burnish.types import Finish, Status

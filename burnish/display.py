@@ -1,0 +1,185 @@
+"""What a person sees of a run: a live block on a terminal, lines in a pipe or a file."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from burnish.progress import STEP_PHASES, Progress
+
+EVERY = 10.0
+"""Seconds after which a line is written to a pipe although nothing new was reported."""
+REDRAWS = 5.0
+"""Redraws of the live block per second."""
+PAUSE = 1.0
+"""Seconds between two lines about phases that begin in a run that has finished a step."""
+SHOWN = (
+    ("rollout/reward", "reward"),
+    ("train/loss", "loss"),
+    ("validation/reward", "held out"),
+    ("validation/loss", "held out"),
+    ("kl/initial_k1", "KL"),
+)
+"""Metrics of a step, and the words for them; the loss is left out where there is a reward."""
+
+
+class Display:
+    """Shows each ``Progress`` that it is called with, and moves while none comes.
+
+    A thread of its own redraws the block, or repeats the last state as a line with the seconds that
+    have passed. ``quiet`` leaves only a line per finished step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        console: Console,
+        *,
+        quiet: bool = False,
+        every: float = EVERY,
+        redraws: float = REDRAWS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name, self._console, self._quiet = name, console, quiet
+        self._every, self._redraws, self._clock = every, redraws, clock
+        self._began = self._written = self._told = clock()
+        self._now = Progress("load", "starting")
+        self._figures = ""
+        self._live: Live | None = None
+        self._spinner = Spinner("dots")
+        self._ended = threading.Event()
+        self._beat: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if self._quiet:
+            return self
+        if self._console.is_terminal and self._console.file.isatty():  # CI may pretend to be one
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._block,
+                refresh_per_second=self._redraws,
+                transient=True,
+            )
+            self._live.start(refresh=True)
+        else:
+            self._beat = threading.Thread(target=self._keep_writing, daemon=True)
+            self._beat.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the block or the lines; may be called twice."""
+        self._ended.set()
+        if self._live is not None:
+            self._live.stop()
+        if self._beat is not None:
+            self._beat.join(1.0)
+
+    def __call__(self, progress: Progress) -> None:
+        before, self._now, self._told = self._now, progress, self._clock()
+        if progress.phase == "step":
+            self._figures = figures(progress)
+            if self._live is None:
+                self._write(f"step {progress.step}/{progress.steps}  {self._figures}{self._left()}")
+        elif self._beat is not None and progress.doing != before.doing and self._is_news():
+            self._write(self._line())
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the block."""
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def _is_news(self) -> bool:
+        """Whether a phase that begins is worth a line at once: those before the first step are."""
+        if self._now.phase in STEP_PHASES:
+            return False
+        return not self._now.step or self._clock() - self._written >= PAUSE
+
+    def _keep_writing(self) -> None:
+        while not self._ended.wait(max(0.01, self._written + self._every - self._clock())):
+            if self._clock() - self._written >= self._every:
+                self._write(self._line())
+
+    def _write(self, text: str) -> None:
+        self._written = self._clock()
+        self.say(text)
+
+    def _line(self) -> str:
+        now = self._now
+        passed = _clock(self._clock() - self._began)
+        step = f"step {_underway(now)}: " if now.phase in STEP_PHASES else ""
+        told = (f"{step}{now.doing}", _counted(now), _speed(now), self._figures)
+        return f"[{passed}] {'  '.join(part for part in told if part)}{self._left()}"
+
+    def _block(self) -> RenderableType:
+        now = self._now
+        passed = _clock(self._clock() - self._began)
+        head = Table.grid(padding=(0, 1))
+        head.add_row(
+            self._spinner,
+            Text(self._name, style="bold"),
+            Text(now.doing, overflow="ellipsis", no_wrap=True),
+            passed,
+        )
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            " ",
+            ProgressBar(total=now.total, completed=now.done, width=24, pulse=not now.total),
+            _counted(now),
+            _speed(now),
+        )
+        rows: list[RenderableType] = [head, bar]
+        if now.step is not None:
+            rows.append(Text(f"  step {_underway(now)}  {self._figures}{self._left()}"))
+        return Group(*rows)
+
+    def _left(self) -> str:
+        """The time left, less what has passed since it was told; empty once it is used up."""
+        if self._now.seconds_left is None:
+            return ""
+        left = self._now.seconds_left - (self._clock() - self._told)
+        return f"  {_clock(left)} left" if left >= 0.5 else ""
+
+
+def figures(progress: Progress) -> str:
+    """A step's metrics in one line."""
+    metrics = progress.metrics
+    shown = [(key, word) for key, word in SHOWN if key in metrics]
+    if "rollout/reward" in metrics:
+        shown = [(key, word) for key, word in shown if key != "train/loss"]
+    return "  ".join(f"{word} {metrics[key]:.3f}" for key, word in shown)
+
+
+def _underway(now: Progress) -> str:
+    """The step that is being done, or the last that is done while none is."""
+    assert now.step is not None
+    return f"{now.step + (now.phase in STEP_PHASES)}/{now.steps}"
+
+
+def _counted(now: Progress) -> str:
+    return f"{now.done:,}/{now.total:,} {now.unit}" if now.total else ""
+
+
+def _speed(now: Progress) -> str:
+    return f"{now.tokens_per_second:,.0f} tokens/s" if now.tokens_per_second else ""
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,117 @@
+"""How far the work is: one small record, and the callables that carry it to whoever shows it.
+
+Functions are handed a ``Show`` or a ``Report`` and call it often; a call must cost next to nothing,
+so a display keeps the last record and draws it when it likes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+STEP_PHASES = ("generate", "grade", "score", "learn", "publish")
+"""Phases of a step; all others come before the first step or between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is being done now, or, in phase "step", what a finished step came to."""
+
+    phase: str
+    """check, load, download, convert, compile, evaluate, one of ``STEP_PHASES``, checkpoint,
+    report, or step."""
+    doing: str
+    """The phase in words, such as "evaluating 64 prompts before the first step"."""
+    done: int = 0
+    total: int | None = None
+    """None if nobody knows how much there is to do."""
+    unit: str = ""
+    """What ``done`` and ``total`` count."""
+    tokens_per_second: float | None = None
+    """Sampled since the phase began; None if nothing is sampled."""
+    step: int | None = None
+    """Finished steps; None outside of a run."""
+    steps: int | None = None
+    """Steps of the whole run."""
+    seconds_left: float | None = None
+    """None until the first step is finished."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the step, in phase "step"; empty otherwise, as are the timings."""
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+
+Show = Callable[[Progress], None]
+
+
+class Report(Protocol):
+    """Is told how far one phase is."""
+
+    def __call__(self, done: int, total: int | None = None, *, tokens: int = 0) -> None: ...
+
+
+def silent(progress: Progress) -> None:
+    """Shows nothing."""
+
+
+def unheard(done: int, total: int | None = None, *, tokens: int = 0) -> None:
+    """Reports to nobody."""
+
+
+def begin(
+    show: Show,
+    phase: str,
+    doing: str,
+    *,
+    total: int | None = None,
+    unit: str = "",
+    clock: Callable[[], float] = time.monotonic,
+) -> Report:
+    """Announces a phase and returns the function that reports how far it is.
+
+    A report may name another total. Its tokens are those that were sampled since the phase began.
+    """
+    began, expected = clock(), total
+
+    def report(done: int, total: int | None = None, *, tokens: int = 0) -> None:
+        speed = tokens / max(clock() - began, 1e-3) if tokens else None
+        whole = expected if total is None else total
+        show(Progress(phase, doing, done, whole, unit, tokens_per_second=speed))
+
+    show(Progress(phase, doing, 0, expected, unit))
+    return report
+
+
+def after(report: Report, done: int, tokens: int = 0) -> Report:
+    """The same report, for a part of the work that comes after ``done`` of it."""
+    first, before = done, tokens
+
+    def further(done: int, total: int | None = None, *, tokens: int = 0) -> None:
+        report(first + done, tokens=before + tokens)
+
+    return further
+
+
+_compiling: ContextVar[Show] = ContextVar("_compiling", default=silent)
+
+
+@contextmanager
+def showing_compiles(show: Show) -> Iterator[None]:
+    """Kernels that are compiled inside the block are announced to ``show``.
+
+    This is a context and not an argument because numba calls the code that compiles a kernel, and
+    passes nothing on to it.
+    """
+    token = _compiling.set(show)
+    try:
+        yield
+    finally:
+        _compiling.reset(token)
+
+
+def announce_compile(kernel: str) -> None:
+    doing = f"compiling the kernel {kernel} (once; later runs find it on the disk)"
+    _compiling.get()(Progress("compile", doing))

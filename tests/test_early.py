@@ -1,0 +1,147 @@
+"""What needs no model is refused before torch is loaded, and so within two seconds."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from burnish import config, preflight
+from burnish.errors import DataError, MissingExtra, RunError
+from burnish.graders import rewards
+from burnish.runs.directory import check_new
+
+CODE = """
+import contextlib, io, json, sys
+from burnish import cli
+for arguments in json.loads(sys.argv.pop()):
+    sys.argv[1:] = arguments
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        cli.main()
+    print(json.dumps([said.getvalue(), "torch" in sys.modules]))
+"""
+GOOD = '{"prompt": "a", "answer": "b"}\n' * 20
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "good.jsonl").write_text(GOOD)
+    (tmp_path / "bad.jsonl").write_text(GOOD + "{nonsense\n")
+    (tmp_path / "bad.toml").write_text("[task\n")
+    (tmp_path / "reward.py").write_text("def right(response, row):\n    return 1\n")
+    (tmp_path / "broken.py").write_text("def right(:\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "train.jsonl").write_text(GOOD)
+    return tmp_path
+
+
+OWN = ["train", "keywords", "--data", "good.jsonl", "--reward"]
+
+
+REFUSED = [
+    (["train", "sort", "--out", "run"], "run already holds a run; continue it with"),
+    (["train", "sort", "--out", "."], "must be new or empty, it holds bad.jsonl, …"),
+    (["train", "bad.toml"], "bad.toml is not a TOML file"),
+    (["train", "keywords", "--data", "none.jsonl"], "can't be read: no such file"),
+    (["train", "keywords", "--data", "bad.jsonl"], "bad.jsonl, line 21: not JSON"),
+    (["sft", "--data", "bad.jsonl"], "bad.jsonl, line 21: not JSON"),
+    ([*OWN, "keyword"], "reward must be FILE.py:NAME or one of inclusion, use, got 'keyword'"),
+    ([*OWN, "none.py:right"], "there is no file"),
+    ([*OWN, "broken.py:right"], "broken.py:right: the file can't be loaded: "),
+    ([*OWN, "reward.py:wrong"], "reward.py has ['right'], no function 'wrong'"),
+    (["train", "keywords", "--set", "model.name=nothing"], "no model 'nothing'; a model is"),
+    (["train", "arithmetic"], "burnish data arithmetic sums; burnish sft arithmetic-sft"),
+    (["train", "math", "--set", "model.name=smollm2-135m"], "can't be read: no such file"),
+    (["eval", "files", "--set", "task.train=none.jsonl"], "there is no reward"),
+    (["generate", "--prompts", "none.txt"], "none.txt can't be read"),
+    (["generate", "x", "--model", "nothing"], "no model 'nothing'"),
+    (["generate", "x", "--dtype", "int8"], "dtype must be auto, float32"),
+    (["data", "keywords", "words"], "words/train.jsonl is there already"),
+    (["resume", "nowhere"], "nowhere is not a run directory"),
+    (["resume", "words"], "words is not a run directory"),
+]
+
+
+def run(cases, cwd):
+    """What each command wrote to stderr, and whether torch was loaded by then."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(cases)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+
+
+def test_errors_that_need_no_model_load_no_torch(files):
+    outcomes = run([arguments for arguments, _ in REFUSED], files)
+    for (arguments, message), (said, loaded) in zip(REFUSED, outcomes, strict=True):
+        assert message in said, arguments
+        assert not loaded, arguments
+
+
+def test_an_error_comes_within_two_seconds(files):
+    """In the processor's time, since others may be at work; the whole process is measured."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ((said, _),) = run([["train", "keywords", "--data", "bad.jsonl"]], files)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "not JSON" in said
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "package", "overrides"),
+    [
+        ("math", "math_verify", ["model.name=smollm2-135m"]),
+        ("arithmetic", "reasoning_gym", ["model.name=smollm2-135m"]),
+        ("keywords", "huggingface_hub", ["model.name=hf:org/name"]),
+        ("keywords", "transformers", ["engine.name=hf"]),
+    ],
+)
+def test_a_missing_extra_is_named_at_once(recipe, package, overrides, monkeypatch):
+    real = preflight.importlib.util.find_spec
+    monkeypatch.setattr(
+        preflight.importlib.util, "find_spec", lambda name: None if name == package else real(name)
+    )
+    with pytest.raises(MissingExtra, match="install it with: pip install"):
+        preflight.check_sources(config.load(recipe, overrides))
+
+
+def test_a_run_without_a_checkpoint_is_no_model(tmp_path):
+    (tmp_path / "recipe.toml").write_text("")
+    recipe = config.load("keywords", [f"model.name={json.dumps(str(tmp_path))}"])
+    with pytest.raises(RunError, match="has no checkpoint yet"):
+        preflight.check_sources(recipe)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from other import right",
+        "import right",
+        "if 1:\n    def right(response, row): ...",
+        "right = lambda response, row: 1",
+        "from other import *",
+        "def __getattr__(name): ...",
+        "class right:\n    pass",
+    ],
+)
+def test_a_reward_that_may_be_there_is_left_to_the_worker(text, tmp_path):
+    (tmp_path / "reward.py").write_text(text + "\n")
+    rewards.check(f"{tmp_path / 'reward.py'}:right")
+    (tmp_path / "reward.py").write_text("def wrong(): ...\n")
+    with pytest.raises(DataError, match=r"has \['wrong'\], no function 'right'"):
+        rewards.check(f"{tmp_path / 'reward.py'}:right")
+
+
+def test_a_directory_that_a_killed_run_only_locked_is_new(tmp_path):
+    (tmp_path / ".lock").write_text("")
+    check_new(tmp_path)
+    (tmp_path / "recipe.toml").write_text("")
+    with pytest.raises(RunError, match="already holds a run"):
+        check_new(tmp_path)

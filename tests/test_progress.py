@@ -1,0 +1,386 @@
+"""Nothing is ever silent: what is reported, what is shown of it, and that it never stops moving."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from burnish import api
+from burnish.display import Display
+from burnish.errors import BurnishError
+from burnish.loops.run import seconds_left
+from burnish.progress import Progress, after, announce_compile, begin, showing_compiles
+
+PHASES = ["check", "load", "evaluate", "generate", "grade", "score", "learn", "publish"]
+PHASES += ["checkpoint", "step", "report"]
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_phase_reports_how_far_it_is_and_how_fast():
+    seen, clock = [], Clock()
+    report = begin(seen.append, "evaluate", "evaluating", total=8, unit="responses", clock=clock)
+    clock.now += 2.0
+    report(3, tokens=50)
+    after(report, 4, tokens=60)(1, 2, tokens=20)
+    assert [(p.done, p.total, p.tokens_per_second) for p in seen] == [
+        (0, 8, None),
+        (3, 8, 25.0),
+        (5, 8, 40.0),
+    ]
+
+
+def test_every_phase_of_a_run_is_told_in_order(tmp_path):
+    seen = []
+    overrides = ["train.steps=2", "train.epochs=3", "checkpoint.every=1", "objective.kl=k3"]
+    api.train("sort", overrides=overrides, out=tmp_path / "run", show=seen.append)
+    assert list(dict.fromkeys(progress.phase for progress in seen)) == PHASES
+    assert "evaluating 3 prompts before the first step" in {progress.doing for progress in seen}
+    assert "evaluating 3 prompts after step 2" in {progress.doing for progress in seen}
+    learned = [(p.done, p.total) for p in seen if p.phase == "learn" and p.step == 0]
+    assert learned == [(0, None), (1, 3), (2, 3), (3, 3)]
+    in_run = [progress for progress in seen if progress.step is not None]
+    assert {progress.steps for progress in in_run} == {2}
+    first = next(i for i, progress in enumerate(in_run) if progress.phase == "step")
+    assert all(progress.seconds_left is None for progress in in_run[:first])
+    assert all(progress.seconds_left is not None for progress in in_run[first:])
+
+
+def test_time_left_counts_steps_and_evaluations():
+    recipe = api.config.load("sort", ["train.steps=10", "validation.every=4"])
+    before = {"time/step": 3.0, "time/evaluate": 3.0}
+    step = {"time/step": 2.0, "time/learn": 1.0}
+    checked = {"time/step": 7.0, "time/learn": 1.0, "time/evaluate": 5.0}
+    assert seconds_left(recipe, 0, [before]) is None
+    assert seconds_left(recipe, 1, [before, step]) == 9 * 2.0 + 3 * 3.0  # after 4, 8 and 10
+    assert seconds_left(recipe, 4, [before, step, checked]) == 6 * 2.0 + 2 * 4.0
+    assert seconds_left(recipe, 10, [before, step]) == 0
+
+
+def status_of(path):
+    return json.loads((path / "status.json").read_text())
+
+
+def test_status_says_where_a_run_is_and_how_it_ended(tmp_path):
+    path, seen = tmp_path / "run", []
+
+    def show(progress):
+        if progress.step is not None:
+            seen.append(status_of(path) | {"now": progress.doing})
+
+    api.train("sort", overrides=["train.steps=2"], out=path, show=show, stop=lambda: True)
+    assert all(status["doing"] == status["now"] for status in seen)
+    keys = "state phase doing done total unit step steps tokens_per_second seconds_left started"
+    assert list(seen[0])[:-1] == [*keys.split(), "updated", "pid"]
+    assert seen[0]["state"] == "running"
+    assert seen[0]["pid"] == os.getpid()
+    assert status_of(path)["state"] == "stopped"
+    api.resume(path, show=False)
+    assert status_of(path)["state"] == "finished"
+    assert (status_of(path)["step"], status_of(path)["steps"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(BurnishError("no"), "failed"), (KeyboardInterrupt(), "stopped")]
+)
+def test_status_of_a_run_that_does_not_end_by_itself(error, state, tmp_path):
+    def show(progress):
+        if progress.step == 1:
+            raise error
+
+    with pytest.raises(type(error)):
+        api.train("sort", overrides=["train.steps=3"], out=tmp_path / "run", show=show)
+    assert status_of(tmp_path / "run")["state"] == state
+
+
+def test_a_run_that_is_interrupted_before_it_learned_leaves_no_directory(tmp_path):
+    def show(progress):
+        if progress.phase == "learn":
+            assert (tmp_path / "run").exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        api.train("sort", out=tmp_path / "run", show=show)
+    assert not (tmp_path / "run").exists()
+
+
+def test_kernels_are_announced_where_they_are_shown():
+    seen = []
+    with showing_compiles(seen.append):
+        announce_compile("norm")
+    announce_compile("gate")
+    (told,) = seen
+    assert told.phase == "compile"
+    assert "compiling the kernel norm" in told.doing
+
+
+def lines(console):
+    return console.file.getvalue().splitlines()
+
+
+def test_lines_of_a_pipe(tmp_path):
+    console, clock = Console(file=StringIO(), width=80), Clock()
+    with Display("run", console, every=1000, clock=clock) as display:
+        display(Progress("load", "loading torch"))
+        display(Progress("evaluate", "evaluating 64 prompts before the first step", 0, 64, step=0))
+        display(Progress("evaluate", "evaluating 64 prompts before the first step", 9, 64, step=0))
+        display(Progress("generate", "sampling", step=0, steps=3))
+        metrics = {"rollout/reward": 0.5, "train/loss": 2.0, "validation/reward": 0.25}
+        display(Progress("step", "", step=1, steps=3, seconds_left=70, metrics=metrics))
+        display(Progress("checkpoint", "saving a checkpoint", step=1, steps=3))
+        clock.now += 5
+        display(Progress("report", "writing the report", step=3, steps=3))
+        clock.now += 60
+        display(Progress("evaluate", "evaluating", step=3, steps=3, seconds_left=0.2))
+    assert lines(console) == [
+        "[0:00:00] loading torch",
+        "[0:00:00] evaluating 64 prompts before the first step  0/64 ",
+        "step 1/3  reward 0.500  held out 0.250  0:01:10 left",
+        "[0:00:05] writing the report  reward 0.500  held out 0.250",
+        "[0:01:05] evaluating  reward 0.500  held out 0.250",
+    ]
+
+
+def test_a_quiet_display_writes_a_line_per_step():
+    console = Console(file=StringIO())
+    with Display("run", console, quiet=True, every=0.01) as display:
+        display(Progress("load", "loading torch"))
+        time.sleep(0.05)
+        display(Progress("step", "", step=1, steps=3, metrics={"train/loss": 2.0}))
+    assert lines(console) == ["step 1/3  loss 2.000"]
+
+
+def test_python_shows_on_stderr_unless_told_not_to(tmp_path, capfd):
+    for out, show in (("shown", None), ("hidden", False)):
+        api.train("sort", overrides=["train.steps=1"], out=tmp_path / out, show=show)
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        assert ("step 1/1  reward" in captured.err) == (show is None)
+
+
+SLOW = """
+import sys, time
+from functools import partial
+from burnish import api, cli
+
+pause, every, redraws, steps, first_only = map(float, sys.argv[1:6])
+build, calls = api.build, []
+
+def slow(owner, name):
+    quick = getattr(owner, name)
+    def slowed(*given, **named):
+        if not (first_only and calls):
+            calls.append(name)
+            time.sleep(pause)
+        return quick(*given, **named)
+    setattr(owner, name, slowed)
+
+def slow_build(*given, **named):
+    from burnish.engine.sorter import SorterEngine
+    from burnish.learner.learner import Learner
+    from burnish.loops import run
+    from burnish.runs import checkpoint
+    print("LOADED", flush=True)
+    for owner, name in (
+        (SorterEngine, "generate"), (Learner, "score"), (Learner, "step"),
+        (checkpoint, "save"), (run, "write_report"),
+    ):
+        slow(owner, name)
+    return build(*given, **named)
+
+api.build = slow_build
+cli.Display = partial(cli.Display, every=every, redraws=redraws)
+sets = [f"train.steps={steps:.0f}", "train.epochs=1", "checkpoint.every=1", "validation.every=9"]
+sys.argv = ["burnish", "train", "sort", "--out", "run"]
+sys.argv += [flag for change in sets for flag in ("--set", change)]
+cli.main()
+"""
+
+
+class Watched:
+    """A process on a terminal or a pipe, and when it wrote what."""
+
+    def __init__(self, command, cwd, *, terminal, **env):
+        self.began = time.monotonic()
+        self.chunks = []
+        self.out, theirs = pty.openpty() if terminal else os.pipe()
+        if terminal:
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        self.process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            stdin=theirs if terminal else subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1", **env},
+        )
+        os.close(theirs)
+
+    def read(self, until=None, seconds=90.0):
+        """Reads to the end, or until a text was written."""
+        while until is None or until not in self.text:
+            assert time.monotonic() - self.began < seconds, self.text
+            if not select.select([self.out], [], [], 0.1)[0]:
+                continue
+            try:
+                data = os.read(self.out, 65536)
+            except OSError:  # a terminal's way to say that nobody writes any more
+                data = b""
+            if not data:
+                break
+            self.chunks.append((time.monotonic() - self.began, data.decode(errors="replace")))
+        return self
+
+    @property
+    def text(self):
+        return "".join(text for _, text in self.chunks)
+
+    def longest_gap(self, since=0.0):
+        """Seconds, from the start of the process or from ``since`` on."""
+        times = [since, *(when for when, _ in self.chunks if when > since)]
+        return max(later - earlier for earlier, later in pairwise(times))
+
+    def when(self, text):
+        return next(when for when, written in self.chunks if text in written)
+
+    def end(self, seconds=60.0):
+        """Reads until the process has ended; its exit code."""
+        try:
+            self.read(seconds=time.monotonic() - self.began + seconds)
+            return self.process.wait(seconds)
+        finally:
+            self.process.kill()
+            os.close(self.out)
+
+
+def watch_slow(
+    tmp_path, *, terminal, pause, every, redraws, steps=1, first_only=False, script=SLOW
+):
+    file = tmp_path / "slow.py"
+    file.write_text(script)
+    numbers = map(str, (pause, every, redraws, steps, int(first_only)))
+    return Watched([sys.executable, str(file), *numbers], tmp_path, terminal=terminal)
+
+
+@pytest.mark.parametrize(("terminal", "most"), [(True, 5.0), (False, 20.0)])
+def test_it_moves_while_a_phase_says_nothing(terminal, most, tmp_path):
+    """Each phase takes longer than what the display's intervals are cut to, without a report."""
+    pause = 1.5
+    watched = watch_slow(tmp_path, terminal=terminal, pause=pause, every=0.2, redraws=10)
+    assert watched.end() == 0, watched.text
+    assert watched.longest_gap() < most
+    assert watched.longest_gap(since=watched.when("LOADED")) < pause
+    phases = ["evaluating 3 prompts before the first step", "sampling 30 responses to 3 prompts"]
+    phases += ["scoring 30 resp", "learning from 30", "saving a checkpoint of", "writing the rep"]
+    assert [phase for phase in phases if phase not in watched.text] == []
+    assert "report: run/report.html" in watched.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("terminal", "pause", "most"), [(True, 6.0, 5.0), (False, 25.0, 20.0)])
+def test_it_is_never_silent_for_long(terminal, pause, most, tmp_path):
+    """The intervals that users get, in a first evaluation that takes longer than they are."""
+    from burnish import display
+
+    interval = {"every": display.EVERY, "redraws": display.REDRAWS}
+    watched = watch_slow(tmp_path, terminal=terminal, pause=pause, first_only=True, **interval)
+    assert watched.end() == 0, watched.text
+    assert watched.longest_gap() < most
+
+
+def is_running(pid):
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("moment", ["loading torch", "before the first step"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_before_the_first_step_ends_at_once(moment, terminal, tmp_path):
+    watched = watch_slow(tmp_path, terminal=terminal, pause=60, every=5, redraws=5, first_only=True)
+    watched.read(until=moment)
+    watched.process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    assert watched.end() == 130
+    assert time.monotonic() - asked < 3
+    assert "nothing was learned" in watched.text
+    assert "Traceback" not in watched.text
+    assert not (tmp_path / "run").exists()
+
+
+IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9) if len(calls) > 5 else time.sleep(pause)"
+
+
+@pytest.mark.parametrize("does", ["time.sleep(pause)", IN_C])
+def test_ctrl_c_twice_says_what_was_saved(does, tmp_path):
+    """Also where the second step is in a call that Python's own signal handling waits for."""
+    script = SLOW.replace("time.sleep(pause)", does).replace("import sys", "import hashlib, sys")
+    wait = {"pause": 1.0, "every": 5, "redraws": 5}
+    watched = watch_slow(tmp_path, script=script, terminal=False, steps=100, **wait)
+    watched.read(until="step 1/100  reward")
+    watched.process.send_signal(signal.SIGINT)
+    watched.read(until="once more to stop at once")
+    time.sleep(1.2)  # what comes sooner is the same request
+    watched.process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    assert watched.end() == 130
+    assert time.monotonic() - asked < 3
+    said = "the last checkpoint is step-00000001; continue from it with: burnish resume run"
+    assert said in watched.text
+    if does != IN_C:
+        assert status_of(tmp_path / "run")["state"] == "stopped"
+
+
+COMPILING = """
+import os, sys
+from burnish import cli
+
+os.environ["NUMBA_CACHE_DIR"] = os.path.abspath("kernels")
+sys.executable = os.path.abspath("compiler.sh")
+cli.main()
+"""
+
+
+def test_ctrl_c_ends_the_process_that_compiles_a_kernel(smollm2, tmp_path):
+    (tmp_path / "compiler.sh").write_text("#!/bin/sh\necho $$ > pid\nexec sleep 60\n")
+    (tmp_path / "compiler.sh").chmod(0o755)
+    (tmp_path / "compiling.py").write_text(COMPILING)
+    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128, "name": "scratch"}
+    sets = [f"model.{key}={value}" for key, value in size.items()]
+    sets += [f"model.tokenizer={smollm2}", "task.validation_prompts=2", "device=cpu"]
+    flags = [flag for change in sets for flag in ("--set", change)]
+    command = [sys.executable, "compiling.py", "train", "keywords", *flags]
+    watched = Watched(command, tmp_path, terminal=False).read(until="compiling the kernel")
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        time.sleep(0.05)
+    watched.process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    assert watched.end() == 130, watched.text
+    assert time.monotonic() - asked < 3
+    assert re.search(r"\[0:00:\d\d\] compiling the kernel \w+ \(once", watched.text)
+    child = int((tmp_path / "pid").read_text())
+    assert not is_running(child), watched.text
