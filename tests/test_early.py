@@ -56,7 +56,7 @@ REFUSED = [
     (["train", "keywords", "--set", "model.name=nothing"], "no model 'nothing'; a model is"),
     (["train", "arithmetic"], "burnish data arithmetic sums; burnish sft arithmetic-sft"),
     (["train", "math", "--set", "model.name=smollm2-135m"], "can't be read: no such file"),
-    (["eval", "files", "--set", "task.train=none.jsonl"], "there is no reward"),
+    (["eval", "files", "--set", "task.train=good.jsonl"], "there is no reward"),
     (["generate", "--prompts", "none.txt"], "none.txt can't be read"),
     (["generate", "x", "--model", "nothing"], "no model 'nothing'"),
     (["generate", "x", "--dtype", "int8"], "dtype must be auto, float32"),
