@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint types imports tests
 
 demo: $(READY)
-	$(BIN)/burnish train keywords
+	@$(BIN)/burnish demo
 
 test: lint types imports tests
 

@@ -34,6 +34,7 @@ from burnish.runs import checkpoint
 from burnish.runs.directory import RunDirectory, environment, next_directory
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.run import Run
+from burnish.threads import share_cores
 
 if TYPE_CHECKING:
     from burnish.config import ObjectiveConfig
@@ -311,8 +312,9 @@ def resume(
         chosen = _choose(path, from_checkpoint)
         tell(Progress("check", "checking the recipe and its data"))
         check_sources(recipe, path, prompts=rows, reward=reward)
-        recipe = _prepare(recipe, tell)
-        _check_environment(path, anyway=anyway)
+        before = _environment_of(path)
+        recipe = _prepare(recipe, tell, before.get("threads"))
+        _check_environment(path, before, anyway=anyway)
         _check_room(recipe, path)
         from burnish.learner.learner import State
         from burnish.loops.run import run
@@ -777,6 +779,7 @@ def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
         parameters=sum(p.numel() for p in model.parameters()),
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
         context=config.context,
+        layers=config.n_layers,
         longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
         copied=packed * (2 if narrow else 4),
     )
@@ -857,15 +860,18 @@ def _language_task(
     return Mixture(parts, task.weights, seed=recipe.seed)
 
 
-def _prepare(recipe: Recipe, show: Show) -> Recipe:
+def _prepare(recipe: Recipe, show: Show, threads: int | None = None) -> Recipe:
     """Sets torch up as bit-exactness needs it, before it touches a device; torch loads here.
 
-    Returns the recipe as it will run here, with no precision left open.
+    ``threads`` is None for one per core that this process may use. Returns the recipe as it will
+    run here, with no precision left open.
     """
     show(Progress("load", "loading torch"))
+    share_cores()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
+    torch.set_num_threads(threads or machine.cores())
     torch.use_deterministic_algorithms(True)
     # That also fills all fresh memory with NaN, to show who reads what was never written. Nobody
     # does (a test compares), and it is 5% or more of a gradient step.
@@ -928,14 +934,17 @@ def _resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
     return after
 
 
-def _check_environment(path: Path, *, anyway: bool) -> None:
-    """What bit-exactness depends on must be as it was."""
-    import torch  # noqa: F401  (the number of threads is torch's)
-
+def _environment_of(path: Path) -> dict[str, Any]:
+    """What a run recorded of where it began."""
     try:
-        before = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((path / "environment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{path / 'environment.json'} can't be read: {error}") from error
+    return found
+
+
+def _check_environment(path: Path, before: Mapping[str, Any], *, anyway: bool) -> None:
+    """What bit-exactness depends on must be as it was; torch is loaded by now."""
     now = environment()
     changed = [
         f"{key}: {before.get(key)} → {now[key]}" for key in now if before.get(key) != now[key]

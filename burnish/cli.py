@@ -23,6 +23,7 @@ from burnish.display import Display
 from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.interrupt import Interrupts
 from burnish.progress import STEP_PHASES, Progress, Show, begin, showing_compiles
+from burnish.threads import share_cores
 from burnish.wording import counted
 
 if TYPE_CHECKING:
@@ -149,6 +150,28 @@ def train(
     loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
     path = out or next_directory(Path("runs"), loaded.name)
     _run(loaded, path, quiet=quiet)
+
+
+@app.command()
+def demo(
+    full: Annotated[bool, typer.Option("--full", help="run the full recipe, however long")] = False,
+    form: Annotated[
+        str | None, typer.Option(help="small, medium or full; default: by speed")
+    ] = None,
+    seed: Seed = None,
+    out: Out = None,
+    quiet: Quiet = False,
+) -> None:
+    """Watch a language model learn, in the form that this machine finishes in minutes."""
+    from burnish import demo
+    from burnish.runs.directory import next_directory
+
+    with Display("demo", err_console) as display:
+        display(Progress("load", "loading torch and measuring this machine"))
+        choice = demo.choose("full" if full else form, seed=seed)
+    _print_sections([("demo", demo.describe(choice))])
+    path = out or next_directory(Path("runs"), choice.recipe.name)
+    _run(choice.recipe, path, quiet=quiet)
 
 
 @app.command()
@@ -567,6 +590,7 @@ def _line(text: str) -> str:
 
 def main() -> None:
     """Runs the command line; an error the user can act on is one message, not a traceback."""
+    share_cores()
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         app(args=arguments, prog_name="burnish")

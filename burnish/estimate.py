@@ -54,10 +54,11 @@ def work(recipe: Recipe, size: Size) -> Work:
     asked = FILLED * (recipe.validation.max_tokens or recipe.rollout.max_tokens)
     held_out = sum(map(_held_out, recipe.tasks)) * (prompt + recipe.validation.samples * asked)
     rollout = train.steps * tokens * forward
+    upper = min(1.0, (train.layers or size.layers) / size.layers)
     return Work(
         generate=rollout,
-        score=rollout * _passes(recipe),
-        learn=rollout * train.epochs * (1 + backward),
+        score=rollout * (1 - upper + upper * _passes(recipe)),
+        learn=rollout * upper * train.epochs * (1 + backward),
         evaluate=(2 + (train.steps - 1) // recipe.validation.every) * held_out * forward,
     )
 

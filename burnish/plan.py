@@ -24,7 +24,8 @@ from burnish.wording import counted
 if TYPE_CHECKING:
     from burnish.machine import Rates
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number; of one whose precision is not chosen yet, the most it can have."""
 CACHE = "cache"
 Lines = list[tuple[str, str]]
 Section = tuple[str, Lines]
@@ -39,6 +40,8 @@ class Size(NamedTuple):
     context: int
     longest_prompt: int
     """In tokens, of those that were looked at."""
+    layers: int = 1
+    """Of the transformer; 1 where nobody asks."""
     copied: int = 0
     """Bytes of a weight in the copy that the engine's matrix products read, where they have one."""
 
@@ -188,6 +191,7 @@ def _batches(recipe: Recipe) -> Lines:
             f"{counted(train.steps, 'step')}: {train.steps * rollout.batch:,} responses sampled, "
             f"{counted(recipe.gradient_steps, 'gradient step')} (AdamW, {rate})",
         ),
+        *([] if train.layers is None else [("learning", f"the last {train.layers} layers")]),
         ("denominator", f"over a train batch: S = {train.batch} responses"),
     ]
 

@@ -1,0 +1,74 @@
+"""The demo in the form that fits the machine: measured once, then one of three recipes.
+
+A form is a recipe of the package, and its run records that recipe. So a run repeats whatever a
+second measurement would say.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from burnish import api, config, estimate, machine
+from burnish.config import Recipe
+from burnish.errors import ConfigError
+from burnish.machine import Machine, Rates
+from burnish.plan import Lines, Size
+
+FORMS = {"small": "demo-small", "medium": "demo-medium", "full": "keywords"}
+"""From the shortest to the longest."""
+BUDGET_S = 540.0
+"""Seconds that the training may take, so that set-up, download and training end in 12 minutes."""
+SECONDS = 1.0
+"""How long the machine is measured."""
+SIZE = Size(
+    parameters=134_515_008, cached=2 * 30 * 3 * 64, context=8192, longest_prompt=45, layers=30
+)
+"""The default model's, which may not be here yet."""
+
+
+class Choice(NamedTuple):
+    form: str
+    recipe: Recipe
+    """With no precision left open."""
+    seconds: float
+    """About how long the training takes here."""
+    machine: Machine
+    rates: Rates
+
+
+def choose(form: str | None = None, *, seed: int | None = None) -> Choice:
+    """Measures the machine and chooses the longest form that fits the budget, or the one given."""
+    if form is not None and form not in FORMS:
+        raise ConfigError(f"--form must be {' or '.join(FORMS)}, got {form!r}")
+    found = machine.describe()
+    recipes = {name: api.settled(config.load(FORMS[name], seed=seed)) for name in FORMS}
+    precision = recipes["small"].train.precision
+    rates = machine.measure(SECONDS, precision=precision)
+    times = {name: duration(recipe, rates) for name, recipe in recipes.items()}
+    fits = [name for name, seconds in times.items() if seconds <= BUDGET_S]
+    chosen = form or (fits[-1] if fits else "small")
+    return Choice(chosen, recipes[chosen], times[chosen], found, rates)
+
+
+def duration(recipe: Recipe, rates: Rates) -> float:
+    seconds = estimate.seconds(recipe, SIZE, rates)
+    assert seconds is not None, "the size is known"
+    return seconds
+
+
+def describe(choice: Choice) -> Lines:
+    """What was found, what will run and how long that takes."""
+    found, rates, recipe = choice.machine, choice.rates, choice.recipe
+    known = found.gpu or f"{found.processor}, {', '.join(found.instructions[:1])}"
+    cores = "1 core" if found.cores == 1 else f"{found.cores} cores"
+    speed = f"{rates.decode_gflops:,.0f} to {rates.learn_gflops:,.0f} GFLOP/s in {rates.precision}"
+    return [
+        ("machine", f"{known}, {cores}: {speed}"),
+        ("form", f"{choice.form} of {', '.join(FORMS)}: recipe {recipe.name}"),
+        ("what it does", recipe.description),
+        (
+            "training",
+            f"{recipe.train.steps} steps of {recipe.rollout.batch} responses, "
+            f"{estimate.spoken(choice.seconds)}",
+        ),
+    ]
