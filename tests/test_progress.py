@@ -70,13 +70,12 @@ def test_every_phase_of_a_run_is_told_in_order(tmp_path):
 
 def test_time_left_counts_steps_and_evaluations():
     recipe = api.config.load("sort", ["train.steps=10", "validation.every=4"])
-    before = {"time/step": 3.0, "time/evaluate": 3.0}
-    step = {"time/step": 2.0, "time/learn": 1.0}
-    checked = {"time/step": 7.0, "time/learn": 1.0, "time/evaluate": 5.0}
-    assert seconds_left(recipe, 0, [before]) is None
-    assert seconds_left(recipe, 1, [before, step]) == 9 * 2.0 + 3 * 3.0  # after 4, 8 and 10
-    assert seconds_left(recipe, 4, [before, step, checked]) == 6 * 2.0 + 2 * 4.0
-    assert seconds_left(recipe, 10, [before, step]) == 0
+    assert seconds_left(recipe, 1, [2.0], [3.0]) == 9 * 2.0 + 3 * 3.0  # after 4, 8 and 10
+    assert seconds_left(recipe, 4, [1.0, 3.0], [3.0, 5.0]) == 6 * 2.0 + 2 * 4.0
+    assert seconds_left(recipe, 8, [2.0], []) == 2 * 2.0
+    assert seconds_left(recipe, 10, [2.0], [3.0]) == 0
+    even = api.config.load("sort", ["train.steps=8", "validation.every=4"])
+    assert seconds_left(even, 4, [2.0], [3.0]) == 4 * 2.0 + 3.0
 
 
 def status_of(path):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -33,7 +34,7 @@ from burnish.types import Group, IntArray
 EVALUATED = 64
 """Responses of an evaluation that are kept whole."""
 RECENT = 10
-"""Steps whose mean says how long a step takes."""
+"""Steps, and evaluations, whose mean says how long the next ones take."""
 
 
 class Parts(NamedTuple):
@@ -132,7 +133,8 @@ class _Teller:
         self._started = self._estimated = clock()
         self._written: tuple[str, float] = ("", 0.0)
         self._now = Progress("load", "starting", step=start, steps=recipe.train.steps)
-        self._timings: list[Row] = []
+        self._steps: deque[float] = deque(maxlen=RECENT)
+        self._evaluations: deque[float] = deque(maxlen=RECENT)
         self._left: float | None = None
 
     def __call__(self, progress: Progress) -> None:
@@ -147,14 +149,18 @@ class _Teller:
             self._write("running")
         self._show(self._now)
 
-    def evaluated(self, timings: Row) -> None:
-        """Takes the time of the evaluation before the first step into account."""
-        self._timings.append(timings)
+    def evaluated(self, timings: Mapping[str, float]) -> float:
+        """Keeps the seconds of an evaluation, if there was one, and returns them."""
+        seconds = timings.get("time/evaluate", 0.0)
+        if seconds:
+            self._evaluations.append(seconds)
+        return seconds
 
     def finished(self, progress: Progress) -> None:
         """A step is done: the time left is estimated anew."""
-        self._timings.append(dict(progress.timings))
-        self._left = seconds_left(self._recipe, self.done, self._timings)
+        timings = progress.timings
+        self._steps.append(timings["time/step"] - self.evaluated(timings))
+        self._left = seconds_left(self._recipe, self.done, self._steps, self._evaluations)
         self._estimated = self._clock()
         self(progress)
 
@@ -181,22 +187,17 @@ class _Teller:
             status.write(path, state, self._now, started=self._started, updated=now)
 
 
-def seconds_left(recipe: Recipe, done: int, timings: Sequence[Row]) -> float | None:
-    """The steps left times the mean of recent steps, and the evaluations left likewise.
+def seconds_left(
+    recipe: Recipe, done: int, steps: Sequence[float], evaluations: Sequence[float]
+) -> float:
+    """The steps left times the mean of recent ones, and the evaluations left likewise.
 
-    ``timings`` are rows of timings.jsonl; None if none of them is of a step.
+    ``steps`` and ``evaluations`` are seconds; those of a step leave its evaluation out.
     """
-    evaluations = [row["time/evaluate"] for row in timings if row.get("time/evaluate")]
-    steps = [
-        row["time/step"] - row.get("time/evaluate", 0.0) for row in timings if "time/learn" in row
-    ]
-    if not steps:
-        return None
-    recent, last = steps[-RECENT:], recipe.train.steps
-    every = recipe.validation.every
-    ahead = sum(n % every == 0 or n == last for n in range(done + 1, last + 1))
-    each = sum(evaluations) / len(evaluations) if evaluations else 0.0
-    return (last - done) * sum(recent) / len(recent) + ahead * each
+    last, every = recipe.train.steps, recipe.validation.every
+    ahead = last // every - done // every + (done < last and last % every > 0)
+    total = (last - done) * sum(steps) / len(steps)
+    return total + (ahead * sum(evaluations) / len(evaluations) if evaluations else 0.0)
 
 
 class _Writer:
