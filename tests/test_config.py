@@ -313,7 +313,7 @@ def test_memory_and_disk_are_planned_part_by_part(tmp_path):
     assert lines["engine"] == "5 MB: bf16 weights 4 MB, cache of 4,369 tokens 1 MB"
     without = dict(dict(plan(recipe, tmp_path, SIZE._replace(copied=0)))["resources"])
     assert without["engine"] == "3 MB: bf16 weights 2 MB, cache of 4,369 tokens 1 MB"
-    assert "packs of up to 798 tokens" in lines["beside that"]  # a prompt of 30, 12 × 64
+    assert "packs of up to 828 tokens" in lines["beside that"]  # 2 prompts of 30, 12 × 64
     assert lines["disk"].endswith("4 checkpoints of 14 MB")
     assert lines["saved"] == "every 21 steps, 2 times; the last 2 and the best are kept"
 
