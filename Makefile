@@ -1,12 +1,14 @@
-# Two commands: `make demo` watches a policy learn, `make test` checks everything.
+# Two commands: `make demo` watches a policy learn, `make test` checks everything that is quick.
+# `make proofs` runs the tests that take longer; CI runs both.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PLAIN := $(VENV)/.plain
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types imports tests
+.PHONY: demo test proofs lint types imports tests
 
-demo: $(READY)
+demo: $(PLAIN)
 	@$(BIN)/burnish demo
 
 test: lint types imports tests
@@ -22,17 +24,25 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 tests: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest -m 'not slow'
+
+proofs: $(READY)
+	$(BIN)/pytest -m slow
+
+# What a run needs, and for the tests what checks it.
+$(PLAIN): WANTED := .
+$(READY): WANTED := .[dev]
 
 # uv does not read pip's configuration, so it is handed pip's find-links: a machine that offers a CPU
 # build of torch there gets that build. Bytecode is compiled at once: where the environment has Python
 # write none, each start of torch would compile it again, which takes seconds.
-$(READY): pyproject.toml constraints.txt
+$(PLAIN) $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "burnish needs Python 3.11 or newer, $(PYTHON) is older; use make PYTHON=python3.11"; exit 1; }
+	@echo "setting up $(VENV): a minute or two, most of it torch"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	links="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}"; \
 	UV_FIND_LINKS="$$(echo $$links | tr ' ' ',')" \
-	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraint constraints.txt --editable '.[dev]'
-	touch $(READY)
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraint constraints.txt --editable '$(WANTED)'
+	touch $@
