@@ -878,7 +878,20 @@ def _prepare(recipe: Recipe, show: Show, threads: int | None = None) -> Recipe:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device = '{recipe.device}' but torch finds no CUDA device; use 'auto'")
-    return settled(recipe)
+    chosen = settled(recipe)
+    for precision in {chosen.engine.precision, chosen.train.precision} - {"fp32"}:
+        if not machine.multiplies(precision, _device(chosen)):
+            from burnish.model.products import cost
+
+            factor = cost(getattr(torch, DTYPES[precision]))
+            show(
+                Progress(
+                    "note",
+                    f"note: this processor has no {precision} products, so one takes {factor:.1f} "
+                    f"times as long as in fp32; precision = 'auto' takes fp32 here",
+                )
+            )
+    return chosen
 
 
 def settled(recipe: Recipe) -> Recipe:

@@ -94,6 +94,9 @@ class Display:
             self._beat.join(1.0)
 
     def __call__(self, progress: Progress) -> None:
+        if progress.phase == "note":
+            self.say(progress.doing)
+            return
         before, self._now, self._told = self._now, progress, self._clock()
         if progress.phase == "step":
             self._figures = figures(progress)

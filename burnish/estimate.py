@@ -25,8 +25,8 @@ REACHED = {
     "cpu": {"generate": 0.7, "score": 0.75, "learn": 0.7, "evaluate": 0.6},
     "cuda": {"generate": 0.12, "score": 0.25, "learn": 0.25, "evaluate": 0.12},
 }
-"""The share of the measured rate that each phase reaches: on a CPU what two AVX-512 cores did on the
-recipe demo-small, on a GPU what an H200 did on gsm8k, roughly."""
+"""The share of the measured rate that each phase reaches: on a CPU what two AVX-512 cores did on
+the recipe demo-small, on a GPU what an H200 did on gsm8k, roughly."""
 SORTER_S = 2e-3, 5e-5
 """Seconds of a gradient step of the sorting model, and of each number in its batch."""
 

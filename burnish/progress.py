@@ -23,7 +23,7 @@ class Progress:
 
     phase: str
     """check, load, download, convert, compile, evaluate, one of ``STEP_PHASES``, checkpoint,
-    report, or step."""
+    report, step, or note: a sentence that is shown and stays."""
     doing: str
     """The phase in words, such as "evaluating 64 prompts before the first step"."""
     done: int = 0
