@@ -108,7 +108,7 @@ def train(
         tell(Progress("check", "checking the recipe and its data"))
         check_before(recipe, path, prompts=rows, reward=reward)
         recipe = _prepare(recipe, tell)
-        _check_room(recipe, path)
+        _check_room(recipe, path, tell)
         from burnish.loops.run import run
 
         parts = build(recipe, prompts=rows, reward=reward, show=tell)
@@ -315,7 +315,7 @@ def resume(
         before = _environment_of(path)
         recipe = _prepare(recipe, tell, before.get("threads"))
         _check_environment(path, before, anyway=anyway)
-        _check_room(recipe, path)
+        _check_room(recipe, path, tell)
         from burnish.learner.learner import State
         from burnish.loops.run import run
 
@@ -902,13 +902,13 @@ def settled(recipe: Recipe) -> Recipe:
     return config.with_precision(recipe, "bf16" if native else "fp32")
 
 
-def _check_room(recipe: Recipe, path: Path) -> None:
+def _check_room(recipe: Recipe, path: Path, show: Show) -> None:
     """Refuses a run whose model does not fit, once its files are here."""
     if isinstance(recipe.model, SorterConfig):
         return
     from burnish.model import hub
 
-    hub.resolve(_source(_origin(recipe)))
+    hub.resolve(_source(_origin(recipe)), show)
     size, device = measure(recipe, has_prompts=False), _device(recipe)
     on_cpu = device == "cpu"
     available = machine.memory()[1] if on_cpu else machine.describe(device).gpu_available

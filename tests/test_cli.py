@@ -270,7 +270,7 @@ def test_generate_writes_text_and_jsonl(smollm2, tmp_path):
     ("arguments", "message"),
     [
         ([], "give a PROMPT or --prompts FILE"),
-        (["x", "--dtype", "int8"], "dtype must be float32, bfloat16 or float16, got 'int8'"),
+        (["x", "--dtype", "int8"], "dtype must be auto, float32, bfloat16 or float16, got 'int8'"),
         (["--prompts", "none.txt"], "none.txt can't be read"),
         (["x", "--model", "nothing"], "no model 'nothing'"),
     ],
