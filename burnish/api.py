@@ -459,8 +459,8 @@ def open_engine(
         raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     engine, named = {"precision": precisions[dtype]}, {"name": os.fspath(model)}
     recipe = config.load({"task": "keywords", "model": named, "engine": engine, "device": device})
-    recipe = _prepare(recipe, show)
-    return _engine(recipe, show)
+    check_sources(recipe)
+    return _engine(_prepare(recipe, show), show)
 
 
 def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from burnish import config, preflight
-from burnish.errors import DataError, MissingExtra, RunError
+from burnish.errors import BurnishError, DataError, RunError
 from burnish.graders import rewards
 from burnish.runs.directory import check_new
 
@@ -108,7 +108,7 @@ def test_a_missing_extra_is_named_at_once(recipe, package, overrides, monkeypatc
     monkeypatch.setattr(
         preflight.importlib.util, "find_spec", lambda name: None if name == package else real(name)
     )
-    with pytest.raises(MissingExtra, match="install it with: pip install"):
+    with pytest.raises(BurnishError, match="install it with: pip install"):
         preflight.check_sources(config.load(recipe, overrides))
 
 

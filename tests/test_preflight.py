@@ -75,8 +75,8 @@ def test_missing_files_and_first_runs_name_the_command(tmp_path, monkeypatch):
     assert "no model 'elsewhere'" in str(other)
     nothing = config.load("sft")
     with pytest.raises(ConfigError, match="there are no prompts"):
-        preflight.check(nothing, tmp_path / "run")
-    preflight.check(nothing, tmp_path / "run", has_rows=True)
+        preflight.check_sources(nothing)
+    preflight.check_sources(nothing, prompts=[{"prompt": "a", "answer": "b"}])
 
 
 def test_several_problems_are_said_together(tmp_path, monkeypatch, without):

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from burnish.config import TrainConfig
 from burnish.learner.policy import Policy, copy_weights
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {
+    "auto": torch.float32,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""A run settles 'auto' before it makes a learner; one that a script makes itself takes fp32."""
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 """Steps in a row without overflow after which the loss scale doubles."""
@@ -73,9 +79,10 @@ class Optimizer:
         self.scale = LossScale(train.precision)
         self.masters = policy
         self.policy = policy
-        if train.precision != "fp32":
+        precision = PRECISIONS[train.precision]
+        if precision != torch.float32:
             self.masters = policy.to(torch.float32)
-            self.policy = copy.deepcopy(policy).to(PRECISIONS[train.precision])
+            self.policy = copy.deepcopy(policy).to(precision)
         self.parameters: dict[str, nn.Parameter] = dict(self.masters.named_parameters())
         if self.policy is not self.masters:
             learning = (p for p in self.policy.parameters() if p.requires_grad)

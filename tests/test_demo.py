@@ -1,0 +1,48 @@
+"""The demo takes the longest form that fits the machine, and says how long that takes."""
+
+import pytest
+
+from burnish import config, demo, machine
+from burnish.errors import ConfigError
+from burnish.machine import Rates
+
+
+def rates(gflops, precision="fp32", device="cpu"):
+    return lambda seconds, **asked: Rates(device, precision, gflops, gflops)
+
+
+@pytest.mark.parametrize(
+    ("gflops", "form"), [(20, "small"), (120, "small"), (600, "medium"), (9000, "full")]
+)
+def test_the_form_follows_the_machine(monkeypatch, gflops, form):
+    monkeypatch.setattr(machine, "measure", rates(gflops))
+    choice = demo.choose(seed=3)
+    assert choice.form == form
+    assert choice.recipe.name == demo.FORMS[form]
+    assert choice.recipe.seed == 3
+    assert choice.recipe.train.precision != "auto"
+    assert (choice.seconds <= demo.BUDGET_S) == (gflops >= 120)
+    lines = dict(demo.describe(choice))
+    assert f"{form} of small, medium, full" in lines["form"]
+    assert "about" in lines["training"]
+
+
+def test_a_form_may_be_asked_for(monkeypatch):
+    monkeypatch.setattr(machine, "measure", rates(20))
+    assert demo.choose("full").recipe.name == "keywords"
+    with pytest.raises(ConfigError, match="--form must be small or medium or full, got 'large'"):
+        demo.choose("large")
+
+
+@pytest.mark.parametrize("name", demo.FORMS.values())
+def test_every_form_is_grpo_as_published_on_the_reward_that_asks_for_use(name):
+    recipe = config.load(name)
+    pieces = recipe.objective
+    assert (pieces.advantage, pieces.loss, pieces.reduction) == (
+        "group_zscore",
+        "clip",
+        "sequence_mean",
+    )
+    assert (pieces.kl, pieces.kl_in) == ("k3", "loss")
+    assert recipe.task.reward == "use"
+    assert recipe.task.must_end
