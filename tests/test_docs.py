@@ -206,7 +206,7 @@ def test_the_readmes_own_task_runs(smollm2, tmp_path, monkeypatch):
     runpy.run_path("mine.py", run_name="__main__")
     assert len(pools) == 2
     for run, part in ((1, "length"), (2, "ended")):
-        last = (tmp_path / f"runs/keywords-{run}/metrics.jsonl").read_text().splitlines()[-1]
+        last = (tmp_path / f"runs/demo-small-{run}/metrics.jsonl").read_text().splitlines()[-1]
         assert json.loads(last)["rollout/grades_scored"] == 1.0
         assert f"rollout/part_{part}" in json.loads(last)
 
