@@ -1,10 +1,14 @@
-"""Docs can't rot: every path, dotted name, CLI command and metric they mention is real."""
+"""Docs can't rot: every path, dotted name, CLI command and metric they mention is real.
+
+Nor can they grow: the README and the lines of all pages have limits.
+"""
 
 import importlib
 import json
 import re
 import runpy
 import shlex
+import tomllib
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,19 +31,41 @@ RUN_FILES |= {"status.json"}
 NAME = r"[A-Za-z_]\w*"
 
 
+WORDS, LINES, WIDTH = 800, 180, 100
+"""The README has at most so many words outside tables and code, and lines; a line is so wide."""
+
+
 def text_of(page):
     return page.read_text(encoding="utf-8")
 
 
+def without_code(page):
+    return re.sub(r"```.*?```", "", text_of(page), flags=re.S)
+
+
+def without_tables(text):
+    return [line for line in text.splitlines() if not line.lstrip().startswith("|")]
+
+
+def files_in(page):
+    """Files that a page has its reader write: code blocks whose first line is "# NAME"."""
+    blocks = re.findall(r"```\w+\n(# ([\w.]+)\n.*?)```", text_of(page), flags=re.S)
+    return {name: text for text, name in blocks}
+
+
 def spans(page):
-    prose = re.sub(r"```.*?```", "", text_of(page), flags=re.S)
-    return re.findall(r"`([^`\n]+)`", prose)
+    return re.findall(r"`([^`\n]+)`", without_code(page))
+
+
+def steps(page):
+    """The commands of its code blocks, in their order."""
+    fenced = re.findall(r"```sh\n(.*?)```", text_of(page), flags=re.S)
+    lines = [line.strip() for block in fenced for line in block.splitlines()]
+    return [line for line in lines if line.startswith("burnish ")]
 
 
 def commands(page):
-    fenced = re.findall(r"```sh\n(.*?)```", text_of(page), flags=re.S)
-    lines = [line.strip() for block in fenced for line in block.splitlines()] + spans(page)
-    return [line for line in lines if line.startswith("burnish ")]
+    return steps(page) + [span for span in spans(page) if span.startswith("burnish ")]
 
 
 def is_path(span):
@@ -92,7 +118,10 @@ def test_dotted_names_resolve(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_are_real(page):
+def test_commands_are_real(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in files_in(page).items():
+        Path(name).write_text(text)
     for line in commands(page):
         words = shlex.split(line, comments=True)[1:]
         assert words[0] in COMMANDS, line
@@ -104,6 +133,28 @@ def test_commands_are_real(page):
         if words[0] in ("train", "plan") and len(words) > 1:
             overrides = [b for a, b in pairwise(words) if a == "--set"]
             config.load(words[1], [o for o in overrides if "$" not in o])
+
+
+def test_the_readme_has_limits():
+    readme = ROOT / "README.md"
+    words = " ".join(without_tables(without_code(readme))).split()
+    lines = text_of(readme).splitlines()
+    too_wide = [line for line in without_tables(text_of(readme)) if len(line) > WIDTH]
+    assert (len(words) <= WORDS, len(lines) <= LINES, too_wide) == (True, True, [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_have_a_limit(page):
+    """Outside tables and code; a line that holds an address may be as long as the address."""
+    lines = without_tables(without_code(page))
+    assert [line for line in lines if len(line) > WIDTH and "://" not in line] == []
+
+
+def test_every_recipe_and_every_extra_is_described():
+    shown = re.findall(r"^\| (`.*?) \|", text_of(ROOT / "docs" / "recipes.md"), flags=re.M)
+    assert set(config.list_recipes()) <= {name.strip("`") for s in shown for name in s.split(", ")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["optional-dependencies"].keys() <= set(spans(ROOT / "README.md"))
 
 
 def test_make_targets_are_real():
@@ -155,6 +206,45 @@ def test_the_readmes_own_task_runs(smollm2, tmp_path, monkeypatch):
     runpy.run_path("mine.py", run_name="__main__")
     assert len(pools) == 2
     for run, part in ((1, "length"), (2, "ended")):
-        last = (tmp_path / f"runs/keywords-{run}/metrics.jsonl").read_text().splitlines()[-1]
+        last = (tmp_path / f"runs/demo-small-{run}/metrics.jsonl").read_text().splitlines()[-1]
         assert json.loads(last)["rollout/grades_scored"] == 1.0
         assert f"rollout/part_{part}" in json.loads(last)
+
+
+TINY = {
+    'name = "smollm2-135m"': 'name = "scratch"\nlayers = 2\nwidth = 32\nheads = 4\nd_ff = 48',
+    "batch = 96": "batch = 4",
+    "group_size = 8": "group_size = 2",
+    "max_tokens = 48": "max_tokens = 4",
+    "steps = 10": "steps = 2",
+    "batch = 24": "batch = 2",
+    "layers = 15": "layers = 1",
+    "log_kl_responses = 8": "log_kl_responses = 2",
+}
+"""Changes to the tutorial's recipe under which it ends in seconds."""
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(smollm2, tmp_path, monkeypatch):
+    """Its files and its commands in their order, on a tiny model, up to transformers' own."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "tutorial.md"
+    for name, text in files_in(page).items():
+        Path(name).write_text(text)
+    recipe = Path("mine.toml").read_text()
+    for here, there in TINY.items():
+        assert recipe.count(here) == 1, here
+        recipe = recipe.replace(here, there)
+    Path("mine.toml").write_text(recipe)
+    runpy.run_path("rows.py")
+    skipped = ("doctor", "watch", "generate")  # no end, or the default model
+    lines = [line for line in steps(page) if line.split()[1] not in skipped]
+    assert {line.split()[1] for line in lines} >= {"plan", "train", "resume", "compare", "export"}
+    for line in lines:
+        line = line.replace("train.steps=20", "train.steps=3")
+        line = line.replace("--model smollm2-135m", "--model runs/mine-2")
+        done = CliRunner().invoke(cli.app, shlex.split(line)[1:])
+        assert done.exit_code == 0, f"{line}: {done.output} {done.exception}"
+    assert Path("compare.png").exists()
+    runpy.run_path("mine.py", run_name="__main__")
+    runpy.run_path("use.py", run_name="__main__")
