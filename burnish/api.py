@@ -780,6 +780,7 @@ def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
         context=config.context,
         layers=config.n_layers,
+        layer=sum(p.numel() for p in model.layers[0].parameters()),
         longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
         copied=packed * (2 if narrow else 4),
     )

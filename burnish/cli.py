@@ -434,7 +434,7 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32 or float16")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="only the speed, no text")] = False,
 ) -> None:
     """Sample responses from a model and stream them."""

@@ -21,7 +21,12 @@ BUDGET_S = 540.0
 SECONDS = 1.0
 """How long the machine is measured."""
 SIZE = Size(
-    parameters=134_515_008, cached=2 * 30 * 3 * 64, context=8192, longest_prompt=45, layers=30
+    parameters=134_515_008,
+    cached=2 * 30 * 3 * 64,
+    context=8192,
+    longest_prompt=45,
+    layers=30,
+    layer=3_540_096,
 )
 """The default model's, which may not be here yet."""
 

@@ -167,7 +167,7 @@ def figures(progress: Progress) -> str:
     shown = [(key, word) for key, word in SHOWN if key in metrics]
     if "rollout/reward" in metrics:
         shown = [(key, word) for key, word in shown if key != "train/loss"]
-    return "  ".join(f"{word} {metrics[key]:.3f}" for key, word in shown)
+    return "  ".join(f"{word} {metrics[key]:z.3f}" for key, word in shown)
 
 
 def _underway(now: Progress) -> str:

@@ -42,6 +42,8 @@ class Size(NamedTuple):
     """In tokens, of those that were looked at."""
     layers: int = 1
     """Of the transformer; 1 where nobody asks."""
+    layer: int = 0
+    """Weights of one layer; 0 where nobody asks."""
     copied: int = 0
     """Bytes of a weight in the copy that the engine's matrix products read, where they have one."""
 
@@ -136,7 +138,8 @@ def _asked(task: SortTask | KeywordsTask | FilesTask | MathTask | GymTask) -> Li
         prompts = f"{task.prompts} prompts of {task.length} numbers below {task.numbers}"
         return [("task", f"sort: {prompts}"), ("reward", task.reward)]
     if isinstance(task, KeywordsTask):
-        words = f"{task.least} to {task.most} keywords, all as a {task.match}"
+        count = f"{task.least} to {task.most}" if task.least < task.most else f"{task.least}"
+        words = f"{count} keywords as {'whole words' if task.match == 'word' else 'substrings'}"
         ended = ", and the response ends by itself" if task.must_end else ""
         held_out = f"{task.validation_prompts} prompts of other words"
         verb = "uses, outside lists and at most twice," if task.reward == "use" else "has"
@@ -201,13 +204,13 @@ def memory_parts(recipe: Recipe, size: Size | None) -> dict[str, dict[str, int]]
     count, train, engine = _parameters(recipe, size), recipe.train, recipe.engine
     if count is None:
         return {}
-    low = BYTES[train.precision]
-    learner = {"fp32 masters": 4 * count, "gradients": 4 * count, "Adam's moments": 8 * count}
+    low, learned = BYTES[train.precision], _learned(recipe, size, count)
+    learner = {"fp32 masters": 4 * count, "gradients": 4 * learned, "Adam's moments": 8 * learned}
     if low != 4:
         learner[f"{train.precision} weights"] = low * count
     copies = _copies(recipe)
     if copies:
-        learner[f"{copies} frozen cop{'ies' if copies > 1 else 'y'}"] = copies * low * count
+        learner[f"{copies} frozen cop{'ies' if copies > 1 else 'y'}"] = copies * low * learned
     if recipe.is_supervised:
         return {"learner": learner}
     if size is None:
@@ -223,11 +226,14 @@ def disk_bytes(recipe: Recipe, size: Size | None) -> tuple[int, int, int | None]
     bytes of each; None if the model is not here."""
     steps, log = recipe.train.steps, recipe.log
     rows = steps * (2_500 + recipe.rollout.batch * 110 + log.rollouts * 3_000) + 200_000
-    count, files = _parameters(recipe, size), recipe.checkpoint.keep + 2  # best, and being written
+    saves = math.ceil(steps / recipe.checkpoint.every)
+    count = _parameters(recipe, size)
+    files = min(saves, recipe.checkpoint.keep + 2)  # the best, and the one that is being written
     if count is None:
         return rows, files, None
     frozen = recipe.train.log_kl + (recipe.objective.kl_refresh is not None)
-    return rows, files, (12 + frozen * BYTES[recipe.train.precision]) * count
+    learned = _learned(recipe, size, count)
+    return rows, files, 4 * count + (8 + frozen * BYTES[recipe.train.precision]) * learned
 
 
 def _memory(recipe: Recipe, size: Size | None) -> Lines:
@@ -252,11 +258,13 @@ def _disk(recipe: Recipe, size: Size | None) -> Lines:
     kept, steps = recipe.checkpoint, recipe.train.steps
     rows, files, each = disk_bytes(recipe, size)
     if each is None:
-        room = f"{spell(rows)}, and {files} checkpoints of 12 bytes or more per parameter"
+        room = f"{spell(rows)}, and {counted(files, 'checkpoint')} of 4 to 16 bytes a parameter"
     else:
-        room = f"{spell(rows + files * each)}: {files} checkpoints of {spell(each)}"
+        room = f"{spell(rows + files * each)}: {counted(files, 'checkpoint')} of {spell(each)}"
     saves = math.ceil(steps / kept.every)
-    cadence = f"every {kept.every} steps, {saves} times; the last {kept.keep} and the best are kept"
+    cadence = f"every {counted(kept.every, 'step')}, {counted(saves, 'time')}"
+    if saves > 1:
+        cadence += f"; the last {kept.keep} and the best are kept"
     validated = f"before the first step and every {recipe.validation.every}"
     return [("disk", f"at most {room}"), ("saved", cadence), ("validated", validated)]
 
@@ -282,6 +290,13 @@ def _parameters(recipe: Recipe, size: Size | None) -> int | None:
         assert isinstance(task, SortTask)
         return task.numbers * model.width + 2 * task.length * model.width**2
     return None if size is None else size.parameters
+
+
+def _learned(recipe: Recipe, size: Size | None, count: int) -> int:
+    """Weights that learn: all, or those of the last layers."""
+    if recipe.train.layers is None or size is None or not size.layer:
+        return count
+    return min(count, recipe.train.layers * size.layer)
 
 
 def _sum(parts: dict[str, int]) -> str:

@@ -314,8 +314,20 @@ def test_memory_and_disk_are_planned_part_by_part(tmp_path):
     without = dict(dict(plan(recipe, tmp_path, SIZE._replace(copied=0)))["resources"])
     assert without["engine"] == "3 MB: bf16 weights 2 MB, cache of 4,369 tokens 1 MB"
     assert "packs of up to 828 tokens" in lines["beside that"]  # 2 prompts of 30, 12 × 64
-    assert lines["disk"].endswith("4 checkpoints of 14 MB")
+    assert lines["disk"].endswith("2 checkpoints of 14 MB")
     assert lines["saved"] == "every 21 steps, 2 times; the last 2 and the best are kept"
+
+
+def test_what_does_not_learn_takes_no_memory(tmp_path):
+    """10 of 20 layers of 40,000 weights learn: 400,000 have gradients and moments."""
+    sets = ["train.layers=10", "engine.kv_mb=1"]
+    recipe = config.with_precision(config.load("keywords", sets), "fp32")
+    size = SIZE._replace(layers=20, layer=40_000)
+    lines = dict(dict(plan(recipe, tmp_path, size))["resources"])
+    assert lines["learner"] == (
+        "12 MB: fp32 masters 4 MB, gradients 2 MB, Adam's moments 3 MB, 2 frozen copies 3 MB"
+    )
+    assert dict(dict(plan(recipe, tmp_path, size))["batches"])["learning"] == "the last 10 layers"
 
 
 @pytest.mark.parametrize(

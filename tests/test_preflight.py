@@ -91,7 +91,7 @@ def test_several_problems_are_said_together(tmp_path, monkeypatch, without):
 
 def test_too_little_disk_is_said(tmp_path, monkeypatch):
     recipe = config.load("keywords", ["checkpoint.keep=3", "train.log_kl=false",
-                                      "objective.kl=none", "train.steps=1"])  # fmt: skip
+                                      "objective.kl=none", "checkpoint.every=1"])  # fmt: skip
     room = SimpleNamespace(free=59_000_000)
     asked = []
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(folder) or room)

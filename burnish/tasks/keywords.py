@@ -84,7 +84,7 @@ class Keywords:
         return self.grade_all([(prompt, completion)])[0]
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
-        """Parts: inclusion of all, the fraction included, whether the response ended by itself."""
+        """Parts: those of the reward (see ``graders/keywords.py``), and ended by itself or not."""
         return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
 
     def close(self) -> None:
