@@ -145,7 +145,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
     api.resume(path)
     names = ("metrics.jsonl",)
     assert fingerprint(path, names) == fingerprint(whole, names)
-    assert "validation loss" in write_report(path).read_text()
+    assert "held-out loss" in write_report(path).read_text()
     best = checkpoint.load(checkpoint.best(path))
     assert -best.score == min(losses)
     summary = json.loads((path / "summary.json").read_text())
@@ -177,7 +177,7 @@ def test_what_has_no_effect_and_what_is_missing_is_refused(tmp_path):
     recipe = config.load("keywords", [*own, "train.schedule=linear"])
     assert (recipe.task.validation, recipe.model.name) == (f"{tmp_path}/validation.jsonl", "other")
     shown = str(plan(recipe, tmp_path))
-    assert "1 × the rows, 64 at a time (AdamW, learning rate 3e-05, linear)" in shown
+    assert "1 × the rows, 32 at a time (AdamW, learning rate 4e-05, linear)" in shown
 
 
 def test_tokens_are_counted():
