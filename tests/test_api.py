@@ -194,7 +194,7 @@ def test_generate_answers_in_python(smollm2, tmp_path):
         ("Hello", 0), ("Hello", 1), ("Tell me", 0), ("Tell me", 1),
     ]  # fmt: skip
     assert many[0].text == one.text
-    with pytest.raises(ConfigError, match="dtype must be auto, float32, .* got 'int8'"):
+    with pytest.raises(ConfigError, match=r"dtype must be auto, float32, .* got 'int8'"):
         burnish.generate("Hello", model=smollm2, dtype="int8")
 
 
