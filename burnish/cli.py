@@ -497,11 +497,14 @@ def _shown(name: str, stopped: str) -> Iterator[Show]:
 @contextmanager
 def _live(path: Path, *, quiet: bool) -> Iterator[tuple[Show, Callable[[], bool]]]:
     """A display of a run, and whether a signal asks it to stop (see ``interrupt``)."""
+    from burnish.runs import status
+
     with Display(path.name, out_console, quiet=quiet) as display:
 
         def stop_at_once(code: int) -> NoReturn:
             display.close()
             out_console.print(escape(_what_is_left(path)), soft_wrap=True)
+            status.mark_stopped(path)
             _leave(code)
 
         with Interrupts(display.say, stop_at_once) as interrupts:

@@ -350,8 +350,7 @@ def test_ctrl_c_twice_says_what_was_saved(does, tmp_path):
     assert time.monotonic() - asked < 3
     said = "the last checkpoint is step-00000001; continue from it with: burnish resume run"
     assert said in watched.text
-    if does != IN_C:
-        assert status_of(tmp_path / "run")["state"] == "stopped"
+    assert status_of(tmp_path / "run")["state"] == "stopped"
 
 
 COMPILING = """

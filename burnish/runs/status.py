@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -89,6 +90,14 @@ def write(run: Path, state: State, progress: Progress, *, started: float, update
         "pid": os.getpid(),
     }
     replace_file(run / FILE, json.dumps(status) + "\n")
+
+
+def mark_stopped(run: Path) -> None:
+    """For a run that is ended from outside of its loop; one without a status stays without."""
+    with suppress(OSError, ValueError):
+        found = json.loads((run / FILE).read_text(encoding="utf-8"))
+        if found["state"] == "running":
+            replace_file(run / FILE, json.dumps(found | {"state": "stopped"}) + "\n")
 
 
 def read(run: Path) -> Status | None:
