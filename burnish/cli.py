@@ -383,8 +383,9 @@ def compare(
     """Overlay runs in one picture and tabulate what they came to; evaluations become one page.
 
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
-    the last 10 steps; the rest is the last validation. The picture has reward and loss, the reward
-    against KL where all runs measured it, or the metrics that are named.
+    the last 10 steps, or over the last third of a short run; the rest is the last validation. The
+    picture has reward and loss, the reward against KL where all runs measured it, or the metrics
+    that are named.
     """
     import numpy as np
 

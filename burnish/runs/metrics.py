@@ -32,6 +32,11 @@ def combine(rows: Iterable[Mapping[str, float]]) -> Row:
     return {name: one(name, values) for name, values in columns.items()}
 
 
+def window(steps: int) -> int:
+    """How many steps the means at a run's two ends take: ten, or a third of a short run."""
+    return max(1, min(10, steps // 3))
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file; a last line that a crash cut short is left out."""
     if not path.is_file():

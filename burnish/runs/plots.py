@@ -12,24 +12,22 @@ import numpy as np
 
 from burnish.config import flat, nearest
 from burnish.errors import RunError
-from burnish.runs.metrics import read_rows
+from burnish.runs.metrics import read_rows, window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PANELS = (("rollout/reward", "reward"), ("train/loss", "loss"))
 SMOOTHING = 5
-WINDOW = 10
-"""Steps over which figures at a run's end are averaged."""
 ENDS = {
-    "reward": ("rollout/reward", WINDOW),
-    "held out": ("validation/reward", 1),
-    "inclusion": ("validation/part_inclusion", 1),
-    "ended": ("validation/ended", 1),
-    "KL k1": ("kl/initial_k1", WINDOW),
-    "KL k3": ("kl/initial_k3", WINDOW),
+    "reward": ("rollout/reward", True),
+    "held out": ("validation/reward", False),
+    "inclusion": ("validation/part_inclusion", False),
+    "ended": ("validation/ended", False),
+    "KL k1": ("kl/initial_k1", True),
+    "KL k3": ("kl/initial_k3", True),
 }
-"""What runs came to: a metric, and over how many of its last values the mean is taken."""
+"""What runs came to: a metric, and whether the mean over the run's last steps is taken."""
 COLOURS = ("#3465a4", "#cc7a00", "#2e8b57", "#a33b5c", "#6b4fa0", "#5c6b73", "#8c6d1f", "#17808a")
 
 
@@ -92,8 +90,9 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
 def ends(curve: Curve) -> dict[str, list[float]]:
     """The figures of ``ENDS``, a value for each run; NaN where it was not measured."""
 
-    def last(run: list[dict[str, Any]], metric: str, window: int) -> float:
-        values = [row[metric] for row in run if metric in row][-window:]
+    def last(run: list[dict[str, Any]], metric: str, averaged: bool) -> float:
+        values = [row[metric] for row in run if metric in row]
+        values = values[-(window(len(values)) if averaged else 1) :]
         return float(np.mean(values)) if values else float("nan")
 
     return {name: [last(run, *what) for run in curve.rows] for name, what in ENDS.items()}
@@ -171,7 +170,7 @@ def _draw_frontier(axes: Axes, curves: Sequence[Curve]) -> None:
             axes.scatter(x, y, s=14, color=colour, alpha=0.5, linewidth=0)
         middle, spread = (np.mean(x), np.mean(y)), (np.std(x), np.std(y))
         axes.errorbar(*middle, *spread[::-1], fmt="o", color=colour, markersize=7, capsize=2)
-    axes.set_xlabel(f"KL to the initial model, nats per token (k1), last {WINDOW} steps")
+    axes.set_xlabel(f"KL to the initial model, nats per token (k1), last steps")
     axes.set_ylabel("held-out reward at the end" if checked else "reward at the end")
 
 
@@ -187,6 +186,6 @@ def _colours(count: int) -> list[str]:
 def _smooth(values: np.ndarray) -> np.ndarray:
     """Trailing mean over a few steps; the first steps over what there is."""
     total = np.cumsum(values)
-    window = np.minimum(np.arange(1, len(values) + 1), SMOOTHING)
+    counts = np.minimum(np.arange(1, len(values) + 1), SMOOTHING)
     before = np.concatenate([np.zeros(SMOOTHING), total])[: len(values)]
-    return np.asarray((total - before) / window)
+    return np.asarray((total - before) / counts)

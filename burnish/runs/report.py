@@ -24,15 +24,13 @@ from burnish.runs import checkpoint, status
 from burnish.runs.directory import is_held, replace_file
 from burnish.runs.drift import read_drift, read_mismatch
 from burnish.runs.excerpt import encode, excerpt, rounded
-from burnish.runs.metrics import combine, iterate_rows
+from burnish.runs.metrics import combine, iterate_rows, window
 from burnish.wording import counted
 
 LIMIT = 4_000_000
 """Bytes of a page; rollouts are sampled past it."""
 POINTS = 400
 """Points of a line; longer runs are shown as means over several steps."""
-WINDOW = 10
-"""Steps averaged at a run's two ends."""
 
 REWARD, VALIDATION = "rollout/reward", "validation/reward"
 LOSS, VALIDATION_LOSS = "train/loss", "validation/loss"
@@ -257,13 +255,13 @@ def headlines(series: Series, kl: str) -> dict[str, Tile]:
     """The figures of the page's head that a chart shows as well, by metric."""
     found = {}
 
-    def add(name: str, label: str, window: int = 1, unit: str = "") -> None:
+    def add(name: str, label: str, averaged: bool = False, unit: str = "") -> None:
         values = [value for _, value in series.get(name, [])]
         if not values:
             return
-        first, last = (sum(part) / len(part) for part in (values[:window], values[-window:]))
-        window = min(window, len(values))
-        over = f", last {window} steps" if window > 1 else ""
+        end = window(len(values)) if averaged else 1
+        first, last = (sum(part) / len(part) for part in (values[:end], values[-end:]))
+        over = f", last {end} steps" if end > 1 else ""
         note = f"from {first:z.3g}" if len(values) > 1 else "one measurement"
         if name in (VALIDATION, VALIDATION_LOSS) and len(values) > 1:
             better = max if name == VALIDATION else min
@@ -271,14 +269,14 @@ def headlines(series: Series, kl: str) -> dict[str, Tile]:
             note += f"; best {best:z.3g} at step {step:g}"
         found[name] = Tile(f"{label}{over}", f"{last:z.3g}", f"{unit}{note}")
 
-    add(REWARD, "reward", WINDOW)
+    add(REWARD, "reward", averaged=True)
     add(VALIDATION, "held-out reward")
     if REWARD not in series:
-        add(LOSS, "loss", WINDOW)
+        add(LOSS, "loss", averaged=True)
     add(VALIDATION_LOSS, "held-out loss")
     estimator = kl.removesuffix("_response").rpartition("_")[2]
     add(kl, f"KL to the initial model, {estimator}", unit=f"{unit_of(kl)}; ")
-    add("rollout/ended", "ended", WINDOW)
+    add("rollout/ended", "ended", averaged=True)
     return found
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from burnish.runs import rollouts
-from burnish.runs.metrics import read_rows
+from burnish.runs.metrics import read_rows, window
 from burnish.runs.plots import read_recipe
 
-WINDOW = 10
-"""Steps over which the rewards at a run's two ends are averaged."""
 PAIRS = 3
 
 
@@ -25,13 +23,14 @@ def summarise(run: Path) -> dict[str, Any]:
     held_out = f"validation/{name}"
     measured = [row for row in steps if metric in row]
     checked = [row for row in rows if held_out in row]
+    end = window(len(measured))
     summary: dict[str, Any] = {
         "recipe": recipe.get("name"),
         "seed": recipe.get("seed", 0),
         "steps": len(steps),
         "gradient_steps": int(steps[-1]["train/version"]),
-        f"{name}_first": _mean(measured[:WINDOW], metric),
-        f"{name}_last": _mean(measured[-WINDOW:], metric),
+        f"{name}_first": _mean(measured[:end], metric),
+        f"{name}_last": _mean(measured[-end:], metric),
         "seconds": _seconds(run),
     }
     if sampled:

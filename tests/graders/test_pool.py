@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from burnish.errors import DataError, GraderError
+from burnish.graders.keywords import inclusion_reward
 from burnish.graders.pool import GraderPool, Limits
 from burnish.graders.rewards import Source
 from burnish.types import Status
@@ -300,9 +301,14 @@ def test_workers_end_with_a_killed_parent(tmp_path):
 
 
 def test_throughput():
+    """Workers cost a few times the reward itself: measured beside it, so that a busy machine
+    slows both."""
     text = "The quick brown apple jumped over the red fence and slept in the barn. " * 3
     row = {"prompt": "Write a sentence.", "keywords": ["apple", "red", "barn"]}
     items = [(f"{text}{i}", row) for i in range(20_000)]
+    own = time.process_time()
+    assert all(inclusion_reward(text, row) == 1 for text, row in items)
+    direct = time.process_time() - own
     with GraderPool(Source("inclusion"), Limits(workers=1)) as pool:
         pool.grade(items[:100])
         spent, own, wall = pool.cpu_seconds, time.process_time(), time.perf_counter()
@@ -310,6 +316,7 @@ def test_throughput():
         cpu = pool.cpu_seconds - spent + time.process_time() - own
         wall = time.perf_counter() - wall
     print(
-        f"{len(items) / cpu:,.0f} grades per second of CPU time, {len(items) / wall:,.0f} by clock"
+        f"{len(items) / cpu:,.0f} grades per second of CPU time, {len(items) / wall:,.0f} by clock, "
+        f"{len(items) / direct:,.0f} without workers"
     )
-    assert len(items) / cpu > 10_000  # about 50,000 on a quiet core
+    assert cpu < 10 * direct
