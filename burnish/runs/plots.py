@@ -170,7 +170,7 @@ def _draw_frontier(axes: Axes, curves: Sequence[Curve]) -> None:
             axes.scatter(x, y, s=14, color=colour, alpha=0.5, linewidth=0)
         middle, spread = (np.mean(x), np.mean(y)), (np.std(x), np.std(y))
         axes.errorbar(*middle, *spread[::-1], fmt="o", color=colour, markersize=7, capsize=2)
-    axes.set_xlabel(f"KL to the initial model, nats per token (k1), last steps")
+    axes.set_xlabel("KL to the initial model, nats per token (k1), last steps")
     axes.set_ylabel("held-out reward at the end" if checked else "reward at the end")
 
 
