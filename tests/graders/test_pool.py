@@ -316,7 +316,7 @@ def test_throughput():
         cpu = pool.cpu_seconds - spent + time.process_time() - own
         wall = time.perf_counter() - wall
     print(
-        f"{len(items) / cpu:,.0f} grades per second of CPU time, {len(items) / wall:,.0f} by clock, "
+        f"{len(items) / cpu:,.0f} grades per CPU second, {len(items) / wall:,.0f} by clock, "
         f"{len(items) / direct:,.0f} without workers"
     )
     assert cpu < 10 * direct
