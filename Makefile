@@ -44,5 +44,5 @@ $(PLAIN) $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	links="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}"; \
 	UV_FIND_LINKS="$$(echo $$links | tr ' ' ',')" \
-	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraint constraints.txt --editable '$(WANTED)'
+	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '$(WANTED)'
 	touch $@

@@ -7,8 +7,7 @@ A step: 4 prompts × 8 responses of exactly 32 tokens are sampled and graded, th
 gradient step without a KL term, and the sampler has the new weights. burnish runs `burnish.train`
 on step.toml, run directory and all; TRL runs GRPOTrainer in fp32 and with bf16=True, and the better
 one counts. Each lives in a process of its own and waits between two steps for its turn; building,
-the first step and saving are not measured. Only ratios inside one run mean anything. Where the
-machine has other work, OMP_WAIT_POLICY=PASSIVE keeps waiting threads from spinning.
+the first step and saving are not measured. Only ratios inside one run mean anything.
 
 The loss is the same, clipped, and a mean over tokens; so are the passes: with one step a rollout,
 both take the log-probabilities of the policy before it from the step's own forward pass. TRL's
@@ -37,18 +36,15 @@ TRL = "1.16.0"
 
 
 def recipe_of(args: argparse.Namespace) -> Any:
-    from burnish import config
+    from burnish import api, config
 
-    return config.load(str(RECIPE), [f"model.name={args.model}", *args.set])
+    return api.settled(config.load(str(RECIPE), [f"model.name={args.model}", *args.set]))
 
 
 def serve_burnish(args: argparse.Namespace) -> None:
-    import torch
-
     import burnish
     from burnish.progress import Progress
 
-    torch.set_num_threads(args.threads)
     turns = Turns()
 
     def show(progress: Progress) -> None:
