@@ -3,9 +3,9 @@
     python benchmarks/busy.py
     python benchmarks/busy.py --spin 0 100 1000     other values of GOMP_SPINCOUNT, alone
 
-The step is a quarter of that of step.py, for more rounds. In every round it runs alone, alone with threads that wait as OpenMP's
-do by default, beside a busy process of nice 10, and in two processes at once; ratios are taken
-inside a round.
+The step is a quarter of that of step.py, for more rounds. In every round it runs alone, alone with
+threads that wait as OpenMP's do by default, beside a busy process of nice 10, and in two processes
+at once; ratios are taken inside a round.
 """
 
 from __future__ import annotations
