@@ -544,6 +544,7 @@ def build(
     from burnish.loops.run import Parts
     from burnish.rollout.choice import Choice
     from burnish.rollout.packing import pack
+    from burnish.rollout.rollout import is_aborted
 
     if recipe.is_supervised:
         return _build_supervised(recipe, prompts, show)
@@ -564,9 +565,10 @@ def build(
 
     def validate(show: Show, when: str) -> tuple[list[Group], Row]:
         groups, figures = evaluate.evaluate(recipe, task, generator, decode, show=show, when=when)
-        if groups and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
+        whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
+        if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
             report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
-            figures |= learner.held_out_drift(pack(groups[:DRIFT]).to(learner.device), report)
+            figures |= learner.held_out_drift(pack(whole).to(learner.device), report)
         return groups, figures
 
     return Parts(

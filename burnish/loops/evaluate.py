@@ -156,7 +156,8 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Row:
         return {}
     scored = [row for row in rows if row["status"] != Status.ERROR]
     columns: dict[str, Sequence[float]] = {"length": [len(row["tokens"]) for row in rows]}
-    for name, end in (("ended", Finish.STOP), ("truncated", Finish.LENGTH)):
+    ends = {"ended": Finish.STOP, "truncated": Finish.LENGTH, "aborted": Finish.ABORT}
+    for name, end in ends.items():
         columns[name] = [row["finish"] == end for row in rows]
     if scored:
         columns["reward"] = [row["reward"] for row in scored]

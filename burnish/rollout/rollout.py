@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +12,14 @@ from burnish.config import Recipe
 from burnish.errors import DataError
 from burnish.progress import Report, unheard
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status, Weights
+
+ABORTED = Grade(
+    math.nan,
+    status=Status.ERROR,
+    message="the engine aborted the sample: the model's log-probabilities were not finite; lower "
+    "train.learning_rate, or set engine.precision to fp32",
+)
+"""The grade of a sample that the engine aborted."""
 
 
 class Task(Protocol):
@@ -70,20 +78,30 @@ def sampling(recipe: Recipe) -> SamplingParams:
 def grade(
     task: Task, prompts: Sequence[Prompt], responses: Sequence[tuple[Completion, ...]], first: int
 ) -> list[Group]:
-    """The groups with indices first, first + 1, …"""
+    """The groups with indices first, first + 1, …; the task does not see aborted samples."""
     groups = list(zip(prompts, responses, strict=True))
-    pairs = [(prompt, c) for prompt, completions in groups for c in completions]
+    whole = [(p, c) for p, completions in groups for c in completions if not is_aborted(c)]
     if isinstance(task, GradesTogether):
-        grades = task.grade_all(pairs)
+        grades = task.grade_all(whole)
     else:
-        grades = [task.grade(*pair) for pair in pairs]
-    if len(grades) != len(pairs):
-        raise DataError(f"the task gave {len(grades)} grades for {len(pairs)} responses")
+        grades = [task.grade(*pair) for pair in whole]
+    if len(grades) != len(whole):
+        raise DataError(f"the task gave {len(grades)} grades for {len(whole)} responses")
     given = iter(grades)
     return [
-        Group(first + k, prompt, completions, tuple(islice(given, len(completions))))
+        Group(
+            first + k,
+            prompt,
+            completions,
+            tuple(ABORTED if is_aborted(c) else next(given) for c in completions),
+        )
         for k, (prompt, completions) in enumerate(groups)
     ]
+
+
+def is_aborted(completion: Completion) -> bool:
+    """Whether the engine gave the sample up: what it has of it is no response."""
+    return completion.finish is Finish.ABORT
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
@@ -103,6 +121,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/length": float(np.mean(lengths)),
         "rollout/ended": ends.count(Finish.STOP) / len(ends),
         "rollout/truncated": ends.count(Finish.LENGTH) / len(ends),
+        "rollout/aborted": ends.count(Finish.ABORT) / len(ends),
         "rollout/responses": float(len(grades)),
     }
     if rewards.size:
