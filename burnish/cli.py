@@ -549,11 +549,12 @@ def _show_end(path: Path) -> None:
 
     end = summary.read(path)
     seconds: dict[str, float] = end["seconds"]
-    measure = "reward" if "reward_first" in end else "loss"
+    measure = "reward" if "responses" in end else "loss"
     sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
-    first, last = (end[f"{measure}_{which}"] for which in ("first", "last"))
+    first, last = (end.get(f"{measure}_{which}") for which in ("first", "last"))
+    moved = "no response was graded" if first is None else f"{measure} {first:z.2f} → {last:z.2f}"
     out_console.print(
-        f"{measure} {first:z.2f} → {last:z.2f}, {sampled}"
+        f"{moved}, {sampled}"
         f"{counted(end['gradient_steps'], 'gradient step')}, {seconds['step']:.1f} s"
     )
     if "validation" in end:
@@ -578,7 +579,8 @@ def _show_end(path: Path) -> None:
         )
         out_console.print(escape(prompt), soft_wrap=True)
         for side in ("before", "after"):
-            mark = f"[{pair[f'reward_{side}']:zg}]"
+            reward = pair[f"reward_{side}"]
+            mark = "[no grade]" if reward is None else f"[{reward:zg}]"
             said = _line(pair[side])
             said = f"{said[:SAID]} …" if len(said) > SAID else said
             out_console.print(escape(f"    {side:6} {mark} {said}"), soft_wrap=True)

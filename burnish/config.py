@@ -460,8 +460,13 @@ class Recipe(Section):
         return self.rollout.batch // self.rollout.group_size
 
     @property
+    def train_batches(self) -> int:
+        """How many train batches a rollout makes."""
+        return self.rollout.batch // self.train.batch
+
+    @property
     def gradient_steps_per_rollout(self) -> int:
-        return self.rollout.batch // self.train.batch * self.train.epochs
+        return self.train_batches * self.train.epochs
 
     @property
     def gradient_steps(self) -> int:

@@ -165,7 +165,7 @@ def _asked(task: SortTask | KeywordsTask | FilesTask | MathTask | GymTask) -> Li
 
 def _batches(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
-    batches = rollout.batch // train.batch
+    batches = recipe.train_batches
     micro = ""
     if train.micro_sequences is not None:
         parts = math.ceil(train.batch / train.micro_sequences)

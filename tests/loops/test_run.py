@@ -12,10 +12,12 @@ import time
 import pytest
 import torch
 
-from burnish import api, config
+from burnish import api, cli, config
+from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.runs import checkpoint
 from burnish.runs.report import write_report
+from tests.conftest import aborted
 
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
 SORT = ["train.steps=6", "train.epochs=2", "checkpoint.every=2", "validation.every=3"]
@@ -333,3 +335,25 @@ def test_ten_kills_at_random_moments_change_nothing(smollm2, tmp_path, monkeypat
         victim.join()
     assert kills >= 10
     assert fingerprint(path) == fingerprint(whole)
+
+
+def test_a_run_that_never_gets_a_grade_ends_with_readable_files(tmp_path, monkeypatch, capsys):
+    real = SorterEngine.generate
+
+    def overflows(self, *prompts, **how):
+        return [tuple(map(aborted, group)) for group in real(self, *prompts, **how)]
+
+    monkeypatch.setattr(SorterEngine, "generate", overflows)
+    change = ["train.steps=2", "rollout.max_errors=1"]
+    run = api.train("sort", overrides=change, out=tmp_path / "run")
+    rows = run.metrics
+    assert [row["train/version"] for row in rows[1:]] == [0, 0]
+    assert [row["train/skipped"] for row in rows[1:]] == [10, 10]
+    assert rows[0]["validation/aborted"] == rows[1]["rollout/aborted"] == 1
+    assert (run.summary["responses"], run.summary["gradient_steps"]) == (60, 0)
+    assert "2 steps" in repr(run)
+    write_report(run.path)
+    cli._show_end(run.path)
+    shown = capsys.readouterr().out
+    assert "no response was graded, 60 responses, 0 gradient steps" in shown
+    assert "before [no grade]" in shown
