@@ -327,8 +327,6 @@ def resume(
                 tell(Progress("load", f"loading the checkpoint {chosen.name}"))
                 saved = checkpoint.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
-                if parts.choice is not None:
-                    parts.choice.load_state(saved.state["choice"])
                 start, positions = saved.step, saved.state["positions"]
                 checkpoint.discard_after(path, chosen)
             directory.cut_back(positions)
@@ -468,16 +466,7 @@ def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:
     table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
     sections = ("model", "task", "engine", "validation", "rollout")
     kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
-    own = (
-        "temperature",
-        "top_p",
-        "top_k",
-        "truncated",
-        "batch",
-        "group_size",
-        "revisit",
-        "max_errors",
-    )
+    own = ("temperature", "top_p", "top_k", "truncated", "batch", "group_size", "max_errors")
     learning = {"validation.every", *(f"rollout.{name}" for name in own)}
     settings = {key: value for key, value in kept.items() if key not in learning}
     return settings | {"seed": recipe.seed, "weights": _digest(recipe, show)}
@@ -542,7 +531,6 @@ def build(
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import evaluate, sync
     from burnish.loops.run import Parts
-    from burnish.rollout.choice import Choice
     from burnish.rollout.packing import pack
     from burnish.rollout.rollout import is_aborted
 
@@ -561,7 +549,6 @@ def build(
         policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
     show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, recipe.objective)
-    choice = Choice(recipe.rollout.revisit, seed=recipe.seed)
 
     def validate(show: Show, when: str) -> tuple[list[Group], Row]:
         groups, figures = evaluate.evaluate(recipe, task, generator, decode, show=show, when=when)
@@ -574,11 +561,9 @@ def build(
     return Parts(
         recipe=recipe,
         learner=learner,
-        choice=choice,
         train=lambda timers, start, show: sync.train(
             recipe,
             task=task,
-            choice=choice,
             generator=generator,
             learner=learner,
             timers=timers,
@@ -613,7 +598,6 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     return Parts(
         recipe=counted,
         learner=learner,
-        choice=None,
         train=lambda timers, start, show: supervised.train(
             counted, pairs=pairs, learner=learner, timers=timers, start=start, show=show
         ),

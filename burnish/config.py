@@ -315,13 +315,6 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
     truncated: bool = Field(False, description="train on samples cut by top_p or top_k: meant")
-    revisit: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="chance that a prompt whose last group earned one reward throughout is asked "
-        "again when its turn comes",
-    )
     max_errors: float = Field(
         0.1, ge=0, le=1, description="share of grades that may be errors before the run halts"
     )
@@ -672,10 +665,6 @@ def unused(recipe: Recipe) -> dict[str, str]:
     elif recipe.validation.temperature == 0:
         for key in ("validation.top_p", "validation.top_k"):
             reasons[key] = "validation.temperature = 0 is greedy; remove it"
-    if not recipe.is_supervised and not _asks_again(recipe.task):
-        reasons["rollout.revisit"] = (
-            f"task.name = '{recipe.task.name}': no prompt is asked twice; remove it"
-        )
     if recipe.engine.name != "native":
         for key in ("engine.kv_mb", "engine.max_running"):
             reasons[key] = f"engine.name = '{recipe.engine.name}'; remove it"
@@ -692,13 +681,6 @@ def unused(recipe: Recipe) -> dict[str, str]:
         for key in keys:
             reasons[key] = "model.name = 'sorter'; remove it, or use a language model"
     return reasons
-
-
-def _asks_again(task: Any) -> bool:
-    """Whether its prompts are rows, which come again in every epoch."""
-    if isinstance(task, MixtureTask):
-        return any(map(_asks_again, task.tasks.values()))
-    return isinstance(task, SortTask | FilesTask | MathTask)
 
 
 def effective(recipe: Recipe, table: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -174,14 +174,11 @@ def _batches(recipe: Recipe) -> Lines:
     if recipe.decay_steps is not None:
         last = (train.final_rate or 0) * train.learning_rate
         rate += f", {train.schedule} to {last:g} at gradient step {recipe.decay_steps:,}"
-    again = ""
-    if rollout.revisit < 1:
-        again = f"; a prompt without variance comes again with a chance of {rollout.revisit:g}"
     return [
         (
             "rollout",
             f"{rollout.batch} responses = {counted(recipe.prompts_per_rollout, 'prompt')} × "
-            f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}{again}",
+            f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}",
         ),
         (
             "gradient steps",

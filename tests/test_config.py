@@ -149,8 +149,6 @@ def test_a_setting_without_effect_is_refused_with_the_reason():
     assert config.load("sort", ["objective.loss=reinforce", *in_reward])
     assert "must be greater than 0" in refused("objective.kl=k3", "objective.kl_coefficient=0")
     assert "has no effect with kl = 'none'" in refused("objective.kl_refresh=4")
-    said = "rollout.revisit (--set) has no effect with task.name = 'keywords': no prompt is asked"
-    assert said in refused("rollout.revisit=0.5", name="keywords")
     assert "finite" in refused("objective.kl=k3", "objective.kl_coefficient=inf")
 
 

@@ -21,7 +21,6 @@ from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
 from burnish.progress import Progress, Show, showing_compiles, silent
-from burnish.rollout.choice import Choice
 from burnish.runs import checkpoint, rollouts, status, tensorboard
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Row
@@ -43,8 +42,6 @@ class Parts(NamedTuple):
     recipe: Recipe
     """With its number of steps, which the rows of a supervised one say."""
     learner: Learner
-    choice: Choice | None
-    """Of prompts; None where there are pairs."""
     train: Callable[[Timers, int, Show], Iterator[Step]]
     """The steps from the given one on."""
     validate: Callable[[Show, str], tuple[list[Group], Row]]
@@ -209,8 +206,6 @@ class _Writer:
         self.timers = Timers()
         self._validation: Row = {}
         self._score: float | None = None
-        self._choice: dict[str, Any] | None = None
-        """Of prompts, as the last whole step left it: a step that halts has chosen before."""
 
     def begin(self, start: int) -> None:
         """The row of what was known before the first step."""
@@ -231,7 +226,6 @@ class _Writer:
     def write(self, step: Step) -> Progress:
         metrics = step.metrics | self._validation
         self._validation = {}
-        self._choice = None if self.parts.choice is None else self.parts.choice.state()
         if step.groups:
             self.directory.append(
                 "log.txt", rollouts.readable(step.number, step.groups, step.advantages)
@@ -257,8 +251,6 @@ class _Writer:
         learner = self.parts.learner
         state: State = learner.state()
         numbers = {"step": step, "incarnation": learner.incarnation, "learner": state.numbers}
-        if self._choice is not None:
-            numbers["choice"] = self._choice
         checkpoint.save(
             self.directory.path,
             step,

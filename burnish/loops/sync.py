@@ -28,7 +28,6 @@ from burnish.learner.learner import Learner, Scores
 from burnish.progress import Report, Show, begin, silent
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
-from burnish.rollout.choice import Choice
 from burnish.rollout.packing import pack, take, take_streams, train_batches
 from burnish.rollout.rollout import Generator, Task, describe, grade, sampling
 from burnish.runs.metrics import Row, combine
@@ -54,7 +53,6 @@ def train(
     recipe: Recipe,
     *,
     task: Task,
-    choice: Choice,
     generator: Generator,
     learner: Learner,
     timers: Timers,
@@ -72,7 +70,7 @@ def train(
         if recipe.objective.kl != "none" and refresh and number % refresh == 0:
             learner.refresh_reference()
         first = number * prompts_per_step
-        prompts, passed = choice.take(task, prompts_per_step)
+        prompts = [task.prompt(first + k) for k in range(prompts_per_step)]
         with timers("generate"):
             doing = f"sampling {some} to {prompts_per_step} prompts"
             report = begin(show, "generate", doing, total=responses_per_step, unit="responses")
@@ -87,14 +85,13 @@ def train(
         with timers("grade"):
             begin(show, "grade", f"grading {some}")
             sampled = grade(task, prompts, responses, first)
-            choice.record(sampled)
             filters.check_errors(sampled, limit=recipe.rollout.max_errors)
             groups, dropped = filters.drop_errors(sampled)
         step = learn(recipe, learner, number + 1, groups, timers, show)
         with timers("publish"):
             begin(show, "publish", "handing the new weights to the sampler")
             generator.load(learner.weights())
-        yield step._replace(metrics=describe(sampled) | passed | dropped | step.metrics)
+        yield step._replace(metrics=describe(sampled) | dropped | step.metrics)
 
 
 def learn(

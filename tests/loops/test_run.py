@@ -22,8 +22,8 @@ from tests.conftest import aborted
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
 SORT = ["train.steps=6", "train.epochs=2", "checkpoint.every=2", "validation.every=3"]
 SORT += ["objective.kl=k3", "objective.kl_refresh=4"]
-CHOSEN = ["task.prompts=7", "rollout.revisit=0.3", "rollout.group_size=2", "rollout.batch=6"]
-CHOSEN += ["train.batch=6"]
+MANY = ["task.prompts=7", "rollout.group_size=2", "rollout.batch=6", "train.batch=6"]
+"""More prompts than a step asks."""
 
 
 def tiny(smollm2, *more):
@@ -90,7 +90,7 @@ def test_a_run_leaves_its_directory(tmp_path):
     assert "<html" in (path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("more", [[], CHOSEN])
+@pytest.mark.parametrize("more", [[], MANY])
 @pytest.mark.parametrize("stop_after", [1, 4])
 def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     asked = SORT + more
@@ -225,7 +225,7 @@ def test_a_halted_run_keeps_what_it_had(tmp_path, monkeypatch):
             raise BurnishError("the grader is gone")
         return real(self, prompt, completion)
 
-    overrides = ["train.steps=9", "checkpoint.every=100", "validation.every=100", *CHOSEN]
+    overrides = ["train.steps=9", "checkpoint.every=100", "validation.every=100", *MANY]
     whole = api.train("sort", overrides=overrides, out=tmp_path / "whole")
     monkeypatch.setattr(Sorting, "grade", failing)
     with pytest.raises(BurnishError, match="the grader is gone"):

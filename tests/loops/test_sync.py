@@ -13,7 +13,6 @@ from burnish.learner.learner import Learner, Scores
 from burnish.loops import sync
 from burnish.model.sorter import Sorter
 from burnish.rl.reduce import weighted_sum
-from burnish.rollout.choice import Choice
 from burnish.rollout.packing import pack
 from burnish.runs.timers import Timers
 from burnish.tasks.sorting import Sorting
@@ -28,9 +27,7 @@ def run(*overrides, seed=0, name="sort", sampler=SorterEngine):
     size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
     learner = Learner(Sorter(*size, seed=recipe.seed), recipe.objective, recipe.train)
     engine = sampler(Sorter(*size, seed=recipe.seed))
-    choice = Choice(recipe.rollout.revisit, seed=seed)
-    parts = {"task": task, "choice": choice, "generator": engine, "learner": learner}
-    steps = sync.train(recipe, **parts, timers=Timers())
+    steps = sync.train(recipe, task=task, generator=engine, learner=learner, timers=Timers())
     return list(steps), learner
 
 
