@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from burnish.draws import Stream, uniforms
-from burnish.rollout.rollout import Task
+from burnish.tasks.task import Task
 from burnish.types import Group, Prompt, Status
 
 REVISIT = 5

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
 from burnish.config import Recipe
 from burnish.errors import DataError
 from burnish.progress import Report, unheard
-from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status, Weights
-
-
-class Task(Protocol):
-    """Where prompts come from and what their responses are worth."""
-
-    def prompt(self, index: int) -> Prompt:
-        """The prompt of the run's group number ``index``."""
-
-    def grade(self, prompt: Prompt, completion: Completion) -> Grade: ...
-
-
-@runtime_checkable
-class GradesTogether(Protocol):
-    """A task whose grader is faster, or only works well, on many responses at once."""
-
-    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
-        """The grades in the pairs' order."""
+from burnish.tasks.task import Task
+from burnish.types import Completion, Finish, Group, Prompt, SamplingParams, Status, Weights
 
 
 class Generator(Protocol):
@@ -73,10 +57,7 @@ def grade(
     """The groups with indices first, first + 1, …"""
     groups = list(zip(prompts, responses, strict=True))
     pairs = [(prompt, c) for prompt, completions in groups for c in completions]
-    if isinstance(task, GradesTogether):
-        grades = task.grade_all(pairs)
-    else:
-        grades = [task.grade(*pair) for pair in pairs]
+    grades = task.grade_all(pairs)
     if len(grades) != len(pairs):
         raise DataError(f"the task gave {len(grades)} grades for {len(pairs)} responses")
     given = iter(grades)
