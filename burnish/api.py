@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from burnish.engine.protocol import Engine
     from burnish.learner.learner import Learner
     from burnish.learner.policy import Policy
-    from burnish.loops.evaluate import Validated
     from burnish.loops.generate import Answer
     from burnish.loops.run import Parts
     from burnish.model.sorter import Sorter
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from burnish.rollout.rollout import Generator
     from burnish.runs.evaluation import Evaluation
     from burnish.runs.metrics import Row
+    from burnish.tasks.task import Task
     from burnish.types import Group
 
 AnyPath = str | os.PathLike[str]
@@ -621,7 +621,7 @@ def build_sampler(
     prompts: Prompts = None,
     reward: Reward | str | None = None,
     show: Show = silent,
-) -> tuple[Validated, Generator, Callable[[Any], list[str]]]:
+) -> tuple[Task, Generator, Callable[[Any], list[str]]]:
     """A recipe's task and generator, and what turns token ids into a text each."""
     recipe = settled(recipe)
     if isinstance(recipe.task, SortTask):
@@ -753,7 +753,7 @@ def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
     return _size(recipe, model, task)
 
 
-def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
+def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
     """No task: the prompts are not known, or do not matter."""
     count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
     packed = recipe.engine.precision != "fp16" and _device(recipe) == "cpu"

@@ -24,7 +24,7 @@ from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.interrupt import Interrupts
 from burnish.progress import STEP_PHASES, Progress, Show, begin, showing_compiles
 from burnish.threads import share_cores
-from burnish.wording import counted
+from burnish.wording import counted, printable
 
 if TYPE_CHECKING:
     from burnish.config import Recipe
@@ -589,9 +589,7 @@ def _show_end(path: Path) -> None:
 
 def _line(text: str) -> str:
     """What a model wrote, on one line and without control characters."""
-    from burnish.loops.generate import escape as spelled_out
-
-    return spelled_out(text).replace("\n", "⏎")
+    return printable(text).replace("\n", "⏎")
 
 
 def main() -> None:
@@ -603,5 +601,5 @@ def main() -> None:
     except BurnishError as error:
         if "--debug" in sys.argv:
             raise
-        err_console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        err_console.print(f"[red]error:[/] {escape(printable(str(error)))}", soft_wrap=True)
         sys.exit(1)

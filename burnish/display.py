@@ -32,6 +32,11 @@ SHOWN = (
     ("kl/initial_k1", "KL"),
 )
 """Metrics of a step, and the words for them; the loss is left out where there is a reward."""
+TROUBLES = (
+    ("rollout/grades_timeout", "timed out"),
+    ("rollout/grades_error", "not graded"),
+)
+"""Shares of a step's responses that are shown as counts, where there are any."""
 
 
 class Display:
@@ -167,7 +172,11 @@ def figures(progress: Progress) -> str:
     shown = [(key, word) for key, word in SHOWN if key in metrics]
     if "rollout/reward" in metrics:
         shown = [(key, word) for key, word in shown if key != "train/loss"]
-    return "  ".join(f"{word} {metrics[key]:z.3f}" for key, word in shown)
+    told = [f"{word} {metrics[key]:z.3f}" for key, word in shown]
+    for key, word in TROUBLES:
+        count = round(metrics.get(key, 0.0) * metrics.get("rollout/responses", 0.0))
+        told += [f"{count} {word}"] if count else []
+    return "  ".join(told)
 
 
 def _underway(now: Progress) -> str:

@@ -1,6 +1,17 @@
-"""Numbers in sentences: counts with their noun, and spans of time."""
+"""Numbers in sentences, spans of time, and text that is safe to print."""
 
 from __future__ import annotations
+
+PRINTED = "\n\t\u200d"
+"""Characters that are printed though they are not "printable"; the last one joins emoji."""
+
+
+def printable(text: str) -> str:
+    """Spells control characters out: what a model writes must not steer a terminal."""
+    return "".join(
+        char if char in PRINTED or char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def counted(number: int, noun: str) -> str:

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from burnish import api
-from burnish.display import Display
+from burnish.display import Display, figures
 from burnish.errors import BurnishError
 from burnish.loops.run import seconds_left
 from burnish.progress import Progress, after, announce_compile, begin, showing_compiles
@@ -160,6 +160,14 @@ def test_lines_of_a_pipe(tmp_path):
         "[0:00:05] writing the report  reward 0.500  held out 0.250",
         "[0:01:05] evaluating  reward 0.500  held out 0.250",
     ]
+
+
+def test_responses_that_got_no_grade_or_ran_late_are_shown():
+    metrics = {"rollout/reward": 0.5, "rollout/responses": 96.0}
+    trouble = {"rollout/grades_timeout": 3 / 96, "rollout/grades_error": 2 / 96}
+    assert figures(Progress("step", "", metrics=metrics)) == "reward 0.500"
+    shown = figures(Progress("step", "", metrics=metrics | trouble))
+    assert shown == "reward 0.500  3 timed out  2 not graded"
 
 
 def test_a_quiet_display_writes_a_line_per_step():

@@ -33,7 +33,9 @@ Format = Literal["r1_zero", "boxed", "hash", "last_number"]
 NUMBERS: tuple[type[Any], ...] = (Real, Decimal)
 LARGEST = 10**300
 SYMBOLIC = Source(
-    f"{Path(__file__).with_name('symbolic.py')}:reward", "burnish.graders.symbolic", forks=True
+    f"{Path(__file__).with_name('symbolic.py')}:reward",
+    "burnish.graders.symbolic",
+    compares_answers=True,
 )
 
 

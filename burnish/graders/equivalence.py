@@ -124,7 +124,7 @@ def _compare_parts(
 ) -> Verdict:
     kinds = {answer.kind, gold.kind}
     name = answer.name or gold.name
-    coordinates = kinds == {"list", "()"} and (not name or "," in name)
+    coordinates = kinds == {"list", "()"} and "," in name
     fits = len(kinds) == 1 or kinds == {"list", "⦃⦄"} or coordinates
     ours, theirs = list(answer.items), list(gold.items)
     if kinds == {"⦃⦄"}:

@@ -70,6 +70,11 @@ _ARGUMENT = re.compile(  # \sin x · y is (\sin x) · y, which the parser would 
     rf"((?:[0-9.A-Za-zπ]|\\(?:{GREEK})|\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\\sqrt\{{[^{{}}]*\}}"
     r"|\^(?:\w|\{[^{}]*\}))+) ?(?=·)"
 )
+_APPLIED = re.compile(  # P(0), but not the b(8) of \log_b(8), nor the n(2) of x^n(2)
+    rf"\\(?!(?:{GREEK})(?![A-Za-z]))[A-Za-z]+(?:[\^_](?:\{{[^{{}}]*\}}|\w))*|\^[A-Za-z]"
+    rf"|(?P<name>(?:[A-Za-z]|\\(?:{GREEK}))(?:_(?:\{{\w+\}}|\w))?)"
+    r" ?\( ?(?P<at>[-+]?[0-9]+(?:[./][0-9]+)?) ?\)"
+)
 _DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\(?:{GREEK})) ?°")
 _LATEX = {"π": r"\pi ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∞": r"\infty ", "|": "|"}
 
@@ -276,6 +281,14 @@ def _power(tower: re.Match[str]) -> str:
     return f"^{{{exponent}}}" if exponent < 10**5 else tower[0]
 
 
+def _value_at(applied: re.Match[str]) -> str:
+    """A variable that stands for P(0): the value of a function, not a product with 0."""
+    if applied["name"] is None:
+        return applied[0]
+    name = re.sub(r"\W", lambda sign: f"s{ord(sign[0])}", applied["name"] + applied["at"])
+    return f"q_{{{name}}}"
+
+
 @lru_cache(maxsize=4096)
 def algebra(text: str) -> str | None:
     """LaTeX of an expression or relation for a parser; None unless every token of it is known.
@@ -290,6 +303,7 @@ def algebra(text: str) -> str | None:
         or not re.search(r"[0-9A-Za-zπ∞]|\\(?:" + GREEK + ")", text)
     ):
         return None
+    text = _APPLIED.sub(_value_at, text) if "(" in text else text
     text = re.sub(r"(?<![\w.}^])([0-9]+) ?(\\frac\{[0-9]+\}\{[0-9]+\})", r"(\1+\2)", text)
     text = re.sub(r"(?<![\w.}^)])([0-9]+)/([0-9]+)(?![0-9.^!])", r"\\frac{\1}{\2}", text)
     text = _DEGREES.sub(r"(\1·π/180)", text) if "°" in text else text

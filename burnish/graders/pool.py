@@ -4,14 +4,14 @@
 
     waits for                    at most            then
     a worker that starts         start_seconds      GraderError, names the worker
-    an answer                    cpu_seconds        the kernel kills the worker or, where the source
-                                                    says so, a fork of it: status timeout
-    an answer                    wall_seconds       the pool kills the worker: status timeout
+    an answer                    cpu_seconds        the kernel kills the worker, or a fork of it
+    an answer                    wall_seconds       the pool kills the worker
     another thread's grades      LOCK_SECONDS       GraderError
 
-A worker that dies by itself makes its item an error. In each case another is started, and what the
-dead one had not begun goes to the others. There are no threads and no forks here, so a pool works
-from any thread, and from a script without a main guard.
+A late item, and one for which memory runs out, is an error; in a comparison of answers it is a
+timeout, which scores 0. A worker that dies by itself makes its item an error. In each case another
+worker is started, and the items that the dead one had not begun go to the others. There are no
+threads and no forks here, so a pool works from any thread, and from a script without a main guard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any, Self
 
 from burnish.errors import DataError, GraderError
 from burnish.graders.rewards import BUILT_IN, Source
-from burnish.graders.worker import HEADER, frame
+from burnish.graders.worker import HEADER, exceeded, frame
 from burnish.types import Grade, Status
 
 Items = Sequence[tuple[str, Mapping[str, Any]]]
@@ -242,13 +242,13 @@ class GraderPool:
         return self._start()
 
     def _verdict(self, code: int, late: bool) -> Grade:
+        limits = self.limits
+        too_much = exceeded(code, (limits.cpu_seconds, limits.memory_bytes))
         if late:
-            message = f"took more than {self.limits.wall_seconds:g} s"
-        elif code == -signal.SIGPROF:
-            message = f"took more than {self.limits.cpu_seconds:g} s of CPU time"
-        else:
-            return Grade(math.nan, {}, Status.ERROR, f"the worker {_ended(code)}")
-        return Grade(0.0, {}, Status.TIMEOUT, message)
+            too_much = f"took more than {limits.wall_seconds:g} s (task.wall_seconds)"
+        if too_much and self.source.compares_answers:
+            return Grade(0.0, {}, Status.TIMEOUT, too_much)
+        return Grade(math.nan, {}, Status.ERROR, too_much or f"the worker {_ended(code)}")
 
     def _start(self) -> _Worker:
         root = str(Path(__file__).parents[2])

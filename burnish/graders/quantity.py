@@ -66,7 +66,8 @@ _PARTS_OF_ONE = re.compile(
     "(?:fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|hundred|sand|lion)ths?|illions?$|fold$"
 )
 _NOUN = re.compile("(?=.{4}).*(?:[aeiou]|[b-df-hj-np-tvw]y[b-df-hj-np-tvw]).*")
-_MEGA = {"Mg", "Mm", "Ms"}
+_MEGA = re.compile("M.?")
+"""A molar or a million of something: 5 M is not 5 m."""
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _PART = re.compile(r"(?P<name>[A-Za-z]+\.?|[°$€£¥¢][CcFf]?)(?:\^\{?(?P<power>[23])\}?)?|/|\s|-")
 _ATTACHED = re.compile(r"(.*[0-9.})π%])([A-Za-z°$€£¥¢][A-Za-z/]*(?:\^[23])?)", re.DOTALL)
@@ -188,7 +189,7 @@ def _unit(text: str, *, any_noun: bool) -> str | None:
             parts[-1] += "^2" if name == "squared" else "^3"
         elif name:
             known = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s"))
-            known = None if match["name"] in _MEGA else known
+            known = None if _MEGA.fullmatch(match["name"]) else known
             if (name == "old" and parts) or (name in _BEFORE_NOUNS and any_noun and not parts):
                 continue
             noun = any_noun and not {name, name.removesuffix("s")} & _NO_UNITS

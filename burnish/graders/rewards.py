@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from burnish.errors import DataError
 from burnish.graders import keywords, scripts
+from burnish.wording import printable
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
 
@@ -36,8 +37,9 @@ class Source(NamedTuple):
     """What the file is called when it is imported; a package's module keeps its own name."""
     definitions_only: bool = False
     """For a running script: its imports, functions, classes and constants, not what it does."""
-    forks: bool = False
-    """For a reward that is slow to load and often late: it runs in forks of the loaded worker."""
+    compares_answers: bool = False
+    """For burnish's own comparisons. They take seconds to load and a model's answer may keep them
+    busy for ever, so they run in forks of the loaded worker, and such an answer scores 0."""
 
 
 class Outcome(NamedTuple):
@@ -53,8 +55,6 @@ def score(reward: Reward, response: str, row: Mapping[str, Any]) -> Outcome:
     """Calls the reward and holds what it returns to the rules above."""
     try:
         return _read(reward(response, row))
-    except MemoryError:
-        return Outcome("timeout", 0.0, {}, "ran out of memory")
     except (Exception, SystemExit) as error:
         said = "".join(traceback.format_exception_only(error)).strip()[:LONGEST_MESSAGE]
         frames = traceback.extract_tb(error.__traceback__, limit=-1)
@@ -79,7 +79,7 @@ def _read(value: Any) -> Outcome:
 
 
 def _failed(message: str) -> Outcome:
-    return Outcome("error", math.nan, {}, message)
+    return Outcome("error", math.nan, {}, printable(message))
 
 
 def find(reward: str | Reward) -> Source | None:

@@ -55,14 +55,16 @@ _UNITS |= {"J": "joule", "N": "newton", "V": "volt", "W": "watt", "K": "kelvin"}
 """Letters that stand for a unit only where they are text: 2π m may have a variable."""
 _COMMAND = re.compile(r"\\([A-Za-z]+)|\\(.)", re.DOTALL)
 _THEN = "(?:so|thus|hence|therefore),? "
+_CHANGED = (
+    "(?:not|never|or|nor|no|than|minus|negative|plus|times|over|half|twice|double|wrong|incorrect)"
+    r"\b"
+)
+"""What follows is not, or is not alone, the answer."""
+_OTHERWISE = re.compile(rf"\b{_CHANGED}|n't", re.IGNORECASE)
 _PREFIX = re.compile(
     rf"^(?:{_THEN})?(?:the )?(?:final )?answer ?(?:is|:|=)[: ]*|^#### ?"
-    rf"|^(?:{_THEN})?the (?:[a-z]+ ){{1,5}}(?:is|are|equals):? (?=[-+$\\(0-9]|[a-z] ?=)"
-    rf"|^{_THEN}(?=[-+$\\(0-9]|[a-z] ?=)",
-    re.IGNORECASE,
-)
-_OTHERWISE = re.compile(
-    r"\b(?:not|never|or|nor|no|than|minus|negative|plus|times|over|half|twice|double)\b|n't",
+    rf"|^(?:(?:{_THEN})?the (?:(?!{_CHANGED}|answer )[a-z]+ ){{1,2}}(?:is|are|equals):? |{_THEN})"
+    r"(?=[-+$\\(0-9]|[a-z] ?=)",
     re.IGNORECASE,
 )
 _SENTENCES = re.compile(r"[.;,\n]")

@@ -193,13 +193,16 @@ def _in_parts(number: Any) -> Any:
 
 
 def _same_relation(ours: Any, theirs: Any) -> bool:
-    """Whether one is the other times a constant, a positive one between inequalities."""
+    """Whether one is the other times a constant, a positive one between inequalities.
+
+    Without a variable any two would be that: 2 > 1 and 5 > 3.
+    """
     (sign, left), (other_sign, right) = _sides(ours), _sides(theirs)
     if sign != other_sign or sign == "" or right == 0 or left == 0:
         return False
-    if left == right:
-        return True
     variables = sorted(left.free_symbols | right.free_symbols, key=str)
+    if left == right or not variables:
+        return bool(variables)
     for point in _POINTS:
         at = _at(point, variables)
         factor = left.xreplace(at) / right.xreplace(at)

@@ -4,9 +4,10 @@ Frames travel over standard input and output: four bytes of length, then JSON. T
 is the set-up, the first out says that the reward is loaded and warm; after that come batches of
 (response, row), and each answer is written as soon as there is one, so that the pool always knows
 which item a worker is on. A worker holds itself to the CPU and memory limits: the kernel kills it
-by SIGPROF when the deadline of an item has passed, whatever it is doing. Where the source says so,
-it answers in forks of itself and only a fork is killed. Nothing that is printed, read from standard
-input or forked by a reward touches the frames. No torch, no numpy.
+by SIGPROF when the deadline of an item has passed, whatever it is doing, and it exits when it runs
+out of memory, because a reward may never give back what it took. A comparison of answers runs in
+forks of the worker, and only a fork ends. Nothing that is printed, read from standard input or
+forked by a reward touches the frames. No torch, no numpy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from burnish.errors import DataError
 from burnish.graders import rewards
 
 HEADER = struct.Struct(">I")
+OUT_OF_MEMORY = 99
+"""The exit status of a worker whose reward raised MemoryError."""
 Send = Callable[[Any], Any]
+Bounds = tuple[float, int]
+"""CPU seconds of an item, and bytes of memory."""
 
 
 def frame(content: Any) -> bytes:
@@ -46,35 +51,58 @@ def main() -> None:
     sys.path.extend(entry for entry in setup["path"] if entry not in sys.path)
     source = rewards.Source(*setup["source"])
     try:
-        reward = rewards.load(source)
+        reward = _ending_when_full(rewards.load(source))
     except DataError as error:
         send({"failed": str(error)})
         return
     _bound_memory(setup["memory_bytes"])
     send({"ready": True})
-    answer = _answer_in_forks if source.forks else _answer
+    bounds = setup["cpu_seconds"], setup["memory_bytes"]
+    answer = _answer_in_forks if source.compares_answers else _answer
     while (batch := _receive(incoming)) is not None:
         began = _cpu_seconds()
-        answer(reward, batch, setup["cpu_seconds"], send)
+        answer(reward, batch, bounds, send)
         send({"cpu_seconds": _cpu_seconds() - began})
 
 
-def _answer(reward: rewards.Reward, batch: Any, cpu_seconds: float, send: Send) -> None:
+def exceeded(code: int, bounds: Bounds) -> str | None:
+    """The bound for which a worker, or a fork of one, ended; None if it ended for another reason.
+
+    code: negative for a signal, as in ``subprocess``.
+    """
+    cpu_seconds, memory_bytes = bounds
+    if code == -signal.SIGPROF:
+        return f"took more than {cpu_seconds:g} s of CPU time (task.cpu_seconds)"
+    if code == OUT_OF_MEMORY:
+        return f"took more than {memory_bytes / 2**20:g} MB of memory (task.memory_mb)"
+    return None
+
+
+def _ending_when_full(reward: rewards.Reward) -> rewards.Reward:
+    def call(response: str, row: Any) -> Any:
+        try:
+            return reward(response, row)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+
+    return call
+
+
+def _answer(reward: rewards.Reward, batch: Any, bounds: Bounds, send: Send) -> None:
     for response, row in batch:
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        signal.setitimer(signal.ITIMER_PROF, bounds[0])
         send(rewards.score(reward, response, row))
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _answer_in_forks(reward: rewards.Reward, batch: Any, cpu_seconds: float, send: Send) -> None:
-    """Each deadline missed costs a fork, not the seconds that it takes to load the reward."""
-    late = rewards.Outcome("timeout", 0.0, {}, f"took more than {cpu_seconds:g} s of CPU time")
+def _answer_in_forks(reward: rewards.Reward, batch: Any, bounds: Bounds, send: Send) -> None:
+    """Each bound exceeded costs a fork, not the seconds that it takes to load the reward."""
     while batch:
         reading, writing = os.pipe()
         fork = os.fork()
         if fork == 0:
             threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-            _answer(reward, batch, cpu_seconds, _sender(os.fdopen(writing, "wb")))
+            _answer(reward, batch, bounds, _sender(os.fdopen(writing, "wb")))
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading, "rb") as answers:
@@ -82,10 +110,11 @@ def _answer_in_forks(reward: rewards.Reward, batch: Any, cpu_seconds: float, sen
                 send(outcome)
                 batch = batch[1:]
         ended = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        if ended == -signal.SIGPROF and batch:
-            send(late)
+        too_much = exceeded(ended, bounds)
+        if too_much and batch:
+            send(rewards.Outcome("timeout", 0.0, {}, too_much))
             batch = batch[1:]
-        elif ended:  # the pool sees this worker end as the fork did
+        elif ended or batch:  # the pool sees this worker end as the fork did
             os.kill(os.getpid(), -ended) if ended < 0 else os._exit(ended)
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +19,12 @@ from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.errors import RunError
 from burnish.progress import Show, after, begin, silent
-from burnish.rollout.rollout import Generator, Task, grade, sampling
+from burnish.rollout.rollout import Generator, grade, sampling
 from burnish.runs import rollouts, statistics
 from burnish.runs.directory import lock, replace_file
 from burnish.runs.metrics import Row, iterate_rows
 from burnish.runs.statistics import Outcome, is_right
+from burnish.tasks.task import Task
 from burnish.types import Finish, Group, IntArray, Prompt, Status
 
 Decode = Callable[[IntArray], list[str]]
@@ -31,26 +32,9 @@ TOGETHER = 512
 """Responses that are sampled together at least."""
 
 
-class Validated(Task, Protocol):
-    """A task that holds prompts out."""
-
-    @property
-    def validation(self) -> list[Prompt]: ...
-
-    def close(self) -> None:
-        """Ends what the task started."""
-
-
-@runtime_checkable
-class Answers(Protocol):
-    """A task that finds the answer in a response, which is what a majority is counted of."""
-
-    def answer(self, response: str) -> str | None: ...
-
-
 def evaluate(
     recipe: Recipe,
-    task: Validated,
+    task: Task,
     generator: Generator,
     decode: Decode,
     *,
@@ -70,7 +54,7 @@ def evaluate_into(
     directory: Path,
     settings: Mapping[str, Any],
     recipe: Recipe,
-    task: Validated,
+    task: Task,
     generator: Generator,
     decode: Decode,
     *,
@@ -97,7 +81,7 @@ def evaluate_into(
 
 def answered(
     recipe: Recipe,
-    task: Validated,
+    task: Task,
     generator: Generator,
     *,
     start: int = 0,
@@ -137,13 +121,18 @@ def together(recipe: Recipe) -> int:
 
 
 def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[str, Any]]:
-    """Every response as a row of rollouts, with what it votes for, what its grader said, and the
-    part of a mixture that it belongs to."""
-    grades = [(grade.message, group.prompt.meta) for group in groups for grade in group.grades]
+    """Every response as a row of rollouts, with the answer that it votes for, its grader's message,
+    and the part of a mixture that it belongs to."""
+    grades = [(group.prompt, grade.message) for group in groups for grade in group.grades]
     rows = rollouts.rows(0, groups, decode=decode)
     return [
-        {**row, "answer": _answer(task, row["response"]), "message": message, **_part(meta)}
-        for row, (message, meta) in zip(rows, grades, strict=True)
+        {
+            **row,
+            "answer": task.answer(prompt, row["response"]),
+            "message": message,
+            **_part(prompt.meta),
+        }
+        for row, (prompt, message) in zip(rows, grades, strict=True)
     ]
 
 
@@ -174,10 +163,6 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Row:
     found = {name: float(np.mean(values)) for name, values in columns.items()}
     found |= {"responses": float(len(rows)), **statistics.describe(list(prompts.values()))}
     return {f"validation/{name}": value for name, value in found.items()}
-
-
-def _answer(task: Task, response: str) -> str | None:
-    return task.answer(response) if isinstance(task, Answers) else response.strip()
 
 
 def _part(meta: Mapping[str, Any]) -> dict[str, str]:

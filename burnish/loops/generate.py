@@ -17,9 +17,9 @@ from burnish.engine.protocol import Engine, Request, TokenEvent
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.progress import Report, unheard
+from burnish.tasks.files import check_text
 from burnish.types import Completion, SamplingParams
-
-PRINTABLE = "\n\t\u200d"  # beside what is printable anyway; the last one joins emoji
+from burnish.wording import printable
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def _prompt_of(line: str, where: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise DataError(f'{where} must be an object with a text "prompt", got {line[:80]}')
     text: str = row["prompt"]
+    check_text(text, where)
     return text
 
 
@@ -161,14 +162,6 @@ def encode(tokenizer: Tokenizer, prompt: str, *, chat: bool) -> np.ndarray[Any, 
     return tokenizer.encode(prompt)
 
 
-def escape(text: str) -> str:
-    """What a model writes must not steer a terminal: control characters are spelled out."""
-    return "".join(
-        char if char in PRINTABLE or char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text
-    )
-
-
 @dataclass
 class _Screen:
     """Writes samples in order: the current one live, later ones when their turn comes."""
@@ -191,7 +184,7 @@ class _Screen:
     def text(self, request_id: str, sample: int, text: str) -> None:
         key = (request_id, sample)
         if key == self.keys[self._current]:
-            self.write(escape(text))
+            self.write(printable(text))
         else:
             self._texts.setdefault(key, []).append(text)
 
@@ -207,7 +200,7 @@ class _Screen:
             key = self.keys[self._current]
             if len(self.keys) > 1:
                 self.write(f"── prompt {int(key[0]) + 1}, sample {key[1] + 1} ──\n")
-            self.write(escape("".join(self._texts.pop(key, []))))
+            self.write(printable("".join(self._texts.pop(key, []))))
 
 
 def _save(path: Path, prompts: Sequence[str], done: Sequence[Completion]) -> None:

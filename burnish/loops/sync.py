@@ -29,9 +29,10 @@ from burnish.progress import Report, Show, begin, silent
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
 from burnish.rollout.packing import pack, take, take_streams, train_batches
-from burnish.rollout.rollout import Generator, Task, describe, grade, sampling
+from burnish.rollout.rollout import Generator, describe, grade, sampling
 from burnish.runs.metrics import Row, combine
 from burnish.runs.timers import Timers
+from burnish.tasks.task import Task
 from burnish.types import FloatArray, Group, LearnBatch, PackedBatch
 from burnish.wording import counted
 

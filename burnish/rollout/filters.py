@@ -4,25 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from reprlib import Repr
 
 from burnish.errors import GraderError
-from burnish.types import Grade, Group, Status
+from burnish.types import Completion, Grade, Group, Prompt, Status
 
 SHOWN = 3
 """Messages that an error quotes."""
+_SHORT = Repr()
+_SHORT.maxstring = 80
 
 
 def check_errors(groups: Sequence[Group], *, limit: float) -> None:
-    """Raises once more than a share of ``limit`` of the grades are errors of the grader itself."""
-    grades = [grade for group in groups for grade in group.grades]
-    errors = [grade for grade in grades if _is_error(grade)]
-    if len(errors) > limit * len(grades):
-        messages = list(dict.fromkeys(grade.message or "no message" for grade in errors))
-        shown = "; ".join(messages[:SHOWN])
-        raise GraderError(
-            f"the reward failed on {len(errors)} of {len(grades)} responses, more than a share of "
-            f"{limit:g}: {shown}{'; …' if len(messages) > SHOWN else ''}"
-        )
+    """Raises once more than a share of ``limit`` of the grades are errors of the grader itself.
+
+    The error quotes each message with the first response, and its row, that it was said of.
+    """
+    graded = [
+        (group.prompt, completion, grade)
+        for group in groups
+        for completion, grade in zip(group.completions, group.grades, strict=True)
+    ]
+    failed = [item for item in graded if _is_error(item[2])]
+    if len(failed) <= limit * len(graded):
+        return
+    first: dict[str, tuple[Prompt, Completion]] = {}
+    for prompt, completion, grade in failed:
+        first.setdefault(grade.message or "no message", (prompt, completion))
+    shown = [
+        f"response {completion.sample_index} to {prompt.prompt_id} "
+        f"({_SHORT.repr(completion.text)}, row {_SHORT.repr(prompt.reference)}): {message}"
+        for message, (prompt, completion) in list(first.items())[:SHOWN]
+    ]
+    raise GraderError(
+        f"the reward failed on {len(failed)} of {len(graded)} responses, more than a share of "
+        f"{limit:g}; correct it, or raise rollout.max_errors. "
+        f"{'; '.join(shown)}{'; …' if len(first) > SHOWN else ''}"
+    )
 
 
 def drop_errors(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
 from burnish.config import Recipe
 from burnish.errors import DataError
 from burnish.progress import Report, unheard
+from burnish.tasks.task import Task
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status, Weights
 
 ABORTED = Grade(
@@ -20,23 +21,6 @@ ABORTED = Grade(
     "train.learning_rate, or set engine.precision to fp32",
 )
 """The grade of a sample that the engine aborted."""
-
-
-class Task(Protocol):
-    """Where prompts come from and what their responses are worth."""
-
-    def prompt(self, index: int) -> Prompt:
-        """The prompt of the run's group number ``index``."""
-
-    def grade(self, prompt: Prompt, completion: Completion) -> Grade: ...
-
-
-@runtime_checkable
-class GradesTogether(Protocol):
-    """A task whose grader is faster, or only works well, on many responses at once."""
-
-    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
-        """The grades in the pairs' order."""
 
 
 class Generator(Protocol):
@@ -81,10 +65,7 @@ def grade(
     """The groups with indices first, first + 1, …; the task does not see aborted samples."""
     groups = list(zip(prompts, responses, strict=True))
     whole = [(p, c) for p, completions in groups for c in completions if not is_aborted(c)]
-    if isinstance(task, GradesTogether):
-        grades = task.grade_all(whole)
-    else:
-        grades = [task.grade(*pair) for pair in whole]
+    grades = task.grade_all(whole)
     if len(grades) != len(whole):
         raise DataError(f"the task gave {len(grades)} grades for {len(whole)} responses")
     given = iter(grades)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from burnish.config import FilesTask, Graded, MathTask, Rows
+from burnish.config import FilesTask, Graded, MathTask, Rows, nearest
 from burnish.draws import Stream, permutation
 from burnish.errors import ConfigError, DataError
 from burnish.graders.grader import Grader, grade_pairs, make_grader
@@ -28,6 +28,8 @@ TODAY = datetime(2026, 1, 1)
 """What chat templates that write a date are told: a run resumed tomorrow reads the same prompts."""
 EPOCH, SPLIT = 0, 1
 """What a shuffle is for; they share no draws."""
+ROLES = ("system", "user", "assistant", "tool")
+"""Who may have written a chat message."""
 
 
 class Files:
@@ -65,11 +67,12 @@ class Files:
         prefix = f"{self.config.name}/validation"
         return [self._prompt(f"{prefix}/{i}", row) for i, row in enumerate(self.validation_rows)]
 
-    def grade(self, prompt: Prompt, completion: Completion) -> Grade:
-        return self.grade_all([(prompt, completion)])[0]
-
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
+
+    def answer(self, prompt: Prompt, response: str) -> str | None:
+        """The whole text: nobody but the reward knows what counts in it."""
+        return response.strip()
 
     def close(self) -> None:
         self._grader.close()
@@ -188,13 +191,33 @@ def check_row(row: Any, where: str) -> Row:
         raise DataError(f"{where}: no field 'prompt', only {', '.join(map(repr, row)) or 'none'}")
     prompt = row["prompt"]
     if isinstance(prompt, str) and prompt:
+        check_text(prompt, where)
         return dict(row)
     if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
         raise DataError(
             f"{where}: prompt must be a text that is not empty, or a list of messages "
             f'{{"role": …, "content": …}}, got {str(prompt)[:80]!r}'
         )
+    for message in prompt:
+        if message["role"] not in ROLES:
+            near = nearest(message["role"], ROLES)
+            known = ", ".join(ROLES)
+            raise DataError(
+                f"{where}: a role must be one of {known}, got {message['role']!r}{near}"
+            )
+        check_text(message["content"], where)
     return dict(row)
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises where a text has half of a character, such as "\\ud83d" alone in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: a text must be whole characters, got the lone surrogate "
+            f"{text[error.start]!r} after {text[: error.start][-20:]!r}; remove it"
+        ) from None
 
 
 def _is_message(message: Any) -> bool:

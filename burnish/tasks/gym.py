@@ -16,6 +16,7 @@ from burnish import graders
 from burnish.config import GymTask, nearest
 from burnish.draws import Stream, uniforms
 from burnish.errors import ConfigError, DataError, MissingExtra
+from burnish.graders.extract import EXTRACTORS
 from burnish.graders.grader import Grader, grade_pairs
 from burnish.graders.pool import GraderPool
 from burnish.graders.rewards import Source
@@ -24,7 +25,9 @@ from burnish.tasks.files import encode, limits_of
 from burnish.types import Completion, Grade, Prompt
 
 SCORER = Source(
-    f"{Path(graders.__file__).with_name('gym.py')}:reward", "burnish.graders.gym", forks=True
+    f"{Path(graders.__file__).with_name('gym.py')}:reward",
+    "burnish.graders.gym",
+    compares_answers=True,
 )
 TRAIN, VALIDATION = 2, 3
 """What a draw is for; they share no numbers."""
@@ -58,12 +61,12 @@ class Gym:
         entries = enumerate(self._held_out.values())
         return [self._prompt(f"gym/validation/{i}", entry) for i, entry in entries]
 
-    def grade(self, prompt: Prompt, completion: Completion) -> Grade:
-        return self.grade_all([(prompt, completion)])[0]
-
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         """Parts: format (an answer was found), answer (it has the whole point), ended."""
         return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
+
+    def answer(self, prompt: Prompt, response: str) -> str | None:
+        return EXTRACTORS[self.config.answer_format](response)
 
     def close(self) -> None:
         if "_grader" in vars(self):

@@ -80,12 +80,13 @@ class Keywords:
     def validation(self) -> list[Prompt]:
         return [self.validation_prompt(i) for i in range(self.config.validation_prompts)]
 
-    def grade(self, prompt: Prompt, completion: Completion) -> Grade:
-        return self.grade_all([(prompt, completion)])[0]
-
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         """Parts: those of the reward (see ``graders/keywords.py``), and ended by itself or not."""
         return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
+
+    def answer(self, prompt: Prompt, response: str) -> str | None:
+        """The whole text."""
+        return response.strip()
 
     def close(self) -> None:
         """Nothing to end."""

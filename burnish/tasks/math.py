@@ -20,7 +20,7 @@ from burnish.graders import extract
 from burnish.graders.answer import Format, MathGrader, gold_texts
 from burnish.graders.equivalence import readable
 from burnish.model.tokenizer import Tokenizer
-from burnish.tasks.files import Files, Row, limits_of, read_rows, split
+from burnish.tasks.files import Files, Row, check_text, limits_of, read_rows, split
 from burnish.tasks.pairs import MARKS
 from burnish.types import Prompt
 
@@ -65,8 +65,7 @@ class Math(Files):
             meta=meta,
         )
 
-    def answer(self, response: str) -> str | None:
-        """What a response votes for."""
+    def answer(self, prompt: Prompt, response: str) -> str | None:
         return extract.EXTRACTORS[self.config.answer_format](response)
 
 
@@ -138,6 +137,8 @@ def check_row(row: Any, where: str) -> Row:
         known = ", ".join(map(repr, fields)) or "none"
         raise DataError(f"{where}: no text 'question' or 'problem', only {known}")
     worked = fields.get("solution", fields.get("answer"))
+    for text in (question, worked):
+        check_text(str(text), where)
     return fields | {"question": question, "answer": golds(fields, question), "solution": worked}
 
 

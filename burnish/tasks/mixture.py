@@ -5,36 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from burnish.draws import Stream, uniforms
+from burnish.tasks.task import Task
 from burnish.types import Completion, Grade, Prompt
 
 MIXTURE = 4
 """What a draw is for."""
 
 
-class Part(Protocol):
-    """A task that others may stand beside."""
-
-    def prompt(self, index: int) -> Prompt: ...
-
-    @property
-    def validation(self) -> list[Prompt]: ...
-
-    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]: ...
-
-    def close(self) -> None: ...
-
-
 class Mixture:
     """Prompts carry their part's name, so that metrics tell the parts apart."""
 
     def __init__(
-        self, parts: Mapping[str, Part], weights: Mapping[str, float], *, seed: int
+        self, parts: Mapping[str, Task], weights: Mapping[str, float], *, seed: int
     ) -> None:
         self.parts = parts
         self._names = list(parts)
@@ -59,9 +46,6 @@ class Mixture:
         """Those of all parts, whatever their weights."""
         return [_of(name, p) for name, part in self.parts.items() for p in part.validation]
 
-    def grade(self, prompt: Prompt, completion: Completion) -> Grade:
-        return self.grade_all([(prompt, completion)])[0]
-
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         """Each part grades its own at once."""
         graded: dict[int, Grade] = {}
@@ -69,6 +53,9 @@ class Mixture:
             own = [i for i, (prompt, _) in enumerate(pairs) if prompt.meta["part"] == name]
             graded |= zip(own, part.grade_all([pairs[i] for i in own]), strict=True)
         return [graded[i] for i in range(len(pairs))]
+
+    def answer(self, prompt: Prompt, response: str) -> str | None:
+        return self.parts[prompt.meta["part"]].answer(prompt, response)
 
     def close(self) -> None:
         for part in self.parts.values():

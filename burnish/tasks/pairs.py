@@ -18,7 +18,7 @@ from burnish.config import PairsTask
 from burnish.draws import Stream, permutation
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
-from burnish.tasks.files import EPOCH, Row, check_row, encode, rows_of
+from burnish.tasks.files import EPOCH, Row, check_row, check_text, encode, rows_of
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
 
 MARKS = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")
@@ -115,4 +115,5 @@ def check_pair(row: Any, where: str) -> Row:
             f"{where}: a row to learn from needs a text 'answer' that is not empty, got {got}; "
             "write one, or leave the row out"
         )
+    check_text(answer, where)
     return checked

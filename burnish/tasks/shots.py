@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.tasks.pairs import MARKS
-from burnish.types import Prompt
+from burnish.tasks.task import Task
+from burnish.types import Completion, Grade, Prompt
 
 
 class FewShot:
     """A task whose held-out prompts begin with its first training rows; all else is the task's."""
 
-    def __init__(self, task: Any, shots: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, task: Task, shots: int, tokenizer: Tokenizer) -> None:
         self._task, self._tokenizer = task, tokenizer
         self.before = "".join(_solved(task.prompt(i)) for i in range(shots))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
+    def prompt(self, index: int) -> Prompt:
+        return self._task.prompt(index)
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+        return self._task.grade_all(pairs)
+
+    def answer(self, prompt: Prompt, response: str) -> str | None:
+        return self._task.answer(prompt, response)
+
+    def close(self) -> None:
+        self._task.close()
 
     @property
     def validation(self) -> list[Prompt]:

@@ -70,7 +70,13 @@ class Sorting:
     def parts(self, prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
         return REWARDS[self.config.reward](prompt, response)
 
-    def grade(self, prompt: Prompt, completion: Completion) -> Grade:
+    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+        return [self._grade(prompt, completion) for prompt, completion in pairs]
+
+    def answer(self, prompt: Prompt, response: str) -> str | None:
+        return response.strip()
+
+    def _grade(self, prompt: Prompt, completion: Completion) -> Grade:
         parts = self.parts(prompt.token_ids.tolist(), completion.token_ids.tolist())
         return Grade(sum(parts.values()), parts | {"sorted": float(is_sorted(prompt, completion))})
 

@@ -15,7 +15,9 @@ def obedient(response, row):
         "sleep": lambda: time.sleep(600),
         "allocate": lambda: len(bytearray(10 << 30)),
         "raise": lambda: 1 / 0,
+        "raise in colour": _raise_in_colour,
         "exit": lambda: os._exit(3),
+        "exit quietly": lambda: os._exit(0),
         "sys.exit": sys.exit,
         "nan": lambda: math.nan,
         "inf": lambda: -math.inf,
@@ -44,6 +46,15 @@ def obedient(response, row):
 
 def length(response, row):
     return len(response)
+
+
+def leaking(response, row, kept=[]):  # noqa: B006 the list is meant to grow
+    kept.append(bytearray(4 << 20))
+    return 1.0
+
+
+def _raise_in_colour():
+    raise ValueError("\x1b[31mred\x07")
 
 
 def _burn():

@@ -48,12 +48,19 @@ def gone(pid, within=10.0):
 @pytest.mark.parametrize(
     ("response", "status", "reward", "message"),
     [
-        ("burn", TIMEOUT, 0, "took more than 0.2 s of CPU time"),
-        ("burn in python", TIMEOUT, 0, "took more than 0.2 s of CPU time"),
-        ("sleep", TIMEOUT, 0, "took more than 1.5 s"),
-        ("allocate", TIMEOUT, 0, "ran out of memory"),
+        ("burn", ERROR, None, "took more than 0.2 s of CPU time (task.cpu_seconds)"),
+        ("burn in python", ERROR, None, "took more than 0.2 s of CPU time"),
+        ("sleep", ERROR, None, "took more than 1.5 s (task.wall_seconds)"),
+        ("allocate", ERROR, None, "took more than 256 MB of memory (task.memory_mb)"),
         ("raise", ERROR, None, "ZeroDivisionError: division by zero (rewards_for_tests.py, line"),
+        (
+            "raise in colour",
+            ERROR,
+            None,
+            r"ValueError: \x1b[31mred\x07 (rewards_for_tests.py",
+        ),
         ("exit", ERROR, None, "the worker exited with 3"),
+        ("exit quietly", ERROR, None, "the worker exited with 0"),
         ("sys.exit", ERROR, None, "SystemExit"),
         ("nan", ERROR, None, "reward must be one finite number, got float nan"),
         ("inf", ERROR, None, "reward must be one finite number, got float -inf"),
@@ -107,41 +114,75 @@ def test_order_is_kept_and_killed_workers_are_replaced():
     responses[300] = "burn"
     with GraderPool(OBEDIENT, Limits(workers=2, cpu_seconds=0.2)) as pool:
         grades = pool.grade([(response, {}) for response in responses])
-        assert pool.counts == {"scored": 595, "error": 4, "timeout": 1, "restarts": 5}
+        assert pool.counts == {"scored": 595, "error": 5, "restarts": 5}
         assert pool.cpu_seconds > 0
     for i, (response, grade) in enumerate(zip(responses, grades, strict=True)):
-        expected = {"exit": ERROR, "burn": TIMEOUT}.get(response, SCORED)
+        expected = ERROR if response in ("exit", "burn") else SCORED
         assert grade.status is expected
         assert expected is not SCORED or grade.reward == i
 
 
-def test_in_forks_a_missed_deadline_costs_no_worker():
-    responses = [
-        "1",
-        "burn",
-        "pid",
-        "raise",
-        "print",
-        "fork",
-        "burn",
-        "allocate",
-        "exit",
-        "2",
-        "pid",
-    ]
+def test_a_reward_that_leaks_gets_fresh_workers_and_no_zero():
+    """4 MB a call under a bound of 64 MB: some 15 grades, then an error and another worker."""
+    limits = Limits(workers=1, memory_bytes=64 << 20)
+    with GraderPool(Source(f"{REWARDS}:leaking"), limits) as pool:
+        grades = pool.grade([("", {})] * 60)
+        errors = [grade for grade in grades if grade.status is ERROR]
+        assert {grade.message for grade in errors} == {
+            "took more than 64 MB of memory (task.memory_mb)"
+        }
+        assert 2 <= len(errors) <= 6
+        assert [grade.reward for grade in grades if grade.status is not ERROR] == (
+            [1.0] * (60 - len(errors))
+        )
+        assert pool.counts == {
+            "scored": 60 - len(errors),
+            "error": len(errors),
+            "restarts": len(errors),
+        }
+
+
+def test_a_comparison_of_answers_scores_0_for_too_much_and_loses_a_fork_alone():
+    expected = {
+        "1": (SCORED, 1.0),
+        "burn": (TIMEOUT, 0.0),
+        "raise": (ERROR, None),
+        "print": (SCORED, 1.0),
+        "fork": (SCORED, 1.0),
+        "allocate": (TIMEOUT, 0.0),
+        "2": (SCORED, 2.0),
+    }
     limits = Limits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 28)
-    with GraderPool(Source(OBEDIENT.spec, forks=True), limits) as pool:
-        grades = pool.grade([(response, {}) for response in responses])
-        assert [grade.status for grade in grades] == [
-            *(SCORED, TIMEOUT, SCORED, ERROR, SCORED, SCORED, TIMEOUT, TIMEOUT, ERROR),
-            *(SCORED, SCORED),
-        ]
-        assert grades[1].message == "took more than 0.2 s of CPU time"
-        assert grades[8].message == "the worker exited with 3"
-        assert pool.counts["restarts"] == 1
+    with GraderPool(Source(OBEDIENT.spec, compares_answers=True), limits) as pool:
+        asked = ["pid", *expected, "burn", "pid"]
+        first, *grades, late, last = pool.grade([(response, {}) for response in asked])
+        for grade, (status, reward) in zip(grades, expected.values(), strict=True):
+            assert grade.status is status
+            assert math.isnan(grade.reward) if reward is None else grade.reward == reward
+        assert late.message == "took more than 0.2 s of CPU time (task.cpu_seconds)"
+        assert grades[5].message == "took more than 256 MB of memory (task.memory_mb)"
+        assert pool.counts["restarts"] == 0
         assert pool.cpu_seconds > 0
-        forks = [int(grades[place].reward) for place in (2, 10)]
+        forks = [int(grade.reward) for grade in (first, last)]
+    assert forks[0] != forks[1]
     assert all(map(gone, forks))
+
+
+@pytest.mark.parametrize(("response", "code"), [("exit", 3), ("exit quietly", 0)])
+def test_a_fork_that_exits_by_itself_is_an_error_and_not_late(response, code):
+    limits = Limits(workers=1, wall_seconds=60)
+    with GraderPool(Source(OBEDIENT.spec, compares_answers=True), limits) as pool:
+        before, exited, after = pool.grade([("1", {}), (response, {}), ("2", {})])
+        assert (before.reward, after.reward) == (1, 2)
+        assert (exited.status, exited.message) == (ERROR, f"the worker exited with {code}")
+        assert pool.counts["restarts"] == 1
+
+
+def test_a_comparison_of_answers_that_sleeps_scores_0():
+    with GraderPool(Source(OBEDIENT.spec, compares_answers=True), QUICK) as pool:
+        (grade,) = pool.grade([("sleep", {})])
+        assert (grade.status, grade.reward) == (TIMEOUT, 0)
+        assert grade.message == "took more than 1.5 s (task.wall_seconds)"
 
 
 def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(pool):
@@ -262,7 +303,7 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
     )
     assert output.splitlines() == [
         "begins",
-        "GraderPool timeout 0.0 {}",
+        "GraderPool error nan {}",
         "GraderPool scored 5.0 {'row': 2.0}",
     ]
 
@@ -307,7 +348,7 @@ def test_throughput():
     row = {"prompt": "Write a sentence.", "keywords": ["apple", "red", "barn"]}
     items = [(f"{text}{i}", row) for i in range(20_000)]
     own = time.process_time()
-    assert all(inclusion_reward(text, row) == 1 for text, row in items)
+    assert all(inclusion_reward(text, row)["reward"] == 1 for text, row in items)
     direct = time.process_time() - own
     with GraderPool(Source("inclusion"), Limits(workers=1)) as pool:
         pool.grade(items[:100])

@@ -7,8 +7,9 @@ import pytest
 import tiny
 
 from burnish.errors import DataError
-from burnish.loops.generate import escape, generate, read_prompts
+from burnish.loops.generate import generate, read_prompts
 from burnish.types import SamplingParams
+from burnish.wording import printable
 
 
 def test_samples_are_written_in_order_and_kept(tmp_path: Path) -> None:
@@ -33,7 +34,7 @@ def test_samples_are_written_in_order_and_kept(tmp_path: Path) -> None:
         (prompt, sample) for prompt in prompts for sample in range(2)
     ]
     expected = "".join(
-        f"── prompt {i // 2 + 1}, sample {i % 2 + 1} ──\n{escape(row['text'])}\n"
+        f"── prompt {i // 2 + 1}, sample {i % 2 + 1} ──\n{printable(row['text'])}\n"
         for i, row in enumerate(rows)
     )
     assert "".join(written) == expected
@@ -53,7 +54,7 @@ def test_one_sample_streams_without_a_heading() -> None:
 
 
 def test_terminal_control_is_spelled_out() -> None:
-    assert escape("a\x1b[31m\x07\r\x9b\u202eb\n\t漢👩\u200d🚀") == (
+    assert printable("a\x1b[31m\x07\r\x9b\u202eb\n\t漢👩\u200d🚀") == (
         "a\\x1b[31m\\x07\\r\\x9b\\u202eb\n\t漢👩\u200d🚀"
     )
 

@@ -46,12 +46,27 @@ def test_too_many_errors_halt_with_the_first_messages(two_groups):
     with pytest.raises(GraderError) as caught:
         check_errors(groups, limit=0.39)
     assert str(caught.value) == (
-        "the reward failed on 2 of 5 responses, more than a share of 0.39: KeyError: 'gold'; boom"
+        "the reward failed on 2 of 5 responses, more than a share of 0.39; correct it, or raise "
+        "rollout.max_errors. response 0 to p0 ('7 8', row [5, 6]): KeyError: 'gold'; "
+        "response 2 to p1 ('8 9', row [1, 2, 3]): boom"
     )
     check_errors(two_groups, limit=0)
     many = [failed(make_group(i, [1], [[1]], [0]), 0, message=f"m{i}") for i in range(5)]
-    with pytest.raises(GraderError, match=r"5 of 5 .*: m0; m1; m2; …$"):
+    with pytest.raises(GraderError, match=r"5 of 5 .*: m0; .*: m1; .*: m2; …$"):
         check_errors(many, limit=0.9)
+
+
+def test_what_a_halt_quotes_does_not_steer_a_terminal(two_groups):
+    first, _ = two_groups
+    hostile = dataclasses.replace(first.completions[0], text="\x1b[2J" + 200 * "x")
+    prompt = dataclasses.replace(first.prompt, reference={"prompt": "\x1b[2J"})
+    group = dataclasses.replace(first, prompt=prompt, completions=(hostile, *first.completions[1:]))
+    with pytest.raises(GraderError) as caught:
+        check_errors([failed(group, 0)], limit=0)
+    assert str(caught.value).isprintable()
+    assert r"response 0 to p0 ('\x1b[2Jxxx" in str(caught.value)
+    assert r"row {'prompt': '\x1b[2J'}): boom" in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 def test_an_error_is_no_part_of_the_described_rewards(two_groups):

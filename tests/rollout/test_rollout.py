@@ -11,8 +11,8 @@ from tests.conftest import aborted, make_group
 
 def test_grading_keeps_the_order_and_numbers_the_groups(two_groups):
     class Lengths:
-        def grade(self, prompt, completion):
-            return Grade(len(completion.token_ids) + 10 * len(prompt.token_ids))
+        def grade_all(self, pairs):
+            return [Grade(10 * len(p.token_ids) + len(c.token_ids)) for p, c in pairs]
 
     prompts = [group.prompt for group in two_groups]
     groups = grade(Lengths(), prompts, [group.completions for group in two_groups], 7)
@@ -21,24 +21,14 @@ def test_grading_keeps_the_order_and_numbers_the_groups(two_groups):
     assert [group.oldest_version for group in groups] == [0, 1]
 
 
-def test_a_task_may_grade_all_at_once(two_groups):
-    calls = []
-
-    class Together:
+def test_a_task_that_forgets_a_grade_is_told(two_groups):
+    class Forgetful:
         def grade_all(self, pairs):
-            calls.append(len(pairs))
-            return [Grade(10 * len(p.token_ids) + len(c.token_ids)) for p, c in pairs][: self.most]
+            return [Grade(0.0) for _ in pairs[1:]]
 
-    task = Together()
-    task.most = 5
     prompts = [group.prompt for group in two_groups]
-    responses = [group.completions for group in two_groups]
-    groups = grade(task, prompts, responses, 7)
-    assert calls == [5]
-    assert [group.rewards.tolist() for group in groups] == [[22, 21], [33, 31, 32]]
-    task.most = 4
     with pytest.raises(DataError, match="gave 4 grades for 5 responses"):
-        grade(task, prompts, responses, 7)
+        grade(Forgetful(), prompts, [group.completions for group in two_groups], 7)
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from burnish.config import FilesTask
-from burnish.errors import ConfigError, DataError, ModelError
+from burnish.errors import ConfigError, DataError, GraderError, ModelError
 from burnish.graders.grader import InProcess
+from burnish.rollout.filters import check_errors
+from burnish.rollout.rollout import grade
 from burnish.tasks.files import Files, encode, make_files, read_rows, rows_from, rows_of, split
 from burnish.types import Status
 from tests.conftest import byte_tokenizer, make_group
@@ -48,6 +50,15 @@ def test_rows_come_back_as_they_are(tmp_path):
         ('{"prompt": 3}', "line 2: prompt must be .* got '3'"),
         ('{"prompt": []}', "line 2: prompt must be"),
         ('{"prompt": [{"role": "user"}]}', "line 2: prompt must be .* messages"),
+        (
+            '{"prompt": [{"role": "usr", "content": "a"}]}',
+            "line 2: a role must be one of system, user, .* got 'usr'; did you mean 'user'?",
+        ),
+        (
+            r'{"prompt": "ab\ud83d"}',
+            r"line 2: a text must be whole characters, got the lone surrogate '.ud83d' after 'ab'",
+        ),
+        (r'{"prompt": [{"role": "user", "content": "\udc00"}]}', "line 2: a text must be whole"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_and_line(tmp_path, line, message):
@@ -61,6 +72,24 @@ def test_a_page_shows_what_was_asked_without_the_template():
     rows = [{"prompt": p, "n": 0} for p in ("plain", [alone], [alone, after, alone])]
     shown = [prompt.meta["asked"] for prompt in make([], rows).validation]
     assert shown == ["plain", "hi", "user: hi\n\nassistant: ho\n\nuser: hi"]
+
+
+def test_a_reward_that_never_returns_is_an_error_that_halts_and_names_response_and_row(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(response, row):\n    while True: pass\n")
+    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1, cpu_seconds=0.1, wall_seconds=5)
+    task = make_files(config, tokenizer=byte_tokenizer(), seed=0, prompts=ROWS)
+    completions = make_group(0, [1], [[12], [34]], [0, 0]).completions
+    prompt = task.prompt(0)
+    groups = grade(task, [prompt], [completions], 0)
+    task.close()
+    assert [g.status for g in groups[0].grades] == [Status.ERROR] * 2
+    with pytest.raises(GraderError) as caught:
+        check_errors(groups, limit=0.5)
+    n = prompt.reference["n"]
+    assert (
+        f"response 0 to {prompt.prompt_id} ('12', row {{'n': {n}, 'prompt': 'question {n}'}}): "
+        "took more than 0.1 s of CPU time (task.cpu_seconds)"
+    ) in str(caught.value)
 
 
 def test_files_that_are_not_there_or_empty(tmp_path):
@@ -144,7 +173,7 @@ def test_a_recipe_and_a_script_make_the_task(tmp_path):
     assert grades[0].reward == prompt.reference["n"] + 3
     assert grades[1].status is Status.UNPARSED
     own = make_files(config, tokenizer=tokenizer, seed=0, prompts=ROWS, reward=lambda r, row: 9)
-    assert own.grade(prompt, short).reward == 9
+    assert own.grade_all([(prompt, short)])[0].reward == 9
     with pytest.raises(ConfigError, match="there is no reward; give --reward"):
         make_files(FilesTask(), tokenizer=tokenizer, seed=0, prompts=ROWS)
 
@@ -158,6 +187,7 @@ def test_grades_see_the_row_and_the_end():
         ROWS[1],
     )
     (completion,) = make_group(0, [1], [[123]], [0]).completions
-    grade = task.grade(prompt, completion)
-    assert (grade.reward, grade.parts) == (3.0, {"n": 1.0, "ended": 1.0})
+    (graded,) = task.grade_all([(prompt, completion)])
+    assert (graded.reward, graded.parts) == (3.0, {"n": 1.0, "ended": 1.0})
+    assert task.answer(prompt, " the whole text\n") == "the whole text"
     task.close()

@@ -104,6 +104,8 @@ def test_own_scorers(generator):
     assert wrong.reward < 0.1
     assert wrong.parts == {"format": 1, "answer": 0, "ended": 1}
     assert (none[0].reward, none[0].status) == (0, Status.UNPARSED)
+    assert task.answer(prompt, tagged("7").text) == "7"
+    assert task.answer(prompt, "no answer") is None
 
 
 def test_countdown_takes_arithmetic_and_nothing_else(tmp_path):

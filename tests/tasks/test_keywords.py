@@ -94,7 +94,7 @@ def test_grades(match, must_end):
     (base,) = make_group(0, [1], [[1]], [0]).completions
 
     def grade(text, finish):
-        return task.grade(prompt, dataclasses.replace(base, text=text, finish=finish))
+        return task.grade_all([(prompt, dataclasses.replace(base, text=text, finish=finish))])[0]
 
     right = grade(f"The {first.upper()} and {second}.", Finish.STOP)
     assert (right.reward, right.parts) == (

@@ -223,6 +223,8 @@ def test_few_shot_math_has_the_worked_answers_without_marks(tmp_path):
     question = "Q: Ann has 1 pens and buys 2. How many?\nA:"
     worked = "Ann had 4 * 3 = 12.\nShe has 12-5=7 now.\n#### 7"
     assert held_out.text == f"{question} {worked}\n\n{question.replace('1', '2')}"
+    assert task.answer(held_out, "so\n#### 7") == "7"  # the task's own, found without __getattr__
+    assert "__getattr__" not in vars(FewShot)
 
 
 def test_after_solved_rows_a_response_ends_where_the_next_question_would_begin():
@@ -253,13 +255,15 @@ def test_grades(tmp_path):
         (asked,) = task.validation
 
         def grade(said, finish=Finish.STOP, task=task, asked=asked):
-            return task.grade(asked, dataclasses.replace(base, text=said, finish=finish))
+            response = dataclasses.replace(base, text=said, finish=finish)
+            return task.grade_all([(asked, response)])[0]
 
         for right in ("1050", "1,050", "1050%"):
             assert grade(text.format(right)).parts == {"format": 1, "answer": 1, "ended": 1}
         assert grade(text.format("105")).reward == 0
         assert grade("1050").status is Status.UNPARSED
-        assert (task.answer(text.format("7")), task.answer("7")) == ("7", None)
+        assert task.answer(asked, text.format("7")) == "7"
+        assert task.answer(asked, "7") is None
         task.close()
 
 

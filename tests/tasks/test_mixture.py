@@ -6,6 +6,7 @@ import pytest
 from burnish import api, config
 from burnish.config import KeywordsTask, MathTask
 from burnish.errors import ConfigError
+from burnish.loops.evaluate import figures, to_rows
 from burnish.plan import plan
 from burnish.rollout.rollout import describe, grade
 from burnish.tasks.keywords import Keywords
@@ -64,7 +65,19 @@ def test_each_part_grades_its_own_and_has_its_metrics(tmp_path):
     assert metrics["rollout/reward/sums"] == 1
     assert metrics["rollout/reward/words"] == 0.5
     assert metrics["rollout/reward"] == pytest.approx(2 / 3)
-    assert task.grade(prompts[1], responses[1][0]).reward == 1
+    task.close()
+
+
+def test_a_majority_counts_each_parts_own_answers(tmp_path):
+    task = make(tmp_path)
+    sums, words, _ = task.validation
+    (right,) = sums.reference["answer"]
+    completions = make_group(0, [1], [[1], [2], [3]], [0, 0, 0]).completions
+    said = [f"It is {right}", "0", f"so {right}"]
+    texts = [dataclasses.replace(c, text=text) for c, text in zip(completions, said, strict=True)]
+    rows = to_rows(task, grade(task, [sums, words], [tuple(texts)] * 2, 0), decode=lambda ids: [""])
+    assert [row["answer"] for row in rows] == [right, "0", right, *said]
+    assert figures(rows[:3])["validation/majority_at_3"] == 1
     task.close()
 
 
