@@ -36,9 +36,9 @@ def test_a_sample_that_the_engine_aborted_is_not_graded_and_leaves_like_an_error
     seen = []
 
     class Lengths:
-        def grade(self, prompt, completion):
-            seen.append(completion.sample_index)
-            return Grade(float(completion.sample_index))
+        def grade_all(self, pairs):
+            seen.extend(completion.sample_index for _, completion in pairs)
+            return [Grade(float(completion.sample_index)) for _, completion in pairs]
 
     given = make_group(0, [1, 2], [[3, 4], [5, 6], [7, 8]], [0, 0, 0])
     first, second, third = given.completions
