@@ -7,6 +7,7 @@ it is one ``ConfigError`` that says the rule, the value and the remedy.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import tomllib
@@ -731,8 +732,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return repr(value)
