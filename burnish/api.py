@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish import config, machine, preflight
+from burnish import config, inputs, machine, preflight
 from burnish.config import (
     FilesTask,
     GymTask,
@@ -21,6 +21,7 @@ from burnish.config import (
     Overrides,
     PairsTask,
     Recipe,
+    Rows,
     ScratchConfig,
     SorterConfig,
     SortTask,
@@ -31,8 +32,8 @@ from burnish.plan import Size, check_lengths
 from burnish.preflight import check_before, check_sources
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoint
-from burnish.runs.directory import RunDirectory, environment, next_directory
-from burnish.runs.metrics import iterate_rows
+from burnish.runs.directory import ENVIRONMENT, PROMPTS, RunDirectory, claimed, environment
+from burnish.runs.metrics import iterate_rows, read_rows
 from burnish.runs.run import Run
 from burnish.threads import share_cores
 
@@ -93,7 +94,7 @@ def train(
     Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
     every ``burnish.progress.Progress``; those of phase "step" carry a finished step's metrics.
     """
-    _check_prompts(prompts)
+    _check_given(prompts, data)
     if isinstance(recipe, Recipe) and data is not None:
         recipe = config.effective(recipe)
     is_own = prompts is not None or data is not None or reward is not None
@@ -101,19 +102,22 @@ def train(
     if is_own and not isinstance(recipe, Recipe):
         own = own_task(recipe, data=None if data is None else Path(data), reward=reward)
     recipe = _loaded(recipe, [*own, *config.tables(overrides), settings], seed=seed)
-    path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
-    rows = None if prompts is None else list(prompts)
-    is_new = not path.exists()
-    with shown(show, path.name) as tell:
+    rows = None if prompts is None else inputs.as_rows(prompts)
+    recipe = _as_given(recipe, rows, reward)
+    place = None if out is None else Path(out)
+    with claimed(place, recipe.name) as path, shown(show, path.name) as tell:
         tell(Progress("check", "checking the recipe and its data"))
+        is_new = not path.exists() or not any(path.iterdir())
         check_before(recipe, path, prompts=rows, reward=reward)
         recipe = _prepare(recipe, tell)
         _check_room(recipe, path, tell)
         from burnish.loops.run import run
 
+        read = _hashes(recipe, rows, reward, tell)
         parts = build(recipe, prompts=rows, reward=reward, show=tell)
         try:
-            with RunDirectory(path, recipe) as directory:
+            kept = None if rows is None else inputs.to_jsonl(rows)
+            with RunDirectory(path, recipe, inputs=read, prompts=kept) as directory:
                 run(directory, parts, show=tell, stop=stop)
         except KeyboardInterrupt:
             if is_new and not has_learned(path):
@@ -162,12 +166,34 @@ def _loaded(
     return config.load(source, changes, seed=seed)
 
 
-def _check_prompts(prompts: Prompts) -> None:
+def _check_given(prompts: Prompts, data: AnyPath | None) -> None:
     if isinstance(prompts, str | Mapping):
         raise ConfigError(
             f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
             f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
         )
+    if prompts is not None and data is not None:
+        raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
+
+
+def _as_given(recipe: Recipe, rows: list[Any] | None, reward: Reward | str | None) -> Recipe:
+    """The recipe without the rows and the reward that a script gives others for: they are not what
+    the run reads. (A task that takes none is refused later.)"""
+    changes: dict[str, Any] = {} if rows is None else {"train": None}
+    if reward is not None and isinstance(recipe.task, FilesTask):
+        changes["reward"] = reward if isinstance(reward, str) else None
+    if not isinstance(recipe.task, Rows):
+        return recipe
+    return recipe.model_copy(update={"task": recipe.task.model_copy(update=changes)})
+
+
+def _hashes(
+    recipe: Recipe, rows: list[Any] | None, reward: Reward | str | None, show: Show
+) -> dict[str, str]:
+    """Of all that a run reads, its model included."""
+    given = None if isinstance(reward, str) else reward
+    read = inputs.hashes(recipe, rows=rows, reward=given)
+    return read if (model := _digest(recipe, show)) is None else read | {"model": model}
 
 
 @contextmanager
@@ -292,7 +318,6 @@ def resume(
     overrides: Overrides = (),
     from_checkpoint: str | None = None,
     anyway: bool = False,
-    prompts: Prompts = None,
     reward: Reward | str | None = None,
     show: Shown = None,
     stop: Callable[[], bool] = lambda: False,
@@ -302,19 +327,22 @@ def resume(
 
     ``overrides`` and ``settings`` (see ``train``) may ask for more steps or another cadence; what
     would change the mathematics is refused. ``from_checkpoint`` names another checkpoint of the
-    run, such as "step-00000040". Prompts and a reward that a script gave are given again.
+    run, such as "step-00000040". A function that was the run's ``reward`` is given again; a run
+    keeps its prompts itself. ``anyway`` resumes a run although its machine, its packages or what
+    it reads has changed.
     """
-    _check_prompts(prompts)
     path = Path(run_path)
-    rows = None if prompts is None else list(prompts)
     with RunDirectory.reopen(path) as directory, shown(show, path.name) as tell:
         recipe = _resumed_recipe(path, [*config.tables(overrides), settings])
         chosen = _choose(path, from_checkpoint)
         tell(Progress("check", "checking the recipe and its data"))
-        check_sources(recipe, path, prompts=rows, reward=reward)
         before = _environment_of(path)
+        _check_reward(path, recipe, before.get("inputs", {}), reward)
+        rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
+        check_sources(recipe, path, prompts=rows, reward=reward)
         recipe = _prepare(recipe, tell, before.get("threads"))
-        _check_environment(path, before, anyway=anyway)
+        now = environment(recipe) | {"inputs": _hashes(recipe, rows, reward, tell)}
+        _check_environment(before, now, anyway=anyway)
         _check_room(recipe, path, tell)
         from burnish.learner.learner import State
         from burnish.loops.run import run
@@ -330,7 +358,8 @@ def resume(
                 if parts.choice is not None:
                     parts.choice.load_state(saved.state["choice"])
                 start, positions = saved.step, saved.state["positions"]
-                checkpoint.discard_after(path, chosen)
+                directory.check_positions(positions)  # nothing is deleted before all is checked
+                checkpoint.return_to(path, chosen, keep=recipe.checkpoint.keep)
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = directory.restart(start)
@@ -393,6 +422,13 @@ def evaluated(
         source = name = os.fspath(source)
         if (Path(name) / "recipe.toml").is_file():
             source, own = f"{name}/recipe.toml", [{"model": name}]
+            if isinstance(config.load(source).task, SortTask):
+                raise ConfigError(
+                    f"{name} trained the sorting model, and `burnish eval` measures language "
+                    f"models; {name}/report.html has what the run measured on held-out prompts"
+                )
+            if (Path(name) / PROMPTS).is_file():
+                own.append({"task": {"train": f"{name}/{PROMPTS}"}})
         elif name in config.TASKS and name not in config.list_recipes():
             source, own = "keywords", [f"task.name={name}", f"name={name}"]
     changes: Sequence[str | Table] = config.tables(overrides)
@@ -464,7 +500,8 @@ def open_engine(
 
 
 def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:
-    """All that an evaluation's results depend on, the weights' hash among it."""
+    """All that an evaluation's results depend on, with hashes of the weights, the rows, the reward
+    and the code that grades."""
     table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
     sections = ("model", "task", "engine", "validation", "rollout")
     kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
@@ -480,7 +517,8 @@ def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:
     )
     learning = {"validation.every", *(f"rollout.{name}" for name in own)}
     settings = {key: value for key, value in kept.items() if key not in learning}
-    return settings | {"seed": recipe.seed, "weights": _digest(recipe, show)}
+    read = {f"hash of {name}": value for name, value in inputs.hashes(recipe).items()}
+    return settings | {"seed": recipe.seed, "weights": _digest(recipe, show)} | read
 
 
 def evaluation_path(recipe: Recipe, show: Show = silent) -> Path:
@@ -490,21 +528,23 @@ def evaluation_path(recipe: Recipe, show: Show = silent) -> Path:
 
 
 def _digest(recipe: Recipe, show: Show) -> str | None:
-    """Of the files with the weights; None: they are made from the recipe."""
-    if not isinstance(recipe.model, LanguageConfig):
+    """A hash of the model that a recipe begins with; None for the sorting model, which its seed
+    makes. Of a model from scratch the tokenizer is read, of a run its checkpoint as well."""
+    if isinstance(recipe.model, SorterConfig):
         return None
     from burnish.model import hub
 
-    path = hub.resolve(recipe.model.name, show)
-    show(Progress("load", f"hashing the weights of {recipe.model.name}"))
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if (path / "recipe.toml").is_file():
-        files = [_chosen(path, "best") / checkpoint.MANIFEST]  # which holds the tensors' hash
-    digests = []
-    for file in files:
-        with file.open("rb") as opened:
-            digests.append(hashlib.file_digest(opened, "sha256").hexdigest())
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+    origin = _origin(recipe)
+    path = hub.resolve(_source(origin), show)
+    show(Progress("load", f"hashing the files of {recipe.model.name}"))
+    is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
+    kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
+    files = sorted(file for file in path.glob("*") if file.suffix in kinds)
+    if path.is_file():  # a GGUF
+        files = [path]
+    if origin is not recipe:  # its manifest holds the tensors' hash
+        files.append(_chosen(Path(recipe.model.name), "best") / checkpoint.MANIFEST)
+    return inputs.of_files(files)
 
 
 def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown = None) -> Path:
@@ -929,44 +969,63 @@ FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "descrip
 
 
 def _resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
-    before = config.load(str(path / "recipe.toml"))
-    decay = before.decay_steps  # of the run as it was, also if it shall now be longer
-    pinned = [] if decay is None or before.is_supervised else [f"train.decay_steps={decay}"]
-    changes = config.tables(overrides)
-    after = config.load(str(path / "recipe.toml"), [*pinned, *changes])
+    file, changes = str(path / "recipe.toml"), config.tables(overrides)
     for key in config.flat(config.merge(*changes)):
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):
             raise ConfigError(
                 f"{key} can't change when a run is resumed: it alters what is computed; "
                 f"{', '.join(FREE[:4])} can. Start a new run with `burnish train`"
             )
+    before, after = config.load(file), config.load(file, changes)
     if after.train.steps < before.train.steps:
         raise ConfigError(
             f"train.steps can only grow when a run is resumed, from {before.train.steps}, "
             f"got {after.train.steps}"
         )
-    return after
+    if after.decay_steps == before.decay_steps or before.is_supervised:
+        return after
+    return config.load(file, [*changes, f"train.decay_steps={before.decay_steps}"])
 
 
 def _environment_of(path: Path) -> dict[str, Any]:
     """What a run recorded of where it began."""
     try:
-        found: dict[str, Any] = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RunError(f"{path / 'environment.json'} can't be read: {error}") from error
+        raise RunError(f"{path / ENVIRONMENT} can't be read: {error}") from error
     return found
 
 
-def _check_environment(path: Path, before: Mapping[str, Any], *, anyway: bool) -> None:
+def _check_reward(
+    path: Path, recipe: Recipe, read: Mapping[str, str], reward: Reward | str | None
+) -> None:
+    """A run whose reward a script gave is given it again, and no other run is given one."""
+    if "reward" in read and not callable(reward):
+        name = read["reward"].partition(" ")[0]
+        raise RunError(
+            f"{path} got its reward from a script, as the function {name}; continue it from Python "
+            f"with burnish.resume({str(path)!r}, reward={name})"
+        )
+    own = getattr(recipe.task, "reward", None)
+    if "reward" not in read and reward not in (None, own):
+        raise ConfigError(
+            f"reward can't change when a run is resumed, and {path} has task.reward = {own!r}; "
+            "leave it out, or start a new run with `burnish train`"
+        )
+
+
+def _check_environment(before: Table, now: Table, *, anyway: bool) -> None:
     """What bit-exactness depends on must be as it was; torch is loaded by now."""
-    now = environment()
+    was, found = config.flat(before), config.flat(now)
     changed = [
-        f"{key}: {before.get(key)} → {now[key]}" for key in now if before.get(key) != now[key]
+        f"{key}: {was.get(key)} → {found.get(key)}"
+        for key in {**was, **found}
+        if was.get(key) != found.get(key)
     ]
     if changed and not anyway:
         raise RunError(
-            f"the run began elsewhere ({'; '.join(changed)}), so it would not continue bit for "
-            "bit; go back to that, or resume with --anyway"
+            f"the run began with something else ({'; '.join(changed)}), so it would not continue "
+            "bit for bit; go back to that, or resume with --anyway"
         )
 
 
