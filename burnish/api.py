@@ -27,8 +27,8 @@ from burnish.config import (
     SortTask,
     Table,
 )
-from burnish.errors import ConfigError, RunError
-from burnish.plan import Size, check_lengths
+from burnish.errors import BurnishError, ConfigError, RunError
+from burnish.plan import PAGE, Room, Size, check_lengths, room
 from burnish.preflight import check_before, check_sources
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoint
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from burnish.rollout.rollout import Generator
     from burnish.runs.evaluation import Evaluation
     from burnish.runs.metrics import Row
+    from burnish.tasks.pairs import Pairs
     from burnish.types import Group
 
 AnyPath = str | os.PathLike[str]
@@ -66,7 +67,7 @@ STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens that the engine runs at once, by device."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PROBED = 1000
-"""Prompts that are looked at for the longest."""
+"""Training prompts that are looked at for the longest; all rows of a file are looked at before."""
 
 
 def train(
@@ -339,7 +340,7 @@ def resume(
         before = _environment_of(path)
         _check_reward(path, recipe, before.get("inputs", {}), reward)
         rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
-        check_sources(recipe, path, prompts=rows, reward=reward)
+        check_sources(recipe, prompts=rows, reward=reward)
         recipe = _prepare(recipe, tell, before.get("threads"))
         now = environment(recipe) | {"inputs": _hashes(recipe, rows, reward, tell)}
         _check_environment(before, now, anyway=anyway)
@@ -587,16 +588,13 @@ def build(
 
     if recipe.is_supervised:
         return _build_supervised(recipe, prompts, show)
-    if recipe.engine.name != "native":
-        raise ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
     task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward, show=show)
     policy: Policy
     if isinstance(recipe.model, SorterConfig):
         policy = _sorter(recipe)
     else:
         model = open_model(recipe, dtype="float32", show=show)[0].to(_device(recipe))
-        if recipe.train.micro_tokens is not None:
-            check_lengths(recipe, _size(recipe, model, task))
+        check_lengths(recipe, _size(recipe, model, task))
         policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
     show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, recipe.objective)
@@ -634,15 +632,10 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import supervised
     from burnish.loops.run import Parts
-    from burnish.tasks.pairs import make_pairs
 
     model, tokenizer, _ = open_model(recipe, dtype="float32", show=show)
-    assert isinstance(recipe.task, PairsTask)
     show(Progress("load", "reading the rows"))
-    longest = min(model.config.context, recipe.train.micro_tokens or model.config.context)
-    pairs = make_pairs(
-        recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest, rows=rows
-    )
+    pairs = _pairs(recipe, tokenizer, model.config.context, rows)
     counted = config.with_steps(recipe, pairs.steps(recipe.train.batch))
     policy = LanguagePolicy(
         model.to(_device(recipe)), recompute=recipe.train.recompute, layers=recipe.train.layers
@@ -659,6 +652,16 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
         publish=lambda: None,  # nothing samples
         decode=lambda ids: [],
         close=lambda: None,
+    )
+
+
+def _pairs(recipe: Recipe, tokenizer: Tokenizer, context: int, rows: Prompts) -> Pairs:
+    from burnish.tasks.pairs import make_pairs
+
+    assert isinstance(recipe.task, PairsTask)
+    longest = min(context, recipe.train.micro_tokens or context)
+    return make_pairs(
+        recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest, rows=rows
     )
 
 
@@ -692,9 +695,18 @@ def build_sampler(
         return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
 
     show(Progress("load", "reading the prompts"))
-    language = _language_task(recipe, tokenizer, prompts, reward)
+    size = measure(recipe, has_prompts=False)
+    assert size is not None, "the model was loaded just now"
+    bound = room(recipe, size)
+    language = _language_task(recipe, tokenizer, prompts, reward, bound)
     if recipe.validation.shots:
         language = FewShot(language, recipe.validation.shots, tokenizer)
+        longest = max((len(prompt.token_ids) for prompt in language.validation), default=0)
+        if longest > bound.tokens:
+            raise ConfigError(
+                f"validation.shots = {recipe.validation.shots} makes a prompt of {longest} tokens, "
+                f"and {bound.why} leaves {bound.tokens}; use fewer shots"
+            )
     return language, EngineGenerator(engine), decode
 
 
@@ -717,10 +729,13 @@ def _engine(recipe: Recipe, show: Show) -> tuple[Engine, Tokenizer]:
         return HFEngine.open(path, getattr(torch, dtype)), Tokenizer.load(path)
     from burnish.engine.engine import EngineConfig, NativeEngine
 
-    model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
     device = _device(recipe)
+    total, free = _memory(device)
+    preflight.raise_all(preflight.lacking_cache(recipe, total if device == "cpu" else free))
+    model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
     settings = EngineConfig(
         kv_bytes=recipe.engine.kv_mb * 2**20,
+        page_size=PAGE,
         max_running=recipe.engine.max_running,
         step_tokens=STEP_TOKENS[device.partition(":")[0]],
     )
@@ -800,10 +815,15 @@ def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
         config = read_config(path)
     with torch.device("meta"):
         model = Transformer(config)
-    if isinstance(recipe.task, PairsTask) or not has_prompts:
-        return _size(recipe, model, None)
+    size = _size(recipe, model, None)
+    if not has_prompts:
+        return size
     tokenizer = Tokenizer.load(path)
-    task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0)  # none is graded
+    if isinstance(recipe.task, PairsTask):
+        _pairs(recipe, tokenizer, size.context, None)  # which checks every row
+        return size
+    bound = room(recipe, size)
+    task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0, bound)  # none graded
     return _size(recipe, model, task)
 
 
@@ -814,7 +834,8 @@ def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
     narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
     prompts = []
     if task is not None:
-        prompts = [task.prompt(i) for i in range(min(count, PROBED))] + task.validation[:PROBED]
+        prompts = [*map(task.prompt, range(min(count, PROBED))), *task.validation]
+    skipped = sum(prompt.meta.get("skipped", 0) for prompt in prompts)
     return Size(
         parameters=sum(p.numel() for p in model.parameters()),
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
@@ -823,6 +844,8 @@ def _size(recipe: Recipe, model: Transformer, task: Validated | None) -> Size:
         layer=sum(p.numel() for p in model.layers[0].parameters()),
         longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
         copied=packed * (2 if narrow else 4),
+        looked_at=len(prompts) + skipped,
+        too_long=skipped + sum("cut" in prompt.meta for prompt in prompts),
     )
 
 
@@ -879,7 +902,9 @@ def _language_task(
     tokenizer: Tokenizer,
     prompts: Prompts,
     reward: Reward | str | None,
+    room: Room,
 ) -> Any:
+    """A recipe's task; ``room`` is for the longest prompt."""
     from burnish.tasks.files import make_files
     from burnish.tasks.gym import Gym
     from burnish.tasks.keywords import Keywords
@@ -887,12 +912,11 @@ def _language_task(
     from burnish.tasks.mixture import Mixture
 
     def make(task: Any) -> Any:
+        made: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed, "room": room}
         if isinstance(task, FilesTask):
-            return make_files(
-                task, tokenizer=tokenizer, seed=recipe.seed, prompts=prompts, reward=reward
-            )
+            return make_files(task, **made, prompts=prompts, reward=reward)
         kinds: dict[str, Any] = {"keywords": Keywords, "math": make_math, "gym": Gym}
-        return kinds[task.name](task, tokenizer=tokenizer, seed=recipe.seed)
+        return kinds[task.name](task, **made)
 
     task = recipe.task
     if not isinstance(task, MixtureTask):
@@ -917,8 +941,7 @@ def _prepare(recipe: Recipe, show: Show, threads: int | None = None) -> Recipe:
     # That also fills all fresh memory with NaN, to show who reads what was never written. Nobody
     # does (a test compares), and it is 5% or more of a gradient step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if recipe.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device = '{recipe.device}' but torch finds no CUDA device; use 'auto'")
+    preflight.raise_all(missing_device(recipe))
     chosen = settled(recipe)
     for precision in {chosen.engine.precision, chosen.train.precision} - {"fp32"}:
         if not machine.multiplies(precision, _device(chosen)):
@@ -950,10 +973,53 @@ def _check_room(recipe: Recipe, path: Path, show: Show) -> None:
     from burnish.model import hub
 
     hub.resolve(_source(_origin(recipe)), show)
-    size, device = measure(recipe, has_prompts=False), _device(recipe)
-    on_cpu = device == "cpu"
-    available = machine.memory()[1] if on_cpu else machine.describe(device).gpu_available
-    preflight.check_room(recipe, path, size, available, device.partition(":")[0])
+    preflight.raise_all(lacking_room(recipe, path, measure(recipe, has_prompts=False)))
+
+
+def lacking_room(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishError]:
+    """Too little disk or memory; ``size`` is None if the model is not here."""
+    device = _device(recipe)
+    total, free = _memory(device)
+    kind = device.partition(":")[0]
+    return [
+        *preflight.lacking_disk(recipe, path, size),
+        *preflight.lacking_memory(recipe, size, free, kind, total=total),
+    ]
+
+
+def _memory(device: str) -> tuple[int, int]:
+    """Bytes of a device, in all and free."""
+    if device == "cpu":
+        return machine.memory()
+    found = machine.describe(device)
+    return found.gpu_memory, found.gpu_available
+
+
+def look(recipe: Recipe, path: Path) -> tuple[Recipe, Size | None, list[BurnishError]]:
+    """For a plan: the recipe as it would run here, its size, and what it lacks."""
+    unknown = missing_device(recipe)
+    lacks = [*preflight.before(recipe, path), *unknown]
+    recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
+    size = None
+    if not preflight.missing_model(recipe):
+        try:
+            size = measure(recipe, has_prompts=not lacks)
+        except BurnishError as error:
+            lacks.append(error)
+            size = measure(recipe, has_prompts=False)
+    return recipe, size, [*lacks, *lacking_room(recipe, path, size)]
+
+
+def missing_device(recipe: Recipe) -> list[BurnishError]:
+    """A GPU that the recipe names and torch does not find."""
+    import torch
+
+    name, _, number = recipe.device.partition(":")
+    known = torch.cuda.device_count()
+    if name != "cuda" or int(number or 0) < known:
+        return []
+    found = f"finds cuda:0 to cuda:{known - 1} alone" if known else "finds no CUDA device"
+    return [ConfigError(f"device = '{recipe.device}' but torch {found}; use 'auto'")]
 
 
 def _device(recipe: Recipe) -> str:

@@ -88,18 +88,16 @@ def plan(
     recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
 ) -> None:
     """Print what a recipe will compute, about how long it takes here, and what it lacks."""
-    from burnish import api, config, machine, preflight
+    from burnish import api, config, machine
     from burnish.plan import plan as make_plan
     from burnish.runs.directory import next_directory
 
-    loaded = api.settled(config.load(recipe, overrides or (), seed=seed))
+    loaded = config.load(recipe, overrides or (), seed=seed)
     where = out or next_directory(Path("runs"), loaded.name)
-    lacks = preflight.problems(loaded, where)
     rates = None
     with Display(loaded.name, err_console) as display:
         display(Progress("load", "loading torch to measure the model and the machine"))
-        missing = preflight.missing_model(loaded)
-        size = None if missing else api.measure(loaded, has_prompts=not lacks)
+        loaded, size, lacks = api.look(loaded, where)
         if size is not None:
             device = None if loaded.device == "auto" else loaded.device
             rates = machine.measure(0.3, precision=loaded.train.precision, device=device)

@@ -66,6 +66,12 @@ class SortTask(Section):
     reward: Literal["inclusion_ordering", "position_match"] = "inclusion_ordering"
 
 
+LongPrompts = Annotated[
+    Literal["skip", "cut"],
+    Field(description="what becomes of a prompt that is too long: another is asked, or its end is"),
+]
+
+
 class KeywordsTask(Section):
     """Write a sentence that includes the given words."""
 
@@ -83,6 +89,7 @@ class KeywordsTask(Section):
         0.2, ge=0, lt=1, description="share of the words held out; 0: other sets of the same words"
     )
     validation_prompts: int = Field(256, ge=1)
+    long_prompts: LongPrompts = "skip"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -207,6 +214,7 @@ class GymTask(Asked):
     generator: str = Field(description="its name there: chain_sum, countdown, gsm_symbolic, …")
     settings: dict[str, Any] = Field({}, description="what its own configuration takes")
     validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
+    long_prompts: LongPrompts = "skip"
 
 
 class PairsTask(Rows):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from burnish.config import FilesTask, GymTask, MathTask, MixtureTask, Recipe, Rows
+from burnish.config import FilesTask, MathTask, MixtureTask, Recipe, Rows
 from burnish.errors import DataError
 from burnish.graders import rewards
 from burnish.runs.directory import version_of
@@ -19,8 +19,8 @@ from burnish.runs.directory import version_of
 Row = dict[str, Any]
 CODE = ("graders", "tasks")
 """Folders of the package that make prompts and grade responses."""
-PACKAGES = {MathTask: ("math-verify", "sympy"), GymTask: ("reasoning-gym",)}
-"""Packages that do the same for a task."""
+PACKAGES = {"math": ("math-verify", "sympy"), "gym": ("reasoning-gym",)}
+"""Packages that do the same, by the task's name."""
 DIGITS = 16
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
@@ -106,7 +106,7 @@ def _of_task(task: Any) -> Iterator[tuple[str, str]]:
     file = isinstance(task, FilesTask) and task.reward and task.reward not in rewards.BUILT_IN
     if file:
         yield "reward", of_files([Path(task.reward.rpartition(":")[0])])
-    packages = PACKAGES.get(type(task), ())
+    packages = PACKAGES.get(task.name, ())
     if packages:
         yield "packages", ", ".join(f"{name} {version_of(name)}" for name in packages)
 

@@ -212,7 +212,9 @@ def test_a_script_may_replace_the_rows_alone_or_the_reward_alone(own_recipe, tmp
     rows = burnish.train(own_recipe, prompts=WORDS, out=tmp_path / "rows", **short)
     assert (rows.recipe.task.train, rows.metrics[-1]["rollout/reward"]) == (None, 0.0)
     assert {row["asked"] for row in burnish.resume(rows, **MORE).rollouts} <= set(WORDS)
-    with pytest.raises(ConfigError, match=r"reward can't change when a run is resumed, and .*:noth"):
+    with pytest.raises(
+        ConfigError, match=r"reward can't change when a run is resumed, and .*:noth"
+    ):
         burnish.resume(rows, reward=length)
     loaded = config.load(own_recipe)
     reward = burnish.train(loaded, reward=length, out=tmp_path / "reward", **short)

@@ -92,8 +92,9 @@ def test_a_directory_is_taken_at_once_and_left_again_if_nothing_came_of_it(tmp_p
         assert path == tmp_path / "mine"
     assert not path.exists()
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="can't write to .*choose an --out"), claimed(
-        None, "sort", tmp_path / "file"
+    with (
+        pytest.raises(RunError, match=r"can't write to .*choose an --out"),
+        claimed(None, "sort", tmp_path / "file"),
     ):
         pass
 
