@@ -7,6 +7,7 @@ it is one ``ConfigError`` that says the rule, the value and the remedy.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import tomllib
@@ -65,6 +66,12 @@ class SortTask(Section):
     reward: Literal["inclusion_ordering", "position_match"] = "inclusion_ordering"
 
 
+LongPrompts = Annotated[
+    Literal["skip", "cut"],
+    Field(description="what becomes of a prompt that is too long: another is asked, or its end is"),
+]
+
+
 class KeywordsTask(Section):
     """Write a sentence that includes the given words."""
 
@@ -82,6 +89,7 @@ class KeywordsTask(Section):
         0.2, ge=0, lt=1, description="share of the words held out; 0: other sets of the same words"
     )
     validation_prompts: int = Field(256, ge=1)
+    long_prompts: LongPrompts = "skip"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -206,6 +214,7 @@ class GymTask(Asked):
     generator: str = Field(description="its name there: chain_sum, countdown, gsm_symbolic, …")
     settings: dict[str, Any] = Field({}, description="what its own configuration takes")
     validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
+    long_prompts: LongPrompts = "skip"
 
 
 class PairsTask(Rows):
@@ -718,8 +727,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return repr(value)

@@ -105,6 +105,9 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/aborted": ends.count(Finish.ABORT) / len(ends),
         "rollout/responses": float(len(grades)),
     }
+    skipped = sum(group.prompt.meta.get("skipped", 0) for group in groups)
+    if skipped:
+        metrics["rollout/skipped_prompts"] = float(skipped)
     if rewards.size:
         dead = [np.ptp(scored) == 0 for scored in by_group if scored.size]
         metrics |= {
