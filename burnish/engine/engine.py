@@ -170,6 +170,8 @@ class NativeEngine:
             load_hf_state(self._model, weights.tensors)
         except ModelError as error:
             raise EngineError(f"{error}; version {self.version} stays loaded") from error
+        del self._body  # before the next one: its packed weights take as much memory as the model
+        kernels.return_free_memory()
         self._body = kernels.body_for(self._model)
         self._scheduler.update(weights.version)
 

@@ -5,7 +5,9 @@ The plain versions run everywhere and are what tests trust. Nothing else here kn
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
@@ -77,6 +79,17 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
     if wide:
         return lambda x: product(x.float(), packed, bias, "none", [], "").to(x.dtype)
     return lambda x: product(x, packed, bias, "none", [], "")
+
+
+def return_free_memory() -> None:
+    """Gives the system back what was freed, where the C library can.
+
+    MKL reserves several times what a packed weight fills. In new memory the rest costs nothing; in
+    memory that had been used before it would stay taken: 1.7 GB with a model of 135M weights.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def mkl_packs(weight: Tensor) -> bool:
