@@ -64,7 +64,7 @@ def steady(file):
         return without(json.loads(file.read_text()), "seconds")
     if file.name == "state.json":
         state = without(json.loads(file.read_text()), "incarnation")
-        return state | {"positions": without(state["positions"], "timings.jsonl")}
+        return state | {"positions": without(state["positions"], "timings.jsonl", EVENTS)}
     if file.name == "manifest.json":
         manifest = json.loads(file.read_text())["manifest"]
         return manifest | {"files": without(manifest["files"], "state.json")}
@@ -121,7 +121,7 @@ LINEAR = ["train.schedule=linear", "checkpoint.every=4"]
 
 
 @pytest.mark.parametrize("more", [[], MANY, LINEAR])
-@pytest.mark.parametrize("stop_after", [1, 3, 4, 5])
+@pytest.mark.parametrize("stop_after", [1, 4, 5])
 def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     asked = SORT + more
     whole = api.train("sort", overrides=asked, out=tmp_path / "whole")
@@ -135,7 +135,7 @@ def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
 
 
 def test_a_checkpoint_has_the_score_of_its_own_step_or_none(tmp_path):
-    asked = {"train": {"steps": 30}, "validation": {"every": 15}}
+    asked = {"train": {"steps": 30, "epochs": 1}, "validation": {"every": 15}}
     asked["checkpoint"] = {"every": 10, "keep": 3}
     whole = api.train("sort", out=tmp_path / "whole", **asked)
     scores = {row["step"]: row.get("validation/reward") for row in whole.metrics}
