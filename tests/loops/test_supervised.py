@@ -154,7 +154,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
     assert -best.score == min(losses)
     summary = json.loads((path / "summary.json").read_text())
     assert summary["validation"]["best"] == min(losses)
-    assert summary["loss_first"] == pytest.approx(np.mean([r["train/loss"] for r in rows[1:]]))
+    assert summary["loss_first"] == pytest.approx(np.mean([r["train/loss"] for r in rows[1:3]]))
     api.export(path, tmp_path / "model")
     exported = dict(load(tmp_path / "model").named_parameters())
     for name, tensor in exported.items():

@@ -115,10 +115,10 @@ def test_the_data_of_a_page(tmp_path):
     assert (first["label"], first["seconds"]) == ("rollout generation", 24.0)
     assert first["share"] == pytest.approx(2 / 3, abs=1e-5)
     assert {label: value for label, value, note in data["tiles"]} == {
-        "reward, last 10 steps": "0.65",
+        "reward, last 4 steps": "0.95",
         "held-out reward": "0.9",
         "KL to the initial model, k1": "0.11",
-        "ended, last 10 steps": "0.565",
+        "ended, last 4 steps": "0.595",
         "responses": "360",
         "time": "36 s",
     }
@@ -143,7 +143,7 @@ def test_no_zero_of_the_page_is_negative(tmp_path):
     with RunDirectory(tmp_path, RECIPE) as run:
         for step in range(3):
             run.append_row("metrics.jsonl", {"step": step, "rollout/reward": -0.0})
-    assert data_of(write_report(tmp_path))["tiles"] == [["reward, last 3 steps", "0", "from 0"]]
+    assert data_of(write_report(tmp_path))["tiles"] == [["reward", "0", "from 0"]]
 
 
 def test_the_state_is_told_from_the_files(tmp_path):

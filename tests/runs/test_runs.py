@@ -11,7 +11,7 @@ from burnish import config
 from burnish.errors import RunError
 from burnish.runs import plots, rollouts
 from burnish.runs.directory import EVENTS, RunDirectory, claimed, is_held, next_directory
-from burnish.runs.metrics import combine, read_rows
+from burnish.runs.metrics import combine, read_rows, window
 from burnish.runs.rollouts import readable
 from burnish.runs.tensorboard import append_scalars
 from burnish.runs.timers import Timers
@@ -296,7 +296,7 @@ def test_runs_that_differ_only_in_their_seed_share_a_curve(tmp_path):
     labels = {curve.label: curve.seeds for curve in curves}
     assert labels == {"objective.advantage = raw": [0, 1], "objective.advantage = group_mean": [0]}
     ends = plots.ends(curves[0])
-    assert ends["reward"] == [1.5, 2.5]
+    assert ends["reward"] == [2.0, 4.0]
     assert np.isnan(ends["KL k1"]).all()
 
 
@@ -320,6 +320,13 @@ def test_long_labels_stay_inside_the_picture(metrics, tmp_path, monkeypatch):
     assert texts == [curve.label for curve in curves]
 
 
+@pytest.mark.parametrize(
+    ("steps", "wanted"), [(1, 1), (2, 1), (3, 1), (6, 2), (29, 9), (30, 10), (900, 10)]
+)
+def test_a_runs_ends_are_ten_steps_or_a_third_of_a_short_run(steps, wanted):
+    assert window(steps) == wanted
+
+
 def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
     run = make_run(tmp_path / "a", [])
     with (run / "metrics.jsonl").open("w") as file:
@@ -334,11 +341,11 @@ def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
     ends = {name: value for name, (value,) in plots.ends(curve).items()}
     assert np.isnan(ends.pop("KL k3"))
     assert ends == {
-        "reward": 15.5,
+        "reward": 17.5,  # the last third: steps 15 to 20
         "held out": 0.5,
         "inclusion": 0.75,
         "ended": 0.5,
-        "KL k1": pytest.approx(0.155),
+        "KL k1": pytest.approx(0.175),
     }
     other = make_run(tmp_path / "b", [1.0] * 3, "objective.advantage=raw")
     plots.draw_comparison([run, other], tmp_path / "loss.png")  # one of them measured no KL
