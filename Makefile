@@ -34,8 +34,8 @@ $(PLAIN): WANTED := .
 $(READY): WANTED := .[dev]
 
 # uv does not read pip's configuration, so it is handed pip's find-links: a machine that offers a CPU
-# build of torch there gets that build. Bytecode is compiled at once: where the environment has Python
-# write none, each start of torch would compile it again, which takes seconds.
+# build of torch there gets that build. Where the environment has Python write no bytecode, it is
+# compiled at once: each start of torch would compile it again, which takes seconds.
 $(PLAIN) $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "burnish needs Python 3.11 or newer, $(PYTHON) is older; use make PYTHON=python3.11"; exit 1; }
@@ -44,5 +44,6 @@ $(PLAIN) $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	links="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}"; \
 	UV_FIND_LINKS="$$(echo $$links | tr ' ' ',')" \
-	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --constraint constraints.txt --editable '$(WANTED)'
+	$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt \
+		$(if $(PYTHONDONTWRITEBYTECODE),--compile-bytecode) --editable '$(WANTED)'
 	touch $@

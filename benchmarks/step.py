@@ -6,9 +6,9 @@
 A step: 4 prompts × 8 responses of exactly 32 tokens are sampled and graded, the policy takes one
 gradient step without a KL term, and the sampler has the new weights. burnish runs `burnish.train`
 on step.toml, run directory and all; TRL runs GRPOTrainer in fp32 and with bf16=True, and the better
-one counts. Each lives in a process of its own and waits between two steps for its turn; building,
-the first step and saving are not measured. Only ratios inside one run mean anything. Where the
-machine has other work, OMP_WAIT_POLICY=PASSIVE keeps waiting threads from spinning.
+one counts: one that takes a third longer in the first round leaves after it. Each lives in a
+process of its own and waits between two steps for its turn; building, the first step and saving are
+not measured. Only ratios inside one run mean anything.
 
 The loss is the same, clipped, and a mean over tokens; so are the passes: with one step a rollout,
 both take the log-probabilities of the policy before it from the step's own forward pass. TRL's
@@ -37,18 +37,15 @@ TRL = "1.16.0"
 
 
 def recipe_of(args: argparse.Namespace) -> Any:
-    from burnish import config
+    from burnish import api, config
 
-    return config.load(str(RECIPE), [f"model.name={args.model}", *args.set])
+    return api.settled(config.load(str(RECIPE), [f"model.name={args.model}", *args.set]))
 
 
 def serve_burnish(args: argparse.Namespace) -> None:
-    import torch
-
     import burnish
     from burnish.progress import Progress
 
-    torch.set_num_threads(args.threads)
     turns = Turns()
 
     def show(progress: Progress) -> None:
@@ -199,6 +196,10 @@ def compare(args: argparse.Namespace) -> None:
             assert answer["tokens"] == PROMPTS * SAMPLES * NEW, f"{worker.name}: other work"
             answers[worker.name].append(answer)
             print(f"  {worker.name} {answer['seconds']:.2f} s", file=sys.stderr, flush=True)
+        fastest = min((answers[w.name][0]["seconds"] for w in peers), default=0)
+        for worker in [w for w in peers if answers[w.name][0]["seconds"] > 1.33 * fastest]:
+            peers.remove(worker)
+            worker.close()
     for worker in [own, *peers]:
         worker.close()
     for name, given in answers.items():

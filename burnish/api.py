@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish import config, machine, preflight
+from burnish import config, inputs, machine, preflight
 from burnish.config import (
     FilesTask,
     GymTask,
@@ -21,18 +21,19 @@ from burnish.config import (
     Overrides,
     PairsTask,
     Recipe,
+    Rows,
     ScratchConfig,
     SorterConfig,
     SortTask,
     Table,
 )
-from burnish.errors import ConfigError, RunError
-from burnish.plan import Size, check_lengths
+from burnish.errors import BurnishError, ConfigError, RunError
+from burnish.plan import PAGE, Room, Size, check_lengths, room
 from burnish.preflight import check_before, check_sources
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoint
-from burnish.runs.directory import RunDirectory, environment, next_directory
-from burnish.runs.metrics import iterate_rows
+from burnish.runs.directory import ENVIRONMENT, PROMPTS, RunDirectory, claimed, environment
+from burnish.runs.metrics import iterate_rows, read_rows
 from burnish.runs.run import Run
 from burnish.threads import share_cores
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from burnish.rollout.rollout import Generator
     from burnish.runs.evaluation import Evaluation
     from burnish.runs.metrics import Row
+    from burnish.tasks.pairs import Pairs
     from burnish.tasks.task import Task
     from burnish.types import Group
 
@@ -65,7 +67,7 @@ STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens that the engine runs at once, by device."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PROBED = 1000
-"""Prompts that are looked at for the longest."""
+"""Training prompts that are looked at for the longest; all rows of a file are looked at before."""
 
 
 def train(
@@ -93,7 +95,7 @@ def train(
     Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
     every ``burnish.progress.Progress``; those of phase "step" carry a finished step's metrics.
     """
-    _check_prompts(prompts)
+    _check_given(prompts, data)
     if isinstance(recipe, Recipe) and data is not None:
         recipe = config.effective(recipe)
     is_own = prompts is not None or data is not None or reward is not None
@@ -101,19 +103,22 @@ def train(
     if is_own and not isinstance(recipe, Recipe):
         own = own_task(recipe, data=None if data is None else Path(data), reward=reward)
     recipe = _loaded(recipe, [*own, *config.tables(overrides), settings], seed=seed)
-    path = next_directory(Path("runs"), recipe.name) if out is None else Path(out)
-    rows = None if prompts is None else list(prompts)
-    is_new = not path.exists()
-    with shown(show, path.name) as tell:
+    rows = None if prompts is None else inputs.as_rows(prompts)
+    recipe = _as_given(recipe, rows, reward)
+    place = None if out is None else Path(out)
+    with claimed(place, recipe.name) as path, shown(show, path.name) as tell:
         tell(Progress("check", "checking the recipe and its data"))
+        is_new = not path.exists() or not any(path.iterdir())
         check_before(recipe, path, prompts=rows, reward=reward)
         recipe = _prepare(recipe, tell)
         _check_room(recipe, path, tell)
         from burnish.loops.run import run
 
+        read = _hashes(recipe, rows, reward, tell)
         parts = build(recipe, prompts=rows, reward=reward, show=tell)
         try:
-            with RunDirectory(path, recipe) as directory:
+            kept = None if rows is None else inputs.to_jsonl(rows)
+            with RunDirectory(path, recipe, inputs=read, prompts=kept) as directory:
                 run(directory, parts, show=tell, stop=stop)
         except KeyboardInterrupt:
             if is_new and not has_learned(path):
@@ -162,12 +167,34 @@ def _loaded(
     return config.load(source, changes, seed=seed)
 
 
-def _check_prompts(prompts: Prompts) -> None:
+def _check_given(prompts: Prompts, data: AnyPath | None) -> None:
     if isinstance(prompts, str | Mapping):
         raise ConfigError(
             f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
             f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
         )
+    if prompts is not None and data is not None:
+        raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
+
+
+def _as_given(recipe: Recipe, rows: list[Any] | None, reward: Reward | str | None) -> Recipe:
+    """The recipe without the rows and the reward that a script gives others for: they are not what
+    the run reads. (A task that takes none is refused later.)"""
+    changes: dict[str, Any] = {} if rows is None else {"train": None}
+    if reward is not None and isinstance(recipe.task, FilesTask):
+        changes["reward"] = reward if isinstance(reward, str) else None
+    if not isinstance(recipe.task, Rows):
+        return recipe
+    return recipe.model_copy(update={"task": recipe.task.model_copy(update=changes)})
+
+
+def _hashes(
+    recipe: Recipe, rows: list[Any] | None, reward: Reward | str | None, show: Show
+) -> dict[str, str]:
+    """Of all that a run reads, its model included."""
+    given = None if isinstance(reward, str) else reward
+    read = inputs.hashes(recipe, rows=rows, reward=given)
+    return read if (model := _digest(recipe, show)) is None else read | {"model": model}
 
 
 @contextmanager
@@ -292,7 +319,6 @@ def resume(
     overrides: Overrides = (),
     from_checkpoint: str | None = None,
     anyway: bool = False,
-    prompts: Prompts = None,
     reward: Reward | str | None = None,
     show: Shown = None,
     stop: Callable[[], bool] = lambda: False,
@@ -302,19 +328,22 @@ def resume(
 
     ``overrides`` and ``settings`` (see ``train``) may ask for more steps or another cadence; what
     would change the mathematics is refused. ``from_checkpoint`` names another checkpoint of the
-    run, such as "step-00000040". Prompts and a reward that a script gave are given again.
+    run, such as "step-00000040". A function that was the run's ``reward`` is given again; a run
+    keeps its prompts itself. ``anyway`` resumes a run although its machine, its packages or what
+    it reads has changed.
     """
-    _check_prompts(prompts)
     path = Path(run_path)
-    rows = None if prompts is None else list(prompts)
     with RunDirectory.reopen(path) as directory, shown(show, path.name) as tell:
         recipe = _resumed_recipe(path, [*config.tables(overrides), settings])
         chosen = _choose(path, from_checkpoint)
         tell(Progress("check", "checking the recipe and its data"))
-        check_sources(recipe, path, prompts=rows, reward=reward)
         before = _environment_of(path)
+        _check_reward(path, recipe, before.get("inputs", {}), reward)
+        rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
+        check_sources(recipe, prompts=rows, reward=reward)
         recipe = _prepare(recipe, tell, before.get("threads"))
-        _check_environment(path, before, anyway=anyway)
+        now = environment(recipe) | {"inputs": _hashes(recipe, rows, reward, tell)}
+        _check_environment(before, now, anyway=anyway)
         _check_room(recipe, path, tell)
         from burnish.learner.learner import State
         from burnish.loops.run import run
@@ -327,10 +356,9 @@ def resume(
                 tell(Progress("load", f"loading the checkpoint {chosen.name}"))
                 saved = checkpoint.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
-                if parts.choice is not None:
-                    parts.choice.load_state(saved.state["choice"])
                 start, positions = saved.step, saved.state["positions"]
-                checkpoint.discard_after(path, chosen)
+                directory.check_positions(positions)  # nothing is deleted before all is checked
+                checkpoint.return_to(path, chosen, keep=recipe.checkpoint.keep)
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = directory.restart(start)
@@ -393,6 +421,13 @@ def evaluated(
         source = name = os.fspath(source)
         if (Path(name) / "recipe.toml").is_file():
             source, own = f"{name}/recipe.toml", [{"model": name}]
+            if isinstance(config.load(source).task, SortTask):
+                raise ConfigError(
+                    f"{name} trained the sorting model, and `burnish eval` measures language "
+                    f"models; {name}/report.html has what the run measured on held-out prompts"
+                )
+            if (Path(name) / PROMPTS).is_file():
+                own.append({"task": {"train": f"{name}/{PROMPTS}"}})
         elif name in config.TASKS and name not in config.list_recipes():
             source, own = "keywords", [f"task.name={name}", f"name={name}"]
     changes: Sequence[str | Table] = config.tables(overrides)
@@ -464,23 +499,16 @@ def open_engine(
 
 
 def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:
-    """All that an evaluation's results depend on, the weights' hash among it."""
+    """All that an evaluation's results depend on, with hashes of the weights, the rows, the reward
+    and the code that grades."""
     table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
     sections = ("model", "task", "engine", "validation", "rollout")
     kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
-    own = (
-        "temperature",
-        "top_p",
-        "top_k",
-        "truncated",
-        "batch",
-        "group_size",
-        "revisit",
-        "max_errors",
-    )
+    own = ("temperature", "top_p", "top_k", "truncated", "batch", "group_size", "max_errors")
     learning = {"validation.every", *(f"rollout.{name}" for name in own)}
     settings = {key: value for key, value in kept.items() if key not in learning}
-    return settings | {"seed": recipe.seed, "weights": _digest(recipe, show)}
+    read = {f"hash of {name}": value for name, value in inputs.hashes(recipe).items()}
+    return settings | {"seed": recipe.seed, "weights": _digest(recipe, show)} | read
 
 
 def evaluation_path(recipe: Recipe, show: Show = silent) -> Path:
@@ -490,21 +518,23 @@ def evaluation_path(recipe: Recipe, show: Show = silent) -> Path:
 
 
 def _digest(recipe: Recipe, show: Show) -> str | None:
-    """Of the files with the weights; None: they are made from the recipe."""
-    if not isinstance(recipe.model, LanguageConfig):
+    """A hash of the model that a recipe begins with; None for the sorting model, which its seed
+    makes. Of a model from scratch the tokenizer is read, of a run its checkpoint as well."""
+    if isinstance(recipe.model, SorterConfig):
         return None
     from burnish.model import hub
 
-    path = hub.resolve(recipe.model.name, show)
-    show(Progress("load", f"hashing the weights of {recipe.model.name}"))
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if (path / "recipe.toml").is_file():
-        files = [_chosen(path, "best") / checkpoint.MANIFEST]  # which holds the tensors' hash
-    digests = []
-    for file in files:
-        with file.open("rb") as opened:
-            digests.append(hashlib.file_digest(opened, "sha256").hexdigest())
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+    origin = _origin(recipe)
+    path = hub.resolve(_source(origin), show)
+    show(Progress("load", f"hashing the files of {recipe.model.name}"))
+    is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
+    kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
+    files = sorted(file for file in path.glob("*") if file.suffix in kinds)
+    if path.is_file():  # a GGUF
+        files = [path]
+    if origin is not recipe:  # its manifest holds the tensors' hash
+        files.append(_chosen(Path(recipe.model.name), "best") / checkpoint.MANIFEST)
+    return inputs.of_files(files)
 
 
 def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown = None) -> Path:
@@ -542,41 +572,36 @@ def build(
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import evaluate, sync
     from burnish.loops.run import Parts
-    from burnish.rollout.choice import Choice
     from burnish.rollout.packing import pack
+    from burnish.rollout.rollout import is_aborted
 
     if recipe.is_supervised:
         return _build_supervised(recipe, prompts, show)
-    if recipe.engine.name != "native":
-        raise ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
     task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward, show=show)
     policy: Policy
     if isinstance(recipe.model, SorterConfig):
         policy = _sorter(recipe)
     else:
         model = open_model(recipe, dtype="float32", show=show)[0].to(_device(recipe))
-        if recipe.train.micro_tokens is not None:
-            check_lengths(recipe, _size(recipe, model, task))
+        check_lengths(recipe, _size(recipe, model, task))
         policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
     show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, recipe.objective)
-    choice = Choice(recipe.rollout.revisit, seed=recipe.seed)
 
     def validate(show: Show, when: str) -> tuple[list[Group], Row]:
         groups, figures = evaluate.evaluate(recipe, task, generator, decode, show=show, when=when)
-        if groups and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
+        whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
+        if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
             report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
-            figures |= learner.held_out_drift(pack(groups[:DRIFT]).to(learner.device), report)
+            figures |= learner.held_out_drift(pack(whole).to(learner.device), report)
         return groups, figures
 
     return Parts(
         recipe=recipe,
         learner=learner,
-        choice=choice,
         train=lambda timers, start, show: sync.train(
             recipe,
             task=task,
-            choice=choice,
             generator=generator,
             learner=learner,
             timers=timers,
@@ -594,15 +619,10 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import supervised
     from burnish.loops.run import Parts
-    from burnish.tasks.pairs import make_pairs
 
     model, tokenizer, _ = open_model(recipe, dtype="float32", show=show)
-    assert isinstance(recipe.task, PairsTask)
     show(Progress("load", "reading the rows"))
-    longest = min(model.config.context, recipe.train.micro_tokens or model.config.context)
-    pairs = make_pairs(
-        recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest, rows=rows
-    )
+    pairs = _pairs(recipe, tokenizer, model.config.context, rows)
     counted = config.with_steps(recipe, pairs.steps(recipe.train.batch))
     policy = LanguagePolicy(
         model.to(_device(recipe)), recompute=recipe.train.recompute, layers=recipe.train.layers
@@ -611,7 +631,6 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     return Parts(
         recipe=counted,
         learner=learner,
-        choice=None,
         train=lambda timers, start, show: supervised.train(
             counted, pairs=pairs, learner=learner, timers=timers, start=start, show=show
         ),
@@ -619,6 +638,16 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
         publish=lambda: None,  # nothing samples
         decode=lambda ids: [],
         close=lambda: None,
+    )
+
+
+def _pairs(recipe: Recipe, tokenizer: Tokenizer, context: int, rows: Prompts) -> Pairs:
+    from burnish.tasks.pairs import make_pairs
+
+    assert isinstance(recipe.task, PairsTask)
+    longest = min(context, recipe.train.micro_tokens or context)
+    return make_pairs(
+        recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest, rows=rows
     )
 
 
@@ -652,9 +681,18 @@ def build_sampler(
         return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
 
     show(Progress("load", "reading the prompts"))
-    language = _language_task(recipe, tokenizer, prompts, reward)
+    size = measure(recipe, has_prompts=False)
+    assert size is not None, "the model was loaded just now"
+    bound = room(recipe, size)
+    language = _language_task(recipe, tokenizer, prompts, reward, bound)
     if recipe.validation.shots:
         language = FewShot(language, recipe.validation.shots, tokenizer)
+        longest = max((len(prompt.token_ids) for prompt in language.validation), default=0)
+        if longest > bound.tokens:
+            raise ConfigError(
+                f"validation.shots = {recipe.validation.shots} makes a prompt of {longest} tokens, "
+                f"and {bound.why} leaves {bound.tokens}; use fewer shots"
+            )
     return language, EngineGenerator(engine), decode
 
 
@@ -677,10 +715,13 @@ def _engine(recipe: Recipe, show: Show) -> tuple[Engine, Tokenizer]:
         return HFEngine.open(path, getattr(torch, dtype)), Tokenizer.load(path)
     from burnish.engine.engine import EngineConfig, NativeEngine
 
-    model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
     device = _device(recipe)
+    total, free = _memory(device)
+    preflight.raise_all(preflight.lacking_cache(recipe, total if device == "cpu" else free))
+    model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
     settings = EngineConfig(
         kv_bytes=recipe.engine.kv_mb * 2**20,
+        page_size=PAGE,
         max_running=recipe.engine.max_running,
         step_tokens=STEP_TOKENS[device.partition(":")[0]],
     )
@@ -760,10 +801,15 @@ def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
         config = read_config(path)
     with torch.device("meta"):
         model = Transformer(config)
-    if isinstance(recipe.task, PairsTask) or not has_prompts:
-        return _size(recipe, model, None)
+    size = _size(recipe, model, None)
+    if not has_prompts:
+        return size
     tokenizer = Tokenizer.load(path)
-    task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0)  # none is graded
+    if isinstance(recipe.task, PairsTask):
+        _pairs(recipe, tokenizer, size.context, None)  # which checks every row
+        return size
+    bound = room(recipe, size)
+    task = _language_task(recipe, tokenizer, None, lambda response, row: 0.0, bound)  # none graded
     return _size(recipe, model, task)
 
 
@@ -774,7 +820,8 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
     narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
     prompts = []
     if task is not None:
-        prompts = [task.prompt(i) for i in range(min(count, PROBED))] + task.validation[:PROBED]
+        prompts = [*map(task.prompt, range(min(count, PROBED))), *task.validation]
+    skipped = sum(prompt.meta.get("skipped", 0) for prompt in prompts)
     return Size(
         parameters=sum(p.numel() for p in model.parameters()),
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
@@ -783,6 +830,8 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
         layer=sum(p.numel() for p in model.layers[0].parameters()),
         longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
         copied=packed * (2 if narrow else 4),
+        looked_at=len(prompts) + skipped,
+        too_long=skipped + sum("cut" in prompt.meta for prompt in prompts),
     )
 
 
@@ -839,7 +888,9 @@ def _language_task(
     tokenizer: Tokenizer,
     prompts: Prompts,
     reward: Reward | str | None,
+    room: Room,
 ) -> Any:
+    """A recipe's task; ``room`` is for the longest prompt."""
     from burnish.tasks.files import make_files
     from burnish.tasks.gym import Gym
     from burnish.tasks.keywords import Keywords
@@ -847,12 +898,11 @@ def _language_task(
     from burnish.tasks.mixture import Mixture
 
     def make(task: Any) -> Any:
+        made: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed, "room": room}
         if isinstance(task, FilesTask):
-            return make_files(
-                task, tokenizer=tokenizer, seed=recipe.seed, prompts=prompts, reward=reward
-            )
+            return make_files(task, **made, prompts=prompts, reward=reward)
         kinds: dict[str, Any] = {"keywords": Keywords, "math": make_math, "gym": Gym}
-        return kinds[task.name](task, tokenizer=tokenizer, seed=recipe.seed)
+        return kinds[task.name](task, **made)
 
     task = recipe.task
     if not isinstance(task, MixtureTask):
@@ -877,8 +927,7 @@ def _prepare(recipe: Recipe, show: Show, threads: int | None = None) -> Recipe:
     # That also fills all fresh memory with NaN, to show who reads what was never written. Nobody
     # does (a test compares), and it is 5% or more of a gradient step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if recipe.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device = '{recipe.device}' but torch finds no CUDA device; use 'auto'")
+    preflight.raise_all(missing_device(recipe))
     chosen = settled(recipe)
     for precision in {chosen.engine.precision, chosen.train.precision} - {"fp32"}:
         if not machine.multiplies(precision, _device(chosen)):
@@ -910,10 +959,53 @@ def _check_room(recipe: Recipe, path: Path, show: Show) -> None:
     from burnish.model import hub
 
     hub.resolve(_source(_origin(recipe)), show)
-    size, device = measure(recipe, has_prompts=False), _device(recipe)
-    on_cpu = device == "cpu"
-    available = machine.memory()[1] if on_cpu else machine.describe(device).gpu_available
-    preflight.check_room(recipe, path, size, available, device.partition(":")[0])
+    preflight.raise_all(lacking_room(recipe, path, measure(recipe, has_prompts=False)))
+
+
+def lacking_room(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishError]:
+    """Too little disk or memory; ``size`` is None if the model is not here."""
+    device = _device(recipe)
+    total, free = _memory(device)
+    kind = device.partition(":")[0]
+    return [
+        *preflight.lacking_disk(recipe, path, size),
+        *preflight.lacking_memory(recipe, size, free, kind, total=total),
+    ]
+
+
+def _memory(device: str) -> tuple[int, int]:
+    """Bytes of a device, in all and free."""
+    if device == "cpu":
+        return machine.memory()
+    found = machine.describe(device)
+    return found.gpu_memory, found.gpu_available
+
+
+def look(recipe: Recipe, path: Path) -> tuple[Recipe, Size | None, list[BurnishError]]:
+    """For a plan: the recipe as it would run here, its size, and what it lacks."""
+    unknown = missing_device(recipe)
+    lacks = [*preflight.before(recipe, path), *unknown]
+    recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
+    size = None
+    if not preflight.missing_model(recipe):
+        try:
+            size = measure(recipe, has_prompts=not lacks)
+        except BurnishError as error:
+            lacks.append(error)
+            size = measure(recipe, has_prompts=False)
+    return recipe, size, [*lacks, *lacking_room(recipe, path, size)]
+
+
+def missing_device(recipe: Recipe) -> list[BurnishError]:
+    """A GPU that the recipe names and torch does not find."""
+    import torch
+
+    name, _, number = recipe.device.partition(":")
+    known = torch.cuda.device_count()
+    if name != "cuda" or int(number or 0) < known:
+        return []
+    found = f"finds cuda:0 to cuda:{known - 1} alone" if known else "finds no CUDA device"
+    return [ConfigError(f"device = '{recipe.device}' but torch {found}; use 'auto'")]
 
 
 def _device(recipe: Recipe) -> str:
@@ -929,44 +1021,63 @@ FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "descrip
 
 
 def _resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
-    before = config.load(str(path / "recipe.toml"))
-    decay = before.decay_steps  # of the run as it was, also if it shall now be longer
-    pinned = [] if decay is None or before.is_supervised else [f"train.decay_steps={decay}"]
-    changes = config.tables(overrides)
-    after = config.load(str(path / "recipe.toml"), [*pinned, *changes])
+    file, changes = str(path / "recipe.toml"), config.tables(overrides)
     for key in config.flat(config.merge(*changes)):
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):
             raise ConfigError(
                 f"{key} can't change when a run is resumed: it alters what is computed; "
                 f"{', '.join(FREE[:4])} can. Start a new run with `burnish train`"
             )
+    before, after = config.load(file), config.load(file, changes)
     if after.train.steps < before.train.steps:
         raise ConfigError(
             f"train.steps can only grow when a run is resumed, from {before.train.steps}, "
             f"got {after.train.steps}"
         )
-    return after
+    if after.decay_steps == before.decay_steps or before.is_supervised:
+        return after
+    return config.load(file, [*changes, f"train.decay_steps={before.decay_steps}"])
 
 
 def _environment_of(path: Path) -> dict[str, Any]:
     """What a run recorded of where it began."""
     try:
-        found: dict[str, Any] = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RunError(f"{path / 'environment.json'} can't be read: {error}") from error
+        raise RunError(f"{path / ENVIRONMENT} can't be read: {error}") from error
     return found
 
 
-def _check_environment(path: Path, before: Mapping[str, Any], *, anyway: bool) -> None:
+def _check_reward(
+    path: Path, recipe: Recipe, read: Mapping[str, str], reward: Reward | str | None
+) -> None:
+    """A run whose reward a script gave is given it again, and no other run is given one."""
+    if "reward" in read and not callable(reward):
+        name = read["reward"].partition(" ")[0]
+        raise RunError(
+            f"{path} got its reward from a script, as the function {name}; continue it from Python "
+            f"with burnish.resume({str(path)!r}, reward={name})"
+        )
+    own = getattr(recipe.task, "reward", None)
+    if "reward" not in read and reward not in (None, own):
+        raise ConfigError(
+            f"reward can't change when a run is resumed, and {path} has task.reward = {own!r}; "
+            "leave it out, or start a new run with `burnish train`"
+        )
+
+
+def _check_environment(before: Table, now: Table, *, anyway: bool) -> None:
     """What bit-exactness depends on must be as it was; torch is loaded by now."""
-    now = environment()
+    was, found = config.flat(before), config.flat(now)
     changed = [
-        f"{key}: {before.get(key)} → {now[key]}" for key in now if before.get(key) != now[key]
+        f"{key}: {was.get(key)} → {found.get(key)}"
+        for key in {**was, **found}
+        if was.get(key) != found.get(key)
     ]
     if changed and not anyway:
         raise RunError(
-            f"the run began elsewhere ({'; '.join(changed)}), so it would not continue bit for "
-            "bit; go back to that, or resume with --anyway"
+            f"the run began with something else ({'; '.join(changed)}), so it would not continue "
+            "bit for bit; go back to that, or resume with --anyway"
         )
 
 

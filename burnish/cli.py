@@ -88,18 +88,16 @@ def plan(
     recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
 ) -> None:
     """Print what a recipe will compute, about how long it takes here, and what it lacks."""
-    from burnish import api, config, machine, preflight
+    from burnish import api, config, machine
     from burnish.plan import plan as make_plan
     from burnish.runs.directory import next_directory
 
-    loaded = api.settled(config.load(recipe, overrides or (), seed=seed))
+    loaded = config.load(recipe, overrides or (), seed=seed)
     where = out or next_directory(Path("runs"), loaded.name)
-    lacks = preflight.problems(loaded, where)
     rates = None
     with Display(loaded.name, err_console) as display:
         display(Progress("load", "loading torch to measure the model and the machine"))
-        missing = preflight.missing_model(loaded)
-        size = None if missing else api.measure(loaded, has_prompts=not lacks)
+        loaded, size, lacks = api.look(loaded, where)
         if size is not None:
             device = None if loaded.device == "auto" else loaded.device
             rates = machine.measure(0.3, precision=loaded.train.precision, device=device)
@@ -142,14 +140,11 @@ def train(
 ) -> None:
     """Run a recipe: sample, score, learn, and leave a run directory."""
     from burnish import api, config
-    from burnish.runs.directory import next_directory
 
     own = []
     if data is not None or reward is not None:
         own = api.own_task(recipe, data=data, reward=reward)
-    loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
-    path = out or next_directory(Path("runs"), loaded.name)
-    _run(loaded, path, quiet=quiet)
+    _run(config.load(recipe, [*own, *(overrides or ())], seed=seed), out, quiet=quiet)
 
 
 @app.command()
@@ -164,14 +159,12 @@ def demo(
 ) -> None:
     """Watch a language model learn, in the form that this machine finishes in minutes."""
     from burnish import demo
-    from burnish.runs.directory import next_directory
 
     with Display("demo", err_console) as display:
         display(Progress("load", "loading torch and measuring this machine"))
         choice = demo.choose("full" if full else form, seed=seed)
     _print_sections([("demo", demo.describe(choice))])
-    path = out or next_directory(Path("runs"), choice.recipe.name)
-    _run(choice.recipe, path, quiet=quiet)
+    _run(choice.recipe, out, quiet=quiet)
 
 
 @app.command()
@@ -188,19 +181,19 @@ def sft(
 ) -> None:
     """Learn written answers, prompt by prompt: a warm start for `burnish train`."""
     from burnish import api, config
-    from burnish.runs.directory import next_directory
 
     own = api.own_pairs(recipe, data=data, model=model)
-    loaded = config.load(recipe, [*own, *(overrides or ())], seed=seed)
-    _run(loaded, out or next_directory(Path("runs"), loaded.name), quiet=quiet)
+    _run(config.load(recipe, [*own, *(overrides or ())], seed=seed), out, quiet=quiet)
 
 
-def _run(recipe: Recipe, path: Path, *, quiet: bool) -> None:
+def _run(recipe: Recipe, out: Path | None, *, quiet: bool) -> None:
     from burnish import api
+    from burnish.runs.directory import claimed
 
-    with _live(path, quiet=quiet) as (show, stop):
-        api.train(recipe, out=path, show=show, stop=stop)
-    _show_end(path)
+    with claimed(out, recipe.name) as path:
+        with _live(path, quiet=quiet, is_claimed=out is None) as (show, stop):
+            api.train(recipe, out=path, show=show, stop=stop)
+        _show_end(path)
 
 
 @app.command()
@@ -496,9 +489,14 @@ def _shown(name: str, stopped: str) -> Iterator[Show]:
 
 
 @contextmanager
-def _live(path: Path, *, quiet: bool) -> Iterator[tuple[Show, Callable[[], bool]]]:
-    """A display of a run, and whether a signal asks it to stop (see ``interrupt``)."""
-    from burnish.runs import status
+def _live(
+    path: Path, *, quiet: bool, is_claimed: bool = False
+) -> Iterator[tuple[Show, Callable[[], bool]]]:
+    """A display of a run, and whether a signal asks it to stop (see ``interrupt``).
+
+    is_claimed: this process made the directory, so that it goes again if nothing is in it.
+    """
+    from burnish.runs import directory, status
 
     with Display(path.name, out_console, quiet=quiet) as display:
 
@@ -506,6 +504,8 @@ def _live(path: Path, *, quiet: bool) -> Iterator[tuple[Show, Callable[[], bool]
             display.close()
             out_console.print(escape(_what_is_left(path)), soft_wrap=True)
             status.mark_stopped(path)
+            if is_claimed:
+                directory.unclaim(path)
             _leave(code)
 
         with Interrupts(display.say, stop_at_once) as interrupts:
@@ -549,11 +549,12 @@ def _show_end(path: Path) -> None:
 
     end = summary.read(path)
     seconds: dict[str, float] = end["seconds"]
-    measure = "reward" if "reward_first" in end else "loss"
+    measure = "reward" if "responses" in end else "loss"
     sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
-    first, last = (end[f"{measure}_{which}"] for which in ("first", "last"))
+    first, last = (end.get(f"{measure}_{which}") for which in ("first", "last"))
+    moved = "no response was graded" if first is None else f"{measure} {first:z.2f} → {last:z.2f}"
     out_console.print(
-        f"{measure} {first:z.2f} → {last:z.2f}, {sampled}"
+        f"{moved}, {sampled}"
         f"{counted(end['gradient_steps'], 'gradient step')}, {seconds['step']:.1f} s"
     )
     if "validation" in end:
@@ -578,7 +579,8 @@ def _show_end(path: Path) -> None:
         )
         out_console.print(escape(prompt), soft_wrap=True)
         for side in ("before", "after"):
-            mark = f"[{pair[f'reward_{side}']:zg}]"
+            reward = pair[f"reward_{side}"]
+            mark = "[no grade]" if reward is None else f"[{reward:zg}]"
             said = _line(pair[side])
             said = f"{said[:SAID]} …" if len(said) > SAID else said
             out_console.print(escape(f"    {side:6} {mark} {said}"), soft_wrap=True)

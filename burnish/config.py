@@ -7,6 +7,7 @@ it is one ``ConfigError`` that says the rule, the value and the remedy.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import tomllib
@@ -65,6 +66,12 @@ class SortTask(Section):
     reward: Literal["inclusion_ordering", "position_match"] = "inclusion_ordering"
 
 
+LongPrompts = Annotated[
+    Literal["skip", "cut"],
+    Field(description="what becomes of a prompt that is too long: another is asked, or its end is"),
+]
+
+
 class KeywordsTask(Section):
     """Write a sentence that includes the given words."""
 
@@ -82,6 +89,7 @@ class KeywordsTask(Section):
         0.2, ge=0, lt=1, description="share of the words held out; 0: other sets of the same words"
     )
     validation_prompts: int = Field(256, ge=1)
+    long_prompts: LongPrompts = "skip"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -206,6 +214,7 @@ class GymTask(Asked):
     generator: str = Field(description="its name there: chain_sum, countdown, gsm_symbolic, …")
     settings: dict[str, Any] = Field({}, description="what its own configuration takes")
     validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
+    long_prompts: LongPrompts = "skip"
 
 
 class PairsTask(Rows):
@@ -315,13 +324,6 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
     truncated: bool = Field(False, description="train on samples cut by top_p or top_k: meant")
-    revisit: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="chance that a prompt whose last group earned one reward throughout is asked "
-        "again when its turn comes",
-    )
     max_errors: float = Field(
         0.1, ge=0, le=1, description="share of grades that may be errors before the run halts"
     )
@@ -460,8 +462,13 @@ class Recipe(Section):
         return self.rollout.batch // self.rollout.group_size
 
     @property
+    def train_batches(self) -> int:
+        """How many train batches a rollout makes."""
+        return self.rollout.batch // self.train.batch
+
+    @property
     def gradient_steps_per_rollout(self) -> int:
-        return self.rollout.batch // self.train.batch * self.train.epochs
+        return self.train_batches * self.train.epochs
 
     @property
     def gradient_steps(self) -> int:
@@ -667,10 +674,6 @@ def unused(recipe: Recipe) -> dict[str, str]:
     elif recipe.validation.temperature == 0:
         for key in ("validation.top_p", "validation.top_k"):
             reasons[key] = "validation.temperature = 0 is greedy; remove it"
-    if not recipe.is_supervised and not _asks_again(recipe.task):
-        reasons["rollout.revisit"] = (
-            f"task.name = '{recipe.task.name}': no prompt is asked twice; remove it"
-        )
     if recipe.engine.name != "native":
         for key in ("engine.kv_mb", "engine.max_running"):
             reasons[key] = f"engine.name = '{recipe.engine.name}'; remove it"
@@ -687,13 +690,6 @@ def unused(recipe: Recipe) -> dict[str, str]:
         for key in keys:
             reasons[key] = "model.name = 'sorter'; remove it, or use a language model"
     return reasons
-
-
-def _asks_again(task: Any) -> bool:
-    """Whether its prompts are rows, which come again in every epoch."""
-    if isinstance(task, MixtureTask):
-        return any(map(_asks_again, task.tasks.values()))
-    return isinstance(task, SortTask | FilesTask | MathTask)
 
 
 def effective(recipe: Recipe, table: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -731,8 +727,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return repr(value)

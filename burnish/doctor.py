@@ -80,10 +80,9 @@ def _recipe(name: str, runs: Path, found: Machine, rates: dict[str, Rates]) -> s
     path, size = runs / name, size_of(recipe)
     rate = rates.get(recipe.train.precision, rates["fp32"])
     free = found.gpu_available if rate.device == "cuda" else found.available
-    lacks: list[BurnishError] = preflight.problems(recipe, path)
-    if size is not None:
-        lacks += preflight.lacking_disk(recipe, path, size)
-        lacks += preflight.lacking_memory(recipe, size, free, rate.device)
+    lacks: list[BurnishError] = preflight.problems(recipe)
+    lacks += preflight.lacking_disk(recipe, path, size)
+    lacks += preflight.lacking_memory(recipe, size, free, rate.device, total=found.memory)
     duration = estimate.seconds(recipe, size, rate)
     time = estimate.spoken(duration) if duration else "time not known before its rows are here"
     if size is None and duration is None:

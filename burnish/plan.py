@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number; of one whose precision is not chosen yet, the most it can have."""
 CACHE = "cache"
+PAGE = 16
+"""Tokens of a page of the engine's cache."""
 Lines = list[tuple[str, str]]
 Section = tuple[str, Lines]
 
@@ -46,6 +48,52 @@ class Size(NamedTuple):
     """Weights of one layer; 0 where nobody asks."""
     copied: int = 0
     """Bytes of a weight in the copy that the engine's matrix products read, where they have one."""
+    looked_at: int = 0
+    """Prompts that were looked at, those that are too long among them."""
+    too_long: int = 0
+    """Prompts that were skipped or cut."""
+
+
+class Room(NamedTuple):
+    """The longest prompt that a run has room for."""
+
+    tokens: int
+    why: str
+    """What bounds it, in words."""
+
+
+def room(recipe: Recipe, size: Size) -> Room:
+    """A prompt leaves room for a token of the response in the model's context, and for all of the
+    response in the engine's cache and in a pack of ``train.micro_tokens``.
+
+    A setting that would leave no prompt any room is left to ``check_lengths``.
+    """
+    bounds = [Room(size.context - 1, f"the model's context of {size.context:,} tokens")]
+    for name, response in _responses(recipe).items():
+        for what, tokens in _held(recipe, size, name).items():
+            if response < tokens < size.context:
+                bounds.append(Room(tokens - response, f"{what} beside {name} = {response}"))
+    return min(bounds)
+
+
+def _responses(recipe: Recipe) -> dict[str, int]:
+    """The tokens that a response may have, by setting, the most first."""
+    found = {"rollout.max_tokens": recipe.rollout.max_tokens}
+    if recipe.validation.max_tokens is not None:
+        found["validation.max_tokens"] = recipe.validation.max_tokens
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _held(recipe: Recipe, size: Size, name: str) -> dict[str, int]:
+    """The tokens that a sequence may have, by the setting that bounds it; ``name`` is the setting
+    of its response. Held-out sequences are packed where the learner scores them for its KL."""
+    found, engine, micro = {}, recipe.engine, recipe.train.micro_tokens
+    if engine.name == "native":
+        pages = engine.kv_mb * 2**20 // (PAGE * size.cached * BYTES[engine.precision])
+        found[f"engine.kv_mb = {engine.kv_mb}"] = pages * PAGE + 1  # the last is never read
+    if micro is not None and (recipe.train.log_kl or name == "rollout.max_tokens"):
+        found[f"train.micro_tokens = {micro}"] = micro
+    return found
 
 
 def plan(
@@ -93,18 +141,17 @@ def _precision(recipe: Recipe) -> Lines:
 
 
 def check_lengths(recipe: Recipe, size: Size) -> int:
-    """The longest sequence that is learned; a pack of ``train.micro_tokens`` must hold it, and the
-    longest that is held out, where the learner scores that for its KL."""
-    asked, given = {"rollout.max_tokens": recipe.rollout.max_tokens}, recipe.train.micro_tokens
-    if recipe.train.log_kl and recipe.validation.max_tokens is not None:
-        asked["validation.max_tokens"] = recipe.validation.max_tokens
-    for name, response in sorted(asked.items(), key=lambda item: -item[1]):
+    """The longest sequence that is learned. The engine's cache and a pack of ``train.micro_tokens``
+    must hold each sequence."""
+    for name, response in _responses(recipe).items():
         longest = min(size.context, size.longest_prompt + response)
-        if given is not None and given < longest:
-            raise ConfigError(
-                f"train.micro_tokens = {given} is below the longest sequence, {longest} tokens (a "
-                f"prompt of {size.longest_prompt} and {name} = {response}); use at least {longest}"
-            )
+        for what, tokens in _held(recipe, size, name).items():
+            if tokens < longest:
+                least = f"at least {longest}" if "micro" in what else "more"
+                raise ConfigError(
+                    f"{what} is below the longest sequence, {longest} tokens (a prompt of "
+                    f"{size.longest_prompt} and {name} = {response}); use {least}"
+                )
     return min(size.context, size.longest_prompt + recipe.rollout.max_tokens)
 
 
@@ -129,6 +176,11 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
         longest = check_lengths(recipe, size)
         told = f"{longest} tokens: a prompt of {size.longest_prompt} and its response"
         lines.append(("longest sequence", f"{told} (the model's context: {size.context:,})"))
+        if size.too_long:
+            told = f"{size.too_long:,} of {counted(size.looked_at, 'prompt')} that were looked at"
+            why = room(recipe, size)
+            left = f"have more than {why.tokens:,} tokens ({why.why})"
+            lines.append(("too long", f"{told} {left}; they are skipped or cut, as set"))
     return lines
 
 
@@ -165,7 +217,7 @@ def _asked(task: SortTask | KeywordsTask | FilesTask | MathTask | GymTask) -> Li
 
 def _batches(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
-    batches = rollout.batch // train.batch
+    batches = recipe.train_batches
     micro = ""
     if train.micro_sequences is not None:
         parts = math.ceil(train.batch / train.micro_sequences)
@@ -174,14 +226,11 @@ def _batches(recipe: Recipe) -> Lines:
     if recipe.decay_steps is not None:
         last = (train.final_rate or 0) * train.learning_rate
         rate += f", {train.schedule} to {last:g} at gradient step {recipe.decay_steps:,}"
-    again = ""
-    if rollout.revisit < 1:
-        again = f"; a prompt without variance comes again with a chance of {rollout.revisit:g}"
     return [
         (
             "rollout",
             f"{rollout.batch} responses = {counted(recipe.prompts_per_rollout, 'prompt')} × "
-            f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}{again}",
+            f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}",
         ),
         (
             "gradient steps",

@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ from burnish.config import (
     Recipe,
     Rows,
     ScratchConfig,
+    SorterConfig,
 )
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
 from burnish.graders import rewards
@@ -44,7 +46,9 @@ class Extra(NamedTuple):
 
 
 EXTRAS = {
-    "math": Extra(("math_verify",), "grading answers of math tasks"),
+    "math": Extra(
+        ("math_verify", "latex2sympy2_extended", "antlr4"), "grading answers of math tasks"
+    ),
     "gym": Extra(("reasoning_gym",), "questions that a generator makes (arithmetic)"),
     "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME; engine.name = 'hf'"),
     "datasets": Extra(("datasets",), "rows by hf:ORG/NAME/SPLIT"),
@@ -64,25 +68,57 @@ def check_before(
     recipe: Recipe, path: Path, *, prompts: Prompts = None, reward: Given = None
 ) -> None:
     """Raises for what is wrong with a new run: its directory, model, data, reward and packages."""
-    check_new(path)
+    found = before(recipe, path, prompts=prompts, reward=reward)
+    raise_all([*found, *lacking_disk(recipe, path, None)])
+
+
+def before(
+    recipe: Recipe, path: Path, *, prompts: Prompts = None, reward: Given = None
+) -> list[BurnishError]:
+    """All that is wrong with a new run, room aside, as far as that is seen without torch."""
+    found: list[BurnishError] = []
+    with _collecting(found):
+        check_new(path)
     if recipe.engine.name != "native":
-        raise ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
-    check_sources(recipe, path, prompts=prompts, reward=reward)
+        found.append(
+            ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
+        )
+    return [*found, *problems(recipe, prompts=prompts, reward=reward)]
 
 
-def check_sources(
-    recipe: Recipe, path: Path = Path(), *, prompts: Prompts = None, reward: Given = None
-) -> None:
+def check_sources(recipe: Recipe, *, prompts: Prompts = None, reward: Given = None) -> None:
     """Raises where a recipe's model, data, reward or packages are not there or not usable."""
+    raise_all(problems(recipe, prompts=prompts, reward=reward))
+
+
+def problems(
+    recipe: Recipe, *, prompts: Prompts = None, reward: Given = None
+) -> list[BurnishError]:
+    """Packages, files and models that are missing, and rows and rewards that are not usable."""
     takes = isinstance(recipe.task, FilesTask) or (recipe.is_supervised and reward is None)
     if (prompts is not None or reward is not None) and not takes:
-        raise ConfigError(
-            f"prompts and reward have no effect with task.name = '{recipe.task.name}'; load the "
-            "recipe with task.name = 'files', or pass its name"
-        )
-    _raise(problems(recipe, path, has_rows=prompts is not None))
-    for task in recipe.tasks:
-        _check_rows(task, recipe.seed, prompts, reward)
+        return [
+            ConfigError(
+                f"prompts and reward have no effect with task.name = '{recipe.task.name}'; load "
+                "the recipe with task.name = 'files', or pass its name"
+            )
+        ]
+    found = missing_extras(recipe)
+    absent = missing_files(recipe, has_rows=prompts is not None)
+    if not found and not absent:
+        for task in recipe.tasks:
+            with _collecting(found):
+                _check_rows(task, recipe.seed, prompts, reward)
+    return [*found, *absent, *missing_model(recipe)]
+
+
+@contextmanager
+def _collecting(found: list[BurnishError]) -> Iterator[None]:
+    """Keeps an error of the block instead of raising it."""
+    try:
+        yield
+    except BurnishError as error:
+        found.append(error)
 
 
 def _check_rows(task: Any, seed: int, prompts: Prompts, reward: Given) -> None:
@@ -100,41 +136,26 @@ def _check_rows(task: Any, seed: int, prompts: Prompts, reward: Given) -> None:
         math.rows_of(task, seed=seed)
 
 
-def check_room(recipe: Recipe, path: Path, size: Size | None, available: int, device: str) -> None:
-    """Raises if the run can't fit: ``available`` are the bytes of memory on the device, cpu or
-    cuda, and ``size`` is None for the sorting model."""
-    _raise([*lacking_disk(recipe, path, size), *lacking_memory(recipe, size, available, device)])
-
-
-def problems(recipe: Recipe, path: Path, *, has_rows: bool = False) -> list[BurnishError]:
-    """All that is missing; ``has_rows`` if a script passes the rows, so that no file is read."""
-    return [
-        *missing_extras(recipe),
-        *missing_files(recipe, has_rows=has_rows),
-        *missing_model(recipe),
-        *lacking_disk(recipe, path, None),
-    ]
-
-
 def is_installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
 def missing_extras(recipe: Recipe) -> list[BurnishError]:
-    needs: list[tuple[str, str, str]] = []  # an extra, its module, what needs it
+    needs: list[tuple[str, tuple[str, ...], str]] = []  # an extra, its modules, what needs them
     for task in recipe.tasks:
         if isinstance(task, MathTask):
-            needs.append(("math", "math_verify", "task.name = 'math'"))
+            needs.append(("math", EXTRAS["math"].modules, "task.name = 'math'"))
             sources = [task.train, task.validation or ""]
             rows = [source for source in sources if source.startswith("hf:")]
-            needs += [("datasets", "datasets", f"reading {source}") for source in rows]
+            needs += [("datasets", ("datasets",), f"reading {source}") for source in rows]
         if isinstance(task, GymTask):
-            needs.append(("gym", "reasoning_gym", f"the generator {task.generator}"))
-    if _model_source(recipe).startswith("hf:"):
-        needs.append(("hf", "huggingface_hub", f"the model {_model_source(recipe)}"))
+            needs.append(("gym", ("reasoning_gym",), f"the generator {task.generator}"))
+    source = _model_source(_origin(recipe))
+    if source.startswith("hf:"):
+        needs.append(("hf", ("huggingface_hub",), f"the model {source}"))
     if recipe.engine.name == "hf":
-        needs.append(("hf", "transformers", "engine.name = 'hf'"))
-    return [MissingExtra(extra, what) for extra, module, what in needs if not is_installed(module)]
+        needs.append(("hf", ("transformers",), "engine.name = 'hf'"))
+    return [MissingExtra(extra, what) for extra, parts, what in needs if not is_installed(*parts)]
 
 
 def missing_files(recipe: Recipe, *, has_rows: bool = False) -> list[BurnishError]:
@@ -165,8 +186,10 @@ def missing_model(recipe: Recipe) -> list[BurnishError]:
     if not name or name in hub.PACKAGED or name.startswith("hf:"):
         return []
     path = Path(name).expanduser()
-    if (path / "recipe.toml").is_file() and checkpoint.latest(path) is None:
-        return [RunError(f"{path} has no checkpoint yet; train on, or resume it")]
+    if (path / "recipe.toml").is_file():
+        if checkpoint.latest(path) is None:
+            return [RunError(f"{path} has no checkpoint yet; train on, or resume it")]
+        return missing_model(_origin(recipe))
     if path.exists():
         return []
     first = first_run(name)
@@ -217,9 +240,15 @@ def lacking_disk(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishE
 
 
 def lacking_memory(
-    recipe: Recipe, size: Size | None, available: int, device: str = "cpu"
+    recipe: Recipe,
+    size: Size | None,
+    available: int,
+    device: str = "cpu",
+    *,
+    total: int | None = None,
 ) -> list[BurnishError]:
-    """Memory for what is held all the time. On a CPU the cache takes memory only as it fills."""
+    """Memory for what is held all the time. On a CPU the cache takes memory only as it fills, and
+    must fit the ``total``; None if that is not known."""
     held = memory_parts(recipe, size)
     parts = {
         f"{who}'s {what}": count
@@ -227,16 +256,32 @@ def lacking_memory(
         for what, count in of.items()
         if device != "cpu" or not what.startswith(CACHE)
     }
+    found = lacking_cache(recipe, total) if device == "cpu" and "engine" in held else []
     needed = sum(parts.values())
     if needed <= available:
-        return []
+        return found
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     told = ", ".join(f"{what} {spell(count)}" for what, count in largest)
+    lower = "lower engine.kv_mb, " if any(CACHE in what for what, _ in largest) else ""
     return [
+        *found,
         RunError(
             f"the run needs {spell(needed)} of {_MEMORY[device]} and more for activations (the "
-            f"most: {told}), and {spell(available)} are free; end other programs, or use a smaller "
-            "model or a larger machine"
+            f"most: {told}), and {spell(available)} are free; end other programs, {lower}or use a "
+            "smaller model or a larger machine"
+        ),
+    ]
+
+
+def lacking_cache(recipe: Recipe, most: int | None) -> list[BurnishError]:
+    """``most`` are the bytes that the engine's cache can have; None if that is not known."""
+    asked = recipe.engine.kv_mb * 2**20
+    if most is None or asked <= most or isinstance(recipe.model, SorterConfig):
+        return []
+    return [
+        ConfigError(
+            f"engine.kv_mb = {recipe.engine.kv_mb} asks for {spell(asked)}, and the machine has "
+            f"{spell(most)} of memory; use less than {most // 2**20}"
         )
     ]
 
@@ -259,7 +304,14 @@ def _model_source(recipe: Recipe) -> str:
     return recipe.model.name if isinstance(recipe.model, LanguageConfig) else ""
 
 
-def _raise(found: Sequence[BurnishError]) -> None:
+def _origin(recipe: Recipe) -> Recipe:
+    """The recipe, or that of the first of the runs whose model it goes on with."""
+    name = _model_source(recipe)
+    file = Path(name).expanduser() / "recipe.toml"
+    return _origin(config.load(file)) if name and file.is_file() else recipe
+
+
+def raise_all(found: Sequence[BurnishError]) -> None:
     """One problem as it is, several as one error."""
     if len(found) == 1:
         raise found[0]

@@ -85,9 +85,10 @@ def log_probs(model: Sorter, prompts: Tensor, responses: Tensor) -> Tensor:
 
 
 def advantages(rewards: Tensor, eps: float = 1e-6) -> Tensor:
-    """A_i = (r_i − mean_g(r)) / (std_g(r) + ε): [P, G] → [P, G]."""
-    centered = rewards - rewards.mean(-1, keepdim=True)
-    return centered / (rewards.std(-1, keepdim=True) + eps)
+    """A_i = (r_i − mean_g(r)) / (std_g(r) + ε): [P, G] → [P, G]; exactly 0 for equal rewards."""
+    above = rewards - rewards.amin(-1, keepdim=True)
+    centered = above - above.mean(-1, keepdim=True)
+    return centered / (above.std(-1, keepdim=True) + eps)
 
 
 # 5. Learn: the clipped surrogate, with an optional KL term against a reference.

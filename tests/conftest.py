@@ -1,5 +1,6 @@
 """What several rooms of the tests share."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,15 @@ def make_group(index, prompt, responses, rewards, *, version=0, temperature=1.0,
     text = " ".join(map(str, prompt))
     head = Prompt(f"p{index}", text, np.array(prompt, dtype=np.int32), "t", sorted(prompt))
     return Group(index, head, completions, tuple(Grade(r) for r in rewards))
+
+
+def aborted(completion, *, tokens=0):
+    """The sample as an engine gives it that overflowed after so many tokens."""
+    kept = {name: getattr(completion, name)[:tokens] for name in STREAMS}
+    return dataclasses.replace(completion, **kept, finish=Finish.ABORT, text="")
+
+
+STREAMS = ("token_ids", "logprobs", "versions", "sampled")
 
 
 CHAT_TEMPLATE = (

@@ -1,9 +1,11 @@
 """What a script or a notebook calls: the names at the top, a run that is read, recipes as dicts."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,8 @@ import torch
 
 import burnish
 from burnish import config
-from burnish.errors import BurnishError, ConfigError, RunError
+from burnish.errors import BurnishError, ConfigError, DataError, RunError
+from tests.loops.test_run import fingerprint
 
 PUBLIC = ["Run", "evaluate", "export", "generate", "resume", "sft", "train"]
 SHORT = {"steps": 3}
@@ -156,6 +159,132 @@ def test_rows_and_a_reward_of_ones_own(smollm2, tmp_path):
     assert burnish.train("keywords", **after, **rest).recipe.model.name == str(warm)
     with pytest.raises(ConfigError, match="give --data FILE"):
         burnish.sft("sort")
+
+
+WORDS = ["Say red.", "Say blue.", "Say green.", "Say black."] * 3
+
+
+LENGTH = """
+def length(response, row):
+    return float(len(response)) * (row["prompt"] not in {"", "?", "!"})
+
+def halves(response, row):
+    return float(len(response) // 2)
+"""
+typed: dict[str, Callable] = {}
+exec(LENGTH, typed)  # as in a prompt: no worker can load them
+length, halves = typed["length"], typed["halves"]
+
+
+@pytest.fixture
+def own_recipe(smollm2, tmp_path):
+    """A recipe file with rows and a reward of its own."""
+    rows = "".join(json.dumps({"prompt": f"Never ask {i}"}) + "\n" for i in range(12))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "reward.py").write_text("def nothing(response, row):\n    return 0.0\n")
+    task = {"name": "files", "train": str(tmp_path / "rows.jsonl")}
+    task["reward"] = f"{tmp_path / 'reward.py'}:nothing"
+    table = small(smollm2, task=task, checkpoint={"every": 1}, train={"steps": 4, "batch": 8})
+    table["model"] = table["model"] | {"tokenizer": str(smollm2)}
+    (tmp_path / "mine.toml").write_text(config.to_toml(table))
+    return tmp_path / "mine.toml"
+
+
+def test_a_run_goes_on_with_the_prompts_and_the_reward_of_the_script(own_recipe, tmp_path):
+    given = {"prompts": WORDS, "reward": length}
+    whole = burnish.train(own_recipe, out=tmp_path / "whole", **given)
+    run = burnish.train(own_recipe, out=tmp_path / "run", stop=lambda: True, **given)
+    kept = [json.loads(line) for line in (run / "prompts.jsonl").read_text().splitlines()]
+    assert kept == [{"prompt": text} for text in WORDS]
+    assert (run.recipe.task.train, run.recipe.task.reward) == (None, None)
+    with pytest.raises(RunError, match=r"from a script, as the function length; .*reward=length\)"):
+        burnish.resume(run)
+    with pytest.raises(RunError, match=r"inputs\.reward: length \(\w+\) → halves \(\w+\)"):
+        burnish.resume(run, reward=halves)
+    burnish.resume(run, reward=length)
+    assert run.metrics == whole.metrics
+    assert {row["asked"] for row in run.rollouts} <= set(WORDS)
+    assert fingerprint(run) == fingerprint(whole)
+
+
+def test_a_script_may_replace_the_rows_alone_or_the_reward_alone(own_recipe, tmp_path):
+    short = {"train": {"steps": 1}}
+    rows = burnish.train(own_recipe, prompts=WORDS, out=tmp_path / "rows", **short)
+    assert (rows.recipe.task.train, rows.metrics[-1]["rollout/reward"]) == (None, 0.0)
+    assert {row["asked"] for row in burnish.resume(rows, **MORE).rollouts} <= set(WORDS)
+    with pytest.raises(
+        ConfigError, match=r"reward can't change when a run is resumed, and .*:noth"
+    ):
+        burnish.resume(rows, reward=length)
+    loaded = config.load(own_recipe)
+    reward = burnish.train(loaded, reward=length, out=tmp_path / "reward", **short)
+    assert reward.recipe.task.train.endswith("rows.jsonl")
+    assert reward.recipe.task.reward is None
+    other = tmp_path / "other.py"
+    other.write_text("def one(response, row):\n    return 1.0\n")
+    named = burnish.train(loaded, reward=f"{other}:one", out=tmp_path / "named", **short)
+    assert named.recipe.task.reward == f"{other}:one"
+    assert burnish.resume(named, **MORE).metrics[-1]["rollout/reward"] == 1.0
+    other.write_text("def one(response, row):\n    return 2.0\n")
+    with pytest.raises(RunError, match=r"inputs\.task\.reward: \w+ → \w+.*--anyway"):
+        burnish.resume(named, train={"steps": 3})
+    with pytest.raises(ConfigError, match="give one of the two"):
+        burnish.train(own_recipe, prompts=WORDS, data=tmp_path / "rows.jsonl")
+
+
+MORE = {"train": {"steps": 2}}
+
+
+def test_the_kept_prompts_are_measured_and_checked(own_recipe, tmp_path):
+    given = {"prompts": WORDS, "out": tmp_path / "run", "train": {"steps": 1}}
+    run = burnish.train(own_recipe, **given)
+    assert {row["asked"] for row in burnish.evaluate(run).rows} <= set(WORDS)
+    (run / "prompts.jsonl").write_text((run / "prompts.jsonl").read_text().replace("red", "pink"))
+    with pytest.raises(RunError, match=r"inputs\.prompts: \w+ → \w+"):
+        burnish.resume(run, train={"steps": 2})
+    (run / "prompts.jsonl").unlink()
+    with pytest.raises(RunError, match=r"no prompts\.jsonl"):
+        burnish.resume(run, train={"steps": 2})
+    with pytest.raises(DataError, match=r"prompts\[1\] must hold texts, numbers, lists and dicts"):
+        burnish.train(own_recipe, prompts=["a", {"prompt": "b", "x": {1}}])
+
+
+def test_answers_that_a_script_gave_are_kept(smollm2, tmp_path):
+    rows = [{"prompt": f"Say {word}", "answer": word} for word in "abcdefghij"]
+    sections = {key: small(smollm2)[key] for key in ("model", "device")}
+    given = {"data": rows, **sections, "train": {"batch": 2}, "checkpoint": {"every": 2}}
+    whole = burnish.sft(out=tmp_path / "whole", **given)
+    run = burnish.sft(out=tmp_path / "run", stop=lambda: True, **given)
+    burnish.resume(run)
+    assert fingerprint(run) == fingerprint(whole)
+
+
+def test_a_function_is_known_by_its_code():
+    from functools import partial
+
+    from burnish.inputs import of_function
+
+    def make(scale):
+        return lambda response, row: scale * (row["a"] in {"x", "y", "z"})
+
+    class Judge:
+        def __call__(self, response, row):
+            return 1.0
+
+    assert of_function(make(1)) == of_function(make(1)) != of_function(make(2))
+    assert of_function(length) != of_function(halves)
+    assert of_function(Judge()) == of_function(Judge())
+    assert of_function(partial(make, 1)) != of_function(partial(make, 2))
+    code = f"from burnish.inputs import of_function\n# moved\n{LENGTH}\nprint(of_function(length))"
+    for seed in "12":
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert done.stdout.strip() == of_function(length)
 
 
 def test_an_evaluation_has_figures_and_rows(language, tmp_path):

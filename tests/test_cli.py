@@ -45,6 +45,27 @@ def test_train_compare_and_the_files(tmp_path):
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_runs_that_start_together_take_a_directory_each(tmp_path):
+    command = [BURNISH, "train", "sort", "--set", "train.steps=2", "--seed"]
+    started = [
+        subprocess.Popen([*command, str(seed)], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        for seed in range(3)
+    ]
+    for process in started:
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+    made = {path.parent.name: json.loads(path.read_text())["seed"]
+            for path in (tmp_path / "runs").glob("*/summary.json")}  # fmt: skip
+    assert sorted(made) == ["sort-1", "sort-2", "sort-3"]
+    assert sorted(made.values()) == [0, 1, 2]
+
+
+def test_a_command_that_fails_leaves_no_directory(tmp_path):
+    done = burnish("train", "keywords", "--data", "none.jsonl", cwd=tmp_path)
+    assert "no such file" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_plan_says_what_will_be_computed_and_writes_nothing(tmp_path):
     done = burnish("plan", "sort", "--set", "objective.kl=k3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ PAGES += sorted((ROOT / "docs").glob("*.md"))
 MODULES = ["burnish.rl", "burnish.rl.sequences", "burnish.rl.advantages", "burnish"]
 COMMANDS = typer.main.get_command(cli.app).commands
 RUN_FILES = {"metrics.jsonl", "timings.jsonl", "recipe.toml", "summary.json", "log.txt"}
-RUN_FILES |= {"status.json"}
+RUN_FILES |= {"status.json", "environment.json"}
 NAME = r"[A-Za-z_]\w*"
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from burnish import cli, config, doctor, estimate, machine, preflight
@@ -80,6 +81,43 @@ def test_a_plan_says_what_is_missing(tmp_path, monkeypatch):
     assert "it can't run yet" in said
     assert "make it with: burnish data arithmetic sums; burnish sft arithmetic-sft" in said
     assert not list(tmp_path.iterdir())
+
+
+def flags(settings):
+    return [flag for setting in settings for flag in ("--set", setting)]
+
+
+def planned(*arguments):
+    done = CliRunner().invoke(cli.app, ["plan", *arguments])
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
+def test_a_plan_says_what_does_not_fit_and_what_is_not_there(smollm2, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    size = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
+    small = [f"model.{key}={value}" for key, value in size.items()]
+    small += ["model.name=scratch", f"model.tokenizer={smollm2}", "task.validation_prompts=2"]
+    given = flags(small)
+    assert "it can't run yet" not in planned("keywords", *given)
+    said = planned("keywords", *given, "--set", "engine.kv_mb=100000000", "--set", "device=cpu")
+    assert "engine.kv_mb = 100000000 asks for 104857.6 GB, and the machine has" in said
+    if not torch.cuda.is_available():
+        said = planned("keywords", *given, "--set", "device=cuda:7")
+        assert "lacks device = 'cuda:7' but torch finds no CUDA device; use 'auto'" in said
+    rows = [{"prompt": "Say it."}] * 20 + [{"prompt": "Say it. " * 90}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["task.name=files", "task.train=rows.jsonl", "task.reward=none.py:f"]
+    given = flags([*small[:-1], *own])
+    assert "there is no file" in planned("keywords", *given)
+    Path("none.py").write_text("def f(response, row):\n    return 1.0\n")
+    said = planned("keywords", *given)
+    assert "rows.jsonl, line 21: the prompt has" in said
+    assert "the model's context of 128 tokens leaves 127" in said
+    Path("rows.jsonl").write_text("{nonsense\n")
+    assert "rows.jsonl, line 1: not JSON" in planned("keywords", *given)
+    (tmp_path / "full" / "of").mkdir(parents=True)
+    assert "must be new or empty, it holds of" in planned("sort", "--out", "full")
 
 
 def test_the_doctor_tells_of_machine_parts_and_recipes(smollm2, tmp_path, monkeypatch):

@@ -33,6 +33,16 @@ def test_group_normalized_rewards():
     close(scaled, adv / (0.5**0.5 + 0.1))
 
 
+@pytest.mark.parametrize("reward", [0.7, 100.1, 1e-30])
+@pytest.mark.parametrize("by_std", [True, False])
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+def test_equal_rewards_give_exactly_nothing(reward, by_std, eps):
+    advantages, _, _ = grpo.compute_group_normalized_rewards(
+        lambda response, truth: {"reward": reward}, ["a"] * 32, ["a"] * 32, 16, eps, by_std
+    )
+    assert advantages.tolist() == [0.0] * 32
+
+
 def test_group_normalized_rewards_refuses_what_does_not_divide():
     with pytest.raises(ValueError, match="3 responses do not divide into groups of 2"):
         grpo.compute_group_normalized_rewards(reward_fn, ["a"] * 3, ["a"] * 3, 2, 1e-6, True)

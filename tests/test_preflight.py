@@ -83,7 +83,7 @@ def test_several_problems_are_said_together(tmp_path, monkeypatch, without):
     monkeypatch.chdir(tmp_path)
     without("math_verify")
     with pytest.raises(RunError) as caught:
-        preflight.check_sources(config.load("gsm8k"), tmp_path / "run")
+        preflight.check_before(config.load("gsm8k"), tmp_path / "run")
     lines = str(caught.value).splitlines()
     assert len(lines) == 4  # a heading, the extra, the files, the first run
     assert "burnish sft gsm8k-sft" in lines[-1]
@@ -114,6 +114,10 @@ def test_too_little_memory_is_said():
     (error,) = preflight.lacking_memory(recipe, SIZE, 10**6, "cpu")
     assert "1.0 MB are free" in str(error).replace("1 MB", "1.0 MB")
     assert not preflight.lacking_memory(recipe, None, 0)  # its model is not here
+    assert not preflight.lacking_memory(recipe, SIZE, 10**8, "cpu", total=10**9)
+    (error,) = preflight.lacking_memory(recipe, SIZE, 10**8, "cpu", total=10**8)
+    said = "engine.kv_mb = 100 asks for 105 MB, and the machine has 100 MB of memory; use less than"
+    assert str(error) == f"{said} 95"
 
 
 def test_a_run_does_not_begin(tmp_path, monkeypatch, without):
@@ -130,6 +134,35 @@ def test_a_run_does_not_begin(tmp_path, monkeypatch, without):
     with pytest.raises(DataError, match=r"task\.train = 'none\.jsonl' can't be read"):
         burnish.sft(data="none.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_model_that_a_run_learned_needs_what_the_run_needed(tmp_path, without):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (run / "recipe.toml").write_text('[task]\nname = "keywords"\n[model]\nname = "hf:a/b"\n')
+    recipe = config.load("keywords", {"model": run})
+    without("huggingface_hub")
+    (error,) = preflight.problems(recipe)
+    assert "the model hf:a/b needs the optional part 'hf'" in str(error)
+    (run / "recipe.toml").write_text('[task]\nname = "keywords"\n[model]\nname = "gone"\n')
+    (error,) = preflight.problems(recipe)
+    assert "no model 'gone'" in str(error)
+
+
+def test_a_place_that_cannot_be_written_is_said_first(tmp_path):
+    (tmp_path / "file").touch()
+    (error,) = preflight.before(config.load("sort"), tmp_path / "file" / "run")
+    assert (
+        str(error) == f"{tmp_path / 'file'} is a file, a run is a directory; choose another --out"
+    )
+
+
+def test_a_cache_larger_than_memory_is_a_message(smollm2, tmp_path):
+    asked = {"engine": {"kv_mb": 10**8}, "device": "cpu", "model": smollm2}
+    for call in (burnish.train, burnish.evaluate):
+        with pytest.raises(BurnishError, match=r"engine\.kv_mb = 10+ asks for 104857\.6 GB"):
+            call("keywords", out=tmp_path / "run", **asked)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_does_not_fit_does_not_begin(smollm2, tmp_path, monkeypatch):

@@ -170,6 +170,8 @@ class NativeEngine:
             load_hf_state(self._model, weights.tensors)
         except ModelError as error:
             raise EngineError(f"{error}; version {self.version} stays loaded") from error
+        del self._body  # before the next one: its packed weights take as much memory as the model
+        kernels.return_free_memory()
         self._body = kernels.body_for(self._model)
         self._scheduler.update(weights.version)
 
@@ -226,19 +228,17 @@ class NativeEngine:
         decoding is planned, nobody waits for room to begin in, and nothing has to be read on the
         way: no token is streamed, held back or left out. What comes after an end is dropped.
         """
-        scheduler = self._scheduler
-        room = len(scheduler.running) < scheduler.max_running
-        if self._decoding is None or (scheduler.waiting and room):
+        if self._decoding is None or not self._scheduler.only_decodes(plan):
             return 1
         ahead, greedy = AHEAD, set()
-        for sequence, count in plan.counts.items():
+        for sequence in plan.counts:
             reader = sequence.reader
             assert reader is not None
             ahead = min(ahead, reader.room)
-            if count > 1 or ahead < 2 or not reader.plain:
+            if ahead < 2 or not reader.plain:
                 return 1
             greedy.add(not sequence.group.request.params.temperature)
-        return ahead if len(greedy) == 1 and scheduler.reserve(plan, ahead) else 1
+        return ahead if len(greedy) == 1 and self._scheduler.reserve(plan, ahead) else 1
 
     @torch.inference_mode()
     def _decode(self, plan: Plan, steps: int) -> list[Event]:

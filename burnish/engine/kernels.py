@@ -5,7 +5,9 @@ The plain versions run everywhere and are what tests trust. Nothing else here kn
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """q [B, H, R, D], k, v [B, H, T, D], mask [B, 1, 1, T] to add -> like q, log-sum-exp [B, H, R]."""
+
+ROWS = 64
+"""For so many rows the weights of a matrix product are arranged; other numbers work as well."""
+_PACKED_WELL: dict[torch.Size, bool] = {}
+"""By a weight's shape, what `mkl_packs` found."""
 
 
 class Body(Protocol):
@@ -51,22 +58,61 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tup
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A linear layer whose weight lies the way oneDNN's matrix product reads it.
+    """A linear layer whose weight lies the way the matrix product reads it.
 
     Rearranging it in every call costs a third of a decoding step: 64 rows are too few to hide it.
-    Where bfloat16 is not multiplied, the weight is kept in float32.
+    MKL multiplies float32 a fifth faster than oneDNN does. Where bfloat16 is not multiplied, the
+    weight is kept in float32.
     """
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     wide = not multiplies(weight.dtype, weight.device.type)
     if wide:
         weight, bias = weight.float(), None if bias is None else bias.float()
+    if weight.dtype == torch.float32 and mkl_packs(weight):
+        arranged = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
+        multiply = torch.ops.mkl._mkl_linear
+        return lambda x: multiply(x.float(), arranged, weight, bias, len(x)).to(x.dtype)
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return lambda x: linear(x.to(weight.dtype), weight, bias).to(x.dtype)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
     product = torch.ops.mkldnn._linear_pointwise
     if wide:
         return lambda x: product(x.float(), packed, bias, "none", [], "").to(x.dtype)
     return lambda x: product(x, packed, bias, "none", [], "")
+
+
+def return_free_memory() -> None:
+    """Gives the system back what was freed, where the C library can.
+
+    MKL reserves several times what a packed weight fills. In new memory the rest costs nothing; in
+    memory that had been used before it would stay taken: 1.7 GB with a model of 135M weights.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def mkl_packs(weight: Tensor) -> bool:
+    """Whether MKL multiplies any number of rows with a packed weight of this shape.
+
+    Its manual promises a right product only for as many rows as it was packed for. Other numbers
+    work as well; so that nobody depends on luck, each shape is tried once.
+    """
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.shape not in _PACKED_WELL:
+        x = weight[: 4 * ROWS]
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
+        _PACKED_WELL[weight.shape] = all(
+            torch.allclose(
+                torch.ops.mkl._mkl_linear(x[:rows], packed, weight, None, len(x[:rows])),
+                torch.nn.functional.linear(x[:rows], weight),
+                rtol=1e-4,
+                atol=1e-5 * float(x.norm(dim=1).max()) ** 2,
+            )
+            for rows in (1, 3, ROWS, ROWS + 1, len(x))
+        )
+    return _PACKED_WELL[weight.shape]
 
 
 class _FusedLayer:

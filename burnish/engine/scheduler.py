@@ -50,6 +50,15 @@ class Scheduler:
         self._admit(plan, budget)
         return plan
 
+    def only_decodes(self, plan: Plan) -> bool:
+        """Whether the plan gives each of its sequences a next token, and nobody waits for a step in
+        which to begin.
+
+        A count of 1 does not say so: a step's last token may go to a prompt that is far from done.
+        """
+        some_begin = bool(self.waiting) and len(self.running) < self.max_running
+        return not some_begin and all(sequence.pending == 1 for sequence in plan.counts)
+
     def reserve(self, plan: Plan, steps: int) -> bool:
         """Takes the pages for so many tokens of each sequence, if they are free; none otherwise."""
         ends = {s: self.pages.needed(s.computed + steps) for s in plan.counts}

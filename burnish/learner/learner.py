@@ -80,29 +80,37 @@ class Learner:
         """From now on the reference is the policy as it is."""
         self.reference, self.refreshed = self._frozen(), True
 
-    def score(self, batch: PackedBatch, report: Report = unheard) -> Scores:
+    def score(
+        self, batch: PackedBatch, report: Report = unheard, *, batches: int | None = None
+    ) -> Scores:
         """What advantages, loss and logs need of the policies before the first step.
 
         If one step is taken, its own forward pass is the proximal policy's, so that another is made
         only for what reads it earlier. ``report`` is told the packs that are done, of each pass
-        anew.
+        anew. ``batches`` is the planned number of train batches (see ``train_batches``).
         """
-        steps = self.train.epochs * len(train_batches(batch, self.train.batch))
-        lower, proximal, reference = self._lower(batch, report), None, None
+        steps = self.train.epochs * len(train_batches(batch, self.train.batch, count=batches))
+        packs = self._packs(batch, batches)
+        lower, proximal, reference = self._lower(packs, report), None, None
         if self.objective.proximal == "behavior":
             proximal = batch.behavior_logprobs
         elif steps > 1 or pieces.reads_proximal_first(self.objective):
-            proximal = self._logprobs(self.policy, batch, lower, report)
+            proximal = self._logprobs(self.policy, packs, lower, report)
         if self.reference is not None:
-            reference = self._logprobs(self.reference, batch, lower, report)
+            reference = self._logprobs(self.reference, packs, lower, report)
         return Scores(proximal, reference, lower)
 
     def logprobs(self, batch: PackedBatch, report: Report = unheard) -> Tensor:
         """[N] of the policy as it is, without gradient."""
-        return self._logprobs(self.policy, batch, None, report)
+        return self._logprobs(self.policy, self._packs(batch), None, report)
 
     def drift(
-        self, batch: PackedBatch, scores: Scores, report: Report = unheard
+        self,
+        batch: PackedBatch,
+        scores: Scores,
+        report: Report = unheard,
+        *,
+        batches: int | None = None,
     ) -> Callable[[Tensor], Metrics]:
         """KL of the policy that sampled the batch to the initial model and to the one before it,
         as a function of its log-probabilities [N], which the first step may yet have to make.
@@ -116,11 +124,13 @@ class Learner:
         if self.train.log_kl_responses is not None:
             some = min(self.train.log_kl_responses, len(batch.rewards))
             part, slots = take(batch, torch.arange(some, device=batch.tokens.device))
+            batches = None
+        packs = self._packs(part, batches)
         lower = None if scores.lower is None else scores.lower[slots]
         initial, whole = scores.reference, True
         if self.reference is not self.initial or initial is None:
-            initial, whole = self._logprobs(self.initial, part, lower, report), False
-        previous = self._logprobs(self.previous, part, lower, report)
+            initial, whole = self._logprobs(self.initial, packs, lower, report), False
+        previous = self._logprobs(self.previous, packs, lower, report)
         copy_weights(self.policy, self.previous)
 
         def measure(logprobs: Tensor) -> Metrics:
@@ -135,9 +145,10 @@ class Learner:
         learn from. No metrics unless ``train.log_kl``, nor before the first step: it is 0."""
         if self.initial is None or not self.version:
             return {}
-        lower = self._lower(batch, report)
+        packs = self._packs(batch)
+        lower = self._lower(packs, report)
         ours, initial = (
-            self._logprobs(policy, batch, lower, report) for policy in (self.policy, self.initial)
+            self._logprobs(policy, packs, lower, report) for policy in (self.policy, self.initial)
         )
         return describe_kl("held_out", ours, initial, batch)
 
@@ -226,42 +237,42 @@ class Learner:
             streams = torch.stack([x.detach() for x in measured], 1)
             parts.append((pack.slots, streams))
             report(done, len(packs))
-        return Measured(*_join(parts, learn.batch).unbind(1)), loss
+        return Measured(*_join(parts).unbind(1)), loss
 
-    def _lower(self, batch: PackedBatch, report: Report) -> Tensor | None:
-        """[N, d], for all forward passes over the batch; None if all layers learn."""
+    def _lower(self, packs: list[Pack], report: Report) -> Tensor | None:
+        """[N, d], for all forward passes over the packs; None if all layers learn."""
         if not self.policy.lower_layers:
             return None
-        return self._scored(batch, self.policy.lower, None, report)
+        return self._scored(packs, self.policy.lower, None, report)
 
     def _logprobs(
-        self, policy: Policy, batch: PackedBatch, lower: Tensor | None, report: Report
+        self, policy: Policy, packs: list[Pack], lower: Tensor | None, report: Report
     ) -> Tensor:
-        return self._scored(batch, lambda *given: policy.score(*given).logprobs, lower, report)
+        return self._scored(packs, lambda *given: policy.score(*given).logprobs, lower, report)
 
     @torch.no_grad()
     def _scored(
         self,
-        batch: PackedBatch,
+        packs: list[Pack],
         score: Callable[..., Tensor],
         lower: Tensor | None,
         report: Report,
     ) -> Tensor:
-        """[N, …], in the packs that training will use, so that the numerics are its own.
-
-        ``score`` is called with a pack and, if they are given, its lower states.
-        """
+        """[N, …]; ``score`` is called with a pack and, if they are given, its lower states."""
         parts = []
-        packs = [
-            (whole.slots[pack.slots], pack.batch)
-            for whole in train_batches(batch, self.train.batch)
-            for pack in self._cut(whole.batch)
-        ]
-        for done, (slots, pack) in enumerate(packs, 1):
+        for done, (pack, slots) in enumerate(packs, 1):
             known = () if lower is None else (lower[slots],)
             parts.append((slots, score(pack, *known)))
             report(done, len(packs))
-        return _join(parts, batch)
+        return _join(parts)
+
+    def _packs(self, batch: PackedBatch, batches: int | None = None) -> list[Pack]:
+        """The packs that training will use, so that the numerics are its own."""
+        return [
+            Pack(pack.batch, whole.slots[pack.slots])
+            for whole in train_batches(batch, self.train.batch, count=batches)
+            for pack in self._cut(whole.batch)
+        ]
 
     def _cut(self, batch: PackedBatch) -> list[Pack]:
         return cut(batch, sequences=self.train.micro_sequences, tokens=self.train.micro_tokens)
@@ -294,7 +305,11 @@ def mismatch(logprobs: Tensor, batch: PackedBatch, version: int) -> Metrics:
     return {"mismatch/logprob_mean": gap.mean().item(), "mismatch/logprob_max": gap.max().item()}
 
 
-def _join(parts: list[tuple[Tensor, Tensor]], batch: PackedBatch) -> Tensor:
-    """[N, …] from (slots [n], values [n, …]) of packs; a prompt in several of them is 0 in each."""
+def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[N, …] from (slots [n], values [n, …]) of packs, which have every slot between them.
+
+    A prompt may be in several of them, with the same values.
+    """
     slots, values = (torch.cat(column) for column in zip(*parts, strict=True))
-    return values.new_zeros(len(batch.tokens), *values.shape[1:]).index_copy(0, slots, values)
+    size = int(slots.max()) + 1
+    return values.new_zeros(size, *values.shape[1:]).index_copy(0, slots, values)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burnish.config import ObjectiveConfig
 from burnish.rl import advantages, kl, losses, ratios, reduce
-from burnish.rl.sequences import on_last_action, sequence_sum, to_tokens
+from burnish.rl.sequences import finite_gradient, on_last_action, sequence_sum, to_tokens
 from burnish.types import LearnBatch, Measured, PackedBatch
 
 Metrics = dict[str, float]
@@ -103,7 +103,7 @@ def token_loss(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -
     ratio = _ratio(config, logprobs, learn)
     loss = LOSSES[config.loss](config, logprobs, ratio, learn.advantages)
     if learn.importance is not None:
-        loss = loss * learn.importance
+        loss = learn.importance * finite_gradient(loss, learn.importance)
     if learn.reference_logprobs is not None and config.kl_in == "loss":
         loss = loss + config.kl_coefficient * KL[config.kl](logprobs, learn.reference_logprobs)
     if config.entropy_coefficient:

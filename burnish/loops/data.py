@@ -12,7 +12,7 @@ from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.errors import DataError
 from burnish.progress import Show, begin, silent
-from burnish.rollout.rollout import Generator, sampling
+from burnish.rollout.rollout import Generator, grade, sampling
 from burnish.tasks.gym import Gym
 from burnish.tasks.keywords import Keywords
 from burnish.types import Completion, Prompt
@@ -149,8 +149,9 @@ def new_files(directory: Path) -> list[Path]:
 
 def _good(task: Keywords, prompt: Prompt, answers: Sequence[Completion]) -> list[Row]:
     """A row with the first answer that earns the reward, if there is one."""
-    grades = task.grade_all([(prompt, answer) for answer in answers])
-    good = [a.text.strip() for a, grade in zip(answers, grades, strict=True) if grade.reward]
+    (group,) = grade(task, [prompt], [tuple(answers)], 0)
+    graded = zip(answers, group.grades, strict=True)
+    good = [answer.text.strip() for answer, given in graded if given.reward > 0]
     row = prompt.reference
     return [{"prompt": row["prompt"], "answer": text, **_words(row)} for text in good[:1]]
 

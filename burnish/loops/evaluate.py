@@ -25,7 +25,7 @@ from burnish.runs.directory import lock, replace_file
 from burnish.runs.metrics import Row, iterate_rows
 from burnish.runs.statistics import Outcome, is_right
 from burnish.tasks.task import Task
-from burnish.types import Finish, Group, IntArray, Prompt, Status
+from burnish.types import Finish, Group, IntArray, Status
 
 Decode = Callable[[IntArray], list[str]]
 TOGETHER = 512
@@ -66,8 +66,8 @@ def evaluate_into(
     """
     with lock(directory):
         _same_settings(directory / "settings.json", settings)
-        file, prompts = directory / "results.jsonl", task.validation
-        rows = _done(file, recipe, prompts)
+        file = directory / "results.jsonl"
+        rows = _done(file, recipe, len(task.validation))
         done = len(rows) // recipe.validation.samples
         for part in answered(recipe, task, generator, start=done, show=show):
             fresh = to_rows(task, part, decode)
@@ -145,7 +145,8 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Row:
         return {}
     scored = [row for row in rows if row["status"] != Status.ERROR]
     columns: dict[str, Sequence[float]] = {"length": [len(row["tokens"]) for row in rows]}
-    for name, end in (("ended", Finish.STOP), ("truncated", Finish.LENGTH)):
+    ends = {"ended": Finish.STOP, "truncated": Finish.LENGTH, "aborted": Finish.ABORT}
+    for name, end in ends.items():
         columns[name] = [row["finish"] == end for row in rows]
     if scored:
         columns["reward"] = [row["reward"] for row in scored]
@@ -180,13 +181,10 @@ def _same_settings(file: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _done(file: Path, recipe: Recipe, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+def _done(file: Path, recipe: Recipe, prompts: int) -> list[dict[str, Any]]:
     """What is answered already; the file is cut back to prompts that were sampled together."""
     rows, samples, size = list(iterate_rows(file)), recipe.validation.samples, together(recipe)
     count = len(rows) // samples
-    kept = rows[: (count if count == len(prompts) else count // size * size) * samples]
-    for prompt, row in zip(prompts, kept[::samples], strict=False):
-        if prompt.text != row["prompt"]:
-            raise RunError(f"{file} answers other prompts, not {prompt.prompt_id}; remove it")
+    kept = rows[: (count if count == prompts else count // size * size) * samples]
     replace_file(file, "".join(json.dumps(row) + "\n" for row in kept))
     return kept

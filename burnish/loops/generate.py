@@ -48,7 +48,7 @@ class Answer:
     """Its number among the answers to the prompt."""
     text: str
     finish: str
-    """stop (the model ended it, or a stop text did) or length."""
+    """stop (the model ended it, or a stop text did), length, or abort (the model overflowed)."""
     token_ids: list[int] = field(repr=False)
     logprobs: list[float] = field(repr=False)
     """Of each token, by the model at the sampling temperature."""

@@ -21,7 +21,6 @@ from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
 from burnish.progress import Progress, Show, showing_compiles, silent
-from burnish.rollout.choice import Choice
 from burnish.runs import checkpoint, rollouts, status, tensorboard
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Row
@@ -43,8 +42,6 @@ class Parts(NamedTuple):
     recipe: Recipe
     """With its number of steps, which the rows of a supervised one say."""
     learner: Learner
-    choice: Choice | None
-    """Of prompts; None where there are pairs."""
     train: Callable[[Timers, int, Show], Iterator[Step]]
     """The steps from the given one on."""
     validate: Callable[[Show, str], tuple[list[Group], Row]]
@@ -96,22 +93,23 @@ def _run(
                     writer.validate(step.number)
             progress = writer.write(step)
             done, version = step.number, parts.learner.version
-            if done % recipe.checkpoint.every == 0 or last or stopping:
+            planned = done % recipe.checkpoint.every == 0 or last
+            if planned or stopping:
                 with writer.timers("checkpoint"):
-                    writer.save(done)
+                    writer.save(done, planned=planned)
             tell.finished(progress)
             if stopping:
                 break
     except BurnishError:
         # A step that halted before it learned anything leaves the state of the step before it.
-        if done > start and parts.learner.version == version:
-            writer.save(done)
+        if done > max(start, writer.saved) and parts.learner.version == version:
+            writer.save(done, planned=False)
         raise
     tell(Progress("report", "writing the report"))
     if done == recipe.train.steps:
         summary = summarise(directory.path)
         directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
-    if done > start and not recipe.is_supervised:
+    if done and not recipe.is_supervised:
         draw_run(directory.path)
     write_report(directory.path)
     return done
@@ -207,10 +205,11 @@ class _Writer:
         self.recipe, self.directory, self.parts = parts.recipe, directory, parts
         self.tell = tell
         self.timers = Timers()
+        self.saved = 0
+        """The step of the last checkpoint that was saved here."""
         self._validation: Row = {}
-        self._score: float | None = None
-        self._choice: dict[str, Any] | None = None
-        """Of prompts, as the last whole step left it: a step that halts has chosen before."""
+        self._scores: dict[int, float | None] = {}
+        """Of the step that was validated last."""
 
     def begin(self, start: int) -> None:
         """The row of what was known before the first step."""
@@ -223,15 +222,15 @@ class _Writer:
     def validate(self, step: int) -> None:
         when = f"after step {step}" if step else "before the first step"
         groups, self._validation = self.parts.validate(self.tell, when)
-        self._score = self._validation.get("validation/reward")
+        score = self._validation.get("validation/reward")
         if "validation/loss" in self._validation:
-            self._score = -self._validation["validation/loss"]  # the best is the highest
+            score = -self._validation["validation/loss"]  # the best is the highest
+        self._scores = {step: score}
         self._keep("evaluations.jsonl", step, groups, limit=EVALUATED)
 
     def write(self, step: Step) -> Progress:
         metrics = step.metrics | self._validation
         self._validation = {}
-        self._choice = None if self.parts.choice is None else self.parts.choice.state()
         if step.groups:
             self.directory.append(
                 "log.txt", rollouts.readable(step.number, step.groups, step.advantages)
@@ -252,22 +251,22 @@ class _Writer:
         doing = f"step {step.number} is done"
         return Progress("step", doing, metrics=metrics, timings=timings)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, planned: bool) -> None:
+        """planned: the recipe's cadence asks for this checkpoint, and not a stop or a halt."""
         self.tell(Progress("checkpoint", f"saving a checkpoint of step {step}"))
         learner = self.parts.learner
         state: State = learner.state()
         numbers = {"step": step, "incarnation": learner.incarnation, "learner": state.numbers}
-        if self._choice is not None:
-            numbers["choice"] = self._choice
         checkpoint.save(
             self.directory.path,
             step,
             state.tensors,
             numbers | {"positions": self.directory.positions()},
-            score=self._score,
+            score=self._scores.get(step),
             keep=self.recipe.checkpoint.keep,
+            planned=planned,
         )
-        self._score = None
+        self.saved = step
 
     def _append(self, step: int, metrics: Row, timings: Row) -> None:
         self.directory.append_row("metrics.jsonl", {"step": step} | metrics)

@@ -28,13 +28,13 @@ from burnish.learner.learner import Learner, Scores
 from burnish.progress import Report, Show, begin, silent
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
-from burnish.rollout.choice import Choice
 from burnish.rollout.packing import pack, take, take_streams, train_batches
 from burnish.rollout.rollout import Generator, describe, grade, sampling
 from burnish.runs.metrics import Row, combine
 from burnish.runs.timers import Timers
 from burnish.tasks.task import Task
 from burnish.types import FloatArray, Group, LearnBatch, PackedBatch
+from burnish.wording import counted
 
 
 class Step(NamedTuple):
@@ -54,7 +54,6 @@ def train(
     recipe: Recipe,
     *,
     task: Task,
-    choice: Choice,
     generator: Generator,
     learner: Learner,
     timers: Timers,
@@ -65,14 +64,14 @@ def train(
     params = sampling(recipe)
     prompts_per_step = recipe.prompts_per_rollout
     responses_per_step = recipe.rollout.batch
-    some = f"{responses_per_step} responses"
+    some = counted(responses_per_step, "response")
     generator.load(learner.weights())
     for number in range(start, recipe.train.steps):
         refresh = recipe.objective.kl_refresh
         if recipe.objective.kl != "none" and refresh and number % refresh == 0:
             learner.refresh_reference()
         first = number * prompts_per_step
-        prompts, passed = choice.take(task, prompts_per_step)
+        prompts = [task.prompt(first + k) for k in range(prompts_per_step)]
         with timers("generate"):
             doing = f"sampling {some} to {prompts_per_step} prompts"
             report = begin(show, "generate", doing, total=responses_per_step, unit="responses")
@@ -87,44 +86,63 @@ def train(
         with timers("grade"):
             begin(show, "grade", f"grading {some}")
             sampled = grade(task, prompts, responses, first)
-            choice.record(sampled)
             filters.check_errors(sampled, limit=recipe.rollout.max_errors)
             groups, dropped = filters.drop_errors(sampled)
-        with timers("score"):
-            report = begin(show, "score", f"scoring {some}", unit="packs")
-            batch = pack(groups).to(learner.device)
-            scores = learner.score(batch, report)
-            drift = learner.drift(batch, scores, report)
-        with timers("learn"):
-            report = begin(show, "learn", f"learning from {some}", unit="packs")
-            advantages = objective.token_advantages(
-                recipe.objective, batch, scores.proximal, scores.reference
-            )
-            lag = learner.version - min(group.oldest_version for group in groups)
-            batches = split(recipe, batch, advantages, scores)
-            chosen = batches * recipe.train.epochs
-            taken = [
-                learner.step(learn, _share(report, k, len(chosen)))
-                for k, learn in enumerate(chosen)
-            ]
-            # Of one train batch the first step saw everything, as the policy was that sampled it.
-            current = taken[0].logprobs if len(batches) == 1 else scores.proximal
-            assert current is not None, "scored, since there are several steps"
+        step = learn(recipe, learner, number + 1, groups, timers, show)
         with timers("publish"):
             begin(show, "publish", "handing the new weights to the sampler")
             generator.load(learner.weights())
-        metrics = describe(sampled) | passed | dropped | drift(current)
-        metrics |= combine(update.metrics for update in taken)
-        metrics |= {"train/version": learner.version, "train/lag": lag}
-        # The sampler's own log-probabilities, taken for the proximal policy's, show no gap.
-        own = current is not batch.behavior_logprobs
-        yield Step(
-            number + 1,
-            groups,
-            _per_response(batch, advantages),
-            _by_response(batch, current) if own else None,
-            metrics,
+        yield step._replace(metrics=describe(sampled) | dropped | step.metrics)
+
+
+def learn(
+    recipe: Recipe,
+    learner: Learner,
+    number: int,
+    groups: list[Group],
+    timers: Timers,
+    show: Show = silent,
+) -> Step:
+    """Takes a rollout's gradient steps; ``train/skipped`` counts planned steps that were not taken.
+
+    Without groups (each of them lost its samples to errors) no gradient step is taken.
+    """
+    planned = recipe.gradient_steps_per_rollout
+    if not groups:
+        skipped = {"train/skipped": float(planned), "train/version": learner.version}
+        return Step(number, [], [], None, skipped)
+    some = counted(sum(len(group.grades) for group in groups), "response")
+    with timers("score"):
+        report = begin(show, "score", f"scoring {some}", unit="packs")
+        batch = pack(groups).to(learner.device)
+        scores = learner.score(batch, report, batches=recipe.train_batches)
+        drift = learner.drift(batch, scores, report, batches=recipe.train_batches)
+    with timers("learn"):
+        report = begin(show, "learn", f"learning from {some}", unit="packs")
+        advantages = objective.token_advantages(
+            recipe.objective, batch, scores.proximal, scores.reference
         )
+        lag = learner.version - min(group.oldest_version for group in groups)
+        batches = split(recipe, batch, advantages, scores)
+        chosen = batches * recipe.train.epochs
+        taken = [
+            learner.step(part, _share(report, k, len(chosen))) for k, part in enumerate(chosen)
+        ]
+        # Of one train batch the first step saw everything, as the policy was that sampled it.
+        current = taken[0].logprobs if len(batches) == 1 else scores.proximal
+        assert current is not None, "scored, since there are several steps"
+    metrics = drift(current) | combine(update.metrics for update in taken)
+    metrics["train/skipped"] += planned - len(taken)
+    metrics |= {"train/version": learner.version, "train/lag": lag}
+    # The sampler's own log-probabilities, taken for the proximal policy's, show no gap.
+    own = current is not batch.behavior_logprobs
+    return Step(
+        number,
+        groups,
+        _per_response(batch, advantages),
+        _by_response(batch, current) if own else None,
+        metrics,
+    )
 
 
 def _share(report: Report, index: int, count: int) -> Report:
@@ -155,7 +173,7 @@ def split(
             lower=_at(slots, scores.lower),
             importance=_at(slots, correction),
         )
-        for part, slots in train_batches(batch, recipe.train.batch)
+        for part, slots in train_batches(batch, recipe.train.batch, count=recipe.train_batches)
     ]
     by_advantage_alone = recipe.objective.kl == "none" and not recipe.objective.entropy_coefficient
     return [live(b) for b in batches] if by_advantage_alone and len(batches) > 1 else batches

@@ -84,14 +84,7 @@ class Gguf:
             if tensor.name == LLAMA3_FACTORS:
                 theta = setting("rope.freq_base") or 10000.0
                 return _llama3_scaling(torch.from_numpy(tensor.data.copy()), theta, width)
-        if kind in (None, "none"):
-            return {}
-        given = {
-            "rope_type": kind,
-            "factor": setting("rope.scaling.factor"),
-            "original_max_position_embeddings": setting("rope.scaling.original_context_length"),
-        }
-        return {key: value for key, value in given.items() if value is not None}
+        return {} if kind in (None, "none") else {"rope_type": kind}
 
     def state(self, config: ModelConfig, progress: Callable[[int, int], None]) -> dict[str, Tensor]:
         """Every tensor in float32, dequantised; `progress(done, total)` after each."""

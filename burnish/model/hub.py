@@ -56,8 +56,8 @@ def resolve(name: str, show: Show = silent) -> Path:
     if path.exists():
         return path
     raise ModelError(
-        f"no model {name!r}; a model is {', '.join(PACKAGED)}, hf:ORG/NAME, the path of a model "
-        "directory or a GGUF file, or a run's (`burnish recipes` says which run comes first)"
+        f"no model {name!r}; a model is {', '.join(PACKAGED)}, hf:ORG/NAME, or the path of a run, "
+        "of a model directory or of a GGUF file"
     )
 
 

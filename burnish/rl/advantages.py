@@ -3,7 +3,8 @@
 Estimators over groups take ``rewards`` [S], one per response, and ``group_ids`` [S], which say
 whose prompt it answers (any integers, in any order), and return advantages [S];
 ``sequences.to_tokens`` writes them on tokens. Estimators over time take and return tensors shaped
-like their mask.
+like their mask. Where the baseline comes from the rewards themselves, equal rewards give exactly 0:
+sums are taken of differences, so that no rounding of large rewards is left over.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Liu et al. 2025, https://arxiv.org/abs/2503.20783 (Dr. GRPO), which drops GRPO's std.
     """
     group, size = _check_groups(rewards, group_ids, least=2, estimator="group_mean")
-    return rewards - _mean(rewards, group, size)[group]
+    return _centered(rewards, group, size)
 
 
 def group_zscore(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -46,8 +47,9 @@ def group_zscore(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Te
     G − 1, as in verl and TRL) and ε (1e-6 as in verl; TRL has 1e-4).
     """
     group, size = _check_groups(rewards, group_ids, least=2, estimator="group_zscore")
-    centered = rewards - _mean(rewards, group, size)[group]
-    return centered / (_std(centered, group, size)[group] + eps)
+    centered = _centered(rewards, group, size)
+    scaled = centered / (_std(centered, group, size)[group] + eps)
+    return torch.where(centered == 0, centered, scaled)  # 0 / 0 where ε is 0
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -58,8 +60,8 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 (RLOO).
     """
     group, size = _check_groups(rewards, group_ids, least=2, estimator="leave_one_out")
-    others = (sum_by(rewards, group, len(size))[group] - rewards) / (size[group] - 1)
-    return rewards - others
+    above = _above_least(rewards, group, size)
+    return above - (sum_by(above, group, len(size))[group] - above) / (size[group] - 1)
 
 
 def best_of_group(rewards: Tensor, group_ids: Tensor, *, centered: bool = False) -> Tensor:
@@ -73,7 +75,7 @@ def best_of_group(rewards: Tensor, group_ids: Tensor, *, centered: bool = False)
     """
     group, size = _check_groups(rewards, group_ids)
     best = torch.full_like(size, -torch.inf).scatter_reduce(0, group, rewards, "amax")
-    kept = rewards - _mean(rewards, group, size)[group] if centered else rewards
+    kept = _centered(rewards, group, size) if centered else rewards
     return torch.where(rewards == best[group], kept, torch.zeros_like(rewards))
 
 
@@ -88,10 +90,11 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-
     acted = x[mask.bool()]
     if acted.numel() < 2:
         raise ValueError(f"whitening needs at least 2 actions, got {acted.numel()}")
-    mean = acted.mean()
-    variance = ((acted - mean) ** 2).sum() / (acted.numel() - 1)
-    whitened = (x - mean) * torch.rsqrt(variance + eps)
-    return whitened if shift_mean else whitened + mean
+    least = acted.min()
+    mean = (acted - least).mean()
+    variance = ((acted - least - mean) ** 2).sum() / (acted.numel() - 1)
+    whitened = (x - least - mean) * torch.rsqrt(variance + eps)
+    return whitened if shift_mean else whitened + mean + least
 
 
 def discounted_returns(
@@ -232,8 +235,16 @@ def _check_groups(
     return group, size.to(rewards.dtype)
 
 
-def _mean(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
-    return sum_by(rewards, group, len(size)) / size
+def _above_least(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
+    """Each reward minus its group's smallest: exactly 0 throughout a group of equal rewards."""
+    least = torch.full_like(size, torch.inf).scatter_reduce(0, group, rewards, "amin")
+    return rewards - least[group]
+
+
+def _centered(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
+    """Each reward minus its group's mean."""
+    above = _above_least(rewards, group, size)
+    return above - (sum_by(above, group, len(size)) / size)[group]
 
 
 def _std(centered: Tensor, group: Tensor, size: Tensor) -> Tensor:

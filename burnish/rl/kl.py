@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from burnish.rl.sequences import on_last_action
+from burnish.rl.sequences import finite_gradient, on_last_action
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
     k2 = ½ x²,   ∇k2 = x ∇ log π
     """
-    return 0.5 * (logprobs - reference) ** 2
+    return 0.5 * finite_gradient(logprobs - reference) ** 2
 
 
 def k3(logprobs: Tensor, reference: Tensor, *, cap: float = math.inf) -> Tensor:
@@ -46,6 +46,7 @@ def k3(logprobs: Tensor, reference: Tensor, *, cap: float = math.inf) -> Tensor:
     policy has strayed furthest, so the default has none.
     """
     x = logprobs - reference
+    x = finite_gradient(x, torch.exp(-x))
     return (torch.exp(-x) + x - 1).clamp(max=cap)
 
 

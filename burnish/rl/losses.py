@@ -1,12 +1,15 @@
 """Per-token objectives, as losses to be minimised. Elementwise: any shape, no mask, no mean.
 
 ``advantages`` broadcast against the tokens. The denominator is a weight that ``reduce.py`` makes.
+A slot of weight 0 has no gradient, whatever it holds.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from burnish.rl.sequences import finite_gradient
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -16,7 +19,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
     Williams 1992. Its value means nothing, only its gradient does.
     """
-    return -advantages * logprobs
+    return -advantages * finite_gradient(logprobs, advantages)
 
 
 def unclipped(ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -24,7 +27,7 @@ def unclipped(ratio: Tensor, advantages: Tensor) -> Tensor:
 
     L_t = −A_t ρ_t
     """
-    return -advantages * ratio
+    return -advantages * finite_gradient(ratio, advantages)
 
 
 def clipped(
@@ -45,6 +48,7 @@ def clipped(
         raise ValueError(f"clip distances must not be negative, got low={low}, high={high}")
     if dual is not None and dual <= 1:
         raise ValueError(f"the dual clip must be above 1, got {dual}")
+    ratio = finite_gradient(ratio, advantages)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if dual is None:
         return loss
@@ -76,7 +80,8 @@ def cispo(
     """
     if floor < 0 or cap < floor:
         raise ValueError(f"needs 0 ≤ floor ≤ cap, got floor={floor}, cap={cap}")
-    return -ratio.detach().clamp(floor, cap) * advantages * logprobs
+    weight = -ratio.detach().clamp(floor, cap) * advantages
+    return weight * finite_gradient(logprobs, weight)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
@@ -89,6 +94,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     """
     if clip < 0:
         raise ValueError(f"the value clip must not be negative, got {clip}")
+    values = finite_gradient(values, old_values, returns)
     bounded = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
     return 0.5 * torch.maximum((values - returns) ** 2, (bounded - returns) ** 2)
 
@@ -100,6 +106,7 @@ def entropy(logits: Tensor) -> Tensor:
 
     A token of probability 0 (a logit of −inf) adds nothing.
     """
+    logits = finite_gradient(logits, logits.amax(dim=-1, keepdim=True))
     logprobs = torch.log_softmax(logits, dim=-1)
     terms = logprobs.exp() * torch.where(logprobs.isinf(), torch.zeros_like(logprobs), logprobs)
     return -terms.sum(dim=-1)

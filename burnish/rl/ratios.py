@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from burnish.rl.sequences import sequence_lengths, sequence_sum, to_tokens
+from burnish.rl.sequences import finite_gradient, sequence_lengths, sequence_sum, to_tokens
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -24,7 +24,8 @@ def token_ratio(logprobs: Tensor, proximal: Tensor) -> Tensor:
 
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347 (PPO). Any shape.
     """
-    return torch.exp(logprobs - proximal)
+    log_ratio = logprobs - proximal
+    return torch.exp(finite_gradient(log_ratio, torch.exp(log_ratio)))
 
 
 def sequence_ratio(

@@ -1,4 +1,4 @@
-"""Sums over sequences and groups, for padded [B, T] and packed [N] + ids alike."""
+"""Sums over sequences and groups, for padded [B, T] and packed [N] + ids alike; masked slots."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def sum_by(values: Tensor, ids: Tensor, count: int) -> Tensor:
     """[count]: the values added up by id."""
     zeros = torch.zeros(count, dtype=values.dtype, device=values.device)
     return zeros.index_add(0, ids.reshape(-1), values.reshape(-1))
+
+
+def finite_gradient(x: Tensor, *others: Tensor) -> Tensor:
+    """x, as a constant in those slots where it or one of the others is not finite.
+
+    A slot outside the mask may hold anything. ``reduce.weighted_sum`` leaves its loss out, but the
+    gradient is a product, and 0 × NaN is NaN. Inside the mask a NaN still shows in the loss.
+    """
+    finite = x.isfinite()
+    for other in others:
+        finite = finite & other.isfinite()
+    return torch.where(finite, x, x.detach())
 
 
 def sequence_sum(x: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> Tensor:

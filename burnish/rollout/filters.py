@@ -44,7 +44,8 @@ def check_errors(groups: Sequence[Group], *, limit: float) -> None:
 
 
 def drop_errors(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-    """The groups without samples whose grade is an error, and how many samples and groups left.
+    """The groups without samples whose grade is an error (the grader's, or of a sample that the
+    engine aborted), and how many samples and groups left.
 
     A group that has fewer than two samples left has no statistics and goes as a whole; its good
     samples count as dropped too. A group keeps its index.

@@ -81,13 +81,18 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
     return Pack(part, slots)
 
 
-def train_batches(batch: PackedBatch, responses: int) -> list[Pack]:
-    """A rollout as whole groups of so many responses each."""
-    first = torch.unique_consecutive(batch.group_ids, return_counts=True)[1].cumsum(0)
-    number = torch.nn.functional.pad(first[:-1], (1, 0))[batch.group_ids] // responses
-    if not number.any():
+def train_batches(batch: PackedBatch, responses: int, *, count: int | None = None) -> list[Pack]:
+    """The groups of a rollout, dealt out to ``count`` train batches that differ by a group at most.
+
+    ``count`` is None if the batch was not planned; it then has as many as ``responses`` in each
+    would fill. A batch holds whole groups, so there are never more batches than groups.
+    """
+    groups = int(batch.segment_is_prompt.sum())
+    count = min(groups, count or -(-len(batch.rewards) // responses))
+    if count == 1:
         return [Pack.whole(batch)]
-    return [take(batch, (number == n).nonzero().squeeze(1)) for n in sorted(set(number.tolist()))]
+    number = batch.group_ids * count // groups
+    return [take(batch, (number == n).nonzero().squeeze(1)) for n in range(count)]
 
 
 def take_streams(learn: LearnBatch, pack: Pack) -> LearnBatch:

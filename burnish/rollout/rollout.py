@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +12,15 @@ from burnish.config import Recipe
 from burnish.errors import DataError
 from burnish.progress import Report, unheard
 from burnish.tasks.task import Task
-from burnish.types import Completion, Finish, Group, Prompt, SamplingParams, Status, Weights
+from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status, Weights
+
+ABORTED = Grade(
+    math.nan,
+    status=Status.ERROR,
+    message="the engine aborted the sample: the model's log-probabilities were not finite; lower "
+    "train.learning_rate, or set engine.precision to fp32",
+)
+"""The grade of a sample that the engine aborted."""
 
 
 class Generator(Protocol):
@@ -54,17 +62,27 @@ def sampling(recipe: Recipe) -> SamplingParams:
 def grade(
     task: Task, prompts: Sequence[Prompt], responses: Sequence[tuple[Completion, ...]], first: int
 ) -> list[Group]:
-    """The groups with indices first, first + 1, …"""
+    """The groups with indices first, first + 1, …; the task does not see aborted samples."""
     groups = list(zip(prompts, responses, strict=True))
-    pairs = [(prompt, c) for prompt, completions in groups for c in completions]
-    grades = task.grade_all(pairs)
-    if len(grades) != len(pairs):
-        raise DataError(f"the task gave {len(grades)} grades for {len(pairs)} responses")
+    whole = [(p, c) for p, completions in groups for c in completions if not is_aborted(c)]
+    grades = task.grade_all(whole)
+    if len(grades) != len(whole):
+        raise DataError(f"the task gave {len(grades)} grades for {len(whole)} responses")
     given = iter(grades)
     return [
-        Group(first + k, prompt, completions, tuple(islice(given, len(completions))))
+        Group(
+            first + k,
+            prompt,
+            completions,
+            tuple(ABORTED if is_aborted(c) else next(given) for c in completions),
+        )
         for k, (prompt, completions) in enumerate(groups)
     ]
+
+
+def is_aborted(completion: Completion) -> bool:
+    """Whether the engine gave the sample up: what it has of it is no response."""
+    return completion.finish is Finish.ABORT
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
@@ -84,8 +102,12 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/length": float(np.mean(lengths)),
         "rollout/ended": ends.count(Finish.STOP) / len(ends),
         "rollout/truncated": ends.count(Finish.LENGTH) / len(ends),
+        "rollout/aborted": ends.count(Finish.ABORT) / len(ends),
         "rollout/responses": float(len(grades)),
     }
+    skipped = sum(group.prompt.meta.get("skipped", 0) for group in groups)
+    if skipped:
+        metrics["rollout/skipped_prompts"] = float(skipped)
     if rewards.size:
         dead = [np.ptp(scored) == 0 for scored in by_group if scored.size]
         metrics |= {

@@ -2,7 +2,8 @@
 
     checkpoints/step-00000040/tensors.safetensors   model and optimizer
                               state.json            counters, positions in files and streams
-                              manifest.json         step, score, the size and SHA-256 of both
+                              manifest.json         step, score, whether the recipe's cadence
+                                                    asked for it, size and SHA-256 of both files
 
 A checkpoint is whole or absent: it is written under a hidden name, flushed and renamed, and it is
 renamed before it is deleted. A step that is saved again gets a new name (step-00000040.1), so that
@@ -57,8 +58,13 @@ def save(
     *,
     score: float | None = None,
     keep: int = 2,
+    planned: bool = True,
 ) -> Path:
-    """Writes a checkpoint, then deletes all but the last ``keep`` and the one of highest score."""
+    """Writes a checkpoint, then deletes all but the last ``keep`` and the one of highest score.
+
+    One that is not ``planned``, since a stop or a halt asked for it, goes with the next that is
+    saved: a run that was stopped and resumed keeps what a run that was never stopped keeps.
+    """
     assert step >= 0
     assert keep >= 1
     from safetensors import SafetensorError
@@ -76,7 +82,7 @@ def save(
         (temporary / STATE).write_text(text, encoding="utf-8")
         files = {name: _fingerprint(temporary / name) for name in (TENSORS, STATE)}
         finite = None if score is None or not math.isfinite(score) else score
-        manifest = {"step": step, "score": finite, "files": files}
+        manifest = {"step": step, "score": finite, "planned": planned, "files": files}
         (temporary / MANIFEST).write_text(_seal(manifest), encoding="utf-8")
         for file in temporary.iterdir():
             with file.open("rb") as opened:
@@ -110,9 +116,7 @@ def latest(run: Path) -> Path | None:
 
 def best(run: Path) -> Path | None:
     """The checkpoint of highest score; the first of equals."""
-    scores = [(path, _score(path)) for path in all_of(run)]
-    scored = [(path, score) for path, score in scores if score is not None]
-    return max(scored, key=lambda pair: pair[1])[0] if scored else None
+    return _best(all_of(run))
 
 
 def describe(path: Path) -> Saved:
@@ -136,11 +140,14 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(manifest["step"], load_file(path / TENSORS), state, manifest["score"])
 
 
-def discard_after(run: Path, path: Path) -> None:
-    """Deletes the checkpoints that came after one, once a run resumes from it."""
+def return_to(run: Path, path: Path, *, keep: int = 2) -> None:
+    """Leaves the checkpoints that there were once ``path`` was saved: later ones go, and so does
+    what a killed process had no time to delete."""
     for later in all_of(run):
         if _number(later) > _number(path):
             _delete(later)
+    _prune(run, keep)
+    _sweep(run / "checkpoints")
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
@@ -191,12 +198,23 @@ def _damaged(path: Path, name: str, what: str) -> RunError:
     return RunError(f"{path / name} {what}; put it back, or {remedy} ({before})")
 
 
+def _best(paths: list[Path]) -> Path | None:
+    scores = [(path, _score(path)) for path in paths]
+    scored = [(path, score) for path, score in scores if score is not None]
+    return max(scored, key=lambda pair: pair[1])[0] if scored else None
+
+
 def _score(path: Path) -> float | None:
-    try:
-        score: float | None = _read_manifest(path)["score"]
-    except RunError:  # a damaged one is reported when it is loaded
-        return None
+    score: float | None = _told(path, "score", None)
     return score
+
+
+def _told(path: Path, field: str, default: Any) -> Any:
+    """A field of the manifest; a damaged manifest is reported when the checkpoint is loaded."""
+    try:
+        return _read_manifest(path).get(field, default)
+    except RunError:
+        return default
 
 
 def _number(path: Path) -> tuple[int, int]:
@@ -205,9 +223,12 @@ def _number(path: Path) -> tuple[int, int]:
 
 
 def _prune(run: Path, keep: int) -> None:
-    newest_of_step = {_number(path)[0]: path for path in all_of(run)}
-    kept = {*list(newest_of_step.values())[-keep:], best(run)}
-    for path in all_of(run):
+    every = all_of(run)
+    newest_of_step = {_number(path)[0]: path for path in every}
+    planned = [path for path in newest_of_step.values() if _told(path, "planned", True)]
+    standing = planned if every[-1] in planned else [*planned, every[-1]]
+    kept = {*standing[-keep:], _best(planned)}
+    for path in every:
         if path not in kept:
             _delete(path)
 

@@ -1,7 +1,8 @@
 """A run is a directory. Everything a plot or a report shows is read from there.
 
 recipe.toml       the resolved recipe; itself a recipe
-environment.json  versions, machine, threads
+environment.json  versions, machine, threads, and hashes of what the run reads
+prompts.jsonl     the rows, if a script gave them
 metrics.jsonl     a row per step, the same for the same seed
 timings.jsonl     a row per step, wall clock
 rollouts.jsonl    a row per response, with its tokens and log-probabilities
@@ -24,18 +25,22 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from burnish.config import Recipe, effective, to_toml
+from burnish import machine
+from burnish.config import Recipe, SorterConfig, effective, to_toml
 from burnish.errors import RunError
 
 EVENTS = "events.out.tfevents.burnish"
 """TensorBoard finds a file by the middle of this name."""
+ENVIRONMENT, PROMPTS = "environment.json", "prompts.jsonl"
 APPENDED = (
     "metrics.jsonl",
     "timings.jsonl",
@@ -45,16 +50,33 @@ APPENDED = (
     EVENTS,
 )
 """Files that only grow; a resumed run cuts them back to where its checkpoint was."""
+PACKAGES = ("torch", "numpy", "pydantic", "numba", "triton")
+"""Packages whose version may change a bit of what is computed."""
 
 
 class RunDirectory:
     """Open for writing by one process at a time, which holds its lock."""
 
-    def __init__(self, path: Path, recipe: Recipe) -> None:
-        check_new(path)
+    def __init__(
+        self,
+        path: Path,
+        recipe: Recipe,
+        *,
+        inputs: Mapping[str, str] | None = None,
+        prompts: str | None = None,
+    ) -> None:
+        """``inputs`` are hashes of what the run reads; ``prompts`` are a script's rows as JSONL."""
         self._open(path)
-        self.write("recipe.toml", to_toml(effective(recipe)))
-        self.write("environment.json", json.dumps(environment(), indent=2) + "\n")
+        try:
+            _check_empty(path)
+        except RunError:
+            self._lock.close()
+            raise
+        found = environment(recipe) | {"inputs": dict(inputs or {})}
+        self.write(ENVIRONMENT, json.dumps(found, indent=2) + "\n")
+        if prompts is not None:
+            self.write(PROMPTS, prompts)
+        self.write("recipe.toml", to_toml(effective(recipe)))  # the last: now it is a run
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
@@ -62,12 +84,12 @@ class RunDirectory:
         if not (path / "recipe.toml").is_file():
             raise RunError(f"{path} is not a run directory: it has no recipe.toml")
         run = cls.__new__(cls)
-        run._open(path)
+        run._open(path, "watch it with `burnish watch`, or wait until it ends")
         return run
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, remedy: str = "choose another --out") -> None:
         self.path = path
-        self._lock = lock(path)
+        self._lock = lock(path, remedy)
         self._files: dict[str, FileIO] = {}
 
     def __enter__(self) -> Self:
@@ -113,12 +135,8 @@ class RunDirectory:
         files = {name: self.path / name for name in APPENDED}
         return {name: file.stat().st_size for name, file in files.items() if file.exists()}
 
-    def cut_back(self, positions: Mapping[str, int]) -> None:
-        """Undoes what was written after a checkpoint: each file ends where it ended then.
-
-        A file that the checkpoint does not name had not begun, and goes. All files are looked at
-        before the first is cut.
-        """
+    def check_positions(self, positions: Mapping[str, int]) -> None:
+        """Raises where a file is shorter than when a checkpoint was saved."""
         sizes = self.positions()
         for name, length in positions.items():
             if sizes.get(name, 0) < length:
@@ -127,6 +145,15 @@ class RunDirectory:
                     f"recorded {length:,}: it was cut or replaced; put it back, or resume from "
                     "an earlier checkpoint with --from"
                 )
+
+    def cut_back(self, positions: Mapping[str, int]) -> None:
+        """Undoes what was written after a checkpoint: each file ends where it ended then.
+
+        A file that the checkpoint does not name had not begun, and goes. All files are looked at
+        before the first is cut.
+        """
+        self.check_positions(positions)
+        sizes = self.positions()
         for name in sizes:
             if name in positions:
                 os.truncate(self.path / name, positions[name])
@@ -148,13 +175,22 @@ class RunDirectory:
 
 def check_new(path: Path) -> None:
     """Raises where a new run can't begin: a run lies there, or anything else that is not hidden."""
-    if path.exists() and not path.is_dir():
-        raise RunError(f"{path} is a file, a run is a directory; choose another --out")
-    held = sorted(p.name for p in path.glob("*") if not p.name.startswith("."))
-    if not held:
-        return
+    folder = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not folder.is_dir():
+        raise RunError(f"{folder} is a file, a run is a directory; choose another --out")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RunError(f"can't write to {folder}: it is read-only here; choose another --out")
     if is_held(path):
         raise RunError(f"{path} is in use by another run; choose another --out")
+    _check_empty(path)
+
+
+def _check_empty(path: Path) -> None:
+    held = sorted(p.name for p in path.glob("*") if not p.name.startswith("."))
+    if ENVIRONMENT in held and "recipe.toml" not in held:  # killed before it began
+        held = [name for name in held if name not in (ENVIRONMENT, PROMPTS)]
+    if not held:
+        return
     if "recipe.toml" in held or any(name in held for name in (*APPENDED, "checkpoints")):
         raise RunError(
             f"{path} already holds a run; continue it with `burnish resume {path}`, "
@@ -197,8 +233,11 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def lock(path: Path) -> TextIO:
-    """Makes the directory this process's alone, until what is returned is closed."""
+def lock(path: Path, remedy: str = "choose another --out") -> TextIO:
+    """Makes the directory this process's alone, until what is returned is closed.
+
+    ``remedy`` is said if another process has it.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         held = (path / ".lock").open("w")
@@ -212,26 +251,69 @@ def lock(path: Path) -> TextIO:
         except BlockingIOError:
             time.sleep(patience)
     held.close()
-    raise RunError(f"{path} is in use by another run; choose another --out")
+    raise RunError(f"{path} is in use by another run; {remedy}")
 
 
 def next_directory(root: Path, name: str) -> Path:
     """The first of root/name-1, root/name-2, … that does not exist."""
-    number = 1
-    while (root / f"{name}-{number}").exists():
-        number += 1
-    return root / f"{name}-{number}"
+    return next(path for path in _numbered(root, name) if not path.exists())
 
 
-def environment() -> dict[str, Any]:
-    """What bit-exactness depends on."""
+@contextmanager
+def claimed(out: Path | None, name: str, root: Path = Path("runs")) -> Iterator[Path]:
+    """Where a new run goes: ``out``, or the first of root/name-1, root/name-2, … that this process
+    makes, so that no other can take it. If nothing was written there in the end, it goes again."""
+    if out is not None:
+        yield out
+        return
+    path = next(path for path in _numbered(root, name) if _made(path))
+    try:
+        yield path
+    finally:
+        unclaim(path)
+
+
+def unclaim(path: Path) -> None:
+    """Removes a run's directory, and the one that it is in, where they are empty."""
+    with suppress(OSError):
+        path.rmdir()
+        path.parent.rmdir()
+
+
+def _numbered(root: Path, name: str) -> Iterator[Path]:
+    return (root / f"{name}-{number}" for number in count(1))
+
+
+def _made(path: Path) -> bool:
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise RunError(f"can't write to {path}: {error.strerror}; choose an --out") from error
+    return True
+
+
+def environment(recipe: Recipe) -> dict[str, Any]:
+    """What bit-exactness depends on, of the machine and what is installed."""
+    device = "cpu" if isinstance(recipe.model, SorterConfig) else recipe.device
     return {
-        "burnish": _version("burnish"),
+        "burnish": version_of("burnish"),
         "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in ("torch", "numpy", "pydantic")},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "machine": platform.machine(),
+        "processor": f"{machine.processor()} ({', '.join(machine.instructions())})",
+        "gpu": _gpu(device),
         "threads": _threads(),
     }
+
+
+def _gpu(device: str) -> str | None:
+    """The name of the GPU that a run uses; None if it runs on the CPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or device == "cpu" or not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name(None if device == "auto" else device))
 
 
 def _threads() -> int | None:
@@ -239,7 +321,8 @@ def _threads() -> int | None:
     return None if torch is None else int(torch.get_num_threads())
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -155,7 +155,7 @@ class Run:
         steps = self._steps()
         if not steps:
             return "no step yet"
-        metric = "rollout/reward" if "rollout/reward" in steps[0] else "train/loss"
+        metric = "rollout/reward" if "rollout/responses" in steps[0] else "train/loss"
         values = [row[metric] for row in steps if metric in row]
         ends = f"{metric.partition('/')[2]} {values[0]:.3f} → {values[-1]:.3f}" if values else ""
         return f"{len(steps)} step{'s' * (len(steps) > 1)}, {ends}"

@@ -17,7 +17,7 @@ def summarise(run: Path) -> dict[str, Any]:
     recipe = read_recipe(run)
     rows = read_rows(run / "metrics.jsonl")
     steps = [row for row in rows if "train/version" in row]
-    sampled = any("rollout/reward" in row for row in steps)
+    sampled = any("rollout/responses" in row for row in steps)
     metric, better = ("rollout/reward", max) if sampled else ("train/loss", min)
     name = metric.rpartition("/")[2]
     held_out = f"validation/{name}"
@@ -29,10 +29,11 @@ def summarise(run: Path) -> dict[str, Any]:
         "seed": recipe.get("seed", 0),
         "steps": len(steps),
         "gradient_steps": int(steps[-1]["train/version"]),
-        f"{name}_first": _mean(measured[:end], metric),
-        f"{name}_last": _mean(measured[-end:], metric),
         "seconds": _seconds(run),
     }
+    if measured:
+        summary[f"{name}_first"] = _mean(measured[:end], metric)
+        summary[f"{name}_last"] = _mean(measured[-end:], metric)
     if sampled:
         summary["responses"] = int(sum(row["rollout/responses"] for row in steps))
     if checked:

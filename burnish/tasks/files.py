@@ -19,6 +19,7 @@ from burnish.graders.grader import Grader, grade_pairs, make_grader
 from burnish.graders.pool import Limits
 from burnish.graders.rewards import Reward
 from burnish.model.tokenizer import Tokenizer
+from burnish.plan import Room
 from burnish.types import Completion, Grade, IntArray, Prompt
 
 Row = dict[str, Any]
@@ -90,10 +91,16 @@ def make_files(
     seed: int,
     prompts: Iterable[str | Mapping[str, Any]] | None = None,
     reward: Reward | str | None = None,
+    room: Room | None = None,
 ) -> Files:
-    """The task that a recipe's section describes; a script's prompts and reward come before it."""
+    """The task that a recipe's section describes; a script's prompts and reward come before it.
+
+    room: for the longest prompt; None if no model bounds it.
+    """
     chosen = reward_of(config, reward)
     rows, validation = rows_of(config, seed=seed, prompts=prompts)
+    if room is not None:
+        check_lengths(config, [*rows, *validation], room, tokenizer=tokenizer)
     grader = make_grader(chosen, limits_of(config))
     return Files(rows, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
 
@@ -182,6 +189,46 @@ def rows_from(prompts: Iterable[str | Mapping[str, Any]], check: Check | None = 
         raise DataError("prompts is empty; give at least one")
     check = check or check_row
     return [check(row, f"prompts[{i}]") for i, row in enumerate(given)]
+
+
+def check_lengths(
+    config: FilesTask | MathTask,
+    rows: Sequence[Row],
+    room: Room,
+    *,
+    tokenizer: Tokenizer,
+    check: Check | None = None,
+    ending: Callable[[Row], str] = lambda row: "",
+) -> None:
+    """Raises where a prompt is too long, with the file and the line of the first.
+
+    ``ending`` is the longest text that may follow a row's prompt; ``check`` read the rows.
+    """
+    lengths = []
+    for row in rows:
+        text, ids = encode(tokenizer, row["prompt"], chat=config.chat)
+        if more := ending(row):
+            ids = tokenizer.encode(text + more, add_special=not config.chat)
+        lengths.append(len(ids))
+    long = [i for i, length in enumerate(lengths) if length > room.tokens]
+    if long:
+        first = rows[long[0]]
+        others = f" (and {len(long) - 1} others are too long)" if long[1:] else ""
+        raise DataError(
+            f"{place(config, first, check)}: the prompt has {lengths[long[0]]:,} tokens, and "
+            f"{room.why} leaves {room.tokens:,}{others}; shorten it or leave the row out, or make "
+            "room"
+        )
+
+
+def place(config: Rows | MathTask, row: Row, check: Check | None = None) -> str:
+    """Words for where a row came from: its file and line, found by reading again."""
+    for source in (config.train, config.validation):
+        if source is not None and not source.startswith("hf:"):
+            for number, other in enumerate(read_rows(Path(source), check), 1):
+                if other.items() <= row.items():
+                    return f"{source}, line {number}"
+    return f"the row with the prompt {str(row['prompt'])[:80]!r}"
 
 
 def check_row(row: Any, where: str) -> Row:

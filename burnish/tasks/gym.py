@@ -7,7 +7,7 @@ group's index. What is held out is drawn first, the same for every seed, and nev
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from burnish.graders.grader import Grader, grade_pairs
 from burnish.graders.pool import GraderPool
 from burnish.graders.rewards import Source
 from burnish.model.tokenizer import Tokenizer
+from burnish.plan import Room
 from burnish.tasks.files import encode, limits_of
+from burnish.tasks.room import fitting
 from burnish.types import Completion, Grade, Prompt
 
 SCORER = Source(
@@ -41,25 +43,30 @@ PATIENCE = 100
 class Gym:
     """One generator's questions; the scorers' workers start with the first grade."""
 
-    def __init__(self, config: GymTask, *, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(
+        self, config: GymTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
+    ) -> None:
+        """room: for the longest prompt; None if no model bounds it."""
         self.config = config
         self._tokenizer = tokenizer
+        self._room = room
         self._size = int(config.settings.get("size", SIZE))
         self._train = make_dataset(config, seed, TRAIN)
         self._held_out = self._hold_out()
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of the run's group number ``index``."""
-        for further in range(PATIENCE):
-            entry = self._train[(index + further * self._size // PATIENCE) % self._size]
-            if entry["question"] not in self._held_out:
-                return self._prompt(f"gym/train/{index}", entry)
-        raise self._too_few("are held out")
+        places = (index + further * self._size // PATIENCE for further in range(PATIENCE))
+        entries = (self._train[place % self._size] for place in places)
+        others = (entry for entry in entries if entry["question"] not in self._held_out)
+        found = self._fitting(f"gym/train/{index}", others)
+        if found is None:
+            raise self._too_few("are held out")
+        return found
 
     @property
     def validation(self) -> list[Prompt]:
-        entries = enumerate(self._held_out.values())
-        return [self._prompt(f"gym/validation/{i}", entry) for i, entry in entries]
+        return list(self._held_out.values())
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         """Parts: format (an answer was found), answer (it has the whole point), ended."""
@@ -76,15 +83,23 @@ class Gym:
     def _grader(self) -> Grader:
         return GraderPool(SCORER, limits_of(self.config))
 
-    def _hold_out(self) -> dict[str, Any]:
-        """Entries by their question."""
-        dataset, wanted = make_dataset(self.config, HELD_OUT_SEED, VALIDATION), {}
-        for index in range(min(self._size, PATIENCE * self.config.validation_prompts)):
-            entry = dataset[index]
-            wanted[entry["question"]] = entry
-            if len(wanted) == self.config.validation_prompts:
-                return wanted
-        raise self._too_few(f"are {len(wanted)}")
+    def _hold_out(self) -> dict[str, Prompt]:
+        """Prompts by their question; another takes the place of one that is skipped."""
+        dataset = make_dataset(self.config, HELD_OUT_SEED, VALIDATION)
+        count = self.config.validation_prompts
+        entries = map(dataset.__getitem__, range(min(self._size, PATIENCE * count)))
+        wanted: dict[str, Prompt] = {}
+        others = (entry for entry in entries if entry["question"] not in wanted)
+        while len(wanted) < count:
+            found = self._fitting(f"gym/validation/{len(wanted)}", others)
+            if found is None:
+                raise self._too_few(f"are {len(wanted)}")
+            wanted[found.reference["entry"]["question"]] = found
+        return wanted
+
+    def _fitting(self, prompt_id: str, entries: Iterable[Any]) -> Prompt | None:
+        prompts = (self._prompt(prompt_id, entry) for entry in entries)
+        return fitting(prompts, self._room, self.config.long_prompts, self._tokenizer)
 
     def _too_few(self, how: str) -> DataError:
         return DataError(

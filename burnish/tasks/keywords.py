@@ -8,8 +8,9 @@ never saw a word but in training, they share words and no set of words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -22,7 +23,9 @@ from burnish.errors import ConfigError
 from burnish.graders import keywords
 from burnish.graders.grader import InProcess, grade_pairs
 from burnish.model.tokenizer import Tokenizer
+from burnish.plan import Room
 from burnish.tasks.files import encode
+from burnish.tasks.room import fitting
 from burnish.types import Completion, Grade, Prompt
 
 WORDS = Path(__file__).with_name("words.txt")
@@ -30,6 +33,8 @@ SPLIT, TRAIN, VALIDATION = 1, 2, 3
 """What a draw is for; they share no numbers."""
 PATIENCE = 1000
 """Draws of a set of words that is on the right side."""
+TRIED = 100
+"""Sets of words until one of them must make a prompt that is not too long."""
 HELD_OUT_SEED = 0
 """The split and the validation prompts are the same whatever a run's seed, so that runs compare."""
 
@@ -51,9 +56,13 @@ def _held_out(words: Sequence[str]) -> bool:
 class Keywords:
     """As many prompts as are asked for; the grader is a plain text search, so it stays here."""
 
-    def __init__(self, config: KeywordsTask, *, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(
+        self, config: KeywordsTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
+    ) -> None:
+        """room: for the longest prompt; None if no model bounds it."""
         self.config = config
         self._tokenizer = tokenizer
+        self._room = room
         self._seed = seed
         self._grader = InProcess(keywords.REWARDS[config.reward])
         words = word_list()
@@ -71,10 +80,11 @@ class Keywords:
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of the run's group number ``index``."""
-        return self._prompt(f"keywords/train/{index}", self.draw(index))
+        return self._fitting(f"keywords/train/{index}", self._draws(index, validation=False))
 
     def validation_prompt(self, index: int) -> Prompt:
-        return self._prompt(f"keywords/validation/{index}", self.draw(index, validation=True))
+        drawn = self._draws(index, validation=True)
+        return self._fitting(f"keywords/validation/{index}", drawn)
 
     @property
     def validation(self) -> list[Prompt]:
@@ -93,6 +103,10 @@ class Keywords:
 
     def draw(self, index: int, *, validation: bool = False) -> list[str]:
         """The words of a prompt, all different."""
+        return next(self._draws(index, validation=validation))
+
+    def _draws(self, index: int, *, validation: bool) -> Iterator[list[str]]:
+        """Sets of words, of which the first that there is room for is a prompt's."""
         least, most = self.config.least, self.config.most
         purpose = VALIDATION if validation else TRAIN
         seed = HELD_OUT_SEED if validation else self._seed
@@ -103,11 +117,17 @@ class Keywords:
             words = list(self.validation_words if validation else self.words)
             drawn = [words.pop(int(draw * len(words))) for draw in draws[1 : count + 1]]
             if self.config.validation_words or _held_out(drawn) == validation:
-                return drawn
+                yield drawn
         raise ConfigError(
             f"task.words = {self.config.words} make too few sets of {least} to {most} words "
             "to train on some and hold out others; raise it"
         )
+
+    def _fitting(self, prompt_id: str, drawn: Iterator[list[str]]) -> Prompt:
+        prompts = (self._prompt(prompt_id, words) for words in islice(drawn, TRIED))
+        found = fitting(prompts, self._room, self.config.long_prompts, self._tokenizer)
+        assert found is not None, "draws end with an error"
+        return found
 
     def _prompt(self, prompt_id: str, words: list[str]) -> Prompt:
         asked = instruction(words)

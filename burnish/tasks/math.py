@@ -20,7 +20,8 @@ from burnish.graders import extract
 from burnish.graders.answers import gold_texts, readable
 from burnish.graders.math import Format, MathGrader
 from burnish.model.tokenizer import Tokenizer
-from burnish.tasks.files import Files, Row, check_text, limits_of, read_rows, split
+from burnish.plan import Room
+from burnish.tasks.files import Files, Row, check_lengths, check_text, limits_of, read_rows, split
 from burnish.tasks.pairs import MARKS
 from burnish.types import Prompt
 
@@ -69,8 +70,13 @@ class Math(Files):
         return extract.EXTRACTORS[self.config.answer_format](response)
 
 
-def make_math(config: MathTask, *, tokenizer: Tokenizer, seed: int) -> Math:
-    """The task of a recipe's section: rows read, checked and split, the math grader's to grade."""
+def make_math(
+    config: MathTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
+) -> Math:
+    """The task of a recipe's section: rows read, checked and split, the math grader's to grade.
+
+    room: for the longest prompt; None if no model bounds it.
+    """
     train, validation = rows_of(config, seed=seed)
     for row in (*train, *validation):
         row["prompt"] = config.template.replace("{question}", row["question"])
@@ -79,8 +85,17 @@ def make_math(config: MathTask, *, tokenizer: Tokenizer, seed: int) -> Math:
             f"task.hints = {config.hints:g} needs worked answers, lines or equations before #### "
             f"or a box, and no row of {config.train} has one; leave it at 0"
         )
+    if room is not None:
+        hint = _longest_hint if config.hints else lambda row: ""
+        every = [*train, *validation]
+        check_lengths(config, every, room, tokenizer=tokenizer, check=check_row, ending=hint)
     grader = MathGrader(cast(Format, config.answer_format), limits_of(config))
     return Math(train, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
+
+
+def _longest_hint(row: Row) -> str:
+    begun = beginnings(row["solution"])
+    return f" {begun[-1]}" if begun else ""
 
 
 def beginnings(solution: Any) -> list[str]:

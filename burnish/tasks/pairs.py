@@ -18,7 +18,7 @@ from burnish.config import PairsTask
 from burnish.draws import Stream, permutation
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
-from burnish.tasks.files import EPOCH, Row, check_row, check_text, encode, rows_of
+from burnish.tasks.files import EPOCH, Row, check_row, check_text, encode, place, rows_of
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
 
 MARKS = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")
@@ -73,8 +73,9 @@ class Pairs:
         ids = np.append(answer, np.int32(self._tokenizer.end_ids[0]))
         if len(prompt) + len(ids) > self._longest:
             raise DataError(
-                f"{prompt_id}: prompt and answer are {len(prompt) + len(ids)} tokens, the model's "
-                f"context or train.micro_tokens is {self._longest}; shorten the row or leave it out"
+                f"{place(config, row, check_pair)}: prompt and answer are "
+                f"{len(prompt) + len(ids)} tokens, the model's context or train.micro_tokens is "
+                f"{self._longest}; shorten the row or leave it out"
             )
         completion = Completion(
             request_id=prompt_id,

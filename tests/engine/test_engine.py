@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -358,6 +360,22 @@ def test_load_refuses_and_keeps_the_old_weights() -> None:
         engine.load(missing)
     assert engine.version == 0
     tiny.assert_same(alone([one]), tiny.finish(engine, []))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is resident")
+def test_loading_again_takes_no_more_memory() -> None:
+    """MKL reserves 10 MB more than a packed weight fills; it must stay untouched memory."""
+    model = tiny.model(d_model=256, d_ff=1024, n_layers=8)
+    engine = NativeEngine(model, None, EngineConfig(kv_bytes=1 << 20))
+    engine.load(tiny.weights(model, 1))
+    used: list[float] = []
+    for version in range(2, 8):
+        parts = [torch.ones(2 << 20) for _ in range(16)]  # as a learner does between two loads
+        del parts
+        engine.load(tiny.weights(model, version))
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        used.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
+    assert max(used) - used[0] < 40, used  # MB; the model has 34
 
 
 def test_a_model_that_overflows_aborts_its_samples_and_leaves_no_trace() -> None:

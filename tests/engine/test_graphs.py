@@ -139,6 +139,16 @@ def test_tokens_sampled_ahead_are_those_sampled_one_by_one(params: Any, settings
         assert len(one.versions) == len(one.token_ids) == len(one.logprobs), key
 
 
+def test_nothing_is_sampled_inside_a_prompt_that_gets_one_token_of_a_step() -> None:
+    settings = {"step_tokens": 4}
+    given = [tiny.request(name, 1, max_tokens=30, group=i) for i, name in enumerate("abc")]
+    given = [replace(one, streamed=False) for one in (*given, tiny.request("d", 21, group=3))]
+    engine, steps = ahead(**settings)
+    done = tiny.finish(engine, given)
+    tiny.assert_same(tiny.finish(one_by_one(**settings), given), done)
+    assert max(steps) == engines.AHEAD
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -147,6 +147,39 @@ def test_planning_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def decoding(samples: int, **settings: int) -> Simulation:
+    """So many samples that have one token to run."""
+    given = {"max_running": 8, "step_tokens": 4} | settings
+    simulation = Simulation(Scheduler(Pages(100, 4), keep=True, **given))
+    for _ in range(samples):
+        simulation.submit(prompt=1, n=1, length=20)
+    simulation.step()
+    return simulation
+
+
+def test_a_plan_that_only_decodes() -> None:
+    scheduler = decoding(3).scheduler
+    assert scheduler.only_decodes(scheduler.plan())
+
+
+def test_one_token_of_an_unfinished_prompt_is_no_decoding() -> None:
+    simulation = decoding(3)
+    simulation.submit(prompt=9, n=1, length=2)
+    plan = simulation.scheduler.plan()
+    (sample,) = simulation.groups[3].sequences
+    assert (plan.counts[sample], sample.pending) == (1, 9)
+    assert not simulation.scheduler.only_decodes(plan)
+
+
+def test_who_waits_for_tokens_of_a_step_may_begin_and_who_waits_for_a_place_may_not() -> None:
+    for room, expected in ((8, False), (4, True)):
+        simulation = decoding(4, max_running=room)
+        simulation.submit(prompt=9, n=1, length=2)
+        plan = simulation.scheduler.plan()
+        assert len(simulation.scheduler.waiting) == 1
+        assert simulation.scheduler.only_decodes(plan) == expected
+
+
 def test_a_group_is_computed_once_and_its_pages_are_shared() -> None:
     scheduler = Scheduler(Pages(100, 4), max_running=8, step_tokens=64, keep=True)
     simulation = Simulation(scheduler)

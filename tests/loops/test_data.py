@@ -10,6 +10,7 @@ from burnish.errors import DataError
 from burnish.loops.data import worked, write_keywords, write_sums
 from burnish.tasks.files import read_rows
 from burnish.tasks.keywords import Keywords
+from burnish.types import Finish
 from tests.conftest import byte_tokenizer, make_group
 
 TASK = Keywords(KeywordsTask(), tokenizer=byte_tokenizer(), seed=0)
@@ -52,6 +53,18 @@ def test_only_answers_with_the_words_are_kept(tmp_path):
         "validation.jsonl",
     ]
     assert json.dumps(train[0]) in (tmp_path / "new/train.jsonl").read_text()
+
+
+def test_what_the_engine_aborted_is_no_answer(tmp_path):
+    class Overflows(Sampler):
+        def generate(self, prompts, **how):
+            answers = super().generate(prompts, **how)
+            return [
+                tuple(dataclasses.replace(a, finish=Finish.ABORT) for a in some) for some in answers
+            ]
+
+    with pytest.raises(DataError, match=r"only 0 of 4 rows after .* prompts"):
+        write_keywords(RECIPE, TASK, Overflows(lambda n: True), tmp_path, rows=5)
 
 
 def test_a_model_that_never_does_it(tmp_path):

@@ -84,10 +84,33 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     )  # nothing is left to sample
     with pytest.raises(RunError, match=r"another evaluation \(validation.temperature: 1.0 → 0"):
         api.evaluate("files", overrides=[*given, "validation.temperature=0"], out=out)
-    rows = (tmp_path / "rows.jsonl").read_text().replace("What", "Which")
-    (tmp_path / "rows.jsonl").write_text(rows)
-    with pytest.raises(RunError, match="answers other prompts, not files/validation/0"):
-        api.evaluate("files", overrides=given, out=out)
+
+
+def test_another_gold_answer_reward_or_grader_is_another_evaluation(tmp_path, smollm2, monkeypatch):
+    from burnish import inputs
+
+    given, out = setting(tmp_path, smollm2), tmp_path / "out"
+    recipe = api.evaluated("files", overrides=given)
+    before = api.evaluate("files", overrides=given, out=out).figures
+
+    def refused(what):
+        with pytest.raises(RunError, match=rf"another evaluation \(hash of {what}: \w+ → \w+"):
+            api.evaluate("files", overrides=given, out=out)
+        places.append(api.evaluation_path(recipe))
+
+    places = [api.evaluation_path(recipe)]
+    for name, old, new, what in (
+        ("rows.jsonl", '"answer": "4"', '"answer": "5"', r"task\.train"),
+        ("reward.py", "kind == 0", "kind == 1", r"task\.reward"),
+    ):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text.replace(old, new))
+        refused(what)
+        (tmp_path / name).write_text(text)
+    assert api.evaluate("files", overrides=given, out=out).figures == before
+    monkeypatch.setattr(inputs, "CODE", ("graders",))
+    refused("code")
+    assert len(set(places)) == len(places)
 
 
 def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
@@ -187,6 +210,11 @@ def test_what_is_evaluated(tmp_path):
     assert api.evaluated(str(run), model="other").model.name == "other"
     with pytest.raises(ConfigError, match="give one of the two"):
         api.evaluated(str(run), model="other", overrides=["model.name=third"])
+    sorted_run = tmp_path / "sorted"
+    sorted_run.mkdir()
+    (sorted_run / "recipe.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"trained the sorting model, .*sorted/report\.html has"):
+        api.evaluated(sorted_run)
     assert api.evaluated("files").name == "files"
     assert api.evaluated("keywords", overrides=["seed=4"]).seed == 4
     with pytest.raises(ConfigError, match="sft has answers to learn and none to grade"):

@@ -6,22 +6,27 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from burnish import api, config
+from burnish import api, cli, config, machine
+from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.runs import checkpoint
+from burnish.runs.directory import EVENTS
 from burnish.runs.report import write_report
+from tests.conftest import aborted
 
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
 SORT = ["train.steps=6", "train.epochs=2", "checkpoint.every=2", "validation.every=3"]
 SORT += ["objective.kl=k3", "objective.kl_refresh=4"]
-CHOSEN = ["task.prompts=7", "rollout.revisit=0.3", "rollout.group_size=2", "rollout.batch=6"]
-CHOSEN += ["train.batch=6"]
+MANY = ["task.prompts=7", "rollout.group_size=2", "rollout.batch=6", "train.batch=6"]
+"""More prompts than a step asks."""
 
 
 def tiny(smollm2, *more):
@@ -42,15 +47,39 @@ def stopper(after):
     return lambda: next(asked, None) is None
 
 
-def fingerprint(path, names=SAME):
-    """Hashes of what must not depend on interruptions: the files, weights and optimizer."""
-    files = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in names}
-    saved = checkpoint.load(checkpoint.latest(path))
-    tensors = {
-        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, tensor in ((n, t.reshape(-1)) for n, t in saved.tensors.items())
-    }
-    return files | tensors | {"learner": json.dumps(saved.state["learner"])}
+CLOCKS = ("timings.jsonl", "status.json", "restarts.txt", EVENTS)
+"""Files of clocks and of restarts."""
+
+
+def fingerprint(path):
+    """Every file of a run as it must be whatever interrupted the run: a hash, or the content
+    without clocks, without the number of restarts, and without the hashes of such fields."""
+    path = Path(path)
+    files = (file for file in path.rglob("*") if file.is_file() and file.name not in CLOCKS)
+    return {str(file.relative_to(path)): steady(file) for file in files}
+
+
+def steady(file):
+    if file.name == "summary.json":
+        return without(json.loads(file.read_text()), "seconds")
+    if file.name == "state.json":
+        state = without(json.loads(file.read_text()), "incarnation")
+        return state | {"positions": without(state["positions"], "timings.jsonl", EVENTS)}
+    if file.name == "manifest.json":
+        manifest = json.loads(file.read_text())["manifest"]
+        return manifest | {"files": without(manifest["files"], "state.json")}
+    if file.name == "report.html":
+        page, _, rest = file.read_text().partition('id="data">')
+        data, _, end = rest.partition("</script>")
+        shown = without(json.loads(data), "asof", "time", "run")
+        shown["tiles"] = [tile for tile in shown["tiles"] if tile[0] != "time"]
+        shown["panels"] = [p for p in shown["panels"] if "Tokens per second" not in json.dumps(p)]
+        return page, shown, end
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def without(table, *names):
+    return {key: value for key, value in table.items() if key not in names}
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +117,11 @@ def test_a_run_leaves_its_directory(tmp_path):
     assert "<html" in (path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("more", [[], CHOSEN])
-@pytest.mark.parametrize("stop_after", [1, 4])
+LINEAR = ["train.schedule=linear", "checkpoint.every=4"]
+
+
+@pytest.mark.parametrize("more", [[], MANY, LINEAR])
+@pytest.mark.parametrize("stop_after", [1, 4, 5])
 def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     asked = SORT + more
     whole = api.train("sort", overrides=asked, out=tmp_path / "whole")
@@ -100,6 +132,39 @@ def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     assert fingerprint(path) == fingerprint(whole)
     restarts = [checkpoint.load(checkpoint.latest(p)).state["incarnation"] for p in (whole, path)]
     assert restarts == [0, 1]
+
+
+def test_a_checkpoint_has_the_score_of_its_own_step_or_none(tmp_path):
+    asked = {"train": {"steps": 30, "epochs": 1}, "validation": {"every": 15}}
+    asked["checkpoint"] = {"every": 10, "keep": 3}
+    whole = api.train("sort", out=tmp_path / "whole", **asked)
+    scores = {row["step"]: row.get("validation/reward") for row in whole.metrics}
+    assert {s.step: s.score for s in whole.checkpoints} == {10: None, 20: None, 30: scores[30]}
+    path = api.train("sort", out=tmp_path / "run", stop=stopper(16), **asked)
+    assert {s.step: s.score for s in path.checkpoints} == {10: None, 16: None}
+    api.resume(path)
+    assert fingerprint(path) == fingerprint(whole)
+
+
+def test_a_stop_at_the_best_step_keeps_what_would_have_been_kept(tmp_path, monkeypatch):
+    """The best checkpoint of the cadence is not given up for one that goes again."""
+    from burnish.loops import run as loop
+
+    real = loop._Writer.save
+
+    def save(self, step, **how):
+        self._scores = {step: {2: 0.5, 4: 0.1, 5: 0.9}.get(step)}
+        real(self, step, **how)
+
+    monkeypatch.setattr(loop._Writer, "save", save)
+    asked = {"overrides": [*SORT, "checkpoint.keep=1"]}
+    whole = api.train("sort", out=tmp_path / "whole", **asked)
+    path = api.train("sort", out=tmp_path / "run", stop=stopper(5), **asked)
+    assert [saved.step for saved in path.checkpoints] == [2, 5]
+    assert path.best.step == 5
+    api.resume(path)
+    assert [saved.step for saved in path.checkpoints] == [2, 6]
+    assert fingerprint(path) == fingerprint(whole)
 
 
 def test_weights_say_how_often_the_run_was_restarted(tmp_path, monkeypatch):
@@ -198,6 +263,69 @@ def test_an_environment_that_changed_is_named(tmp_path):
     api.resume(path, anyway=True)
 
 
+def test_what_bits_depend_on_is_recorded(tmp_path):
+    path = api.train("sort", overrides=SORT, out=tmp_path / "run")
+    found = json.loads((path / "environment.json").read_text())
+    assert found["packages"].keys() == {"torch", "numpy", "pydantic", "numba", "triton"}
+    assert machine.processor() in found["processor"]
+    assert found["gpu"] is None
+    assert found["inputs"].keys() == {"code"}
+
+
+def test_a_run_does_not_go_on_with_another_model_other_rows_or_another_reward(smollm2, tmp_path):
+    names = ("tokenizer.json", "tokenizer_config.json", "config.json")
+    (tmp_path / "tokenizer").mkdir()
+    for name in names:
+        if (smollm2 / name).is_file():
+            (tmp_path / "tokenizer" / name).write_bytes((smollm2 / name).read_bytes())
+    rows = [json.dumps({"prompt": f"Say {word}.", "limit": 20}) + "\n" for word in "abcdefghij"]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings = [s for s in tiny(tmp_path / "tokenizer") if not s.startswith("task.")]
+    given = {"data": tmp_path / "rows.jsonl", "reward": f"{tmp_path / 'reward.py'}:short"}
+    given |= {"overrides": settings, "stop": stopper(2)}
+    path = api.train("keywords", out=tmp_path / "run", **given)
+    for file, what in (
+        ("tokenizer/config.json", "model"),
+        ("rows.jsonl", r"task\.train"),
+        ("reward.py", r"task\.reward"),
+    ):
+        before = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_bytes(before + b"\n")
+        if file == "rows.jsonl":
+            (tmp_path / file).write_bytes(before.replace(b"20", b"19", 1))
+        with pytest.raises(RunError, match=rf"\(inputs\.{what}: \w+ → \w+\).*resume with --anyway"):
+            api.resume(path)
+        (tmp_path / file).write_bytes(before)
+    assert api.resume(path).metrics[-1]["step"] == 6
+
+
+def test_a_run_of_a_model_that_a_run_learned_does_not_go_on_with_another(smollm2, tmp_path):
+    """That run has gone on, and its best checkpoint is another one by now."""
+    first = api.train("keywords", overrides=tiny(smollm2, "train.steps=2"), out=tmp_path / "first")
+    own = [s for s in tiny(smollm2) if not s.startswith("model.")]
+    own.append(f"model.name={first}")
+    path = api.train("keywords", overrides=own, out=tmp_path / "run", stop=stopper(2))
+    api.resume(first, overrides=["train.steps=3"])
+    shutil.rmtree(first / "checkpoints" / "step-00000002")
+    with pytest.raises(RunError, match=r"\(inputs\.model: \w+ → \w+\)"):
+        api.resume(path)
+
+
+def test_nothing_is_deleted_before_a_run_can_resume(tmp_path):
+    asked = [*SORT, "checkpoint.every=1", "checkpoint.keep=9"]
+    path = api.train("sort", overrides=asked, out=tmp_path / "run")
+    before = fingerprint(path)
+    log = (path / "log.txt").read_bytes()
+    (path / "log.txt").write_bytes(log[:10])
+    with pytest.raises(RunError, match=r"log\.txt holds 10 bytes"):
+        api.resume(path, from_checkpoint="step-00000002")
+    (path / "log.txt").write_bytes(log)
+    assert fingerprint(path) == before
+    api.resume(path, from_checkpoint="step-00000002")
+    assert fingerprint(path) == before
+
+
 def test_a_damaged_checkpoint_is_said_and_the_one_before_used_if_asked(tmp_path):
     whole = api.train("sort", overrides=SORT, out=tmp_path / "whole")
     path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(5))
@@ -223,7 +351,7 @@ def test_a_halted_run_keeps_what_it_had(tmp_path, monkeypatch):
             raise BurnishError("the grader is gone")
         return real(self, prompt, completion)
 
-    overrides = ["train.steps=9", "checkpoint.every=100", "validation.every=100", *CHOSEN]
+    overrides = ["train.steps=9", "checkpoint.every=100", "validation.every=100", *MANY]
     whole = api.train("sort", overrides=overrides, out=tmp_path / "whole")
     monkeypatch.setattr(Sorting, "grade", failing)
     with pytest.raises(BurnishError, match="the grader is gone"):
@@ -233,6 +361,29 @@ def test_a_halted_run_keeps_what_it_had(tmp_path, monkeypatch):
     monkeypatch.undo()
     api.resume(tmp_path / "run")
     assert fingerprint(tmp_path / "run") == fingerprint(whole)
+
+
+def test_a_run_that_halts_right_after_a_checkpoint_keeps_that_one(tmp_path, monkeypatch):
+    from burnish.tasks.sorting import Sorting
+
+    whole = api.train("sort", overrides=SORT, out=tmp_path / "whole")
+    monkeypatch.setattr(Sorting, "prompt", halting(Sorting.prompt, after=4 * 3))
+    with pytest.raises(BurnishError, match="no more prompts"):
+        api.train("sort", overrides=SORT, out=tmp_path / "run")
+    monkeypatch.undo()
+    names = [path.name for path in checkpoint.all_of(tmp_path / "run")]
+    assert names == ["step-00000002", "step-00000004"]
+    api.resume(tmp_path / "run")
+    assert fingerprint(tmp_path / "run") == fingerprint(whole)
+
+
+def halting(prompt, *, after):
+    def limited(self, index):
+        if index >= after:
+            raise BurnishError("no more prompts")
+        return prompt(self, index)
+
+    return limited
 
 
 def test_an_exported_model_repeats_the_validation(smollm2, tmp_path):
@@ -321,8 +472,6 @@ def test_ten_kills_at_random_moments_change_nothing(smollm2, tmp_path, monkeypat
             assert last.exitcode == 0
             continue
         if (path / "summary.json").exists():  # it got to the end too soon: once more from the start
-            import shutil
-
             shutil.rmtree(path)
         victim = process()
         victim.start()
@@ -333,3 +482,25 @@ def test_ten_kills_at_random_moments_change_nothing(smollm2, tmp_path, monkeypat
         victim.join()
     assert kills >= 10
     assert fingerprint(path) == fingerprint(whole)
+
+
+def test_a_run_that_never_gets_a_grade_ends_with_readable_files(tmp_path, monkeypatch, capsys):
+    real = SorterEngine.generate
+
+    def overflows(self, *prompts, **how):
+        return [tuple(map(aborted, group)) for group in real(self, *prompts, **how)]
+
+    monkeypatch.setattr(SorterEngine, "generate", overflows)
+    change = ["train.steps=2", "rollout.max_errors=1"]
+    run = api.train("sort", overrides=change, out=tmp_path / "run")
+    rows = run.metrics
+    assert [row["train/version"] for row in rows[1:]] == [0, 0]
+    assert [row["train/skipped"] for row in rows[1:]] == [10, 10]
+    assert rows[0]["validation/aborted"] == rows[1]["rollout/aborted"] == 1
+    assert (run.summary["responses"], run.summary["gradient_steps"]) == (60, 0)
+    assert "2 steps" in repr(run)
+    write_report(run.path)
+    cli._show_end(run.path)
+    shown = capsys.readouterr().out
+    assert "no response was graded, 60 responses, 0 gradient steps" in shown
+    assert "before [no grade]" in shown

@@ -7,29 +7,27 @@ import torch
 
 from burnish import config
 from burnish.engine.sorter import SorterEngine
+from burnish.errors import GraderError
 from burnish.learner import objective
 from burnish.learner.learner import Learner, Scores
 from burnish.loops import sync
 from burnish.model.sorter import Sorter
 from burnish.rl.reduce import weighted_sum
-from burnish.rollout.choice import Choice
 from burnish.rollout.packing import pack
 from burnish.runs.timers import Timers
 from burnish.tasks.sorting import Sorting
-from tests.conftest import make_group
+from tests.conftest import aborted, make_group
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(*overrides, seed=0, name="sort"):
+def run(*overrides, seed=0, name="sort", sampler=SorterEngine):
     recipe = config.load(name, overrides, seed=seed)
     task = Sorting(recipe.task, seed=recipe.seed)
     size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
     learner = Learner(Sorter(*size, seed=recipe.seed), recipe.objective, recipe.train)
-    engine = SorterEngine(Sorter(*size, seed=recipe.seed))
-    choice = Choice(recipe.rollout.revisit, seed=seed)
-    parts = {"task": task, "choice": choice, "generator": engine, "learner": learner}
-    steps = sync.train(recipe, **parts, timers=Timers())
+    engine = sampler(Sorter(*size, seed=recipe.seed))
+    steps = sync.train(recipe, task=task, generator=engine, learner=learner, timers=Timers())
     return list(steps), learner
 
 
@@ -118,8 +116,8 @@ def test_the_policy_is_scored_only_where_a_step_does_not_do_it_anyway(loss, epoc
     assert passes.count(True) == 4 * epochs
     plain = Learner.score
 
-    def scored(self, batch, report):
-        return plain(self, batch, report)._replace(proximal=self.logprobs(batch))
+    def scored(self, batch, report, **planned):
+        return plain(self, batch, report, **planned)._replace(proximal=self.logprobs(batch))
 
     monkeypatch.setattr(Learner, "score", scored)
     again, other = run("train.steps=4", *change)
@@ -191,6 +189,67 @@ def test_skipped_steps_are_counted(monkeypatch):
     steps, learner = run("train.steps=1", "train.precision=fp16", "train.epochs=40")
     skipped = steps[0].metrics["train/skipped"]
     assert skipped == 40 - learner.version > 1
+
+
+def overflowing(lost):
+    """A sampler that aborts samples without a token: those of whom lost(group, sample) says so."""
+
+    class Overflowing(SorterEngine):
+        def generate(self, prompts, *, first_group, **how):
+            groups = super().generate(prompts, first_group=first_group, **how)
+            return [
+                tuple(aborted(c) if lost(g, i) else c for i, c in enumerate(group))
+                for g, group in enumerate(groups, first_group)
+            ]
+
+    return Overflowing
+
+
+def test_a_sample_that_the_engine_aborted_is_not_learned_from():
+    steps, _ = run("train.steps=2", sampler=overflowing(lambda group, sample: sample == 3))
+    for step in steps:
+        assert step.metrics["rollout/aborted"] == pytest.approx(0.1)
+        assert step.metrics["rollout/dropped_samples"] == 3
+        for k, group in enumerate(step.groups):
+            assert [c.sample_index for c in group.completions] == [0, 1, 2, *range(4, 10)]
+            centred = group.rewards - group.rewards.mean()
+            np.testing.assert_allclose(step.advantages[9 * k : 9 * k + 9], centred, atol=1e-6)
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "behavior"])
+def test_dropped_samples_leave_the_gradient_steps_that_were_planned(proximal):
+    change = ["train.steps=2", "train.batch=10", "train.epochs=2", "train.log_kl=true"]
+    change += [f"objective.proximal={proximal}"]
+    sampler = overflowing(lambda group, sample: group % 3 == 0 and sample == 3)
+    steps, learner = run(*change, sampler=sampler)
+    assert learner.version == 2 * config.load("sort", change).gradient_steps_per_rollout == 12
+    assert [step.metrics["train/skipped"] for step in steps] == [0, 0]
+
+
+def test_a_group_that_is_gone_leaves_fewer_gradient_steps_and_they_are_counted():
+    change = ["train.steps=1", "train.batch=10", "train.epochs=2", "rollout.max_errors=0.4"]
+    steps, learner = run(*change, sampler=overflowing(lambda group, sample: group == 1))
+    assert (learner.version, steps[0].metrics["train/skipped"]) == (4, 2)
+    assert [group.index for group in steps[0].groups] == [0, 2]
+
+
+def test_a_rollout_that_is_lost_is_counted_and_takes_no_gradient_step():
+    lost = overflowing(lambda group, sample: group in (3, 4, 5))
+    steps, learner = run("train.steps=3", "rollout.max_errors=1", "train.log_kl=true", sampler=lost)
+    assert [step.metrics["train/version"] for step in steps] == [10, 10, 20]
+    assert [step.metrics["train/skipped"] for step in steps] == [0, 10, 0]
+    empty = steps[1]
+    assert (empty.number, empty.groups, empty.advantages) == (2, [], [])
+    assert empty.learner_logprobs is None
+    assert empty.metrics["rollout/dropped_groups"] == 3
+    assert empty.metrics["rollout/dropped_samples"] == 30
+    assert all(np.isfinite(list(step.metrics.values())).all() for step in steps)
+    assert learner.version == 20
+
+
+def test_a_rollout_that_is_lost_still_halts_where_errors_are_few():
+    with pytest.raises(GraderError, match="30 of 30 responses"):
+        run("train.steps=1", sampler=overflowing(lambda group, sample: True))
 
 
 def test_drift_is_measured_on_fresh_rollouts():

@@ -31,8 +31,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
-    "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0},
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 5000.0,
@@ -40,30 +38,6 @@ ROPES: dict[str, dict[str, Any]] = {
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 500.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-    "yarn, all settings": {
-        "rope_type": "yarn",
-        "rope_theta": 500.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 8.0,
-        "beta_slow": 0.5,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-        "truncate": False,
-    },
-    "yarn, own temperature": {
-        "rope_type": "yarn",
-        "rope_theta": 500.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "attention_factor": 1.5,
     },
 }
 
@@ -100,6 +74,7 @@ def write(
     kind: Kind = Kind.F32,
     *,
     tokenizer: bool = False,
+    scaling: str | None = None,
     **extra: Any,
 ) -> Path:
     config = model.config
@@ -113,6 +88,8 @@ def write(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
     writer.add_vocab_size(config.vocab_size)
     writer.add_key_length(model.model.layers[0].self_attn.head_dim)
     if tokenizer:

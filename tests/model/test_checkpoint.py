@@ -146,6 +146,7 @@ def test_harmless_extras_are_accepted(tmp_path: Path) -> None:
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"mlp_bias": True, "hidden_act": "gelu"}, "mlp_bias = True, hidden_act = 'gelu'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "got 'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn", "beta_fast": 32.0}}, "got 'yarn'"),
         ({"rope_parameters": {"mrope_section": [1]}}, "unknown rope settings.*mrope_section"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),

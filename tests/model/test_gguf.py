@@ -91,6 +91,12 @@ def test_llama3_stretching_is_found_again(tmp_path: Path) -> None:
         checkpoint.load(path)
 
 
+def test_other_stretching_is_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", make("llama"), "llama", scaling="yarn")
+    with pytest.raises(ModelError, match="got 'yarn'"):
+        checkpoint.load(path)
+
+
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", make("llama"), "gemma3")
     with pytest.raises(ModelError, match="'gemma3' is not supported"):

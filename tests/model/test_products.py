@@ -62,6 +62,28 @@ def test_attention_is_that_of_float32(narrow, heads):
     torch.testing.assert_close(products.attention(q, k, v, is_causal=True), wanted.to(narrow))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 65, 300])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_weights_multiply_any_number_of_rows(rows, biased):
+    x, weight = drawn(rows, 576, dtype=torch.float32), drawn(960, 576, dtype=torch.float32)
+    bias = drawn(960, dtype=torch.float32) if biased else None
+    wanted = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    layer = kernels.packed_linear(weight, bias)
+    torch.testing.assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-3)
+    assert torch.equal(layer(x), layer(x.clone()))
+
+
+def test_a_packed_weight_that_multiplies_wrongly_is_not_used(monkeypatch):
+    weight = drawn(12, 8, dtype=torch.float32)
+    monkeypatch.setattr(kernels, "_PACKED_WELL", {weight.shape: False})
+    monkeypatch.setattr(torch.ops.mkl, "_mkl_linear", None)
+    x = drawn(3, 8, dtype=torch.float32)
+    wanted = torch.nn.functional.linear(x, weight)
+    torch.testing.assert_close(kernels.packed_linear(weight, None)(x), wanted)
+
+
 def test_the_engines_linear_layer_and_attention_are_float32s_rounded(narrow):
     x, weight, bias = drawn(5, 7, dtype=narrow), drawn(3, 7, dtype=narrow), drawn(3, dtype=narrow)
     out = kernels.packed_linear(weight, bias)(x)

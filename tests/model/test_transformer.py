@@ -78,12 +78,13 @@ def test_impossible_sizes_are_refused(change: dict[str, object], message: str) -
 
 
 def test_impossible_rope_is_refused() -> None:
-    with pytest.raises(ModelError, match="got 'longrope'"):
+    with pytest.raises(ModelError, match="must be default or llama3, got 'longrope'"):
         Rope(rope_type="longrope")
     with pytest.raises(ModelError, match="'llama3' needs low_freq_factor"):
         Rope(rope_type="llama3", factor=2.0, high_freq_factor=4.0)
 
 
 def test_hf_config_round_trip() -> None:
-    config = replace(TINY, family="qwen3", head_dim=8, rope=Rope("linear", 500.0, 2.0))
+    rope = Rope("llama3", 500.0, 2.0, 32, 1.0, 4.0)
+    config = replace(TINY, family="qwen3", head_dim=8, rope=rope)
     assert ModelConfig.from_hf(config.to_hf()) == config

@@ -40,9 +40,48 @@ def test_default_eps_of_the_zscore_is_1e_6():
     )
 
 
-def test_equal_rewards_teach_nothing():
-    rewards = torch.full((4,), 0.1, dtype=D)
-    close(advantages.group_zscore(rewards, torch.zeros(4)), torch.zeros(4), atol=1e-9)
+EQUAL = [0.7, 0.1, 100.1, -3.3, 1e-30, 1e30, 1e38]
+"""Rewards whose float32 sums over 16 responses round, or overflow."""
+BASELINES = {
+    "group_mean": advantages.group_mean,
+    "group_zscore": advantages.group_zscore,
+    "group_zscore without eps": lambda r, g: advantages.group_zscore(r, g, eps=0.0),
+    "leave_one_out": advantages.leave_one_out,
+    "best_of_group": lambda r, g: advantages.best_of_group(r, g, centered=True),
+}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("reward", EQUAL)
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+def test_equal_rewards_teach_exactly_nothing(name, reward, dtype):
+    rewards = torch.tensor([reward] * 16 + [0.0, 1.0], dtype=dtype)
+    groups = torch.tensor([4] * 16 + [9] * 2)
+    got = BASELINES[name](rewards, groups)
+    assert got[:16].tolist() == [0.0] * 16
+    assert got[17] > 0
+
+
+def test_rewards_that_differ_in_the_last_bit_still_add_up_to_nothing():
+    """The baseline is not rounded to the size of the rewards, only to that of their differences."""
+    rewards = torch.tensor([100.1] * 15 + [100.2])
+    expected = rewards.double() - rewards.double().mean()
+    close(advantages.group_mean(rewards, torch.zeros(16)), expected.float(), atol=1e-8)
+    rewards[15] = torch.nextafter(rewards[0], torch.tensor(200.0))
+    assert advantages.group_mean(rewards, torch.zeros(16)).double().sum().abs() < 1e-9
+
+
+@pytest.mark.parametrize("reward", EQUAL)
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+def test_a_constant_batch_whitens_to_exactly_nothing(reward, dtype):
+    x = torch.full((3, 7), reward, dtype=dtype)
+    mask = torch.arange(7)[None] < torch.tensor([[7], [3], [1]])
+    assert advantages.whiten(x, mask)[mask].tolist() == [0.0] * 11
+    assert advantages.whiten(x, mask, shift_mean=False)[mask].tolist() == [x[0, 0].item()] * 11
+    given = on_last_action(x[:, 0], mask)
+    assert not advantages.reinforce_plus_plus(given, mask).any()
+    groups = torch.zeros(3)
+    assert not advantages.reinforce_plus_plus_baseline(x[:, 0], groups, mask).any()
 
 
 def test_leave_one_out():

@@ -6,6 +6,7 @@ import torch
 from burnish.errors import ConfigError
 from burnish.rollout.packing import cut, pack, take, take_streams, train_batches
 from burnish.types import LearnBatch, PackedBatch
+from tests.conftest import make_group
 
 
 def test_a_group_packs_as_prompt_then_responses(two_groups):
@@ -33,8 +34,6 @@ def test_a_group_packs_as_prompt_then_responses(two_groups):
 
 
 def test_what_the_system_put_there_is_no_action(two_groups):
-    from tests.conftest import make_group
-
     group = make_group(0, [1], [[2, 3, 4]], [1.0], sampled=[[True, False, True]])
     batch = pack([group])
     assert batch.is_action.tolist() == [False, True, False, True]
@@ -111,6 +110,27 @@ def test_train_batches_are_whole_groups(two_groups):
     assert pieces(train_batches(whole, 4), whole) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert pieces(train_batches(whole, 8), whole) == [[*range(8)]]
     assert pieces(train_batches(pack(two_groups), 2), pack(two_groups)) == [[0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "responses", "count", "expected"),
+    [
+        ((14, 16, 16, 16), 32, 2, [30, 32]),
+        ((14, 16, 16, 16), 32, None, [30, 32]),
+        ((15, *[16] * 7), 16, 8, [15, *[16] * 7]),
+        ((16, 16, 16), 32, 2, [32, 16]),  # of four groups one was dropped
+        ((3, 2, 2, 4), 8, 4, [3, 2, 2, 4]),  # most samples were dropped: as many batches still
+        ((2, 2, 2), 4, 4, [2, 2, 2]),  # a batch has a whole group
+        ((16, *[15] * 13), 32, 8, [31, 30, 30, 15, 30, 30, 30, 15]),
+        ((5,), 8, 4, [5]),
+    ],
+)
+def test_dropped_samples_leave_as_many_train_batches(sizes, responses, count, expected):
+    groups = [make_group(i, [1, 2], [[3]] * size, [0.0] * size) for i, size in enumerate(sizes)]
+    whole = pack(groups)
+    parts = train_batches(whole, responses, count=count)
+    assert [len(part.batch.rewards) for part in parts] == expected
+    assert torch.cat([part.slots for part in parts]).tolist() == list(range(len(whole.tokens)))
 
 
 def test_streams_go_with_their_tokens(two_groups):

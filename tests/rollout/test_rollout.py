@@ -3,8 +3,10 @@ import dataclasses
 import pytest
 
 from burnish.errors import DataError
+from burnish.rollout.filters import drop_errors
 from burnish.rollout.rollout import describe, grade
 from burnish.types import Grade, Status
+from tests.conftest import aborted, make_group
 
 
 def test_grading_keeps_the_order_and_numbers_the_groups(two_groups):
@@ -27,6 +29,42 @@ def test_a_task_that_forgets_a_grade_is_told(two_groups):
     prompts = [group.prompt for group in two_groups]
     with pytest.raises(DataError, match="gave 4 grades for 5 responses"):
         grade(Forgetful(), prompts, [group.completions for group in two_groups], 7)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_sample_that_the_engine_aborted_is_not_graded_and_leaves_like_an_error(tokens):
+    seen = []
+
+    class Lengths:
+        def grade_all(self, pairs):
+            seen.extend(completion.sample_index for _, completion in pairs)
+            return [Grade(float(completion.sample_index)) for _, completion in pairs]
+
+    given = make_group(0, [1, 2], [[3, 4], [5, 6], [7, 8]], [0, 0, 0])
+    first, second, third = given.completions
+    responses = [(first, aborted(second, tokens=tokens), third)]
+    groups = grade(Lengths(), [given.prompt], responses, 0)
+    assert seen == [0, 2]
+    assert [g.status for g in groups[0].grades] == [Status.SCORED, Status.ERROR, Status.SCORED]
+    assert "the engine aborted the sample" in groups[0].grades[1].message
+    metrics = describe(groups)
+    assert metrics["rollout/reward"] == 1.0
+    assert metrics["rollout/aborted"] == pytest.approx(1 / 3)
+    (left,), dropped = drop_errors(groups)
+    assert [c.sample_index for c in left.completions] == [0, 2]
+    assert left.rewards.tolist() == [0.0, 2.0]
+    assert dropped == {"rollout/dropped_samples": 1.0, "rollout/dropped_groups": 0.0}
+
+
+def test_a_task_may_be_left_with_nothing_to_grade():
+    class Together:
+        def grade_all(self, pairs):
+            return [Grade(1.0) for _ in pairs]
+
+    given = make_group(0, [1, 2], [[3], [4]], [0, 0])
+    (group,) = grade(Together(), [given.prompt], [tuple(map(aborted, given.completions))], 0)
+    assert {g.status for g in group.grades} == {Status.ERROR}
+    assert drop_errors([group])[0] == []
 
 
 def test_describe(two_groups):

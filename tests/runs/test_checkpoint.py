@@ -69,8 +69,26 @@ def test_a_step_saved_again_replaces_itself_without_a_gap(tmp_path):
 
 def test_resuming_from_an_earlier_one_discards_the_later(tmp_path):
     paths = [checkpoint.save(tmp_path, step, TENSORS, {}, keep=5) for step in (1, 2, 3)]
-    checkpoint.discard_after(tmp_path, paths[1])
+    checkpoint.return_to(tmp_path, paths[1])
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_what_a_killed_process_had_no_time_to_delete_goes_when_the_run_resumes(tmp_path):
+    for step in (1, 2, 3):
+        last = checkpoint.save(tmp_path, step, TENSORS, {}, keep=5)
+    (tmp_path / "checkpoints" / ".step-00000000.dead").mkdir()
+    checkpoint.return_to(tmp_path, last, keep=1)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_one_that_was_not_planned_goes_with_the_next(tmp_path):
+    """Here of highest score: until the next is saved it is the best."""
+    for step, score, planned in ((10, 0.5, True), (20, 0.1, True), (25, 0.9, False)):
+        checkpoint.save(tmp_path, step, TENSORS, {}, score=score, keep=1, planned=planned)
+    assert names(tmp_path) == ["step-00000010", "step-00000025"]
+    assert checkpoint.best(tmp_path).name == "step-00000025"
+    checkpoint.save(tmp_path, 30, TENSORS, {}, keep=1)
+    assert names(tmp_path) == ["step-00000010", "step-00000030"]
 
 
 @pytest.mark.parametrize("name", [checkpoint.TENSORS, checkpoint.STATE, checkpoint.MANIFEST])

@@ -10,7 +10,7 @@ import pytest
 from burnish import config
 from burnish.errors import RunError
 from burnish.runs import plots, rollouts
-from burnish.runs.directory import EVENTS, RunDirectory, is_held, next_directory
+from burnish.runs.directory import EVENTS, RunDirectory, claimed, is_held, next_directory
 from burnish.runs.metrics import combine, read_rows
 from burnish.runs.rollouts import readable
 from burnish.runs.tensorboard import append_scalars
@@ -76,6 +76,38 @@ def test_next_directory(tmp_path):
     assert next_directory(tmp_path, "sort").name == "sort-1"
     (tmp_path / "sort-1").mkdir()
     assert next_directory(tmp_path, "sort").name == "sort-2"
+
+
+def test_a_directory_is_taken_at_once_and_left_again_if_nothing_came_of_it(tmp_path):
+    root = tmp_path / "runs"
+    with claimed(None, "sort", root) as one, claimed(None, "sort", root) as two:
+        assert [one.name, two.name] == ["sort-1", "sort-2"]
+        with RunDirectory(two, RECIPE):
+            pass
+    assert [path.name for path in root.iterdir()] == ["sort-2"]
+    with claimed(None, "other", tmp_path / "none"):
+        pass
+    assert not (tmp_path / "none").exists()
+    with claimed(tmp_path / "mine", "sort", root) as path:
+        assert path == tmp_path / "mine"
+    assert not path.exists()
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(RunError, match=r"can't write to .*choose an --out"),
+        claimed(None, "sort", tmp_path / "file"),
+    ):
+        pass
+
+
+def test_a_run_that_was_killed_before_it_began_is_begun_again(tmp_path):
+    (tmp_path / "environment.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    with RunDirectory(tmp_path, RECIPE):
+        pass
+    (tmp_path / "recipe.toml").unlink()
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(RunError, match=r"must be new or empty, it holds mine\.txt"):
+        RunDirectory(tmp_path, RECIPE)
 
 
 def test_rows_of_a_crashed_run_are_read_up_to_the_crash(tmp_path):
@@ -204,7 +236,7 @@ def test_a_reopened_run_is_cut_back_to_its_checkpoint(tmp_path):
         run.write("summary.json", "{}")
     assert sorted(positions) == [EVENTS, "log.txt", "metrics.jsonl"]
     with RunDirectory.reopen(tmp_path / "killed") as run:
-        with pytest.raises(RunError, match="in use"):
+        with pytest.raises(RunError, match="in use by another run; watch it with `burnish watch`"):
             RunDirectory.reopen(tmp_path / "killed")
         run.append("metrics.jsonl", "an open file is cut too\n")
         run.cut_back(positions)
