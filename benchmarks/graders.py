@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from burnish.graders.answer import MathGrader
+from burnish.graders.math import MathGrader
 from burnish.graders.pool import Limits
 
 THINKING = "Let us go through this step by step: first one thing, then the other. " * 17

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from burnish.graders import keywords as keyword_grader
-from burnish.graders.answer import question_only_reward_fn as question_only_reward_fn
-from burnish.graders.answer import r1_zero_reward_fn as r1_zero_reward_fn
+from burnish.graders.math import question_only_reward_fn as question_only_reward_fn
+from burnish.graders.math import r1_zero_reward_fn as r1_zero_reward_fn
 from burnish.rl import advantages as estimators
 from burnish.rl import losses, ratios, reduce
 

@@ -17,8 +17,8 @@ from burnish.config import MathTask
 from burnish.draws import Stream, uniforms
 from burnish.errors import DataError, MissingExtra
 from burnish.graders import extract
-from burnish.graders.answer import Format, MathGrader, gold_texts
-from burnish.graders.equivalence import readable
+from burnish.graders.answers import gold_texts, readable
+from burnish.graders.math import Format, MathGrader
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
 from burnish.tasks.files import Files, Row, check_lengths, check_text, limits_of, read_rows, split

@@ -1,6 +1,6 @@
 import pytest
 
-from burnish.graders.answer import AnswerChecker
+from burnish.graders.answers import AnswerChecker
 from burnish.graders.pool import Limits
 
 

@@ -17,9 +17,11 @@ import pytest
 
 from burnish import grpo
 from burnish.errors import DataError, MissingExtra
-from burnish.graders import answer as module
-from burnish.graders.answer import AnswerChecker, MathGrader, equivalent
-from burnish.graders.equivalence import compare
+from burnish.graders import math as module
+from burnish.graders.answers import AnswerChecker, Verdict, compare
+from burnish.graders.answers import checker as checkers
+from burnish.graders.answers.comparison import decide
+from burnish.graders.math import MathGrader
 from burnish.graders.pool import Limits
 from burnish.graders.rewards import Source
 from burnish.types import Status
@@ -51,6 +53,7 @@ def quick():
 @pytest.fixture(autouse=True)
 def one_pool(checker, monkeypatch):
     """The plain functions use the tests' pool."""
+    monkeypatch.setattr(checkers, "shared", lambda: checker)
     for name in ("r1_zero", "boxed"):
         monkeypatch.setattr(module._shared(name), "checker", checker)
 
@@ -114,10 +117,13 @@ def test_a_ground_truth_that_cannot_be_parsed_is_said(truth):
             grpo.r1_zero_reward_fn(response, truth)
 
 
-def test_equivalent():
-    assert equivalent("x + 1", "1 + x")
-    assert equivalent("A", ["(A)", "(B)"])
-    assert not equivalent("0", "1e-9")
+def test_the_door():
+    assert compare("x + 1", "1 + x") is Verdict.EQUAL
+    assert compare("A", ["(A)", "(B)"]) is Verdict.EQUAL
+    assert compare("0", "1e-9") is Verdict.DIFFERENT
+    assert compare("x +", "x + 1") is Verdict.UNREADABLE
+    assert compare("x", "x^") is Verdict.BAD_GOLD
+    assert compare(SLOW, "x + 1") is Verdict.UNDECIDED
 
 
 def test_statuses_parts_counts_and_order(quick):
@@ -190,7 +196,7 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
     file.write_text(
         textwrap.dedent(
             r"""
-            from burnish.graders.answer import question_only_reward_fn
+            from burnish.graders.math import question_only_reward_fn
             from burnish.graders.grader import make_grader
             from burnish.graders.pool import Limits
             print("begins")
@@ -212,7 +218,7 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
 
 def test_a_pool_that_was_closed_or_is_a_parents_is_replaced(monkeypatch):
     light = Path(__file__).with_name("rewards_for_tests.py")
-    monkeypatch.setattr(module, "SYMBOLIC", Source(f"{light}:length"))
+    monkeypatch.setattr(checkers, "SYMBOLIC", Source(f"{light}:length"))
     checker = AnswerChecker(Limits(workers=1))
     first = checker._workers()
     assert checker._workers() is first
@@ -275,7 +281,7 @@ def test_hostile_strings(quick, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     strings = withstand(quick, 270, tmp_path / "canary")
     for text in strings:  # as gold answers, as far as this process goes
-        compare("42", text)
+        decide("42", [text])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
 
 

@@ -1,4 +1,4 @@
-"""What a normalised answer is: something with parts, an equation, words, a choice, or algebra."""
+"""What a normalised answer is: something with parts, an equation, words, or a choice."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from burnish.graders.spelling import BRACKETS, COMMA, FUNCTIONS, closes, cut, normalise
+from burnish.graders.answers.spelling import BRACKETS, COMMA, GREEK, closes, cut, normalise
 
-DEEPEST = 20
-"""Brackets within brackets of an expression that is given to the parser."""
-GREEK = (
-    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon"
-    "|phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega|hbar|ell"
-)
 _STRUCTURE = re.compile(r"[,;()\[⦃∪±∓<>≤≥]|\\begin| and | or ")
-_UNION = re.compile(rf"{BRACKETS}|∪|(?<=[\])⦄]) ?U ?(?=[\[(⦃])")
+_UNION = re.compile(rf"{BRACKETS}|∪")
 _EQUALS = re.compile(rf"{BRACKETS}|[=∈]")
 _ORDER = re.compile(rf"{BRACKETS}|[<>≤≥]")
 _NAME = re.compile(
@@ -37,49 +31,16 @@ _MATRIX = re.compile(
     r"\\end\{\w+\} ?[\])]?",
     re.DOTALL,
 )
-_TOKEN = re.compile(
-    rf"\\(?:{FUNCTIONS})(?![A-Za-z])(?:[\^_](?:\{{[-+0-9A-Za-z/. ]*\}}|\w))*"
-    rf"|\\(?:frac|sqrt|binom|[lr]floor|[lr]ceil|{GREEK})(?![A-Za-z])"
-    r"|(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<letter>[A-Za-z](?:_(?:\{\w+\}|\w))?)"
-    r"|[-+·/^!|(){}\[\]=<>≤≥π∞ ]",
-    re.ASCII,
-)
-_NO_ALGEBRA = re.compile(  # words, two numbers side by side, 1e5, what would take for ever
-    r"(?<![\\A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{4}|(?<![_^])[0-9]\.? [0-9]"
-    r"|[0-9][eE][-+]?[0-9]|[0-9]{200}|(?<= )(?:to|of|the|per|vs)(?= )"
-    r"|° ?[A-Za-z(]|\\[a-z]+\^\{?0|\\frac ?\{ ?d ?[-+0-9]"
-    r"|\^\{?-?(?:[0-9]{6}|[0-9]+\}?\^)|[0-9]{5}!|!\)*!",
-    re.ASCII,
-)
 _CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-J])[).:]*", re.IGNORECASE)
 _CHOICE_AND_MORE = re.compile(
     r"\(?([A-J])[).:]+ ?(?!.*\b[A-K]\b|.*\([a-k]\)|[a-j]$)"
     r"((?!.*\b(?:or|not|no|false|wrong|incorrect)\b).*)"
 )
-_NO_WORDS = re.compile(  # signs that mean something: a prime, a factorial, an arrow
+_NO_WORDS = re.compile(  # signs that mean something: a prime, a factorial, an arrow, a minus
     r"[\\^=<>≤≥≠+·{}\[\]|π∞±∪/%$_⦃#~]|^!|\b[A-Za-z]['′″]|[0-9]!|[^\x00-\x7f\w\s’‘“”…]"
+    r"|(?:^|[\s(\[])-|-(?=[0-9])"
 )
-_SHORT_WORDS = """yes no odd one two six ten red all any mon tue wed thu fri sat sun jan feb mar apr
-    may jun jul aug sep oct nov dec"""
-_SYNONYMS = {"dne": "does not exist", "undef": "undefined", "no solutions": "no solution"}
-_SYNONYMS |= {"no real solutions": "no real solution"}
-_KNOWN = set(_SHORT_WORDS.split())
-_MINUS = re.compile(r"(?:^|[\s(\[])-|-(?=[0-9])")
-_ARGUMENT = re.compile(  # \sin x · y is (\sin x) · y, which the parser would not see
-    rf"(\\(?:{FUNCTIONS})(?![A-Za-z])(?:[\^_](?:\{{[^{{}}]*\}}|\w))*) ?"
-    rf"((?:[0-9.A-Za-zπ]|\\(?:{GREEK})|\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\\sqrt\{{[^{{}}]*\}}"
-    r"|\^(?:\w|\{[^{}]*\}))+) ?(?=·)"
-)
-_APPLIED = re.compile(  # P(0), but not the b(8) of \log_b(8), nor the n(2) of x^n(2)
-    rf"\\(?!(?:{GREEK})(?![A-Za-z]))[A-Za-z]+(?:[\^_](?:\{{[^{{}}]*\}}|\w))*|\^[A-Za-z]"
-    rf"|(?P<name>(?:[A-Za-z]|\\(?:{GREEK}))(?:_(?:\{{\w+\}}|\w))?)"
-    r" ?\( ?(?P<at>[-+]?[0-9]+(?:[./][0-9]+)?) ?\)"
-)
-_DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\(?:{GREEK})) ?°")
-_LATEX = {"π": r"\pi ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∞": r"\infty ", "|": "|"}
-
-
-_TOWER = re.compile(r"\^\{([0-9]{1,2})\^(?:([0-9])|\{([0-9]{1,2})\})\}")
+_SYNONYMS = {"dne": "does not exist", "no solutions": "no solution"}
 
 
 class Parts(NamedTuple):
@@ -210,9 +171,9 @@ def equation(text: str) -> tuple[str, tuple[str, ...]] | None:
 def words(text: str) -> str | None:
     """The words of a text answer, case and punctuation aside; None for anything else.
 
-    Two letters that are no word known here stay as they are: a segment AB is not a product ab.
+    Two letters that are no name stay as they are: a segment AB is not a product ab.
     """
-    if _NO_WORDS.search(text) or _MINUS.search(text):
+    if _NO_WORDS.search(text):
         return None
     short = 3 if re.search("[0-9]", text) else 1
     alone = re.fullmatch(r"[^\W\d_]+(?: [^\W\d_]+)*", text) is not None
@@ -228,9 +189,8 @@ def words(text: str) -> str | None:
 
 
 def _is_word(text: str, *, alone: bool) -> bool:
-    """Letters, but not consonants alone, which are variables: xyz. Two or three small letters that
-    are no word known here are one only where nothing but letters stands around: cat, but not a-bi.
-    """
+    """Letters, but not consonants alone, which are variables: xyz. Two or three small letters are a
+    word only where nothing but letters stands around: cat, but not a-bi."""
     spoken = re.fullmatch("[b-df-hj-np-tv-z]+", text.casefold()) is None
     known = alone or not may_be_product(text)
     return text.isalpha() and spoken and known and text not in ("and", "or")
@@ -239,7 +199,7 @@ def _is_word(text: str, *, alone: bool) -> bool:
 def may_be_product(text: str) -> bool:
     """Whether a word may as well be a product of variables: ab, or aR."""
     short = len(text) < 4 and not text.istitle() and not text.isupper()
-    return short and text.isascii() and text.isalpha() and text not in _KNOWN
+    return short and text.isascii() and text.isalpha()
 
 
 def choice(text: str, *, gold: bool) -> str | None:
@@ -273,56 +233,3 @@ def _whole(text: str) -> bool:
         r"|^ ?[·/^_=≤≥<>,;)]|[-+·/^_=≤≥<>±,;(] ?$|/ ?0+(?![.0-9])|[-+·/=(] ?[·/=]",
         text,
     )
-
-
-def _power(tower: re.Match[str]) -> str:
-    """The exponent of 2^{3^2}, if it is a small one."""
-    exponent = int(tower[1]) ** int(tower[2] or tower[3])
-    return f"^{{{exponent}}}" if exponent < 10**5 else tower[0]
-
-
-def _value_at(applied: re.Match[str]) -> str:
-    """A variable that stands for P(0): the value of a function, not a product with 0."""
-    if applied["name"] is None:
-        return applied[0]
-    name = re.sub(r"\W", lambda sign: f"s{ord(sign[0])}", applied["name"] + applied["at"])
-    return f"q_{{{name}}}"
-
-
-@lru_cache(maxsize=4096)
-def algebra(text: str) -> str | None:
-    """LaTeX of an expression or relation for a parser; None unless every token of it is known.
-
-    Products are made explicit where the parser would read a sum: 2 \\frac{1}{2} is 5/2, but
-    2(1/2) is 1.
-    """
-    text = _TOWER.sub(_power, text) if text.count("^") > 1 else text
-    if (
-        text.count("|") % 2
-        or _NO_ALGEBRA.search(text)
-        or not re.search(r"[0-9A-Za-zπ∞]|\\(?:" + GREEK + ")", text)
-    ):
-        return None
-    text = _APPLIED.sub(_value_at, text) if "(" in text else text
-    text = re.sub(r"(?<![\w.}^])([0-9]+) ?(\\frac\{[0-9]+\}\{[0-9]+\})", r"(\1+\2)", text)
-    text = re.sub(r"(?<![\w.}^)])([0-9]+)/([0-9]+)(?![0-9.^!])", r"\\frac{\1}{\2}", text)
-    text = _DEGREES.sub(r"(\1·π/180)", text) if "°" in text else text
-    text = _ARGUMENT.sub(r"\1(\2)", text) if "·" in text else text
-    written: list[str] = []
-    at, value, depth = 0, False, 0
-    for token in _TOKEN.finditer(text):
-        depth += (token[0] in "([{") - (token[0] in ")]}")
-        if token.start() != at or depth > DEEPEST:
-            return None
-        at = token.end()
-        if token[0] == " ":
-            continue
-        after = written[-1][-1:] if written else ""
-        number = token["number"] and (after in (")", "}", "!") or after.isdigit())
-        braced = token[0] == "{" and after.isdigit() and written[-1][0].isdigit()
-        if value and (token[0] in ("(", "[", r"\frac", r"\binom") or number or braced):
-            written.append(_LATEX["·"])
-        written.append(_LATEX.get(token[0]) or token[0] + " " * (token[0][0] == "\\"))
-        value = bool(token["number"]) or token[0] in ("π", ")", "}", "!")
-        value = value or (token["letter"] is not None and token[0] not in "fghFG")
-    return "".join(written) if at == len(text) else None

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.graders.equivalence import Verdict, compare
+from burnish.graders.answers.comparison import Verdict, decide
 from burnish.types import Status
 from tests.graders.labelled import LABELLED, MISSED
+
+
+def compare(answer, gold):
+    """The verdict of what is decided without algebra."""
+    return decide(answer, [gold])
+
 
 EQUAL, DIFFERENT, BAD_GOLD = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.BAD_GOLD
 
@@ -131,7 +137,7 @@ def test_what_is_easy_loads_no_library():
     code = """
 import sys
 import time
-from burnish.graders.answer import MathGrader
+from burnish.graders.math import MathGrader
 items = [(f"hm </think> <answer>{a}</answer>", {"answer": g}) for a, g in
          [("42", 42), ("1/2", "0.5"), ("Evelyn", "Evelyn"), ("(1, 2)", "(1,2)"), ("x>3", "x>4")]]
 print([grade.reward for grade in MathGrader().grade(items)])
@@ -145,8 +151,8 @@ def test_no_text_is_compiled_or_run(tmp_path):
     """The worker's module, under an audit hook, on everything that is algebra and on payloads."""
     code = """
 import os, sys
-from burnish.graders import symbolic
-from burnish.graders.equivalence import compare
+from burnish.graders.answers import symbolic
+from burnish.graders.answers.comparison import decide
 from tests.graders.hostile import hostile_strings
 from tests.graders.labelled import LABELLED
 seen = []
@@ -159,9 +165,9 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 for kind in ("algebra", "equations"):
     for answer, gold in LABELLED[kind][0]:
-        compare(answer, gold, symbolic.compare_algebra)
+        decide(answer, [gold], symbolic.compare_algebra)
 for text in hostile_strings(sys.argv[1])[5::9]:
-    compare(text, "x + 1", symbolic.compare_algebra)
+    decide(text, ["x + 1"], symbolic.compare_algebra)
 print(seen)
 """
     command = [sys.executable, "-c", code, str(tmp_path / "canary")]

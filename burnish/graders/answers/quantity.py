@@ -23,19 +23,20 @@ _PATTERN = re.compile(
       (?:[eE](?P<power>[-+]?[0-9]{{1,4}})|\s*[·x]\s*10\^\{{?(?P<power_>[-+]?[0-9]{{1,4}})\}}?)?
     | (?P<before>[0-9]*\.[0-9]*)\\overline\{{(?P<period>[0-9]+)\}}
     )(?:\s*(?P<scale>hundred|thousand|million|billion|trillion|dozen))?
-    \s*(?P<percent>%|(?i:percent|per\ cent|pct))?""",
+    \s*(?P<percent>%|(?i:percent|pct))?""",
     re.VERBOSE,
 )
 _TERMS = ("top", "bottom")
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _SCALES |= {"trillion": 10**12, "dozen": 12}
-_UNITS = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; in inch inches;
-    km kilometer kilometre; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram kilo;
-    lb pound; oz ounce; ml milliliter millilitre; l liter litre; gal gallon; s sec second; day;
-    ms millisecond;
-    min minute; h hr hour; dollar $ usd; euro € eur; £ gbp; ¥ yen; cent ¢; ° degree deg; rad radian;
-    °c celsius; °f fahrenheit; mi/h mph; km/h kmph kph; cup; men; am; pm; unit;
-    joule; newton; volt; watt; kelvin; hz hertz; pa pascal; ev; nm nanometer; mol mole"""
+_SPELLED = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+    fifteen sixteen seventeen eighteen nineteen twenty"""
+_SAID = {word: (value, 1) for value, word in enumerate(_SPELLED.split())}
+_UNITS = """mm millimeter; cm centimeter; m meter; km kilometer; in inch inches; ft foot feet;
+    yd yard; mi mile; mg milligram; g gram; kg kilogram; oz ounce; lb pound; ml milliliter; l liter;
+    cup; ms millisecond; s sec second; min minute; h hr hour; day; mi/h mph; km/h; dollar $ usd;
+    euro €; £; ¥ yen; cent ¢; ° degree; rad radian; joule; newton; volt; watt; kelvin; hz; pa; ev;
+    nm; mol; people; children; men; women; unit"""
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 _MEASURES = """mm 1 cm 10 m 1000 km 1000000; in 1 ft 12 yd 36 mi 63360; mg 1 g 1000 kg 1000000;
     oz 1 lb 16; ml 1 l 1000; ms 1 s 1000 min 60000 h 3600000 day 86400000; cent 1 dollar 100"""
@@ -45,31 +46,14 @@ _SIZES = {
     for unit, size in zip(measure.split()[::2], measure.split()[1::2], strict=True)
 }
 """The measure that a unit is of, and how many of the smallest one it is."""
-_POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
-_NO_NOUNS = """choose cubed divided double eighth factorial fifth fold fourth from half halve
-    hundredth infinity millionth minus negative ninth only over percentage plus quarter seventh
-    sixth sqrt squared tenth than then third thousandth times triple undefined with without"""
-_NO_NOUNS += """ repeating recurring point root tens hundreds thousands alpha beta gamma delta
-    theta lambda sigma omega additive below incorrect inverse logarithm multiplicative multiplied
-    opposite radical under wrong percents permille googol lakh crore myriad score gross
-    twice thrice doubled halved tripled quadrupled negated inverted reciprocal exponent raised
-    less pairs binary ternary octal hexadecimal three four five seven sixes nought zero
-    eight nine eleven twelve twenty thirty forty fifty sixty seventy eighty ninety twenties
-    sine cosine tangent secant cosecant cotangent cuberoot trebled quintupled conjugate conjugated
-    exponentiated grosses googolplex permil procent imaginary beneath modulo"""
-_BEFORE_NOUNS = {"red", "big", "hot", "new", "ice", "pet", "toy"}
-_SPELLED = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
-    fifteen sixteen seventeen eighteen nineteen twenty"""
-_SAID = {word: (value, 1) for value, word in enumerate(_SPELLED.split())}
-_NO_UNITS = _SCALES.keys() | set(_NO_NOUNS.split())
-_PARTS_OF_ONE = re.compile(
-    "(?:fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|hundred|sand|lion)ths?|illions?$|fold$"
+_POWERS = {"square": "^2", "cubic": "^3"}
+_PART_OF_ONE = re.compile(
+    ".*(?:four|fif|six|seven|eigh|nin|ten|twelf|teen|tie|hundred|sand|lion)ths|thirds|halves|quarters"
 )
-_NOUN = re.compile("(?=.{4}).*(?:[aeiou]|[b-df-hj-np-tvw]y[b-df-hj-np-tvw]).*")
+_FILLERS = ("old", "total", "altogether")
 _MEGA = re.compile("M.?")
 """A molar or a million of something: 5 M is not 5 m."""
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
-_PART = re.compile(r"(?P<name>[A-Za-z]+\.?|[°$€£¥¢][CcFf]?)(?:\^\{?(?P<power>[23])\}?)?|/|\s|-")
+_PART = re.compile(r"(?P<name>[A-Za-z]+\.?|[°$€£¥¢])(?:\^\{?(?P<power>[23])\}?)?|/|\s")
 _ATTACHED = re.compile(r"(.*[0-9.})π%])([A-Za-z°$€£¥¢][A-Za-z/]*(?:\^[23])?)", re.DOTALL)
 
 
@@ -83,15 +67,13 @@ class Quantity(NamedTuple):
 
     def equals(self, other: Quantity) -> bool:
         """Of two numbers: in value and unit, or as 100 cm and 1 m are."""
-        if self.value is None or other.value is None:
-            return False
+        assert self.value is not None
+        assert other.value is not None
+        ours, theirs = self.value[0] * other.value[1], other.value[0] * self.value[1]
         one, another = (_SIZES.get(of.unit, ("", 0)) for of in (self, other))
         if one[0] and one[0] == another[0]:
-            return self.value[0] * other.value[1] * one[1] == (
-                other.value[0] * self.value[1] * another[1]
-            )
-        same = self.value[0] * other.value[1] == other.value[0] * self.value[1]
-        return same and self.same_unit(other)
+            return ours * one[1] == theirs * another[1]
+        return ours == theirs and self.same_unit(other)
 
     def same_unit(self, other: Quantity) -> bool:
         """Whether nothing is said against it."""
@@ -105,7 +87,7 @@ class Quantity(NamedTuple):
 def quantity(text: str) -> Quantity:
     """Reads a number or another expression, with a unit after it or a currency before it.
 
-    After a number any noun is a unit; after another expression, or without a space, only a unit
+    After a number any plural is a unit; after another expression, or without a space, only a unit
     that is known and has two letters or more, because x + 2 m may have a variable m.
     """
     number = _number(text)
@@ -185,22 +167,22 @@ def _unit(text: str, *, any_noun: bool) -> str | None:
             parts.append("/")
         elif name in _POWERS:
             power = _POWERS[name]
-        elif name in ("squared", "cubed") and parts:
-            parts[-1] += "^2" if name == "squared" else "^3"
-        elif name:
+        elif name and not (name in _FILLERS and parts):
             known = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s"))
             known = None if _MEGA.fullmatch(match["name"]) else known
-            if (name == "old" and parts) or (name in _BEFORE_NOUNS and any_noun and not parts):
-                continue
-            noun = any_noun and not {name, name.removesuffix("s")} & _NO_UNITS
-            noun = noun or (any_noun and name == "points")
-            noun = noun and not (_PARTS_OF_ONE.search(name) or name in _ALPHABET)
-            noun = noun and bool(_NOUN.fullmatch(name))
-            if (not known or (name.isalpha() and len(name) < 2 and not any_noun)) and not noun:
+            if known and len(name) == 1 and name.isalpha() and not any_noun:
+                return None
+            if not known and not (any_noun and _is_plural(name)):
                 return None
             power = f"^{match['power']}" if match["power"] else power
-            parts.append((known or name.removesuffix("s")) + power)
+            parts.append((known or name) + power)
             power = ""
     if at != len(text) or power or not parts:
         return None
     return "·".join(parts).replace("·/·", "/").replace("/·", "/")
+
+
+def _is_plural(noun: str) -> bool:
+    """Apples, but not thirds, tens, sixes or percents, which change the number before them."""
+    counts = {noun[:-1], noun[:-2]} & (_SAID.keys() | _SCALES.keys() | {"percent"})
+    return noun[-1] == "s" and len(noun) > 3 and not counts and not _PART_OF_ONE.fullmatch(noun)

@@ -9,14 +9,15 @@ part by part, sets and lists in any order; an interval may be written as an ineq
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
 
-from burnish.graders import expression
-from burnish.graders.expression import Parts
-from burnish.graders.quantity import Quantity, quantity
-from burnish.graders.spelling import COMMA, closes, cut, normalise, squeezed
+from burnish.graders.answers import structure
+from burnish.graders.answers.latex import latex
+from burnish.graders.answers.quantity import Quantity, quantity
+from burnish.graders.answers.spelling import COMMA, closes, cut, normalise, squeezed
+from burnish.graders.answers.structure import Parts
 
 LONGEST = 1_000
 """Characters of an answer that is looked at."""
@@ -25,22 +26,35 @@ _CONDITION = re.compile(r"([a-zA-Z])(?: ?∈ ?ℝR)? ?[|:] ?(?=[^|:]*\1)([^|:]*[
 
 
 class Verdict(StrEnum):
+    """In the order in which one of several golds decides."""
+
     EQUAL = "equal"
+    UNDECIDED = "undecided"
+    """Algebra has to be compared and nothing was given that does it, or it took too long."""
+    BAD_GOLD = "bad gold"
+    """The gold answer can't be parsed."""
     DIFFERENT = "different"
     UNREADABLE = "unreadable"
     """The answer can't be parsed."""
-    BAD_GOLD = "bad gold"
-    """The gold answer can't be parsed."""
-    UNDECIDED = "undecided"
-    """Algebra has to be compared, and nothing was given that does it."""
 
 
-CompareAlgebra = Callable[[str, str], Verdict]
-"""Of an answer and a gold answer in LaTeX, both made by ``expression.algebra``."""
+_WORST_LAST = [Verdict.EQUAL, Verdict.UNDECIDED, Verdict.UNREADABLE, Verdict.DIFFERENT]
+_WORST_LAST += [Verdict.BAD_GOLD]
+Algebra = Callable[[str, str], Verdict]
+"""Compares an answer with a gold answer, both from ``latex``."""
 
 
-def compare(answer: str, gold: str, algebra: CompareAlgebra | None = None) -> Verdict:
-    """The verdict on an answer."""
+def undecided(answer: str, gold: str) -> Verdict:
+    return Verdict.UNDECIDED
+
+
+def decide(answer: str, golds: Iterable[str], algebra: Algebra = undecided) -> Verdict:
+    """The verdict on an answer, if each of the golds is right."""
+    order = list(Verdict)
+    return min((_decide(answer, gold, algebra) for gold in golds), key=order.index)
+
+
+def _decide(answer: str, gold: str, algebra: Algebra) -> Verdict:
     if not readable(gold):
         return Verdict.BAD_GOLD
     if len(answer) > LONGEST:
@@ -55,27 +69,25 @@ def readable(gold: str) -> bool:
         return False
     text = normalise(gold)
     if text[:1].isalpha():
-        plain = (expression.words(text) or expression.choice(text, gold=True)) is not None
+        plain = (structure.words(text) or structure.choice(text, gold=True)) is not None
     else:
         plain = quantity(text).value is not None
-    return plain or expression.well_formed(text)
+    return plain or structure.well_formed(text)
 
 
-def _compare(answer: str, gold: str, algebra: CompareAlgebra | None, deep: int) -> Verdict:
+def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
     answer, gold = (_plainly(text, alone=deep == DEEPEST) for text in (answer, gold))
     if squeezed(answer) == squeezed(gold):
         return Verdict.EQUAL
-    if answer.casefold() == gold.casefold() and expression.words(gold) is not None:
-        return _verdict(expression.words(answer) == expression.words(gold))
     ours, theirs = quantity(answer), quantity(gold)
     if ours.value is not None and theirs.value is not None:
         return _verdict(ours.equals(theirs))
-    letter = expression.choice(gold, gold=True)
+    letter = structure.choice(gold, gold=True)
     if letter is not None:
-        return _verdict(expression.choice(answer, gold=False) == letter)
+        return _verdict(structure.choice(answer, gold=False) == letter)
     if deep == 0:
         return Verdict.UNREADABLE
-    left, right = expression.parts(answer), expression.parts(gold)
+    left, right = structure.parts(answer), structure.parts(gold)
     if left is not None and right is not None:
         return _compare_parts(left, right, algebra, deep - 1)
     pairs = _without_names(answer, left, gold, right)
@@ -90,7 +102,7 @@ def _compare(answer: str, gold: str, algebra: CompareAlgebra | None, deep: int) 
 def _plainly(text: str, *, alone: bool) -> str:
     """All reals as an interval, a set that is said by a condition as that; a single thing without
     its braces, unless it is in another set, or nothing."""
-    if text.lower() in ("ℝr", "all real numbers", "all reals"):
+    if text.lower() in ("ℝr", "all real numbers"):
         return "(-∞,∞)"
     if text[:1] != "⦃" or not closes(text):
         return text
@@ -106,9 +118,9 @@ def _without_names(
     answer: str, left: Parts | None, gold: str, right: Parts | None
 ) -> list[tuple[str, str]] | None:
     """What has to be equal where one of them has a "x =", or both have the same; None otherwise."""
-    ours = expression.equation(answer) if left is None else None
-    theirs = expression.equation(gold) if right is None else None
-    if theirs is not None and expression.TOTAL.fullmatch(theirs[0]):
+    ours = structure.equation(answer) if left is None else None
+    theirs = structure.equation(gold) if right is None else None
+    if theirs is not None and structure.TOTAL.fullmatch(theirs[0]):
         theirs = None
     if ours is not None and theirs is not None and ours[0] and theirs[0]:
         if squeezed(ours[0]) != squeezed(theirs[0]):
@@ -119,12 +131,9 @@ def _without_names(
     return [(each, golds[-1]) for each in ([answer] if ours is None else ours[1])]
 
 
-def _compare_parts(
-    answer: Parts, gold: Parts, algebra: CompareAlgebra | None, deep: int
-) -> Verdict:
+def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> Verdict:
     kinds = {answer.kind, gold.kind}
-    name = answer.name or gold.name
-    coordinates = kinds == {"list", "()"} and "," in name
+    coordinates = kinds == {"list", "()"} and "," in (answer.name or gold.name)
     fits = len(kinds) == 1 or kinds == {"list", "⦃⦄"} or coordinates
     ours, theirs = list(answer.items), list(gold.items)
     if kinds == {"⦃⦄"}:
@@ -139,7 +148,7 @@ def _compare_parts(
 
 
 def _compare_unordered(
-    answers: list[str], golds: Sequence[str], algebra: CompareAlgebra | None, deep: int
+    answers: list[str], golds: Sequence[str], algebra: Algebra, deep: int
 ) -> Verdict:
     """Equality is transitive, so any equal pair may be taken; what is left over decides."""
     left_over = []
@@ -148,51 +157,37 @@ def _compare_unordered(
         if Verdict.EQUAL in verdicts:
             del answers[verdicts.index(Verdict.EQUAL)]
         else:
-            left_over.append(min(verdicts, key=_SEVERITY.index))
+            left_over.append(min(verdicts, key=_WORST_LAST.index))
     return _worst(left_over)
 
 
-_SEVERITY = [Verdict.EQUAL, Verdict.UNDECIDED, Verdict.UNREADABLE, Verdict.DIFFERENT]
-_SEVERITY += [Verdict.BAD_GOLD]
-
-
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
-    return max(verdicts, key=_SEVERITY.index, default=Verdict.EQUAL)
+    return max(verdicts, key=_WORST_LAST.index, default=Verdict.EQUAL)
 
 
-def _compare_leaf(answer: str, gold: str, algebra: CompareAlgebra | None) -> Verdict:
+def _compare_leaf(answer: str, gold: str, algebra: Algebra) -> Verdict:
     """Text against text, algebra against algebra; anything else is opaque, and its text differs."""
     ours, theirs = quantity(answer), quantity(gold)
-    said = expression.words(answer)
+    said = structure.words(answer)
     if theirs.value is None:
-        expected = expression.words(gold)
-        if expected is not None and (said is not None or not expression.may_be_product(gold)):
+        expected = structure.words(gold)
+        if expected is not None and (said is not None or not structure.may_be_product(gold)):
             return _verdict(said == expected)
     if not ours.same_unit(theirs):
         return Verdict.DIFFERENT
-    target = _algebra(theirs)
-    if target is None:
-        return _verdict(squeezed(_folded(answer)) == squeezed(_folded(gold)))
-    if ours.value is None and said is not None and not expression.may_be_product(answer):
+    target = _latex(theirs)
+    plain_words = ours.value is None and said is not None and not structure.may_be_product(answer)
+    if target is None or plain_words:
         return Verdict.DIFFERENT
-    candidate = _algebra(ours)
+    candidate = _latex(ours)
     if candidate is None:
         return Verdict.UNREADABLE
-    if candidate == target:
-        return Verdict.EQUAL
-    return Verdict.UNDECIDED if algebra is None else algebra(candidate, target)
+    return Verdict.EQUAL if candidate == target else algebra(candidate, target)
 
 
-def _folded(text: str) -> str:
-    r"""Its words in small letters; \Omega and F' stay as they are."""
-    return re.sub(
-        r"(?<![\\A-Za-z])(?:[A-Za-z]?[a-z]{2,}|[APap][Mm]\b)", lambda word: word[0].lower(), text
-    )
-
-
-def _algebra(of: Quantity) -> str | None:
+def _latex(of: Quantity) -> str | None:
     if of.value is None:
-        return expression.algebra(of.core)
+        return latex(of.core)
     top, bottom = of.value
     short = max(abs(top), bottom) < 10**200
     return f"\\frac{{{top}}}{{{bottom}}}" if short else None

@@ -3,7 +3,7 @@
 Only the workers of a ``GraderPool`` load this file: it takes seconds, a comparison may take for
 ever, and then its worker is killed. Nothing here evaluates text as code. math-verify is asked for
 LaTeX only (its default falls back to sympy's parser, which is Python's eval), and only for text
-whose every token ``expression.algebra`` knows. Its LaTeX path still sends each number through that
+whose every token ``latex.latex`` knows. Its LaTeX path still sends each number through that
 parser, as sympy.Number(text); here numbers become exact fractions first, and the parser is closed.
 
 math-verify's own comparison rounds (0.3333333 is 1/3 to it, and 1/2^99 is 1/2^98), so it is not
@@ -13,7 +13,6 @@ used: two expressions are different if they differ at some point, and equal only
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -27,8 +26,7 @@ from math_verify import LatexExtractionConfig, parse
 from sympy.core.relational import Relational
 from sympy.parsing import sympy_parser
 
-from burnish.graders.equivalence import Verdict, compare
-from burnish.graders.expression import GREEK
+from burnish.graders.answers.comparison import Verdict, decide
 
 _AS_IT_IS = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none"
@@ -38,18 +36,9 @@ _CONSTANTS = {"e": sympy.E, "i": sympy.I}
 _POINTS = [(7, 5, 1, 1), (13, 3, 1, 1), (17, 11, -1, -1), (23, 13, 1, -1), (29, 19, -1, 1)]
 """The k-th variable is (p + k) / q with the third sign for even k, with the fourth for odd k."""
 _DIGITS, _MOST_DIGITS = 15, 400
-_INDEX = r"_(?:\{\w+\}|\w)"
-_LETTER = rf"(?:[A-Za-z]|\\(?:{GREEK})(?![A-Za-z]))(?:{_INDEX})?"
-_NAME = re.compile(
-    rf"(?P<slope>\\frac ?\{{ ?d ?{_LETTER} ?\}}\{{ ?d ?{_LETTER} ?\}}"
-    rf"|(?<![A-Za-z\\])d{_LETTER} ?/ ?d{_LETTER}(?![A-Za-z]))"
-    rf"|(?P<greek>\\(?:{GREEK})(?![A-Za-z])(?:{_INDEX})?)|\\[A-Za-z]+"
-    rf"|(?P<letter>[A-Za-z]{_INDEX}|[A-Z])"
-)
 _WARM = [
     (r"\frac{\sqrt{8}x}{2.5}+\sin^2 y", r"0.8\sqrt{2}x+1-\cos^2 y"),
     (r"\frac{x(x+1)}{2}", r"\frac{x^{2}+x}{2}"),
-    ("(x+1)(x-2)", "x^2-x-2"),
     (r"\sqrt[3]{2}+\frac{\pi}{4}", r"2^{1/3}+0.25\pi"),
     (r"\log_2 8+\ln 2", r"3+\ln(2)"),
     ("2x+3y=6", "4x+6y=12"),
@@ -60,16 +49,13 @@ GAVE_UP = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 """What sympy raises on expressions that it can't deal with."""
 
 
-def reward(answer: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """1 if the answer is one of the row's golds; ``bad_gold`` 1 if it is none and one is bad."""
-    verdicts = {compare(answer, gold, compare_algebra) for gold in row["golds"]}
-    right = Verdict.EQUAL in verdicts
-    found = {"reward": float(right), "bad_gold": float(not right and Verdict.BAD_GOLD in verdicts)}
-    return found | ({"status": "unparsed"} if verdicts == {Verdict.UNREADABLE} else {})
+def reward(answer: str, row: Mapping[str, Any]) -> float:
+    """The number of the verdict, for a row with "golds"."""
+    return list(Verdict).index(decide(answer, row["golds"], compare_algebra))
 
 
 def compare_algebra(answer: str, gold: str) -> Verdict:
-    """The verdict on two texts of ``expression.algebra``."""
+    """The verdict on two texts of ``latex.latex``."""
     theirs = _expression(gold)
     if theirs is None:
         return Verdict.BAD_GOLD
@@ -88,7 +74,7 @@ def compare_algebra(answer: str, gold: str) -> Verdict:
 def _expression(text: str) -> Any:
     """The parsed text, its letters real variables; None if it can't be parsed or has no value."""
     found = parse(
-        f"${_NAME.sub(_own_name, text)}$",
+        f"${text}$",
         extraction_config=_LATEX,
         fallback_mode="no_fallback",
         parsing_timeout=None,
@@ -98,7 +84,6 @@ def _expression(text: str) -> Any:
     letters = found[0].atoms(sympy.Symbol)
     meant = {s: _CONSTANTS.get(s.name, sympy.Symbol(s.name, real=True)) for s in letters}
     value = found[0].xreplace(meant).replace(_is_odd_root, _odd_root)
-    value = value.replace(_is_unknown_slope, lambda of: sympy.Symbol(str(of), real=True))
     try:
         value = value.doit() if isinstance(value, sympy.Expr) else value
     except GAVE_UP:
@@ -118,28 +103,6 @@ def _odd_root(of: Any) -> Any:
     return (
         (-1) ** of.exp.p * (-of.base) ** of.exp if of.base.is_negative else abs(of.base) ** of.exp
     )
-
-
-def _is_unknown_slope(of: Any) -> bool:
-    """dy/dx is 0 to sympy, for which y does not depend on x."""
-    return (
-        isinstance(of, sympy.Derivative)
-        and bool(of.expr.free_symbols)
-        and of.expr.free_symbols.isdisjoint(of.variables)
-    )
-
-
-def _own_name(found: re.Match[str]) -> str:
-    """Capitals, Greek letters, letters with an index and dy/dx under names that mean nothing to the
-    parser: it takes R for r, E for e, γ for Euler's constant, x^T for a transpose and dy/dx for 0.
-    """
-    name = found["slope"] or found["greek"] or found["letter"]
-    applied = found.string[found.end() :].lstrip().startswith("(")
-    function = name in ("F", "G") or (found["greek"] is not None and found["greek"][1].islower())
-    if name is None or (applied and function):
-        return found[0]
-    plain = re.sub(r"[{} ]", "", name)
-    return f"q_{{{''.join(f'{ord(letter):03d}' for letter in plain)}}}"
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -238,5 +201,5 @@ warnings.simplefilter("ignore")
 latex2sympy2._Latex2Sympy.parse_number = _exact
 latex2sympy2.convert_number = lambda text: _exact(None, text)
 for ours, theirs in _WARM:
-    assert compare(ours, theirs, compare_algebra) is Verdict.EQUAL
+    assert decide(ours, [theirs], compare_algebra) is Verdict.EQUAL
 sympy_parser.parse_expr = sympy_parser.eval_expr = _closed

@@ -1,0 +1,90 @@
+"""Grades of responses whose answer can be checked: found in the text, compared with the gold."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+from burnish.errors import DataError
+from burnish.graders.answers import AnswerChecker, shared
+from burnish.graders.extract import EXTRACTORS
+from burnish.graders.pool import Items, Limits
+from burnish.types import Grade, Status
+
+Format = Literal["r1_zero", "boxed", "hash", "last_number"]
+
+
+class MathGrader:
+    """A ``Grader`` of responses whose answer can be checked; parts: format and answer.
+
+    reward = answer: 1 if the answer in the response is the row's gold answer, or one of its list,
+    and 0 if not, or if the format is wrong. A response without an answer, or with one that can't be
+    parsed, is unparsed; a comparison that missed its deadline is a timeout; a gold answer that
+    can't be parsed makes an error, which is neither right nor wrong.
+    """
+
+    def __init__(
+        self, format: Format = "r1_zero", limits: Limits | None = None, *, field: str = "answer"
+    ) -> None:
+        """field: where a row has its gold answer."""
+        if format not in EXTRACTORS:
+            raise DataError(f"format must be one of {', '.join(EXTRACTORS)}, got {format!r}")
+        self.format = format
+        self.field = field
+        self.checker = AnswerChecker(limits)
+        self.counts = self.checker.counts
+
+    def grade(self, items: Items) -> list[Grade]:
+        """The grades of (response, row) pairs, in their order."""
+        try:
+            pairs = [(self.answer(response), row[self.field]) for response, row in items]
+        except KeyError as error:
+            raise DataError(f"a row has no gold answer {error}; name its field") from None
+        return self.checker.check(pairs)
+
+    def answer(self, response: str) -> str | None:
+        """The answer in a response, None if there is none or the response is too long."""
+        if len(response) > self.checker.limits.characters:
+            return None
+        return EXTRACTORS[self.format](response)
+
+    def close(self) -> None:
+        self.checker.close()
+
+
+def r1_zero_reward_fn(response: str, ground_truth: Any) -> dict[str, float]:
+    """reward, format_reward and answer_reward of "… </think> <answer>ANSWER</answer>".
+
+    format_reward is 1 if the thinking is closed once, then comes the only pair of answer tags, and
+    nothing but white space between and after them; reward = answer_reward is 1 if the answer is
+    also the ground truth: text, a number, or a list of accepted ones. A ground truth that can't be
+    parsed is a DataError; a comparison that takes too long scores 0.
+
+    Differs from the published grader, which looks for "</think> <answer>" and "</answer>" anywhere
+    and takes the last answer: there tags may be repeated, and text may follow. The comparison is
+    another one too.
+    """
+    return _rewards("r1_zero", response, ground_truth)
+
+
+def question_only_reward_fn(response: str, ground_truth: Any) -> dict[str, float]:
+    r"""The same three rewards of the last \boxed{ANSWER}, whatever stands around it.
+
+    format_reward is 1 if there is one. Differs from the published grader in the comparison alone.
+    """
+    return _rewards("boxed", response, ground_truth)
+
+
+def _rewards(format: Format, response: str, ground_truth: Any) -> dict[str, float]:
+    (grade,) = _shared(format).grade([(response, {"answer": ground_truth})])
+    if grade.status is Status.ERROR:
+        raise DataError(grade.message)
+    parts = {f"{name}_reward": grade.parts[name] for name in ("format", "answer")}
+    return {"reward": grade.reward, **parts}
+
+
+@cache
+def _shared(format: Format) -> MathGrader:
+    grader = MathGrader(format)
+    grader.checker = shared()
+    return grader
