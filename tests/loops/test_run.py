@@ -343,17 +343,18 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_used_if_asked(tmp_path)
 def test_a_halted_run_keeps_what_it_had(tmp_path, monkeypatch):
     from burnish.tasks.sorting import Sorting
 
-    graded = iter(range(10_000))
-    real = Sorting.grade
+    graded = []
+    real = Sorting.grade_all
 
-    def failing(self, prompt, completion):
-        if next(graded) > 7 + 4 * 6:
+    def failing(self, pairs):
+        graded.extend(pairs)
+        if len(graded) > 8 + 4 * 6:
             raise BurnishError("the grader is gone")
-        return real(self, prompt, completion)
+        return real(self, pairs)
 
     overrides = ["train.steps=9", "checkpoint.every=100", "validation.every=100", *MANY]
     whole = api.train("sort", overrides=overrides, out=tmp_path / "whole")
-    monkeypatch.setattr(Sorting, "grade", failing)
+    monkeypatch.setattr(Sorting, "grade_all", failing)
     with pytest.raises(BurnishError, match="the grader is gone"):
         api.train("sort", overrides=overrides, out=tmp_path / "run")
     assert checkpoint.load(checkpoint.latest(tmp_path / "run")).step == 4
