@@ -181,8 +181,10 @@ def _without_commands(text: str) -> str:
         text = _CASES.sub(lambda m: m[1].strip().removesuffix("\\\\").replace("\\\\", ", "), text)
     text = text.replace("\\times", "⨯") if "\\vec" in text else text
     text = _UNIT.sub(lambda m: f" {_UNITS[m[1]]} ", text)
-    for _ in range(3 if "{" in text else 0):
-        text = _TEXT.sub(r" \1 ", text)
+    for _ in range(3):
+        text, found = _TEXT.subn(r" \1 ", text) if "{" in text else (text, 0)
+        if not found:
+            break
     return _COMMAND.sub(_command, text)
 
 

@@ -39,6 +39,7 @@ _DIGITS, _MOST_DIGITS = 15, 400
 _WARM = [
     (r"\frac{\sqrt{8}x}{2.5}+\sin^2 y", r"0.8\sqrt{2}x+1-\cos^2 y"),
     (r"\frac{x(x+1)}{2}", r"\frac{x^{2}+x}{2}"),
+    ("(x+1)(x-2)", "x^2-x-2"),
     (r"\sqrt[3]{2}+\frac{\pi}{4}", r"2^{1/3}+0.25\pi"),
     (r"\log_2 8+\ln 2", r"3+\ln(2)"),
     ("2x+3y=6", "4x+6y=12"),
