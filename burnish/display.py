@@ -132,7 +132,8 @@ class Display:
     def _line(self) -> str:
         now = self._now
         passed = _clock(self._clock() - self._began)
-        step = f"step {_underway(now)}: " if now.phase in STEP_PHASES else ""
+        in_step = now.step is not None and now.phase in STEP_PHASES
+        step = f"step {_underway(now)}: " if in_step else ""
         told = (f"{step}{now.doing}", _counted(now), _speed(now), self._figures)
         return f"[{passed}] {'  '.join(part for part in told if part)}{self._left()}"
 

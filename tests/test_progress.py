@@ -139,6 +139,14 @@ def lines(console):
     return console.file.getvalue().splitlines()
 
 
+def test_sampling_outside_of_a_run_has_a_line_too():
+    console = Console(file=StringIO(), width=200)
+    with Display("answers", console, every=0.01) as display:
+        display(Progress("generate", "sampling 2 responses", total=2, unit="responses"))
+        time.sleep(0.1)
+    assert "] sampling 2 responses  0/2 responses" in console.file.getvalue()
+
+
 def test_lines_of_a_pipe(tmp_path):
     console, clock = Console(file=StringIO(), width=80), Clock()
     with Display("run", console, every=1000, clock=clock) as display:

@@ -157,7 +157,7 @@ def test_the_list_says_how_runs_stand(tmp_path):
         "kind": "finished",
         "state": "finished",
         "step": "11 of 100",
-        "reward": "0.65",
+        "reward": "0.95",
         "held_out": "0.9",
         "updated": rows["done"]["updated"],
     }
@@ -251,7 +251,7 @@ def test_a_page_follows_its_run_without_being_loaded_again(browser, tmp_path, wi
         before = browser.evaluate(top)
         recipe = "document.querySelector('#recipe pre')"
         browser.evaluate(f"window.kept = {recipe}")
-        assert text(browser, ".tile b") == "0.1"
+        assert text(browser, ".tile b") == "0.2"
         status = {
             "state": "running",
             "phase": "learn",
@@ -265,11 +265,11 @@ def test_a_page_follows_its_run_without_being_loaded_again(browser, tmp_path, wi
             append_step(run, step)
         with (run / "rollouts.jsonl").open("a") as file:
             file.write(json.dumps(rollout(5, tokens=["the newest"])) + "\n")
-        browser.wait("document.querySelector('.tile b').textContent === '0.25'")
+        browser.wait("document.querySelector('.tile b').textContent === '0.45'")
         browser.wait("document.querySelector('#now').textContent.startsWith('learn: step 2 of 4')")
         assert "about 5 minutes left" in text(browser, "#now")
         assert text(browser, "#state") == "running, 6 of 100 steps"
-        assert "reward, last 6 steps 0.25" in text(browser, "#reward .legend")
+        assert "reward, last 2 steps 0.45" in text(browser, "#reward .legend")
         assert "the newest" in text(browser, "#list .card")
         assert browser.evaluate("window.stayed") == 1
         assert browser.evaluate(top) == pytest.approx(
@@ -298,9 +298,9 @@ def test_the_list_follows_its_runs(browser, tmp_path, width):
     with serving(tmp_path) as server:
         check(browser, server.url, width)
         browser.evaluate("document.querySelector('a').focus()")
-        assert browser.evaluate("document.querySelectorAll('td')[3].textContent") == "0.1"
+        assert browser.evaluate("document.querySelectorAll('td')[3].textContent") == "0.2"
         append_step(run, 3)
-        browser.wait("document.querySelectorAll('td')[3].textContent === '0.15'")
+        browser.wait("document.querySelectorAll('td')[3].textContent === '0.3'")
         assert browser.evaluate("document.activeElement === document.querySelector('a')")
         make_run(tmp_path / "second")
         browser.wait("document.querySelectorAll('td').length === 12")
@@ -319,7 +319,7 @@ def test_what_is_being_read_is_not_replaced(browser, tmp_path):
         with (run / "rollouts.jsonl").open("a") as file:
             file.write(json.dumps(rollout(5, tokens=["the newest"])) + "\n")
         append_step(run, 3)
-        browser.wait("document.querySelector('.tile b').textContent === '0.15'")
+        browser.wait("document.querySelector('.tile b').textContent === '0.3'")
         assert browser.evaluate("document.querySelectorAll('#list .card').length") == 1
         browser.move(1, 1)
         browser.wait("document.querySelectorAll('#list .card').length === 2")
