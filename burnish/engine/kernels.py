@@ -85,7 +85,7 @@ def return_free_memory() -> None:
     """Gives the system back what was freed, where the C library can.
 
     MKL reserves several times what a packed weight fills. In new memory the rest costs nothing; in
-    memory that had been used before it would stay taken: 1.7 GB with a model of 135M weights.
+    memory that had been used before it would stay taken: up to 1.4 GB with 135M weights.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
