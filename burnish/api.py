@@ -757,12 +757,14 @@ def open_model(
 
 def _origin(recipe: Recipe) -> Recipe:
     """The recipe that says what its model is: of the run, where the model is what a run learned."""
-    run = Path(recipe.model.name)
-    if not isinstance(recipe.model, LanguageConfig) or not (run / "recipe.toml").is_file():
+    origin = preflight.origin(recipe)
+    if origin is recipe:
         return recipe
-    origin = _origin(_resumed_recipe(run, ()))
     if isinstance(origin.model, SorterConfig):
-        raise ConfigError(f"{run} trained the sorting model, which is not a language model")
+        raise ConfigError(
+            f"{recipe.model.name} trained the sorting model, which is not a language model"
+        )
+    assert isinstance(recipe.model, LanguageConfig), "it names a run"
     head = {"fp32_head": recipe.model.fp32_head}
     return origin.model_copy(update={"model": origin.model.model_copy(update=head)})
 

@@ -150,7 +150,7 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
             needs += [("datasets", ("datasets",), f"reading {source}") for source in rows]
         if isinstance(task, GymTask):
             needs.append(("gym", ("reasoning_gym",), f"the generator {task.generator}"))
-    source = _model_source(_origin(recipe))
+    source = _model_source(origin(recipe))
     if source.startswith("hf:"):
         needs.append(("hf", ("huggingface_hub",), f"the model {source}"))
     if recipe.engine.name == "hf":
@@ -189,7 +189,7 @@ def missing_model(recipe: Recipe) -> list[BurnishError]:
     if (path / "recipe.toml").is_file():
         if checkpoint.latest(path) is None:
             return [RunError(f"{path} has no checkpoint yet; train on, or resume it")]
-        return missing_model(_origin(recipe))
+        return missing_model(origin(recipe))
     if path.exists():
         return []
     first = first_run(name)
@@ -304,11 +304,11 @@ def _model_source(recipe: Recipe) -> str:
     return recipe.model.name if isinstance(recipe.model, LanguageConfig) else ""
 
 
-def _origin(recipe: Recipe) -> Recipe:
+def origin(recipe: Recipe) -> Recipe:
     """The recipe, or that of the first of the runs whose model it goes on with."""
     name = _model_source(recipe)
     file = Path(name).expanduser() / "recipe.toml"
-    return _origin(config.load(file)) if name and file.is_file() else recipe
+    return origin(config.load(file)) if name and file.is_file() else recipe
 
 
 def raise_all(found: Sequence[BurnishError]) -> None:

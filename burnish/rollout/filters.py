@@ -16,7 +16,8 @@ _SHORT.maxstring = 80
 
 
 def check_errors(groups: Sequence[Group], *, limit: float) -> None:
-    """Raises once more than a share of ``limit`` of the grades are errors of the grader itself.
+    """Raises once more than a share of ``limit`` of the grades are errors: the grader's own, or
+    those of samples that the engine aborted.
 
     The error quotes each message with the first response, and its row, that it was said of.
     """
@@ -37,8 +38,8 @@ def check_errors(groups: Sequence[Group], *, limit: float) -> None:
         for message, (prompt, completion) in list(first.items())[:SHOWN]
     ]
     raise GraderError(
-        f"the reward failed on {len(failed)} of {len(graded)} responses, more than a share of "
-        f"{limit:g}; correct it, or raise rollout.max_errors. "
+        f"{len(failed)} of {len(graded)} responses got no grade, more than a share of {limit:g}; "
+        "mend what the messages name, or raise rollout.max_errors. "
         f"{'; '.join(shown)}{'; …' if len(first) > SHOWN else ''}"
     )
 

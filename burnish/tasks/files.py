@@ -100,7 +100,7 @@ def make_files(
     chosen = reward_of(config, reward)
     rows, validation = rows_of(config, seed=seed, prompts=prompts)
     if room is not None:
-        check_lengths(config, [*rows, *validation], room, tokenizer=tokenizer)
+        check_prompts_fit(config, [*rows, *validation], room, tokenizer=tokenizer)
     grader = make_grader(chosen, limits_of(config))
     return Files(rows, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
 
@@ -191,7 +191,7 @@ def rows_from(prompts: Iterable[str | Mapping[str, Any]], check: Check | None = 
     return [check(row, f"prompts[{i}]") for i, row in enumerate(given)]
 
 
-def check_lengths(
+def check_prompts_fit(
     config: FilesTask | MathTask,
     rows: Sequence[Row],
     room: Room,

@@ -21,7 +21,15 @@ from burnish.graders.answers import gold_texts, readable
 from burnish.graders.math import Format, MathGrader
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.tasks.files import Files, Row, check_lengths, check_text, limits_of, read_rows, split
+from burnish.tasks.files import (
+    Files,
+    Row,
+    check_prompts_fit,
+    check_text,
+    limits_of,
+    read_rows,
+    split,
+)
 from burnish.tasks.pairs import MARKS
 from burnish.types import Prompt
 
@@ -88,7 +96,7 @@ def make_math(
     if room is not None:
         hint = _longest_hint if config.hints else lambda row: ""
         every = [*train, *validation]
-        check_lengths(config, every, room, tokenizer=tokenizer, check=check_row, ending=hint)
+        check_prompts_fit(config, every, room, tokenizer=tokenizer, check=check_row, ending=hint)
     grader = MathGrader(cast(Format, config.answer_format), limits_of(config))
     return Math(train, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
 

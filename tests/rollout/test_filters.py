@@ -46,8 +46,8 @@ def test_too_many_errors_halt_with_the_first_messages(two_groups):
     with pytest.raises(GraderError) as caught:
         check_errors(groups, limit=0.39)
     assert str(caught.value) == (
-        "the reward failed on 2 of 5 responses, more than a share of 0.39; correct it, or raise "
-        "rollout.max_errors. response 0 to p0 ('7 8', row [5, 6]): KeyError: 'gold'; "
+        "2 of 5 responses got no grade, more than a share of 0.39; mend what the messages name, or "
+        "raise rollout.max_errors. response 0 to p0 ('7 8', row [5, 6]): KeyError: 'gold'; "
         "response 2 to p1 ('8 9', row [1, 2, 3]): boom"
     )
     check_errors(two_groups, limit=0)
