@@ -61,8 +61,8 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
     """A linear layer whose weight lies the way the matrix product reads it.
 
     Rearranging it in every call costs a third of a decoding step: 64 rows are too few to hide it.
-    With AVX-512, MKL multiplies float32 a fifth faster than oneDNN does. Where bfloat16 is not multiplied, the
-    weight is kept in float32.
+    With AVX-512, MKL multiplies float32 a fifth faster than oneDNN does. Where bfloat16 is not
+    multiplied, the weight is kept in float32.
     """
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     wide = not multiplies(weight.dtype, weight.device.type)
