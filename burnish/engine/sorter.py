@@ -10,7 +10,7 @@ from burnish.engine.protocol import Capabilities, Event, Request
 from burnish.engine.weights import check as check_weights
 from burnish.errors import EngineError
 from burnish.model.sorter import Sorter
-from burnish.types import Completion, FloatArray, Finish, IntArray, Weights
+from burnish.types import Completion, Finish, FloatArray, IntArray, Weights
 
 
 class SorterEngine:
