@@ -31,7 +31,7 @@ from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.plan import PAGE, Room, Size, check_lengths, room
 from burnish.preflight import check_before, check_sources
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
-from burnish.runs import checkpoint
+from burnish.runs import checkpoints
 from burnish.runs.directory import ENVIRONMENT, PROMPTS, RunDirectory, claimed, environment
 from burnish.runs.metrics import iterate_rows, read_rows
 from burnish.runs.run import Run
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
     from burnish.rollout.rollout import Generator
-    from burnish.runs.evaluation import Evaluation
-    from burnish.runs.metrics import Row
+    from burnish.runs.metrics import Metrics
+    from burnish.runs.results import Evaluation
     from burnish.tasks.pairs import Pairs
     from burnish.tasks.task import Task
     from burnish.types import Group
@@ -354,11 +354,11 @@ def resume(
             positions: dict[str, int] = {}
             if chosen is not None:
                 tell(Progress("load", f"loading the checkpoint {chosen.name}"))
-                saved = checkpoint.load(chosen)
+                saved = checkpoints.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
                 start, positions = saved.step, saved.state["positions"]
                 directory.check_positions(positions)  # nothing is deleted before all is checked
-                checkpoint.return_to(path, chosen, keep=recipe.checkpoint.keep)
+                checkpoints.return_to(path, chosen, keep=recipe.checkpoint.keep)
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = directory.restart(start)
@@ -390,7 +390,7 @@ def evaluate(
     with shown(show, recipe.name if out is None else Path(out).name) as tell:
         recipe = _prepare(recipe, tell)
         from burnish.loops import evaluate as loop
-        from burnish.runs import evaluation
+        from burnish.runs import results
 
         task, generator, decode = build_sampler(recipe, show=tell)
         try:
@@ -398,12 +398,12 @@ def evaluate(
             if out is None:
                 groups, figures = loop.evaluate(recipe, task, generator, decode, show=tell)
                 rows: Any = loop.to_rows(task, groups, decode)
-                return evaluation.Evaluation(recipe.name, depends, figures, rows, None)
+                return results.Evaluation(recipe.name, depends, figures, rows, None)
             path = Path(out)
             loop.evaluate_into(path, depends, recipe, task, generator, decode, show=tell)
             tell(Progress("report", "writing the report"))
-            evaluation.write_evaluation([path], path / "report.html")
-            return evaluation.read(path)
+            results.write_evaluation([path], path / "report.html")
+            return results.read(path)
         finally:
             task.close()
 
@@ -533,7 +533,7 @@ def _digest(recipe: Recipe, show: Show) -> str | None:
     if path.is_file():  # a GGUF
         files = [path]
     if origin is not recipe:  # its manifest holds the tensors' hash
-        files.append(_chosen(Path(recipe.model.name), "best") / checkpoint.MANIFEST)
+        files.append(_chosen(Path(recipe.model.name), "best") / checkpoints.MANIFEST)
     return inputs.of_files(files)
 
 
@@ -588,7 +588,7 @@ def build(
     show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, recipe.objective)
 
-    def validate(show: Show, when: str) -> tuple[list[Group], Row]:
+    def validate(show: Show, when: str) -> tuple[list[Group], Metrics]:
         groups, figures = evaluate.evaluate(recipe, task, generator, decode, show=show, when=when)
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
@@ -770,7 +770,7 @@ def _origin(recipe: Recipe) -> Recipe:
 
 
 def _take_weights(model: Transformer, chosen: Path) -> None:
-    saved = checkpoint.load(chosen)
+    saved = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(saved.tensors[f"master.model.{name}"])
 
@@ -1086,8 +1086,8 @@ def _check_environment(before: Table, now: Table, *, anyway: bool) -> None:
 def _chosen(path: Path, which: str) -> Path:
     """A run's checkpoint: "best" (the last where none was validated), "last" or one by its name."""
     named = {
-        "best": checkpoint.best(path) or checkpoint.latest(path),
-        "last": checkpoint.latest(path),
+        "best": checkpoints.best(path) or checkpoints.latest(path),
+        "last": checkpoints.latest(path),
     }
     chosen = named[which] if which in named else _choose(path, which)
     if chosen is None:
@@ -1097,8 +1097,8 @@ def _chosen(path: Path, which: str) -> Path:
 
 def _choose(path: Path, name: str | None) -> Path | None:
     if name is None:
-        return checkpoint.latest(path)
-    found = {saved.name: saved for saved in checkpoint.all_of(path)}
+        return checkpoints.latest(path)
+    found = {saved.name: saved for saved in checkpoints.all_of(path)}
     if name not in found:
         raise RunError(f"{path} has no checkpoint {name!r}; it has {', '.join(found) or 'none'}")
     return found[name]
