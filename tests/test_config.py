@@ -305,6 +305,20 @@ def test_passes_over_a_rollout_are_planned(k, tmp_path):
     assert f"linear to 0 at gradient step {42 * k})" in lines["in all"]
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([], ("bf16", "bf16")),
+        (["train.precision=fp32"], ("fp32", "fp32")),
+        (["engine.precision=fp32"], ("bf16", "fp32")),
+        (["train.precision=fp32", "engine.precision=bf16"], ("fp32", "bf16")),
+    ],
+)
+def test_a_sampler_takes_the_learners_precision_unless_it_is_given_one(given, found):
+    recipe = config.with_precision(config.load("keywords", given), "bf16")
+    assert (recipe.train.precision, recipe.engine.precision) == found
+
+
 SIZE = Size(1_000_000, cached=2 * 3 * 4 * 5, context=200, longest_prompt=30, copied=2)
 
 
