@@ -88,7 +88,7 @@ def plan(
     recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
 ) -> None:
     """Print what a recipe will compute, about how long it takes here, and what it lacks."""
-    from burnish import api, config, machine
+    from burnish import build, config, machine
     from burnish.plan import plan as make_plan
     from burnish.runs.directory import next_directory
 
@@ -97,7 +97,7 @@ def plan(
     rates = None
     with Display(loaded.name, err_console) as display:
         display(Progress("load", "loading torch to measure the model and the machine"))
-        loaded, size, lacks = api.look(loaded, where)
+        loaded, size, lacks = build.look(loaded, where)
         if size is not None:
             device = None if loaded.device == "auto" else loaded.device
             rates = machine.measure(0.3, precision=loaded.train.precision, device=device)
@@ -432,7 +432,7 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", help="only the speed, no text")] = False,
 ) -> None:
     """Sample responses from a model and stream them."""
-    from burnish import api
+    from burnish import build
     from burnish.loops import generate as text
     from burnish.types import SamplingParams
 
@@ -449,7 +449,7 @@ def generate(
         seed=seed,
     )
     with Display(model, err_console) as display, showing_compiles(display):
-        engine, tokenizer = api.open_engine(model, dtype=dtype, device=device, show=display)
+        engine, tokenizer = build.open_engine(model, dtype=dtype, device=device, show=display)
         doing = f"sampling {samples * len(given)} responses"
         report = begin(display, "generate", doing, unit="responses")
 

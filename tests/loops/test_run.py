@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish import api, cli, config, machine
+from burnish import api, build, cli, config, machine
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.runs import checkpoints
@@ -105,7 +105,7 @@ def test_a_run_leaves_its_directory(tmp_path):
         phases = [v for k, v in row.items() if k.startswith("time/") and k != "time/step"]
         assert sum(phases) == pytest.approx(row["time/step"])
     assert not any(key.startswith("time/") for key in rows[1])
-    asked = config.effective(api.settled(config.load("sort", ["train.steps=3"])))
+    asked = config.effective(build.settled(config.load("sort", ["train.steps=3"])))
     assert config.effective(config.load(str(path / "recipe.toml"))) == asked
     summary = json.loads((path / "summary.json").read_text())
     assert (summary["gradient_steps"], summary["responses"]) == (30, 90)
@@ -213,7 +213,7 @@ def test_greedy_validation_measures_no_kl(temperature, smollm2, tmp_path):
 
 def test_nothing_reads_memory_that_was_never_written(smollm2, tmp_path, monkeypatch):
     """Fresh memory full of NaN leaves the same bytes as fresh memory full of anything."""
-    prepare = api._prepare
+    prepare = build.prepare
 
     def prepare_and_fill(*given):
         recipe = prepare(*given)
@@ -222,7 +222,7 @@ def test_nothing_reads_memory_that_was_never_written(smollm2, tmp_path, monkeypa
         return recipe
 
     plain = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "plain")
-    monkeypatch.setattr(api, "_prepare", prepare_and_fill)
+    monkeypatch.setattr(build, "prepare", prepare_and_fill)
     filled = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "filled")
     assert torch.empty(1).isnan()
     assert fingerprint(plain) == fingerprint(filled)
