@@ -17,7 +17,7 @@ from burnish.engine.protocol import Engine, Request, TokenEvent
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.progress import Report, unheard
-from burnish.tasks.files import check_text
+from burnish.tasks.rows import check_text
 from burnish.types import Completion, SamplingParams
 from burnish.wording import printable
 

@@ -8,8 +8,8 @@ from burnish import config
 from burnish.config import KeywordsTask
 from burnish.errors import DataError
 from burnish.loops.data import worked, write_keywords, write_sums
-from burnish.tasks.files import read_rows
 from burnish.tasks.keywords import Keywords
+from burnish.tasks.rows import read_rows
 from burnish.types import Finish
 from tests.conftest import byte_tokenizer, make_group
 

@@ -20,8 +20,8 @@ from burnish.plan import plan
 from burnish.runs import checkpoint
 from burnish.runs.report import write_report
 from burnish.runs.timers import Timers
-from burnish.tasks.files import read_rows
 from burnish.tasks.pairs import Pairs, check_pair
+from burnish.tasks.rows import read_rows
 from tests.loops.test_run import fingerprint, one_thread, stopper  # noqa: F401
 
 ROWS = [{"prompt": f"Count to {n}", "answer": " ".join(map(str, range(n + 1)))} for n in range(9)]
