@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish import api, config, pieces
+from burnish import api, build, config, pieces
 from burnish.errors import ConfigError
 from burnish.plan import Size, plan
 
@@ -366,7 +366,7 @@ def test_frozen_copies_are_those_the_learner_holds(overrides, copies, tmp_path, 
     recipe = config.load("keywords", [*small, *overrides])
     lines = dict(dict(plan(recipe, tmp_path, SIZE))["resources"])
     assert (f"{copies} frozen" in lines["learner"]) == (copies > 0)
-    learner = api.build(recipe).learner
+    learner = build.build(recipe).learner
     if recipe.objective.kl_refresh:
         learner.refresh_reference()
     held = {id(p) for p in (learner.reference, learner.initial, learner.previous) if p is not None}
@@ -388,7 +388,7 @@ def test_a_pack_must_hold_the_longest_sequence(tmp_path, smollm2):
     recipe = config.load(
         "keywords", [*tiny, "train.micro_tokens=60", "task.validation_prompts=9", *alone]
     )
-    size = api.measure(recipe)
+    size = build.measure(recipe)
     assert 40 < size.longest_prompt < 60
     with pytest.raises(ConfigError, match=f"{size.longest_prompt + 64} tokens"):
         api.train(recipe, out=tmp_path / "run")
@@ -396,7 +396,7 @@ def test_a_pack_must_hold_the_longest_sequence(tmp_path, smollm2):
 
 
 def test_a_model_is_measured_from_its_files(smollm2):
-    size = api.measure(config.load("keywords", [f"model.name={smollm2}"]))
+    size = build.measure(config.load("keywords", [f"model.name={smollm2}"]))
     assert size[:3] == (134_515_008, 2 * 30 * 3 * 64, 8192)
-    assert api.measure(config.load("sort")) is None
-    assert api.measure(config.load("keywords", ["model.name=hf:no/such"])) is None
+    assert build.measure(config.load("sort")) is None
+    assert build.measure(config.load("keywords", ["model.name=hf:no/such"])) is None
