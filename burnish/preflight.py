@@ -155,6 +155,8 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
         needs.append(("hf", ("huggingface_hub",), f"the model {source}"))
     if recipe.engine.name == "hf":
         needs.append(("hf", ("transformers",), "engine.name = 'hf'"))
+    if recipe.log.tensorboard:
+        needs.append(("tensorboard", ("tensorboard",), "log.tensorboard = true"))
     return [MissingExtra(extra, what) for extra, parts, what in needs if not is_installed(*parts)]
 
 
