@@ -26,14 +26,14 @@ from burnish.config import (
 from burnish.errors import ConfigError, RunError
 from burnish.preflight import check_before, check_sources
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
-from burnish.runs import checkpoint
+from burnish.runs import checkpoints
 from burnish.runs.directory import ENVIRONMENT, PROMPTS, RunDirectory, claimed, environment
 from burnish.runs.metrics import iterate_rows, read_rows
 from burnish.runs.run import Run
 
 if TYPE_CHECKING:
     from burnish.loops.generate import Answer
-    from burnish.runs.evaluation import Evaluation
+    from burnish.runs.results import Evaluation
 
 AnyRecipe = AnyPath | Table | Recipe
 """A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
@@ -258,9 +258,9 @@ def resume(
     with RunDirectory.reopen(path) as directory, shown(show, path.name) as tell:
         recipe = _resumed_recipe(path, [*config.tables(overrides), settings])
         chosen = (
-            checkpoint.latest(path)
+            checkpoints.latest(path)
             if from_checkpoint is None
-            else checkpoint.choose(path, from_checkpoint)
+            else checkpoints.choose(path, from_checkpoint)
         )
         tell(Progress("check", "checking the recipe and its data"))
         before = _environment_of(path)
@@ -280,11 +280,11 @@ def resume(
             positions: dict[str, int] = {}
             if chosen is not None:
                 tell(Progress("load", f"loading the checkpoint {chosen.name}"))
-                saved = checkpoint.load(chosen)
+                saved = checkpoints.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
                 start, positions = saved.step, saved.state["positions"]
                 directory.check_positions(positions)  # nothing is deleted before all is checked
-                checkpoint.return_to(path, chosen, keep=recipe.checkpoint.keep)
+                checkpoints.return_to(path, chosen, keep=recipe.checkpoint.keep)
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = directory.restart(start)
@@ -316,7 +316,7 @@ def evaluate(
     with shown(show, recipe.name if out is None else Path(out).name) as tell:
         recipe = build.prepare(recipe, tell)
         from burnish.loops import evaluate as loop
-        from burnish.runs import evaluation
+        from burnish.runs import results
 
         task, generator, decode = build.build_sampler(recipe, show=tell)
         try:
@@ -324,12 +324,12 @@ def evaluate(
             if out is None:
                 groups, figures = loop.evaluate(recipe, task, generator, decode, show=tell)
                 rows: Any = loop.to_rows(task, groups, decode)
-                return evaluation.Evaluation(recipe.name, depends, figures, rows, None)
+                return results.Evaluation(recipe.name, depends, figures, rows, None)
             path = Path(out)
             loop.evaluate_into(path, depends, recipe, task, generator, decode, show=tell)
             tell(Progress("report", "writing the report"))
-            evaluation.write_evaluation([path], path / "report.html")
-            return evaluation.read(path)
+            results.write_evaluation([path], path / "report.html")
+            return results.read(path)
         finally:
             task.close()
 
@@ -442,7 +442,7 @@ def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown 
         raise ConfigError("the sorting model is not a language model and can't be exported")
     if target.exists() and any(target.iterdir()):
         raise RunError(f"{target} is not empty; choose another directory")
-    chosen = checkpoint.choose(path, which)
+    chosen = checkpoints.choose(path, which)
     with shown(show, path.name) as tell:
         tell(Progress("load", "loading torch"))
         from burnish.model import checkpoint as models

@@ -22,7 +22,7 @@ from burnish.errors import BurnishError, ConfigError
 from burnish.plan import PAGE, Room, Size, check_lengths, room
 from burnish.preflight import check_sources
 from burnish.progress import Progress, Show, begin, silent
-from burnish.runs import checkpoint
+from burnish.runs import checkpoints
 from burnish.threads import share_cores
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
     from burnish.rollout.rollout import Generator
-    from burnish.runs.metrics import Row
+    from burnish.runs.metrics import Metrics
     from burnish.tasks.pairs import Pairs
     from burnish.tasks.task import Task
     from burnish.types import Group
@@ -79,7 +79,7 @@ def build(
     show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, recipe.objective)
 
-    def validate(show: Show, when: str) -> tuple[list[Group], Row]:
+    def validate(show: Show, when: str) -> tuple[list[Group], Metrics]:
         groups, figures = evaluate.evaluate(recipe, task, generator, decode, show=show, when=when)
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
@@ -242,7 +242,7 @@ def open_model(
     else:
         model = Transformer(_scratch(origin, tokenizer)).init_weights(origin.seed).to(precision)
     if origin is not recipe:
-        take_weights(model, checkpoint.choose(Path(recipe.model.name), "best"))
+        take_weights(model, checkpoints.choose(Path(recipe.model.name), "best"))
     return model, tokenizer, path
 
 
@@ -261,7 +261,7 @@ def _origin(recipe: Recipe) -> Recipe:
 
 
 def take_weights(model: Transformer, chosen: Path) -> None:
-    saved = checkpoint.load(chosen)
+    saved = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(saved.tensors[f"master.model.{name}"])
 
@@ -525,7 +525,7 @@ def digest(recipe: Recipe, show: Show) -> str | None:
     if path.is_file():  # a GGUF
         files = [path]
     if origin is not recipe:  # its manifest holds the tensors' hash
-        files.append(checkpoint.choose(Path(recipe.model.name), "best") / checkpoint.MANIFEST)
+        files.append(checkpoints.choose(Path(recipe.model.name), "best") / checkpoints.MANIFEST)
     return inputs.of_files(files)
 
 

@@ -308,7 +308,7 @@ def evaluate(
     out_console.print(table)
     page = paths[0] / "report.html"
     if len(paths) > 1:
-        from burnish.runs.evaluation import write_evaluation
+        from burnish.runs.results import write_evaluation
 
         page = write_evaluation(paths, (out or paths[0]) / "side-by-side.html")
     out_console.print(f"report: {escape(str(page))}")
@@ -331,8 +331,8 @@ def compare(
     """
     import numpy as np
 
-    from burnish.runs.evaluation import write_evaluation
     from burnish.runs.plots import draw_comparison, ends
+    from burnish.runs.results import write_evaluation
 
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is not a directory; choose another --out")
@@ -483,11 +483,11 @@ def _leave(code: int) -> NoReturn:
 
 def _what_is_left(path: Path) -> str:
     """Words for what a run that was stopped at once leaves on the disk."""
-    from burnish.runs import checkpoint
+    from burnish.runs import checkpoints
 
     if not (path / "recipe.toml").is_file():
         return "stopped before the first step was done: nothing was learned, and nothing is kept"
-    saved, again = checkpoint.latest(path), f"burnish resume {path}"
+    saved, again = checkpoints.latest(path), f"burnish resume {path}"
     if saved is None:
         return f"stopped at once; no checkpoint was saved yet; begin again with: {again}"
     return f"stopped at once; the last checkpoint is {saved.name}; continue from it with: {again}"

@@ -216,7 +216,7 @@ def slow_build(*given, **named):
     from burnish.engine.sorter import SorterEngine
     from burnish.learner.learner import Learner
     from burnish.loops import run
-    from burnish.runs import checkpoint
+    from burnish.runs import checkpoints
     print("LOADED", flush=True)
     for owner, name in (
         (SorterEngine, "generate"), (Learner, "score"), (Learner, "step"),

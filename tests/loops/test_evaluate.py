@@ -8,7 +8,7 @@ import torch
 from burnish import api, build, config
 from burnish.errors import ConfigError, DataError, RunError
 from burnish.loops import evaluate
-from burnish.runs.evaluation import CATEGORIES, read, write_evaluation
+from burnish.runs.results import CATEGORIES, read, write_evaluation
 from tests.loops.test_run import one_thread  # noqa: F401
 
 FILES = ("results.jsonl", "figures.json", "settings.json")

@@ -17,7 +17,7 @@ import torch
 from burnish import api, build, cli, config, machine
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError, ConfigError, RunError
-from burnish.runs import checkpoint
+from burnish.runs import checkpoints
 from burnish.runs.directory import EVENTS
 from burnish.runs.report import write_report
 from tests.conftest import aborted
@@ -126,11 +126,11 @@ def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     asked = SORT + more
     whole = api.train("sort", overrides=asked, out=tmp_path / "whole")
     path = api.train("sort", overrides=asked, out=tmp_path / "run", stop=stopper(stop_after))
-    assert checkpoint.load(checkpoint.latest(path)).step == stop_after
+    assert checkpoints.load(checkpoints.latest(path)).step == stop_after
     assert not (path / "summary.json").exists()
     api.resume(path)
     assert fingerprint(path) == fingerprint(whole)
-    restarts = [checkpoint.load(checkpoint.latest(p)).state["incarnation"] for p in (whole, path)]
+    restarts = [checkpoints.load(checkpoints.latest(p)).state["incarnation"] for p in (whole, path)]
     assert restarts == [0, 1]
 
 
@@ -240,7 +240,7 @@ def test_more_steps_may_be_asked_for_and_other_mathematics_not(tmp_path):
     longer = api.train("sort", overrides=[*SORT, "train.steps=8"], out=tmp_path / "longer")
     rows = (path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(9))
-    ours, theirs = (checkpoint.load(checkpoint.latest(p)) for p in (path, longer))
+    ours, theirs = (checkpoints.load(checkpoints.latest(p)) for p in (path, longer))
     assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in ours.tensors)
 
 
@@ -329,7 +329,7 @@ def test_nothing_is_deleted_before_a_run_can_resume(tmp_path):
 def test_a_damaged_checkpoint_is_said_and_the_one_before_used_if_asked(tmp_path):
     whole = api.train("sort", overrides=SORT, out=tmp_path / "whole")
     path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(5))
-    damaged = checkpoint.latest(path)
+    damaged = checkpoints.latest(path)
     tensors = damaged / "tensors.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-10])
     with pytest.raises(RunError, match="--from"):
@@ -357,7 +357,7 @@ def test_a_halted_run_keeps_what_it_had(tmp_path, monkeypatch):
     monkeypatch.setattr(Sorting, "grade_all", failing)
     with pytest.raises(BurnishError, match="the grader is gone"):
         api.train("sort", overrides=overrides, out=tmp_path / "run")
-    assert checkpoint.load(checkpoint.latest(tmp_path / "run")).step == 4
+    assert checkpoints.load(checkpoints.latest(tmp_path / "run")).step == 4
     write_report(tmp_path / "run")
     monkeypatch.undo()
     api.resume(tmp_path / "run")
@@ -372,7 +372,7 @@ def test_a_run_that_halts_right_after_a_checkpoint_keeps_that_one(tmp_path, monk
     with pytest.raises(BurnishError, match="no more prompts"):
         api.train("sort", overrides=SORT, out=tmp_path / "run")
     monkeypatch.undo()
-    names = [path.name for path in checkpoint.all_of(tmp_path / "run")]
+    names = [path.name for path in checkpoints.all_of(tmp_path / "run")]
     assert names == ["step-00000002", "step-00000004"]
     api.resume(tmp_path / "run")
     assert fingerprint(tmp_path / "run") == fingerprint(whole)
