@@ -315,18 +315,22 @@ def evaluate(
     check_sources(recipe)
     with shown(show, recipe.name if out is None else Path(out).name) as tell:
         recipe = build.prepare(recipe, tell)
+        from burnish.engine.protocol import require
         from burnish.loops import evaluate as loop
         from burnish.runs import results
 
-        task, generator, decode = build.build_sampler(recipe, show=tell)
+        task, engine, decode = build.build_sampler(recipe, show=tell)
         try:
+            require(engine.capabilities, repeats=False)
             depends = evaluation_settings(recipe, show=tell)
+            if not engine.capabilities.counter_draws:
+                depends["draws"] = "the engine's own"
             if out is None:
-                groups, figures = loop.evaluate(recipe, task, generator, decode, show=tell)
+                groups, figures = loop.evaluate(recipe, task, engine, decode, show=tell)
                 rows: Any = loop.to_rows(task, groups, decode)
                 return results.Evaluation(recipe.name, depends, figures, rows, None)
             path = Path(out)
-            loop.evaluate_into(path, depends, recipe, task, generator, decode, show=tell)
+            loop.evaluate_into(path, depends, recipe, task, engine, decode, show=tell)
             tell(Progress("report", "writing the report"))
             results.write_evaluation([path], path / "report.html")
             return results.read(path)
