@@ -57,8 +57,8 @@ EXTRAS = {
     "vllm": Extra(("vllm",), "another engine; no recipe uses it yet"),
 }
 MADE = {
-    "sums": "burnish data arithmetic sums",
-    "sentences": "burnish data keywords sentences --recipe keywords-scratch",
+    "sums": "python examples/write_sums.py sums",
+    "sentences": "python examples/write_keywords.py sentences --recipe keywords-scratch",
 }
 """Directories that recipes read, and the commands that write them."""
 _RUN = re.compile(r"runs/([\w.-]+)-\d+")
