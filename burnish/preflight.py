@@ -52,7 +52,7 @@ EXTRAS = {
     "gym": Extra(("reasoning_gym",), "questions that a generator makes (arithmetic)"),
     "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME; engine.name = 'hf'"),
     "datasets": Extra(("datasets",), "rows by hf:ORG/NAME/SPLIT"),
-    "tensorboard": Extra(("tensorboard",), "looking at runs in TensorBoard; none is needed to run"),
+    "tensorboard": Extra(("tensorboard",), "events of runs for TensorBoard; none is needed to run"),
     "ray": Extra(("ray",), "several machines; no recipe uses it yet"),
     "vllm": Extra(("vllm",), "another engine; no recipe uses it yet"),
 }
@@ -155,6 +155,8 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
         needs.append(("hf", ("huggingface_hub",), f"the model {source}"))
     if recipe.engine.name == "hf":
         needs.append(("hf", ("transformers",), "engine.name = 'hf'"))
+    if recipe.log.tensorboard:
+        needs.append(("tensorboard", ("tensorboard",), "log.tensorboard = true"))
     return [MissingExtra(extra, what) for extra, parts, what in needs if not is_installed(*parts)]
 
 

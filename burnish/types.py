@@ -65,6 +65,10 @@ class Finish(StrEnum):
     ABORT = "abort"
 
 
+ENDINGS = {"ended": Finish.STOP, "truncated": Finish.LENGTH, "aborted": Finish.ABORT}
+"""How responses end, by the names of the metrics that count them."""
+
+
 @dataclass(frozen=True)
 class Completion:
     request_id: str

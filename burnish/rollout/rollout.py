@@ -14,7 +14,7 @@ from burnish.engine.protocol import Engine, Event, Request
 from burnish.errors import DataError, EngineError
 from burnish.progress import Report, unheard
 from burnish.tasks.task import Task
-from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
+from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
 
 ABORTED = Grade(
     math.nan,
@@ -139,9 +139,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     ends = [c.finish for group in groups for c in group.completions]
     metrics = {
         "rollout/length": float(np.mean(lengths)),
-        "rollout/ended": ends.count(Finish.STOP) / len(ends),
-        "rollout/truncated": ends.count(Finish.LENGTH) / len(ends),
-        "rollout/aborted": ends.count(Finish.ABORT) / len(ends),
+        **{f"rollout/{name}": ends.count(end) / len(ends) for name, end in ENDINGS.items()},
         "rollout/responses": float(len(grades)),
     }
     skipped = sum(group.prompt.meta.get("skipped", 0) for group in groups)
