@@ -333,7 +333,7 @@ class EngineConfig(Section):
     """The sampler; the learner's precision is ``train.precision``."""
 
     name: Literal["native", "hf"] = Field("native", description="hf: transformers, to evaluate")
-    precision: Precision = "auto"
+    precision: Precision = Field("auto", description="auto: as train.precision")
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
     max_running: int = Field(128, ge=1, description="samples that decode at once")
 
@@ -527,15 +527,18 @@ def load(
 def with_precision(recipe: Recipe, precision: str) -> Recipe:
     """The recipe with ``precision`` in the place of 'auto', as it is run and recorded.
 
-    The sorting model has a few hundred weights and always learns in fp32.
+    A sampler whose precision is open takes the learner's: a policy that samples in another one
+    learns less. The sorting model has a few hundred weights and always learns in fp32.
     """
     if isinstance(recipe.model, SorterConfig):
         precision = "fp32"
     changed = {}
-    for name in ("engine", "train"):
+    for name in ("train", "engine"):
         section = getattr(recipe, name)
         if section.precision == "auto":
             changed[name] = section.model_copy(update={"precision": precision})
+        else:
+            precision = section.precision
     return recipe.model_copy(update=changed)
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish import api, config, pieces
+from burnish import api, build, config, pieces
 from burnish.errors import ConfigError
 from burnish.plan import Size, plan
 
@@ -305,6 +305,20 @@ def test_passes_over_a_rollout_are_planned(k, tmp_path):
     assert f"linear to 0 at gradient step {42 * k})" in lines["in all"]
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([], ("bf16", "bf16")),
+        (["train.precision=fp32"], ("fp32", "fp32")),
+        (["engine.precision=fp32"], ("bf16", "fp32")),
+        (["train.precision=fp32", "engine.precision=bf16"], ("fp32", "bf16")),
+    ],
+)
+def test_a_sampler_takes_the_learners_precision_unless_it_is_given_one(given, found):
+    recipe = config.with_precision(config.load("keywords", given), "bf16")
+    assert (recipe.train.precision, recipe.engine.precision) == found
+
+
 SIZE = Size(1_000_000, cached=2 * 3 * 4 * 5, context=200, longest_prompt=30, copied=2)
 
 
@@ -352,7 +366,7 @@ def test_frozen_copies_are_those_the_learner_holds(overrides, copies, tmp_path, 
     recipe = config.load("keywords", [*small, *overrides])
     lines = dict(dict(plan(recipe, tmp_path, SIZE))["resources"])
     assert (f"{copies} frozen" in lines["learner"]) == (copies > 0)
-    learner = api.build(recipe).learner
+    learner = build.build(recipe).learner
     if recipe.objective.kl_refresh:
         learner.refresh_reference()
     held = {id(p) for p in (learner.reference, learner.initial, learner.previous) if p is not None}
@@ -374,7 +388,7 @@ def test_a_pack_must_hold_the_longest_sequence(tmp_path, smollm2):
     recipe = config.load(
         "keywords", [*tiny, "train.micro_tokens=60", "task.validation_prompts=9", *alone]
     )
-    size = api.measure(recipe)
+    size = build.measure(recipe)
     assert 40 < size.longest_prompt < 60
     with pytest.raises(ConfigError, match=f"{size.longest_prompt + 64} tokens"):
         api.train(recipe, out=tmp_path / "run")
@@ -382,7 +396,7 @@ def test_a_pack_must_hold_the_longest_sequence(tmp_path, smollm2):
 
 
 def test_a_model_is_measured_from_its_files(smollm2):
-    size = api.measure(config.load("keywords", [f"model.name={smollm2}"]))
+    size = build.measure(config.load("keywords", [f"model.name={smollm2}"]))
     assert size[:3] == (134_515_008, 2 * 30 * 3 * 64, 8192)
-    assert api.measure(config.load("sort")) is None
-    assert api.measure(config.load("keywords", ["model.name=hf:no/such"])) is None
+    assert build.measure(config.load("sort")) is None
+    assert build.measure(config.load("keywords", ["model.name=hf:no/such"])) is None

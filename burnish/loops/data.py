@@ -10,9 +10,10 @@ from pathlib import Path
 
 from burnish.config import Recipe
 from burnish.draws import Stream
+from burnish.engine.protocol import Engine
 from burnish.errors import DataError
 from burnish.progress import Show, begin, silent
-from burnish.rollout.rollout import Generator, grade, sampling
+from burnish.rollout.rollout import grade, sample, sampling
 from burnish.tasks.gym import Gym
 from burnish.tasks.keywords import Keywords
 from burnish.types import Completion, Prompt
@@ -25,7 +26,7 @@ PATIENCE = 200
 def write_keywords(
     recipe: Recipe,
     task: Keywords,
-    generator: Generator,
+    engine: Engine,
     directory: Path,
     *,
     rows: int,
@@ -56,7 +57,8 @@ def write_keywords(
             so_far = sum(map(len, found)) + len(kept)
             doing = f"sampling answers; {so_far} of {rows} rows are kept, {asked} prompts asked"
             total = len(prompts) * recipe.rollout.group_size
-            sampled = generator.generate(
+            sampled = sample(
+                engine,
                 prompts,
                 first_group=asked,
                 samples=recipe.rollout.group_size,

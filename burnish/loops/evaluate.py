@@ -17,12 +17,13 @@ import numpy as np
 
 from burnish.config import Recipe
 from burnish.draws import Stream
+from burnish.engine.protocol import Engine
 from burnish.errors import RunError
 from burnish.progress import Show, after, begin, silent
-from burnish.rollout.rollout import Generator, grade, sampling
-from burnish.runs import rollouts, statistics
+from burnish.rollout.rollout import grade, sample, sampling
+from burnish.runs import responses, statistics
 from burnish.runs.directory import lock, replace_file
-from burnish.runs.metrics import Row, iterate_rows
+from burnish.runs.metrics import Metrics, iterate_rows
 from burnish.runs.statistics import Outcome, is_right
 from burnish.tasks.task import Task
 from burnish.types import Finish, Group, IntArray, Status
@@ -35,17 +36,17 @@ TOGETHER = 512
 def evaluate(
     recipe: Recipe,
     task: Task,
-    generator: Generator,
+    engine: Engine,
     decode: Decode,
     *,
     show: Show = silent,
     when: str = "",
-) -> tuple[list[Group], Row]:
+) -> tuple[list[Group], Metrics]:
     """The graded responses to the validation prompts, and their figures as ``validation/…``.
 
     Empty where the task holds nothing out. ``when`` is shown, such as "after step 10".
     """
-    parts = answered(recipe, task, generator, show=show, when=when)
+    parts = answered(recipe, task, engine, show=show, when=when)
     groups = [group for part in parts for group in part]
     return groups, figures(to_rows(task, groups, decode))
 
@@ -55,11 +56,11 @@ def evaluate_into(
     settings: Mapping[str, Any],
     recipe: Recipe,
     task: Task,
-    generator: Generator,
+    engine: Engine,
     decode: Decode,
     *,
     show: Show = silent,
-) -> Row:
+) -> Metrics:
     """The same figures, with every response in a directory; one begun before goes on there.
 
     ``settings`` are all that the results depend on.
@@ -69,7 +70,7 @@ def evaluate_into(
         file = directory / "results.jsonl"
         rows = _done(file, recipe, len(task.validation))
         done = len(rows) // recipe.validation.samples
-        for part in answered(recipe, task, generator, start=done, show=show):
+        for part in answered(recipe, task, engine, start=done, show=show):
             fresh = to_rows(task, part, decode)
             with file.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps(row) + "\n" for row in fresh)
@@ -82,7 +83,7 @@ def evaluate_into(
 def answered(
     recipe: Recipe,
     task: Task,
-    generator: Generator,
+    engine: Engine,
     *,
     start: int = 0,
     show: Show = silent,
@@ -103,7 +104,8 @@ def answered(
     tokens = 0
     for first in range(start, len(prompts), size):
         some = prompts[first : first + size]
-        responses = generator.generate(
+        responses = sample(
+            engine,
             some,
             first_group=first,
             samples=samples,
@@ -124,7 +126,7 @@ def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[st
     """Every response as a row of rollouts, with the answer that it votes for, its grader's message,
     and the part of a mixture that it belongs to."""
     grades = [(group.prompt, grade.message) for group in groups for grade in group.grades]
-    rows = rollouts.rows(0, groups, decode=decode)
+    rows = responses.rows(0, groups, decode=decode)
     return [
         {
             **row,
@@ -136,7 +138,7 @@ def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[st
     ]
 
 
-def figures(rows: Sequence[Mapping[str, Any]]) -> Row:
+def figures(rows: Sequence[Mapping[str, Any]]) -> Metrics:
     """Means over responses, and how many are right.
 
     One whose grader failed has no reward and is neither right nor wrong.

@@ -7,9 +7,9 @@
         log π_ref, and log π_prox if need be, of the tokens        score
         advantages relative to the group                           advantages
         for each of the gradient steps:  π ← step on the loss      learn
-        hand the new weights to the generator                      publish
+        hand the new weights to the engine                         publish
 
-The sorting model and a language model run through it alike: a ``Generator`` samples, a ``Learner``
+The sorting model and a language model run through it alike: an ``Engine`` samples, a ``Learner``
 scores and steps.
 """
 
@@ -23,14 +23,15 @@ from torch import Tensor
 
 from burnish.config import Recipe
 from burnish.draws import Stream
+from burnish.engine.protocol import Engine
 from burnish.learner import objective
 from burnish.learner.learner import Learner, Scores
 from burnish.progress import Report, Show, begin, silent
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
 from burnish.rollout.packing import pack, take, take_streams, train_batches
-from burnish.rollout.rollout import Generator, describe, grade, sampling
-from burnish.runs.metrics import Row, combine
+from burnish.rollout.rollout import describe, grade, sample, sampling
+from burnish.runs.metrics import Metrics, combine
 from burnish.runs.timers import Timers
 from burnish.tasks.task import Task
 from burnish.types import FloatArray, Group, LearnBatch, PackedBatch
@@ -47,14 +48,14 @@ class Step(NamedTuple):
     """One per response, in the groups' order: the mean over its tokens."""
     learner_logprobs: list[FloatArray] | None
     """[C] per response: of the learner before its first step; None where it did not score all."""
-    metrics: Row
+    metrics: Metrics
 
 
 def train(
     recipe: Recipe,
     *,
     task: Task,
-    generator: Generator,
+    engine: Engine,
     learner: Learner,
     timers: Timers,
     start: int = 0,
@@ -65,7 +66,7 @@ def train(
     prompts_per_step = recipe.prompts_per_rollout
     responses_per_step = recipe.rollout.batch
     some = counted(responses_per_step, "response")
-    generator.load(learner.weights())
+    engine.load(learner.weights())
     for number in range(start, recipe.train.steps):
         refresh = recipe.objective.kl_refresh
         if recipe.objective.kl != "none" and refresh and number % refresh == 0:
@@ -75,7 +76,8 @@ def train(
         with timers("generate"):
             doing = f"sampling {some} to {prompts_per_step} prompts"
             report = begin(show, "generate", doing, total=responses_per_step, unit="responses")
-            responses = generator.generate(
+            responses = sample(
+                engine,
                 prompts,
                 first_group=first,
                 samples=recipe.rollout.group_size,
@@ -91,7 +93,7 @@ def train(
         step = learn(recipe, learner, number + 1, groups, timers, show)
         with timers("publish"):
             begin(show, "publish", "handing the new weights to the sampler")
-            generator.load(learner.weights())
+            engine.load(learner.weights())
         yield step._replace(metrics=describe(sampled) | dropped | step.metrics)
 
 

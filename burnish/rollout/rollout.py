@@ -1,18 +1,20 @@
-"""One rollout: prompts of the task, responses of the generator, grades: groups."""
+"""One rollout: prompts of the task, completions of an engine, grades: groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from burnish.config import Recipe
-from burnish.errors import DataError
+from burnish.draws import Stream
+from burnish.engine.protocol import Engine, Event, Request
+from burnish.errors import DataError, EngineError
 from burnish.progress import Report, unheard
 from burnish.tasks.task import Task
-from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status, Weights
+from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
 
 ABORTED = Grade(
     math.nan,
@@ -23,26 +25,63 @@ ABORTED = Grade(
 """The grade of a sample that the engine aborted."""
 
 
-class Generator(Protocol):
-    """What samples responses: the sorting model, an engine, an actor."""
+PATIENCE = 600.0
+"""Seconds that an engine may take to its next token."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        first_group: int,
-        samples: int,
-        params: SamplingParams,
-        stream: int,
-        report: Report = unheard,
-    ) -> list[tuple[Completion, ...]]:
-        """``samples`` completions of each prompt; prompt k is the run's group first_group + k.
 
-        ``report`` is told the completions that are done and the tokens that were sampled.
-        """
+def sample(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    first_group: int,
+    samples: int,
+    params: SamplingParams,
+    stream: Stream,
+    report: Report = unheard,
+) -> list[tuple[Completion, ...]]:
+    """``samples`` completions of each prompt; prompt k is the run's group first_group + k."""
+    requests = [
+        Request(f"group-{group}", prompt.token_ids, samples, params, group, stream, streamed=False)
+        for group, prompt in enumerate(prompts, first_group)
+    ]
+    return complete(engine, requests, report=report)
 
-    def load(self, weights: Weights) -> None:
-        """Takes over new weights; what is sampled from now on carries their version."""
+
+def complete(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    see: Callable[[Event], None] = lambda event: None,
+    report: Report = unheard,
+    patience: float = PATIENCE,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[tuple[Completion, ...]]:
+    """The completions of each request; ``see`` gets every event.
+
+    All requests are submitted before the first step, so that the engine's batches, and with them
+    the last bits of its logits, are the same whenever the same requests come. ``report`` is told
+    the completions that are done and the tokens that were sampled.
+    """
+    for request in requests:
+        engine.submit(request)
+    missing = {(request.request_id, i): None for request in requests for i in range(request.n)}
+    done: dict[tuple[str, int], Completion] = {}
+    total, before = len(missing), engine.sampled
+    last, moved = (0, before), clock()
+    while missing:
+        if not engine.unfinished or clock() - moved > patience:
+            late = f"was silent for {patience:.0f} s" if engine.unfinished else "forgot samples"
+            names = ", ".join(f"sample {i} of {name}" for name, i in list(missing)[:4])
+            raise EngineError(f"the engine {late}; {len(missing)} of {total} are missing: {names}")
+        for event in engine.step():
+            see(event)
+            if isinstance(event, Completion):
+                done[event.request_id, event.sample_index] = event
+                missing.pop((event.request_id, event.sample_index), None)
+        report(len(done), total, tokens=engine.sampled - before)
+        if (len(done), engine.sampled) != last:
+            last, moved = (len(done), engine.sampled), clock()
+    return [tuple(done[r.request_id, i] for i in range(r.n)) for r in requests]
 
 
 def sampling(recipe: Recipe) -> SamplingParams:

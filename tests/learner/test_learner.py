@@ -10,7 +10,7 @@ from burnish.learner import objective
 from burnish.learner.learner import Learner
 from burnish.model.sorter import Sorter
 from burnish.rollout.packing import pack
-from burnish.rollout.rollout import grade
+from burnish.rollout.rollout import grade, sample
 from burnish.tasks.sorting import Sorting
 from burnish.types import LearnBatch, SamplingParams
 
@@ -25,8 +25,8 @@ TASK = Sorting(SortTask(), seed=0)
 
 def rollout(model, temperature=1.0):
     params = SamplingParams(temperature=temperature, seed=1)
-    responses = SorterEngine(model).generate(
-        TASK.prompts, first_group=0, samples=6, params=params, stream=0
+    responses = sample(
+        SorterEngine(model), TASK.prompts, first_group=0, samples=6, params=params, stream=0
     )
     return pack(grade(TASK, TASK.prompts, responses, 0))
 

@@ -20,19 +20,31 @@ RECIPE = config.load("keywords")
 
 
 class Sampler:
-    """Answers two samples per prompt; ``good(n)``: the second of the n-th prompt is right."""
+    """An engine; ``good(n)``: the last of the n-th prompt's samples is right."""
 
-    def __init__(self, good):
-        self.good = good
+    def __init__(self, good, finish=Finish.STOP):
+        self.good, self.finish, self.events, self.sampled = good, finish, [], 0
 
-    def generate(self, prompts, *, first_group, **how):
+    @property
+    def unfinished(self):
+        return len(self.events)
+
+    def submit(self, request):
+        asked = byte_tokenizer().decode(request.prompt)
+        words = asked.split("words: ")[1].split(".")[0].split(", ")
+        right = f" Here are {' and '.join(words)}. \n"
+        texts = ["nothing"] * (request.n - 1) + [right if self.good(request.group) else "neither"]
         (base,) = make_group(0, [1], [[1]], [0]).completions
-        answers = []
-        for n, prompt in enumerate(prompts, first_group):
-            right = f" Here are {' and '.join(prompt.reference['keywords'])}. \n"
-            texts = ("nothing", right if self.good(n) else "neither")
-            answers.append(tuple(dataclasses.replace(base, text=text) for text in texts))
-        return answers
+        self.events += [
+            dataclasses.replace(
+                base, request_id=request.request_id, sample_index=i, text=t, finish=self.finish
+            )
+            for i, t in enumerate(texts)
+        ]
+
+    def step(self):
+        events, self.events = self.events, []
+        return events
 
 
 def test_only_answers_with_the_words_are_kept(tmp_path):
@@ -56,15 +68,8 @@ def test_only_answers_with_the_words_are_kept(tmp_path):
 
 
 def test_what_the_engine_aborted_is_no_answer(tmp_path):
-    class Overflows(Sampler):
-        def generate(self, prompts, **how):
-            answers = super().generate(prompts, **how)
-            return [
-                tuple(dataclasses.replace(a, finish=Finish.ABORT) for a in some) for some in answers
-            ]
-
     with pytest.raises(DataError, match=r"only 0 of 4 rows after .* prompts"):
-        write_keywords(RECIPE, TASK, Overflows(lambda n: True), tmp_path, rows=5)
+        write_keywords(RECIPE, TASK, Sampler(lambda n: True, Finish.ABORT), tmp_path, rows=5)
 
 
 def test_a_model_that_never_does_it(tmp_path):

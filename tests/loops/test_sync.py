@@ -27,7 +27,7 @@ def run(*overrides, seed=0, name="sort", sampler=SorterEngine):
     size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
     learner = Learner(Sorter(*size, seed=recipe.seed), recipe.objective, recipe.train)
     engine = sampler(Sorter(*size, seed=recipe.seed))
-    steps = sync.train(recipe, task=task, generator=engine, learner=learner, timers=Timers())
+    steps = sync.train(recipe, task=task, engine=engine, learner=learner, timers=Timers())
     return list(steps), learner
 
 
@@ -195,11 +195,10 @@ def overflowing(lost):
     """A sampler that aborts samples without a token: those of whom lost(group, sample) says so."""
 
     class Overflowing(SorterEngine):
-        def generate(self, prompts, *, first_group, **how):
-            groups = super().generate(prompts, first_group=first_group, **how)
+        def step(self):
             return [
-                tuple(aborted(c) if lost(g, i) else c for i, c in enumerate(group))
-                for g, group in enumerate(groups, first_group)
+                aborted(c) if lost(int(c.request_id.split("-")[1]), c.sample_index) else c
+                for c in super().step()
             ]
 
     return Overflowing
