@@ -68,7 +68,7 @@ def parts(text: str) -> Parts | None:
 def _several(pieces: list[str], *, either: bool) -> Parts:
     """A list of values; x = 1, y = 2 as a tuple; statements of which one or all hold."""
     names = [found[0] for piece in pieces if (found := equation(piece))]
-    variables = {found.name for piece in pieces if (found := _inequality(piece))}
+    variables = {order.name for piece in pieces if (order := _inequality(piece))}
     several = len(set(names)) > 1 and len(names) == len(pieces)
     if either and (several or variables or all(words(piece) is not None for piece in pieces)):
         return Parts("or", tuple(pieces), ",".join(sorted(variables)) if len(variables) > 1 else "")
