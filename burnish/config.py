@@ -357,7 +357,7 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     rollouts: int = Field(16, ge=0, description="responses per step that are kept whole")
-    tensorboard: bool = True
+    tensorboard: bool | None = Field(None, description="events; none: if TensorBoard is installed")
 
 
 class ObjectiveConfig(Section):

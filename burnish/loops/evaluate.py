@@ -26,7 +26,7 @@ from burnish.runs.directory import lock, replace_file
 from burnish.runs.metrics import Metrics, iterate_rows
 from burnish.runs.statistics import Outcome, is_right
 from burnish.tasks.task import Task
-from burnish.types import Finish, Group, IntArray, Status
+from burnish.types import ENDINGS, Group, IntArray, Status
 
 Decode = Callable[[IntArray], list[str]]
 TOGETHER = 512
@@ -132,7 +132,7 @@ def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[st
             **row,
             "answer": task.answer(prompt, row["response"]),
             "message": message,
-            **_part(prompt.meta),
+            **({} if prompt.part is None else {"part": prompt.part}),
         }
         for row, (prompt, message) in zip(rows, grades, strict=True)
     ]
@@ -147,8 +147,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Metrics:
         return {}
     scored = [row for row in rows if row["status"] != Status.ERROR]
     columns: dict[str, Sequence[float]] = {"length": [len(row["tokens"]) for row in rows]}
-    ends = {"ended": Finish.STOP, "truncated": Finish.LENGTH, "aborted": Finish.ABORT}
-    for name, end in ends.items():
+    for name, end in ENDINGS.items():
         columns[name] = [row["finish"] == end for row in rows]
     if scored:
         columns["reward"] = [row["reward"] for row in scored]
@@ -165,10 +164,6 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Metrics:
     found = {name: float(np.mean(values)) for name, values in columns.items()}
     found |= {"responses": float(len(rows)), **statistics.describe(list(prompts.values()))}
     return {f"validation/{name}": value for name, value in found.items()}
-
-
-def _part(meta: Mapping[str, Any]) -> dict[str, str]:
-    return {"part": meta["part"]} if "part" in meta else {}
 
 
 def _same_settings(file: Path, settings: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -12,6 +11,7 @@ import numpy as np
 
 from burnish.config import flat, nearest
 from burnish.errors import RunError
+from burnish.runs.directory import read_recipe
 from burnish.runs.metrics import read_rows, window
 
 if TYPE_CHECKING:
@@ -96,13 +96,6 @@ def ends(curve: Curve) -> dict[str, list[float]]:
         return float(np.mean(values)) if values else float("nan")
 
     return {name: [last(run, *what) for run in curve.rows] for name, what in ENDS.items()}
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    file = path / "recipe.toml"
-    if not file.is_file():
-        raise RunError(f"{path} is not a run directory: it has no recipe.toml")
-    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def _draw(

@@ -62,6 +62,9 @@ class AnswerChecker:
         self._owner = os.getpid()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AnswerChecker, (self.limits,)
+
     def check(self, pairs: Sequence[tuple[str | None, Any]]) -> list[Grade]:
         """The grades of (answer, gold) pairs, in their order; an answer of None is missing."""
         at_once = [_at_once(answer, gold) for answer, gold in pairs]
