@@ -311,10 +311,10 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
     count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
     packed = recipe.engine.precision != "fp16" and device_of(recipe) == "cpu"
     narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
-    prompts = []
+    prompts, skipped, cut = [], 0, 0
     if task is not None:
         prompts = [*map(task.prompt, range(min(count, PROBED))), *task.validation]
-    skipped = sum(prompt.meta.get("skipped", 0) for prompt in prompts)
+        skipped, cut = task.too_long
     return Size(
         parameters=sum(p.numel() for p in model.parameters()),
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
@@ -324,7 +324,7 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
         longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
         copied=packed * (2 if narrow else 4),
         looked_at=len(prompts) + skipped,
-        too_long=skipped + sum("cut" in prompt.meta for prompt in prompts),
+        too_long=skipped + cut,
     )
 
 

@@ -123,15 +123,15 @@ def _collecting(found: list[BurnishError]) -> Iterator[None]:
 
 def _check_rows(task: Any, seed: int, prompts: Prompts, reward: Given) -> None:
     """Raises where rows are not what their task needs, or a reward is not there."""
-    from burnish.tasks import files, math, pairs
+    from burnish.tasks import files, math, pairs, rows
 
     if isinstance(task, FilesTask):
         chosen = files.reward_of(task, reward)
         if isinstance(chosen, str):
             rewards.check(chosen)
-        files.rows_of(task, seed=seed, prompts=prompts)
+        rows.rows_of(task, seed=seed, prompts=prompts)
     if isinstance(task, PairsTask) and prompts is None:
-        files.rows_of(task, seed=seed, check=pairs.check_pair)
+        rows.rows_of(task, seed=seed, check=pairs.check_pair)
     if isinstance(task, MathTask) and len(_files_of(task)) == 2:  # none comes from a hub
         math.rows_of(task, seed=seed)
 

@@ -132,7 +132,7 @@ def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[st
             **row,
             "answer": task.answer(prompt, row["response"]),
             "message": message,
-            **_part(prompt.meta),
+            **({} if prompt.part is None else {"part": prompt.part}),
         }
         for row, (prompt, message) in zip(rows, grades, strict=True)
     ]
@@ -164,10 +164,6 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Metrics:
     found = {name: float(np.mean(values)) for name, values in columns.items()}
     found |= {"responses": float(len(rows)), **statistics.describe(list(prompts.values()))}
     return {f"validation/{name}": value for name, value in found.items()}
-
-
-def _part(meta: Mapping[str, Any]) -> dict[str, str]:
-    return {"part": meta["part"]} if "part" in meta else {}
 
 
 def _same_settings(file: Path, settings: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.progress import Report, unheard
 from burnish.rollout.rollout import complete
-from burnish.tasks.files import check_text
+from burnish.tasks.rows import check_text
 from burnish.types import Completion, SamplingParams
 from burnish.wording import printable
 

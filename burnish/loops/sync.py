@@ -72,7 +72,9 @@ def train(
         if recipe.objective.kl != "none" and refresh and number % refresh == 0:
             learner.refresh_reference()
         first = number * prompts_per_step
+        skipped_before = task.too_long.skipped
         prompts = [task.prompt(first + k) for k in range(prompts_per_step)]
+        skipped = task.too_long.skipped - skipped_before
         with timers("generate"):
             doing = f"sampling {some} to {prompts_per_step} prompts"
             report = begin(show, "generate", doing, total=responses_per_step, unit="responses")
@@ -94,7 +96,7 @@ def train(
         with timers("publish"):
             begin(show, "publish", "handing the new weights to the sampler")
             engine.load(learner.weights())
-        yield step._replace(metrics=describe(sampled) | dropped | step.metrics)
+        yield step._replace(metrics=describe(sampled, skipped) | dropped | step.metrics)
 
 
 def learn(

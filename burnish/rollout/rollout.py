@@ -124,10 +124,11 @@ def is_aborted(completion: Completion) -> bool:
     return completion.finish is Finish.ABORT
 
 
-def describe(groups: Sequence[Group]) -> dict[str, float]:
+def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, float]:
     """What a rollout's groups look like, before anything is learned from them.
 
     Rewards are those of grades that are not errors; without any there are no reward metrics.
+    ``skipped_prompts`` were too long, so that others were asked instead.
     """
     grades = [grade for group in groups for grade in group.grades]
     by_group = [
@@ -142,9 +143,8 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         **{f"rollout/{name}": ends.count(end) / len(ends) for name, end in ENDINGS.items()},
         "rollout/responses": float(len(grades)),
     }
-    skipped = sum(group.prompt.meta.get("skipped", 0) for group in groups)
-    if skipped:
-        metrics["rollout/skipped_prompts"] = float(skipped)
+    if skipped_prompts:
+        metrics["rollout/skipped_prompts"] = float(skipped_prompts)
     if rewards.size:
         dead = [np.ptp(scored) == 0 for scored in by_group if scored.size]
         metrics |= {
@@ -157,10 +157,8 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     for part in sorted({name for grade in grades for name in grade.parts}):
         values = [grade.parts[part] for grade in grades if part in grade.parts]
         metrics[f"rollout/part_{part}"] = float(np.mean(values))
-    for part in sorted({g.prompt.meta["part"] for g in groups if "part" in g.prompt.meta}):
-        own = [
-            r for g, r in zip(groups, by_group, strict=True) if g.prompt.meta.get("part") == part
-        ]
+    for part in sorted({g.prompt.part for g in groups if g.prompt.part is not None}):
+        own = [r for g, r in zip(groups, by_group, strict=True) if g.prompt.part == part]
         if any(scored.size for scored in own):
             metrics[f"rollout/reward/{part}"] = float(np.concatenate(own).mean())
     for status in Status:

@@ -142,7 +142,7 @@ def test_readable_counts_equal_responses_and_escapes_text():
 
 def test_the_readable_log_has_what_was_asked():
     group = make_group(0, [1], [[2]], [1.0])
-    asked = replace(group.prompt, text="<|user|>Sort it<|end|>", meta={"asked": "Sort it"})
+    asked = replace(group.prompt, text="<|user|>Sort it<|end|>", asked="Sort it")
     text = readable(1, [replace(group, prompt=asked)], [0.0])
     assert text.splitlines()[1] == "  prompt 'Sort it'"
 
