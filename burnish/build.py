@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +14,20 @@ from burnish.config import (
     FilesTask,
     LanguageConfig,
     MixtureTask,
+    Overrides,
     PairsTask,
     Recipe,
     ScratchConfig,
     SorterConfig,
     SortTask,
+    Table,
 )
 from burnish.errors import BurnishError, ConfigError
 from burnish.plan import PAGE, Room, Size, check_lengths, room
 from burnish.preflight import check_sources
 from burnish.progress import Progress, Show, begin, silent
 from burnish.runs import checkpoints
+from burnish.runs.directory import PROMPTS
 from burnish.threads import share_cores
 
 if TYPE_CHECKING:
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
     from burnish.types import Group
 
 AnyPath = str | os.PathLike[str]
+AnyRecipe = AnyPath | Table | Recipe
+"""A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
 Reward = Callable[[str, Mapping[str, Any]], Any]
 Prompts = Iterable[str | Mapping[str, Any]] | None
 DRIFT = 128
@@ -58,7 +65,7 @@ def build(
     reward: Reward | str | None = None,
     show: Show = silent,
 ) -> Parts:
-    """What a recipe's run is made of."""
+    """The parts of a recipe's run."""
     from burnish.engine.protocol import require
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import evaluate, sync
@@ -247,7 +254,7 @@ def open_model(
 
 
 def _origin(recipe: Recipe) -> Recipe:
-    """The recipe that says what its model is: of the run, where the model is what a run learned."""
+    """The recipe that describes the model: the run's recipe if the model is a run."""
     origin = preflight.origin(recipe)
     if origin is recipe:
         return recipe
@@ -267,7 +274,7 @@ def take_weights(model: Transformer, chosen: Path) -> None:
 
 
 def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
-    """What a plan of a language model needs to know of it; None where it is not here yet.
+    """The size of a recipe's language model; None if its files are not here yet.
 
     ``has_prompts`` is false if no prompts shall be looked at: rows may be missing then.
     """
@@ -307,7 +314,7 @@ def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
 
 
 def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
-    """No task: the prompts are not known, or do not matter."""
+    """``task`` is None if no prompts are looked at."""
     count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
     packed = recipe.engine.precision != "fp16" and device_of(recipe) == "cpu"
     narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
@@ -329,7 +336,7 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
 
 
 def _source(recipe: Recipe) -> str:
-    """Whose files are read: the model's, or for one from scratch its tokenizer's."""
+    """The name of the model whose files are read; for a model from scratch, of its tokenizer."""
     kind = recipe.model
     return kind.tokenizer if isinstance(kind, ScratchConfig) else kind.name
 
@@ -352,7 +359,7 @@ def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def _local(name: str) -> Path | None:
-    """Where a model lies if it is here: a plan downloads nothing."""
+    """The path of a model's files; None if they are not here, since a plan downloads nothing."""
     from burnish.model import hub
 
     if name in hub.PACKAGED:
@@ -475,7 +482,7 @@ def _memory(device: str) -> tuple[int, int]:
 
 
 def look(recipe: Recipe, path: Path) -> tuple[Recipe, Size | None, list[BurnishError]]:
-    """For a plan: the recipe as it would run here, its size, and what it lacks."""
+    """For a plan: the recipe as it would run here, its size, and its problems."""
     unknown = missing_device(recipe)
     lacks = [*preflight.before(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
@@ -540,3 +547,68 @@ def open_engine(
     recipe = config.load({"task": "keywords", "model": named, "engine": engine, "device": device})
     check_sources(recipe)
     return _engine(prepare(recipe, show), show)
+
+
+def load_recipe(
+    source: AnyRecipe, changes: Sequence[str | Table], *, seed: int | None = None
+) -> Recipe:
+    """The recipe with changes; one that is loaded already and is not changed stays as it is."""
+    if isinstance(source, Recipe):
+        if not any(changes) and seed is None:
+            return source
+        source = config.effective(source)
+    return config.load(source, changes, seed=seed)
+
+
+def evaluation_recipe(
+    source: AnyRecipe,
+    *,
+    model: AnyPath | Table | None = None,
+    overrides: Overrides = (),
+    seed: int | None = None,
+) -> Recipe:
+    """The recipe that an evaluation goes by: as given, of a run, or of a task and defaults."""
+    own: list[str | Table] = []
+    if isinstance(source, str | os.PathLike):
+        source = name = os.fspath(source)
+        if (Path(name) / "recipe.toml").is_file():
+            source, own = f"{name}/recipe.toml", [{"model": name}]
+            if isinstance(config.load(source).task, SortTask):
+                raise ConfigError(
+                    f"{name} trained the sorting model, and `burnish eval` measures language "
+                    f"models; {name}/report.html has what the run measured on held-out prompts"
+                )
+            if (Path(name) / PROMPTS).is_file():
+                own.append({"task": {"train": f"{name}/{PROMPTS}"}})
+        elif name in config.TASKS and name not in config.list_recipes():
+            source, own = "keywords", [f"task.name={name}", f"name={name}"]
+    changes: Sequence[str | Table] = config.tables(overrides)
+    if isinstance(model, Mapping):
+        own.append({"model": model})
+    elif model is not None:
+        changes = config.together([f"model.name={json.dumps(os.fspath(model))}"], changes)
+    recipe = load_recipe(source, [*own, *changes], seed=seed)
+    if recipe.is_supervised:
+        raise ConfigError(
+            f"{recipe.name} has answers to learn and none to grade; name another --task"
+        )
+    return recipe
+
+
+def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:
+    """All that an evaluation's results depend on, with hashes of the weights, the rows, the reward
+    and the code that grades."""
+    table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
+    sections = ("model", "task", "engine", "validation", "rollout")
+    kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
+    own = ("temperature", "top_p", "top_k", "truncated", "batch", "group_size", "max_errors")
+    learning = {"validation.every", *(f"rollout.{name}" for name in own)}
+    settings = {key: value for key, value in kept.items() if key not in learning}
+    read = {f"hash of {name}": value for name, value in inputs.hashes(recipe).items()}
+    return settings | {"seed": recipe.seed, "weights": digest(recipe, show)} | read
+
+
+def evaluation_path(recipe: Recipe, show: Show = silent) -> Path:
+    """Where an evaluation goes by default: one place for the same settings, where it goes on."""
+    settings = json.dumps(evaluation_settings(recipe, show))
+    return Path("runs") / f"eval-{recipe.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
