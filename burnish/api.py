@@ -38,9 +38,9 @@ from burnish.runs.run import Run
 from burnish.threads import share_cores
 
 if TYPE_CHECKING:
-    from burnish.config import ObjectiveConfig
     from burnish.engine.protocol import Engine
     from burnish.learner.learner import Learner
+    from burnish.learner.objective import Program
     from burnish.learner.policy import Policy
     from burnish.loops.generate import Answer
     from burnish.loops.run import Parts
@@ -569,6 +569,7 @@ def build(
     show: Show = silent,
 ) -> Parts:
     """What a recipe's run is made of."""
+    from burnish.learner.objective import compile
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import evaluate, sync
     from burnish.loops.run import Parts
@@ -586,7 +587,7 @@ def build(
         check_lengths(recipe, _size(recipe, model, task))
         policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
     show(Progress("load", "preparing the learner"))
-    learner = _learner(recipe, policy, recipe.objective)
+    learner = _learner(recipe, policy, compile(recipe.objective))
 
     def validate(show: Show, when: str) -> tuple[list[Group], Row]:
         groups, figures = evaluate.evaluate(recipe, task, generator, decode, show=show, when=when)
@@ -627,7 +628,7 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     policy = LanguagePolicy(
         model.to(_device(recipe)), recompute=recipe.train.recompute, layers=recipe.train.layers
     )
-    learner = _learner(counted, policy, supervised.OBJECTIVE)
+    learner = _learner(counted, policy, supervised.PROGRAM)
     return Parts(
         recipe=counted,
         learner=learner,
@@ -651,11 +652,11 @@ def _pairs(recipe: Recipe, tokenizer: Tokenizer, context: int, rows: Prompts) ->
     )
 
 
-def _learner(recipe: Recipe, policy: Policy, objective: ObjectiveConfig) -> Learner:
+def _learner(recipe: Recipe, policy: Policy, program: Program) -> Learner:
     from burnish.learner.learner import Learner
 
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
-    return Learner(policy, objective, train)
+    return Learner(policy, program, train)
 
 
 def build_sampler(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from burnish.config import flat, nearest
+from burnish.config import flat
 from burnish.errors import RunError
 from burnish.runs.metrics import read_rows, window
+from burnish.sections import nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

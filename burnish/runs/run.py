@@ -92,7 +92,7 @@ class Run:
     def frame(self, table: str = "metrics") -> Any:
         """The rows of a table as a pandas DataFrame; pandas must be installed."""
         if table not in TABLES:
-            near = config.nearest(table, TABLES)
+            near = nearest(table, TABLES)
             names = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
             raise RunError(f"a run's tables are {names}, got {table!r}{near}")
         try:

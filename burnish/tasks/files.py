@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from burnish.config import FilesTask, Graded, MathTask, Rows, nearest
+from burnish.config import FilesTask, Graded, MathTask, Rows
 from burnish.draws import Stream, permutation
 from burnish.errors import ConfigError, DataError
 from burnish.graders.grader import Grader, grade_pairs, make_grader
@@ -20,6 +20,7 @@ from burnish.graders.pool import Limits
 from burnish.graders.rewards import Reward
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
+from burnish.sections import nearest
 from burnish.types import Completion, Grade, IntArray, Prompt
 
 Row = dict[str, Any]

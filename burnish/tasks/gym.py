@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish import graders
-from burnish.config import GymTask, nearest
+from burnish.config import GymTask
 from burnish.draws import Stream, uniforms
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.graders.extract import EXTRACTORS
@@ -22,6 +22,7 @@ from burnish.graders.pool import GraderPool
 from burnish.graders.rewards import Source
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
+from burnish.sections import nearest
 from burnish.tasks.files import encode, limits_of
 from burnish.tasks.room import fitting
 from burnish.types import Completion, Grade, Prompt
