@@ -37,9 +37,9 @@ TRL = "1.16.0"
 
 
 def recipe_of(args: argparse.Namespace) -> Any:
-    from burnish import api, config
+    from burnish import build, config
 
-    return api.settled(config.load(str(RECIPE), [f"model.name={args.model}", *args.set]))
+    return build.settled(config.load(str(RECIPE), [f"model.name={args.model}", *args.set]))
 
 
 def serve_burnish(args: argparse.Namespace) -> None:

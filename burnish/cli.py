@@ -88,7 +88,7 @@ def plan(
     recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
 ) -> None:
     """Print what a recipe will compute, about how long it takes here, and what it lacks."""
-    from burnish import api, config, machine
+    from burnish import build, config, machine
     from burnish.plan import plan as make_plan
     from burnish.runs.directory import next_directory
 
@@ -97,7 +97,7 @@ def plan(
     rates = None
     with Display(loaded.name, err_console) as display:
         display(Progress("load", "loading torch to measure the model and the machine"))
-        loaded, size, lacks = api.look(loaded, where)
+        loaded, size, lacks = build.look(loaded, where)
         if size is not None:
             device = None if loaded.device == "auto" else loaded.device
             rates = machine.measure(0.3, precision=loaded.train.precision, device=device)
@@ -311,7 +311,7 @@ def evaluate(
     out_console.print(table)
     page = paths[0] / "report.html"
     if len(paths) > 1:
-        from burnish.runs.evaluation import write_evaluation
+        from burnish.runs.results import write_evaluation
 
         page = write_evaluation(paths, (out or paths[0]) / "side-by-side.html")
     out_console.print(f"report: {escape(str(page))}")
@@ -382,8 +382,8 @@ def compare(
     """
     import numpy as np
 
-    from burnish.runs.evaluation import write_evaluation
     from burnish.runs.plots import draw_comparison, ends
+    from burnish.runs.results import write_evaluation
 
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is not a directory; choose another --out")
@@ -432,7 +432,7 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", help="only the speed, no text")] = False,
 ) -> None:
     """Sample responses from a model and stream them."""
-    from burnish import api
+    from burnish import build
     from burnish.loops import generate as text
     from burnish.types import SamplingParams
 
@@ -449,7 +449,7 @@ def generate(
         seed=seed,
     )
     with Display(model, err_console) as display, showing_compiles(display):
-        engine, tokenizer = api.open_engine(model, dtype=dtype, device=device, show=display)
+        engine, tokenizer = build.open_engine(model, dtype=dtype, device=device, show=display)
         doing = f"sampling {samples * len(given)} responses"
         report = begin(display, "generate", doing, unit="responses")
 
@@ -534,11 +534,11 @@ def _leave(code: int) -> NoReturn:
 
 def _what_is_left(path: Path) -> str:
     """Words for what a run that was stopped at once leaves on the disk."""
-    from burnish.runs import checkpoint
+    from burnish.runs import checkpoints
 
     if not (path / "recipe.toml").is_file():
         return "stopped before the first step was done: nothing was learned, and nothing is kept"
-    saved, again = checkpoint.latest(path), f"burnish resume {path}"
+    saved, again = checkpoints.latest(path), f"burnish resume {path}"
     if saved is None:
         return f"stopped at once; no checkpoint was saved yet; begin again with: {again}"
     return f"stopped at once; the last checkpoint is {saved.name}; continue from it with: {again}"

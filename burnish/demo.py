@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from burnish import api, config, estimate, machine
+from burnish import build, config, estimate, machine
 from burnish.config import Recipe
 from burnish.errors import ConfigError
 from burnish.machine import Machine, Rates
@@ -46,7 +46,7 @@ def choose(form: str | None = None, *, seed: int | None = None) -> Choice:
     if form is not None and form not in FORMS:
         raise ConfigError(f"--form must be {' or '.join(FORMS)}, got {form!r}")
     found = machine.describe()
-    recipes = {name: api.settled(config.load(FORMS[name], seed=seed)) for name in FORMS}
+    recipes = {name: build.settled(config.load(FORMS[name], seed=seed)) for name in FORMS}
     precision = recipes["small"].train.precision
     rates = machine.measure(SECONDS, precision=precision)
     times = {name: duration(recipe, rates) for name, recipe in recipes.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from burnish import api, config, estimate, machine, preflight
+from burnish import build, config, estimate, machine, preflight
 from burnish.config import Recipe
 from burnish.errors import BurnishError
 from burnish.machine import Machine, Rates
@@ -36,7 +36,7 @@ def size_of(recipe: Recipe) -> Size | None:
         recipe = recipe.model_copy(update={"model": first.model})
     if preflight.missing_model(recipe):
         return None
-    return api.measure(recipe, has_prompts=False)
+    return build.measure(recipe, has_prompts=False)
 
 
 def _machine(found: Machine) -> Lines:
@@ -76,7 +76,7 @@ def _extra(name: str) -> tuple[str, str]:
 
 def _recipe(name: str, runs: Path, found: Machine, rates: dict[str, Rates]) -> str:
     """About how long it takes, and what it lacks."""
-    recipe = api.settled(config.load(name))
+    recipe = build.settled(config.load(name))
     path, size = runs / name, size_of(recipe)
     rate = rates.get(recipe.train.precision, rates["fp32"])
     free = found.gpu_available if rate.device == "cuda" else found.available

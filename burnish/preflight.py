@@ -26,7 +26,7 @@ from burnish.config import (
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
 from burnish.graders import rewards
 from burnish.plan import CACHE, disk_bytes, memory_parts, spell
-from burnish.runs import checkpoint
+from burnish.runs import checkpoints
 from burnish.runs.directory import check_new
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def missing_model(recipe: Recipe) -> list[BurnishError]:
         return []
     path = Path(name).expanduser()
     if (path / "recipe.toml").is_file():
-        if checkpoint.latest(path) is None:
+        if checkpoints.latest(path) is None:
             return [RunError(f"{path} has no checkpoint yet; train on, or resume it")]
         return missing_model(origin(recipe))
     if path.exists():

@@ -359,12 +359,12 @@ def test_the_page_tells_the_truth(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("given", "notes"), [("auto", 0), ("fp32", 0), ("bf16", 1)])
 def test_a_precision_that_is_not_multiplied_is_said_with_what_it_costs(given, notes, monkeypatch):
-    from burnish import api, machine
+    from burnish import build, machine
 
     monkeypatch.setattr(machine, "multiplies", lambda precision, device: precision == "fp32")
     sets = [f"train.precision={given}", f"engine.precision={given}", "device=cpu"]
     seen = []
-    recipe = api._prepare(config.load("keywords", sets), seen.append)
+    recipe = build.prepare(config.load("keywords", sets), seen.append)
     said = [progress.doing for progress in seen if progress.phase == "note"]
     assert len(said) == notes
     assert all("no bf16 products" in note and "times as long as in fp32" in note for note in said)

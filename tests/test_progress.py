@@ -198,10 +198,10 @@ def test_python_shows_on_stderr_unless_told_not_to(tmp_path, capfd):
 SLOW = """
 import sys, time
 from functools import partial
-from burnish import api, cli
+from burnish import build, cli
 
 pause, every, redraws, steps, first_only = map(float, sys.argv[1:6])
-build, calls = api.build, []
+quick_build, calls = build.build, []
 
 def slow(owner, name):
     quick = getattr(owner, name)
@@ -216,16 +216,16 @@ def slow_build(*given, **named):
     from burnish.engine.sorter import SorterEngine
     from burnish.learner.learner import Learner
     from burnish.loops import run
-    from burnish.runs import checkpoint
+    from burnish.runs import checkpoints
     print("LOADED", flush=True)
     for owner, name in (
         (SorterEngine, "generate"), (Learner, "score"), (Learner, "step"),
         (checkpoint, "save"), (run, "write_report"),
     ):
         slow(owner, name)
-    return build(*given, **named)
+    return quick_build(*given, **named)
 
-api.build = slow_build
+build.build = slow_build
 cli.Display = partial(cli.Display, every=every, redraws=redraws)
 sets = [f"train.steps={steps:.0f}", "train.epochs=1", "checkpoint.every=1", "validation.every=9"]
 sys.argv = ["burnish", "train", "sort", "--out", "run"]

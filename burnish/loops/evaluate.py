@@ -20,9 +20,9 @@ from burnish.draws import Stream
 from burnish.errors import RunError
 from burnish.progress import Show, after, begin, silent
 from burnish.rollout.rollout import Generator, grade, sampling
-from burnish.runs import rollouts, statistics
+from burnish.runs import responses, statistics
 from burnish.runs.directory import lock, replace_file
-from burnish.runs.metrics import Row, iterate_rows
+from burnish.runs.metrics import Metrics, iterate_rows
 from burnish.runs.statistics import Outcome, is_right
 from burnish.tasks.task import Task
 from burnish.types import Finish, Group, IntArray, Status
@@ -40,7 +40,7 @@ def evaluate(
     *,
     show: Show = silent,
     when: str = "",
-) -> tuple[list[Group], Row]:
+) -> tuple[list[Group], Metrics]:
     """The graded responses to the validation prompts, and their figures as ``validation/…``.
 
     Empty where the task holds nothing out. ``when`` is shown, such as "after step 10".
@@ -59,7 +59,7 @@ def evaluate_into(
     decode: Decode,
     *,
     show: Show = silent,
-) -> Row:
+) -> Metrics:
     """The same figures, with every response in a directory; one begun before goes on there.
 
     ``settings`` are all that the results depend on.
@@ -124,7 +124,7 @@ def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[st
     """Every response as a row of rollouts, with the answer that it votes for, its grader's message,
     and the part of a mixture that it belongs to."""
     grades = [(group.prompt, grade.message) for group in groups for grade in group.grades]
-    rows = rollouts.rows(0, groups, decode=decode)
+    rows = responses.rows(0, groups, decode=decode)
     return [
         {
             **row,
@@ -136,7 +136,7 @@ def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[st
     ]
 
 
-def figures(rows: Sequence[Mapping[str, Any]]) -> Row:
+def figures(rows: Sequence[Mapping[str, Any]]) -> Metrics:
     """Means over responses, and how many are right.
 
     One whose grader failed has no reward and is neither right nor wrong.

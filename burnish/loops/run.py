@@ -21,9 +21,9 @@ from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
 from burnish.progress import Progress, Show, showing_compiles, silent
-from burnish.runs import checkpoint, rollouts, status, tensorboard
+from burnish.runs import checkpoints, responses, status, tensorboard
 from burnish.runs.directory import RunDirectory
-from burnish.runs.metrics import Row
+from burnish.runs.metrics import Metrics
 from burnish.runs.plots import draw_run
 from burnish.runs.report import write_report
 from burnish.runs.summary import summarise
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     learner: Learner
     train: Callable[[Timers, int, Show], Iterator[Step]]
     """The steps from the given one on."""
-    validate: Callable[[Show, str], tuple[list[Group], Row]]
+    validate: Callable[[Show, str], tuple[list[Group], Metrics]]
     """Graded responses and figures of what the policy, as last published, does held out; the text
     says when, such as "after step 10"."""
     publish: Callable[[], None]
@@ -207,7 +207,7 @@ class _Writer:
         self.timers = Timers()
         self.saved = 0
         """The step of the last checkpoint that was saved here."""
-        self._validation: Row = {}
+        self._validation: Metrics = {}
         self._scores: dict[int, float | None] = {}
         """Of the step that was validated last."""
 
@@ -233,7 +233,7 @@ class _Writer:
         self._validation = {}
         if step.groups:
             self.directory.append(
-                "log.txt", rollouts.readable(step.number, step.groups, step.advantages)
+                "log.txt", responses.readable(step.number, step.groups, step.advantages)
             )
         self._keep(
             "rollouts.jsonl",
@@ -257,7 +257,7 @@ class _Writer:
         learner = self.parts.learner
         state: State = learner.state()
         numbers = {"step": step, "incarnation": learner.incarnation, "learner": state.numbers}
-        checkpoint.save(
+        checkpoints.save(
             self.directory.path,
             step,
             state.tensors,
@@ -268,7 +268,7 @@ class _Writer:
         )
         self.saved = step
 
-    def _append(self, step: int, metrics: Row, timings: Row) -> None:
+    def _append(self, step: int, metrics: Metrics, timings: Metrics) -> None:
         self.directory.append_row("metrics.jsonl", {"step": step} | metrics)
         self.directory.append_row("timings.jsonl", {"step": step} | timings)
         if self.recipe.log.tensorboard:
@@ -276,5 +276,5 @@ class _Writer:
             tensorboard.append_scalars(self.directory, step, scalars, wall_time=time.time())
 
     def _keep(self, file: str, step: int, groups: list[Group], **how: Any) -> None:
-        for row in rollouts.rows(step, groups, decode=self.parts.decode, **how):
+        for row in responses.rows(step, groups, decode=self.parts.decode, **how):
             self.directory.append_row(file, row)

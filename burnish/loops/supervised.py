@@ -18,7 +18,7 @@ from burnish.loops.sync import Step
 from burnish.pieces import ObjectiveConfig, Raw, Reinforce, TokenMean
 from burnish.progress import Show, begin, silent
 from burnish.rollout.packing import Pack, pack
-from burnish.runs.metrics import Row
+from burnish.runs.metrics import Metrics
 from burnish.runs.timers import Timers
 from burnish.tasks.pairs import Pairs
 from burnish.types import Group, LearnBatch, Scores
@@ -57,7 +57,7 @@ def to_learn(learner: Learner, groups: list[Group]) -> LearnBatch:
 
 def validate(
     pairs: Pairs, learner: Learner, *, show: Show = silent, when: str = ""
-) -> tuple[list[Group], Row]:
+) -> tuple[list[Group], Metrics]:
     """The mean over all held-out answer tokens; empty where nothing is held out."""
     if not pairs.validation:
         return [], {}

@@ -29,7 +29,7 @@ from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
 from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import Generator, describe, grade, sampling
-from burnish.runs.metrics import Row, combine
+from burnish.runs.metrics import Metrics, combine
 from burnish.runs.timers import Timers
 from burnish.tasks.task import Task
 from burnish.types import FloatArray, Group, PackedBatch
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     """One per response, in the groups' order: the mean over its tokens."""
     learner_logprobs: list[FloatArray] | None
     """[C] per response: of the learner before its first step; None where it did not score all."""
-    metrics: Row
+    metrics: Metrics
 
 
 def train(

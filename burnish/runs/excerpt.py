@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.runs import rollouts
-from burnish.runs.rollouts import Rollout
+from burnish.runs import responses
+from burnish.runs.responses import ResponseRow
 
 CHARACTERS, TOKENS = 20_000, 2_000
 """Of one response. Prompts are never cut: one that has no room is left out."""
@@ -40,7 +40,7 @@ def excerpt(run: Path, budget: int, reach: int | None = None) -> dict[str, Any]:
     """
     entries: list[Entry] = []
     texts: dict[str, str] = {}
-    read: Callable[[], Iterator[tuple[int, int, Rollout]]] = partial(_read, run)
+    read: Callable[[], Iterator[tuple[int, int, ResponseRow]]] = partial(_read, run)
     if reach is not None:  # the second reading might find longer files and other ends
         held = list(_read(run, reach))
         read = partial(iter, held)
@@ -112,13 +112,13 @@ def spread(entries: list[Entry]) -> list[Entry]:
     return [entry for *_, entry in sorted(keyed, key=lambda key: key[:2])]
 
 
-def _read(run: Path, reach: int | None = None) -> Iterator[tuple[int, int, Rollout]]:
+def _read(run: Path, reach: int | None = None) -> Iterator[tuple[int, int, ResponseRow]]:
     for source, name in enumerate(FILES):
-        for place, row in enumerate(rollouts.read(run / name, reach)):
+        for place, row in enumerate(responses.read(run / name, reach)):
             yield source, place, row
 
 
-def _compact(source: int, row: Rollout, prompt: int) -> dict[str, Any]:
+def _compact(source: int, row: ResponseRow, prompt: int) -> dict[str, Any]:
     """A row for the page: short keys, long responses cut."""
     tokens, room = [], CHARACTERS
     for token in row["tokens"][:TOKENS]:

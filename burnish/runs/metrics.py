@@ -10,12 +10,12 @@ from typing import Any
 
 from burnish.errors import RunError
 
-Row = dict[str, float]
+Metrics = dict[str, float]
 COUNTS = ("train/skipped",)
 """Metrics that add up over a step's gradient steps."""
 
 
-def combine(rows: Iterable[Mapping[str, float]]) -> Row:
+def combine(rows: Iterable[Mapping[str, float]]) -> Metrics:
     """One row for several: least of ``…_min``, greatest of ``…_max``, sum of counts, else mean."""
     columns: dict[str, list[float]] = {}
     for row in rows:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.errors import RunError
-from burnish.runs import checkpoint, status
+from burnish.runs import checkpoints, status
 from burnish.runs.directory import is_held, replace_file
 from burnish.runs.drift import read_drift, read_mismatch
 from burnish.runs.excerpt import encode, excerpt, rounded
@@ -318,7 +318,7 @@ def chip(run: Path, done: int, total: int | None, *, now: float) -> dict[str, st
     """The state with the steps that are done, for the page's head."""
     kind, state = state_of(run, now=now)
     steps = f"{done:,} of {counted(total, 'step')}" if total else counted(done, "step")
-    last = checkpoint.latest(run) if kind in ("stopped", "silent") else None
+    last = checkpoints.latest(run) if kind in ("stopped", "silent") else None
     note = "" if last is None else f"; resumes from {last.name}"
     return {"kind": kind, "text": f"{state}, {steps}{note}"}
 

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from burnish import config
 from burnish.errors import BurnishError, RunError
-from burnish.runs import checkpoint, rollouts, summary
+from burnish.runs import checkpoints, responses, summary
+from burnish.runs.checkpoints import Saved
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.report import write_report
-from burnish.runs.rollouts import Rollout
+from burnish.runs.responses import ResponseRow
+from burnish.sections import nearest
 
 if TYPE_CHECKING:
     from burnish.loops.generate import Answer
-    from burnish.runs.evaluation import Evaluation
+    from burnish.runs.results import Evaluation
 
 TABLES = ("metrics", "timings", "rollouts", "evaluations")
 """Files of rows, each an attribute of a run."""
@@ -64,25 +66,25 @@ class Run:
         return self._rows("timings")
 
     @property
-    def rollouts(self) -> list[Rollout]:
+    def rollouts(self) -> list[ResponseRow]:
         """A row for each response that was kept, with its tokens, reward and advantage."""
-        return list(rollouts.read(self.path / "rollouts.jsonl"))
+        return list(responses.read(self.path / "rollouts.jsonl"))
 
     @property
-    def evaluations(self) -> list[Rollout]:
+    def evaluations(self) -> list[ResponseRow]:
         """A row for each response to a held-out prompt that was kept."""
-        return list(rollouts.read(self.path / "evaluations.jsonl"))
+        return list(responses.read(self.path / "evaluations.jsonl"))
 
     @property
-    def checkpoints(self) -> list[checkpoint.Saved]:
+    def checkpoints(self) -> list[Saved]:
         """The checkpoints that are kept, the oldest first."""
-        return [checkpoint.describe(path) for path in checkpoint.all_of(self.path)]
+        return [checkpoints.describe(path) for path in checkpoints.all_of(self.path)]
 
     @property
-    def best(self) -> checkpoint.Saved | None:
+    def best(self) -> Saved | None:
         """The checkpoint of the best score, or the last if none has one; None if there is none."""
-        path = checkpoint.best(self.path) or checkpoint.latest(self.path)
-        return None if path is None else checkpoint.describe(path)
+        path = checkpoints.best(self.path) or checkpoints.latest(self.path)
+        return None if path is None else checkpoints.describe(path)
 
     @property
     def model(self) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from burnish.runs import rollouts
+from burnish.runs import responses
 from burnish.runs.metrics import read_rows, window
 from burnish.runs.plots import read_recipe
 
@@ -58,7 +58,7 @@ def before_and_after(run: Path) -> list[dict[str, Any]]:
         return []
     first: dict[str, Any] = {}
     last: dict[str, Any] = {}
-    for row in rollouts.read(file):
+    for row in responses.read(file):
         if row["sample"] == 0:
             side = first if row["step"] == 0 else last
             side[row["prompt_id"]] = row

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from burnish import api, config
+from burnish import api, build, config
 from burnish.errors import ConfigError, DataError, RunError
 from burnish.loops import evaluate
-from burnish.runs.evaluation import CATEGORIES, read, write_evaluation
+from burnish.runs.results import CATEGORIES, read, write_evaluation
 from tests.loops.test_run import one_thread  # noqa: F401
 
 FILES = ("results.jsonl", "figures.json", "settings.json")
@@ -158,9 +158,9 @@ def test_an_evaluation_truncates_as_it_is_told(tmp_path, smollm2):
 
 def test_few_shot_prompts_begin_with_solved_rows(tmp_path, smollm2):
     given = setting(tmp_path, smollm2)
-    zero, _, _ = api.build_sampler(config.load("keywords", ["task.name=files", *given]))
+    zero, _, _ = build.build_sampler(config.load("keywords", ["task.name=files", *given]))
     shots = ["task.name=files", *given, "validation.shots=2"]
-    two, _, _ = api.build_sampler(config.load("keywords", shots))
+    two, _, _ = build.build_sampler(config.load("keywords", shots))
     solved = [zero.prompt(i) for i in range(2)]
     before = "".join(f"{p.text} {p.reference['answer']}\n\n" for p in solved)
     for plain, prompt in zip(zero.validation, two.validation, strict=True):
@@ -174,13 +174,13 @@ def test_few_shot_prompts_begin_with_solved_rows(tmp_path, smollm2):
         config.load("keywords", ["validation.shots=1"])
     recipe = config.load("keywords", ["task.chat=false", "validation.shots=1", *given[:8]])
     with pytest.raises(DataError, match="needs training rows with a text 'answer'"):
-        api.build_sampler(recipe)
+        build.build_sampler(recipe)
 
 
 def test_the_same_answers_from_the_hf_engine_and_from_an_export(tmp_path, smollm2):
     given = setting(tmp_path, smollm2, "engine.precision=fp32", "validation.temperature=0")
     recipe = config.load("keywords", ["task.name=files", *given])
-    model, _, source = api.open_model(recipe, dtype="float32")
+    model, _, source = build.open_model(recipe, dtype="float32")
     from burnish.model import checkpoint
 
     with torch.no_grad():

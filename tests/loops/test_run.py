@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish import api, cli, config, machine
+from burnish import api, build, cli, config, machine
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError, ConfigError, RunError
-from burnish.runs import checkpoint
+from burnish.runs import checkpoints
 from burnish.runs.directory import EVENTS
 from burnish.runs.report import write_report
 from tests.conftest import aborted
 
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
 SORT = ["train.steps=6", "train.epochs=2", "checkpoint.every=2", "validation.every=3"]
-SORT += ["objective.kl=k3", "objective.kl_refresh=4"]
+SORT += ["objective.kl=k3", "objective.kl.refresh=4"]
 MANY = ["task.prompts=7", "rollout.group_size=2", "rollout.batch=6", "train.batch=6"]
 """More prompts than a step asks."""
 
@@ -105,7 +105,7 @@ def test_a_run_leaves_its_directory(tmp_path):
         phases = [v for k, v in row.items() if k.startswith("time/") and k != "time/step"]
         assert sum(phases) == pytest.approx(row["time/step"])
     assert not any(key.startswith("time/") for key in rows[1])
-    asked = config.effective(api.settled(config.load("sort", ["train.steps=3"])))
+    asked = config.effective(build.settled(config.load("sort", ["train.steps=3"])))
     assert config.effective(config.load(str(path / "recipe.toml"))) == asked
     summary = json.loads((path / "summary.json").read_text())
     assert (summary["gradient_steps"], summary["responses"]) == (30, 90)
@@ -126,11 +126,11 @@ def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     asked = SORT + more
     whole = api.train("sort", overrides=asked, out=tmp_path / "whole")
     path = api.train("sort", overrides=asked, out=tmp_path / "run", stop=stopper(stop_after))
-    assert checkpoint.load(checkpoint.latest(path)).step == stop_after
+    assert checkpoints.load(checkpoints.latest(path)).step == stop_after
     assert not (path / "summary.json").exists()
     api.resume(path)
     assert fingerprint(path) == fingerprint(whole)
-    restarts = [checkpoint.load(checkpoint.latest(p)).state["incarnation"] for p in (whole, path)]
+    restarts = [checkpoints.load(checkpoints.latest(p)).state["incarnation"] for p in (whole, path)]
     assert restarts == [0, 1]
 
 
@@ -213,7 +213,7 @@ def test_greedy_validation_measures_no_kl(temperature, smollm2, tmp_path):
 
 def test_nothing_reads_memory_that_was_never_written(smollm2, tmp_path, monkeypatch):
     """Fresh memory full of NaN leaves the same bytes as fresh memory full of anything."""
-    prepare = api._prepare
+    prepare = build.prepare
 
     def prepare_and_fill(*given):
         recipe = prepare(*given)
@@ -222,7 +222,7 @@ def test_nothing_reads_memory_that_was_never_written(smollm2, tmp_path, monkeypa
         return recipe
 
     plain = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "plain")
-    monkeypatch.setattr(api, "_prepare", prepare_and_fill)
+    monkeypatch.setattr(build, "prepare", prepare_and_fill)
     filled = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "filled")
     assert torch.empty(1).isnan()
     assert fingerprint(plain) == fingerprint(filled)
@@ -240,7 +240,7 @@ def test_more_steps_may_be_asked_for_and_other_mathematics_not(tmp_path):
     longer = api.train("sort", overrides=[*SORT, "train.steps=8"], out=tmp_path / "longer")
     rows = (path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(9))
-    ours, theirs = (checkpoint.load(checkpoint.latest(p)) for p in (path, longer))
+    ours, theirs = (checkpoints.load(checkpoints.latest(p)) for p in (path, longer))
     assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in ours.tensors)
 
 
@@ -329,7 +329,7 @@ def test_nothing_is_deleted_before_a_run_can_resume(tmp_path):
 def test_a_damaged_checkpoint_is_said_and_the_one_before_used_if_asked(tmp_path):
     whole = api.train("sort", overrides=SORT, out=tmp_path / "whole")
     path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(5))
-    damaged = checkpoint.latest(path)
+    damaged = checkpoints.latest(path)
     tensors = damaged / "tensors.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-10])
     with pytest.raises(RunError, match="--from"):
@@ -357,7 +357,7 @@ def test_a_halted_run_keeps_what_it_had(tmp_path, monkeypatch):
     monkeypatch.setattr(Sorting, "grade_all", failing)
     with pytest.raises(BurnishError, match="the grader is gone"):
         api.train("sort", overrides=overrides, out=tmp_path / "run")
-    assert checkpoint.load(checkpoint.latest(tmp_path / "run")).step == 4
+    assert checkpoints.load(checkpoints.latest(tmp_path / "run")).step == 4
     write_report(tmp_path / "run")
     monkeypatch.undo()
     api.resume(tmp_path / "run")
@@ -372,7 +372,7 @@ def test_a_run_that_halts_right_after_a_checkpoint_keeps_that_one(tmp_path, monk
     with pytest.raises(BurnishError, match="no more prompts"):
         api.train("sort", overrides=SORT, out=tmp_path / "run")
     monkeypatch.undo()
-    names = [path.name for path in checkpoint.all_of(tmp_path / "run")]
+    names = [path.name for path in checkpoints.all_of(tmp_path / "run")]
     assert names == ["step-00000002", "step-00000004"]
     api.resume(tmp_path / "run")
     assert fingerprint(tmp_path / "run") == fingerprint(whole)

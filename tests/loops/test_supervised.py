@@ -17,7 +17,7 @@ from burnish.loops import supervised
 from burnish.model.attention import causal
 from burnish.model.checkpoint import load
 from burnish.plan import plan
-from burnish.runs import checkpoint
+from burnish.runs import checkpoints
 from burnish.runs.report import write_report
 from burnish.runs.timers import Timers
 from burnish.tasks.files import read_rows
@@ -34,7 +34,7 @@ def make(rows, validation=(), *, longest=90, **settings):
 
 def make_learner(dtype, **train):
     policy = LanguagePolicy(small.model(1).to(dtype))
-    return Learner(policy, supervised.OBJECTIVE, TrainConfig(**{"clip_norm": 1e9} | train))
+    return Learner(policy, supervised.PROGRAM, TrainConfig(**{"clip_norm": 1e9} | train))
 
 
 def padded_loss(model, groups):
@@ -150,7 +150,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
     api.resume(path)
     assert fingerprint(path) == fingerprint(whole)
     assert "held-out loss" in write_report(path).read_text()
-    best = checkpoint.load(checkpoint.best(path))
+    best = checkpoints.load(checkpoints.best(path))
     assert -best.score == min(losses)
     summary = json.loads((path / "summary.json").read_text())
     assert summary["validation"]["best"] == min(losses)

@@ -8,7 +8,7 @@ import pytest
 
 from burnish import config
 from burnish.errors import RunError
-from burnish.runs import checkpoint, excerpt, report
+from burnish.runs import checkpoints, excerpt, report
 from burnish.runs.directory import RunDirectory
 from burnish.runs.report import write_report
 
@@ -154,7 +154,7 @@ def test_the_state_is_told_from_the_files(tmp_path):
         run.append("metrics.jsonl", '{"step": 0, "train/loss": 1}\n{"step": 1, "tr')
     import torch
 
-    checkpoint.save(run.path, 1, {"a": torch.zeros(1)}, {})
+    checkpoints.save(run.path, 1, {"a": torch.zeros(1)}, {})
     assert data_of(write_report(run.path))["state"] == {
         "kind": "stopped",
         "text": "stopped early, 1 of 100 steps; resumes from step-00000001",

@@ -9,10 +9,10 @@ import pytest
 
 from burnish import config
 from burnish.errors import RunError
-from burnish.runs import plots, rollouts
+from burnish.runs import plots, responses
 from burnish.runs.directory import EVENTS, RunDirectory, claimed, is_held, next_directory
 from burnish.runs.metrics import combine, read_rows, window
-from burnish.runs.rollouts import readable
+from burnish.runs.responses import readable
 from burnish.runs.tensorboard import append_scalars
 from burnish.runs.timers import Timers
 from tests.conftest import make_group
@@ -166,7 +166,7 @@ def test_rows_say_what_a_response_was(tmp_path):
     advantages = [0.25, float("nan"), 0.0, -1.0]
     learner = [np.array(x, dtype=np.float32) for x in ([-0.1, -0.30004], [-np.inf], [], [-2])]
     written = list(
-        rollouts.rows(3, groups, decode=decode, advantages=advantages, learner_logprobs=learner)
+        responses.rows(3, groups, decode=decode, advantages=advantages, learner_logprobs=learner)
     )
     assert written[0] == {
         "step": 3,
@@ -189,23 +189,23 @@ def test_rows_say_what_a_response_was(tmp_path):
     assert (written[1]["reward"], written[1]["advantage"]) == (None, None)
     assert written[1]["learner_logprobs"] == [None]
     assert (written[2]["tokens"], written[2]["version"]) == ([], None)
-    assert [row["advantage"] for row in rollouts.rows(0, groups, decode=decode)] == [None] * 4
+    assert [row["advantage"] for row in responses.rows(0, groups, decode=decode)] == [None] * 4
 
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         for row in written:
             run.append_row("rollouts.jsonl", row)
-    assert list(rollouts.read(tmp_path / "run" / "rollouts.jsonl")) == written
-    assert list(rollouts.read(tmp_path / "none.jsonl")) == []
+    assert list(responses.read(tmp_path / "run" / "rollouts.jsonl")) == written
+    assert list(responses.read(tmp_path / "none.jsonl")) == []
     (tmp_path / "bad.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunError, match=r"line 1, is not a rollout: it lacks advantage"):
-        list(rollouts.read(tmp_path / "bad.jsonl"))
+        list(responses.read(tmp_path / "bad.jsonl"))
 
 
 def test_a_limit_takes_every_groups_first_response_first():
     groups = [make_group(g, [1], [[1], [2], [3]], [0, 0, 0]) for g in range(3)]
 
     def kept(limit):
-        some = rollouts.rows(0, groups, decode=lambda ids: [str(i) for i in ids], limit=limit)
+        some = responses.rows(0, groups, decode=lambda ids: [str(i) for i in ids], limit=limit)
         return [(row["group"], row["sample"]) for row in some]
 
     assert kept(0) == []

@@ -119,6 +119,18 @@ def best(run: Path) -> Path | None:
     return _best(all_of(run))
 
 
+def choose(run: Path, which: str) -> Path:
+    """A run's checkpoint: "best" (the last if none was validated), "last", or one by its name."""
+    found = {path.name: path for path in all_of(run)}
+    if not found:
+        raise RunError(f"{run} has no checkpoint yet; train on, or resume it")
+    last = list(found.values())[-1]
+    named = {**found, "last": last, "best": best(run) or last}
+    if which not in named:
+        raise RunError(f"{run} has no checkpoint {which!r}; it has {', '.join(found)}")
+    return named[which]
+
+
 def describe(path: Path) -> Saved:
     return Saved(path.name, _number(path)[0], _score(path), path)
 

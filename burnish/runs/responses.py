@@ -13,7 +13,7 @@ from burnish.runs.metrics import iterate_rows
 from burnish.types import FloatArray, Group, IntArray, Prompt
 
 
-class Rollout(TypedDict):
+class ResponseRow(TypedDict):
     """A row of rollouts.jsonl or evaluations.jsonl: one response."""
 
     step: int
@@ -48,7 +48,7 @@ def rows(
     advantages: Sequence[float] | None = None,
     learner_logprobs: Sequence[FloatArray] | None = None,
     limit: int | None = None,
-) -> Iterator[Rollout]:
+) -> Iterator[ResponseRow]:
     """A step's responses as rows, at most ``limit`` of them.
 
     ``decode`` turns token ids into one string each. ``advantages`` and ``learner_logprobs`` [C]
@@ -64,7 +64,7 @@ def rows(
         completion, grade = group.completions[k], group.grades[k]
         tokens = decode(completion.token_ids)
         assert len(tokens) == len(completion.token_ids)
-        yield Rollout(
+        yield ResponseRow(
             step=step,
             group=group.index,
             prompt_id=group.prompt.prompt_id,
@@ -91,17 +91,17 @@ def asked(prompt: Prompt) -> str:
     return str(prompt.meta.get("asked", prompt.text))
 
 
-def read(path: Path, reach: int | None = None) -> Iterator[Rollout]:
+def read(path: Path, reach: int | None = None) -> Iterator[ResponseRow]:
     """The rows of rollouts.jsonl or evaluations.jsonl; none where there is no file.
 
     reach: how many bytes are read at each end of the file, None for all of it.
     """
     for number, row in enumerate(iterate_rows(path, reach), 1):
-        missing = Rollout.__annotations__.keys() - row.keys()
+        missing = ResponseRow.__annotations__.keys() - row.keys()
         if missing:
             lacks = ", ".join(sorted(missing))
             raise RunError(f"{path}, line {number}, is not a rollout: it lacks {lacks}")
-        yield cast(Rollout, row)
+        yield cast(ResponseRow, row)
 
 
 def _rounded(values: FloatArray) -> list[float | None]:

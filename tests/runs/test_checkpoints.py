@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from burnish.errors import RunError
-from burnish.runs import checkpoint
+from burnish.runs import checkpoints
 
 TENSORS = {"weight": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(3)}
 
@@ -31,10 +31,10 @@ def test_what_is_saved_is_loaded(tmp_path):
         "tied": TENSORS["weight"],
     }
     state = {"version": 7, "positions": {"log.txt": 3}, "best": 0.1 + 0.2, "name": "é\u2028"}
-    path = checkpoint.save(tmp_path, 40, tensors, state, score=0.5)
-    assert path == checkpoint.latest(tmp_path) == checkpoint.best(tmp_path)
+    path = checkpoints.save(tmp_path, 40, tensors, state, score=0.5)
+    assert path == checkpoints.latest(tmp_path) == checkpoints.best(tmp_path)
     assert names(tmp_path) == ["step-00000040"]
-    loaded = checkpoint.load(path)
+    loaded = checkpoints.load(path)
     assert (loaded.step, loaded.state, loaded.score) == (40, state, 0.5)
     assert loaded.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -43,59 +43,59 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 
 def test_a_run_without_checkpoints(tmp_path):
-    assert checkpoint.latest(tmp_path) is None
-    assert checkpoint.best(tmp_path) is None
+    assert checkpoints.latest(tmp_path) is None
+    assert checkpoints.best(tmp_path) is None
     with pytest.raises(RunError, match=r"manifest\.json is missing.*start the run anew"):
-        checkpoint.load(tmp_path / "checkpoints" / "step-00000001")
+        checkpoints.load(tmp_path / "checkpoints" / "step-00000001")
 
 
 def test_the_last_and_the_best_are_kept(tmp_path):
     scores = {10: 0.1, 20: 0.9, 30: 0.9, 40: float("nan"), 50: 0.2, 60: None}
     for step, score in scores.items():
-        checkpoint.save(tmp_path, step, TENSORS, {}, score=score, keep=2)
+        checkpoints.save(tmp_path, step, TENSORS, {}, score=score, keep=2)
     assert names(tmp_path) == ["step-00000020", "step-00000050", "step-00000060"]
-    assert checkpoint.best(tmp_path).name == "step-00000020"
+    assert checkpoints.best(tmp_path).name == "step-00000020"
 
 
 def test_a_step_saved_again_replaces_itself_without_a_gap(tmp_path):
     for n in range(3):
-        path = checkpoint.save(tmp_path, 10, TENSORS, {"n": n}, keep=1)
-        assert checkpoint.latest(tmp_path) == path
-        assert checkpoint.load(path).state == {"n": n}
+        path = checkpoints.save(tmp_path, 10, TENSORS, {"n": n}, keep=1)
+        assert checkpoints.latest(tmp_path) == path
+        assert checkpoints.load(path).state == {"n": n}
     assert len(names(tmp_path)) == 1
-    checkpoint.save(tmp_path, 20, TENSORS, {}, keep=1)
+    checkpoints.save(tmp_path, 20, TENSORS, {}, keep=1)
     assert names(tmp_path) == ["step-00000020"]
 
 
 def test_resuming_from_an_earlier_one_discards_the_later(tmp_path):
-    paths = [checkpoint.save(tmp_path, step, TENSORS, {}, keep=5) for step in (1, 2, 3)]
-    checkpoint.return_to(tmp_path, paths[1])
+    paths = [checkpoints.save(tmp_path, step, TENSORS, {}, keep=5) for step in (1, 2, 3)]
+    checkpoints.return_to(tmp_path, paths[1])
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_what_a_killed_process_had_no_time_to_delete_goes_when_the_run_resumes(tmp_path):
     for step in (1, 2, 3):
-        last = checkpoint.save(tmp_path, step, TENSORS, {}, keep=5)
+        last = checkpoints.save(tmp_path, step, TENSORS, {}, keep=5)
     (tmp_path / "checkpoints" / ".step-00000000.dead").mkdir()
-    checkpoint.return_to(tmp_path, last, keep=1)
+    checkpoints.return_to(tmp_path, last, keep=1)
     assert names(tmp_path) == ["step-00000003"]
 
 
 def test_one_that_was_not_planned_goes_with_the_next(tmp_path):
     """Here of highest score: until the next is saved it is the best."""
     for step, score, planned in ((10, 0.5, True), (20, 0.1, True), (25, 0.9, False)):
-        checkpoint.save(tmp_path, step, TENSORS, {}, score=score, keep=1, planned=planned)
+        checkpoints.save(tmp_path, step, TENSORS, {}, score=score, keep=1, planned=planned)
     assert names(tmp_path) == ["step-00000010", "step-00000025"]
-    assert checkpoint.best(tmp_path).name == "step-00000025"
-    checkpoint.save(tmp_path, 30, TENSORS, {}, keep=1)
+    assert checkpoints.best(tmp_path).name == "step-00000025"
+    checkpoints.save(tmp_path, 30, TENSORS, {}, keep=1)
     assert names(tmp_path) == ["step-00000010", "step-00000030"]
 
 
-@pytest.mark.parametrize("name", [checkpoint.TENSORS, checkpoint.STATE, checkpoint.MANIFEST])
+@pytest.mark.parametrize("name", [checkpoints.TENSORS, checkpoints.STATE, checkpoints.MANIFEST])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "edited", "empty"])
 def test_damage_is_named_with_what_to_do(tmp_path, name, damage):
-    first = checkpoint.save(tmp_path, 1, TENSORS, {"a": 1})
-    last = checkpoint.save(tmp_path, 2, TENSORS, {"a": 1})
+    first = checkpoints.save(tmp_path, 1, TENSORS, {"a": 1})
+    last = checkpoints.save(tmp_path, 2, TENSORS, {"a": 1})
     file = last / name
     data = bytearray(file.read_bytes())
     if damage == "missing":
@@ -105,36 +105,36 @@ def test_damage_is_named_with_what_to_do(tmp_path, name, damage):
         kept = {"truncated": data[:-3], "edited": data, "empty": b""}[damage]
         file.write_bytes(kept)
     with pytest.raises(RunError, match=r"resume with --from step-00000001") as caught:
-        checkpoint.load(last)
+        checkpoints.load(last)
     assert str(file) in str(caught.value)
-    assert checkpoint.load(first).step == 1
+    assert checkpoints.load(first).step == 1
 
 
 def test_an_edited_manifest_is_not_believed(tmp_path):
-    path = checkpoint.save(tmp_path, 1, TENSORS, {})
-    text = (path / checkpoint.MANIFEST).read_text()
-    (path / checkpoint.MANIFEST).write_text(text.replace('"step": 1', '"step": 2'))
+    path = checkpoints.save(tmp_path, 1, TENSORS, {})
+    text = (path / checkpoints.MANIFEST).read_text()
+    (path / checkpoints.MANIFEST).write_text(text.replace('"step": 1', '"step": 2'))
     with pytest.raises(RunError, match=r"manifest\.json was changed"):
-        checkpoint.load(path)
+        checkpoints.load(path)
 
 
 def test_a_file_that_cannot_grow_leaves_the_previous_intact_and_no_litter(tmp_path):
     """The kernel refuses the write half way, as on a full disk."""
-    first = checkpoint.save(tmp_path, 1, TENSORS, {"a": 1})
+    first = checkpoints.save(tmp_path, 1, TENSORS, {"a": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(RunError, match=r"can't save .* of step 2 .*step-00000001 is intact"):
-            checkpoint.save(tmp_path, 2, {"large": torch.zeros(10**6)}, {})
+            checkpoints.save(tmp_path, 2, {"large": torch.zeros(10**6)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["step-00000001"]
-    assert checkpoint.load(first).state == {"a": 1}
+    assert checkpoints.load(first).state == {"a": 1}
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_disk_that_fills_at_the_end_is_the_same(tmp_path, monkeypatch, call):
-    checkpoint.save(tmp_path, 1, TENSORS, {})
+    checkpoints.save(tmp_path, 1, TENSORS, {})
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -142,21 +142,21 @@ def test_a_disk_that_fills_at_the_end_is_the_same(tmp_path, monkeypatch, call):
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
         with pytest.raises(RunError, match=r"No space left on device.*is intact.*make room"):
-            checkpoint.save(tmp_path, 2, TENSORS, {})
+            checkpoints.save(tmp_path, 2, TENSORS, {})
     assert names(tmp_path) == ["step-00000001"]
-    assert checkpoint.load(checkpoint.latest(tmp_path)).step == 1
+    assert checkpoints.load(checkpoints.latest(tmp_path)).step == 1
 
 
 def test_a_state_that_is_not_json_leaves_nothing(tmp_path):
     with pytest.raises(TypeError):
-        checkpoint.save(tmp_path, 1, TENSORS, {"a": object()})
-    assert checkpoint.latest(tmp_path) is None
+        checkpoints.save(tmp_path, 1, TENSORS, {"a": object()})
+    assert checkpoints.latest(tmp_path) is None
 
 
 def test_a_read_only_directory_is_a_clear_error():
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
-        first = checkpoint.save(run, 1, TENSORS, {})
+        first = checkpoints.save(run, 1, TENSORS, {})
         run.chmod(0o755)
         (run / "checkpoints").chmod(0o555)
         root = os.geteuid() == 0
@@ -164,23 +164,23 @@ def test_a_read_only_directory_is_a_clear_error():
             os.seteuid(65534)
         try:
             with pytest.raises(RunError, match=r"Permission denied.*is intact"):
-                checkpoint.save(run, 2, TENSORS, {})
+                checkpoints.save(run, 2, TENSORS, {})
         finally:
             if root:
                 os.seteuid(0)
             (run / "checkpoints").chmod(0o755)
         assert names(run) == ["step-00000001"]
-        assert checkpoint.load(first).step == 1
+        assert checkpoints.load(first).step == 1
 
 
 SAVER = """
 import os, sys
 from pathlib import Path
 import torch
-from burnish.runs import checkpoint
+from burnish.runs import checkpoints
 
 torch.set_num_threads(1)
-checkpoint.save(Path(sys.argv[1]), 0, {"x": torch.zeros(1)}, {})  # whatever is imported late
+checkpoints.save(Path(sys.argv[1]), 0, {"x": torch.zeros(1)}, {})  # whatever is imported late
 for line in sys.stdin:
     if child := os.fork():
         print(child, flush=True)
@@ -191,7 +191,7 @@ for line in sys.stdin:
     while True:
         tensors = {"x": torch.full((100_000,), float(step)), "y": torch.arange(step % 7 + 1)}
         run = Path(sys.argv[2])
-        checkpoint.save(run, step, tensors, {"step": step}, score=float(step % 5), keep=2)
+        checkpoints.save(run, step, tensors, {"step": step}, score=float(step % 5), keep=2)
         step += 1
 """
 
@@ -210,17 +210,17 @@ def test_killed_at_any_moment_a_run_has_a_whole_checkpoint(tmp_path):
             host.stdin.write(f"{step}\n")
             child = int(host.stdout.readline())
             deadline = time.monotonic() + 60
-            while (last := checkpoint.latest(run)) is None or int(last.name[5:]) < step + 1:
+            while (last := checkpoints.latest(run)) is None or int(last.name[5:]) < step + 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
             time.sleep(rng.uniform(0, 0.05))
             os.kill(child, signal.SIGKILL)
             assert host.stdout.readline() == "dead\n"
             littered += any(name.startswith(".") for name in names(run))
-            found = checkpoint.all_of(run)
+            found = checkpoints.all_of(run)
             assert 2 <= len(found) <= 4  # two, the best, and one that was about to go
             for path in found:
-                loaded = checkpoint.load(path)
+                loaded = checkpoints.load(path)
                 assert path.name == f"step-{loaded.step:08d}"
                 assert loaded.state == {"step": loaded.step}
                 assert torch.equal(loaded.tensors["x"], torch.full((100_000,), float(loaded.step)))
@@ -228,5 +228,5 @@ def test_killed_at_any_moment_a_run_has_a_whole_checkpoint(tmp_path):
             step = loaded.step + 1
         host.stdin.close()
     assert littered  # some were killed in the middle of a write
-    checkpoint.save(run, step, TENSORS, {})
+    checkpoints.save(run, step, TENSORS, {})
     assert not any(name.startswith(".") for name in names(run))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.errors import RunError
-from burnish.runs import rollouts, statistics
+from burnish.runs import responses, statistics
 from burnish.runs.directory import replace_file
-from burnish.runs.rollouts import Rollout
+from burnish.runs.responses import ResponseRow
 
 EXAMPLES = 12
 """Of each category, and of each way in which two evaluations differ."""
@@ -24,15 +24,15 @@ LONG = 600
 """Characters past which a prompt is shown whole only when it is opened."""
 
 
-def is_right(row: Rollout) -> bool:
+def is_right(row: ResponseRow) -> bool:
     return statistics.is_right(row["reward"] or 0, row["parts"])
 
 
-def has_format(row: Rollout) -> bool:
+def has_format(row: ResponseRow) -> bool:
     return bool(row["parts"].get("format", row["status"] != "unparsed"))
 
 
-CATEGORIES: dict[str, Callable[[Rollout], bool]] = {
+CATEGORIES: dict[str, Callable[[ResponseRow], bool]] = {
     "format and answer right": is_right,
     "format right, answer wrong": lambda row: (
         not is_right(row) and row["status"] != "error" and has_format(row)
@@ -55,7 +55,7 @@ class Evaluation(NamedTuple):
     settings: dict[str, Any]
     """All that the results depend on."""
     figures: dict[str, float]
-    rows: list[Rollout]
+    rows: list[ResponseRow]
     """A row for each response."""
     path: Path | None
     """The directory with all of it; None if nothing was written."""
@@ -73,7 +73,7 @@ def read(directory: Path) -> Evaluation:
         )
     except (OSError, ValueError) as error:
         raise RunError(f"{directory} holds no finished evaluation: {error}") from error
-    rows = list(rollouts.read(directory / "results.jsonl"))
+    rows = list(responses.read(directory / "results.jsonl"))
     return Evaluation(directory.name, settings, figures, rows, directory)
 
 
@@ -142,7 +142,7 @@ def _section(title: str, cells: Iterable[str], columns: int | None = None) -> st
     return f"<details><summary>{escape(title)}</summary>{grid}</details>"
 
 
-def _example(row: Rollout) -> str:
+def _example(row: ResponseRow) -> str:
     about = f"{row['prompt_id']}, sample {row['sample']}: reward {row['reward']}, {row['status']}"
     about += f", {len(row['tokens'])} tokens, ended by {row['finish']}"
     prompt, response = f"<pre>{escape(row['asked'])}</pre>", row["response"][:CHARACTERS]

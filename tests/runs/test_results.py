@@ -1,6 +1,6 @@
 import json
 
-from burnish.runs.evaluation import write_evaluation
+from burnish.runs.results import write_evaluation
 from tests.runs.test_report import rollout
 
 
