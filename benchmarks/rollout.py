@@ -36,14 +36,14 @@ def serve_burnish(model: str, dtype: str) -> Serve:
     import numpy as np
     import torch
 
-    from burnish.engine.engine import EngineConfig, NativeEngine
+    from burnish.engine.engine import EngineSettings, NativeEngine
     from burnish.engine.protocol import Request, TokenEvent
     from burnish.model.checkpoint import load
     from burnish.types import SamplingParams
 
     own = load(model, dtype=getattr(torch, dtype))
     kv_bytes = int(os.environ.get("KV_BYTES", 1 << 30))
-    engine = NativeEngine(own, None, EngineConfig(kv_bytes=kv_bytes))
+    engine = NativeEngine(own, None, EngineSettings(kv_bytes=kv_bytes))
 
     def run(job: Job) -> dict[str, float]:
         for i, (ids, new) in enumerate(zip(job["prompts"], job["new"], strict=True)):

@@ -15,9 +15,7 @@ from burnish import build, config, inputs
 from burnish.build import AnyPath, Prompts, Reward
 from burnish.config import (
     FilesTask,
-    GymTask,
     KeywordsTask,
-    LanguageConfig,
     Overrides,
     Recipe,
     Rows,
@@ -62,8 +60,8 @@ def train(
     ``Recipe``. ``settings`` are sections to change, as in ``train={"steps": 10}``; ``overrides``
     say the same as "train.steps=10", or as a dict. ``out`` is a new directory, by default
     runs/NAME-1, runs/NAME-2, … ``prompts`` (texts, or rows with a "prompt") or ``data`` (a JSONL
-    file of rows, or a directory that `burnish data` wrote) and ``reward`` (a function of response
-    text and row, or "FILE.py:NAME") replace the recipe's task.
+    file, or a directory with train.jsonl and validation.jsonl) and ``reward`` (a function of
+    response text and row, or "FILE.py:NAME") replace the recipe's task.
 
     Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
     every ``burnish.progress.Progress``; those of phase "step" carry a finished step's metrics.
@@ -115,8 +113,8 @@ def sft(
 ) -> Run:
     """Learns written answers, prompt by prompt, and returns the run: a warm start for ``train``.
 
-    ``data`` is a JSONL file of rows with "prompt" and "answer", a directory that `burnish data`
-    wrote, or the rows themselves; the rest is as in ``train``.
+    ``data`` is a JSONL file of rows with "prompt" and "answer", a directory with train.jsonl and
+    validation.jsonl, or the rows themselves; the rest is as in ``train``.
     """
     file, rows = None, None
     if isinstance(data, str | os.PathLike):
@@ -198,8 +196,8 @@ def own_task(
 ) -> list[str]:
     """Overrides that put prompts and a reward of one's own in the place of a recipe's task.
 
-    ``data`` is a JSONL file, or a directory with train.jsonl and validation.jsonl such as `burnish
-    data` writes. Without a reward, a keyword recipe keeps its own.
+    ``data`` is a JSONL file, or a directory with train.jsonl and validation.jsonl. Without a
+    reward, a keyword recipe keeps its own.
     """
     overrides = ["task.name=files"]
     files = {} if data is None else _data_files(data)
@@ -235,55 +233,6 @@ def _data_files(data: Path) -> dict[str, str]:
     if not data.is_dir():
         return {"train": str(data)}
     return {name: str(data / f"{name}.jsonl") for name in ("train", "validation")}
-
-
-def write_keywords(
-    out: str | Path,
-    *,
-    rows: int,
-    recipe: str = "keywords",
-    overrides: Sequence[str] = (),
-    seed: int | None = None,
-    show: Shown = None,
-) -> dict[str, float]:
-    """Keyword prompts of a recipe with answers of the model that it names."""
-    loaded = config.load(recipe, overrides, seed=seed)
-    from burnish.loops import data
-    from burnish.tasks.keywords import Keywords
-
-    if not isinstance(loaded.task, KeywordsTask):
-        raise ConfigError(f"task.name must be 'keywords', recipe {recipe} has '{loaded.task.name}'")
-    data.new_files(Path(out))  # what can go wrong goes wrong before the model is loaded
-    check_sources(loaded)
-    with shown(show, Path(out).name) as tell:
-        loaded = build.prepare(loaded, tell)
-        task, generator, _ = build.build_sampler(loaded, show=tell)
-        assert isinstance(task, Keywords)
-        return data.write_keywords(loaded, task, generator, Path(out), rows=rows, show=tell)
-
-
-def write_sums(
-    out: str | Path,
-    *,
-    rows: int,
-    overrides: Sequence[str] = (),
-    seed: int | None = None,
-    show: Shown = None,
-) -> None:
-    """Worked answers to questions of the recipe ``arithmetic``, for a supervised warm start."""
-    recipe = config.load("arithmetic", overrides, seed=seed)
-    check_sources(recipe)
-    from burnish.loops import data
-    from burnish.model import hub
-    from burnish.model.tokenizer import Tokenizer
-    from burnish.tasks.gym import Gym
-
-    assert isinstance(recipe.task, GymTask)
-    with shown(show, Path(out).name) as tell:
-        tokenizer = Tokenizer.load(hub.resolve(LanguageConfig().name, tell))
-        tell(Progress("generate", f"writing {rows} sums"))
-        task = Gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
-        data.write_sums(task, Path(out), rows=rows)
 
 
 def resume(
@@ -366,18 +315,22 @@ def evaluate(
     check_sources(recipe)
     with shown(show, recipe.name if out is None else Path(out).name) as tell:
         recipe = build.prepare(recipe, tell)
+        from burnish.engine.protocol import require
         from burnish.loops import evaluate as loop
         from burnish.runs import results
 
-        task, generator, decode = build.build_sampler(recipe, show=tell)
+        task, engine, decode = build.build_sampler(recipe, show=tell)
         try:
+            require(engine.capabilities, repeats=False)
             depends = evaluation_settings(recipe, show=tell)
+            if not engine.capabilities.counter_draws:
+                depends["draws"] = "the engine's own"
             if out is None:
-                groups, figures = loop.evaluate(recipe, task, generator, decode, show=tell)
+                groups, figures = loop.evaluate(recipe, task, engine, decode, show=tell)
                 rows: Any = loop.to_rows(task, groups, decode)
                 return results.Evaluation(recipe.name, depends, figures, rows, None)
             path = Path(out)
-            loop.evaluate_into(path, depends, recipe, task, generator, decode, show=tell)
+            loop.evaluate_into(path, depends, recipe, task, engine, decode, show=tell)
             tell(Progress("report", "writing the report"))
             results.write_evaluation([path], path / "report.html")
             return results.read(path)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from burnish.model.sorter import Sorter
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
-    from burnish.rollout.rollout import Generator
     from burnish.runs.metrics import Metrics
     from burnish.tasks.pairs import Pairs
     from burnish.tasks.task import Task
@@ -60,6 +59,7 @@ def build(
     show: Show = silent,
 ) -> Parts:
     """What a recipe's run is made of."""
+    from burnish.engine.protocol import require
     from burnish.learner.objective import compile
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import evaluate, sync
@@ -69,7 +69,8 @@ def build(
 
     if recipe.is_supervised:
         return _build_supervised(recipe, prompts, show)
-    task, generator, decode = build_sampler(recipe, prompts=prompts, reward=reward, show=show)
+    task, engine, decode = build_sampler(recipe, prompts=prompts, reward=reward, show=show)
+    require(engine.capabilities, repeats=True)  # a resumed run draws the same
     policy: Policy
     if isinstance(recipe.model, SorterConfig):
         policy = _sorter(recipe)
@@ -81,7 +82,7 @@ def build(
     learner = _learner(recipe, policy, compile(recipe.objective))
 
     def validate(show: Show, when: str) -> tuple[list[Group], Metrics]:
-        groups, figures = evaluate.evaluate(recipe, task, generator, decode, show=show, when=when)
+        groups, figures = evaluate.evaluate(recipe, task, engine, decode, show=show, when=when)
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
             report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
@@ -94,14 +95,14 @@ def build(
         train=lambda timers, start, show: sync.train(
             recipe,
             task=task,
-            generator=generator,
+            engine=engine,
             learner=learner,
             timers=timers,
             start=start,
             show=show,
         ),
         validate=validate,
-        publish=lambda: generator.load(learner.weights()),
+        publish=lambda: engine.load(learner.weights()),
         decode=decode,
         close=task.close,
     )
@@ -156,15 +157,14 @@ def build_sampler(
     prompts: Prompts = None,
     reward: Reward | str | None = None,
     show: Show = silent,
-) -> tuple[Task, Generator, Callable[[Any], list[str]]]:
-    """A recipe's task and generator, and what turns token ids into a text each."""
+) -> tuple[Task, Engine, Callable[[Any], list[str]]]:
+    """A recipe's task and engine, and a function that turns token ids into a text each."""
     recipe = settled(recipe)
     if isinstance(recipe.task, SortTask):
         from burnish.engine.sorter import SorterEngine, spell
         from burnish.tasks.sorting import Sorting
 
         return Sorting(recipe.task, seed=recipe.seed), SorterEngine(_sorter(recipe)), spell
-    from burnish.engine.generator import EngineGenerator
     from burnish.tasks.shots import FewShot
 
     engine, tokenizer = _engine(recipe, show)
@@ -185,7 +185,7 @@ def build_sampler(
                 f"validation.shots = {recipe.validation.shots} makes a prompt of {longest} tokens, "
                 f"and {bound.why} leaves {bound.tokens}; use fewer shots"
             )
-    return language, EngineGenerator(engine), decode
+    return language, engine, decode
 
 
 def _engine(recipe: Recipe, show: Show) -> tuple[Engine, Tokenizer]:
@@ -205,13 +205,13 @@ def _engine(recipe: Recipe, show: Show) -> tuple[Engine, Tokenizer]:
                 "`burnish export` makes one of a run"
             )
         return HFEngine.open(path, getattr(torch, dtype)), Tokenizer.load(path)
-    from burnish.engine.engine import EngineConfig, NativeEngine
+    from burnish.engine.engine import EngineSettings, NativeEngine
 
     device = device_of(recipe)
     total, free = _memory(device)
     preflight.raise_all(preflight.lacking_cache(recipe, total if device == "cpu" else free))
     model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
-    settings = EngineConfig(
+    settings = EngineSettings(
         kv_bytes=recipe.engine.kv_mb * 2**20,
         page_size=PAGE,
         max_running=recipe.engine.max_running,
@@ -312,10 +312,10 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
     count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
     packed = recipe.engine.precision != "fp16" and device_of(recipe) == "cpu"
     narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
-    prompts = []
+    prompts, skipped, cut = [], 0, 0
     if task is not None:
         prompts = [*map(task.prompt, range(min(count, PROBED))), *task.validation]
-    skipped = sum(prompt.meta.get("skipped", 0) for prompt in prompts)
+        skipped, cut = task.too_long
     return Size(
         parameters=sum(p.numel() for p in model.parameters()),
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
@@ -325,7 +325,7 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
         longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
         copied=packed * (2 if narrow else 4),
         looked_at=len(prompts) + skipped,
-        too_long=skipped + sum("cut" in prompt.meta for prompt in prompts),
+        too_long=skipped + cut,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -36,8 +35,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Post-train language models with reinforcement learning.",
 )
-data_app = typer.Typer(no_args_is_help=True, help="Write data that a model makes.")
-app.add_typer(data_app, name="data")
 out_console = Console(highlight=False)
 err_console = Console(highlight=False, stderr=True)
 
@@ -133,7 +130,7 @@ def train(
     seed: Seed = None,
     out: Out = None,
     data: Annotated[
-        Path | None, typer.Option(help="prompts of your own: a JSONL file, or what `data` wrote")
+        Path | None, typer.Option(help="prompts of your own: a JSONL file or a directory")
     ] = None,
     reward: Annotated[str | None, typer.Option(help="a reward of your own, FILE.py:NAME")] = None,
     quiet: Quiet = False,
@@ -315,54 +312,6 @@ def evaluate(
 
         page = write_evaluation(paths, (out or paths[0]) / "side-by-side.html")
     out_console.print(f"report: {escape(str(page))}")
-
-
-@data_app.command(name="keywords")
-def data_keywords(
-    out: Annotated[Path, typer.Argument(help="a directory for train.jsonl and validation.jsonl")],
-    rows: Annotated[int, typer.Option("-n", "--rows", help="in all, a fifth held out")] = 500,
-    recipe: Annotated[str, typer.Option(help="whose words are asked for")] = "keywords",
-    model: Annotated[str, typer.Option(help="a name, a directory or hf:ORG/NAME")] = "smollm2-135m",
-    max_tokens: Annotated[int, typer.Option(help="per answer")] = 48,
-    seed: Seed = None,
-    overrides: Overrides = None,
-) -> None:
-    """Ask a model for sentences with given words and keep those that have them.
-
-    Sampled as the recipe samples, rollout.group_size answers to a prompt.
-    """
-    from burnish import api
-
-    own = [f"model.name={json.dumps(model)}", f"rollout.max_tokens={max_tokens}"]
-    changes = [*own, *(overrides or ())]
-    with _shown(out.name, "stopped; nothing was written") as show:
-        told = api.write_keywords(
-            out, rows=rows, recipe=recipe, overrides=changes, seed=seed, show=show
-        )
-    out_console.print(
-        f"{rows:,} rows of {told['data/prompts']:,.0f} prompts → {escape(str(out))}; train on them "
-        f"with: burnish train {escape(recipe)} --data {escape(str(out))}",
-        soft_wrap=True,
-    )
-
-
-@data_app.command(name="arithmetic")
-def data_arithmetic(
-    out: Annotated[Path, typer.Argument(help="a directory for train.jsonl and validation.jsonl")],
-    rows: Annotated[int, typer.Option("-n", "--rows", help="in all, a fifth held out")] = 4000,
-    seed: Seed = None,
-    overrides: Overrides = None,
-) -> None:
-    """Write sums of the recipe `arithmetic` with answers worked term by term."""
-    from burnish import api
-
-    with _shown(out.name, "stopped; nothing was written") as show:
-        api.write_sums(out, rows=rows, overrides=overrides or (), seed=seed, show=show)
-    out_console.print(
-        f"{rows:,} rows → {escape(str(out))}; learn them with: burnish sft arithmetic-sft --data "
-        f"{escape(str(out))}",
-        soft_wrap=True,
-    )
 
 
 @app.command()

@@ -348,7 +348,7 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     rollouts: int = Field(16, ge=0, description="responses per step that are kept whole")
-    tensorboard: bool = True
+    tensorboard: bool | None = Field(None, description="events; none: if TensorBoard is installed")
 
 
 class TrainConfig(Section):
@@ -460,7 +460,7 @@ def load(
         name, given = "from a table", nested(source)
     else:
         name = os.fspath(source)
-        given = merge({"name": Path(name).stem}, read_recipe(name))
+        given = merge({"name": Path(name).stem}, nested(read_recipe(name)))
     recipe = _validate(given)
     _refuse_without_effect(recipe, given, f"recipe {name}")
     changes = merge({}, *tables(overrides))
@@ -731,7 +731,7 @@ def _explain_unknown(where: str, tag: str | None) -> str:
             f"{' or '.join(map(repr, users))}"
         )
     keys = [key for key in _keys(Recipe) if key != where]  # which another task may have
-    by_name = [key for key in keys if key.rpartition(".")[2] == setting]
+    by_name = [key for key in keys if key.rpartition(".")[2] == setting and key.count(".") < 2]
     hint = f"; did you mean {by_name[0]!r}?" if by_name else nearest(where, keys)
     sections = ", ".join(key for key in keys if "." not in key)
     return f"unknown setting {where!r}{hint or f'; a recipe has {sections}'}"

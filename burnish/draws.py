@@ -1,8 +1,8 @@
 """Counter-based randomness: one uniform number per token, hashed from where the token stands.
 
-A draw depends on (run seed, stream, group index, sample, position) and on nothing else: not on the
-batch a token was sampled in, not on what was drawn before. A group that is sampled again draws the
-same.
+A draw depends on (run seed, stream, group index, sample, position) and on nothing else: neither on
+the batch that a token was sampled in nor on earlier draws. A group that is sampled again draws the
+same numbers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,26 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Stream(IntEnum):
-    """What a draw is for; streams never share numbers."""
+    """Who draws; streams never share numbers."""
 
     TRAIN = 0
     EVALUATION = 1
     TASK = 2
     GENERATE = 3
+
+
+class Purpose(IntEnum):
+    """What a task draws for: the place of the sample in draws of ``Stream.TASK``."""
+
+    ROWS = 0
+    """The order of rows in an epoch; the numbers to sort."""
+    SPLIT = 1
+    """Rows and words that are held out."""
+    TRAIN = 2
+    VALIDATION = 3
+    PART = 4
+    """The part of a mixture that a group belongs to."""
+    HINT = 6
 
 
 def uniforms(

@@ -52,13 +52,13 @@ EXTRAS = {
     "gym": Extra(("reasoning_gym",), "questions that a generator makes (arithmetic)"),
     "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME; engine.name = 'hf'"),
     "datasets": Extra(("datasets",), "rows by hf:ORG/NAME/SPLIT"),
-    "tensorboard": Extra(("tensorboard",), "looking at runs in TensorBoard; none is needed to run"),
+    "tensorboard": Extra(("tensorboard",), "events of runs for TensorBoard; none is needed to run"),
     "ray": Extra(("ray",), "several machines; no recipe uses it yet"),
     "vllm": Extra(("vllm",), "another engine; no recipe uses it yet"),
 }
 MADE = {
-    "sums": "burnish data arithmetic sums",
-    "sentences": "burnish data keywords sentences --recipe keywords-scratch",
+    "sums": "python examples/write_sums.py sums",
+    "sentences": "python examples/write_keywords.py sentences --recipe keywords-scratch",
 }
 """Directories that recipes read, and the commands that write them."""
 _RUN = re.compile(r"runs/([\w.-]+)-\d+")
@@ -123,15 +123,15 @@ def _collecting(found: list[BurnishError]) -> Iterator[None]:
 
 def _check_rows(task: Any, seed: int, prompts: Prompts, reward: Given) -> None:
     """Raises where rows are not what their task needs, or a reward is not there."""
-    from burnish.tasks import files, math, pairs
+    from burnish.tasks import files, math, pairs, rows
 
     if isinstance(task, FilesTask):
         chosen = files.reward_of(task, reward)
         if isinstance(chosen, str):
             rewards.check(chosen)
-        files.rows_of(task, seed=seed, prompts=prompts)
+        rows.rows_of(task, seed=seed, prompts=prompts)
     if isinstance(task, PairsTask) and prompts is None:
-        files.rows_of(task, seed=seed, check=pairs.check_pair)
+        rows.rows_of(task, seed=seed, check=pairs.check_pair)
     if isinstance(task, MathTask) and len(_files_of(task)) == 2:  # none comes from a hub
         math.rows_of(task, seed=seed)
 
@@ -155,6 +155,8 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
         needs.append(("hf", ("huggingface_hub",), f"the model {source}"))
     if recipe.engine.name == "hf":
         needs.append(("hf", ("transformers",), "engine.name = 'hf'"))
+    if recipe.log.tensorboard:
+        needs.append(("tensorboard", ("tensorboard",), "log.tensorboard = true"))
     return [MissingExtra(extra, what) for extra, parts, what in needs if not is_installed(*parts)]
 
 

@@ -34,7 +34,10 @@ class Prompt:
     """Names the grader."""
     reference: Any = None
     """What the grader compares with; opaque to everything else."""
-    meta: dict[str, Any] = field(default_factory=dict)
+    part: str | None = None
+    """The part of a mixture, or another kind that metrics tell apart; None if there are none."""
+    asked: str | None = None
+    """The question as a page shows it, without a chat template; None if the text is shown."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+ENDINGS = {"ended": Finish.STOP, "truncated": Finish.LENGTH, "aborted": Finish.ABORT}
+"""How responses end, by the names of the metrics that count them."""
 
 
 @dataclass(frozen=True)

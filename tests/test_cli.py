@@ -223,27 +223,12 @@ def test_train_with_data_and_reward_of_ones_own(smollm2, tmp_path):
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
-def test_data_that_a_model_wrote_is_trained_on(smollm2, tmp_path):
-    easy = ["task.most=1", "task.least=1", "task.must_end=false", "rollout.batch=16"]
-    easy += ["rollout.group_size=4", "train.batch=16"]
-    wrong = burnish("data", "keywords", "words", "--recipe", "arithmetic", cwd=tmp_path)
-    assert "task.name must be 'keywords', recipe arithmetic has 'gym'" in wrong.stderr
-    asked = ["data", "keywords", "words", "-n", "5", "--model", str(smollm2), "--seed", "3"]
-    done = burnish(*asked, "--max-tokens", "20", *flags(easy), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "burnish train keywords --data words" in done.stdout
-    rows = {
-        name: [json.loads(line) for line in (tmp_path / "words" / name).read_text().splitlines()]
-        for name in ("train.jsonl", "validation.jsonl")
-    }
-    assert [len(found) for found in rows.values()] == [4, 1]
-    for row in [*rows["train.jsonl"], *rows["validation.jsonl"]]:
-        (word,) = row["keywords"]
-        assert word in row["answer"].lower()
-        assert row["prompt"] == f"Write a sentence that includes the words: {word}."
-    done = burnish(*asked, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "words/train.jsonl is there already; choose another directory" in done.stderr
+def test_a_directory_of_rows_keeps_the_reward_of_the_recipe(smollm2, tmp_path):
+    (tmp_path / "words").mkdir()
+    for name in ("train", "validation"):
+        rows = [{"prompt": f"Say {word}.", "keywords": [word]} for word in ("red", "apple")] * 4
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "words" / f"{name}.jsonl").write_text(text)
     done = burnish("train", "keywords", "--data", "words", *tiny(smollm2), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     recipe = (tmp_path / "runs/keywords-1/recipe.toml").read_text()

@@ -126,7 +126,6 @@ def test_commands_are_real(page, tmp_path, monkeypatch):
         words = shlex.split(line, comments=True)[1:]
         assert words[0] in COMMANDS, line
         command = COMMANDS[words[0]]
-        command = command.commands[words[1]] if words[0] == "data" and words[1:] else command
         known = {option for p in command.params for option in p.opts}
         given = {word for word in words if word.startswith("--")}
         assert given <= known | {"--help", "--debug"}, line

@@ -79,7 +79,7 @@ def test_a_plan_says_what_is_missing(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "it can't run yet" in said
-    assert "make it with: burnish data arithmetic sums; burnish sft arithmetic-sft" in said
+    assert "make it with: python examples/write_sums.py sums; burnish sft arithmetic-sft" in said
     assert not list(tmp_path.iterdir())
 
 

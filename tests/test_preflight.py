@@ -57,11 +57,12 @@ def test_missing_files_and_first_runs_name_the_command(tmp_path, monkeypatch):
     assert isinstance(sums, DataError)
     both = "task.train = 'sums/train.jsonl' and task.validation = 'sums/validation.jsonl'"
     assert (
-        str(sums) == f"{both} can't be read: no such file; first run: burnish data arithmetic sums"
+        str(sums) == f"{both} can't be read: no such file; first run: "
+        "python examples/write_sums.py sums"
     )
     (first,) = preflight.missing_model(config.load("arithmetic"))
     assert isinstance(first, ModelError)
-    asked = "make it with: burnish data arithmetic sums; burnish sft arithmetic-sft"
+    asked = "make it with: python examples/write_sums.py sums; burnish sft arithmetic-sft"
     assert str(first).endswith(asked)
     Path("sums").mkdir()
     for name in ("train", "validation"):

@@ -219,7 +219,7 @@ def slow_build(*given, **named):
     from burnish.runs import checkpoints
     print("LOADED", flush=True)
     for owner, name in (
-        (SorterEngine, "generate"), (Learner, "score"), (Learner, "step"),
+        (SorterEngine, "step"), (Learner, "score"), (Learner, "step"),
         (checkpoint, "save"), (run, "write_report"),
     ):
         slow(owner, name)

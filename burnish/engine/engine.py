@@ -23,6 +23,7 @@ from burnish.engine.protocol import Capabilities, Event, Request, TokenEvent
 from burnish.engine.reader import Reader
 from burnish.engine.scheduler import Plan, Scheduler
 from burnish.engine.sequence import Group, Sequence
+from burnish.engine.weights import check as check_weights
 from burnish.errors import EngineError, ModelError
 from burnish.model.checkpoint import load_hf_state
 from burnish.model.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ half of that on average."""
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineSettings:
     kv_bytes: int = 1 << 30
     """Memory for keys and values; samples that do not fit wait, or are computed again later."""
     page_size: int = 16
@@ -61,48 +62,44 @@ class NativeEngine:
     """Runs in the model's precision and on its device. It owns the model: `load` writes to it."""
 
     capabilities = Capabilities(
-        continuous_batching=True,
-        shared_prompts=True,
-        updates_in_flight=True,
-        counter_draws=True,
-        streaming=True,
+        model_logprobs=True, token_versions=True, counter_draws=True, updates_in_flight=True
     )
 
     def __init__(
         self,
         model: Transformer,
         tokenizer: Tokenizer | None = None,
-        config: EngineConfig = EngineConfig(),
+        settings: EngineSettings = EngineSettings(),
         *,
         version: int = 0,
     ) -> None:
         """Without a tokenizer, completions have no text and end by stop ids or length alone."""
-        self.config, self._model, self._tokenizer = config, model, tokenizer
+        self.settings, self._model, self._tokenizer = settings, model, tokenizer
         weight = model.embed.weight
-        page_bytes = cache.Cache.page_bytes(model.config, config.page_size, weight.dtype)
-        pages = Pages(config.kv_bytes // page_bytes, config.page_size)
+        page_bytes = cache.Cache.page_bytes(model.config, settings.page_size, weight.dtype)
+        pages = Pages(settings.kv_bytes // page_bytes, settings.page_size)
         if not pages.count:
             raise EngineError(
                 f"kv_bytes must hold at least one page of {page_bytes} bytes, "
-                f"got {config.kv_bytes}; raise kv_bytes or lower page_size"
+                f"got {settings.kv_bytes}; raise kv_bytes or lower page_size"
             )
         self._cache = cache.Cache(
             model.config, pages.count, pages.size, weight.dtype, weight.device
         )
         self._scheduler = Scheduler(
             pages,
-            max_running=config.max_running,
-            step_tokens=config.step_tokens,
-            keep=config.on_update == "keep",
+            max_running=settings.max_running,
+            step_tokens=settings.step_tokens,
+            keep=settings.on_update == "keep",
         )
         self._scheduler.version = version
         self._body = kernels.body_for(model)
         self._decoding: graphs.Decoding | None = None
         if self._cache.paged:
-            self._decoding = graphs.Decoding(model, self._cache, config.max_running)
+            self._decoding = graphs.Decoding(model, self._cache, settings.max_running)
         self._groups: dict[str, Group] = {}
-        self._undelivered: list[Event] = []
-        self._paused = False
+        self._undelivered: list[Completion] = []
+        self._incarnation = 0
         self.sampled = 0
 
     @property
@@ -111,7 +108,8 @@ class NativeEngine:
 
     @property
     def unfinished(self) -> int:
-        return len(self._scheduler.waiting) + len(self._scheduler.running)
+        queued = len(self._scheduler.waiting) + len(self._scheduler.running)
+        return queued + len(self._undelivered)
 
     @property
     def preemptions(self) -> int:
@@ -140,10 +138,9 @@ class NativeEngine:
         self._scheduler.add(group)
 
     def step(self) -> list[Event]:
-        """Run the model, a few times at most -> what came of it; nothing while paused."""
-        events, self._undelivered = self._undelivered, []
-        if self._paused:
-            return events
+        """Run the model, a few times at most -> tokens and completions."""
+        events: list[Event] = [*self._undelivered]
+        self._undelivered = []
         plan = self._scheduler.plan()
         if not plan.counts:
             return events
@@ -156,16 +153,8 @@ class NativeEngine:
 
     def load(self, weights: Weights) -> None:
         """New weights from the next step on: all of them, or an error and the old ones stay."""
-        broken = [
-            name
-            for name, tensor in weights.tensors.items()
-            if not bool(torch.stack(torch.aminmax(tensor)).to(self._cache.dtype).isfinite().all())
-        ]
-        if broken:
-            raise EngineError(
-                f"weights must be finite, version {weights.version} has {len(broken)} tensors that "
-                f"are not ({broken[0]}, …); version {self.version} stays loaded"
-            )
+        loaded = {"version": self.version, "incarnation": self._incarnation}
+        check_weights(weights, **loaded, dtype=self._cache.dtype)
         try:
             load_hf_state(self._model, weights.tensors)
         except ModelError as error:
@@ -174,19 +163,14 @@ class NativeEngine:
         kernels.return_free_memory()
         self._body = kernels.body_for(self._model)
         self._scheduler.update(weights.version)
+        self._incarnation = weights.incarnation
 
     def abort(self, request_id: str) -> None:
-        """End a request's unfinished samples; the next step delivers what they had."""
+        """End a request's unfinished samples; the next step returns their tokens so far."""
         if request_id not in self._groups:
             raise EngineError(f"request {request_id!r} is not in flight; it can't be aborted")
         for sequence in list(self._groups[request_id].sequences):
             self._undelivered.append(self._complete(sequence, Finish.ABORT))
-
-    def pause(self) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> tuple[Tensor, dict[Sequence, int]]:

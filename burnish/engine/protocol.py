@@ -1,4 +1,4 @@
-"""What every rollout engine takes and gives: requests, events, weights between any two steps."""
+"""The protocol of every rollout engine: requests, events, weights between any two steps."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ Event = TokenEvent | Completion
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine really does, so that a loop can refuse what it would silently lose."""
+    """What an engine really does; whoever builds a run calls `require`."""
 
-    continuous_batching: bool
-    shared_prompts: bool
-    """A group's prompt is computed once."""
+    model_logprobs: bool
+    """Log-probabilities are the model's at the sampling temperature, before any truncation."""
+    token_versions: bool
+    """Every token carries the version of the weights that sampled it."""
+    counter_draws: bool
+    """A token's random number depends on nothing but its place (`burnish/draws.py`)."""
     updates_in_flight: bool
     """`load` is allowed while samples are unfinished."""
-    counter_draws: bool
-    """The draws follow burnish's law: a token's random number depends on nothing but its place."""
-    streaming: bool
-    """Events come token by token, not all at the end."""
-    temperature_zero: bool = True
 
 
 class Engine(Protocol):
+    """The only thing that samples."""
+
     @property
     def capabilities(self) -> Capabilities: ...
 
@@ -69,7 +69,7 @@ class Engine(Protocol):
 
     @property
     def unfinished(self) -> int:
-        """Samples that have not been completed."""
+        """Samples whose completion `step` has not returned yet."""
         ...
 
     @property
@@ -81,13 +81,26 @@ class Engine(Protocol):
 
     def step(self) -> list[Event]: ...
 
-    def load(self, weights: Weights) -> None: ...
+    def load(self, weights: Weights) -> None:
+        """Take new weights, or raise an error and keep the old ones."""
+        ...
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str) -> None:
+        """End a request's unfinished samples; `step` returns their tokens so far."""
+        ...
 
-    def pause(self) -> None: ...
 
-    def resume(self) -> None: ...
+def require(found: Capabilities, *, repeats: bool) -> None:
+    """Refuse an engine whose samples can't be learned from, or, if a result has to repeat, one
+    whose draws do not."""
+    rules = {
+        "log-probabilities at the sampling temperature, before truncation": found.model_logprobs,
+        "the version of every token": found.token_versions,
+        "draws that repeat, of burnish/draws.py": found.counter_draws or not repeats,
+    }
+    missing = [rule for rule, holds in rules.items() if not holds]
+    if missing:
+        raise EngineError(f"the engine must give {'; and '.join(missing)}; use the native engine")
 
 
 def check(request: Request, *, vocab_size: int, context: int, has_text: bool) -> None:

@@ -13,8 +13,9 @@ from burnish.types import Completion, Finish, Grade, Prompt, Status
 
 
 class Grader(Protocol):
-    counts: Counter[str]
-    """Grades by status."""
+    @property
+    def counts(self) -> Counter[str]:
+        """Grades by status."""
 
     def grade(self, items: Items) -> list[Grade]: ...
 

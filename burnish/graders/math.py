@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any, Literal
 
@@ -32,7 +33,10 @@ class MathGrader:
         self.format = format
         self.field = field
         self.checker = AnswerChecker(limits)
-        self.counts = self.checker.counts
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self.checker.counts
 
     def grade(self, items: Items) -> list[Grade]:
         """The grades of (response, row) pairs, in their order."""

@@ -116,6 +116,10 @@ class GraderPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pool that is unpickled starts workers of its own."""
+        return GraderPool, (self.source, self.limits)
+
     @property
     def closed(self) -> bool:
         return not self._finalizer.alive

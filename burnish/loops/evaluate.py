@@ -17,15 +17,16 @@ import numpy as np
 
 from burnish.config import Recipe
 from burnish.draws import Stream
+from burnish.engine.protocol import Engine
 from burnish.errors import RunError
 from burnish.progress import Show, after, begin, silent
-from burnish.rollout.rollout import Generator, grade, sampling
+from burnish.rollout.rollout import grade, sample, sampling
 from burnish.runs import responses, statistics
 from burnish.runs.directory import lock, replace_file
 from burnish.runs.metrics import Metrics, iterate_rows
 from burnish.runs.statistics import Outcome, is_right
 from burnish.tasks.task import Task
-from burnish.types import Finish, Group, IntArray, Status
+from burnish.types import ENDINGS, Group, IntArray, Status
 
 Decode = Callable[[IntArray], list[str]]
 TOGETHER = 512
@@ -35,7 +36,7 @@ TOGETHER = 512
 def evaluate(
     recipe: Recipe,
     task: Task,
-    generator: Generator,
+    engine: Engine,
     decode: Decode,
     *,
     show: Show = silent,
@@ -45,7 +46,7 @@ def evaluate(
 
     Empty where the task holds nothing out. ``when`` is shown, such as "after step 10".
     """
-    parts = answered(recipe, task, generator, show=show, when=when)
+    parts = answered(recipe, task, engine, show=show, when=when)
     groups = [group for part in parts for group in part]
     return groups, figures(to_rows(task, groups, decode))
 
@@ -55,7 +56,7 @@ def evaluate_into(
     settings: Mapping[str, Any],
     recipe: Recipe,
     task: Task,
-    generator: Generator,
+    engine: Engine,
     decode: Decode,
     *,
     show: Show = silent,
@@ -69,7 +70,7 @@ def evaluate_into(
         file = directory / "results.jsonl"
         rows = _done(file, recipe, len(task.validation))
         done = len(rows) // recipe.validation.samples
-        for part in answered(recipe, task, generator, start=done, show=show):
+        for part in answered(recipe, task, engine, start=done, show=show):
             fresh = to_rows(task, part, decode)
             with file.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps(row) + "\n" for row in fresh)
@@ -82,7 +83,7 @@ def evaluate_into(
 def answered(
     recipe: Recipe,
     task: Task,
-    generator: Generator,
+    engine: Engine,
     *,
     start: int = 0,
     show: Show = silent,
@@ -103,7 +104,8 @@ def answered(
     tokens = 0
     for first in range(start, len(prompts), size):
         some = prompts[first : first + size]
-        responses = generator.generate(
+        responses = sample(
+            engine,
             some,
             first_group=first,
             samples=samples,
@@ -130,7 +132,7 @@ def to_rows(task: Task, groups: Sequence[Group], decode: Decode) -> list[dict[st
             **row,
             "answer": task.answer(prompt, row["response"]),
             "message": message,
-            **_part(prompt.meta),
+            **({} if prompt.part is None else {"part": prompt.part}),
         }
         for row, (prompt, message) in zip(rows, grades, strict=True)
     ]
@@ -145,8 +147,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Metrics:
         return {}
     scored = [row for row in rows if row["status"] != Status.ERROR]
     columns: dict[str, Sequence[float]] = {"length": [len(row["tokens"]) for row in rows]}
-    ends = {"ended": Finish.STOP, "truncated": Finish.LENGTH, "aborted": Finish.ABORT}
-    for name, end in ends.items():
+    for name, end in ENDINGS.items():
         columns[name] = [row["finish"] == end for row in rows]
     if scored:
         columns["reward"] = [row["reward"] for row in scored]
@@ -163,10 +164,6 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Metrics:
     found = {name: float(np.mean(values)) for name, values in columns.items()}
     found |= {"responses": float(len(rows)), **statistics.describe(list(prompts.values()))}
     return {f"validation/{name}": value for name, value in found.items()}
-
-
-def _part(meta: Mapping[str, Any]) -> dict[str, str]:
-    return {"part": meta["part"]} if "part" in meta else {}
 
 
 def _same_settings(file: Path, settings: Mapping[str, Any]) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from burnish.draws import Stream
-from burnish.engine.protocol import Engine, Request, TokenEvent
+from burnish.engine.protocol import Engine, Event, Request, TokenEvent
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.progress import Report, unheard
-from burnish.tasks.files import check_text
+from burnish.rollout.rollout import complete
+from burnish.tasks.rows import check_text
 from burnish.types import Completion, SamplingParams
 from burnish.wording import printable
 
@@ -125,22 +126,16 @@ def sample(
     n: int = 1,
     params: SamplingParams = SamplingParams(),
     chat: bool = True,
-    see: Callable[[TokenEvent | Completion], None] = lambda event: None,
+    see: Callable[[Event], None] = lambda event: None,
     report: Report = unheard,
 ) -> list[Completion]:
     """n responses to each prompt, in the prompts' order; ``see`` gets tokens as they are made."""
-    for index, prompt in enumerate(prompts):
-        ids = encode(tokenizer, prompt, chat=chat)
-        engine.submit(Request(str(index), ids, n, params, group=index, stream=Stream.GENERATE))
-    done: list[Completion] = []
-    before = engine.sampled
-    while engine.unfinished:
-        for event in engine.step():
-            see(event)
-            if not isinstance(event, TokenEvent):
-                done.append(event)
-        report(len(done), n * len(prompts), tokens=engine.sampled - before)
-    return sorted(done, key=lambda c: (int(c.request_id), c.sample_index))
+    requests = [
+        Request(str(i), encode(tokenizer, text, chat=chat), n, params, i, Stream.GENERATE)
+        for i, text in enumerate(prompts)
+    ]
+    done = complete(engine, requests, see=see, report=report)
+    return [completion for group in done for completion in group]
 
 
 def answer(prompts: Sequence[str], done: Completion) -> Answer:
@@ -175,7 +170,7 @@ class _Screen:
     def __post_init__(self) -> None:
         self._turn()
 
-    def see(self, event: TokenEvent | Completion) -> None:
+    def see(self, event: Event) -> None:
         if isinstance(event, TokenEvent):
             self.text(event.request_id, event.sample_index, event.text)
         else:

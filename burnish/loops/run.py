@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +22,7 @@ from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
 from burnish.progress import Progress, Show, showing_compiles, silent
-from burnish.runs import checkpoints, responses, status, tensorboard
+from burnish.runs import checkpoints, responses, status
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Metrics
 from burnish.runs.plots import draw_run
@@ -207,6 +208,8 @@ class _Writer:
         self.timers = Timers()
         self.saved = 0
         """The step of the last checkpoint that was saved here."""
+        wanted = parts.recipe.log.tensorboard
+        self._has_events = find_spec("tensorboard") is not None if wanted is None else wanted
         self._validation: Metrics = {}
         self._scores: dict[int, float | None] = {}
         """Of the step that was validated last."""
@@ -271,9 +274,8 @@ class _Writer:
     def _append(self, step: int, metrics: Metrics, timings: Metrics) -> None:
         self.directory.append_row("metrics.jsonl", {"step": step} | metrics)
         self.directory.append_row("timings.jsonl", {"step": step} | timings)
-        if self.recipe.log.tensorboard:
-            scalars = metrics | timings
-            tensorboard.append_scalars(self.directory, step, scalars, wall_time=time.time())
+        if self._has_events:
+            self.directory.append_scalars(step, metrics | timings)
 
     def _keep(self, file: str, step: int, groups: list[Group], **how: Any) -> None:
         for row in responses.rows(step, groups, decode=self.parts.decode, **how):

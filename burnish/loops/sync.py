@@ -7,9 +7,9 @@
         log π_ref, and log π_prox if need be, of the tokens        score
         advantages relative to the group                           advantages
         for each of the gradient steps:  π ← step on the loss      learn
-        hand the new weights to the generator                      publish
+        hand the new weights to the engine                         publish
 
-The sorting model and a language model run through it alike: a ``Generator`` samples, a ``Learner``
+The sorting model and a language model run through it alike: an ``Engine`` samples, a ``Learner``
 scores and steps.
 """
 
@@ -23,12 +23,13 @@ from torch import Tensor
 
 from burnish.config import Recipe
 from burnish.draws import Stream
+from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.progress import Report, Show, begin, silent
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
 from burnish.rollout.packing import pack, train_batches
-from burnish.rollout.rollout import Generator, describe, grade, sampling
+from burnish.rollout.rollout import describe, grade, sample, sampling
 from burnish.runs.metrics import Metrics, combine
 from burnish.runs.timers import Timers
 from burnish.tasks.task import Task
@@ -53,7 +54,7 @@ def train(
     recipe: Recipe,
     *,
     task: Task,
-    generator: Generator,
+    engine: Engine,
     learner: Learner,
     timers: Timers,
     start: int = 0,
@@ -64,15 +65,18 @@ def train(
     prompts_per_step = recipe.prompts_per_rollout
     responses_per_step = recipe.rollout.batch
     some = counted(responses_per_step, "response")
-    generator.load(learner.weights())
+    engine.load(learner.weights())
     for number in range(start, recipe.train.steps):
         learner.begin(number)
         first = number * prompts_per_step
+        skipped_before = task.too_long.skipped
         prompts = [task.prompt(first + k) for k in range(prompts_per_step)]
+        skipped = task.too_long.skipped - skipped_before
         with timers("generate"):
             doing = f"sampling {some} to {prompts_per_step} prompts"
             report = begin(show, "generate", doing, total=responses_per_step, unit="responses")
-            responses = generator.generate(
+            responses = sample(
+                engine,
                 prompts,
                 first_group=first,
                 samples=recipe.rollout.group_size,
@@ -88,8 +92,8 @@ def train(
         step = learn(recipe, learner, number + 1, groups, timers, show)
         with timers("publish"):
             begin(show, "publish", "handing the new weights to the sampler")
-            generator.load(learner.weights())
-        yield step._replace(metrics=describe(sampled) | dropped | step.metrics)
+            engine.load(learner.weights())
+        yield step._replace(metrics=describe(sampled, skipped) | dropped | step.metrics)
 
 
 def learn(

@@ -1,18 +1,20 @@
-"""One rollout: prompts of the task, responses of the generator, grades: groups."""
+"""One rollout: prompts of the task, completions of an engine, grades: groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from burnish.config import Recipe
-from burnish.errors import DataError
+from burnish.draws import Stream
+from burnish.engine.protocol import Engine, Event, Request
+from burnish.errors import DataError, EngineError
 from burnish.progress import Report, unheard
 from burnish.tasks.task import Task
-from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status, Weights
+from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
 
 ABORTED = Grade(
     math.nan,
@@ -23,26 +25,63 @@ ABORTED = Grade(
 """The grade of a sample that the engine aborted."""
 
 
-class Generator(Protocol):
-    """What samples responses: the sorting model, an engine, an actor."""
+PATIENCE = 600.0
+"""Seconds that an engine may take to its next token."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        first_group: int,
-        samples: int,
-        params: SamplingParams,
-        stream: int,
-        report: Report = unheard,
-    ) -> list[tuple[Completion, ...]]:
-        """``samples`` completions of each prompt; prompt k is the run's group first_group + k.
 
-        ``report`` is told the completions that are done and the tokens that were sampled.
-        """
+def sample(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    first_group: int,
+    samples: int,
+    params: SamplingParams,
+    stream: Stream,
+    report: Report = unheard,
+) -> list[tuple[Completion, ...]]:
+    """``samples`` completions of each prompt; prompt k is the run's group first_group + k."""
+    requests = [
+        Request(f"group-{group}", prompt.token_ids, samples, params, group, stream, streamed=False)
+        for group, prompt in enumerate(prompts, first_group)
+    ]
+    return complete(engine, requests, report=report)
 
-    def load(self, weights: Weights) -> None:
-        """Takes over new weights; what is sampled from now on carries their version."""
+
+def complete(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    see: Callable[[Event], None] = lambda event: None,
+    report: Report = unheard,
+    patience: float = PATIENCE,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[tuple[Completion, ...]]:
+    """The completions of each request; ``see`` gets every event.
+
+    All requests are submitted before the first step, so that the engine's batches, and with them
+    the last bits of its logits, are the same whenever the same requests come. ``report`` is told
+    the completions that are done and the tokens that were sampled.
+    """
+    for request in requests:
+        engine.submit(request)
+    missing = {(request.request_id, i): None for request in requests for i in range(request.n)}
+    done: dict[tuple[str, int], Completion] = {}
+    total, before = len(missing), engine.sampled
+    last, moved = (0, before), clock()
+    while missing:
+        if not engine.unfinished or clock() - moved > patience:
+            late = f"was silent for {patience:.0f} s" if engine.unfinished else "forgot samples"
+            names = ", ".join(f"sample {i} of {name}" for name, i in list(missing)[:4])
+            raise EngineError(f"the engine {late}; {len(missing)} of {total} are missing: {names}")
+        for event in engine.step():
+            see(event)
+            if isinstance(event, Completion):
+                done[event.request_id, event.sample_index] = event
+                missing.pop((event.request_id, event.sample_index), None)
+        report(len(done), total, tokens=engine.sampled - before)
+        if (len(done), engine.sampled) != last:
+            last, moved = (len(done), engine.sampled), clock()
+    return [tuple(done[r.request_id, i] for i in range(r.n)) for r in requests]
 
 
 def sampling(recipe: Recipe) -> SamplingParams:
@@ -85,10 +124,11 @@ def is_aborted(completion: Completion) -> bool:
     return completion.finish is Finish.ABORT
 
 
-def describe(groups: Sequence[Group]) -> dict[str, float]:
+def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, float]:
     """What a rollout's groups look like, before anything is learned from them.
 
     Rewards are those of grades that are not errors; without any there are no reward metrics.
+    ``skipped_prompts`` were too long, so that others were asked instead.
     """
     grades = [grade for group in groups for grade in group.grades]
     by_group = [
@@ -100,14 +140,11 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     ends = [c.finish for group in groups for c in group.completions]
     metrics = {
         "rollout/length": float(np.mean(lengths)),
-        "rollout/ended": ends.count(Finish.STOP) / len(ends),
-        "rollout/truncated": ends.count(Finish.LENGTH) / len(ends),
-        "rollout/aborted": ends.count(Finish.ABORT) / len(ends),
+        **{f"rollout/{name}": ends.count(end) / len(ends) for name, end in ENDINGS.items()},
         "rollout/responses": float(len(grades)),
     }
-    skipped = sum(group.prompt.meta.get("skipped", 0) for group in groups)
-    if skipped:
-        metrics["rollout/skipped_prompts"] = float(skipped)
+    if skipped_prompts:
+        metrics["rollout/skipped_prompts"] = float(skipped_prompts)
     if rewards.size:
         dead = [np.ptp(scored) == 0 for scored in by_group if scored.size]
         metrics |= {
@@ -120,10 +157,8 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     for part in sorted({name for grade in grades for name in grade.parts}):
         values = [grade.parts[part] for grade in grades if part in grade.parts]
         metrics[f"rollout/part_{part}"] = float(np.mean(values))
-    for part in sorted({g.prompt.meta["part"] for g in groups if "part" in g.prompt.meta}):
-        own = [
-            r for g, r in zip(groups, by_group, strict=True) if g.prompt.meta.get("part") == part
-        ]
+    for part in sorted({g.prompt.part for g in groups if g.prompt.part is not None}):
+        own = [r for g, r in zip(groups, by_group, strict=True) if g.prompt.part == part]
         if any(scored.size for scored in own):
             metrics[f"rollout/reward/{part}"] = float(np.concatenate(own).mean())
     for status in Status:

@@ -8,7 +8,7 @@ timings.jsonl     a row per step, wall clock
 rollouts.jsonl    a row per response, with its tokens and log-probabilities
 evaluations.jsonl the same for validation
 log.txt           prompts, responses, rewards and advantages, to be read
-events.…          the metrics for TensorBoard
+events.…          the metrics for TensorBoard, a file for each restart
 checkpoints/      what a killed run resumes from
 status.json       where it is while it runs, and how it ended; clocks, so no two are the same
 restarts.txt      a line for each time it was resumed
@@ -25,6 +25,7 @@ import os
 import platform
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -38,17 +39,8 @@ from burnish import machine
 from burnish.config import Recipe, SorterConfig, effective, to_toml
 from burnish.errors import RunError
 
-EVENTS = "events.out.tfevents.burnish"
-"""TensorBoard finds a file by the middle of this name."""
 ENVIRONMENT, PROMPTS = "environment.json", "prompts.jsonl"
-APPENDED = (
-    "metrics.jsonl",
-    "timings.jsonl",
-    "rollouts.jsonl",
-    "evaluations.jsonl",
-    "log.txt",
-    EVENTS,
-)
+APPENDED = ("metrics.jsonl", "timings.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
 """Files that only grow; a resumed run cuts them back to where its checkpoint was."""
 PACKAGES = ("torch", "numpy", "pydantic", "numba", "triton")
 """Packages whose version may change a bit of what is computed."""
@@ -91,6 +83,7 @@ class RunDirectory:
         self.path = path
         self._lock = lock(path, remedy)
         self._files: dict[str, FileIO] = {}
+        self._events: Any = None
 
     def __enter__(self) -> Self:
         return self
@@ -103,6 +96,8 @@ class RunDirectory:
     ) -> None:
         for file in self._files.values():
             file.close()
+        if self._events is not None:
+            self._events.close()
         self._lock.close()
 
     def append(self, name: str, content: str | bytes) -> None:
@@ -122,6 +117,20 @@ class RunDirectory:
 
     def append_row(self, name: str, row: Mapping[str, Any]) -> None:
         self.append(name, json.dumps(row) + "\n")
+
+    def append_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds a step's scalars to the events that TensorBoard reads.
+
+        Each process writes a file of its own. Its first step voids that step and all later ones in
+        the files of earlier processes, so that a resumed run shows no step twice.
+        """
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self.path), purge_step=step)
+        for name, value in scalars.items():
+            self._events.add_scalar(name, value, step)
+        self._events.flush()
 
     def write(self, name: str, text: str) -> None:
         """Replaces a file as a whole: a reader sees the old one or the new one."""
@@ -171,6 +180,14 @@ class RunDirectory:
         before = file.read_text(encoding="utf-8") if file.exists() else ""
         self.write(file.name, f"{before}from step {step}\n")
         return before.count("\n") + 1
+
+
+def read_recipe(run: Path) -> dict[str, Any]:
+    """The recipe of a run, as its file has it."""
+    try:
+        return tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{run} is not a run directory: it has no recipe.toml") from None
 
 
 def check_new(path: Path) -> None:

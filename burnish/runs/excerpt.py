@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.runs import responses
+from burnish.runs.pages import encode
 from burnish.runs.responses import ResponseRow
 
 CHARACTERS, TOKENS = 20_000, 2_000
@@ -158,11 +158,3 @@ def _number(value: float | None) -> float | None:
 
 def rounded(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def encode(value: Any) -> str:
-    """JSON for a script element: all ASCII, and nothing that HTML could take for markup."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -12,6 +11,7 @@ import numpy as np
 
 from burnish.config import flat
 from burnish.errors import RunError
+from burnish.runs.directory import read_recipe
 from burnish.runs.metrics import read_rows, window
 from burnish.sections import nearest
 
@@ -80,12 +80,17 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     for path, recipe, run in zip(paths, recipes, rows, strict=True):
         if not all(any(metric in row for row in run) for metric, _ in PANELS):
             raise RunError(f"{path} has no finished step yet")
-        parts = [f"{k} = {recipe[k]}" for k in differing if k in recipe]
+        parts = [f"{_short(k)} = {recipe[k]}" for k in differing if k in recipe]
         label = ", ".join(parts) or str(recipe.get("name", path.name))
         curve = curves.setdefault(label, Curve(label, [], []))
         curve.seeds.append(recipe.get("seed", 0))
         curve.rows.append(run)
     return list(curves.values())
+
+
+def _short(key: str) -> str:
+    """A setting's name; a piece of the objective is known by its kind."""
+    return key.removesuffix(".name") if key.startswith("objective.") else key
 
 
 def ends(curve: Curve) -> dict[str, list[float]]:
@@ -97,13 +102,6 @@ def ends(curve: Curve) -> dict[str, list[float]]:
         return float(np.mean(values)) if values else float("nan")
 
     return {name: [last(run, *what) for run in curve.rows] for name, what in ENDS.items()}
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    file = path / "recipe.toml"
-    if not file.is_file():
-        raise RunError(f"{path} is not a run directory: it has no recipe.toml")
-    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def _draw(

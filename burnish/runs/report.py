@@ -1,30 +1,25 @@
 """``report.html``: one file that shows a run, made from its directory at any time.
 
-The page is a template (report.html with page.css and report.js, in this package) and one block of
-JSON. What a model wrote is data: it is escaped in the JSON, put into the page as text only, and no
-other script may run there.
+The page is a template (templates/report.html with its script) and one block of JSON. Model text is
+data: it is escaped in the JSON, and the script puts it into the page as text only.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
-import re
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.errors import RunError
-from burnish.runs import checkpoints, status
-from burnish.runs.directory import is_held, replace_file
+from burnish.runs import checkpoints, pages, status
+from burnish.runs.directory import is_held, read_recipe, replace_file
 from burnish.runs.drift import read_drift, read_mismatch
-from burnish.runs.excerpt import encode, excerpt, rounded
+from burnish.runs.excerpt import excerpt, rounded
 from burnish.runs.metrics import combine, iterate_rows, window
+from burnish.runs.pages import encode
 from burnish.wording import counted
 
 LIMIT = 4_000_000
@@ -74,12 +69,6 @@ PHASES = {
     "other": "unclaimed",
 }
 
-STYLE, SCRIPT, TEMPLATE = (
-    (Path(__file__).parent / name).read_text(encoding="utf-8")
-    for name in ("page.css", "report.js", "report.html")
-)
-TEMPLATE = TEMPLATE.replace("__STYLE__", STYLE).replace("__SCRIPT__", SCRIPT)
-
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -94,7 +83,7 @@ class Tile(NamedTuple):
 def write_report(run: Path, *, limit: int = LIMIT, clock: Callable[[], float] = time.time) -> Path:
     """Makes the report of a run that runs, crashed or finished; at most ``limit`` bytes."""
     data = describe(run, limit=limit, now=clock())
-    replace_file(run / "report.html", render(encode(data)))
+    replace_file(run / "report.html", pages.render("report", data=encode(data)))
     return run / "report.html"
 
 
@@ -106,10 +95,7 @@ def describe(
     now: seconds since 1970. reach: bytes that are read at each end of the files with responses,
     None for all of them.
     """
-    recipe_file = run / "recipe.toml"
-    if not recipe_file.is_file():
-        raise RunError(f"{run} is not a run directory: it has no recipe.toml")
-    recipe = tomllib.loads(recipe_file.read_text(encoding="utf-8"))
+    recipe = read_recipe(run)
     clocks = collect(iterate_rows(run / "timings.jsonl"))
     series = collect(iterate_rows(run / "metrics.jsonl"))
     series |= {k: v for k, v in clocks.items() if not k.startswith("time/")}
@@ -145,27 +131,11 @@ def describe(
         "once": {n: rounded(p[0][1]) for n, p in series.items() if len(p) == 1 and n not in shown},
         "frontier": frontier(series, kl),
         "time": time_split(clocks),
-        "recipe": recipe_file.read_text(encoding="utf-8")[:100_000],
+        "recipe": _read_text(run / "recipe.toml")[:100_000],
         "environment": _read_text(run / "environment.json")[:100_000],
     }
-    empty = len(render(encode(data | {"rollouts": {"total": 0}})).encode())
+    empty = len(pages.render("report", data=encode(data | {"rollouts": {"total": 0}})).encode())
     return data | {"rollouts": excerpt(run, limit - empty - 200, reach)}
-
-
-def render(data: str, *, more: str = "") -> str:
-    """The page with its data, which is JSON, under its policy and whatever ``more`` allows."""
-    before, after = TEMPLATE.replace("__POLICY__", policy(TEMPLATE) + more).split("__DATA__")
-    return before + data + after
-
-
-def policy(template: str) -> str:
-    """The Content-Security-Policy of a page: the one script that is in its template may run."""
-    (script,) = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
 
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> Series:

@@ -88,7 +88,7 @@ def rows(
 
 def asked(prompt: Prompt) -> str:
     """The prompt without the chat template around it."""
-    return str(prompt.meta.get("asked", prompt.text))
+    return prompt.text if prompt.asked is None else prompt.asked
 
 
 def read(path: Path, reach: int | None = None) -> Iterator[ResponseRow]:

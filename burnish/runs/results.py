@@ -1,21 +1,20 @@
-"""One page for evaluations, side by side: how often it was right, and how it was wrong.
-
-What a model wrote is escaped, and nothing on the page may run.
-"""
+"""Evaluations and their page, one or several side by side: how often a model was right, and how it
+was wrong."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.errors import RunError
-from burnish.runs import responses, statistics
+from burnish.runs import pages, responses, statistics
 from burnish.runs.directory import replace_file
 from burnish.runs.responses import ResponseRow
+from burnish.types import ENDINGS, Status
 
+Pair = tuple[ResponseRow, ResponseRow]
 EXAMPLES = 12
 """Of each category, and of each way in which two evaluations differ."""
 CHARACTERS = 4000
@@ -29,23 +28,23 @@ def is_right(row: ResponseRow) -> bool:
 
 
 def has_format(row: ResponseRow) -> bool:
-    return bool(row["parts"].get("format", row["status"] != "unparsed"))
+    return bool(row["parts"].get("format", row["status"] != Status.UNPARSED))
+
+
+def is_wrong(row: ResponseRow) -> bool:
+    return not is_right(row) and row["status"] != Status.ERROR
 
 
 CATEGORIES: dict[str, Callable[[ResponseRow], bool]] = {
     "format and answer right": is_right,
-    "format right, answer wrong": lambda row: (
-        not is_right(row) and row["status"] != "error" and has_format(row)
-    ),
-    "format wrong": lambda row: (
-        not is_right(row) and row["status"] != "error" and not has_format(row)
-    ),
-    "unparsed": lambda row: row["status"] == "unparsed",
-    "truncated": lambda row: row["finish"] == "length",
-    "timed out": lambda row: row["status"] == "timeout",
-    "grader failed": lambda row: row["status"] == "error",
+    "format right, answer wrong": lambda row: is_wrong(row) and has_format(row),
+    "format wrong": lambda row: is_wrong(row) and not has_format(row),
+    "unparsed": lambda row: row["status"] == Status.UNPARSED,
+    "truncated": lambda row: row["finish"] == ENDINGS["truncated"],
+    "timed out": lambda row: row["status"] == Status.TIMEOUT,
+    "grader failed": lambda row: row["status"] == Status.ERROR,
 }
-"""The first three and the last part the responses; the others say more of some of them."""
+"""Every response is in one of the first three or in the last; the others say more of some."""
 
 
 class Evaluation(NamedTuple):
@@ -78,33 +77,38 @@ def read(directory: Path) -> Evaluation:
 
 
 def write_evaluation(directories: Sequence[Path], page: Path) -> Path:
-    """Figures, categories and examples of each, and what they answered differently."""
+    """Writes a page with the figures, categories and examples of each evaluation, and the prompts
+    that they answered differently."""
     given = _named_by_model([read(directory) for directory in directories])
     settings = {
         key: [str(e.settings.get(key, "–")) for e in given] for e in given for key in e.settings
     }
-    shown = {k: v for k, v in settings.items() if len(given) == 1 or len(set(v)) > 1}
-    names = {key: None for e in given for key in e.figures}
-    figures = {name: [_number(e.figures.get(name)) for e in given] for name in names}
-    counts = {
-        name: [_share(sum(map(holds, e.rows)), len(e.rows)) for e in given]
+    names = dict.fromkeys(name for e in given for name in e.figures)
+    found = {
+        name: [[row for row in e.rows if holds(row)] for e in given]
         for name, holds in CATEGORIES.items()
     }
-    body = [_table("Figures", given, figures), _table("Responses", given, counts)]
-    for name, holds in CATEGORIES.items():
-        columns = [[row for row in e.rows if holds(row)][:EXAMPLES] for e in given]
-        body.append(_section(name, ("".join(map(_example, rows)) for rows in columns)))
-    for other in given[1:]:
-        body += _differences(given[0], other)
-    what = "Settings" if len(given) == 1 else "Settings that differ"
-    body.append(_table(what, given, shown))
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    replace_file(page, template.replace("__BODY__", "\n".join(body)))
+    examples = {name: [rows[:EXAMPLES] for rows in columns] for name, columns in found.items()}
+    text = pages.render(
+        "results",
+        given=given,
+        figures={name: [_number(e.figures.get(name)) for e in given] for name in names},
+        counts={
+            name: [_share(len(r), len(e.rows)) for r, e in zip(columns, given, strict=True)]
+            for name, columns in found.items()
+        },
+        examples=examples,
+        differences=[pairs for other in given[1:] for pairs in _differences(given[0], other)],
+        settings={k: v for k, v in settings.items() if len(given) == 1 or len(set(v)) > 1},
+        characters=CHARACTERS,
+        long=LONG,
+    )
+    replace_file(page, text)
     return page
 
 
 def _named_by_model(given: list[Evaluation]) -> list[Evaluation]:
-    """Those of several models, which are numbered, under the models' names."""
+    """Evaluations of several models, which are numbered, get the models' names."""
     models = [str(e.settings.get("model.name", "")) for e in given]
     numbered = len(given) > 1 and all(e.name.isdecimal() for e in given)
     if not numbered or len(set(models)) < len(given):
@@ -112,46 +116,17 @@ def _named_by_model(given: list[Evaluation]) -> list[Evaluation]:
     return [e._replace(name=model) for e, model in zip(given, models, strict=True)]
 
 
-def _differences(one: Evaluation, other: Evaluation) -> list[str]:
-    """Pairs of responses to the same prompt's same sample, of which one is right."""
+def _differences(one: Evaluation, other: Evaluation) -> list[tuple[str, list[Pair]]]:
+    """Pairs of responses to the same prompt's same sample of which one is right, with a title."""
     theirs = {(row["prompt_id"], row["sample"]): row for row in other.rows}
     keyed = [(row, theirs.get((row["prompt_id"], row["sample"]))) for row in one.rows]
     pairs = [(a, b) for a, b in keyed if b is not None and is_right(a) != is_right(b)]
     found = []
     for winner, first in ((one.name, True), (other.name, False)):
         chosen = [pair for pair in pairs if is_right(pair[0]) == first]
-        cells = [cell for pair in chosen[:EXAMPLES] for cell in map(_example, pair)]
         title = f"only {winner} is right: {len(chosen):,} of {len(keyed):,}"
-        found.append(_section(title, cells, columns=2))
+        found.append((title, chosen[:EXAMPLES]))
     return found
-
-
-def _table(title: str, given: Sequence[Evaluation], lines: dict[str, list[str]]) -> str:
-    head = "".join(f"<th>{escape(e.name)}</th>" for e in given)
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
-        for name, values in lines.items()
-    )
-    return f"<h2>{title}</h2><table><tr><th></th>{head}</tr>{rows}</table>"
-
-
-def _section(title: str, cells: Iterable[str], columns: int | None = None) -> str:
-    parts = [f"<div>{cell or 'none'}</div>" for cell in cells]
-    style = f"grid-template-columns: repeat({columns or len(parts)}, minmax(0, 1fr))"
-    grid = f'<div class="grid" style="{style}">{"".join(parts)}</div>'
-    return f"<details><summary>{escape(title)}</summary>{grid}</details>"
-
-
-def _example(row: ResponseRow) -> str:
-    about = f"{row['prompt_id']}, sample {row['sample']}: reward {row['reward']}, {row['status']}"
-    about += f", {len(row['tokens'])} tokens, ended by {row['finish']}"
-    prompt, response = f"<pre>{escape(row['asked'])}</pre>", row["response"][:CHARACTERS]
-    if len(row["asked"]) > LONG:
-        start = row["asked"][:LONG]
-        start = start.rpartition(" ")[0] or start
-        prompt = f"<details><summary>{escape(start)} …</summary>{prompt}</details>"
-    said = f"<div class='prompt'>{prompt}</div><pre>{escape(response)}</pre>"
-    return f"<article><p>{escape(about)}</p>{said}</article>"
 
 
 def _number(value: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib
 import os
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish import config
 from burnish.errors import BurnishError, RunError
-from burnish.runs import checkpoints, responses, summary
+from burnish.runs import checkpoints, pages, responses, summary
 from burnish.runs.checkpoints import Saved
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.report import write_report
@@ -149,9 +148,9 @@ class Run:
         return f"Run({str(self.path)!r}): {self._line()}"
 
     def _repr_html_(self) -> str:
-        name, page = html.escape(self.name), self.path / "report.html"
-        link = f', <a href="{html.escape(str(page))}">report.html</a>' if page.is_file() else ""
-        return f"<b>{name}</b>: {html.escape(self._line())}{link}"
+        page = self.path / "report.html"
+        report = str(page) if page.is_file() else None
+        return pages.render("run", name=self.name, line=self._line(), report=report)
 
     def _line(self) -> str:
         steps = self._steps()

@@ -6,13 +6,12 @@ cut it back: it holds clocks, and nothing that a run goes on from.
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from burnish.progress import Progress
 from burnish.runs.directory import replace_file
@@ -24,25 +23,25 @@ SILENCE = 60.0
 """Seconds without a new status after which a run no longer counts as running."""
 
 
-@dataclass(frozen=True)
-class Status:
-    """A field is None if the run did not say it."""
+class Status(BaseModel):
+    """What a run said last; a field is None if the run did not say it."""
 
-    state: str | None
-    """running, finished, stopped or failed."""
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    state: State
     updated: float
-    """When the run last wrote this, in seconds since 1970."""
-    phase: str | None = None
-    doing: str | None = None
+    """When the run wrote this, in seconds since 1970, as is ``started``."""
+    started: float | None = None
+    pid: int | None = None
+    phase: str = ""
+    doing: str = ""
     done: float | None = None
     total: float | None = None
-    unit: str | None = None
-    step: float | None = None
-    steps: float | None = None
+    unit: str = ""
+    step: int | None = None
+    steps: int | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
-    started: float | None = None
-    pid: float | None = None
 
     def silence(self, now: float) -> str | None:
         """How long a running run has written nothing; None if it did lately, or is not running."""
@@ -51,20 +50,20 @@ class Status:
 
     @property
     def share(self) -> float | None:
-        """How much of what the run is doing is done, from 0 to 1; None if that is not known."""
+        """How much of the phase is done, from 0 to 1; None if that is not known."""
         if self.done is None or not self.total or self.total < 0:
             return None
         return min(1.0, max(0.0, self.done / self.total))
 
     def sentence(self) -> str:
         """What the run is doing, in words; empty if it did not say."""
-        words = [": ".join(word for word in (self.phase, self.doing) if word)]
+        words = [": ".join(filter(None, (self.phase, self.doing)))]
         if self.done is not None:
             of = "" if self.total is None else f" of {self.total:,.0f}"
-            words.append(f"{self.done:z,.0f}{of} {self.unit or ''}".strip())
+            words.append(f"{self.done:z,.0f}{of} {self.unit}".strip())
         if self.tokens_per_second is not None:
             words.append(f"{self.tokens_per_second:z,.0f} tokens per second")
-        return ", ".join(word for word in words if word)
+        return ", ".join(filter(None, words))
 
     def left(self) -> str:
         """The time that the whole run still takes, in words; empty if it is not known."""
@@ -74,65 +73,22 @@ class Status:
 
 def write(run: Path, state: State, progress: Progress, *, started: float, updated: float) -> None:
     """Writes a run's status; ``started`` and ``updated`` are seconds since 1970."""
-    status = {
-        "state": state,
-        "phase": progress.phase,
-        "doing": progress.doing,
-        "done": progress.done,
-        "total": progress.total,
-        "unit": progress.unit,
-        "step": progress.step,
-        "steps": progress.steps,
-        "tokens_per_second": progress.tokens_per_second,
-        "seconds_left": progress.seconds_left,
-        "started": started,
-        "updated": updated,
-        "pid": os.getpid(),
-    }
-    replace_file(run / FILE, json.dumps(status) + "\n")
+    said = {key: value for key, value in asdict(progress).items() if key in Status.model_fields}
+    told = Status(state=state, started=started, updated=updated, pid=os.getpid(), **said)
+    replace_file(run / FILE, told.model_dump_json() + "\n")
 
 
 def mark_stopped(run: Path) -> None:
-    """For a run that is ended from outside of its loop; one without a status stays without."""
-    with suppress(OSError, ValueError):
-        found = json.loads((run / FILE).read_text(encoding="utf-8"))
-        if found["state"] == "running":
-            replace_file(run / FILE, json.dumps(found | {"state": "stopped"}) + "\n")
+    """Marks a run that is ended from outside of its loop; a run without a status stays without."""
+    told = read(run)
+    if told is not None and told.state == "running":
+        stopped = told.model_copy(update={"state": "stopped"})
+        replace_file(run / FILE, stopped.model_dump_json() + "\n")
 
 
 def read(run: Path) -> Status | None:
     """A run's status; None if there is none that can be read."""
     try:
-        found = json.loads((run / FILE).read_text(encoding="utf-8"))
-        written = (run / FILE).stat().st_mtime
+        return Status.model_validate_json((run / FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict):
-        return None
-
-    def text(key: str) -> str | None:
-        value = found.get(key)
-        return value if isinstance(value, str) else None
-
-    def number(key: str) -> float | None:
-        value = found.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return None
-        return float(value) if math.isfinite(value) else None
-
-    updated = number("updated")
-    return Status(
-        state=text("state"),
-        updated=written if updated is None else updated,
-        phase=text("phase"),
-        doing=text("doing"),
-        done=number("done"),
-        total=number("total"),
-        unit=text("unit"),
-        step=number("step"),
-        steps=number("steps"),
-        tokens_per_second=number("tokens_per_second"),
-        seconds_left=number("seconds_left"),
-        started=number("started"),
-        pid=number("pid"),
-    )

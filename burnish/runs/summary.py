@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from burnish.runs import responses
+from burnish.runs.directory import read_recipe
 from burnish.runs.metrics import read_rows, window
-from burnish.runs.plots import read_recipe
 
 PAIRS = 3
 

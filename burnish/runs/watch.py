@@ -18,7 +18,6 @@ import json
 import sys
 import threading
 import time
-import tomllib
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,12 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
-from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 
 from burnish.errors import RunError
-from burnish.runs import report, status
-from burnish.runs.excerpt import encode
+from burnish.runs import pages, report, status
+from burnish.runs.directory import read_recipe
 from burnish.runs.metrics import iterate_rows
+from burnish.runs.pages import encode
 from burnish.wording import duration
 
 HOST, NAMES, PORT = "127.0.0.1", ("127.0.0.1", "localhost"), 8420
@@ -55,16 +55,12 @@ FILES = (
 """A page is made of these."""
 DAMAGE = (RunError, OSError, ValueError, LookupError, TypeError)
 """What a file that is damaged, or has just gone, may raise."""
-LIVE = "; connect-src 'self'"
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-
-PAGES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-LIST = (Path(__file__).parent / "runs.html").read_text(encoding="utf-8")
 
 
 class Answer(NamedTuple):
@@ -77,7 +73,7 @@ class Answer(NamedTuple):
 class Drawn(NamedTuple):
     """A run's page as it was last made."""
 
-    data: str
+    data: Markup
     version: str
     done: int
     total: int | None
@@ -147,14 +143,13 @@ class Runs:
 
     def _row(self, name: str, run: Path) -> dict[str, str]:
         def make() -> dict[str, Any]:
-            recipe = tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8"))
             series = report.collect(iterate_rows(run / "metrics.jsonl", LISTED))
             steps = [step for points in series.values() for step, _ in points]
             figures = {name: tile.value for name, tile in report.headlines(series, "").items()}
             loss = figures.get(report.LOSS)
             return {
                 "done": int(max(steps, default=0)),
-                "total": report.total_steps(run, recipe),
+                "total": report.total_steps(run, read_recipe(run)),
                 "reward": figures.get(report.REWARD) or ("–" if loss is None else f"loss {loss}"),
                 "held_out": figures.get(report.VALIDATION)
                 or figures.get(report.VALIDATION_LOSS, "–"),
@@ -215,20 +210,13 @@ def answer(runs: Runs, path: str) -> Answer:
         names = urlsplit(path).path.split("/")[1:]
         parts = [unquote(name, errors="surrogateescape") for name in names]
         if parts == [""]:
-            page = PAGES.get_template("runs.html")
-            text = page.render(
-                directory=runs.path.resolve().name,
-                runs=runs.rows(),
-                style=report.STYLE,
-                every=EVERY,
-            )
-            return Answer(text, "text/html", report.policy(LIST) + LIVE)
+            name = runs.path.resolve().name
+            return page("runs", directory=name, runs=runs.rows(), every=EVERY)
         run = runs.find().get(parts[1]) if len(parts) > 1 and parts[0] == "run" else None
         if run is not None:
             match parts[2:]:
                 case []:
-                    text = report.render(runs.draw(run).data, more=LIVE)
-                    return Answer(text, "text/html", report.policy(report.TEMPLATE) + LIVE)
+                    return page("report", data=runs.draw(run).data)
                 case ["data"]:
                     return Answer(runs.draw(run).data, "application/json")
                 case ["status"]:
@@ -236,6 +224,11 @@ def answer(runs: Runs, path: str) -> Answer:
     except DAMAGE as error:
         return Answer(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
     return Answer("There is no such page.", status=HTTPStatus.NOT_FOUND)
+
+
+def page(name: str, **values: Any) -> Answer:
+    text = pages.render(name, live=True, **values)
+    return Answer(text, "text/html", pages.policy(name, live=True))
 
 
 class Server(ThreadingHTTPServer):

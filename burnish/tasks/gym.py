@@ -1,7 +1,8 @@
 """Questions made by the package reasoning-gym, scored by its own scorers: math without a download.
 
-A generator is a function of a seed and a number, so a prompt is one of the run's seed and the
-group's index. What is held out is drawn first, the same for every seed, and never trained on.
+A generator is a function of a seed and a number, so a prompt is a function of the run's seed and
+the group's index. Held-out questions are drawn first, the same for every seed, and never trained
+on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from burnish import graders
 from burnish.config import GymTask
-from burnish.draws import Stream, uniforms
+from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.graders.extract import EXTRACTORS
 from burnish.graders.grader import Grader, grade_pairs
@@ -23,8 +24,9 @@ from burnish.graders.rewards import Source
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
 from burnish.sections import nearest
-from burnish.tasks.files import encode, limits_of
-from burnish.tasks.room import fitting
+from burnish.tasks.files import limits_of
+from burnish.tasks.prompts import Writer
+from burnish.tasks.task import TooLong
 from burnish.types import Completion, Grade, Prompt
 
 SCORER = Source(
@@ -32,13 +34,11 @@ SCORER = Source(
     "burnish.graders.gym",
     compares_answers=True,
 )
-TRAIN, VALIDATION = 2, 3
-"""What a draw is for; they share no numbers."""
 HELD_OUT_SEED = 0
 SIZE = 100_000
 """Questions of a generator, unless its settings say otherwise; some of them may be equal."""
 PATIENCE = 100
-"""Draws for one question that is not there yet."""
+"""Draws until a question must be a new one."""
 
 
 class Gym:
@@ -49,18 +49,18 @@ class Gym:
     ) -> None:
         """room: for the longest prompt; None if no model bounds it."""
         self.config = config
-        self._tokenizer = tokenizer
-        self._room = room
+        self._writer = Writer(
+            "gym", tokenizer, chat=config.chat, room=room, long_prompts=config.long_prompts
+        )
         self._size = int(config.settings.get("size", SIZE))
-        self._train = make_dataset(config, seed, TRAIN)
+        self._train = make_dataset(config, seed, Purpose.TRAIN)
         self._held_out = self._hold_out()
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of the run's group number ``index``."""
         places = (index + further * self._size // PATIENCE for further in range(PATIENCE))
         entries = (self._train[place % self._size] for place in places)
         others = (entry for entry in entries if entry["question"] not in self._held_out)
-        found = self._fitting(f"gym/train/{index}", others)
+        found = self._first_fitting(f"gym/train/{index}", others)
         if found is None:
             raise self._too_few("are held out")
         return found
@@ -68,6 +68,10 @@ class Gym:
     @property
     def validation(self) -> list[Prompt]:
         return list(self._held_out.values())
+
+    @property
+    def too_long(self) -> TooLong:
+        return self._writer.too_long
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         """Parts: format (an answer was found), answer (it has the whole point), ended."""
@@ -85,22 +89,35 @@ class Gym:
         return GraderPool(SCORER, limits_of(self.config))
 
     def _hold_out(self) -> dict[str, Prompt]:
-        """Prompts by their question; another takes the place of one that is skipped."""
-        dataset = make_dataset(self.config, HELD_OUT_SEED, VALIDATION)
+        """Prompts by their question; the next question takes the place of a skipped one."""
+        dataset = make_dataset(self.config, HELD_OUT_SEED, Purpose.VALIDATION)
         count = self.config.validation_prompts
         entries = map(dataset.__getitem__, range(min(self._size, PATIENCE * count)))
         wanted: dict[str, Prompt] = {}
         others = (entry for entry in entries if entry["question"] not in wanted)
         while len(wanted) < count:
-            found = self._fitting(f"gym/validation/{len(wanted)}", others)
+            found = self._first_fitting(f"gym/validation/{len(wanted)}", others)
             if found is None:
                 raise self._too_few(f"are {len(wanted)}")
             wanted[found.reference["entry"]["question"]] = found
         return wanted
 
-    def _fitting(self, prompt_id: str, entries: Iterable[Any]) -> Prompt | None:
-        prompts = (self._prompt(prompt_id, entry) for entry in entries)
-        return fitting(prompts, self._room, self.config.long_prompts, self._tokenizer)
+    def _first_fitting(self, prompt_id: str, entries: Iterable[Any]) -> Prompt | None:
+        template = self.config.template
+        return self._writer.first_fitting(
+            self._writer.write(
+                prompt_id, template.replace("{question}", entry["question"]), self._row(entry)
+            )
+            for entry in entries
+        )
+
+    def _row(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "generator": self.config.generator,
+            "settings": self.config.settings,
+            "format": self.config.answer_format,
+            "entry": entry,
+        }
 
     def _too_few(self, how: str) -> DataError:
         return DataError(
@@ -109,19 +126,8 @@ class Gym:
             "train on: ask for fewer, or widen task.settings"
         )
 
-    def _prompt(self, prompt_id: str, entry: dict[str, Any]) -> Prompt:
-        asked = self.config.template.replace("{question}", entry["question"])
-        text, ids = encode(self._tokenizer, asked, chat=self.config.chat)
-        row = {
-            "generator": self.config.generator,
-            "settings": self.config.settings,
-            "format": self.config.answer_format,
-            "entry": entry,
-        }
-        return Prompt(prompt_id, text, ids, "gym", reference=row, meta={"asked": asked})
 
-
-def make_dataset(config: GymTask, seed: int, purpose: int) -> Any:
+def make_dataset(config: GymTask, seed: int, purpose: Purpose) -> Any:
     """The package's own object: entries by number."""
     try:
         factory = importlib.import_module("reasoning_gym.factory")
@@ -136,7 +142,7 @@ def make_dataset(config: GymTask, seed: int, purpose: int) -> Any:
     for key in config.settings.keys() - known:
         near = nearest(key, known) or f"; it has {', '.join(sorted(known))}"
         raise ConfigError(f"task.settings.{key} is not one of {config.generator}'s{near}")
-    # Its own numbers are seed + index: neighbouring seeds of runs must not be neighbours there.
+    # The package numbers questions by seed + index: neighbouring seeds of runs must lie far apart.
     start = int(uniforms(seed, Stream.TASK, 0, purpose, 0) * 2**31)
     try:
         settings = {"size": SIZE, **config.settings, "seed": start}

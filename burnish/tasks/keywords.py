@@ -2,8 +2,8 @@
 
 Prompts are made from the seed and the project's own list of common words (``words.txt``: lower
 case, no word begins another). Training and validation never share a word, so a policy that scores
-on validation has learned the task, not the words. Where ``validation_words`` is 0, for models that
-never saw a word but in training, they share words and no set of words.
+on validation has learned the task, not the words. If ``validation_words`` is 0, for models that see
+words in training alone, they share words but no set of words.
 """
 
 from __future__ import annotations
@@ -12,27 +12,24 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from burnish.config import KeywordsTask
-from burnish.draws import Stream, permutation, uniforms
+from burnish.draws import Purpose, Stream, permutation, uniforms
 from burnish.errors import ConfigError
 from burnish.graders import keywords
 from burnish.graders.grader import InProcess, grade_pairs
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.tasks.files import encode
-from burnish.tasks.room import fitting
+from burnish.tasks.prompts import Writer
+from burnish.tasks.task import TooLong
 from burnish.types import Completion, Grade, Prompt
 
 WORDS = Path(__file__).with_name("words.txt")
-SPLIT, TRAIN, VALIDATION = 1, 2, 3
-"""What a draw is for; they share no numbers."""
 PATIENCE = 1000
-"""Draws of a set of words that is on the right side."""
+"""Draws until a set of words must be on the right side."""
 TRIED = 100
 """Sets of words until one of them must make a prompt that is not too long."""
 HELD_OUT_SEED = 0
@@ -54,19 +51,20 @@ def _held_out(words: Sequence[str]) -> bool:
 
 
 class Keywords:
-    """As many prompts as are asked for; the grader is a plain text search, so it stays here."""
+    """Any number of prompts; the grader is a plain text search in this process."""
 
     def __init__(
         self, config: KeywordsTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
     ) -> None:
         """room: for the longest prompt; None if no model bounds it."""
         self.config = config
-        self._tokenizer = tokenizer
-        self._room = room
         self._seed = seed
+        self._writer = Writer(
+            "keywords", tokenizer, chat=config.chat, room=room, long_prompts=config.long_prompts
+        )
         self._grader = InProcess(keywords.REWARDS[config.reward])
         words = word_list()
-        order = permutation(HELD_OUT_SEED, Stream.TASK, 0, SPLIT, len(words))
+        order = permutation(HELD_OUT_SEED, Stream.TASK, 0, Purpose.SPLIT, len(words))
         order = order[: config.words]
         held_out = round(config.validation_words * len(order))
         self.words = [words[i] for i in sorted(order[held_out:])]
@@ -79,19 +77,21 @@ class Keywords:
             )
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of the run's group number ``index``."""
-        return self._fitting(f"keywords/train/{index}", self._draws(index, validation=False))
+        return self._prompt(f"train/{index}", self._draw(index, validation=False))
 
     def validation_prompt(self, index: int) -> Prompt:
-        drawn = self._draws(index, validation=True)
-        return self._fitting(f"keywords/validation/{index}", drawn)
+        return self._prompt(f"validation/{index}", self._draw(index, validation=True))
 
     @property
     def validation(self) -> list[Prompt]:
         return [self.validation_prompt(i) for i in range(self.config.validation_prompts)]
 
+    @property
+    def too_long(self) -> TooLong:
+        return self._writer.too_long
+
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
-        """Parts: those of the reward (see ``graders/keywords.py``), and ended by itself or not."""
+        """Parts: the reward's own (see ``graders/keywords.py``), and "ended"."""
         return grade_pairs(self._grader, pairs, must_end=self.config.must_end)
 
     def answer(self, prompt: Prompt, response: str) -> str | None:
@@ -101,14 +101,10 @@ class Keywords:
     def close(self) -> None:
         """Nothing to end."""
 
-    def draw(self, index: int, *, validation: bool = False) -> list[str]:
-        """The words of a prompt, all different."""
-        return next(self._draws(index, validation=validation))
-
-    def _draws(self, index: int, *, validation: bool) -> Iterator[list[str]]:
-        """Sets of words, of which the first that there is room for is a prompt's."""
+    def _draw(self, index: int, *, validation: bool) -> Iterator[list[str]]:
+        """Sets of different words; the first set that there is room for makes the prompt."""
         least, most = self.config.least, self.config.most
-        purpose = VALIDATION if validation else TRAIN
+        purpose = Purpose.VALIDATION if validation else Purpose.TRAIN
         seed = HELD_OUT_SEED if validation else self._seed
         for attempt in range(PATIENCE):
             place = np.arange(most + 1) + attempt * (most + 1)
@@ -123,14 +119,13 @@ class Keywords:
             "to train on some and hold out others; raise it"
         )
 
-    def _fitting(self, prompt_id: str, drawn: Iterator[list[str]]) -> Prompt:
-        prompts = (self._prompt(prompt_id, words) for words in islice(drawn, TRIED))
-        found = fitting(prompts, self._room, self.config.long_prompts, self._tokenizer)
+    def _prompt(self, name: str, drawn: Iterator[list[str]]) -> Prompt:
+        found = self._writer.first_fitting(
+            self._writer.write(f"keywords/{name}", instruction(words), self._row(words))
+            for words in islice(drawn, TRIED)
+        )
         assert found is not None, "draws end with an error"
         return found
 
-    def _prompt(self, prompt_id: str, words: list[str]) -> Prompt:
-        asked = instruction(words)
-        text, ids = encode(self._tokenizer, asked, chat=self.config.chat)
-        row: dict[str, Any] = {"prompt": asked, "keywords": words, "match": self.config.match}
-        return Prompt(prompt_id, text, ids, "keywords", reference=row, meta={"asked": asked})
+    def _row(self, words: list[str]) -> dict[str, object]:
+        return {"prompt": instruction(words), "keywords": words, "match": self.config.match}

@@ -8,33 +8,25 @@ the package datasets as hf:ORG/NAME/SPLIT or hf:ORG/NAME/CONFIG/SPLIT.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from burnish.config import MathTask
-from burnish.draws import Stream, uniforms
+from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import DataError, MissingExtra
 from burnish.graders import extract
 from burnish.graders.answers import gold_texts, readable
 from burnish.graders.math import Format, MathGrader
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.tasks.files import (
-    Files,
-    Row,
-    check_prompts_fit,
-    check_text,
-    limits_of,
-    read_rows,
-    split,
-)
+from burnish.tasks.files import Files, limits_of
 from burnish.tasks.pairs import MARKS
+from burnish.tasks.prompts import Writer, check_room
+from burnish.tasks.rows import DataRow, check_text, read_rows, split
 from burnish.types import Prompt
 
-HINT = 6
-"""What a draw is for."""
 HELD_OUT_SEED = 0
 """The rows chosen of a validation file are the same whatever a run's seed, so that runs compare."""
 NAMED = 3
@@ -51,28 +43,20 @@ class Math(Files):
     config: MathTask
 
     def prompt(self, index: int) -> Prompt:
-        """As of rows, but a share of the prompts, ``hints``, has the beginning of the row's worked
-        answer after the question, up to a break that is drawn: what is left is easier, and a
-        reward says more about it (reverse curriculum, https://arxiv.org/abs/2402.05808).
+        """A row's question. A share of the prompts, ``hints``, goes on with the beginning of the
+        row's worked answer, up to a break that is drawn: the rest is easier, and its reward says
+        more (reverse curriculum, https://arxiv.org/abs/2402.05808).
         """
         whole, hints = super().prompt(index), self.config.hints
         if not hints:
             return whole
         begun = beginnings(whole.reference["solution"])
-        drawn, place = uniforms(self._seed, Stream.TASK, index, HINT, [0, 1])
+        drawn, place = uniforms(self._seed, Stream.TASK, index, Purpose.HINT, [0, 1])
         if not begun or drawn >= hints:
-            return replace(whole, meta=whole.meta | {"part": "whole"})
+            return replace(whole, part="whole")
         cut = int(place * len(begun))
-        given = ("" if whole.text[-1:].isspace() else " ") + begun[cut]
-        ids = self._tokenizer.encode(whole.text + given, add_special=not self.config.chat)
-        meta = {"asked": whole.meta["asked"] + given, "part": "hinted"}
-        return replace(
-            whole,
-            prompt_id=f"{whole.prompt_id}/{cut}",
-            text=whole.text + given,
-            token_ids=ids,
-            meta=meta,
-        )
+        hinted = self._writer.extend(whole, begun[cut])
+        return replace(hinted, prompt_id=f"{whole.prompt_id}/{cut}", part="hinted")
 
     def answer(self, prompt: Prompt, response: str) -> str | None:
         return extract.EXTRACTORS[self.config.answer_format](response)
@@ -81,7 +65,7 @@ class Math(Files):
 def make_math(
     config: MathTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
 ) -> Math:
-    """The task of a recipe's section: rows read, checked and split, the math grader's to grade.
+    """The task of a recipe's section.
 
     room: for the longest prompt; None if no model bounds it.
     """
@@ -94,16 +78,18 @@ def make_math(
             f"or a box, and no row of {config.train} has one; leave it at 0"
         )
     if room is not None:
-        hint = _longest_hint if config.hints else lambda row: ""
-        every = [*train, *validation]
-        check_prompts_fit(config, every, room, tokenizer=tokenizer, check=check_row, ending=hint)
+        writer = Writer(config.name, tokenizer, chat=config.chat)
+        every = ((row.where, _longest(row, writer, config)) for row in (*train, *validation))
+        check_room(every, room)
     grader = MathGrader(cast(Format, config.answer_format), limits_of(config))
     return Math(train, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
 
 
-def _longest_hint(row: Row) -> str:
-    begun = beginnings(row["solution"])
-    return f" {begun[-1]}" if begun else ""
+def _longest(row: DataRow, writer: Writer, config: MathTask) -> Prompt:
+    """The row's prompt with its longest hint."""
+    whole = writer.write("", row["prompt"], row)
+    begun = beginnings(row["solution"]) if config.hints else []
+    return writer.extend(whole, begun[-1]) if begun else whole
 
 
 def beginnings(solution: Any) -> list[str]:
@@ -116,7 +102,7 @@ def beginnings(solution: Any) -> list[str]:
     return [worked[: found.end()] for found in _BREAK.finditer(worked)]
 
 
-def rows_of(config: MathTask, *, seed: int) -> tuple[list[Row], list[Row]]:
+def rows_of(config: MathTask, *, seed: int) -> tuple[list[DataRow], list[DataRow]]:
     """Train and validation rows.
 
     Rows without a usable answer, or in both, are an error that counts them; with ``drop_bad`` they
@@ -138,7 +124,7 @@ def rows_of(config: MathTask, *, seed: int) -> tuple[list[Row], list[Row]]:
     return apart(train, validation, drop=drop), validation
 
 
-def read(source: str) -> list[Row]:
+def read(source: str) -> list[DataRow]:
     if not source.startswith("hf:"):
         return read_rows(Path(source), check_row)
     *name, chosen = source.removeprefix("hf:").split("/")
@@ -152,7 +138,7 @@ def read(source: str) -> list[Row]:
     return [check_row(row, f"{source}, row {i}") for i, row in enumerate(rows)]
 
 
-def check_row(row: Any, where: str) -> Row:
+def check_row(row: Any, where: str) -> DataRow:
     """The row with "question", "answer" (all that is right) and "solution" (how, where it says)."""
     fields = row if isinstance(row, dict) else {}
     question = fields.get("question", fields.get("problem"))
@@ -162,10 +148,11 @@ def check_row(row: Any, where: str) -> Row:
     worked = fields.get("solution", fields.get("answer"))
     for text in (question, worked):
         check_text(str(text), where)
-    return fields | {"question": question, "answer": golds(fields, question), "solution": worked}
+    found = {"question": question, "answer": golds(fields, question), "solution": worked}
+    return DataRow(fields | found, where)
 
 
-def golds(row: Row, question: str) -> list[str]:
+def golds(row: Mapping[str, Any], question: str) -> list[str]:
     """What is right: the answer, and for a question about a percentage N as well as N%.
 
     (The grader itself takes a percentage for its hundredth, and 50 for something else than 50%.)
@@ -187,7 +174,7 @@ def _gold(text: str, solved: bool) -> str | None:
     return extract.boxed(text) or (None if solved else text.strip())
 
 
-def usable(rows: Sequence[Row], source: str, *, drop: bool) -> list[Row]:
+def usable(rows: Sequence[DataRow], source: str, *, drop: bool) -> list[DataRow]:
     """The rows that have an answer which can be parsed, as far as its text tells."""
     bad = [
         i for i, row in enumerate(rows) if not (row["answer"] and all(map(readable, row["answer"])))
@@ -204,7 +191,7 @@ def usable(rows: Sequence[Row], source: str, *, drop: bool) -> list[Row]:
     return [row for i, row in enumerate(rows) if i not in left_out]
 
 
-def apart(train: Sequence[Row], validation: Sequence[Row], *, drop: bool) -> list[Row]:
+def apart(train: Sequence[DataRow], validation: Sequence[DataRow], *, drop: bool) -> list[DataRow]:
     """The training rows whose question is not held out as well, white space and case aside."""
     held_out = {_plain(row["question"]) for row in validation}
     kept = [row for row in train if _plain(row["question"]) not in held_out]

@@ -1,4 +1,4 @@
-"""Several tasks in one run: each group's is drawn by weight from the seed and its index."""
+"""Several tasks in one run: the part of each group is drawn by weight."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from burnish.draws import Stream, uniforms
-from burnish.tasks.task import Task
+from burnish.draws import Purpose, Stream, uniforms
+from burnish.tasks.task import Task, TooLong
 from burnish.types import Completion, Grade, Prompt
-
-MIXTURE = 4
-"""What a draw is for."""
 
 
 class Mixture:
@@ -24,45 +21,51 @@ class Mixture:
         self, parts: Mapping[str, Task], weights: Mapping[str, float], *, seed: int
     ) -> None:
         self.parts = parts
-        self._names = list(parts)
-        shares = np.cumsum([weights[name] for name in parts])
-
-        def draw(count: int) -> npt.NDArray[np.intp]:
-            drawn = uniforms(seed, Stream.TASK, np.arange(count), MIXTURE, 0)
-            return np.searchsorted(shares / shares[-1], drawn, side="right")
-
-        self._drawn = lru_cache(maxsize=1)(draw)
+        self._weights = tuple(weights[name] for name in parts)
+        self._seed = seed
 
     def prompt(self, index: int) -> Prompt:
-        """The next prompt of the part that is drawn for group ``index``: none of it is skipped."""
-        drawn = self._drawn(1 << index.bit_length())  # drawn anew only when the number doubles
-        chosen = drawn[index]
-        before = int(np.count_nonzero(drawn[:index] == chosen))
-        name = self._names[chosen]
-        return _of(name, self.parts[name].prompt(before))
+        """The next prompt of the part that is drawn for group ``index``; no prompt is left out."""
+        # Twice as many parts are drawn whenever there are too few.
+        drawn = _draw(self._seed, self._weights, 1 << index.bit_length())
+        before = int(np.count_nonzero(drawn[:index] == drawn[index]))
+        name = list(self.parts)[drawn[index]]
+        return _named(name, self.parts[name].prompt(before))
 
     @property
     def validation(self) -> list[Prompt]:
-        """Those of all parts, whatever their weights."""
-        return [_of(name, p) for name, part in self.parts.items() for p in part.validation]
+        """The held-out prompts of all parts, whatever their weights."""
+        return [_named(name, p) for name, part in self.parts.items() for p in part.validation]
+
+    @property
+    def too_long(self) -> TooLong:
+        counts = [part.too_long for part in self.parts.values()]
+        return TooLong(sum(c.skipped for c in counts), sum(c.cut for c in counts))
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
-        """Each part grades its own at once."""
+        """Each part grades its own responses in one call."""
         graded: dict[int, Grade] = {}
         for name, part in self.parts.items():
-            own = [i for i, (prompt, _) in enumerate(pairs) if prompt.meta["part"] == name]
+            own = [i for i, (prompt, _) in enumerate(pairs) if prompt.part == name]
             graded |= zip(own, part.grade_all([pairs[i] for i in own]), strict=True)
         return [graded[i] for i in range(len(pairs))]
 
     def answer(self, prompt: Prompt, response: str) -> str | None:
-        return self.parts[prompt.meta["part"]].answer(prompt, response)
+        assert prompt.part is not None, "this task made the prompt"
+        return self.parts[prompt.part].answer(prompt, response)
 
     def close(self) -> None:
         for part in self.parts.values():
             part.close()
 
 
-def _of(name: str, prompt: Prompt) -> Prompt:
-    return replace(
-        prompt, prompt_id=f"{name}/{prompt.prompt_id}", meta=prompt.meta | {"part": name}
-    )
+def _named(name: str, prompt: Prompt) -> Prompt:
+    return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", part=name)
+
+
+@lru_cache(maxsize=8)
+def _draw(seed: int, weights: tuple[float, ...], count: int) -> npt.NDArray[np.intp]:
+    """The numbers of the parts of groups 0 … count − 1."""
+    shares = np.cumsum(weights)
+    drawn = uniforms(seed, Stream.TASK, np.arange(count), Purpose.PART, 0)
+    return np.searchsorted(shares / shares[-1], drawn, side="right")

@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from burnish.config import PairsTask
-from burnish.draws import Stream, permutation
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
-from burnish.tasks.files import EPOCH, Row, check_row, check_text, encode, place, rows_of
+from burnish.tasks.prompts import encode
+from burnish.tasks.rows import DataRow, check_prompt, check_text, rows_of, shuffled
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
 
 MARKS = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")
@@ -30,8 +29,8 @@ class Pairs:
 
     def __init__(
         self,
-        rows: Sequence[Row],
-        validation: Sequence[Row],
+        rows: Sequence[DataRow],
+        validation: Sequence[DataRow],
         config: PairsTask,
         *,
         tokenizer: Tokenizer,
@@ -42,27 +41,24 @@ class Pairs:
         if not tokenizer.end_ids:
             raise DataError("the model's tokenizer names no end token, so no answer could end")
         self.config, self._tokenizer, self._longest = config, tokenizer, longest
+        self._seed = seed
         self.rows = [self._group(f"pairs/train/{i}", row) for i, row in enumerate(rows)]
         held_out = enumerate(validation)
         self.validation = [self._group(f"pairs/validation/{i}", row) for i, row in held_out]
-        self._order = lru_cache(maxsize=2)(
-            lambda epoch: permutation(seed, Stream.TASK, epoch, EPOCH, len(rows))
-        )
 
     def steps(self, batch: int) -> int:
         return math.ceil(self._seen / batch)
 
     def batch(self, number: int, size: int) -> list[Group]:
-        """What step ``number``, counted from 0, learns: each row once in an epoch, shuffled."""
+        """The groups of step ``number``, counted from 0: each row once in an epoch, shuffled."""
         places = range(number * size, min((number + 1) * size, self._seen))
-        turns = [divmod(place, len(self.rows)) for place in places]
-        return [self.rows[self._order(epoch)[place]] for epoch, place in turns]
+        return [self.rows[shuffled(place, len(self.rows), seed=self._seed)] for place in places]
 
     @property
     def _seen(self) -> int:
         return max(1, round(self.config.epochs * len(self.rows)))
 
-    def _group(self, prompt_id: str, row: Row) -> Group:
+    def _group(self, prompt_id: str, row: DataRow) -> Group:
         config, asked = self.config, row["prompt"]
         if isinstance(asked, str):
             asked = config.prompt.replace("{prompt}", asked)
@@ -73,7 +69,7 @@ class Pairs:
         ids = np.append(answer, np.int32(self._tokenizer.end_ids[0]))
         if len(prompt) + len(ids) > self._longest:
             raise DataError(
-                f"{place(config, row, check_pair)}: prompt and answer are "
+                f"{row.where}: prompt and answer are "
                 f"{len(prompt) + len(ids)} tokens, the model's context or train.micro_tokens is "
                 f"{self._longest}; shorten the row or leave it out"
             )
@@ -105,10 +101,10 @@ def make_pairs(
     return Pairs(train, validation, config, tokenizer=tokenizer, seed=seed, longest=longest)
 
 
-def check_pair(row: Any, where: str) -> Row:
+def check_pair(row: Any, where: str) -> DataRow:
     if isinstance(row, Mapping) and "question" in row and "prompt" not in row:
         row = {**row, "prompt": row["question"]}
-    checked = check_row(row, where)
+    checked = check_prompt(row, where)
     answer = checked.get("answer")
     if not isinstance(answer, str) or not answer.strip():
         got = "none" if answer is None else repr(answer)[:80]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.tasks.pairs import MARKS
-from burnish.tasks.task import Task
+from burnish.tasks.task import Task, TooLong
 from burnish.types import Completion, Grade, Prompt
 
 
@@ -30,6 +30,10 @@ class FewShot:
 
     def close(self) -> None:
         self._task.close()
+
+    @property
+    def too_long(self) -> TooLong:
+        return self._task.too_long
 
     @property
     def validation(self) -> list[Prompt]:

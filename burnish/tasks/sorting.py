@@ -11,12 +11,13 @@ from itertools import pairwise
 import numpy as np
 
 from burnish.config import SortTask
-from burnish.draws import Stream, uniforms
+from burnish.draws import Purpose, Stream, uniforms
+from burnish.tasks.task import TooLong
 from burnish.types import Completion, Grade, Prompt
 
 
 def position_match(prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
-    """One point for every position that holds what the sorted prompt holds there."""
+    """One point for every position where response and sorted prompt agree."""
     matches = sum(a == b for a, b in zip(sorted(prompt), response, strict=True))
     return {"position": float(matches)}
 
@@ -41,10 +42,12 @@ REWARDS: dict[str, Callable[[Sequence[int], Sequence[int]], dict[str, float]]] =
 class Sorting:
     """The prompts, drawn once from the run's seed, and their grader."""
 
+    too_long = TooLong()
+
     def __init__(self, config: SortTask, *, seed: int) -> None:
         self.config = config
         rows = np.arange(config.prompts)[:, None]
-        draws = uniforms(seed, Stream.TASK, rows, 0, np.arange(config.length))
+        draws = uniforms(seed, Stream.TASK, rows, Purpose.ROWS, np.arange(config.length))
         numbers = (draws * config.numbers).astype(np.int32)
         self.prompts = [
             Prompt(
@@ -52,8 +55,6 @@ class Sorting:
             )
             for i, row in enumerate(numbers)
         ]
-        perfect = (self.parts(p.token_ids.tolist(), p.reference) for p in self.prompts)
-        self.best_reward = float(np.mean([sum(parts.values()) for parts in perfect]))
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of the run's group number ``index``: the prompts in turn."""
@@ -67,9 +68,6 @@ class Sorting:
     def close(self) -> None:
         """Nothing to end."""
 
-    def parts(self, prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
-        return REWARDS[self.config.reward](prompt, response)
-
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         return [self._grade(prompt, completion) for prompt, completion in pairs]
 
@@ -77,9 +75,7 @@ class Sorting:
         return response.strip()
 
     def _grade(self, prompt: Prompt, completion: Completion) -> Grade:
-        parts = self.parts(prompt.token_ids.tolist(), completion.token_ids.tolist())
-        return Grade(sum(parts.values()), parts | {"sorted": float(is_sorted(prompt, completion))})
-
-
-def is_sorted(prompt: Prompt, completion: Completion) -> bool:
-    return bool(completion.token_ids.tolist() == prompt.reference)
+        response = completion.token_ids.tolist()
+        parts = REWARDS[self.config.reward](prompt.token_ids.tolist(), response)
+        is_sorted = float(response == prompt.reference)
+        return Grade(sum(parts.values()), parts | {"sorted": is_sorted})

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.hf import HFEngine
 from burnish.engine.protocol import Request
 from burnish.errors import ModelError
@@ -36,7 +36,7 @@ def test_decode_equals_the_learners_forward_and_greedy_equals_transformers(path:
     sampled = Request("sampled", ids, 3, SamplingParams(max_tokens=24), 1)
     greedy = Request("greedy", ids, 1, SamplingParams(max_tokens=24, temperature=0.0), 2)
     model = load(path)
-    engine = NativeEngine(model, tokenizer, EngineConfig(kv_bytes=1 << 28))
+    engine = NativeEngine(model, tokenizer, EngineSettings(kv_bytes=1 << 28))
     done = tiny.finish(engine, [sampled, greedy])
     for completion in done.values():
         oracle = tiny.learner_logprobs(model, ids, completion.token_ids, 1.0)

@@ -13,7 +13,7 @@ import tiny
 import torch
 
 from burnish.draws import Stream
-from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.protocol import Request, TokenEvent
 from burnish.errors import EngineError
 from burnish.types import Completion, Finish, SamplingParams
@@ -178,7 +178,7 @@ def test_greedy_equals_transformers(tmp_path: Any) -> None:
     for family in families.FAMILIES:
         peer = families.make(family)
         own = load(families.save(peer, tmp_path / family))
-        engine = NativeEngine(own, None, EngineConfig(kv_bytes=1 << 20, page_size=4))
+        engine = NativeEngine(own, None, EngineSettings(kv_bytes=1 << 20, page_size=4))
         ids = tiny.prompt(11) % 96
         params = SamplingParams(temperature=0.0, max_tokens=24)
         done = tiny.finish(engine, [Request("a", ids, 1, params)])["a", 0]
@@ -285,22 +285,18 @@ def test_without_events_the_completions_are_the_same(stop: tuple[str, ...]) -> N
         assert (event.text, event.finish, event.stop) == (want.text, want.finish, want.stop)
 
 
-def test_abort_pause_resume() -> None:
+def test_aborted_samples_are_unfinished_until_they_are_delivered() -> None:
     engine = tiny.engine()
     for name in ("a", "b"):
         engine.submit(tiny.request(name, n=2, max_tokens=30))
     for _ in range(4):
         engine.step()
-    engine.pause()
-    assert engine.step() == []
-    assert engine.unfinished == 4
     engine.abort("a")
-    aborted = engine.step()
-    assert [(e.request_id, e.finish) for e in aborted if isinstance(e, Completion)] == [
-        ("a", Finish.ABORT)
-    ] * 2
-    assert all(isinstance(e, Completion) and len(e.token_ids) in (3, 4) for e in aborted)
-    engine.resume()
+    assert engine.unfinished == 4
+    gone = [e for e in engine.step() if isinstance(e, Completion)]
+    assert [(e.request_id, e.finish) for e in gone] == [("a", Finish.ABORT)] * 2
+    assert all(len(e.token_ids) in (3, 4) for e in gone)
+    assert engine.unfinished == 2
     rest = tiny.finish(engine, [tiny.request("a")])
     assert set(rest) == {("a", 0), ("b", 0), ("b", 1)}
     with pytest.raises(EngineError, match="not in flight"):
@@ -360,13 +356,17 @@ def test_load_refuses_and_keeps_the_old_weights() -> None:
         engine.load(missing)
     assert engine.version == 0
     tiny.assert_same(alone([one]), tiny.finish(engine, []))
+    engine.load(tiny.weights(tiny.model(1), 1)._replace(incarnation=2))
+    with pytest.raises(EngineError, match=r"incarnation 1 .* version 1 stays"):
+        engine.load(tiny.weights(tiny.model(), 2)._replace(incarnation=1))
+    assert engine.version == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is resident")
 def test_loading_again_takes_no_more_memory() -> None:
     """MKL reserves 10 MB more than a packed weight fills; it must stay untouched memory."""
     model = tiny.model(d_model=256, d_ff=1024, n_layers=8)
-    engine = NativeEngine(model, None, EngineConfig(kv_bytes=1 << 20))
+    engine = NativeEngine(model, None, EngineSettings(kv_bytes=1 << 20))
     engine.load(tiny.weights(model, 1))
     used: list[float] = []
     for version in range(2, 8):
@@ -393,7 +393,7 @@ def test_a_model_that_overflows_aborts_its_samples_and_leaves_no_trace() -> None
 
 def test_the_cache_stays_within_its_budget() -> None:
     engine = tiny.engine(tokens=200)
-    assert engine._cache._pool.nbytes <= engine.config.kv_bytes
+    assert engine._cache._pool.nbytes <= engine.settings.kv_bytes
     with pytest.raises(EngineError, match="at least one page"):
         tiny.engine(tokens=3)
     with pytest.raises(EngineError, match="step_tokens must be at least 1"):
@@ -404,7 +404,7 @@ def test_the_cache_stays_within_its_budget() -> None:
 
 def test_bfloat16_runs_packed_and_close_to_float32() -> None:
     own = tiny.model().to(torch.bfloat16)
-    engine = NativeEngine(own, None, EngineConfig(kv_bytes=1 << 20, page_size=4))
+    engine = NativeEngine(own, None, EngineSettings(kv_bytes=1 << 20, page_size=4))
     one = tiny.request("a", 21, n=3, max_tokens=20)
     for done in tiny.finish(engine, [one]).values():
         oracle = tiny.learner_logprobs(tiny.model(), one.prompt, done.token_ids, 1.0)
@@ -416,7 +416,7 @@ def test_bfloat16_runs_packed_and_close_to_float32() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_equalities_hold_on_a_gpu() -> None:
-    engine = NativeEngine(tiny.model().cuda(), None, EngineConfig(kv_bytes=1 << 17, page_size=4))
+    engine = NativeEngine(tiny.model().cuda(), None, EngineSettings(kv_bytes=1 << 17, page_size=4))
     for (name, _), done in tiny.finish(engine, MIX).items():
         one = next(r for r in MIX if r.request_id == name)
         oracle = tiny.learner_logprobs(

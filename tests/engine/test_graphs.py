@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burnish.engine import engine as engines
 from burnish.engine import graphs, sampler
-from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.kernels import causal_attention
 from burnish.engine.protocol import Request
 from burnish.engine.sequence import Group, Sequence
@@ -90,7 +90,7 @@ class Plain(Counted):
 def ahead(**settings: Any) -> tuple[NativeEngine, list[int]]:
     """An engine, and how many tokens each call took at once."""
     engine, kind = tiny.engine(**settings), Plain if tiny.DEVICE == "cpu" else Counted
-    decoding = kind(engine._model, engine._cache, engine.config.max_running)
+    decoding = kind(engine._model, engine._cache, engine.settings.max_running)
     decoding.steps, engine._decoding = [], decoding
     return engine, decoding.steps
 
@@ -240,7 +240,7 @@ def test_sampling_without_waiting_equals_sampling(dtype: Any, temperature: float
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_recorded_decoding_ahead_equals_the_learners_forward(temperature: float) -> None:
     own = tiny.model(d_model=64).cuda()  # heads that the kernels can read
-    settings = EngineConfig(kv_bytes=1 << 22, page_size=4)
+    settings = EngineSettings(kv_bytes=1 << 22, page_size=4)
     engine = NativeEngine(own, None, settings)
     assert engine._decoding is not None
     given = requests(temperature=temperature)

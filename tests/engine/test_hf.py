@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tiny
-import torch
 
-from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.hf import HFEngine
-from burnish.engine.protocol import Engine, Request
+from burnish.engine.protocol import Engine, Request, require
 from burnish.errors import EngineError
 from burnish.model.checkpoint import load, save
 from burnish.types import Completion, Finish, SamplingParams
@@ -28,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engines(directory: Path) -> tuple[Engine, Engine]:
-    config = EngineConfig(kv_bytes=1 << 20, page_size=4)
+    config = EngineSettings(kv_bytes=1 << 20, page_size=4)
     own: Engine = NativeEngine(load(directory), tiny.tokenizer(), config)
     peer: Engine = HFEngine.open(directory)
     return own, peer
@@ -67,37 +66,29 @@ def test_stops_are_cut_alike(engines: tuple[Engine, Engine]) -> None:
         assert own["a", 0].finish is Finish.STOP
 
 
-def test_load_abort_pause(engines: tuple[Engine, Engine]) -> None:
+def test_what_it_can_not_do_is_refused(engines: tuple[Engine, Engine]) -> None:
     peer = engines[1]
     peer.submit(tiny.request("a", n=2))
-    peer.pause()
-    assert peer.step() == []
     peer.abort("a")
+    assert peer.unfinished == 2
     gone = peer.step()
     assert [(e.finish, len(e.token_ids)) for e in gone if isinstance(e, Completion)] == [
         (Finish.ABORT, 0)
     ] * 2
-    peer.resume()
-    broken = tiny.weights(tiny.model(1), 3)
-    broken.tensors["model.norm.weight"][0] = torch.nan
-    with pytest.raises(EngineError, match="version 0 stays"):
-        peer.load(broken)
-    with pytest.raises(EngineError, match="version 0 stays"):
-        peer.load(tiny.weights(tiny.model(d_ff=32), 3))
-    peer.load(tiny.weights(tiny.model(1), 3))
-    one = tiny.request("a", temperature=0.0)
-    done: Any = tiny.finish(peer, [one])["a", 0]
-    assert set(done.versions) == {3}
-    oracle = tiny.learner_logprobs(tiny.model(1), one.prompt, done.token_ids, 1.0)
-    np.testing.assert_allclose(done.logprobs, oracle, atol=1e-5)
+    with pytest.raises(EngineError, match="takes no weights"):
+        peer.load(tiny.weights(tiny.model(1), 3))
     with pytest.raises(EngineError, match="at least one token"):
         peer.submit(Request("b", np.array([], np.int32), 1, SamplingParams()))
     with pytest.raises(EngineError, match="not in flight"):
         peer.abort("b")
 
 
-def test_capabilities_are_honest(engines: tuple[Engine, Engine]) -> None:
-    own, peer = engines
-    assert own.capabilities.updates_in_flight
-    assert not peer.capabilities.updates_in_flight
-    assert not peer.capabilities.counter_draws
+def test_an_engine_is_refused_for_what_it_does_not_give(engines: tuple[Engine, Engine]) -> None:
+    own, peer = (engine.capabilities for engine in engines)
+    require(own, repeats=True)
+    require(peer, repeats=False)
+    with pytest.raises(EngineError, match="must give draws that repeat"):
+        require(peer, repeats=True)
+    lacking = replace(own, model_logprobs=False, token_versions=False)
+    with pytest.raises(EngineError, match=r"log-probabilities .* and the version of every token"):
+        require(lacking, repeats=False)

@@ -1,9 +1,13 @@
 import numpy as np
+import pytest
 import torch
 
 from burnish.config import SortTask
+from burnish.engine.protocol import Request
 from burnish.engine.sorter import SorterEngine, invert, spell
+from burnish.errors import EngineError
 from burnish.model.sorter import Sorter
+from burnish.rollout.rollout import sample
 from burnish.tasks.sorting import Sorting
 from burnish.types import Finish, SamplingParams, Weights
 
@@ -12,7 +16,7 @@ TASK = Sorting(SortTask(), seed=0)
 
 def generate(engine, prompts, first=0, samples=4, temperature=1.0, seed=3):
     params = SamplingParams(temperature=temperature, seed=seed)
-    return engine.generate(prompts, first_group=first, samples=samples, params=params, stream=0)
+    return sample(engine, prompts, first_group=first, samples=samples, params=params, stream=0)
 
 
 def test_a_draw_does_not_depend_on_the_batch():
@@ -78,3 +82,27 @@ def test_a_response_is_whole_and_written_as_prompts_are():
         assert completion.finish is Finish.STOP
         assert completion.text == " ".join(map(str, completion.token_ids))
         assert "".join(spell(completion.token_ids)) == completion.text
+
+
+def test_requests_that_are_sampled_otherwise_take_a_step_of_their_own():
+    engine = SorterEngine(Sorter(5, 3, 10, seed=0))
+    for k, temperature in enumerate((1.0, 0.0, 1.0)):
+        params = SamplingParams(temperature=temperature)
+        engine.submit(Request(str(k), TASK.prompts[k].token_ids, 2, params, group=k))
+    assert engine.unfinished == 6
+    assert [c.request_id for c in engine.step()] == ["0", "0", "2", "2"]
+    engine.abort("1")
+    assert engine.unfinished == 2
+    assert [(c.finish, len(c.token_ids)) for c in engine.step()] == [(Finish.ABORT, 0)] * 2
+    assert (engine.unfinished, engine.sampled) == (0, 12)
+
+
+def test_load_refuses_and_keeps_the_old_weights():
+    engine = SorterEngine(Sorter(5, 3, 10, seed=0))
+    good = dict(Sorter(5, 3, 10, seed=1).state_dict())
+    engine.load(Weights(4, 2, good))
+    with pytest.raises(EngineError, match=r"incarnation 1 .* version 4 stays"):
+        engine.load(Weights(5, 1, good))
+    with pytest.raises(EngineError, match=r"finite.*version 4 stays"):
+        engine.load(Weights(5, 2, {name: x * torch.inf for name, x in good.items()}))
+    assert engine.version == 4

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.protocol import Engine, Request
 from burnish.model.attention import causal
 from burnish.model.checkpoint import hf_state
@@ -61,7 +61,7 @@ def engine(
     """tokens: the cache's size."""
     own = model(seed)
     per_token = 2 * 2 * 2 * WIDTH * 4  # k and v, layers, heads, width, bytes
-    config = EngineConfig(**{"kv_bytes": tokens * per_token, "page_size": 4, **settings})
+    config = EngineSettings(**{"kv_bytes": tokens * per_token, "page_size": 4, **settings})
     return NativeEngine(own, tokenizer() if text else None, config)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.engine.engine import EngineConfig, NativeEngine
+from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.protocol import Request
 from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import State
@@ -295,7 +295,9 @@ def test_kl_on_some_responses_and_shared_with_the_reference(batch):
 
 def test_the_engine_samples_what_the_learner_learns_and_takes_its_weights():
     """Sampler and learner agree on every token, before and after a step."""
-    engine = NativeEngine(make_policy(torch.float32).model, config=EngineConfig(kv_bytes=1 << 20))
+    engine = NativeEngine(
+        make_policy(torch.float32).model, settings=EngineSettings(kv_bytes=1 << 20)
+    )
     learner = make_learner(make_policy(torch.float32), learning_rate=1e-3)
     for version in (0, 1):
         groups = []

@@ -11,7 +11,7 @@ from burnish.learner.objective import compile
 from burnish.model.sorter import Sorter
 from burnish.pieces import ObjectiveConfig
 from burnish.rollout.packing import Pack, pack
-from burnish.rollout.rollout import grade
+from burnish.rollout.rollout import grade, sample
 from burnish.tasks.sorting import Sorting
 from burnish.types import SamplingParams
 
@@ -26,8 +26,8 @@ TASK = Sorting(SortTask(), seed=0)
 
 def rollout(model, temperature=1.0):
     params = SamplingParams(temperature=temperature, seed=1)
-    responses = SorterEngine(model).generate(
-        TASK.prompts, first_group=0, samples=6, params=params, stream=0
+    responses = sample(
+        SorterEngine(model), TASK.prompts, first_group=0, samples=6, params=params, stream=0
     )
     return pack(grade(TASK, TASK.prompts, responses, 0))
 

@@ -20,8 +20,8 @@ from burnish.plan import plan
 from burnish.runs import checkpoints
 from burnish.runs.report import write_report
 from burnish.runs.timers import Timers
-from burnish.tasks.files import read_rows
 from burnish.tasks.pairs import Pairs, check_pair
+from burnish.tasks.rows import read_rows, rows_from
 from tests.loops.test_run import fingerprint, one_thread, stopper  # noqa: F401
 
 ROWS = [{"prompt": f"Count to {n}", "answer": " ".join(map(str, range(n + 1)))} for n in range(9)]
@@ -115,12 +115,12 @@ def test_a_row_without_an_answer_is_refused(answer, tmp_path):
 
 def test_a_row_that_is_too_long_is_refused(tmp_path):
     said = "prompt and answer are 28 tokens, .* is 27"
-    with pytest.raises(DataError, match=rf"the row with the prompt 'Count to 8': {said}"):
-        make(ROWS, longest=27)
+    with pytest.raises(DataError, match=rf"prompts\[8\]: {said}"):
+        make(rows_from(ROWS, check_pair), longest=27)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 9: {said}"):
-        make(ROWS, longest=27, train=str(file))
+        make(read_rows(file, check_pair), longest=27)
 
 
 def settings(smollm2, tmp_path, *more):

@@ -30,7 +30,7 @@ def run(*overrides, seed=0, name="sort", sampler=SorterEngine):
         Sorter(*size, seed=recipe.seed), objective.compile(recipe.objective), recipe.train
     )
     engine = sampler(Sorter(*size, seed=recipe.seed))
-    steps = sync.train(recipe, task=task, generator=engine, learner=learner, timers=Timers())
+    steps = sync.train(recipe, task=task, engine=engine, learner=learner, timers=Timers())
     return list(steps), learner
 
 
@@ -202,11 +202,10 @@ def overflowing(lost):
     """A sampler that aborts samples without a token: those of whom lost(group, sample) says so."""
 
     class Overflowing(SorterEngine):
-        def generate(self, prompts, *, first_group, **how):
-            groups = super().generate(prompts, first_group=first_group, **how)
+        def step(self):
             return [
-                tuple(aborted(c) if lost(g, i) else c for i, c in enumerate(group))
-                for g, group in enumerate(groups, first_group)
+                aborted(c) if lost(int(c.request_id.split("-")[1]), c.sample_index) else c
+                for c in super().step()
             ]
 
     return Overflowing

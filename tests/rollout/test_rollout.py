@@ -1,11 +1,13 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
-from burnish.errors import DataError
+from burnish.engine.protocol import Request
+from burnish.errors import DataError, EngineError
 from burnish.rollout.filters import drop_errors
-from burnish.rollout.rollout import describe, grade
-from burnish.types import Grade, Status
+from burnish.rollout.rollout import complete, describe, grade
+from burnish.types import Grade, SamplingParams, Status
 from tests.conftest import aborted, make_group
 
 
@@ -79,3 +81,39 @@ def test_describe(two_groups):
     assert metrics["rollout/grades_timeout"] == 0.2
     assert metrics["rollout/grades_scored"] == 0.8
     assert metrics["rollout/responses"] == 5
+
+
+class Scripted:
+    """An engine that answers as it is told, a list of events for each step."""
+
+    def __init__(self, *steps, unfinished=1):
+        self.steps, self.unfinished, self.sampled = list(steps), unfinished, 0
+
+    def submit(self, request):
+        pass
+
+    def step(self):
+        return self.steps.pop(0) if self.steps else []
+
+
+def asked(n=2):
+    return [Request("group-7", np.array([1, 2], np.int32), n, SamplingParams())]
+
+
+def test_completions_come_in_the_requests_order(two_groups):
+    one, two = (
+        dataclasses.replace(c, request_id="group-7", sample_index=i)
+        for i, c in enumerate(two_groups[0].completions)
+    )
+    told = []
+    report = lambda done, total=None, *, tokens=0: told.append((done, total))  # noqa: E731
+    assert complete(Scripted([two], [], [one]), asked(), report=report) == [(one, two)]
+    assert told == [(1, 2), (1, 2), (2, 2)]
+
+
+def test_an_engine_that_stays_silent_or_forgets_is_named_with_what_is_missing():
+    now = iter(range(0, 10_000, 100))
+    with pytest.raises(EngineError, match=r"silent for 600 s; 2 of 2 .*: sample 0 of group-7"):
+        complete(Scripted(), asked(), clock=lambda: next(now))
+    with pytest.raises(EngineError, match=r"forgot samples; 1 of 1 are missing: sample 0 of group"):
+        complete(Scripted(unfinished=0), asked(n=1))

@@ -10,10 +10,9 @@ import pytest
 from burnish import config
 from burnish.errors import RunError
 from burnish.runs import plots, responses
-from burnish.runs.directory import EVENTS, RunDirectory, claimed, is_held, next_directory
+from burnish.runs.directory import RunDirectory, claimed, is_held, next_directory
 from burnish.runs.metrics import combine, read_rows, window
 from burnish.runs.responses import readable
-from burnish.runs.tensorboard import append_scalars
 from burnish.runs.timers import Timers
 from tests.conftest import make_group
 
@@ -143,7 +142,7 @@ def test_readable_counts_equal_responses_and_escapes_text():
 
 def test_the_readable_log_has_what_was_asked():
     group = make_group(0, [1], [[2]], [1.0])
-    asked = replace(group.prompt, text="<|user|>Sort it<|end|>", meta={"asked": "Sort it"})
+    asked = replace(group.prompt, text="<|user|>Sort it<|end|>", asked="Sort it")
     text = readable(1, [replace(group, prompt=asked)], [0.0])
     assert text.splitlines()[1] == "  prompt 'Sort it'"
 
@@ -219,7 +218,6 @@ def test_a_reopened_run_is_cut_back_to_its_checkpoint(tmp_path):
         for step in steps:
             run.append_row("metrics.jsonl", {"step": step})
             run.append("log.txt", f"step {step} 🙂\n")
-            append_scalars(run, step, {"a": step}, wall_time=float(step))
             if step > 3:
                 run.append_row("evaluations.jsonl", {"step": step})
 
@@ -234,7 +232,7 @@ def test_a_reopened_run_is_cut_back_to_its_checkpoint(tmp_path):
         work(run, range(3, 5))
         run.append("metrics.jsonl", '{"step": 5, "rew')
         run.write("summary.json", "{}")
-    assert sorted(positions) == [EVENTS, "log.txt", "metrics.jsonl"]
+    assert sorted(positions) == ["log.txt", "metrics.jsonl"]
     with RunDirectory.reopen(tmp_path / "killed") as run:
         with pytest.raises(RunError, match="in use by another run; watch it with `burnish watch`"):
             RunDirectory.reopen(tmp_path / "killed")
@@ -243,6 +241,23 @@ def test_a_reopened_run_is_cut_back_to_its_checkpoint(tmp_path):
         assert run.positions() == positions
         work(run, range(3, 6))
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_shows_the_steps_of_a_resumed_run_once(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunDirectory(tmp_path, RECIPE) as run:
+        for step in range(5):
+            run.append_scalars(step, {"rollout/reward": step / 4, "größe": 1e300})
+    with RunDirectory.reopen(tmp_path) as run:
+        for step in (3, 4, 5):
+            run.append_scalars(step, {"rollout/reward": step / 2})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    found = [(row.step, row.value) for row in events.Scalars("rollout/reward")]
+    assert found == [(0, 0), (1, 0.25), (2, 0.5), (3, 1.5), (4, 2), (5, 2.5)]
+    assert events.Scalars("größe")[0].value == float("inf")
 
 
 def test_a_file_shorter_than_its_checkpoint_is_an_error_and_nothing_is_cut(tmp_path):

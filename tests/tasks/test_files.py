@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from burnish.config import FilesTask
-from burnish.errors import ConfigError, DataError, GraderError, ModelError
+from burnish.errors import ConfigError, DataError, GraderError
 from burnish.graders.grader import InProcess
 from burnish.rollout.filters import check_errors
 from burnish.rollout.rollout import grade
-from burnish.tasks.files import Files, encode, make_files, read_rows, rows_from, rows_of, split
+from burnish.tasks.files import Files, make_files
+from burnish.tasks.rows import DataRow, read_rows, rows_from, rows_of, split
 from burnish.types import Status
 from tests.conftest import byte_tokenizer, make_group
 
@@ -19,7 +20,7 @@ def make(rows, validation=(), **more):
     return Files(rows, validation, config, tokenizer=byte_tokenizer(), grader=grader, seed=5)
 
 
-ROWS = [{"prompt": f"question {i}", "n": i} for i in range(7)]
+ROWS = [DataRow({"prompt": f"question {i}", "n": i}, f"row {i}") for i in range(7)]
 
 
 def write(tmp_path, *lines, name="data.jsonl"):
@@ -70,7 +71,7 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path, line, message):
 def test_a_page_shows_what_was_asked_without_the_template():
     alone, after = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
     rows = [{"prompt": p, "n": 0} for p in ("plain", [alone], [alone, after, alone])]
-    shown = [prompt.meta["asked"] for prompt in make([], rows).validation]
+    shown = [prompt.asked for prompt in make([], rows).validation]
     assert shown == ["plain", "hi", "user: hi\n\nassistant: ho\n\nuser: hi"]
 
 
@@ -105,21 +106,6 @@ def test_rows_of_a_script():
         rows_from(["a", {"text": "b"}])
     with pytest.raises(DataError, match="prompts is empty"):
         rows_from([])
-
-
-def test_text_messages_and_raw_prompts():
-    tokenizer = byte_tokenizer()
-    text, ids = encode(tokenizer, "hi", chat=True)
-    assert text == "<user>hi<assistant>2026"  # the date is a constant: a resumed run reads the same
-    assert tokenizer.decode(ids) == text
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
-    for chat in (True, False):
-        assert encode(tokenizer, messages, chat=chat)[0] == "<system>s<user>hi<assistant>2026"
-    assert encode(tokenizer, "hi", chat=False)[0] == "hi"
-    plain = byte_tokenizer(None)
-    assert encode(plain, "hi", chat=False)[0] == "hi"
-    with pytest.raises(ModelError, match="no chat template"):
-        encode(plain, "hi", chat=True)
 
 
 def test_every_epoch_sees_every_row_once_in_an_order_of_its_own():

@@ -14,6 +14,10 @@ def make(seed=0, **settings):
     return Keywords(KeywordsTask(**settings), tokenizer=byte_tokenizer(), seed=seed)
 
 
+def draw(task, index):
+    return task.prompt(index).reference["keywords"]
+
+
 def test_the_word_list():
     words = word_list()
     assert len(words) >= 1000
@@ -25,14 +29,14 @@ def test_the_word_list():
 
 def test_prompts_mix_two_to_four_words_and_come_from_the_seed():
     task = make()
-    drawn = [task.draw(i) for i in range(600)]
+    drawn = [draw(task, i) for i in range(600)]
     counts = [sum(len(words) == n for words in drawn) for n in (2, 3, 4)]
     assert sum(counts) == 600
     assert min(counts) > 150
     assert all(len(set(words)) == len(words) for words in drawn)
     assert len({word for words in drawn for word in words}) > 0.6 * len(task.words)
-    assert [make().draw(i) for i in range(5)] == drawn[:5]
-    assert make(seed=1).draw(0) != drawn[0]
+    assert [draw(make(), i) for i in range(5)] == drawn[:5]
+    assert draw(make(seed=1), 0) != drawn[0]
     prompt = task.prompt(3)
     assert prompt.reference["keywords"] == drawn[3]
     assert prompt.reference["prompt"] == instruction(drawn[3])
@@ -42,7 +46,7 @@ def test_prompts_mix_two_to_four_words_and_come_from_the_seed():
 
 def test_train_and_validation_share_no_word():
     task = make(validation_prompts=300)
-    train = {word for i in range(500) for word in task.draw(i)}
+    train = {word for i in range(500) for word in draw(task, i)}
     validation = {word for p in task.validation for word in p.reference["keywords"]}
     assert len(task.validation) == 300
     assert len(validation) > 200
@@ -54,7 +58,7 @@ def test_train_and_validation_share_no_word():
 def test_no_word_held_out_leaves_other_sets_of_the_same_words():
     task = make(validation_words=0)
     assert task.words == task.validation_words == sorted(word_list())
-    train = {tuple(sorted(task.draw(i))) for i in range(500)}
+    train = {tuple(sorted(draw(task, i))) for i in range(500)}
     held_out = {tuple(sorted(p.reference["keywords"])) for p in task.validation}
     assert len(held_out) == 256
     assert not train & held_out
@@ -64,7 +68,7 @@ def test_few_words_are_some_of_the_list_and_their_sets_stay_apart():
     task = make(words=40, validation_words=0, least=1, most=2)
     assert len(task.words) == 40
     assert set(task.words) < set(word_list())
-    train = {tuple(sorted(task.draw(i))) for i in range(2000)}
+    train = {tuple(sorted(draw(task, i))) for i in range(2000)}
     held_out = {tuple(sorted(p.reference["keywords"])) for p in task.validation}
     assert not train & held_out
     assert 0.15 < len(held_out) / len(held_out | train) < 0.25
@@ -82,7 +86,7 @@ def test_too_few_or_too_many_words_are_refused(settings):
 def test_words_that_make_a_single_set_are_refused():
     task = make(words=2, validation_words=0, least=2, most=2)
     with pytest.raises(ConfigError, match="too few sets of 2 to 2 words"):
-        [task.draw(0), task.draw(0, validation=True)]
+        [task.prompt(0), task.validation_prompt(0)]
 
 
 @pytest.mark.parametrize("must_end", [False, True])
@@ -112,5 +116,5 @@ def test_grades(match, must_end):
 def test_what_is_held_out_is_the_same_for_every_seed():
     one, other = make(seed=1), make(seed=2)
     assert one.words == other.words
-    assert one.draw(3, validation=True) == other.draw(3, validation=True)
-    assert one.draw(3) != other.draw(3)
+    assert one.validation_prompt(3).text == other.validation_prompt(3).text
+    assert draw(one, 3) != draw(other, 3)

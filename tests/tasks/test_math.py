@@ -186,22 +186,22 @@ def test_hints_go_on_with_the_beginning_of_the_worked_answer(tmp_path, chat):
     gap, seen = "" if plain.prompt(0).text[-1:].isspace() else " ", []
     for i in range(82):
         whole, found = plain.prompt(i), task.prompt(i)
-        assert "part" not in whole.meta
+        assert whole.part is None
         assert found.text == again.prompt(i).text
-        assert found.reference is task.rows[int(found.prompt_id.split("/")[2])]
-        if found.meta["part"] == "whole":
+        assert found.reference == task.rows[int(found.prompt_id.split("/")[2])]
+        if found.part == "whole":
             assert (found.text, found.prompt_id) == (whole.text, whole.prompt_id)
             continue
         given = found.text.removeprefix(whole.text + gap)
         assert found.prompt_id == f"{whole.prompt_id}/{beginnings(WORKED).index(given)}"
-        assert found.meta["asked"] == whole.meta["asked"] + gap + given
+        assert found.asked == whole.asked + gap + given
         assert tokenizer.decode(found.token_ids) == tokenizer.decode(whole.token_ids) + gap + given
         seen.append(given)
     assert 25 < len(seen) < 55
     assert set(seen) == set(beginnings(WORKED))
     assert [p.text for p in task.validation] == [p.text for p in plain.validation]
     always = make_math(MathTask(**asked, hints=1), **made)
-    parts = [always.prompt(i).meta["part"] for i in range(41)]
+    parts = [always.prompt(i).part for i in range(41)]
     assert parts.count("whole") == 1  # the row that has nothing but its result
 
 

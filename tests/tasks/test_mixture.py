@@ -35,9 +35,9 @@ def make(tmp_path, seed=0, weights=(3, 1)):
 def test_groups_are_drawn_by_weight_and_no_row_is_skipped(tmp_path):
     task = make(tmp_path)
     prompts = [task.prompt(i) for i in range(400)]
-    names = [prompt.meta["part"] for prompt in prompts]
+    names = [prompt.part for prompt in prompts]
     assert 260 < names.count("sums") < 340
-    sums = [p for p in prompts if p.meta["part"] == "sums"]
+    sums = [p for p in prompts if p.part == "sums"]
     rows = len(task.parts["sums"].rows)
     for epoch in range(10):
         seen = {p.prompt_id for p in sums[epoch * rows : (epoch + 1) * rows]}
@@ -45,15 +45,15 @@ def test_groups_are_drawn_by_weight_and_no_row_is_skipped(tmp_path):
     again = make(tmp_path)
     for i in (399, 0, 63, 64, 3):  # in any order: the prompt is a function of its index
         assert again.prompt(i).prompt_id == prompts[i].prompt_id
-    assert [make(tmp_path, seed=1).prompt(i).meta["part"] for i in range(400)] != names
-    words = next(p for p in prompts if p.meta["part"] == "words")
+    assert [make(tmp_path, seed=1).prompt(i).part for i in range(400)] != names
+    words = next(p for p in prompts if p.part == "words")
     assert words.prompt_id == "words/keywords/train/0"
 
 
 def test_each_part_grades_its_own_and_has_its_metrics(tmp_path):
     task = make(tmp_path)
     prompts = task.validation
-    assert [p.meta["part"] for p in prompts] == ["sums", "words", "words"]
+    assert [p.part for p in prompts] == ["sums", "words", "words"]
     prompts = [prompts[1], prompts[0], prompts[2]]
     (base,) = make_group(0, [1], [[1]], [0]).completions
     (right,) = prompts[1].reference["answer"]

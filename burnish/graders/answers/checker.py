@@ -64,6 +64,9 @@ class AnswerChecker:
         self._owner = os.getpid()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AnswerChecker, (self.limits,)
+
     @property
     def cpu_seconds(self) -> float:
         """What all comparisons took, in the calling threads and in the workers."""

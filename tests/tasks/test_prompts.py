@@ -8,14 +8,14 @@ import pytest
 
 from burnish import config
 from burnish.config import FilesTask, GymTask, KeywordsTask, MathTask
-from burnish.errors import ConfigError, DataError
+from burnish.errors import ConfigError, DataError, ModelError
 from burnish.plan import Room, Size, plan, room
 from burnish.tasks.files import make_files
 from burnish.tasks.gym import Gym
 from burnish.tasks.keywords import Keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.mixture import Mixture
-from burnish.tasks.room import fitting
+from burnish.tasks.prompts import Writer, encode
 from burnish.types import Prompt
 from tests.conftest import byte_tokenizer
 
@@ -51,22 +51,44 @@ def test_a_cache_too_small_for_a_sequence_is_refused(tmp_path):
 
 def prompts(*lengths):
     ids = [np.arange(length, dtype=np.int32) + 65 for length in lengths]
-    return [Prompt(f"p{i}", "x" * len(row), row, "t", meta={"a": 1}) for i, row in enumerate(ids)]
+    return [Prompt(f"p{i}", "x" * len(row), row, "t") for i, row in enumerate(ids)]
 
 
 def test_a_prompt_that_is_too_long_is_skipped_and_counted_or_cut():
-    five, tokenizer = Room(5, "so"), MADE["tokenizer"]
-    found = fitting(prompts(9, 6, 5, 4), five, "skip", tokenizer)
-    assert (found.prompt_id, found.meta) == ("p2", {"a": 1, "skipped": 2})
+    tokenizer = MADE["tokenizer"]
+
+    def writer(room, long_prompts="skip"):
+        return Writer("t", tokenizer, chat=False, room=room, long_prompts=long_prompts)
+
+    five = Room(5, "so")
+    skips, cuts = writer(five), writer(five, "cut")
+    assert skips.first_fitting(prompts(9, 6, 5, 4)).prompt_id == "p2"
+    assert skips.too_long == (2, 0)
     (first, *_) = given = prompts(5, 4)
-    assert fitting(given, five, "skip", tokenizer) is first
-    cut = fitting(prompts(9, 4), five, "cut", tokenizer)
-    assert (cut.token_ids.tolist(), cut.meta["cut"]) == ([69, 70, 71, 72, 73], 4)
+    assert skips.first_fitting(given) is first
+    cut = cuts.first_fitting(prompts(9, 4))
+    assert cut.token_ids.tolist() == [69, 70, 71, 72, 73]
     assert cut.text == tokenizer.decode(cut.token_ids)
-    assert fitting(prompts(9), None, "skip", tokenizer).prompt_id == "p0"
-    assert fitting([], five, "skip", tokenizer) is None
+    assert cuts.too_long == (0, 1)
+    assert writer(None).first_fitting(prompts(9)).prompt_id == "p0"
+    assert skips.first_fitting([]) is None
     with pytest.raises(DataError, match=r"2 prompts one after .* has 7 tokens, and so leaves 5"):
-        fitting(prompts(8, 7), five, "skip", tokenizer)
+        skips.first_fitting(prompts(8, 7))
+
+
+def test_text_messages_and_raw_prompts():
+    tokenizer = byte_tokenizer()
+    text, ids = encode(tokenizer, "hi", chat=True)
+    assert text == "<user>hi<assistant>2026"  # the date is a constant: a resumed run reads the same
+    assert tokenizer.decode(ids) == text
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    for chat in (True, False):
+        assert encode(tokenizer, messages, chat=chat)[0] == "<system>s<user>hi<assistant>2026"
+    assert encode(tokenizer, "hi", chat=False)[0] == "hi"
+    plain = byte_tokenizer(None)
+    assert encode(plain, "hi", chat=False)[0] == "hi"
+    with pytest.raises(ModelError, match="no chat template"):
+        encode(plain, "hi", chat=True)
 
 
 def make_gym(**more):
@@ -87,12 +109,14 @@ def test_an_endless_task_asks_only_what_there_is_room_for(make):
     lengths = sorted(len(free.prompt(i).token_ids) for i in range(60))
     tight = Room(lengths[30], "here")
     task = kind(settings, **MADE, room=tight)
+    skipped_before = task.too_long.skipped
     asked = [task.prompt(i) for i in range(60)]
     assert max(len(prompt.token_ids) for prompt in asked) <= tight.tokens
-    assert sum(prompt.meta.get("skipped", 0) for prompt in asked) >= 29
+    assert task.too_long.skipped - skipped_before >= 29
     for i, prompt in enumerate(asked):
-        if "skipped" not in prompt.meta:
-            assert prompt.text == free.prompt(i).text
+        whole = free.prompt(i)
+        if len(whole.token_ids) <= tight.tokens:
+            assert prompt.text == whole.text
         assert task.prompt(i).text == prompt.text  # a function of the index
     assert len({prompt.prompt_id for prompt in task.validation}) == 20
     assert max(len(prompt.token_ids) for prompt in task.validation) <= tight.tokens
@@ -120,7 +144,7 @@ def test_a_row_that_is_too_long_is_refused_with_its_file_and_line(tmp_path):
     with pytest.raises(DataError, match=said):
         make_files(task, **given, room=Room(199, "here"))
     assert make_files(task, **given, room=Room(200, "here")).rows
-    with pytest.raises(DataError, match=r"the row with the prompt 'b{80}': the prompt has 99"):
+    with pytest.raises(DataError, match=r"prompts\[0\]: the prompt has 99 tokens"):
         make_files(FilesTask(chat=False), **given, prompts=["b" * 99, "a"], room=Room(9, "here"))
 
 
@@ -144,7 +168,11 @@ def test_a_mixture_counts_what_its_parts_skip():
     tight = Room(min(len(free.prompt(i).token_ids) for i in range(20)) + 5, "here")
     parts = {name: Keywords(KeywordsTask(), **MADE, room=tight) for name in "ab"}
     task = Mixture(parts, {"a": 1.0, "b": 1.0}, seed=0)
-    assert sum(task.prompt(i).meta.get("skipped", 0) for i in range(20)) > 0
+    for i in range(20):
+        task.prompt(i)
+    skipped = [part.too_long.skipped for part in parts.values()]
+    assert task.too_long == (sum(skipped), 0)
+    assert min(skipped) > 0
 
 
 def test_a_plan_says_how_many_are_too_long(tmp_path):

@@ -1,0 +1,151 @@
+"""Rows of data, from a JSONL file or from a script: read, checked, some of them held out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from burnish.config import Rows
+from burnish.draws import Purpose, Stream, permutation
+from burnish.errors import ConfigError, DataError
+from burnish.sections import nearest
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles that a chat message may have."""
+
+
+class DataRow(dict[str, Any]):
+    """A row's fields, and words for the place where it was found."""
+
+    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+        super().__init__(fields)
+        self.where = where
+
+
+Check = Callable[[Any, str], DataRow]
+"""Takes a JSON value and words for its place; returns the row, or raises a DataError."""
+
+
+def check_prompt(row: Any, where: str) -> DataRow:
+    """A row of any fields with a "prompt": a text, or chat messages."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: must be an object with a prompt, got {type(row).__name__}")
+    if "prompt" not in row:
+        raise DataError(f"{where}: no field 'prompt', only {', '.join(map(repr, row)) or 'none'}")
+    prompt = row["prompt"]
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if not prompt or not all(map(_is_message, messages)):
+        raise DataError(
+            f"{where}: prompt must be a text that is not empty, or a list of messages "
+            f'{{"role": …, "content": …}}, got {str(prompt)[:80]!r}'
+        )
+    for message in messages:
+        role = message["role"]
+        if role not in ROLES:
+            known, near = ", ".join(ROLES), nearest(role, ROLES)
+            raise DataError(f"{where}: a role must be one of {known}, got {role!r}{near}")
+        check_text(message["content"], where)
+    return DataRow(row, where)
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises if a text has half of a character, such as "\\ud83d" alone in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: a text must be whole characters, got the lone surrogate "
+            f"{text[error.start]!r} after {text[: error.start][-20:]!r}; remove it"
+        ) from None
+
+
+def _is_message(message: Any) -> bool:
+    keys = ("role", "content")
+    return isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in keys)
+
+
+def read_rows(path: Path, check: Check = check_prompt) -> list[DataRow]:
+    """The rows of a JSONL file; an error names the file and the line."""
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror}") from error
+    if lines == [b""]:
+        raise DataError(f"{path} holds no rows")
+    return [_row(line, f"{path}, line {number}", check) for number, line in enumerate(lines, 1)]
+
+
+def _row(line: bytes, where: str, check: Check) -> DataRow:
+    if not line.strip():
+        raise DataError(f"{where}: empty; every line must be a JSON object with a prompt")
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # a UnicodeDecodeError is one as well
+        raise DataError(f"{where}: not JSON: {error}") from error
+    return check(row, where)
+
+
+def rows_from(
+    prompts: Iterable[str | Mapping[str, Any]], check: Check = check_prompt
+) -> list[DataRow]:
+    """Rows that a script passes: objects with a prompt, or prompts alone."""
+    given = [{"prompt": p} if isinstance(p, str) else p for p in prompts]
+    if not given:
+        raise DataError("prompts is empty; give at least one")
+    return [check(row, f"prompts[{i}]") for i, row in enumerate(given)]
+
+
+def rows_of(
+    config: Rows,
+    *,
+    seed: int,
+    prompts: Iterable[str | Mapping[str, Any]] | None = None,
+    check: Check = check_prompt,
+) -> tuple[list[DataRow], list[DataRow]]:
+    """Train and validation rows from a script or from the recipe's files."""
+    if prompts is not None:
+        rows = rows_from(prompts, check)
+    elif config.train is not None:
+        rows = read_rows(Path(config.train), check)
+    else:
+        raise ConfigError("there are no prompts; give --data FILE.jsonl or set task.train")
+    if config.validation is not None:
+        return rows, read_rows(Path(config.validation), check)
+    share = 0.1 if config.validation_share is None else config.validation_share
+    return split(rows, share, seed=seed)
+
+
+def split(
+    rows: Sequence[DataRow], held_out: float, *, seed: int
+) -> tuple[list[DataRow], list[DataRow]]:
+    """Train and validation rows, each in the file's order.
+
+    held_out: how many rows validate, or what share of them; a share above 0 is at least one row.
+    """
+    share = isinstance(held_out, float)
+    count = int(max(1, round(held_out * len(rows))) if share and held_out else held_out)
+    if count >= len(rows):
+        raise DataError(
+            f"{len(rows)} rows do not split: {count} for validation leave none to train on; give "
+            "more rows, hold out fewer, or give a validation file of their own"
+        )
+    chosen = set(permutation(seed, Stream.TASK, 0, Purpose.SPLIT, len(rows))[:count].tolist())
+    train = [row for i, row in enumerate(rows) if i not in chosen]
+    return train, [row for i, row in enumerate(rows) if i in chosen]
+
+
+def shuffled(index: int, size: int, *, seed: int) -> int:
+    """The row at place ``index`` of an endless order: every epoch has each row once."""
+    epoch, place = divmod(index, size)
+    return int(_order(seed, epoch, size)[place])
+
+
+@lru_cache(maxsize=8)
+def _order(seed: int, epoch: int, size: int) -> npt.NDArray[np.intp]:
+    return permutation(seed, Stream.TASK, epoch, Purpose.ROWS, size)

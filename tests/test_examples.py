@@ -1,0 +1,99 @@
+"""Scripts in examples/ that write rows for recipes."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import burnish
+from burnish.model import hub
+from burnish.tasks.files import read_rows
+
+EXAMPLES = Path(burnish.__file__).parents[1] / "examples"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(module, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    module.main()
+
+
+@pytest.fixture
+def tokenizer(smollm2, monkeypatch):
+    monkeypatch.setattr(hub, "resolve", lambda name: smollm2)
+
+
+def answering(good):
+    """Answers two samples to a prompt; ``good(i)``: the second answer to prompt i is right."""
+
+    def generate(prompts, *, n, **how):
+        answers = []
+        for i, prompt in enumerate(prompts):
+            words = prompt.partition("words: ")[2].rstrip(".").split(", ")
+            right = f" Here are {' and '.join(words)}. \n"
+            texts = ("nothing", right if good(i) else "neither")
+            answers += [SimpleNamespace(prompt=prompt, text=t, finish="stop") for t in texts]
+        return answers
+
+    return generate
+
+
+def test_only_answers_with_the_words_are_kept(tmp_path, monkeypatch, tokenizer):
+    write_keywords = script("write_keywords")
+    monkeypatch.setattr(burnish, "generate", answering(lambda i: i % 3 == 0), raising=False)
+    run(write_keywords, monkeypatch, tmp_path / "new", "--rows", 80, "--samples", 2)
+    train, validation = (
+        read_rows(tmp_path / "new" / f"{name}.jsonl") for name in ("train", "validation")
+    )
+    assert (len(train), len(validation)) == (64, 16)
+    for row in [*train, *validation]:
+        assert row["answer"] == f"Here are {' and '.join(row['keywords'])}."
+        assert row["prompt"].endswith(f"words: {', '.join(row['keywords'])}.")
+    seen = [{w for row in rows for w in row["keywords"]} for rows in (train, validation)]
+    assert not seen[0] & seen[1]
+
+
+def test_a_model_that_never_has_the_words_is_given_up(tmp_path, monkeypatch, tokenizer):
+    write_keywords = script("write_keywords")
+    monkeypatch.setattr(burnish, "generate", answering(lambda i: False), raising=False)
+    with pytest.raises(SystemExit, match=r"only 0 of 4 rows after .* prompts"):
+        run(write_keywords, monkeypatch, tmp_path / "new", "--rows", 5, "--samples", 2)
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("sum_", "lines"),
+    [
+        ("4 - 1", ["4 - 1 = 3"]),
+        ("5 - 9 + 2", ["5 - 9 = -4", "-4 + 2 = -2"]),
+        ("55 + 98 - 30", ["55 + 90 = 145", "145 + 8 = 153", "153 - 30 = 123"]),
+        ("4 + 0", ["4 + 0 = 4"]),
+        ("14 - 29", ["29 - 10 = 19", "19 - 4 = 15", "14 - 29 = -15"]),
+        ("3 - 9 + 17", ["3 - 9 = -6", "17 - 6 = 11", "-6 + 17 = 11"]),
+        ("2 - 60 + 8", ["60 - 2 = 58", "2 - 60 = -58", "58 - 8 = 50", "-58 + 8 = -50"]),
+        ("0 - 5 - 12", ["0 - 5 = -5", "-5 - 10 = -15", "-15 - 2 = -17"]),
+    ],
+)
+def test_sums_are_worked_term_by_term(sum_, lines):
+    worked = script("write_sums").worked
+    assert worked(f"State the final answer to the problem: {sum_} =") == "\n".join(lines)
+
+
+def test_no_sum_is_written_twice(tmp_path, monkeypatch, tokenizer):
+    run(script("write_sums"), monkeypatch, tmp_path / "sums", "--rows", 50)
+    train, validation = (
+        read_rows(tmp_path / "sums" / f"{name}.jsonl") for name in ("train", "validation")
+    )
+    assert (len(train), len(validation)) == (40, 10)
+    assert len({row["prompt"] for row in [*train, *validation]}) == 50
+    for row in train:
+        total = row["prompt"].rpartition(":")[2].strip().rstrip("= ")
+        assert row["answer"].endswith(f" = {eval(total)}")
