@@ -37,11 +37,11 @@ def burnish_rate(pairs: list[tuple[str, str]]) -> float:
     grader = MathGrader("r1_zero", Limits(workers=1))
     grader.checker.check([("x+1", "1+x")])  # the worker starts
     items = [(f"{THINKING}</think> <answer>{a}</answer>", {"answer": gold}) for a, gold in pairs]
-    began = grader.checker.cpu_seconds
+    began = grader.checker.pool.cpu_seconds
     began_here = time.process_time()
     grades = grader.grade(items)
     spent = time.process_time() - began_here
-    symbolic = grader.checker.cpu_seconds - began if grader.counts["symbolic"] > 1 else 0.0
+    symbolic = grader.checker.pool.cpu_seconds - began if grader.counts["symbolic"] > 1 else 0.0
     grader.close()
     assert len({grade.reward for grade in grades}) == 1
     return len(pairs) / (spent + symbolic)

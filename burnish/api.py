@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish import build, config, inputs
-from burnish.build import AnyPath, Prompts, Reward
+from burnish.build import AnyPath, AnyRecipe, Prompts, Reward
 from burnish.config import (
     FilesTask,
     KeywordsTask,
@@ -20,14 +19,13 @@ from burnish.config import (
     Recipe,
     Rows,
     SorterConfig,
-    SortTask,
     Table,
 )
 from burnish.errors import ConfigError, RunError
 from burnish.preflight import check_before, check_sources
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
-from burnish.runs import checkpoints
-from burnish.runs.directory import ENVIRONMENT, PROMPTS, RunDirectory, claimed, environment
+from burnish.runs import checkpoints, resuming
+from burnish.runs.directory import PROMPTS, RunDirectory, claimed, environment
 from burnish.runs.metrics import iterate_rows, read_rows
 from burnish.runs.run import Run
 
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from burnish.loops.generate import Answer
     from burnish.runs.results import Evaluation
 
-AnyRecipe = AnyPath | Table | Recipe
-"""A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
 Shown = Show | bool | None
 """What progress is shown to: a callable; None or True for a display on stderr; False for nobody."""
 
@@ -73,7 +69,7 @@ def train(
     own: list[str] = []
     if is_own and not isinstance(recipe, Recipe):
         own = own_task(recipe, data=None if data is None else Path(data), reward=reward)
-    recipe = _loaded(recipe, [*own, *config.tables(overrides), settings], seed=seed)
+    recipe = build.load_recipe(recipe, [*own, *config.tables(overrides), settings], seed=seed)
     rows = None if prompts is None else inputs.as_rows(prompts)
     recipe = _as_given(recipe, rows, reward)
     place = None if out is None else Path(out)
@@ -123,19 +119,8 @@ def sft(
         rows = list(data)
     if not isinstance(recipe, Recipe):
         recipe = config.load(recipe, own_pairs(recipe, data=file, is_given=rows is not None))
-    recipe = _loaded(recipe, [*config.tables(overrides), settings], seed=seed)
+    recipe = build.load_recipe(recipe, [*config.tables(overrides), settings], seed=seed)
     return train(recipe, prompts=rows, out=out, show=show, stop=stop)
-
-
-def _loaded(
-    source: AnyRecipe, changes: Sequence[str | Table], *, seed: int | None = None
-) -> Recipe:
-    """The recipe with changes; one that is loaded already and is not changed stays as it is."""
-    if isinstance(source, Recipe):
-        if not any(changes) and seed is None:
-            return source
-        source = config.effective(source)
-    return config.load(source, changes, seed=seed)
 
 
 def _check_given(prompts: Prompts, data: AnyPath | None) -> None:
@@ -256,20 +241,20 @@ def resume(
     """
     path = Path(run_path)
     with RunDirectory.reopen(path) as directory, shown(show, path.name) as tell:
-        recipe = _resumed_recipe(path, [*config.tables(overrides), settings])
+        recipe = resuming.resumed_recipe(path, [*config.tables(overrides), settings])
         chosen = (
             checkpoints.latest(path)
             if from_checkpoint is None
             else checkpoints.choose(path, from_checkpoint)
         )
         tell(Progress("check", "checking the recipe and its data"))
-        before = _environment_of(path)
-        _check_reward(path, recipe, before.get("inputs", {}), reward)
+        before = resuming.environment_of(path)
+        resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
         rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
         check_sources(recipe, prompts=rows, reward=reward)
         recipe = build.prepare(recipe, tell, before.get("threads"))
         now = environment(recipe) | {"inputs": _hashes(recipe, rows, reward, tell)}
-        _check_environment(before, now, anyway=anyway)
+        resuming.check_environment(before, now, anyway=anyway)
         build.check_room(recipe, path, tell)
         from burnish.learner.learner import State
         from burnish.loops.run import run
@@ -311,7 +296,7 @@ def evaluate(
     with a report; what it holds of this very evaluation, begun before, is not sampled again.
     """
     changes = [*config.tables(overrides), settings]
-    recipe = evaluated(recipe, model=model, overrides=changes, seed=seed)
+    recipe = build.evaluation_recipe(recipe, model=model, overrides=changes, seed=seed)
     check_sources(recipe)
     with shown(show, recipe.name if out is None else Path(out).name) as tell:
         recipe = build.prepare(recipe, tell)
@@ -322,7 +307,7 @@ def evaluate(
         task, engine, decode = build.build_sampler(recipe, show=tell)
         try:
             require(engine.capabilities, repeats=False)
-            depends = evaluation_settings(recipe, show=tell)
+            depends = build.evaluation_settings(recipe, show=tell)
             if not engine.capabilities.counter_draws:
                 depends["draws"] = "the engine's own"
             if out is None:
@@ -336,41 +321,6 @@ def evaluate(
             return results.read(path)
         finally:
             task.close()
-
-
-def evaluated(
-    source: AnyRecipe,
-    *,
-    model: AnyPath | Table | None = None,
-    overrides: Overrides = (),
-    seed: int | None = None,
-) -> Recipe:
-    """The recipe that an evaluation goes by: as given, of a run, or of a task and defaults."""
-    own: list[str | Table] = []
-    if isinstance(source, str | os.PathLike):
-        source = name = os.fspath(source)
-        if (Path(name) / "recipe.toml").is_file():
-            source, own = f"{name}/recipe.toml", [{"model": name}]
-            if isinstance(config.load(source).task, SortTask):
-                raise ConfigError(
-                    f"{name} trained the sorting model, and `burnish eval` measures language "
-                    f"models; {name}/report.html has what the run measured on held-out prompts"
-                )
-            if (Path(name) / PROMPTS).is_file():
-                own.append({"task": {"train": f"{name}/{PROMPTS}"}})
-        elif name in config.TASKS and name not in config.list_recipes():
-            source, own = "keywords", [f"task.name={name}", f"name={name}"]
-    changes: Sequence[str | Table] = config.tables(overrides)
-    if isinstance(model, Mapping):
-        own.append({"model": model})
-    elif model is not None:
-        changes = config.together([f"model.name={json.dumps(os.fspath(model))}"], changes)
-    recipe = _loaded(source, [*own, *changes], seed=seed)
-    if recipe.is_supervised:
-        raise ConfigError(
-            f"{recipe.name} has answers to learn and none to grade; name another --task"
-        )
-    return recipe
 
 
 def generate(
@@ -415,25 +365,6 @@ def generate(
     return [loop.answer(texts, completion) for completion in done]
 
 
-def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:
-    """All that an evaluation's results depend on, with hashes of the weights, the rows, the reward
-    and the code that grades."""
-    table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
-    sections = ("model", "task", "engine", "validation", "rollout")
-    kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
-    own = ("temperature", "top_p", "top_k", "truncated", "batch", "group_size", "max_errors")
-    learning = {"validation.every", *(f"rollout.{name}" for name in own)}
-    settings = {key: value for key, value in kept.items() if key not in learning}
-    read = {f"hash of {name}": value for name, value in inputs.hashes(recipe).items()}
-    return settings | {"seed": recipe.seed, "weights": build.digest(recipe, show)} | read
-
-
-def evaluation_path(recipe: Recipe, show: Show = silent) -> Path:
-    """Where an evaluation goes by default: one place for the same settings, where it goes on."""
-    settings = json.dumps(evaluation_settings(recipe, show))
-    return Path("runs") / f"eval-{recipe.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
-
-
 def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown = None) -> Path:
     """Writes a run's model as a Hugging Face directory; returns the checkpoint it came from.
 
@@ -441,7 +372,7 @@ def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown 
     name.
     """
     path, target = Path(run_path), Path(out)
-    recipe = _resumed_recipe(path, ())
+    recipe = resuming.resumed_recipe(path, ())
     if isinstance(recipe.model, SorterConfig):
         raise ConfigError("the sorting model is not a language model and can't be exported")
     if target.exists() and any(target.iterdir()):
@@ -456,68 +387,3 @@ def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown 
         tell(Progress("export", f"writing {target}"))
         models.save(model, target, source=source)
     return chosen
-
-
-FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "description")
-"""What a resumed run may change: how long and how often, not what is computed."""
-
-
-def _resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
-    file, changes = str(path / "recipe.toml"), config.tables(overrides)
-    for key in config.flat(config.merge(*changes)):
-        if not any(key == free or key.startswith(f"{free}.") for free in FREE):
-            raise ConfigError(
-                f"{key} can't change when a run is resumed: it alters what is computed; "
-                f"{', '.join(FREE[:4])} can. Start a new run with `burnish train`"
-            )
-    before, after = config.load(file), config.load(file, changes)
-    if after.train.steps < before.train.steps:
-        raise ConfigError(
-            f"train.steps can only grow when a run is resumed, from {before.train.steps}, "
-            f"got {after.train.steps}"
-        )
-    if after.decay_steps == before.decay_steps or before.is_supervised:
-        return after
-    return config.load(file, [*changes, f"train.decay_steps={before.decay_steps}"])
-
-
-def _environment_of(path: Path) -> dict[str, Any]:
-    """What a run recorded of where it began."""
-    try:
-        found: dict[str, Any] = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path / ENVIRONMENT} can't be read: {error}") from error
-    return found
-
-
-def _check_reward(
-    path: Path, recipe: Recipe, read: Mapping[str, str], reward: Reward | str | None
-) -> None:
-    """A run whose reward a script gave is given it again, and no other run is given one."""
-    if "reward" in read and not callable(reward):
-        name = read["reward"].partition(" ")[0]
-        raise RunError(
-            f"{path} got its reward from a script, as the function {name}; continue it from Python "
-            f"with burnish.resume({str(path)!r}, reward={name})"
-        )
-    own = getattr(recipe.task, "reward", None)
-    if "reward" not in read and reward not in (None, own):
-        raise ConfigError(
-            f"reward can't change when a run is resumed, and {path} has task.reward = {own!r}; "
-            "leave it out, or start a new run with `burnish train`"
-        )
-
-
-def _check_environment(before: Table, now: Table, *, anyway: bool) -> None:
-    """What bit-exactness depends on must be as it was; torch is loaded by now."""
-    was, found = config.flat(before), config.flat(now)
-    changed = [
-        f"{key}: {was.get(key)} → {found.get(key)}"
-        for key in {**was, **found}
-        if was.get(key) != found.get(key)
-    ]
-    if changed and not anyway:
-        raise RunError(
-            f"the run began with something else ({'; '.join(changed)}), so it would not continue "
-            "bit for bit; go back to that, or resume with --anyway"
-        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +14,20 @@ from burnish.config import (
     FilesTask,
     LanguageConfig,
     MixtureTask,
+    Overrides,
     PairsTask,
     Recipe,
     ScratchConfig,
     SorterConfig,
     SortTask,
+    Table,
 )
 from burnish.errors import BurnishError, ConfigError
 from burnish.plan import PAGE, Room, Size, check_lengths, room
 from burnish.preflight import check_sources
 from burnish.progress import Progress, Show, begin, silent
 from burnish.runs import checkpoints
+from burnish.runs.directory import PROMPTS
 from burnish.threads import share_cores
 
 if TYPE_CHECKING:
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
     from burnish.types import Group
 
 AnyPath = str | os.PathLike[str]
+AnyRecipe = AnyPath | Table | Recipe
+"""A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
 Reward = Callable[[str, Mapping[str, Any]], Any]
 Prompts = Iterable[str | Mapping[str, Any]] | None
 DRIFT = 128
@@ -541,3 +548,68 @@ def open_engine(
     recipe = config.load({"task": "keywords", "model": named, "engine": engine, "device": device})
     check_sources(recipe)
     return _engine(prepare(recipe, show), show)
+
+
+def load_recipe(
+    source: AnyRecipe, changes: Sequence[str | Table], *, seed: int | None = None
+) -> Recipe:
+    """The recipe with changes; one that is loaded already and is not changed stays as it is."""
+    if isinstance(source, Recipe):
+        if not any(changes) and seed is None:
+            return source
+        source = config.effective(source)
+    return config.load(source, changes, seed=seed)
+
+
+def evaluation_recipe(
+    source: AnyRecipe,
+    *,
+    model: AnyPath | Table | None = None,
+    overrides: Overrides = (),
+    seed: int | None = None,
+) -> Recipe:
+    """The recipe that an evaluation goes by: as given, of a run, or of a task and defaults."""
+    own: list[str | Table] = []
+    if isinstance(source, str | os.PathLike):
+        source = name = os.fspath(source)
+        if (Path(name) / "recipe.toml").is_file():
+            source, own = f"{name}/recipe.toml", [{"model": name}]
+            if isinstance(config.load(source).task, SortTask):
+                raise ConfigError(
+                    f"{name} trained the sorting model, and `burnish eval` measures language "
+                    f"models; {name}/report.html has what the run measured on held-out prompts"
+                )
+            if (Path(name) / PROMPTS).is_file():
+                own.append({"task": {"train": f"{name}/{PROMPTS}"}})
+        elif name in config.TASKS and name not in config.list_recipes():
+            source, own = "keywords", [f"task.name={name}", f"name={name}"]
+    changes: Sequence[str | Table] = config.tables(overrides)
+    if isinstance(model, Mapping):
+        own.append({"model": model})
+    elif model is not None:
+        changes = config.together([f"model.name={json.dumps(os.fspath(model))}"], changes)
+    recipe = load_recipe(source, [*own, *changes], seed=seed)
+    if recipe.is_supervised:
+        raise ConfigError(
+            f"{recipe.name} has answers to learn and none to grade; name another --task"
+        )
+    return recipe
+
+
+def evaluation_settings(recipe: Recipe, show: Show = silent) -> dict[str, Any]:
+    """All that an evaluation's results depend on, with hashes of the weights, the rows, the reward
+    and the code that grades."""
+    table: dict[str, Any] = json.loads(json.dumps(config.effective(recipe)))
+    sections = ("model", "task", "engine", "validation", "rollout")
+    kept = {f"{s}.{k}": v for s in sections for k, v in table.get(s, {}).items()}
+    own = ("temperature", "top_p", "top_k", "truncated", "batch", "group_size", "max_errors")
+    learning = {"validation.every", *(f"rollout.{name}" for name in own)}
+    settings = {key: value for key, value in kept.items() if key not in learning}
+    read = {f"hash of {name}": value for name, value in inputs.hashes(recipe).items()}
+    return settings | {"seed": recipe.seed, "weights": digest(recipe, show)} | read
+
+
+def evaluation_path(recipe: Recipe, show: Show = silent) -> Path:
+    """Where an evaluation goes by default: one place for the same settings, where it goes on."""
+    settings = json.dumps(evaluation_settings(recipe, show))
+    return Path("runs") / f"eval-{recipe.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"

@@ -278,7 +278,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
-    from burnish import api, config
+    from burnish import api, build, config
     from burnish.preflight import check_sources
 
     named = recipe or task
@@ -289,13 +289,15 @@ def evaluate(
     own += [] if engine is None else [f"engine.name={engine}"]
     models: list[str | None] = [*model] if model else [None]
     settings = config.together(own, overrides or ())
-    chosen = [api.evaluated(named, model=m, overrides=settings, seed=seed) for m in models]
+    chosen = [
+        build.evaluation_recipe(named, model=m, overrides=settings, seed=seed) for m in models
+    ]
     for one in chosen:
         check_sources(one)
     results = []
     with _shown(named, "stopped; the same command goes on where it was") as show:
         if out is None:
-            paths = [api.evaluation_path(one, show) for one in chosen]
+            paths = [build.evaluation_path(one, show) for one in chosen]
         elif len(chosen) == 1:
             paths = [out]
         else:

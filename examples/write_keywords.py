@@ -32,6 +32,7 @@ def rows_of(
     task: Keywords, count: int, args: argparse.Namespace, *, validation: bool
 ) -> list[dict[str, Any]]:
     """So many rows, each with a prompt, an answer that has the words, and the words."""
+    ask = task.validation_prompt if validation else task.prompt
     kept: list[dict[str, Any]] = []
     asked = 0
     while len(kept) < count:
@@ -41,7 +42,7 @@ def rows_of(
                 "has the words; sample more answers, or ask a better model"
             )
         more = range(asked, asked + max(AT_ONCE, count - len(kept)))
-        kept += good(task, [task.draw(i, validation=validation) for i in more], args, seed=asked)
+        kept += good(task, [ask(i).reference["keywords"] for i in more], args, seed=asked)
         asked = more.stop
         print(f"{min(len(kept), count)} of {count} rows after {asked} prompts")
     return kept[:count]

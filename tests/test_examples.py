@@ -9,7 +9,7 @@ import pytest
 
 import burnish
 from burnish.model import hub
-from burnish.tasks.files import read_rows
+from burnish.tasks.rows import read_rows
 
 EXAMPLES = Path(burnish.__file__).parents[1] / "examples"
 

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,13 +41,15 @@ class Checkpoint(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A checkpoint as it lies in its run, not loaded."""
+    """A checkpoint on the disk, not loaded."""
 
     name: str
     step: int
     score: float | None
     """Reward on held-out prompts, or minus the loss; None if it was not measured at that step."""
     path: Path
+    planned: bool = True
+    """Whether the recipe's cadence asked for it, and not a stop or a halt."""
 
 
 def save(
@@ -62,8 +64,8 @@ def save(
 ) -> Path:
     """Writes a checkpoint, then deletes all but the last ``keep`` and the one of highest score.
 
-    One that is not ``planned``, since a stop or a halt asked for it, goes with the next that is
-    saved: a run that was stopped and resumed keeps what a run that was never stopped keeps.
+    A checkpoint that is not ``planned``, because a stop or a halt asked for it, is deleted when the
+    next one is saved: a stopped and resumed run keeps the same checkpoints as one never stopped.
     """
     assert step >= 0
     assert keep >= 1
@@ -116,7 +118,7 @@ def latest(run: Path) -> Path | None:
 
 def best(run: Path) -> Path | None:
     """The checkpoint of highest score; the first of equals."""
-    return _best(all_of(run))
+    return _best(describe(path) for path in all_of(run))
 
 
 def choose(run: Path, which: str) -> Path:
@@ -132,7 +134,13 @@ def choose(run: Path, which: str) -> Path:
 
 
 def describe(path: Path) -> Saved:
-    return Saved(path.name, _number(path)[0], _score(path), path)
+    """A checkpoint by its manifest; if that is damaged, loading the checkpoint says so."""
+    try:
+        manifest = _read_manifest(path)
+    except RunError:
+        manifest = {}
+    score, planned = manifest.get("score"), manifest.get("planned", True)
+    return Saved(path.name, _number(path)[0], score, path, planned)
 
 
 def load(path: Path) -> Checkpoint:
@@ -153,8 +161,8 @@ def load(path: Path) -> Checkpoint:
 
 
 def return_to(run: Path, path: Path, *, keep: int = 2) -> None:
-    """Leaves the checkpoints that there were once ``path`` was saved: later ones go, and so does
-    what a killed process had no time to delete."""
+    """Deletes the checkpoints that were saved after ``path``, and those that a killed process had
+    no time to delete."""
     for later in all_of(run):
         if _number(later) > _number(path):
             _delete(later)
@@ -210,23 +218,9 @@ def _damaged(path: Path, name: str, what: str) -> RunError:
     return RunError(f"{path / name} {what}; put it back, or {remedy} ({before})")
 
 
-def _best(paths: list[Path]) -> Path | None:
-    scores = [(path, _score(path)) for path in paths]
-    scored = [(path, score) for path, score in scores if score is not None]
-    return max(scored, key=lambda pair: pair[1])[0] if scored else None
-
-
-def _score(path: Path) -> float | None:
-    score: float | None = _told(path, "score", None)
-    return score
-
-
-def _told(path: Path, field: str, default: Any) -> Any:
-    """A field of the manifest; a damaged manifest is reported when the checkpoint is loaded."""
-    try:
-        return _read_manifest(path).get(field, default)
-    except RunError:
-        return default
+def _best(found: Iterable[Saved]) -> Path | None:
+    scored = [(saved.score, saved.path) for saved in found if saved.score is not None]
+    return max(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
 def _number(path: Path) -> tuple[int, int]:
@@ -237,8 +231,8 @@ def _number(path: Path) -> tuple[int, int]:
 def _prune(run: Path, keep: int) -> None:
     every = all_of(run)
     newest_of_step = {_number(path)[0]: path for path in every}
-    planned = [path for path in newest_of_step.values() if _told(path, "planned", True)]
-    standing = planned if every[-1] in planned else [*planned, every[-1]]
+    planned = [saved for saved in map(describe, newest_of_step.values()) if saved.planned]
+    standing = list(dict.fromkeys([*(saved.path for saved in planned), every[-1]]))
     kept = {*standing[-keep:], _best(planned)}
     for path in every:
         if path not in kept:
@@ -252,6 +246,6 @@ def _delete(path: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """What a killed process left half written or half deleted."""
+    """Removes checkpoints that a killed process left half written or half deleted."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path)

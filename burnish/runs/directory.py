@@ -9,7 +9,7 @@ rollouts.jsonl    a row per response, with its tokens and log-probabilities
 evaluations.jsonl the same for validation
 log.txt           prompts, responses, rewards and advantages, to be read
 events.…          the metrics for TensorBoard, a file for each restart
-checkpoints/      what a killed run resumes from
+checkpoints/      the states from which a killed run resumes
 status.json       where it is while it runs, and how it ended; clocks, so no two are the same
 restarts.txt      a line for each time it was resumed
 summary.json      where it began and ended; a finished run has one
@@ -72,7 +72,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
-        """A run that was begun before, as it lies there; ``cut_back`` is what comes next."""
+        """Opens a run that was begun before, and changes no file; call ``cut_back`` next."""
         if not (path / "recipe.toml").is_file():
             raise RunError(f"{path} is not a run directory: it has no recipe.toml")
         run = cls.__new__(cls)
@@ -251,9 +251,9 @@ def is_held(path: Path) -> bool:
 
 
 def lock(path: Path, remedy: str = "choose another --out") -> TextIO:
-    """Makes the directory this process's alone, until what is returned is closed.
+    """Keeps other processes out of the directory until the returned file is closed.
 
-    ``remedy`` is said if another process has it.
+    ``remedy`` ends the message of the error if another process has it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def _made(path: Path) -> bool:
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
-    """What bit-exactness depends on, of the machine and what is installed."""
+    """The versions and the hardware on which bit-exactness depends."""
     device = "cpu" if isinstance(recipe.model, SorterConfig) else recipe.device
     return {
         "burnish": version_of("burnish"),
@@ -339,7 +339,7 @@ def _threads() -> int | None:
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package; None if it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -14,7 +14,7 @@ from burnish.runs.pages import encode
 from burnish.runs.responses import ResponseRow
 
 CHARACTERS, TOKENS = 20_000, 2_000
-"""Of one response. Prompts are never cut: one that has no room is left out."""
+"""Bounds on one response. Prompts are never cut: a prompt that has no room is left out."""
 PAIRS = 200
 FILES = ("rollouts.jsonl", "evaluations.jsonl")
 """Where responses lie; a row's source is its file's place in this."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,12 @@ def combine(rows: Iterable[Mapping[str, float]]) -> Metrics:
 def window(steps: int) -> int:
     """How many steps the means at a run's two ends take: ten, or a third of a short run."""
     return max(1, min(10, steps // 3))
+
+
+def end_means(values: Sequence[float]) -> tuple[float, float]:
+    """The means over the first and the last steps of a run, a window each."""
+    size = window(len(values))
+    return sum(values[:size]) / size, sum(values[-size:]) / size
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Pictures of runs, made from what their directories hold."""
+"""Pictures of runs, made from their directories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from burnish.config import flat
 from burnish.errors import RunError
 from burnish.runs.directory import read_recipe
-from burnish.runs.metrics import read_rows, window
+from burnish.runs.metrics import end_means, read_rows
 from burnish.sections import nearest
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ ENDS = {
     "KL k1": ("kl/initial_k1", True),
     "KL k3": ("kl/initial_k3", True),
 }
-"""What runs came to: a metric, and whether the mean over the run's last steps is taken."""
+"""Columns of a comparison: a metric, and whether the mean over the run's last steps is taken."""
 COLOURS = ("#3465a4", "#cc7a00", "#2e8b57", "#a33b5c", "#6b4fa0", "#5c6b73", "#8c6d1f", "#17808a")
 
 
@@ -98,8 +98,9 @@ def ends(curve: Curve) -> dict[str, list[float]]:
 
     def last(run: list[dict[str, Any]], metric: str, averaged: bool) -> float:
         values = [row[metric] for row in run if metric in row]
-        values = values[-(window(len(values)) if averaged else 1) :]
-        return float(np.mean(values)) if values else float("nan")
+        if not values:
+            return float("nan")
+        return float(end_means(values)[1] if averaged else values[-1])
 
     return {name: [last(run, *what) for run in curve.rows] for name, what in ENDS.items()}
 
@@ -160,7 +161,7 @@ def _draw_steps(axes: Axes, curves: Sequence[Curve], metric: str, name: str) -> 
 
 
 def _draw_frontier(axes: Axes, curves: Sequence[Curve]) -> None:
-    """What each setting gained, against how far from the initial model it went for it."""
+    """The reward of each setting at the end, against its KL to the initial model."""
     found = [ends(curve) for curve in curves]
     checked = all(np.isfinite(end["held out"]).all() for end in found)
     for end, colour in zip(found, _colours(len(curves)), strict=True):

@@ -18,7 +18,7 @@ from burnish.runs import checkpoints, pages, status
 from burnish.runs.directory import is_held, read_recipe, replace_file
 from burnish.runs.drift import read_drift, read_mismatch
 from burnish.runs.excerpt import excerpt, rounded
-from burnish.runs.metrics import combine, iterate_rows, window
+from burnish.runs.metrics import combine, end_means, iterate_rows, window
 from burnish.runs.pages import encode
 from burnish.wording import counted
 
@@ -229,9 +229,9 @@ def headlines(series: Series, kl: str) -> dict[str, Tile]:
         values = [value for _, value in series.get(name, [])]
         if not values:
             return
-        end = window(len(values)) if averaged else 1
-        first, last = (sum(part) / len(part) for part in (values[:end], values[-end:]))
-        over = f", last {end} steps" if end > 1 else ""
+        first, last = end_means(values) if averaged else (values[0], values[-1])
+        size = window(len(values)) if averaged else 1
+        over = f", last {size} steps" if size > 1 else ""
         note = f"from {first:z.3g}" if len(values) > 1 else "one measurement"
         if name in (VALIDATION, VALIDATION_LOSS) and len(values) > 1:
             better = max if name == VALIDATION else min

@@ -1,4 +1,4 @@
-"""What the model wrote: rows to be read back, and the readable log, step by step."""
+"""Responses of a model: rows to be read back, and a readable log, step by step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ResponseRow(TypedDict):
     tokens: list[str]
     """As decoded, the end token included; their length is C."""
     logprobs: list[float | None]
-    """[C] of the policy that sampled them; None where it was not finite."""
+    """[C] under the policy that sampled the tokens; None where a value was not finite."""
     learner_logprobs: list[float | None] | None
-    """[C] of the learner before its first step on them; None where it did not score them then."""
+    """[C] under the learner before its first step on them; None if it did not score them then."""
     reward: float | None
     parts: dict[str, float | None]
     status: str
@@ -37,7 +37,7 @@ class ResponseRow(TypedDict):
     """None for validation."""
     finish: str
     version: int | None
-    """Of the weights that sampled its first token; None without tokens."""
+    """The weights that sampled the first token; None if there are no tokens."""
 
 
 def rows(
@@ -114,7 +114,7 @@ def _finite(value: float) -> float | None:
 
 
 READABLE = 512
-"""Responses of a step that the readable log has, whole groups: a large rollout's are megabytes."""
+"""Responses of a step in the readable log, in whole groups: a large rollout has megabytes."""
 
 
 def readable(step: int, groups: Sequence[Group], advantages: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""How sure a measured accuracy is, and what several samples per prompt tell. No torch, no files."""
+"""How sure a measured accuracy is, and figures of several samples per prompt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def is_right(reward: float, parts: Mapping[str, float | None]) -> bool:
 
 
 class Outcome(NamedTuple):
-    """What a response came to."""
+    """Whether a response is right, and its answer."""
 
     right: bool
     answer: str | None
-    """What it votes for; None: it abstains."""
+    """The answer that it votes for; None if it abstains."""
 
 
 def wilson(successes: float, trials: float) -> tuple[float, float]:

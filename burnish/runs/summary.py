@@ -1,4 +1,4 @@
-"""A run's two ends, its cost, and what the model said before and after, from its files."""
+"""A run's two ends, its cost, and the model's answers before and after, from its files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from burnish.runs import responses
 from burnish.runs.directory import read_recipe
-from burnish.runs.metrics import read_rows, window
+from burnish.runs.metrics import end_means, read_rows
 
 PAIRS = 3
 
@@ -21,9 +21,8 @@ def summarise(run: Path) -> dict[str, Any]:
     metric, better = ("rollout/reward", max) if sampled else ("train/loss", min)
     name = metric.rpartition("/")[2]
     held_out = f"validation/{name}"
-    measured = [row for row in steps if metric in row]
+    measured = [float(row[metric]) for row in steps if metric in row]
     checked = [row for row in rows if held_out in row]
-    end = window(len(measured))
     summary: dict[str, Any] = {
         "recipe": recipe.get("name"),
         "seed": recipe.get("seed", 0),
@@ -32,8 +31,7 @@ def summarise(run: Path) -> dict[str, Any]:
         "seconds": _seconds(run),
     }
     if measured:
-        summary[f"{name}_first"] = _mean(measured[:end], metric)
-        summary[f"{name}_last"] = _mean(measured[-end:], metric)
+        summary[f"{name}_first"], summary[f"{name}_last"] = end_means(measured)
     if sampled:
         summary["responses"] = int(sum(row["rollout/responses"] for row in steps))
     if checked:
@@ -53,12 +51,9 @@ def summarise(run: Path) -> dict[str, Any]:
 
 def before_and_after(run: Path) -> list[dict[str, Any]]:
     """The same validation prompts at the first and the last evaluation."""
-    file = run / "evaluations.jsonl"
-    if not file.is_file():
-        return []
     first: dict[str, Any] = {}
     last: dict[str, Any] = {}
-    for row in responses.read(file):
+    for row in responses.read(run / "evaluations.jsonl"):
         if row["sample"] == 0:
             side = first if row["step"] == 0 else last
             side[row["prompt_id"]] = row
@@ -78,10 +73,6 @@ def before_and_after(run: Path) -> list[dict[str, Any]]:
 def read(run: Path) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     return summary
-
-
-def _mean(rows: list[dict[str, Any]], metric: str) -> float:
-    return sum(float(row[metric]) for row in rows) / len(rows)
 
 
 def _seconds(run: Path) -> dict[str, float]:

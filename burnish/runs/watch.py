@@ -38,11 +38,11 @@ HOST, NAMES, PORT = "127.0.0.1", ("127.0.0.1", "localhost"), 8420
 EVERY = 2.0
 """Seconds between two looks of a page at its runs."""
 LIMIT, REACH = 1_000_000, 1_000_000
-"""Bytes of a page, and of what is read at each end of a file with responses."""
+"""Bytes of a page, and bytes that are read at each end of a file with responses."""
 LISTED = 100_000
 """Bytes at each end of metrics.jsonl from which the list takes its figures."""
 REST = 10
-"""What took t seconds to draw is not drawn again for this many times t."""
+"""A page that took t seconds to make is not made again for this many times t."""
 FILES = (
     "recipe.toml",
     "environment.json",
@@ -54,7 +54,7 @@ FILES = (
 )
 """A page is made of these."""
 DAMAGE = (RunError, OSError, ValueError, LookupError, TypeError)
-"""What a file that is damaged, or has just gone, may raise."""
+"""Errors that a damaged file, or one that has just gone, may raise."""
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",

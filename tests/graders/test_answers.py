@@ -1,8 +1,10 @@
 import itertools
+import json
 import subprocess
 import sys
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,6 @@ from hypothesis import strategies as st
 
 from burnish.graders.answers.comparison import Verdict, decide
 from burnish.types import Status
-from tests.graders.labelled import LABELLED, MISSED
 
 
 def compare(answer, gold):
@@ -21,33 +22,30 @@ def compare(answer, gold):
 EQUAL, DIFFERENT, BAD_GOLD = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.BAD_GOLD
 
 
-@pytest.mark.parametrize("kind", LABELLED)
-def test_labelled_pairs(checker, kind):
-    equal, different = LABELLED[kind]
-    grades = checker.check([*equal, *different])
-    rewards = [grade.reward for grade in grades]
-    missed = [p for p, r in zip(equal, rewards[: len(equal)], strict=True) if r != 1]
-    accepted = [p for p, r in zip(different, rewards[len(equal) :], strict=True) if r != 0]
-    assert (missed, accepted) == ([], [])
+def labelled():
+    """Pairs in the manner of GSM8K and MATH, labelled by hand; unequal ones are near misses."""
+    lines = Path(__file__).with_name("answers.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_labelled_pairs(checker):
+    """No wrong answer is accepted; right answers that are refused are counted."""
+    pairs = labelled()
+    grades = checker.check([(pair["answer"], pair["gold"]) for pair in pairs])
     assert all(grade.status in (Status.SCORED, Status.UNPARSED) for grade in grades)
+    graded = [(pair, grade.reward == 1) for pair, grade in zip(pairs, grades, strict=True)]
+    accepted = [pair for pair, equal in graded if equal and not pair["equal"]]
+    refused = [pair for pair, equal in graded if pair["equal"] and not equal]
+    right = len(pairs) - len(refused) - len(accepted)
+    print(
+        f"{right} of {len(pairs)} right, {len(refused)} refused, {len(accepted)} accepted wrongly"
+    )
+    assert accepted == []
+    assert right >= 1300
 
 
-def test_the_labelled_set_does_not_shrink():
-    assert sum(len(pairs) for both in LABELLED.values() for pairs in both) >= 1354
-
-
-def test_known_misses_are_counted(checker):
-    grades = checker.check(MISSED)
-    assert all(grade.status in (Status.SCORED, Status.UNPARSED) for grade in grades)
-    found = sum(grade.reward == 1 for grade in grades)
-    print(f"{len(MISSED) - found} of {len(MISSED)} known misses are still missed")
-
-
-@pytest.mark.parametrize("kind", LABELLED)
-def test_an_answer_equals_itself_and_needs_no_algebra(kind):
-    for pairs in LABELLED[kind]:
-        for _, gold in pairs:
-            assert compare(gold, gold) is EQUAL
+def test_an_answer_equals_itself_and_needs_no_algebra():
+    assert [pair for pair in labelled() if compare(pair["gold"], pair["gold"]) is not EQUAL] == []
 
 
 @pytest.mark.parametrize(
@@ -154,7 +152,7 @@ import os, sys
 from burnish.graders.answers import symbolic
 from burnish.graders.answers.comparison import decide
 from tests.graders.hostile import hostile_strings
-from tests.graders.labelled import LABELLED
+from tests.graders.test_answers import labelled
 seen = []
 def hook(event, arguments):
     of_sympy = str(arguments).startswith("(b'def monomial_")  # written from a number of variables
@@ -163,9 +161,8 @@ def hook(event, arguments):
     elif event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"):
         seen.append((event, str(arguments)[:200]))
 sys.addaudithook(hook)
-for kind in ("algebra", "equations"):
-    for answer, gold in LABELLED[kind][0]:
-        decide(answer, [gold], symbolic.compare_algebra)
+for pair in labelled()[::8]:
+    decide(pair["answer"], [pair["gold"]], symbolic.compare_algebra)
 for text in hostile_strings(sys.argv[1])[5::9]:
     decide(text, ["x + 1"], symbolic.compare_algebra)
 print(seen)

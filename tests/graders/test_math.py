@@ -148,8 +148,8 @@ def test_statuses_parts_counts_and_order(quick):
     assert "took more than 0.2 s of CPU time" in grades[1].message
     counts = {"scored": 4, "timeout": 1, "unparsed": 3, "error": 2, "symbolic": 5}
     assert quick.counts - before == counts
-    assert quick.checker.cpu_seconds > 0.4
-    assert quick.checker._pool.counts["restarts"] == 0
+    assert quick.checker.pool.cpu_seconds > 0.4
+    assert quick.checker.pool.counts["restarts"] == 0
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def withstand(grader, count, canary):
         assert grade.status is not Status.ERROR, grade
     assert {grade.status for grade in grades} == {Status.SCORED, Status.UNPARSED, Status.TIMEOUT}
     assert zombies() == []
-    for worker in grader.checker._pool._workers:
+    for worker in grader.checker.pool._workers:
         status = Path(f"/proc/{worker.process.pid}/status").read_text()
         assert int(status.split("VmRSS:")[1].split()[0]) < 1 << 20  # kB
     assert not canary.exists()
@@ -291,7 +291,7 @@ def test_a_thousand_hostile_strings_leave_nothing(tmp_path):
     limits = Limits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 29)
     grader = MathGrader("r1_zero", limits, field="gold")
     withstand(grader, 1000, tmp_path / "canary")
-    workers = [worker.process.pid for worker in grader.checker._pool._workers]
+    workers = [worker.process.pid for worker in grader.checker.pool._workers]
     grader.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -90,15 +90,15 @@ def test_another_gold_answer_reward_or_grader_is_another_evaluation(tmp_path, sm
     from burnish import inputs
 
     given, out = setting(tmp_path, smollm2), tmp_path / "out"
-    recipe = api.evaluated("files", overrides=given)
+    recipe = build.evaluation_recipe("files", overrides=given)
     before = api.evaluate("files", overrides=given, out=out).figures
 
     def refused(what):
         with pytest.raises(RunError, match=rf"another evaluation \(hash of {what}: \w+ → \w+"):
             api.evaluate("files", overrides=given, out=out)
-        places.append(api.evaluation_path(recipe))
+        places.append(build.evaluation_path(recipe))
 
-    places = [api.evaluation_path(recipe)]
+    places = [build.evaluation_path(recipe)]
     for name, old, new, what in (
         ("rows.jsonl", '"answer": "4"', '"answer": "5"', r"task\.train"),
         ("reward.py", "kind == 0", "kind == 1", r"task\.reward"),
@@ -206,18 +206,18 @@ def test_what_is_evaluated(tmp_path):
     (run / "recipe.toml").write_text(
         'name = "mine"\n[task]\nname = "keywords"\n[model]\nname = "x"\n'
     )
-    assert api.evaluated(str(run)).model.name == str(run)
-    assert api.evaluated(str(run), model="other").model.name == "other"
+    assert build.evaluation_recipe(str(run)).model.name == str(run)
+    assert build.evaluation_recipe(str(run), model="other").model.name == "other"
     with pytest.raises(ConfigError, match="give one of the two"):
-        api.evaluated(str(run), model="other", overrides=["model.name=third"])
+        build.evaluation_recipe(str(run), model="other", overrides=["model.name=third"])
     sorted_run = tmp_path / "sorted"
     sorted_run.mkdir()
     (sorted_run / "recipe.toml").write_text("")
     with pytest.raises(ConfigError, match=r"trained the sorting model, .*sorted/report\.html has"):
-        api.evaluated(sorted_run)
-    assert api.evaluated("files").name == "files"
-    assert api.evaluated("keywords", overrides=["seed=4"]).seed == 4
+        build.evaluation_recipe(sorted_run)
+    assert build.evaluation_recipe("files").name == "files"
+    assert build.evaluation_recipe("keywords", overrides=["seed=4"]).seed == 4
     with pytest.raises(ConfigError, match="sft has answers to learn and none to grade"):
-        api.evaluated("sft")
+        build.evaluation_recipe("sft")
     with pytest.raises(ConfigError, match="did you mean 'keywords'"):
-        api.evaluated("keyword")
+        build.evaluation_recipe("keyword")

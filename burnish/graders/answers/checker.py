@@ -8,7 +8,6 @@ import math
 import os
 import reprlib
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ from burnish.graders.rewards import Source
 from burnish.types import Grade, Status
 
 NUMBERS: tuple[type[Any], ...] = (Real, Decimal)
-LARGEST = 10**300
 SYMBOLIC = Source(
     f"{Path(__file__).with_name('symbolic.py')}:reward",
     "burnish.graders.answers.symbolic",
@@ -59,88 +57,72 @@ class AnswerChecker:
         self.limits = limits or Limits()
         self.counts: Counter[str] = Counter()
         """Grades by status, and how many of them were ``symbolic``: compared by workers."""
-        self._seconds = 0.0
-        self._pool: GraderPool | None = None
+        self.pool: GraderPool | None = None
+        """None before the first algebra."""
         self._owner = os.getpid()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AnswerChecker, (self.limits,)
 
-    @property
-    def cpu_seconds(self) -> float:
-        """What all comparisons took, in the calling threads and in the workers."""
-        return self._seconds + (self._pool.cpu_seconds if self._pool else 0.0)
-
     def check(self, pairs: Sequence[tuple[str | None, Any]]) -> list[Grade]:
         """The grades of (answer, gold) pairs, in their order; an answer of None is missing."""
-        began = time.thread_time()
         at_once = [_at_once(answer, gold) for answer, gold in pairs]
-        spent = time.thread_time() - began
         waiting = [pair for pair, grade in zip(pairs, at_once, strict=True) if grade is None]
         compared = iter(self._symbolic(waiting) if waiting else [])
         grades = [grade or next(compared) for grade in at_once]
         with self._lock:
-            self._seconds += spent
             self.counts.update(str(grade.status) for grade in grades)
             self.counts["symbolic"] += len(waiting)
         return grades
 
     def _symbolic(self, pairs: list[tuple[str | None, Any]]) -> list[Grade]:
         """A gold answer that takes too long whatever the answer is as bad as an unreadable one."""
-        golds = [gold_texts(gold) for _, gold in pairs]
         workers = self._workers()
-        items = [(str(a), {"golds": texts}) for (a, _), texts in zip(pairs, golds, strict=True)]
-        grades = workers.grade(items)
-        late = Status.TIMEOUT
-        suspects = list({t for t, grade in zip(golds, grades, strict=True) if grade.status is late})
-        alone = workers.grade([("0", {"golds": texts}) for texts in suspects])
-        hung = {t for t, grade in zip(suspects, alone, strict=True) if grade.status is late}
+        golds = [gold_texts(gold) for _, gold in pairs]
+        asked = [(str(a), {"golds": texts}) for (a, _), texts in zip(pairs, golds, strict=True)]
+        grades = workers.grade(asked)
+        late = {t for t, g in zip(golds, grades, strict=True) if g.status is Status.TIMEOUT}
+        alone = workers.grade([("0", {"golds": texts}) for texts in late])
+        hung = {t for t, g in zip(late, alone, strict=True) if g.status is Status.TIMEOUT}
         return [
             _grade(Verdict.BAD_GOLD, gold) if texts in hung else _translated(grade, gold)
             for (_, gold), texts, grade in zip(pairs, golds, grades, strict=True)
         ]
 
     def _workers(self) -> Grader:
-        """The pool; another one where it was closed by an error, or belongs to a parent process."""
+        """The pool; another one if it was closed by an error, or belongs to a parent process."""
         if importlib.util.find_spec("math_verify") is None:
             raise MissingExtra("math", "comparing expressions")
         if INSIDE in os.environ:  # this is a worker, and is held to a deadline itself
             return InProcess(importlib.import_module(SYMBOLIC.module).reward)
         with self._lock:
-            if self._pool is None or self._pool.closed or self._owner != os.getpid():
-                self._pool, self._owner = GraderPool(SYMBOLIC, self.limits), os.getpid()
-            return self._pool
+            if self.pool is None or self.pool.closed or self._owner != os.getpid():
+                self.pool, self._owner = GraderPool(SYMBOLIC, self.limits), os.getpid()
+            return self.pool
 
     def close(self) -> None:
         """Ends the workers, if there are any."""
-        if self._pool is not None:
-            self._pool.close()
+        if self.pool is not None:
+            self.pool.close()
 
 
-def gold_texts(gold: Any, within: frozenset[int] = frozenset()) -> tuple[str, ...]:
-    """Gold answers as text; a value that is none becomes "", which can't be parsed.
+def gold_texts(gold: Any) -> tuple[str, ...]:
+    """One gold answer, or those of a list, as text; any other value becomes "", a bad gold."""
+    several = isinstance(gold, list | tuple | set | frozenset)
+    return tuple(_gold_text(one) for one in (gold if several else [gold])) or ("",)
 
-    within: the identities of the lists that it is in; one that contains itself is none.
-    """
-    if isinstance(gold, str):
-        return (gold,)
-    if isinstance(gold, list | tuple | set | frozenset):
-        within |= {id(gold)}
-        return tuple(
-            text
-            for one in gold
-            for text in ([""] if id(one) in within else gold_texts(one, within))
-        ) or ("",)
+
+def _gold_text(gold: Any) -> str:
     try:
-        a_number = isinstance(gold, NUMBERS) and -LARGEST < gold < LARGEST
-        return (str(gold),) if a_number else ("",)
-    except (ArithmeticError, ValueError):  # Decimal's NaN; a fraction of thousands of digits
-        return ("",)
+        text = str(gold) if isinstance(gold, NUMBERS) else ""
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = ""
+    return gold if isinstance(gold, str) else text if text[-1:].isdigit() else ""
 
 
 def _at_once(answer: str | None, gold: Any) -> Grade | None:
-    """The grade, if no algebra has to be compared for it."""
+    """The grade; None if algebra has to be compared for it."""
     golds = gold_texts(gold)
     if answer is None and any(map(readable, golds)):
         return Grade(0.0, {"format": 0.0, "answer": 0.0}, Status.UNPARSED, "no answer")
@@ -159,18 +141,19 @@ def _translated(grade: Grade, gold: Any) -> Grade:
 
 def _grade(verdict: Verdict, gold: Any) -> Grade:
     if verdict is Verdict.BAD_GOLD:
-        return Grade(math.nan, {}, Status.ERROR, _said_of(gold))
+        return Grade(math.nan, {}, Status.ERROR, _message(gold))
     reward = float(verdict is Verdict.EQUAL)
-    parts = {"format": 1.0, "answer": reward}
-    if verdict is Verdict.UNREADABLE:
-        return Grade(reward, parts, Status.UNPARSED, "the answer can't be parsed")
-    return Grade(reward, parts)
+    unread = verdict is Verdict.UNREADABLE
+    status, message = (
+        (Status.UNPARSED, "the answer can't be parsed") if unread else (Status.SCORED, None)
+    )
+    return Grade(reward, {"format": 1.0, "answer": reward}, status, message)
 
 
-def _said_of(gold: Any) -> str:
+def _message(gold: Any) -> str:
     try:
         shown = reprlib.repr(gold)
-    except ValueError:  # Python shows no integer of more than 4,300 digits
+    except ValueError:
         shown = f"a huge {type(gold).__name__}"
     return f"a gold answer must be a number, words or an expression, got {shown}; correct the row"
 

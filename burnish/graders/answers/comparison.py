@@ -2,13 +2,12 @@
 
 Equality is exact; ``quantity`` has the rules for numbers. Tuples, intervals and matrices are equal
 part by part, sets and lists in any order; an interval may be written as an inequality, and x = 5 as
-5. Only algebra is costly and risky to compare, so what does it is an argument: workers pass
+5. Only algebra is costly and risky to compare, so the function for it is an argument: workers pass
 ``symbolic.compare_algebra``; the process that trains passes none, and learns that it is needed.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
@@ -16,13 +15,12 @@ from functools import lru_cache
 from burnish.graders.answers import structure
 from burnish.graders.answers.latex import latex
 from burnish.graders.answers.quantity import Quantity, quantity
-from burnish.graders.answers.spelling import COMMA, closes, cut, normalise, squeezed
+from burnish.graders.answers.spelling import normalise, squeezed
 from burnish.graders.answers.structure import Parts
 
 LONGEST = 1_000
-"""Characters of an answer that is looked at."""
+"""An answer with more characters is not read."""
 MOST_PARTS, DEEPEST = 64, 8
-_CONDITION = re.compile(r"([a-zA-Z])(?: ?∈ ?ℝR)? ?[|:] ?(?=[^|:]*\1)([^|:]*[<>≤≥≠][^|:]*)")
 
 
 class Verdict(StrEnum):
@@ -30,7 +28,7 @@ class Verdict(StrEnum):
 
     EQUAL = "equal"
     UNDECIDED = "undecided"
-    """Algebra has to be compared and nothing was given that does it, or it took too long."""
+    """Algebra has to be compared, and no function for it was given or it took too long."""
     BAD_GOLD = "bad gold"
     """The gold answer can't be parsed."""
     DIFFERENT = "different"
@@ -68,20 +66,16 @@ def readable(gold: str) -> bool:
     if len(gold) > LONGEST:
         return False
     text = normalise(gold)
-    if text[:1].isalpha():
-        plain = (structure.words(text) or structure.choice(text, gold=True)) is not None
-    else:
-        plain = quantity(text).value is not None
+    plain = structure.words(text) is not None or quantity(text).value is not None
     return plain or structure.well_formed(text)
 
 
 def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
-    answer, gold = (_plainly(text, alone=deep == DEEPEST) for text in (answer, gold))
     if squeezed(answer) == squeezed(gold):
         return Verdict.EQUAL
     ours, theirs = quantity(answer), quantity(gold)
     if ours.value is not None and theirs.value is not None:
-        return _verdict(ours.equals(theirs))
+        return _verdict(ours.value == theirs.value and ours.same_unit(theirs))
     letter = structure.choice(gold, gold=True)
     if letter is not None:
         return _verdict(structure.choice(answer, gold=False) == letter)
@@ -90,59 +84,28 @@ def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
     left, right = structure.parts(answer), structure.parts(gold)
     if left is not None and right is not None:
         return _compare_parts(left, right, algebra, deep - 1)
-    pairs = _without_names(answer, left, gold, right)
-    if pairs is not None:
-        return _worst([_compare(*pair, algebra, deep) for pair in pairs])
+    said = None if left else structure.equation(answer, sums=True)
+    meant = None if right else structure.equation(gold)
+    name, values = said or ("", [] if "=" in answer else [answer])
+    known_as, golds = meant or ("", [] if "=" in gold else [gold])
+    agree = not name or not known_as or squeezed(name) == squeezed(known_as)
+    if (said or meant) and values and golds and agree:
+        return _worst([_compare(value, golds[-1], algebra, deep - 1) for value in values])
     several = left or right
-    if several is None or several.name:
-        return _compare_leaf(answer, gold, algebra)
+    if several is None or several.name:  # 2x > 6 has no parts, and is x > 3
+        return _compare_leaf(ours, theirs, algebra)
     return Verdict.DIFFERENT
 
 
-def _plainly(text: str, *, alone: bool) -> str:
-    """All reals as an interval, a set that is said by a condition as that; a single thing without
-    its braces, unless it is in another set, or nothing."""
-    if text.lower() in ("ℝr", "all real numbers"):
-        return "(-∞,∞)"
-    if text[:1] != "⦃" or not closes(text):
-        return text
-    inside = text[1:-1].strip()
-    said = _CONDITION.fullmatch(inside)
-    if said:
-        return said[2]
-    single = alone and len(cut(inside, COMMA)) == 1 and inside[:1] not in ("∅", "⦃", "")
-    return inside if single and "±" not in inside else text if inside else "∅"
-
-
-def _without_names(
-    answer: str, left: Parts | None, gold: str, right: Parts | None
-) -> list[tuple[str, str]] | None:
-    """What has to be equal where one of them has a "x =", or both have the same; None otherwise."""
-    ours = structure.equation(answer) if left is None else None
-    theirs = structure.equation(gold) if right is None else None
-    if theirs is not None and structure.TOTAL.fullmatch(theirs[0]):
-        theirs = None
-    if ours is not None and theirs is not None and ours[0] and theirs[0]:
-        if squeezed(ours[0]) != squeezed(theirs[0]):
-            return None
-    elif (ours is None and "=" in answer) or (theirs is None and "=" in gold) or ours is theirs:
-        return None
-    golds = [gold] if theirs is None else theirs[1]
-    return [(each, golds[-1]) for each in ([answer] if ours is None else ours[1])]
-
-
 def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> Verdict:
-    kinds = {answer.kind, gold.kind}
-    coordinates = kinds == {"list", "()"} and "," in (answer.name or gold.name)
-    fits = len(kinds) == 1 or kinds == {"list", "⦃⦄"} or coordinates
+    both_named = answer.kind == "or" or (answer.name and gold.name)
+    named_apart = both_named and answer.name != gold.name
     ours, theirs = list(answer.items), list(gold.items)
-    if kinds == {"⦃⦄"}:
-        ours, theirs = list(dict.fromkeys(ours)), list(dict.fromkeys(theirs))
-    both = kinds <= {"or", "and"} or (answer.name and gold.name)
-    named_apart = both and answer.name != gold.name
-    if not fits or named_apart or len(ours) != len(theirs) or len(ours) > MOST_PARTS:
+    if answer.kind != gold.kind or named_apart or len(ours) != len(theirs):
         return Verdict.DIFFERENT
-    if kinds <= {"⦃⦄", "list", "or", "and"} and "…" not in (*ours, *theirs):
+    if len(ours) > MOST_PARTS:
+        return Verdict.UNREADABLE
+    if gold.kind in ("list", "or") and "…" not in theirs:
         return _compare_unordered(ours, theirs, algebra, deep)
     return _worst([_compare(*pair, algebra, deep) for pair in zip(ours, theirs, strict=True)])
 
@@ -150,7 +113,7 @@ def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> V
 def _compare_unordered(
     answers: list[str], golds: Sequence[str], algebra: Algebra, deep: int
 ) -> Verdict:
-    """Equality is transitive, so any equal pair may be taken; what is left over decides."""
+    """Equality is transitive, so any equal pair may be taken; the golds left over decide."""
     left_over = []
     for gold in golds:
         verdicts = [_compare(answer, gold, algebra, deep) for answer in answers]
@@ -165,32 +128,22 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
     return max(verdicts, key=_WORST_LAST.index, default=Verdict.EQUAL)
 
 
-def _compare_leaf(answer: str, gold: str, algebra: Algebra) -> Verdict:
-    """Text against text, algebra against algebra; anything else is opaque, and its text differs."""
-    ours, theirs = quantity(answer), quantity(gold)
-    said = structure.words(answer)
-    if theirs.value is None:
-        expected = structure.words(gold)
-        if expected is not None and (said is not None or not structure.may_be_product(gold)):
-            return _verdict(said == expected)
-    if not ours.same_unit(theirs):
+def _compare_leaf(answer: Quantity, gold: Quantity, algebra: Algebra) -> Verdict:
+    """Text against text, algebra against algebra; anything else is opaque, and its text differs.
+
+    Up to three letters may also be a product of variables.
+    """
+    said, expected = structure.words(answer.core), structure.words(gold.core)
+    if said is not None and expected is not None:
+        return _verdict(said == expected)
+    if any(text and len(text) > 3 for text in (said, expected)) or not answer.same_unit(gold):
         return Verdict.DIFFERENT
-    target = _latex(theirs)
-    plain_words = ours.value is None and said is not None and not structure.may_be_product(answer)
-    if target is None or plain_words:
+    candidate, target = latex(answer.core), latex(gold.core)
+    if target is None:
         return Verdict.DIFFERENT
-    candidate = _latex(ours)
     if candidate is None:
         return Verdict.UNREADABLE
     return Verdict.EQUAL if candidate == target else algebra(candidate, target)
-
-
-def _latex(of: Quantity) -> str | None:
-    if of.value is None:
-        return latex(of.core)
-    top, bottom = of.value
-    short = max(abs(top), bottom) < 10**200
-    return f"\\frac{{{top}}}{{{bottom}}}" if short else None
 
 
 def _verdict(equal: bool) -> Verdict:
