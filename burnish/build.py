@@ -65,7 +65,7 @@ def build(
     reward: Reward | str | None = None,
     show: Show = silent,
 ) -> Parts:
-    """What a recipe's run is made of."""
+    """The parts of a recipe's run."""
     from burnish.engine.protocol import require
     from burnish.learner.objective import compile
     from burnish.learner.policy import LanguagePolicy
@@ -255,7 +255,7 @@ def open_model(
 
 
 def _origin(recipe: Recipe) -> Recipe:
-    """The recipe that says what its model is: of the run, where the model is what a run learned."""
+    """The recipe that describes the model: the run's recipe if the model is a run."""
     origin = preflight.origin(recipe)
     if origin is recipe:
         return recipe
@@ -275,7 +275,7 @@ def take_weights(model: Transformer, chosen: Path) -> None:
 
 
 def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
-    """What a plan of a language model needs to know of it; None where it is not here yet.
+    """The size of a recipe's language model; None if its files are not here yet.
 
     ``has_prompts`` is false if no prompts shall be looked at: rows may be missing then.
     """
@@ -315,7 +315,7 @@ def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
 
 
 def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
-    """No task: the prompts are not known, or do not matter."""
+    """``task`` is None if no prompts are looked at."""
     count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
     packed = recipe.engine.precision != "fp16" and device_of(recipe) == "cpu"
     narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
@@ -337,7 +337,7 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
 
 
 def _source(recipe: Recipe) -> str:
-    """Whose files are read: the model's, or for one from scratch its tokenizer's."""
+    """The name of the model whose files are read; for a model from scratch, of its tokenizer."""
     kind = recipe.model
     return kind.tokenizer if isinstance(kind, ScratchConfig) else kind.name
 
@@ -360,7 +360,7 @@ def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def _local(name: str) -> Path | None:
-    """Where a model lies if it is here: a plan downloads nothing."""
+    """The path of a model's files; None if they are not here, since a plan downloads nothing."""
     from burnish.model import hub
 
     if name in hub.PACKAGED:
@@ -483,7 +483,7 @@ def _memory(device: str) -> tuple[int, int]:
 
 
 def look(recipe: Recipe, path: Path) -> tuple[Recipe, Size | None, list[BurnishError]]:
-    """For a plan: the recipe as it would run here, its size, and what it lacks."""
+    """For a plan: the recipe as it would run here, its size, and its problems."""
     unknown = missing_device(recipe)
     lacks = [*preflight.before(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)

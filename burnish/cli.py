@@ -1,4 +1,4 @@
-"""The command line: what is typed and what is shown. The work is done elsewhere."""
+"""The command line: options in, words out. ``api`` and ``build`` do the work."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def resume(
         str | None, typer.Option("--from", help="a checkpoint's name, instead of the last")
     ] = None,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="also where bit-exactness can't be kept")
+        bool, typer.Option("--anyway", help="resume although the machine, packages or data changed")
     ] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -234,7 +234,7 @@ def watch(
         Path, typer.Argument(metavar="RUN_OR_DIR", help="a run directory, or a directory of runs")
     ] = Path("runs"),
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="of 127.0.0.1; 0 takes a free one")
+        int, typer.Option(min=0, max=65535, help="a port of 127.0.0.1; 0 takes a free one")
     ] = 8420,
 ) -> None:
     """Show runs in a browser while they run, until Ctrl-C."""
@@ -262,7 +262,9 @@ def export(
 @app.command(name="eval")
 def evaluate(
     recipe: Annotated[str | None, typer.Argument(help="a recipe, or a run's directory")] = None,
-    task: Annotated[str | None, typer.Option(help="the same: a recipe's or a task's name")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="a recipe's or a task's name, instead of RECIPE")
+    ] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="a name, a directory, a run; several: side by side")
     ] = None,
@@ -274,7 +276,7 @@ def evaluate(
     overrides: Overrides = None,
     seed: Seed = None,
     out: Annotated[
-        Path | None, typer.Option(help="a directory; begun before, it goes on there")
+        Path | None, typer.Option(help="a directory; an evaluation that was begun there goes on")
     ] = None,
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
@@ -321,7 +323,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="run directories")],
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("compare.png"),
     metric: Annotated[
-        list[str] | None, typer.Option(help="draw this one of metrics.jsonl; may be given again")
+        list[str] | None, typer.Option(help="a metric of metrics.jsonl to draw; may be given again")
     ] = None,
 ) -> None:
     """Overlay runs in one picture and tabulate what they came to; evaluations become one page.

@@ -13,6 +13,7 @@ from burnish.config import Recipe
 from burnish.errors import ConfigError
 from burnish.machine import Machine, Rates
 from burnish.plan import Lines, Size
+from burnish.wording import counted
 
 FORMS = {"small": "demo-small", "medium": "demo-medium", "full": "keywords"}
 """From the shortest to the longest."""
@@ -28,7 +29,7 @@ SIZE = Size(
     layers=30,
     layer=3_540_096,
 )
-"""The default model's, which may not be here yet."""
+"""The size of the default model, whose files may not be here yet."""
 
 
 class Choice(NamedTuple):
@@ -62,13 +63,12 @@ def duration(recipe: Recipe, rates: Rates) -> float:
 
 
 def describe(choice: Choice) -> Lines:
-    """What was found, what will run and how long that takes."""
+    """Lines about the machine, the chosen form and the time it takes."""
     found, rates, recipe = choice.machine, choice.rates, choice.recipe
     known = found.gpu or f"{found.processor}, {', '.join(found.instructions[:1])}"
-    cores = "1 core" if found.cores == 1 else f"{found.cores} cores"
     speed = f"{rates.decode_gflops:,.0f} to {rates.learn_gflops:,.0f} GFLOP/s in {rates.precision}"
     return [
-        ("machine", f"{known}, {cores}: {speed}"),
+        ("machine", f"{known}, {counted(found.cores, 'core')}: {speed}"),
         ("form", f"{choice.form} of {', '.join(FORMS)}: recipe {recipe.name}"),
         ("what it does", recipe.description),
         (

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from burnish import build, config, estimate, machine, preflight
 from burnish.config import Recipe
-from burnish.errors import BurnishError
 from burnish.machine import Machine, Rates
 from burnish.plan import Lines, Section, Size, spell
 
@@ -22,9 +21,9 @@ def examine(runs: Path = Path("runs")) -> list[Section]:
     room = next(p for p in (runs.absolute(), *runs.absolute().parents) if p.is_dir())
     disk = f"{spell(shutil.disk_usage(room).free)} free in {room}"
     return [
-        ("machine", [*_machine(found), *_rates(found, rates), ("disk", disk)]),
+        ("machine", [*_machine(found), *_rates(rates), ("disk", disk)]),
         ("optional parts", [_extra(name) for name in preflight.EXTRAS]),
-        ("recipes", [(name, _recipe(name, runs, found, rates)) for name in config.list_recipes()]),
+        ("recipes", [(name, _recipe(name, runs, rates)) for name in config.list_recipes()]),
     ]
 
 
@@ -56,7 +55,7 @@ def _machine(found: Machine) -> Lines:
     ]
 
 
-def _rates(found: Machine, rates: dict[str, Rates]) -> Lines:
+def _rates(rates: dict[str, Rates]) -> Lines:
     return [
         (
             f"{name} products",
@@ -74,15 +73,12 @@ def _extra(name: str) -> tuple[str, str]:
     return name, f"pip install 'burnish[{name}]': {extra.purpose}"
 
 
-def _recipe(name: str, runs: Path, found: Machine, rates: dict[str, Rates]) -> str:
-    """About how long it takes, and what it lacks."""
+def _recipe(name: str, runs: Path, rates: dict[str, Rates]) -> str:
+    """About how long the recipe takes here, and a line for each thing that it lacks."""
     recipe = build.settled(config.load(name))
     path, size = runs / name, size_of(recipe)
     rate = rates.get(recipe.train.precision, rates["fp32"])
-    free = found.gpu_available if rate.device == "cuda" else found.available
-    lacks: list[BurnishError] = preflight.problems(recipe)
-    lacks += preflight.lacking_disk(recipe, path, size)
-    lacks += preflight.lacking_memory(recipe, size, free, rate.device, total=found.memory)
+    lacks = [*preflight.problems(recipe), *build.lacking_room(recipe, path, size)]
     duration = estimate.seconds(recipe, size, rate)
     time = estimate.spoken(duration) if duration else "time not known before its rows are here"
     if size is None and duration is None:

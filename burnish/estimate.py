@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from burnish import wording
 from burnish.config import GymTask, KeywordsTask, MathTask, PairsTask, Recipe, Rows, SortTask
 from burnish.pieces import KL
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 FILLED = 0.6
 """The share of the allowed tokens that a response is taken to have."""
 PROMPT = 64
-"""Tokens of a prompt, where none was looked at."""
+"""Tokens that a prompt is taken to have if none was looked at."""
 BYTES = 4
-"""Of a JSONL file, for each token."""
+"""Bytes of a JSONL file for each of its tokens."""
 REACHED = {
     "cpu": {"generate": 0.7, "score": 0.75, "learn": 0.7, "evaluate": 0.6},
     "cuda": {"generate": 0.12, "score": 0.25, "learn": 0.25, "evaluate": 0.12},
@@ -42,7 +43,7 @@ class Work(NamedTuple):
 
 
 def work(recipe: Recipe, size: Size) -> Work:
-    """The operations of a language model's run; 0 where its files are not there."""
+    """The operations of a language model's run; a file of rows that is missing counts as empty."""
     forward, train = 2 * size.parameters, recipe.train
     prompt = size.longest_prompt or PROMPT
     backward = 3 if train.recompute else 2
@@ -79,10 +80,7 @@ def seconds(recipe: Recipe, size: Size | None, rates: Rates) -> float | None:
 
 def spoken(duration: float) -> str:
     """Seconds as somebody would say them: "about 9 minutes"."""
-    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
-        if duration >= 1.5 * length:
-            return f"about {duration / length:.0f} {unit}s"
-    return f"about {max(1, round(duration))} seconds"
+    return f"about {wording.duration(max(1, duration))}"
 
 
 def _passes(recipe: Recipe) -> float:

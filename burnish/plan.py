@@ -1,4 +1,4 @@
-"""What a recipe will compute, said before anything runs."""
+"""The plan of a run: its task, formulas, batches, memory, disk and time, before anything runs."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ Section = tuple[str, Lines]
 
 
 class Size(NamedTuple):
-    """What a language model's files and the task's prompts tell."""
+    """Counts that a language model's files and the task's prompts give."""
 
     parameters: int
     cached: int
     """Numbers that the cache holds for a token."""
     context: int
     longest_prompt: int
-    """In tokens, of those that were looked at."""
+    """Tokens of the longest prompt that was looked at."""
     layers: int = 1
-    """Of the transformer; 1 where nobody asks."""
+    """Layers of the transformer."""
     layer: int = 0
-    """Weights of one layer; 0 where nobody asks."""
+    """Weights of one layer; 0 if not known."""
     copied: int = 0
-    """Bytes of a weight in the copy that the engine's matrix products read, where they have one."""
+    """Bytes of a weight in the engine's own copy for matrix products; 0 if it makes none."""
     looked_at: int = 0
-    """Prompts that were looked at, those that are too long among them."""
+    """Prompts that were looked at, including those that are too long."""
     too_long: int = 0
     """Prompts that were skipped or cut."""
 
@@ -60,7 +60,7 @@ class Room(NamedTuple):
 
     tokens: int
     why: str
-    """What bounds it, in words."""
+    """The setting or the context that bounds it, in words."""
 
 
 def room(recipe: Recipe, size: Size) -> Room:
@@ -133,7 +133,7 @@ def plan(
 
 
 def _precision(recipe: Recipe) -> Lines:
-    """How numbers are held; nothing of the sorting model, which has no choice."""
+    """The precision of a language model; the sorting model has one alone, so nothing is said."""
     if isinstance(recipe.model, SorterConfig):
         return []
     learned, sampled = recipe.train.precision, recipe.engine.precision
@@ -186,7 +186,7 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
 
 
 def _asked(task: SortTask | KeywordsTask | FilesTask | MathTask | GymTask) -> Lines:
-    """Prompts, rewards, and what is held out."""
+    """Lines about a task's prompts, its reward and its held-out prompts."""
     if isinstance(task, SortTask):
         prompts = f"{task.prompts} prompts of {task.length} numbers below {task.numbers}"
         return [("task", f"sort: {prompts}"), ("reward", task.reward)]
@@ -287,10 +287,10 @@ def disk_bytes(recipe: Recipe, size: Size | None) -> tuple[int, int, int | None]
 
 
 def _memory(recipe: Recipe, size: Size | None) -> Lines:
-    """What is there all the time; activations come and go."""
+    """Lines about memory: parts held all the time, and the size of a pack's activations."""
     parts, train = memory_parts(recipe, size), recipe.train
     if not parts:
-        return [("memory", "told once the model is here; `burnish train` fetches one by name")]
+        return [("memory", "known once the model is here; `burnish train` downloads it")]
     lines = [(who, _sum(held)) for who, held in parts.items()]
     if size is None or recipe.is_supervised:
         return lines
@@ -349,7 +349,7 @@ def _parameters(recipe: Recipe, size: Size | None) -> int | None:
 
 
 def _learned(recipe: Recipe, size: Size | None, count: int) -> int:
-    """Weights that learn: all, or those of the last layers."""
+    """The number of weights that learn: all, or the weights of the last layers."""
     if recipe.train.layers is None or size is None or not size.layer:
         return count
     return min(count, recipe.train.layers * size.layer)

@@ -1,5 +1,5 @@
-"""What would make a run fail, found before its first second: parts that are not installed, files
-and first runs that are not there, too little room. Nothing here loads torch."""
+"""Problems that would make a run fail, found before its first second: packages that are not
+installed, files and first runs that are missing, too little disk or memory. No torch is loaded."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 Prompts = Iterable[str | Mapping[str, Any]] | None
 Given = rewards.Reward | str | None
-"""A reward that a script gives; None if the recipe's is meant."""
+"""A reward that a script gives; None if the recipe's own reward is meant."""
 
 
 class Extra(NamedTuple):
     """An optional part of the package."""
 
     modules: tuple[str, ...]
-    """What it installs."""
+    """The modules that it installs."""
     purpose: str
 
 
@@ -67,7 +67,7 @@ _RUN = re.compile(r"runs/([\w.-]+)-\d+")
 def check_before(
     recipe: Recipe, path: Path, *, prompts: Prompts = None, reward: Given = None
 ) -> None:
-    """Raises for what is wrong with a new run: its directory, model, data, reward and packages."""
+    """Raises if the directory, model, data, reward or packages of a new run have a problem."""
     found = before(recipe, path, prompts=prompts, reward=reward)
     raise_all([*found, *lacking_disk(recipe, path, None)])
 
@@ -75,7 +75,7 @@ def check_before(
 def before(
     recipe: Recipe, path: Path, *, prompts: Prompts = None, reward: Given = None
 ) -> list[BurnishError]:
-    """All that is wrong with a new run, room aside, as far as that is seen without torch."""
+    """All problems of a new run that are seen without torch, except too little disk or memory."""
     found: list[BurnishError] = []
     with _collecting(found):
         check_new(path)
@@ -87,7 +87,7 @@ def before(
 
 
 def check_sources(recipe: Recipe, *, prompts: Prompts = None, reward: Given = None) -> None:
-    """Raises where a recipe's model, data, reward or packages are not there or not usable."""
+    """Raises if a recipe's model, data, reward or packages are missing or not usable."""
     raise_all(problems(recipe, prompts=prompts, reward=reward))
 
 
@@ -122,7 +122,7 @@ def _collecting(found: list[BurnishError]) -> Iterator[None]:
 
 
 def _check_rows(task: Any, seed: int, prompts: Prompts, reward: Given) -> None:
-    """Raises where rows are not what their task needs, or a reward is not there."""
+    """Raises if a row lacks what its task needs, or if a reward is missing."""
     from burnish.tasks import files, math, pairs, rows
 
     if isinstance(task, FilesTask):
@@ -210,13 +210,13 @@ def missing_model(recipe: Recipe) -> list[BurnishError]:
 
 
 def first_run(name: str) -> Recipe | None:
-    """The recipe that a model's name, runs/RECIPE-1, says was run before; None if it says none."""
+    """The recipe whose run a model's name, such as runs/RECIPE-1, means; None if it is no run."""
     match = _RUN.fullmatch(name)
     return config.load(match[1]) if match and match[1] in config.list_recipes() else None
 
 
 def commands(recipe: Recipe) -> list[str]:
-    """What is typed to run a recipe of the package, with the commands that write its files."""
+    """The commands that run a recipe of the package, after those that write its missing files."""
     files = [file for task in recipe.tasks for file in _files_of(task).values() if file]
     absent = [Path(file).parts[0] for file in files if not Path(file).exists()]
     written = dict.fromkeys(MADE[folder] for folder in absent if folder in MADE)
@@ -224,7 +224,7 @@ def commands(recipe: Recipe) -> list[str]:
 
 
 def lacking_disk(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishError]:
-    """Room for rows and checkpoints, those aside that a resumed run has written."""
+    """An error if the disk has too little room for the rows and checkpoints still to be written."""
     rows, files, each = disk_bytes(recipe, size)
     there = len(list((path / "checkpoints").glob("step-*")))
     needed = rows + max(1, files - there) * (each or 0)
@@ -292,7 +292,7 @@ _MEMORY = {"cpu": "memory", "cuda": "GPU memory"}
 
 
 def _files_of(task: Any) -> dict[str, str | None]:
-    """The JSONL files of a task by their setting; what comes from a hub is none."""
+    """The JSONL files of a task by their setting; rows from a hub are no files."""
     if not isinstance(task, Rows | MathTask):
         return {}
     files = {"train": task.train, "validation": task.validation}
@@ -307,14 +307,14 @@ def _model_source(recipe: Recipe) -> str:
 
 
 def origin(recipe: Recipe) -> Recipe:
-    """The recipe, or that of the first of the runs whose model it goes on with."""
+    """The recipe that made the model first: the recipe itself unless its model is a run."""
     name = _model_source(recipe)
     file = Path(name).expanduser() / "recipe.toml"
     return origin(config.load(file)) if name and file.is_file() else recipe
 
 
 def raise_all(found: Sequence[BurnishError]) -> None:
-    """One problem as it is, several as one error."""
+    """Raises one problem as it is, and several as one error."""
     if len(found) == 1:
         raise found[0]
     if found:

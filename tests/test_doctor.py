@@ -54,7 +54,7 @@ def test_rows_say_how_long_a_supervised_run_is(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0.2, "1 seconds"),
+        (0.2, "1 second"),
         (89, "89 seconds"),
         (540, "9 minutes"),
         (9000, "2 hours"),

@@ -35,7 +35,7 @@ from typing import Any, Self
 
 from burnish.errors import DataError, GraderError
 from burnish.graders.rewards import BUILT_IN, Source
-from burnish.graders.worker import HEADER, exceeded, frame
+from burnish.graders.worker import exceeded, frame
 from burnish.types import Grade, Status
 
 Items = Sequence[tuple[str, Mapping[str, Any]]]
@@ -204,15 +204,9 @@ class GraderPool:
                 worker.incoming += chunk
                 worker.waited = 0.0
             worker.closed = True
-        at = 0
-        while len(worker.incoming) >= at + HEADER.size:
-            start = at + HEADER.size
-            end = start + HEADER.unpack_from(worker.incoming, at)[0]
-            if len(worker.incoming) < end:
-                break
-            self._take(worker, json.loads(worker.incoming[start:end].decode("ascii")))
-            at = end
-        del worker.incoming[:at]
+        *lines, worker.incoming = worker.incoming.split(b"\n")
+        for line in lines:
+            self._take(worker, json.loads(line))
 
     def _take(self, worker: _Worker, said: Any) -> None:
         if isinstance(said, list):

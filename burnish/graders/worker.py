@@ -1,7 +1,7 @@
 """A grader worker: ``python -m burnish.graders.worker``, started and watched by a ``GraderPool``.
 
-Frames travel over standard input and output: four bytes of length, then JSON. The first frame in
-is the set-up, the first out says that the reward is loaded and warm; after that come batches of
+Lines of JSON travel over standard input and output. The first line in is the set-up, the first out
+says that the reward is loaded and warm; after that come batches of
 (response, row), and each answer is written as soon as there is one, so that the pool always knows
 which item a worker is on. A worker holds itself to the CPU and memory limits: the kernel kills it
 by SIGPROF when the deadline of an item has passed, whatever it is doing, and it exits when it runs
@@ -16,7 +16,6 @@ import json
 import os
 import resource
 import signal
-import struct
 import sys
 import threading
 import time
@@ -26,7 +25,6 @@ from typing import Any, BinaryIO
 from burnish.errors import DataError
 from burnish.graders import rewards
 
-HEADER = struct.Struct(">I")
 OUT_OF_MEMORY = 99
 """The exit status of a worker whose reward raised MemoryError."""
 Send = Callable[[Any], Any]
@@ -35,9 +33,8 @@ Bounds = tuple[float, int]
 
 
 def frame(content: Any) -> bytes:
-    """ASCII JSON with its length before it; lone surrogates in a text survive."""
-    body = json.dumps(content).encode("ascii")
-    return HEADER.pack(len(body)) + body
+    """A line of ASCII JSON; lone surrogates in a text survive."""
+    return json.dumps(content).encode("ascii") + b"\n"
 
 
 def main() -> None:
@@ -150,12 +147,8 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 def _receive(incoming: BinaryIO) -> Any:
     """The next frame's content; None at the end."""
-    header = incoming.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    length = HEADER.unpack(header)[0]
-    body = incoming.read(length)
-    return json.loads(body) if len(body) == length else None
+    line = incoming.readline()
+    return json.loads(line) if line.endswith(b"\n") else None
 
 
 def _end_with(parent: int, *, exit: Callable[[int], None] = os._exit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gguf.quants import QuantError, dequantize
 from torch import Tensor
 
 from burnish.errors import ModelError
-from burnish.model.rope import Rope, frequencies
+from burnish.model.rope import Llama3, Rope, frequencies
 from burnish.model.transformer import ARCHITECTURES, ModelConfig
 
 NAMES = {
@@ -120,16 +121,15 @@ def _halves(weight: Tensor, width: int) -> Tensor:
 
 def _llama3_scaling(factors: Tensor, theta: float, width: int) -> dict[str, Any]:
     """A GGUF keeps Llama 3's stretching as one factor per frequency; find the settings again."""
-    scaling = {
-        "rope_type": "llama3",
-        "factor": round(float(factors.max()), 3),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    found = Llama3(
+        factor=round(float(factors.max()), 3),
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
     cpu = torch.device("cpu")
-    plain = frequencies(Rope(rope_theta=theta), width, cpu)
-    stretched = frequencies(Rope(rope_theta=theta, **scaling), width, cpu)  # type: ignore[arg-type]
+    plain = frequencies(Rope(theta), width, cpu)
+    stretched = frequencies(Rope(theta, found), width, cpu)
     if not torch.allclose(plain / stretched, factors.float(), rtol=1e-3):
         raise ModelError(f"{LLAMA3_FACTORS} does not follow Llama 3's rule; burnish can't read it")
-    return scaling
+    return {"rope_type": "llama3", **asdict(found)}

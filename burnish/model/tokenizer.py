@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -181,16 +179,6 @@ def _bytes_of_alphabet() -> dict[str, int]:
 BYTE_OF = _bytes_of_alphabet()
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks what the assistant wrote; here it is only passed through."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
     """Templates come with the model and are not trusted: sandboxed, with the customary helpers."""
@@ -202,7 +190,7 @@ def _compiled(template: str) -> Template:
         return json.dumps(value, indent=indent, **{"ensure_ascii": False, **options})
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception

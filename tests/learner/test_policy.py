@@ -20,7 +20,7 @@ def padded_logits(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     heads, kv, width = CONFIG.n_heads, CONFIG.kv_heads, CONFIG.head_width
     angle = torch.outer(
         torch.arange(length).float(),
-        CONFIG.rope.rope_theta ** -(torch.arange(0, width, 2).float() / width),
+        CONFIG.rope.theta ** -(torch.arange(0, width, 2).float() / width),
     )
     turn = torch.complex(angle.cos(), angle.sin()).to(torch.complex128)[:, None]  # [T, 1, D/2]
     hidden_past = torch.ones(length, length, dtype=torch.bool).triu(1)

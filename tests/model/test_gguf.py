@@ -14,7 +14,7 @@ from burnish.errors import ModelError
 from burnish.model import checkpoint
 from burnish.model.attention import causal
 from burnish.model.gguf import Gguf
-from burnish.model.rope import Rope, frequencies
+from burnish.model.rope import Llama3, Rope, frequencies
 
 TOKENS = torch.randint(96, (40,), generator=torch.Generator().manual_seed(0))
 ARCH = {"llama": "llama", "smollm2": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -79,9 +79,9 @@ def test_every_type_that_gguf_dequantises_is_read(tmp_path: Path) -> None:
 
 def test_llama3_stretching_is_found_again(tmp_path: Path) -> None:
     """A GGUF keeps it as one divisor per frequency (here for heads of 8 dimensions)."""
-    rope = Rope("llama3", 500000.0, 32.0, 8192, 1.0, 4.0)
+    rope = Rope(500000.0, Llama3(32.0, 1.0, 4.0, 8192))
     cpu = torch.device("cpu")
-    divisors = frequencies(Rope(rope_theta=500000.0), 8, cpu) / frequencies(rope, 8, cpu)
+    divisors = frequencies(Rope(500000.0), 8, cpu) / frequencies(rope, 8, cpu)
     peer = make("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     path = write(tmp_path / "a.gguf", peer, "llama", rope_freqs__weight=divisors.numpy())
     assert Gguf(path).config().rope == rope

@@ -156,9 +156,6 @@ TEMPLATES = {
         "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}"
         "{{ messages | tojson }}{{ messages[0]['content'].upper() }}"
     ),
-    "tracked": (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    ),
 }
 MESSAGES = [
     {"role": "system", "content": "be brief"},

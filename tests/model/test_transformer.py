@@ -7,7 +7,7 @@ import torch
 
 from burnish.errors import ModelError
 from burnish.model.attention import causal
-from burnish.model.rope import Rope
+from burnish.model.rope import Llama3, Rope
 from burnish.model.transformer import ModelConfig, Transformer
 
 TINY = ModelConfig(vocab_size=37, n_layers=2, d_model=16, n_heads=4, d_ff=24, n_kv_heads=2)
@@ -79,12 +79,13 @@ def test_impossible_sizes_are_refused(change: dict[str, object], message: str) -
 
 def test_impossible_rope_is_refused() -> None:
     with pytest.raises(ModelError, match="must be default or llama3, got 'longrope'"):
-        Rope(rope_type="longrope")
+        Rope.from_hf({"rope_parameters": {"rope_type": "longrope"}})
+    given = {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}
     with pytest.raises(ModelError, match="'llama3' needs low_freq_factor"):
-        Rope(rope_type="llama3", factor=2.0, high_freq_factor=4.0)
+        Rope.from_hf({"rope_scaling": given, "max_position_embeddings": 32})
 
 
 def test_hf_config_round_trip() -> None:
-    rope = Rope("llama3", 500.0, 2.0, 32, 1.0, 4.0)
+    rope = Rope(500.0, Llama3(2.0, 1.0, 4.0, 32))
     config = replace(TINY, family="qwen3", head_dim=8, rope=rope)
     assert ModelConfig.from_hf(config.to_hf()) == config
