@@ -31,9 +31,9 @@ from burnish.runs.directory import PROMPTS
 from burnish.threads import share_cores
 
 if TYPE_CHECKING:
-    from burnish.config import ObjectiveConfig
     from burnish.engine.protocol import Engine
     from burnish.learner.learner import Learner
+    from burnish.learner.objective import Program
     from burnish.learner.policy import Policy
     from burnish.loops.run import Parts
     from burnish.model.sorter import Sorter
@@ -67,6 +67,7 @@ def build(
 ) -> Parts:
     """The parts of a recipe's run."""
     from burnish.engine.protocol import require
+    from burnish.learner.objective import compile
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import evaluate, sync
     from burnish.loops.run import Parts
@@ -85,7 +86,7 @@ def build(
         check_lengths(recipe, _size(recipe, model, task))
         policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
     show(Progress("load", "preparing the learner"))
-    learner = _learner(recipe, policy, recipe.objective)
+    learner = _learner(recipe, policy, compile(recipe.objective))
 
     def validate(show: Show, when: str) -> tuple[list[Group], Metrics]:
         groups, figures = evaluate.evaluate(recipe, task, engine, decode, show=show, when=when)
@@ -126,7 +127,7 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     policy = LanguagePolicy(
         model.to(device_of(recipe)), recompute=recipe.train.recompute, layers=recipe.train.layers
     )
-    learner = _learner(counted, policy, supervised.OBJECTIVE)
+    learner = _learner(counted, policy, supervised.PROGRAM)
     return Parts(
         recipe=counted,
         learner=learner,
@@ -150,11 +151,11 @@ def _pairs(recipe: Recipe, tokenizer: Tokenizer, context: int, rows: Prompts) ->
     )
 
 
-def _learner(recipe: Recipe, policy: Policy, objective: ObjectiveConfig) -> Learner:
+def _learner(recipe: Recipe, policy: Policy, program: Program) -> Learner:
     from burnish.learner.learner import Learner
 
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
-    return Learner(policy, objective, train)
+    return Learner(policy, program, train)
 
 
 def build_sampler(

@@ -6,19 +6,15 @@ it is one ``ConfigError`` that says the rule, the value and the remedy.
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -29,27 +25,37 @@ from pydantic import (
 
 from burnish import pieces
 from burnish.errors import ConfigError
+from burnish.pieces import ObjectiveConfig
+from burnish.sections import OWN, Section, as_table, named, nearest
 
 RECIPES = Path(__file__).parent / "recipes"
+CHOSEN = ("task", "model", *(f"objective.{kind}" for kind in pieces.KINDS))
+"""Sections that a recipe chooses by name, out of several."""
+MOVED = {
+    f"objective.{old}": f"objective.{new}"
+    for old, new in {
+        "advantage_eps": "advantage.eps",
+        "centered": "advantage.centered",
+        "gamma": "advantage.gamma",
+        "clip_low": "loss.low",
+        "clip_high": "loss.high",
+        "dual_clip": "loss.dual",
+        "cispo_cap": "loss.cap",
+        "cispo_floor": "loss.floor",
+        "constant_length": "reduction.length",
+        "kl_coefficient": "kl.coefficient",
+        "kl_in": "kl.where",
+        "kl_refresh": "kl.refresh",
+        "importance_level": "importance.level",
+        "importance_low": "importance.low",
+        "importance_high": "importance.high",
+    }.items()
+}
+"""Settings that had another name."""
 Table = Mapping[str, Any]
 """Settings as nested dicts."""
 Overrides = Sequence[str | Table] | Table
 """Changes to a recipe: "section.key=value" texts and tables, or one table."""
-
-
-def one_of(names: Iterable[str]) -> AfterValidator:
-    """A field that takes one of the names, and names the nearest when it is given another."""
-
-    def check(name: str) -> str:
-        if name not in names:
-            raise ValueError(f"must be {' or '.join(names)}, got {name!r}{nearest(name, names)}")
-        return name
-
-    return AfterValidator(check)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -227,17 +233,8 @@ class PairsTask(Rows):
     marks: bool = Field(False, description="keep GSM8K's calculator marks, <<48/2=24>>")
 
 
-def _task_name(task: Any) -> str:
-    name = task.get("name", "sort") if isinstance(task, Mapping) else getattr(task, "name", task)
-    return name if isinstance(name, str) else repr(name)
-
-
 AnyPart = Annotated[
-    Annotated[KeywordsTask, Tag("keywords")]
-    | Annotated[FilesTask, Tag("files")]
-    | Annotated[MathTask, Tag("math")]
-    | Annotated[GymTask, Tag("gym")],
-    Discriminator(_task_name),
+    KeywordsTask | FilesTask | MathTask | GymTask, Field(discriminator="name"), named("keywords")
 ]
 
 
@@ -260,14 +257,9 @@ class MixtureTask(Section):
 
 
 AnyTask = Annotated[
-    Annotated[SortTask, Tag("sort")]
-    | Annotated[KeywordsTask, Tag("keywords")]
-    | Annotated[FilesTask, Tag("files")]
-    | Annotated[MathTask, Tag("math")]
-    | Annotated[GymTask, Tag("gym")]
-    | Annotated[PairsTask, Tag("pairs")]
-    | Annotated[MixtureTask, Tag("mixture")],
-    Discriminator(_task_name),
+    SortTask | KeywordsTask | FilesTask | MathTask | GymTask | PairsTask | MixtureTask,
+    Field(discriminator="name"),
+    named("sort"),
 ]
 TASKS = ("sort", "keywords", "files", "math", "gym", "pairs", "mixture")
 
@@ -311,7 +303,6 @@ AnyModel = Annotated[
     | Annotated[LanguageConfig, Tag("language")],
     Discriminator(_model_kind),
 ]
-MODELS = ("sorter", "scratch", "language")
 
 
 class RolloutConfig(Section):
@@ -358,34 +349,6 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     rollouts: int = Field(16, ge=0, description="responses per step that are kept whole")
     tensorboard: bool | None = Field(None, description="events; none: if TensorBoard is installed")
-
-
-class ObjectiveConfig(Section):
-    """Names of pieces (see ``burnish/pieces.py``) and their settings."""
-
-    advantage: Annotated[str, one_of(pieces.ADVANTAGES)] = "group_zscore"
-    advantage_eps: float = Field(1e-6, gt=0, description="added to the std")
-    centered: bool = Field(False, description="best_of_group: subtract the group's mean")
-    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
-    ratio: Annotated[str, one_of(pieces.RATIOS)] = "token"
-    loss: Annotated[str, one_of(pieces.LOSSES)] = "clip"
-    clip_low: float = Field(0.2, ge=0, description="ratio at least 1 − clip_low; inf: no bound")
-    clip_high: float = Field(0.2, ge=0, description="ratio at most 1 + clip_high; inf: no bound")
-    dual_clip: float | None = Field(None, gt=1, description="bounds the loss of bad tokens")
-    cispo_cap: float = Field(5.0, gt=0)
-    cispo_floor: float = Field(0.0, ge=0)
-    reduction: Annotated[str, one_of(pieces.REDUCTIONS)] = "sequence_mean"
-    constant_length: int | None = Field(None, ge=1, description="what sums are divided by")
-    kl: Annotated[str, one_of(pieces.KLS)] = "none"
-    kl_coefficient: float = Field(0.01, gt=0, allow_inf_nan=False)
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl_refresh: int | None = Field(None, ge=1, description="reference := policy every n steps")
-    importance: Annotated[str, one_of(pieces.IMPORTANCES)] = "none"
-    importance_level: Literal["token", "sequence", "geometric"] = "token"
-    importance_low: float = Field(0.0, ge=0)
-    importance_high: float = Field(2.0, gt=0)
-    entropy_coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
-    proximal: Annotated[str, one_of(pieces.PROXIMALS)] = "recompute"
 
 
 class TrainConfig(Section):
@@ -497,30 +460,22 @@ def load(
         name, given = "from a table", nested(source)
     else:
         name = os.fspath(source)
-        given = merge({"name": Path(name).stem}, read_recipe(name))
+        given = merge({"name": Path(name).stem}, nested(read_recipe(name)))
     recipe = _validate(given)
     _refuse_without_effect(recipe, given, f"recipe {name}")
     changes = merge({}, *tables(overrides))
     if seed is not None:
         changes = merge(changes, {"seed": seed})
-    for section, kind in (("task", _task_name), ("model", _model_kind)):
-        asked = changes.get(section, {})
-        if (
-            isinstance(asked, dict)
-            and "name" in asked
-            and kind(asked) != kind(given.get(section, {}))
-        ):
-            given = {**given, section: {}}  # what the recipe set for another goes with it
-    merged = merge(given, changes)
+    merged = merge(_without_replaced(given, recipe, changes), changes)
     recipe = _validate(merged)
     _refuse_without_effect(recipe, changes, "--set")
-    # What the recipe set for a piece that an override replaced goes with the piece.
+    # A setting of the recipe that an override deprived of its effect goes.
     recipe = _validate(effective(recipe, merged))
     _check_kinds(recipe)
     if not recipe.is_supervised:  # its steps are known with its rows, see with_steps
         _check_batches(recipe)
         _check_train(recipe)
-    _check_objective(recipe)
+    _check_group(recipe)
     return recipe
 
 
@@ -599,17 +554,18 @@ def tables(overrides: Overrides) -> list[dict[str, Any]]:
 
 
 def nested(table: Table) -> dict[str, Any]:
-    """A table as plain dicts: "a.b" as a key is b in a, a path is its text, and a task or a model
-    that is a text is its name."""
+    """A table as plain dicts: "a.b" as a key is b in a, a path is its text, and a bare name is the
+    table that it is short for."""
     result: dict[str, Any] = {}
     for key, value in table.items():
         below: Any = _plain(value)
         for part in reversed(str(key).split(".")):
             below = {part: below}
         result = merge(result, below)
-    for section in ("task", "model"):
-        if isinstance(result.get(section), str):
-            result[section] = {"name": result[section]}
+    for section, name in (path.rpartition(".")[::2] for path in CHOSEN):
+        holder = result.get(section) if section else result
+        if isinstance(holder, dict) and name in holder:
+            holder[name] = as_table(holder[name])
     return result
 
 
@@ -656,12 +612,7 @@ def together(options: Sequence[str], overrides: Overrides) -> list[str | Table]:
 
 def unused(recipe: Recipe) -> dict[str, str]:
     """Settings, or whole sections, that have no effect in this recipe, and the words for why."""
-    reasons = {}
-    for key in ObjectiveConfig.model_fields.keys() - pieces.settings_of(recipe.objective):
-        users = pieces.users_of(key)
-        kinds = sorted({user.split(" = ")[0] for user in users})
-        now = ", ".join(f"{kind} = '{getattr(recipe.objective, kind)}'" for kind in kinds)
-        reasons[f"objective.{key}"] = f"{now}; remove it, or use {' or '.join(users)}"
+    reasons = {f"objective.{key}": why for key, why in recipe.objective.unused.items()}
     if recipe.train.schedule == "constant":
         for key in ("train.decay_steps", "train.final_rate"):
             reasons[key] = "train.schedule = 'constant'; remove it, or use 'linear' or 'cosine'"
@@ -720,17 +671,13 @@ def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Words for an error: the nearest right spelling, if there is one."""
-    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if callable(value):  # a script's own piece
+        return json.dumps(getattr(value, "__name__", type(value).__name__))
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return repr(value)
@@ -745,26 +692,49 @@ def _validate(table: Mapping[str, Any]) -> Recipe:
 
 
 def _explain(problem: Any) -> str:
-    loc = problem["loc"]
-    if loc[:3] == ("task", "mixture", "tasks"):
-        loc = loc[:4] + loc[5:]
-    if loc[0] in ("task", "model") and len(loc) > 1 and loc[1] in TASKS + MODELS:
-        loc = loc[:1] + loc[2:]  # which of them it is goes without saying
-    where = ".".join(str(part) for part in loc)
-    if problem["type"] == "union_tag_invalid":
+    where, tag = _place(problem["loc"])
+    kind, given = problem["type"], problem["input"]
+    if kind == "union_tag_invalid":
+        known = [name for name in problem["ctx"]["expected_tags"].split("'")[1::2] if name != OWN]
         name = problem["ctx"]["tag"]
-        names = [known for known in TASKS if repr(known) in problem["ctx"]["expected_tags"]]
-        return f"{where}.name must be {' or '.join(names)}, got {name!r}{nearest(name, names)}"
-    if problem["type"] == "extra_forbidden":
-        keys = [key for key in _keys(Recipe) if key != where]  # which another task may have
-        by_name = [key for key in keys if key.rpartition(".")[2] == where.rpartition(".")[2]]
-        hint = f"; did you mean {by_name[0]!r}?" if by_name else nearest(where, keys)
-        sections = ", ".join(key for key in keys if "." not in key)
-        return f"unknown setting {where!r}{hint or f'; a recipe has {sections}'}"
-    if problem["type"] == "value_error":  # from one_of, which says the value itself
+        setting = where if where.startswith("objective.") else f"{where}.name"
+        return f"{setting} must be {' or '.join(known)}, got {name!r}{nearest(name, known)}"
+    if kind == "extra_forbidden":
+        return _explain_unknown(where, tag)
+    if kind == "missing":
+        return f"{where} is missing: {tag!r} needs it; set it, as --set {where}=VALUE does"
+    if kind == "value_error":  # a check in this package, which says the value itself
         return f"{where} {problem['msg'].removeprefix('Value error, ')}"
-    message = problem["msg"].replace("Input should be", "must be")
-    return f"{where} {message}, got {problem['input']!r}"
+    return f"{where} {problem['msg'].replace('Input should be', 'must be')}, got {given!r}"
+
+
+def _place(loc: tuple[int | str, ...]) -> tuple[str, str | None]:
+    """The setting that a problem is in, and the name of the section that was chosen there."""
+    path, tag, is_tag = "", None, False
+    for part in map(str, loc):
+        if is_tag:
+            tag, is_tag = part, False
+            continue
+        path = f"{path}.{part}" if path else part
+        is_tag = path in CHOSEN or (path.startswith("task.tasks.") and path.count(".") == 2)
+    return path, tag
+
+
+def _explain_unknown(where: str, tag: str | None) -> str:
+    section, _, setting = where.rpartition(".")
+    if where in MOVED:
+        return f"{where} is called {MOVED[where]} now; write that"
+    kind = section.removeprefix("objective.")
+    if kind in pieces.KINDS and (users := pieces.names(kind, setting)):
+        return (
+            f"{where} has no effect with {section} = {tag!r}; remove it, or use {section} = "
+            f"{' or '.join(map(repr, users))}"
+        )
+    keys = [key for key in _keys(Recipe) if key != where]  # which another task may have
+    by_name = [key for key in keys if key.rpartition(".")[2] == setting and key.count(".") < 2]
+    hint = f"; did you mean {by_name[0]!r}?" if by_name else nearest(where, keys)
+    sections = ", ".join(key for key in keys if "." not in key)
+    return f"unknown setting {where!r}{hint or f'; a recipe has {sections}'}"
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -783,12 +753,33 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _sections(part)
 
 
+def _without_replaced(given: Table, recipe: Recipe, changes: Table) -> dict[str, Any]:
+    """A recipe's table without the settings of each task, model or piece that changes replace."""
+    result = merge(given)
+    for path in CHOSEN:
+        section, _, name = path.rpartition(".")
+        asked = _lookup(changes, path)
+        if not isinstance(asked, Mapping) or "name" not in asked:
+            continue
+        holder = result.get(section, {}) if section else result
+        current = getattr(recipe.objective if section else recipe, name)
+        known = get_args(type(current).model_fields["name"].annotation)
+        is_same = asked["name"] in known if known else _model_kind(asked) == "language"
+        if not is_same:
+            holder.pop(name, None)
+    return result
+
+
+def _lookup(table: Any, path: str) -> Any:
+    """The value of the setting "section.key"; None if there is none."""
+    for name in path.split("."):
+        table = table.get(name) if isinstance(table, Mapping) else None
+    return table
+
+
 def _refuse_without_effect(recipe: Recipe, table: Mapping[str, Any], where: str) -> None:
     for key, reason in unused(recipe).items():
-        part: Any = table
-        for name in key.split("."):
-            part = part.get(name) if isinstance(part, Mapping) else None
-        if part is not None:
+        if _lookup(table, key) is not None:
             raise ConfigError(f"{key} ({where}) has no effect with {reason}")
 
 
@@ -852,39 +843,10 @@ def _check_train(recipe: Recipe) -> None:
         )
 
 
-ONE_IS_ENOUGH = ("raw", "best_of_group", "reinforce_plus_plus")
-"""Advantages that a group of one response can have."""
-
-
-def _check_objective(recipe: Recipe) -> None:
-    c, group = recipe.objective, recipe.rollout.group_size
-    if group < 2 and c.advantage not in ONE_IS_ENOUGH:
+def _check_group(recipe: Recipe) -> None:
+    advantage, group = recipe.objective.advantage, recipe.rollout.group_size
+    if group < advantage.group:
         raise ConfigError(
-            f"rollout.group_size must be at least 2 for objective.advantage = '{c.advantage}', "
+            f"rollout.group_size must be at least 2 for objective.advantage = '{advantage.name}', "
             f"got {group}; use objective.advantage = 'raw'"
         )
-    if c.kl == "k1" and c.kl_in == "loss":
-        raise ConfigError(
-            "objective.kl = 'k1' has a gradient of mean 0 in the loss; use kl = 'k3', or "
-            "kl_in = 'reward'"
-        )
-    if c.reduction == "constant" and c.constant_length is None:
-        raise ConfigError(
-            "objective.reduction = 'constant' needs objective.constant_length, "
-            "usually the largest response length"
-        )
-    if c.loss == "cispo" and c.cispo_floor > c.cispo_cap:
-        raise ConfigError(
-            f"objective.cispo_floor = {c.cispo_floor:g} is above cispo_cap = {c.cispo_cap:g}"
-        )
-    if c.importance != "none":
-        if c.proximal == "behavior":
-            raise ConfigError(
-                "objective.importance corrects proximal against behavior; with proximal = "
-                "'behavior' it would always be 1: use proximal = 'recompute' or importance = 'none'"
-            )
-        if c.importance_low > c.importance_high or math.isnan(c.importance_high):
-            raise ConfigError(
-                f"objective.importance_low = {c.importance_low:g} is above importance_high = "
-                f"{c.importance_high:g}"
-            )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import wording
 from burnish.config import GymTask, KeywordsTask, MathTask, PairsTask, Recipe, Rows, SortTask
+from burnish.pieces import KL
 
 if TYPE_CHECKING:
     from burnish.machine import Rates
@@ -88,7 +89,7 @@ def _passes(recipe: Recipe) -> float:
     scored = recipe.rollout.batch if train.log_kl_responses is None else train.log_kl_responses
     logged = 2 * train.log_kl * min(1, scored / recipe.rollout.batch)
     again = objective.proximal == "recompute" and recipe.gradient_steps_per_rollout > 1
-    return (objective.kl != "none") + logged + again
+    return isinstance(objective.kl, KL) + logged + again
 
 
 def _held_out(task: Any) -> int:

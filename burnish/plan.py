@@ -19,6 +19,7 @@ from burnish.config import (
     SortTask,
 )
 from burnish.errors import ConfigError
+from burnish.pieces import KL
 from burnish.wording import counted
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def disk_bytes(recipe: Recipe, size: Size | None) -> tuple[int, int, int | None]
     files = min(saves, recipe.checkpoint.keep + 2)  # the best, and the one that is being written
     if count is None:
         return rows, files, None
-    frozen = recipe.train.log_kl + (recipe.objective.kl_refresh is not None)
+    frozen = recipe.train.log_kl + _refreshes(recipe)
     learned = _learned(recipe, size, count)
     return rows, files, 4 * count + (8 + frozen * BYTES[recipe.train.precision]) * learned
 
@@ -327,10 +328,16 @@ def _time(recipe: Recipe, size: Size | None, rates: Rates | None) -> Lines:
 
 def _copies(recipe: Recipe) -> int:
     """Frozen policies that the learner holds; the initial model may serve as the reference."""
-    logs, objective = recipe.train.log_kl, recipe.objective
-    if objective.kl == "none":
+    logs = recipe.train.log_kl
+    if not isinstance(recipe.objective.kl, KL):
         return 2 * logs
-    return 1 + logs + (logs and objective.kl_refresh is not None)
+    return 1 + logs + (logs and _refreshes(recipe))
+
+
+def _refreshes(recipe: Recipe) -> bool:
+    """Whether the policy becomes the reference now and then."""
+    kl = recipe.objective.kl
+    return isinstance(kl, KL) and kl.refresh is not None
 
 
 def _parameters(recipe: Recipe, size: Size | None) -> int | None:

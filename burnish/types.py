@@ -163,10 +163,19 @@ class PackedBatch:
 
 
 class Measured(NamedTuple):
-    """What a policy makes of tokens."""
+    """Log-probability and entropy of tokens under a policy."""
 
     logprobs: Tensor
     entropy: Tensor
+
+
+class Scores(NamedTuple):
+    """Log-probabilities [N] from the forward passes before the first gradient step."""
+
+    proximal: Tensor | None = None
+    """None if the objective does not need this pass."""
+    reference: Tensor | None = None
+    """None if the objective does not need this pass."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +186,15 @@ class LearnBatch:
     advantages: Tensor
     loss_weight: Tensor
     """The denominator as a weight: loss = Σ loss_weight × objective over the whole train batch."""
-    proximal_logprobs: Tensor | None
-    """None: the policy itself, in a batch on which one step is taken and which it scored last."""
+    proximal_logprobs: Tensor | None = None
+    """None if the proximal policy is the policy itself: one step, on a batch that it sampled."""
     reference_logprobs: Tensor | None = None
-    """None if the recipe has no KL term."""
-    lower: Tensor | None = None
-    """[N, d] hidden states below the layers that learn; None if all layers learn."""
+    """None if the objective has no KL term."""
     importance: Tensor | None = None
-    """Corrects for the gap between behavior and proximal; no gradient."""
+    """The correction for the gap between behavior and proximal, without gradient; None if the
+    objective has none."""
+    slots: Tensor | None = None
+    """Where the tokens stand in the rollout that was scored; None if no rollout was scored."""
 
 
 class Weights(NamedTuple):

@@ -154,7 +154,7 @@ def test_recipes_are_listed(tmp_path):
         (["train", "nothing"], "there is no recipe 'nothing'"),
         (["compare", "nowhere"], "nowhere is not a run directory"),
         (["compare", "nowhere", "--out", "no/such/place.png"], "no/such is not a directory"),
-        (["plan", "sort", "--set", "objective.gamma=0.9"], "has no effect"),
+        (["plan", "sort", "--set", "objective.advantage.gamma=0.9"], "has no effect"),
     ],
 )
 def test_an_error_is_one_message(arguments, message, tmp_path):

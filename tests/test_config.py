@@ -32,13 +32,13 @@ def test_a_recipe_holds_only_what_differs_or_names_its_task(name):
 
 
 def test_the_resolved_recipe_is_a_recipe(tmp_path):
-    changes = ["objective.loss=clip", "objective.clip_high=inf", "objective.kl=k2", "seed=7"]
+    changes = ["objective.loss=clip", "objective.loss.high=inf", "objective.kl=k2", "seed=7"]
     recipe = config.load("sort", changes)
     file = tmp_path / "again.toml"
     file.write_text(config.to_toml(config.effective(recipe)))
     again = config.load(str(file))
     assert again == recipe
-    assert again.objective.clip_high == math.inf
+    assert again.objective.loss.high == math.inf
 
 
 def test_toml_round_trip():
@@ -88,7 +88,7 @@ def test_a_recipe_may_be_a_table():
     assert config.load({"task": "sort"}, seed=3).seed == 3
     assert config.load(config.RECIPES / "sort.toml") == config.load("sort")
     assert "did you mean 'train.steps'?" in refused(name={"train": {"step": 3}})
-    assert "has no effect" in refused(name={"objective": {"kl_coefficient": 0.1}})
+    assert "has no effect" in refused(name={"objective": {"kl": {"coefficient": 0.1}}})
 
 
 @pytest.mark.parametrize(
@@ -143,21 +143,21 @@ def test_a_file_that_is_not_toml(tmp_path):
 
 
 def test_a_setting_without_effect_is_refused_with_the_reason():
-    message = refused("objective.advantage_eps=0.1")
+    message = refused("objective.advantage.eps=0.1")
     assert message == (
-        "objective.advantage_eps (--set) has no effect with advantage = 'group_mean'; remove it, "
-        "or use advantage = 'group_zscore'"
+        "objective.advantage.eps has no effect with objective.advantage = 'group_mean'; remove it, "
+        "or use objective.advantage = 'group_zscore'"
     )
-    assert "kl = 'k1' or kl = 'k2' or kl = 'k3'" in refused("objective.kl_coefficient=0.1")
+    assert "objective.kl = 'k1' or 'k2' or 'k3'" in refused("objective.kl.coefficient=0.1")
     assert "has no effect with loss = 'reinforce'" in refused(
         "objective.loss=reinforce", "objective.ratio=sequence"
     )
     assert "has no effect" in refused("objective.loss=reinforce", "objective.proximal=behavior")
-    in_reward = ["objective.kl=k1", "objective.kl_in=reward", "objective.proximal=behavior"]
+    in_reward = ["objective.kl=k1", "objective.kl.where=reward", "objective.proximal=behavior"]
     assert config.load("sort", ["objective.loss=reinforce", *in_reward])
-    assert "must be greater than 0" in refused("objective.kl=k3", "objective.kl_coefficient=0")
-    assert "has no effect with kl = 'none'" in refused("objective.kl_refresh=4")
-    assert "finite" in refused("objective.kl=k3", "objective.kl_coefficient=inf")
+    assert "must be greater than 0" in refused("objective.kl=k3", "objective.kl.coefficient=0")
+    assert "has no effect with objective.kl = 'none'" in refused("objective.kl.refresh=4")
+    assert "finite" in refused("objective.kl=k3", "objective.kl.coefficient=inf")
 
 
 def test_pieces_that_do_not_go_together_are_refused():
@@ -166,23 +166,39 @@ def test_pieces_that_do_not_go_together_are_refused():
 
 def test_a_recipe_with_a_setting_without_effect_is_refused(tmp_path):
     file = tmp_path / "mine.toml"
-    file.write_text('[objective]\nloss = "reinforce"\nclip_low = 0.1\n')
+    file.write_text('[objective]\nloss = "reinforce"\nratio = "sequence"\n')
     with pytest.raises(
-        ConfigError, match=r"objective\.clip_low \(recipe .*mine\.toml\) has no effect"
+        ConfigError, match=r"objective\.ratio \(recipe .*mine\.toml\) has no effect"
     ):
+        config.load(str(file))
+    file.write_text('[objective.loss]\nname = "reinforce"\nlow = 0.1\n')
+    with pytest.raises(ConfigError, match=r"loss\.low has no effect .* 'reinforce'.* 'clip'"):
         config.load(str(file))
 
 
+@pytest.mark.parametrize(("old", "new"), config.MOVED.items())
+def test_a_setting_that_was_renamed_is_named(old, new):
+    assert refused(f"{old}=1") == f"{old} is called {new} now; write that"
+    assert new in set(config._keys(config.Recipe))
+
+
+def test_a_piece_may_be_a_name_or_a_table(tmp_path):
+    short = config.load("sort", ["objective.loss=cispo"]).objective
+    assert short.loss == pieces.Cispo()
+    file = tmp_path / "mine.toml"
+    file.write_text('[objective.loss]\nname = "cispo"\ncap = 3\n')
+    assert config.load(file).objective.loss == pieces.Cispo(cap=3)
+    assert config.load(file, ["objective.loss.floor=1"]).objective.loss == pieces.Cispo(
+        cap=3, floor=1
+    )
+    assert config.load(file, ["objective.loss=clip"]).objective.loss == pieces.Clip()
+
+
 def test_what_an_override_replaces_takes_its_settings_along():
-    recipe = config.load("sort", ["objective.loss=reinforce"])  # the recipe sets clip_low
-    assert recipe.objective.clip_low == config.ObjectiveConfig().clip_low
-    assert "clip_low" not in config.effective(recipe)["objective"]
-
-
-def test_every_setting_is_read_by_some_piece():
-    always = {*pieces.KINDS, "entropy_coefficient"}
-    for name in config.ObjectiveConfig.model_fields:
-        assert name in always or pieces.users_of(name), name
+    recipe = config.load("sort", ["objective.loss=reinforce"])  # the recipe sets low
+    assert config.effective(recipe)["objective"]["loss"] == {"name": "reinforce"}
+    again = config.load("sort", ["objective.kl.coefficient=0.3", "objective.kl=k2"])
+    assert again.objective.kl == pieces.KL(name="k2", coefficient=0.3)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +209,18 @@ def test_every_setting_is_read_by_some_piece():
         (["train.batch=15"], "use train.batch = 10 or 20"),
         (["train.batch=20"], "does not divide rollout.batch = 30; use one of 10, 30"),
         (["rollout.group_size=1"], "use objective.advantage = 'raw'"),
-        (["objective.reduction=constant"], "needs objective.constant_length"),
-        (["objective.loss=cispo", "objective.cispo_floor=6"], "is above cispo_cap = 5"),
-        (["objective.importance=mask", "objective.importance_low=3"], "is above importance_high"),
+        (
+            ["objective.reduction=constant"],
+            "objective.reduction.length is missing: 'constant' needs it",
+        ),
+        (
+            ["objective.loss=cispo", "objective.loss.floor=6"],
+            "objective.loss needs floor at or below cap, got 6 and 5",
+        ),
+        (
+            ["objective.importance=mask", "objective.importance.low=3"],
+            "objective.importance needs low at or below high, got 3 and 2",
+        ),
         (["objective.importance=mask", "objective.proximal=behavior"], "it would always be 1"),
         (["train.micro_sequences=2", "train.micro_tokens=9"], "in sequences or in tokens"),
         (["train.decay_steps=9"], "no effect with train.schedule = 'constant'"),
@@ -357,7 +382,7 @@ def test_what_does_not_learn_takes_no_memory(tmp_path):
         (["objective.kl=none"], 2),
         (["train.log_kl=false"], 1),
         ([], 2),
-        (["objective.kl_refresh=5"], 3),
+        (["objective.kl.refresh=5"], 3),
     ],
 )
 def test_frozen_copies_are_those_the_learner_holds(overrides, copies, tmp_path, smollm2):
@@ -367,8 +392,7 @@ def test_frozen_copies_are_those_the_learner_holds(overrides, copies, tmp_path, 
     lines = dict(dict(plan(recipe, tmp_path, SIZE))["resources"])
     assert (f"{copies} frozen" in lines["learner"]) == (copies > 0)
     learner = build.build(recipe).learner
-    if recipe.objective.kl_refresh:
-        learner.refresh_reference()
+    learner.begin(0)
     held = {id(p) for p in (learner.reference, learner.initial, learner.previous) if p is not None}
     assert len(held) == copies
 

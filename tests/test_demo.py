@@ -38,11 +38,11 @@ def test_a_form_may_be_asked_for(monkeypatch):
 def test_every_form_is_grpo_as_published_on_the_reward_that_asks_for_use(name):
     recipe = config.load(name)
     pieces = recipe.objective
-    assert (pieces.advantage, pieces.loss, pieces.reduction) == (
+    assert (pieces.advantage.name, pieces.loss.name, pieces.reduction.name) == (
         "group_zscore",
         "clip",
         "sequence_mean",
     )
-    assert (pieces.kl, pieces.kl_in) == ("k3", "loss")
+    assert (pieces.kl.name, pieces.kl.where) == ("k3", "loss")
     assert recipe.task.reward == "use"
     assert recipe.task.must_end

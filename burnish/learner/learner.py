@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from burnish import pieces
-from burnish.config import ObjectiveConfig, TrainConfig
+from burnish.config import TrainConfig
 from burnish.errors import BurnishError, RunError
-from burnish.learner.objective import Metrics, describe, describe_kl, token_loss
+from burnish.learner.objective import Metrics, Program, describe_kl
 from burnish.learner.optim import Optimizer
 from burnish.learner.policy import Policy, copy_weights
 from burnish.progress import Report, unheard
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
-from burnish.types import LearnBatch, Measured, PackedBatch, Weights
+from burnish.types import LearnBatch, Measured, PackedBatch, Scores, Weights
 
 
-class Scores(NamedTuple):
-    """Forward passes without gradient before the first step."""
-
-    proximal: Tensor | None
-    """[N]; None if nothing reads it before the step, whose own forward pass is the same."""
-    reference: Tensor | None
-    """[N]; None if the recipe has no KL term."""
-    lower: Tensor | None = None
-    """[N, d] hidden states below the layers that learn; None if all layers learn."""
-
-
-class Update(NamedTuple):
-    """What a gradient step leaves to be known."""
+class Finished(NamedTuple):
+    """What is known of a rollout once its gradient steps are taken."""
 
     metrics: Metrics
-    logprobs: Tensor
-    """[N] of the policy before the step, from the step's own forward pass."""
+    """KL of the policy that sampled it to the initial model and to the policy one rollout before;
+    empty unless ``train.log_kl``."""
+    logprobs: Tensor | None
+    """[N] of the policy before the first step; None if only the sampler scored all of them."""
 
 
 class State(NamedTuple):
@@ -48,17 +39,31 @@ class State(NamedTuple):
     numbers: dict[str, Any]
 
 
+@dataclass
+class _Rollout:
+    """What the learner keeps of a rollout between its scores and its last gradient step."""
+
+    batch: PackedBatch
+    lower: Tensor | None
+    """[N, d] hidden states below the layers that learn; None if all layers learn."""
+    logprobs: Tensor
+    """[N] of the policy before the first step; the sampler's until the learner has its own."""
+    drift: Callable[[Tensor], Metrics]
+    is_new: bool = True
+    """No gradient step was taken yet."""
+
+
 class Learner:
-    """Executes per-token streams; what the algorithm is called, it does not know.
+    """Runs a program of forward passes and gradient steps.
 
     Beside the optimizer's memory (see ``optim``) it holds one frozen copy of the policy, in compute
-    precision, for each of: the reference (a recipe with KL), the initial model and the policy of
-    the step before (``train.log_kl``). A reference that is never refreshed is the initial model,
-    and then they share one copy.
+    precision, for each of: the reference (a program that needs its pass), the initial model and the
+    policy one rollout before (``train.log_kl``). A reference that is never refreshed is the initial
+    model, and then they share one copy.
     """
 
-    def __init__(self, policy: Policy, objective: ObjectiveConfig, train: TrainConfig) -> None:
-        self.objective = objective
+    def __init__(self, policy: Policy, program: Program, train: TrainConfig) -> None:
+        self.program = program
         self.train = train
         self.optimizer = Optimizer(policy, train)
         self.policy = self.optimizer.policy
@@ -66,9 +71,10 @@ class Learner:
         self.incarnation = 0
         self.skipped_in_a_row = 0
         self.refreshed = False
-        with_kl = objective.kl != "none"
-        initial = self._frozen() if with_kl or train.log_kl else None
-        self.reference = initial if with_kl else None
+        self._rollout: _Rollout | None = None
+        has_reference = "reference" in program.passes(1)
+        initial = self._frozen() if has_reference or train.log_kl else None
+        self.reference = initial if has_reference else None
         self.initial = initial if train.log_kl else None
         self.previous = self._frozen() if train.log_kl else None
 
@@ -76,103 +82,84 @@ class Learner:
     def device(self) -> torch.device:
         return next(self.policy.parameters()).device
 
-    def refresh_reference(self) -> None:
-        """From now on the reference is the policy as it is."""
-        self.reference, self.refreshed = self._frozen(), True
+    def begin(self, number: int) -> None:
+        """Begins rollout ``number``, counted from 0: it may be time to refresh the reference."""
+        if self.program.refresh is not None and number % self.program.refresh == 0:
+            self._refresh_reference()
 
     def score(
-        self, batch: PackedBatch, report: Report = unheard, *, batches: int | None = None
-    ) -> Scores:
-        """What advantages, loss and logs need of the policies before the first step.
-
-        If one step is taken, its own forward pass is the proximal policy's, so that another is made
-        only for what reads it earlier. ``report`` is told the packs that are done, of each pass
-        anew. ``batches`` is the planned number of train batches (see ``train_batches``).
-        """
-        steps = self.train.epochs * len(train_batches(batch, self.train.batch, count=batches))
-        packs = self._packs(batch, batches)
-        lower, proximal, reference = self._lower(packs, report), None, None
-        if self.objective.proximal == "behavior":
-            proximal = batch.behavior_logprobs
-        elif steps > 1 or pieces.reads_proximal_first(self.objective):
-            proximal = self._logprobs(self.policy, packs, lower, report)
-        if self.reference is not None:
-            reference = self._logprobs(self.reference, packs, lower, report)
-        return Scores(proximal, reference, lower)
-
-    def logprobs(self, batch: PackedBatch, report: Report = unheard) -> Tensor:
-        """[N] of the policy as it is, without gradient."""
-        return self._logprobs(self.policy, self._packs(batch), None, report)
-
-    def drift(
         self,
         batch: PackedBatch,
-        scores: Scores,
+        parts: Sequence[Pack] | None = None,
         report: Report = unheard,
-        *,
-        batches: int | None = None,
-    ) -> Callable[[Tensor], Metrics]:
-        """KL of the policy that sampled the batch to the initial model and to the one before it,
-        as a function of its log-probabilities [N], which the first step may yet have to make.
+    ) -> Scores:
+        """The forward passes that the program needs before the first step, and those of the log.
 
-        To be called once per rollout, before the first step: the policy as it is then becomes the
-        next call's "previous". No metrics unless ``train.log_kl``.
+        ``parts`` are the train batches of the rollout, by default of ``train.batch`` responses.
+        ``report`` is told the packs that are done, of each pass anew.
         """
-        if self.initial is None or self.previous is None:
-            return lambda logprobs: {}
-        part, slots = Pack.whole(batch)
-        if self.train.log_kl_responses is not None:
-            some = min(self.train.log_kl_responses, len(batch.rewards))
-            part, slots = take(batch, torch.arange(some, device=batch.tokens.device))
-            batches = None
-        packs = self._packs(part, batches)
-        lower = None if scores.lower is None else scores.lower[slots]
-        initial, whole = scores.reference, True
-        if self.reference is not self.initial or initial is None:
-            initial, whole = self._logprobs(self.initial, packs, lower, report), False
-        previous = self._logprobs(self.previous, packs, lower, report)
-        copy_weights(self.policy, self.previous)
-
-        def measure(logprobs: Tensor) -> Metrics:
-            metrics = describe_kl("previous", logprobs[slots], previous, part)
-            known = (logprobs, initial, batch) if whole else (logprobs[slots], initial, part)
-            return metrics | describe_kl("initial", *known)
-
-        return measure
-
-    def held_out_drift(self, batch: PackedBatch, report: Report = unheard) -> Metrics:
-        """KL of the policy as it is to the initial model, on responses that it sampled but does not
-        learn from. No metrics unless ``train.log_kl``, nor before the first step: it is 0."""
-        if self.initial is None or not self.version:
-            return {}
-        packs = self._packs(batch)
+        parts = train_batches(batch, self.train.batch) if parts is None else parts
+        packs = self._packs(parts)
         lower = self._lower(packs, report)
-        ours, initial = (
-            self._logprobs(policy, packs, lower, report) for policy in (self.policy, self.initial)
+        policies = {"proximal": self.policy, "reference": self.reference}
+        needed = self.program.passes(self.train.epochs * len(parts))
+        scores = Scores(
+            **{
+                name: self._logprobs(policy, packs, lower, report)
+                for name, policy in policies.items()
+                if name in needed and policy is not None
+            }
         )
-        return describe_kl("held_out", ours, initial, batch)
+        known = batch.behavior_logprobs if scores.proximal is None else scores.proximal
+        drift = self._drift(batch, packs, lower, scores, report)
+        self._rollout = _Rollout(batch, lower, known, drift)
+        return scores
 
-    def step(self, learn: LearnBatch, report: Report = unheard) -> Update:
+    def step(self, learn: LearnBatch, report: Report = unheard) -> Metrics:
         """One gradient step on one train batch; one that is not finite is skipped and counted.
 
         ``report`` is told the packs that are done.
         """
         measured, loss = self._accumulate(learn, report)
-        logprobs = measured.logprobs
+        self._keep_first(measured.logprobs)
         norm = self.optimizer.gradient_norm()
-        metrics = describe(self.objective, measured, learn)
-        metrics |= mismatch(logprobs, learn.batch, self.version)
+        metrics = self.program.metrics(measured, learn)
+        metrics |= mismatch(measured.logprobs, learn.batch, self.version)
         metrics |= {"train/loss": loss, "train/grad_norm": norm, "train/skipped": 0.0}
         if self.optimizer.scale.moves:
             metrics["train/loss_scale"] = self.optimizer.scale.value
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._skip(loss, norm)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            return Update(finite | {"train/skipped": 1.0}, logprobs)
+            return finite | {"train/skipped": 1.0}
         metrics["train/learning_rate"] = self.optimizer.step(self.version, norm)
         self.version += 1
         self.skipped_in_a_row = 0
-        return Update(metrics, logprobs)
+        return metrics
+
+    def finish(self) -> Finished:
+        """Ends the rollout that was scored last; its saved forward passes are dropped."""
+        rollout, self._rollout = self._rollout, None
+        assert rollout is not None, "score comes before finish"
+        is_own = rollout.logprobs is not rollout.batch.behavior_logprobs
+        return Finished(rollout.drift(rollout.logprobs), rollout.logprobs if is_own else None)
+
+    def logprobs(self, batch: PackedBatch, report: Report = unheard) -> Tensor:
+        """[N] of the policy as it is, without gradient."""
+        packs = self._packs(train_batches(batch, self.train.batch))
+        return self._logprobs(self.policy, packs, None, report)
+
+    def held_out_drift(self, batch: PackedBatch, report: Report = unheard) -> Metrics:
+        """KL of the policy as it is to the initial model, on responses that it sampled but does not
+        learn from. No metrics unless ``train.log_kl``, nor before the first step: it is 0."""
+        if self.initial is None or not self.version:
+            return {}
+        packs = self._packs(train_batches(batch, self.train.batch))
+        lower = self._lower(packs, report)
+        ours, initial = (
+            self._logprobs(policy, packs, lower, report) for policy in (self.policy, self.initial)
+        )
+        return describe_kl("held_out", ours, initial, batch)
 
     def weights(self, dtype: torch.dtype | None = None) -> Weights:
         """A copy in that precision, rounded from the masters; None: in compute precision."""
@@ -204,7 +191,7 @@ class Learner:
     def load_state(self, state: State) -> None:
         """Takes over the state of a learner that was made from the same model and recipe."""
         if state.numbers["refreshed"]:
-            self.refresh_reference()
+            self._refresh_reference()
         views = self.state().tensors
         ours, given = (
             {(name, t.shape) for name, t in tensors.items()} for tensors in (views, state.tensors)
@@ -223,21 +210,69 @@ class Learner:
 
     def _accumulate(self, learn: LearnBatch, report: Report = unheard) -> tuple[Measured, float]:
         """Adds up the gradients over the packs -> what was measured, and the loss."""
+        saved = None if self._rollout is None else self._rollout.lower
         parts, loss = [], 0.0
         packs = self._cut(learn.batch)
         for done, pack in enumerate(packs, 1):
             part = take_streams(learn, pack)
-            measured = self.policy.score(pack.batch, part.lower)
-            if not self.objective.entropy_coefficient:
-                measured = measured._replace(entropy=measured.entropy.detach())
-            per_token = token_loss(self.objective, measured, part)
+            lower = None if saved is None or part.slots is None else saved[part.slots]
+            measured = self.policy.score(pack.batch, lower)
+            per_token = self.program.token_loss(measured, part)
             part_loss = weighted_sum(per_token, part.loss_weight)
+            # A graph that the loss does not need is let go before the backward pass.
+            measured = Measured(*(x.detach() for x in measured))
             self.optimizer.backward(part_loss)
             loss += part_loss.item()
-            streams = torch.stack([x.detach() for x in measured], 1)
-            parts.append((pack.slots, streams))
+            parts.append((pack.slots, torch.stack(measured, 1)))
             report(done, len(packs))
         return Measured(*_join(parts).unbind(1)), loss
+
+    def _keep_first(self, logprobs: Tensor) -> None:
+        """A first step over a whole rollout has scored it as the policy was that sampled it."""
+        rollout = self._rollout
+        if rollout is None:
+            return
+        if rollout.is_new and len(logprobs) == len(rollout.batch.tokens):
+            rollout.logprobs = logprobs
+        rollout.is_new = False
+
+    def _drift(
+        self,
+        batch: PackedBatch,
+        packs: list[Pack],
+        lower: Tensor | None,
+        scores: Scores,
+        report: Report,
+    ) -> Callable[[Tensor], Metrics]:
+        """KL to the initial model and to the policy one rollout before, as a function of the
+        policy's log-probabilities [N], which the first step may yet have to make.
+
+        The policy as it is becomes the next call's "previous".
+        """
+        if self.initial is None or self.previous is None:
+            return lambda logprobs: {}
+        part, slots = Pack.whole(batch)
+        if self.train.log_kl_responses is not None:
+            some = min(self.train.log_kl_responses, len(batch.rewards))
+            part, slots = take(batch, torch.arange(some, device=batch.tokens.device))
+            packs = self._packs(train_batches(part, self.train.batch))
+            lower = None if lower is None else lower[slots]
+        initial, whole = scores.reference, True
+        if self.reference is not self.initial or initial is None:
+            initial, whole = self._logprobs(self.initial, packs, lower, report), False
+        previous = self._logprobs(self.previous, packs, lower, report)
+        copy_weights(self.policy, self.previous)
+
+        def measure(logprobs: Tensor) -> Metrics:
+            metrics = describe_kl("previous", logprobs[slots], previous, part)
+            known = (logprobs, initial, batch) if whole else (logprobs[slots], initial, part)
+            return metrics | describe_kl("initial", *known)
+
+        return measure
+
+    def _refresh_reference(self) -> None:
+        """From now on the reference is the policy as it is."""
+        self.reference, self.refreshed = self._frozen(), True
 
     def _lower(self, packs: list[Pack], report: Report) -> Tensor | None:
         """[N, d], for all forward passes over the packs; None if all layers learn."""
@@ -266,11 +301,11 @@ class Learner:
             report(done, len(packs))
         return _join(parts)
 
-    def _packs(self, batch: PackedBatch, batches: int | None = None) -> list[Pack]:
+    def _packs(self, parts: Sequence[Pack]) -> list[Pack]:
         """The packs that training will use, so that the numerics are its own."""
         return [
             Pack(pack.batch, whole.slots[pack.slots])
-            for whole in train_batches(batch, self.train.batch, count=batches)
+            for whole in parts
             for pack in self._cut(whole.batch)
         ]
 

@@ -1,162 +1,192 @@
-"""From the names in a recipe to the per-token streams and the loss: ``rl/``'s pieces, put together.
-
-This is the one place where names of pieces meet their functions. The learner executes what comes
-out of here and does not know what it is called.
-"""
+"""A recipe's objective as a ``Program`` that the learner runs without knowing its pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from burnish.config import ObjectiveConfig
-from burnish.rl import advantages, kl, losses, ratios, reduce
-from burnish.rl.sequences import finite_gradient, on_last_action, sequence_sum, to_tokens
-from burnish.types import LearnBatch, Measured, PackedBatch
+from burnish.errors import ConfigError
+from burnish.pieces import KL, Importance, ObjectiveConfig
+from burnish.rl import kl, losses, ratios
+from burnish.rl.sequences import finite_gradient, on_last_action, sequence_sum
+from burnish.rollout.packing import Pack, take, take_streams
+from burnish.types import LearnBatch, Measured, PackedBatch, Scores
 
 Metrics = dict[str, float]
-
-GROUP_ADVANTAGES: dict[str, Callable[[ObjectiveConfig, Tensor, Tensor], Tensor]] = {
-    "raw": lambda c, r, g: advantages.raw(r, g),
-    "group_mean": lambda c, r, g: advantages.group_mean(r, g),
-    "group_zscore": lambda c, r, g: advantages.group_zscore(r, g, eps=c.advantage_eps),
-    "leave_one_out": lambda c, r, g: advantages.leave_one_out(r, g),
-    "best_of_group": lambda c, r, g: advantages.best_of_group(r, g, centered=c.centered),
-}
-KL = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
-REDUCTIONS: dict[str, Callable[[ObjectiveConfig, Tensor, Tensor], Tensor]] = {
-    "sequence_mean": lambda c, mask, ids: reduce.sequence_mean(mask, sequence_ids=ids),
-    "token_mean": lambda c, mask, ids: reduce.token_mean(mask, sequence_ids=ids),
-    "constant": lambda c, mask, ids: reduce.constant(
-        mask, length=float(c.constant_length or 0), sequence_ids=ids
-    ),
-}
-LOSSES: dict[str, Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]] = {
-    "reinforce": lambda c, logprobs, ratio, a: losses.reinforce(logprobs, a),
-    "unclipped": lambda c, logprobs, ratio, a: losses.unclipped(ratio, a),
-    "clip": lambda c, logprobs, ratio, a: losses.clipped(
-        ratio, a, low=c.clip_low, high=c.clip_high, dual=c.dual_clip
-    ),
-    "cispo": lambda c, logprobs, ratio, a: losses.cispo(
-        logprobs, ratio, a, cap=c.cispo_cap, floor=c.cispo_floor
-    ),
-}
+Pass = Literal["proximal", "reference"]
+"""A forward pass without gradient over a rollout; its name is a field of ``Scores``."""
 
 
-def token_advantages(
-    config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor | None, reference: Tensor | None
-) -> Tensor:
-    """The advantage of every action, [N]; a KL term in the reward is a part of it."""
-    mask, ids, rewards = batch.is_action, batch.sequence_ids, batch.rewards
-    penalty = None
-    if reference is not None and config.kl_in == "reward":
-        assert proximal is not None, "pieces.reads_proximal_first"
-        penalty = KL[config.kl](proximal, reference)
-    if config.advantage == "reinforce_plus_plus":
-        if penalty is None:
-            per_token = on_last_action(rewards, mask, ids)
-        else:
-            per_token = kl.penalised_rewards(
-                rewards, penalty, mask, coefficient=config.kl_coefficient, sequence_ids=ids
+def compile(objective: ObjectiveConfig) -> Program:
+    """The program of an objective, whose own functions must be here and not only their names."""
+    for kind in ("advantage", "loss"):
+        name = getattr(getattr(objective, kind), "function", None)
+        if isinstance(name, str):
+            raise ConfigError(
+                f"objective.{kind} is the function {name} of a script, which is not here; give it "
+                f"from Python, as in burnish.train(..., objective={{'{kind}': {name}}})"
             )
-        return advantages.reinforce_plus_plus(per_token, mask, gamma=config.gamma, sequence_ids=ids)
-    if penalty is not None:
-        rewards = rewards - config.kl_coefficient * sequence_sum(penalty, mask, ids)
-    if config.advantage == "reinforce_plus_plus_baseline":
-        return advantages.reinforce_plus_plus_baseline(
-            rewards, batch.group_ids, mask, sequence_ids=ids
-        )
-    per_response = GROUP_ADVANTAGES[config.advantage](config, rewards, batch.group_ids)
-    return to_tokens(per_response, mask, ids)
+    return Program(objective)
 
 
-def loss_weight(config: ObjectiveConfig, batch: PackedBatch) -> Tensor:
-    """The denominator over this train batch, [N]."""
-    weights = REDUCTIONS[config.reduction](config, batch.is_action, batch.sequence_ids)
-    return weights.to(batch.behavior_logprobs.dtype)
+@dataclass(frozen=True)
+class Program:
+    """What to compute before, in and after a gradient step. The loop calls ``advantages`` and
+    ``batches``, the learner the rest."""
+
+    objective: ObjectiveConfig
+
+    def passes(self, steps: int) -> set[Pass]:
+        """The forward passes that are needed before the first of so many gradient steps.
+
+        A single step's own forward pass is the proximal policy's, so that another one is made only
+        for a piece that reads it earlier.
+        """
+        needed: set[Pass] = set()
+        first = self.objective.reads_proximal_first
+        if self.objective.proximal == "recompute" and (steps > 1 or first):
+            needed.add("proximal")
+        if isinstance(self.objective.kl, KL):
+            needed.add("reference")
+        return needed
+
+    @property
+    def refresh(self) -> int | None:
+        """The policy becomes the reference every so many rollouts; None if it never does."""
+        return self.objective.kl.refresh if isinstance(self.objective.kl, KL) else None
+
+    def advantages(self, batch: PackedBatch, scores: Scores) -> Tensor:
+        """The advantage of every action, [N]; a KL term in the reward is a part of it."""
+        estimator, term = self.objective.advantage, self.objective.kl
+        mask, ids, rewards = batch.is_action, batch.sequence_ids, batch.rewards
+        if not (isinstance(term, KL) and term.where == "reward"):
+            if estimator.over_time:
+                rewards = on_last_action(rewards, mask, ids)
+            return estimator.per_token(rewards, batch)
+        proximal, reference = self._proximal(batch, scores), scores.reference
+        assert proximal is not None, "it is in passes"
+        assert reference is not None, "it is in passes"
+        penalty = term.per_token(proximal, reference)
+        if estimator.over_time:
+            rewards = kl.penalised_rewards(
+                rewards, penalty, mask, coefficient=term.coefficient, sequence_ids=ids
+            )
+        else:
+            rewards = rewards - term.coefficient * sequence_sum(penalty, mask, ids)
+        return estimator.per_token(rewards, batch)
+
+    def batches(
+        self, batch: PackedBatch, advantages: Tensor, scores: Scores, parts: Sequence[Pack]
+    ) -> list[LearnBatch]:
+        """What to learn in each part of a rollout, with the weights of its own denominator.
+
+        If there are several parts, responses that teach nothing are left out of them.
+        """
+        proximal = self._proximal(batch, scores)
+        correction = None
+        if isinstance(self.objective.importance, Importance):
+            assert proximal is not None, "it is in passes"
+            correction = self.objective.importance.weights(proximal, batch)
+        batches = [
+            LearnBatch(
+                batch=part,
+                advantages=advantages[slots],
+                loss_weight=self._weights(part),
+                proximal_logprobs=_at(slots, proximal),
+                reference_logprobs=_at(slots, scores.reference),
+                importance=_at(slots, correction),
+                slots=slots,
+            )
+            for part, slots in parts
+        ]
+        has_term = isinstance(self.objective.kl, KL) or self.objective.entropy_coefficient
+        return batches if has_term or len(batches) == 1 else [live(learn) for learn in batches]
+
+    def token_loss(self, measured: Measured, learn: LearnBatch) -> Tensor:
+        """The loss of every slot before its weight, [N]."""
+        term, logprobs = self.objective.kl, measured.logprobs
+        ratio = self._ratio(logprobs, learn)
+        loss = self.objective.loss.per_token(logprobs, ratio, learn.advantages)
+        if learn.importance is not None:
+            loss = learn.importance * finite_gradient(loss, learn.importance)
+        if isinstance(term, KL) and term.where == "loss":
+            assert learn.reference_logprobs is not None, "it is in passes"
+            loss = loss + term.coefficient * term.per_token(logprobs, learn.reference_logprobs)
+        if self.objective.entropy_coefficient:
+            bonus = losses.entropy_bonus(measured.entropy)
+            loss = loss + self.objective.entropy_coefficient * bonus
+        return loss
+
+    def metrics(self, measured: Measured, learn: LearnBatch) -> Metrics:
+        """Figures of a train batch, from what was measured without gradient."""
+        logprobs, entropy = measured.logprobs, measured.entropy
+        action = learn.batch.is_action
+        ratio, advantage = self._ratio(logprobs, learn)[action], learn.advantages[action]
+        metrics = {
+            "train/entropy": entropy[action].mean().item(),
+            "train/ratio_min": ratio.min().item(),
+            "train/ratio_max": ratio.max().item(),
+            "train/advantage_std": advantage.std(correction=0).item(),
+        }
+        clipped = self.objective.loss.is_clipped(ratio, advantage)
+        if clipped is not None:
+            metrics["train/clip_fraction"] = clipped.float().mean().item()
+        if learn.importance is not None:
+            metrics["train/importance"] = learn.importance[action].mean().item()
+        if learn.reference_logprobs is not None:
+            metrics |= _mean_kl("reference", logprobs[action], learn.reference_logprobs[action])
+        return metrics
+
+    def _proximal(self, batch: PackedBatch, scores: Scores) -> Tensor | None:
+        is_sampler = self.objective.proximal == "behavior"
+        return batch.behavior_logprobs if is_sampler else scores.proximal
+
+    def _weights(self, batch: PackedBatch) -> Tensor:
+        weights = self.objective.reduction.weights(batch.is_action, batch.sequence_ids)
+        return weights.to(batch.behavior_logprobs.dtype)
+
+    def _ratio(self, logprobs: Tensor, learn: LearnBatch) -> Tensor:
+        proximal = learn.proximal_logprobs
+        if proximal is None:  # the policy is where it was: the ratio is 1, its gradient is not 0
+            proximal = logprobs.detach()
+        if self.objective.ratio == "token":
+            return ratios.token_ratio(logprobs, proximal)
+        mask, ids = learn.batch.is_action, learn.batch.sequence_ids
+        return ratios.sequence_ratio(logprobs, proximal, mask, sequence_ids=ids)
 
 
-def importance(
-    config: ObjectiveConfig, batch: PackedBatch, proximal: Tensor | None
-) -> Tensor | None:
-    """The correction for the gap between sampler and learner, [N]; None if the recipe has none."""
-    if config.importance == "none":
-        return None
-    assert proximal is not None, "pieces.reads_proximal_first"
-    weights = ratios.importance_ratio(
-        proximal,
-        batch.behavior_logprobs,
-        batch.is_action,
-        level=config.importance_level,
-        sequence_ids=batch.sequence_ids,
-    )
-    low, high = config.importance_low, config.importance_high
-    if config.importance == "truncate":
-        return ratios.truncate(weights, low=low, high=high)
-    return ratios.keep_between(weights, low=low, high=high)
+def live(learn: LearnBatch) -> LearnBatch:
+    """Without the responses whose advantages are all 0: their loss is 0 whatever the policy.
 
-
-def token_loss(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> Tensor:
-    """The loss of every slot before its weight, [N]."""
-    logprobs = measured.logprobs
-    ratio = _ratio(config, logprobs, learn)
-    loss = LOSSES[config.loss](config, logprobs, ratio, learn.advantages)
-    if learn.importance is not None:
-        loss = learn.importance * finite_gradient(loss, learn.importance)
-    if learn.reference_logprobs is not None and config.kl_in == "loss":
-        loss = loss + config.kl_coefficient * KL[config.kl](logprobs, learn.reference_logprobs)
-    if config.entropy_coefficient:
-        loss = loss + config.entropy_coefficient * losses.entropy_bonus(measured.entropy)
-    return loss
-
-
-def describe(config: ObjectiveConfig, measured: Measured, learn: LearnBatch) -> Metrics:
-    """What to report of a train batch, from what was measured without gradient."""
-    logprobs, entropy = measured.logprobs, measured.entropy
-    reference = learn.reference_logprobs
-    action = learn.batch.is_action
-    ratio, advantage = _ratio(config, logprobs, learn)[action], learn.advantages[action]
-    metrics = {
-        "train/entropy": entropy[action].mean().item(),
-        "train/ratio_min": ratio.min().item(),
-        "train/ratio_max": ratio.max().item(),
-        "train/advantage_std": advantage.std(correction=0).item(),
-    }
-    if config.loss == "clip":
-        clipped = losses.is_clipped(ratio, advantage, low=config.clip_low, high=config.clip_high)
-        if config.dual_clip is not None:
-            clipped |= losses.is_dual_clipped(ratio, advantage, dual=config.dual_clip)
-        metrics["train/clip_fraction"] = clipped.float().mean().item()
-    if config.loss == "cispo":
-        outside = (ratio < config.cispo_floor) | (ratio > config.cispo_cap)
-        metrics["train/clip_fraction"] = outside.float().mean().item()
-    if learn.importance is not None:
-        metrics["train/importance"] = learn.importance[action].mean().item()
-    if reference is not None:
-        metrics |= _mean_kl("reference", logprobs[action], reference[action])
-    return metrics
+    The denominator stays that of the whole batch. A batch in which nothing is left stays as it is.
+    """
+    batch = learn.batch
+    moved = sequence_sum((learn.advantages != 0).float(), batch.is_action, batch.sequence_ids) > 0
+    if moved.all() or not moved.any():
+        return learn
+    return take_streams(learn, take(batch, moved.nonzero().squeeze(1)))
 
 
 def describe_kl(name: str, logprobs: Tensor, other: Tensor, batch: PackedBatch) -> Metrics:
-    """KL to another policy, k1 and k3: mean per token, and sum per response, mean over those."""
+    """KL to another policy, k1 and k3: the mean over tokens, and the mean over responses of each
+    response's sum."""
     action = batch.is_action
     metrics = _mean_kl(name, logprobs[action], other[action])
-    for estimator in ("k1", "k3"):
-        sums = sequence_sum(KL[estimator](logprobs, other), action, batch.sequence_ids)
-        metrics[f"kl/{name}_{estimator}_response"] = sums.mean().item()
+    for estimator in (kl.k1, kl.k3):
+        sums = sequence_sum(estimator(logprobs, other), action, batch.sequence_ids)
+        metrics[f"kl/{name}_{estimator.__name__}_response"] = sums.mean().item()
     return metrics
 
 
 def _mean_kl(name: str, logprobs: Tensor, other: Tensor) -> Metrics:
-    return {f"kl/{name}_{k}": KL[k](logprobs, other).mean().item() for k in ("k1", "k3")}
+    return {
+        f"kl/{name}_{estimator.__name__}": estimator(logprobs, other).mean().item()
+        for estimator in (kl.k1, kl.k3)
+    }
 
 
-def _ratio(config: ObjectiveConfig, logprobs: Tensor, learn: LearnBatch) -> Tensor:
-    proximal = learn.proximal_logprobs
-    if proximal is None:  # the policy is where it was: the ratio is 1, its gradient is not 0
-        proximal = logprobs.detach()
-    if config.ratio == "token":
-        return ratios.token_ratio(logprobs, proximal)
-    mask, ids = learn.batch.is_action, learn.batch.sequence_ids
-    return ratios.sequence_ratio(logprobs, proximal, mask, sequence_ids=ids)
+def _at(slots: Tensor, stream: Tensor | None) -> Tensor | None:
+    return None if stream is None else stream[slots]

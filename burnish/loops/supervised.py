@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from burnish.config import ObjectiveConfig, Recipe
-from burnish.learner import objective
+from burnish.config import Recipe
 from burnish.learner.learner import Learner
+from burnish.learner.objective import compile
 from burnish.loops.sync import Step
+from burnish.pieces import ObjectiveConfig, Raw, Reinforce, TokenMean
 from burnish.progress import Show, begin, silent
-from burnish.rollout.packing import pack
+from burnish.rollout.packing import Pack, pack
 from burnish.runs.metrics import Metrics
 from burnish.runs.timers import Timers
 from burnish.tasks.pairs import Pairs
-from burnish.types import Group, LearnBatch
+from burnish.types import Group, LearnBatch, Scores
 
-OBJECTIVE = ObjectiveConfig(advantage="raw", loss="reinforce", reduction="token_mean")
+PROGRAM = compile(ObjectiveConfig(advantage=Raw(), loss=Reinforce(), reduction=TokenMean()))
 CONSTANT = ("train/ratio_min", "train/ratio_max", "train/advantage_std")
 """Metrics that say nothing here."""
 
@@ -36,25 +37,22 @@ def train(
     start: int = 0,
     show: Show = silent,
 ) -> Iterator[Step]:
-    """Learns from step ``start`` on, yielding after each step; ``learner`` has ``OBJECTIVE``."""
+    """Learns from step ``start`` on, yielding after each step; ``learner`` has ``PROGRAM``."""
     for number in range(start, recipe.train.steps):
         groups = pairs.batch(number, recipe.train.batch)
         with timers("learn"):
             report = begin(show, "learn", f"learning {len(groups)} answers", unit="packs")
-            update = learner.step(to_learn(learner, groups), report)
-        metrics = {k: v for k, v in update.metrics.items() if k not in CONSTANT}
+            figures = learner.step(to_learn(learner, groups), report)
+        metrics = {k: v for k, v in figures.items() if k not in CONSTANT}
         metrics |= {"train/version": learner.version, "train/tokens": count_tokens(groups)}
         yield Step(number + 1, [], [], None, metrics)
 
 
 def to_learn(learner: Learner, groups: list[Group]) -> LearnBatch:
-    batch = pack(groups).to(learner.device)
-    return LearnBatch(
-        batch=batch,
-        advantages=objective.token_advantages(OBJECTIVE, batch, None, None),
-        loss_weight=objective.loss_weight(OBJECTIVE, batch),
-        proximal_logprobs=None,
-    )
+    batch, scores = pack(groups).to(learner.device), Scores()
+    advantages = PROGRAM.advantages(batch, scores)
+    (learn,) = PROGRAM.batches(batch, advantages, scores, [Pack.whole(batch)])
+    return learn
 
 
 def validate(

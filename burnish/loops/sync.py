@@ -1,7 +1,7 @@
 """The synchronous loop: Algorithm 1 of GRPO (https://arxiv.org/abs/2402.03300), step by step.
 
     for step = 1 … steps:
-        every kl_refresh steps:  π_ref ← π
+        every kl.refresh steps:  π_ref ← π
         choose prompts; sample a group of responses to each        generate
         score the responses                                        grade
         log π_ref, and log π_prox if need be, of the tokens        score
@@ -24,17 +24,16 @@ from torch import Tensor
 from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine
-from burnish.learner import objective
-from burnish.learner.learner import Learner, Scores
+from burnish.learner.learner import Learner
 from burnish.progress import Report, Show, begin, silent
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
-from burnish.rollout.packing import pack, take, take_streams, train_batches
+from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import describe, grade, sample, sampling
 from burnish.runs.metrics import Metrics, combine
 from burnish.runs.timers import Timers
 from burnish.tasks.task import Task
-from burnish.types import FloatArray, Group, LearnBatch, PackedBatch
+from burnish.types import FloatArray, Group, PackedBatch
 from burnish.wording import counted
 
 
@@ -68,9 +67,7 @@ def train(
     some = counted(responses_per_step, "response")
     engine.load(learner.weights())
     for number in range(start, recipe.train.steps):
-        refresh = recipe.objective.kl_refresh
-        if recipe.objective.kl != "none" and refresh and number % refresh == 0:
-            learner.refresh_reference()
+        learner.begin(number)
         first = number * prompts_per_step
         skipped_before = task.too_long.skipped
         prompts = [task.prompt(first + k) for k in range(prompts_per_step)]
@@ -111,7 +108,7 @@ def learn(
 
     Without groups (each of them lost its samples to errors) no gradient step is taken.
     """
-    planned = recipe.gradient_steps_per_rollout
+    program, planned = learner.program, recipe.gradient_steps_per_rollout
     if not groups:
         skipped = {"train/skipped": float(planned), "train/version": learner.version}
         return Step(number, [], [], None, skipped)
@@ -119,34 +116,22 @@ def learn(
     with timers("score"):
         report = begin(show, "score", f"scoring {some}", unit="packs")
         batch = pack(groups).to(learner.device)
-        scores = learner.score(batch, report, batches=recipe.train_batches)
-        drift = learner.drift(batch, scores, report, batches=recipe.train_batches)
+        parts = train_batches(batch, recipe.train.batch, count=recipe.train_batches)
+        scores = learner.score(batch, parts, report)
     with timers("learn"):
         report = begin(show, "learn", f"learning from {some}", unit="packs")
-        advantages = objective.token_advantages(
-            recipe.objective, batch, scores.proximal, scores.reference
-        )
         lag = learner.version - min(group.oldest_version for group in groups)
-        batches = split(recipe, batch, advantages, scores)
-        chosen = batches * recipe.train.epochs
+        advantages = program.advantages(batch, scores)
+        batches = program.batches(batch, advantages, scores, parts) * recipe.train.epochs
         taken = [
-            learner.step(part, _share(report, k, len(chosen))) for k, part in enumerate(chosen)
+            learner.step(part, _share(report, k, len(batches))) for k, part in enumerate(batches)
         ]
-        # Of one train batch the first step saw everything, as the policy was that sampled it.
-        current = taken[0].logprobs if len(batches) == 1 else scores.proximal
-        assert current is not None, "scored, since there are several steps"
-    metrics = drift(current) | combine(update.metrics for update in taken)
+    finished = learner.finish()
+    metrics = finished.metrics | combine(taken)
     metrics["train/skipped"] += planned - len(taken)
     metrics |= {"train/version": learner.version, "train/lag": lag}
-    # The sampler's own log-probabilities, taken for the proximal policy's, show no gap.
-    own = current is not batch.behavior_logprobs
-    return Step(
-        number,
-        groups,
-        _per_response(batch, advantages),
-        _by_response(batch, current) if own else None,
-        metrics,
-    )
+    own = None if finished.logprobs is None else _by_response(batch, finished.logprobs)
+    return Step(number, groups, _per_response(batch, advantages), own, metrics)
 
 
 def _share(report: Report, index: int, count: int) -> Report:
@@ -157,46 +142,6 @@ def _share(report: Report, index: int, count: int) -> Report:
         report(index * total + done, count * total)
 
     return further
-
-
-def split(
-    recipe: Recipe, batch: PackedBatch, advantages: Tensor, scores: Scores
-) -> list[LearnBatch]:
-    """The rollout's train batches, whole groups each, with the weights of their own denominator.
-
-    Where there are several, responses that teach nothing are left out of them.
-    """
-    correction = objective.importance(recipe.objective, batch, scores.proximal)
-    batches = [
-        LearnBatch(
-            batch=part,
-            advantages=advantages[slots],
-            loss_weight=objective.loss_weight(recipe.objective, part),
-            proximal_logprobs=_at(slots, scores.proximal),
-            reference_logprobs=_at(slots, scores.reference),
-            lower=_at(slots, scores.lower),
-            importance=_at(slots, correction),
-        )
-        for part, slots in train_batches(batch, recipe.train.batch, count=recipe.train_batches)
-    ]
-    by_advantage_alone = recipe.objective.kl == "none" and not recipe.objective.entropy_coefficient
-    return [live(b) for b in batches] if by_advantage_alone and len(batches) > 1 else batches
-
-
-def live(learn: LearnBatch) -> LearnBatch:
-    """Without the responses whose advantages are all 0: their loss is 0 whatever the policy.
-
-    The denominator stays that of the whole batch. One in which nothing is left stays as it is.
-    """
-    batch = learn.batch
-    moved = sequence_sum((learn.advantages != 0).float(), batch.is_action, batch.sequence_ids) > 0
-    if moved.all() or not moved.any():
-        return learn
-    return take_streams(learn, take(batch, moved.nonzero().squeeze(1)))
-
-
-def _at(slots: Tensor, stream: Tensor | None) -> Tensor | None:
-    return None if stream is None else stream[slots]
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:

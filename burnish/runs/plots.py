@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from burnish.config import flat, nearest
+from burnish.config import flat
 from burnish.errors import RunError
 from burnish.runs.directory import read_recipe
 from burnish.runs.metrics import end_means, read_rows
+from burnish.sections import nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,12 +80,17 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     for path, recipe, run in zip(paths, recipes, rows, strict=True):
         if not all(any(metric in row for row in run) for metric, _ in PANELS):
             raise RunError(f"{path} has no finished step yet")
-        parts = [f"{k} = {recipe[k]}" for k in differing if k in recipe]
+        parts = [f"{_short(k)} = {recipe[k]}" for k in differing if k in recipe]
         label = ", ".join(parts) or str(recipe.get("name", path.name))
         curve = curves.setdefault(label, Curve(label, [], []))
         curve.seeds.append(recipe.get("seed", 0))
         curve.rows.append(run)
     return list(curves.values())
+
+
+def _short(key: str) -> str:
+    """A setting's name; a piece of the objective is known by its kind."""
+    return key.removesuffix(".name") if key.startswith("objective.") else key
 
 
 def ends(curve: Curve) -> dict[str, list[float]]:

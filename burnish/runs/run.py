@@ -14,6 +14,7 @@ from burnish.runs.checkpoints import Saved
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.report import write_report
 from burnish.runs.responses import ResponseRow
+from burnish.sections import nearest
 
 if TYPE_CHECKING:
     from burnish.loops.generate import Answer
@@ -92,7 +93,7 @@ class Run:
     def frame(self, table: str = "metrics") -> Any:
         """The rows of a table as a pandas DataFrame; pandas must be installed."""
         if table not in TABLES:
-            near = config.nearest(table, TABLES)
+            near = nearest(table, TABLES)
             names = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
             raise RunError(f"a run's tables are {names}, got {table!r}{near}")
         try:

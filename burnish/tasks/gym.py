@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish import graders
-from burnish.config import GymTask, nearest
+from burnish.config import GymTask
 from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.graders.extract import EXTRACTORS
@@ -23,6 +23,7 @@ from burnish.graders.pool import GraderPool
 from burnish.graders.rewards import Source
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
+from burnish.sections import nearest
 from burnish.tasks.files import limits_of
 from burnish.tasks.prompts import Writer
 from burnish.tasks.task import TooLong

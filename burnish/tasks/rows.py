@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from burnish.config import Rows, nearest
+from burnish.config import Rows
 from burnish.draws import Purpose, Stream, permutation
 from burnish.errors import ConfigError, DataError
+from burnish.sections import nearest
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that a chat message may have."""

@@ -1,19 +1,21 @@
 """A tiny language model and rollouts for it."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
-from burnish.config import ObjectiveConfig, TrainConfig
-from burnish.learner import objective
+from burnish.config import TrainConfig
 from burnish.learner.learner import Learner
+from burnish.learner.objective import compile
 from burnish.learner.policy import LanguagePolicy
 from burnish.model.checkpoint import hf_state
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.rollout.packing import pack
-from burnish.types import LearnBatch
+from burnish.pieces import ObjectiveConfig
+from burnish.rollout.packing import Pack, pack
+from burnish.types import Scores
 from tests.conftest import make_group
 
 CONFIG = ModelConfig(
@@ -41,32 +43,25 @@ def make_groups(shape=SHAPE["groups"], temperature=0.8):
     return groups
 
 
-def make_learner(policy, objective_settings=None, **train):
+def make_learner(policy, objective=None, **train):
     """Two epochs: with one step on a batch nothing would be scored before it."""
     settings = {"batch": 100, "epochs": 2, "clip_norm": 1e9, "learning_rate": 1e-2} | train
-    return Learner(policy, ObjectiveConfig(**(objective_settings or {})), TrainConfig(**settings))
+    program = compile(ObjectiveConfig(**(objective or {})))
+    return Learner(policy, program, TrainConfig(**settings))
 
 
 def make_learn_batch(learner, batch, *, moved=0.1):
     """Streams that make every term count: proximal and reference are off by some noise."""
-    config, scores = learner.objective, learner.score(batch)
     random = torch.Generator().manual_seed(1)
 
     def near(x):
         noise = moved * torch.randn(x.shape, generator=random, dtype=torch.float64)
         return x + noise.to(x)
 
-    proximal = near(scores.proximal)
-    reference = None if scores.reference is None else near(scores.reference)
-    return LearnBatch(
-        batch=batch,
-        advantages=objective.token_advantages(config, batch, proximal, reference).to(proximal),
-        loss_weight=objective.loss_weight(config, batch).to(proximal),
-        proximal_logprobs=proximal,
-        reference_logprobs=reference,
-        lower=scores.lower,
-        importance=objective.importance(config, batch, proximal),
-    )
+    scores = Scores(*(None if x is None else near(x) for x in learner.score(batch)))
+    advantages = learner.program.advantages(batch, scores).to(scores.proximal)
+    (learn,) = learner.program.batches(batch, advantages, scores, [Pack.whole(batch)])
+    return dataclasses.replace(learn, loss_weight=learn.loss_weight.to(scores.proximal))
 
 
 def hf_gradients(policy):

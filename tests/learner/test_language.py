@@ -11,13 +11,12 @@ from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.protocol import Request
 from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import State
-from burnish.learner.objective import loss_weight, token_advantages
-from burnish.rollout.packing import pack, take_streams, train_batches
-from burnish.types import Completion, Grade, Group, LearnBatch, SamplingParams
+from burnish.rollout.packing import Pack, pack, take_streams, train_batches
+from burnish.types import Completion, Grade, Group, SamplingParams
 from tests.learner.conftest import make_groups, make_learn_batch, make_learner, make_policy
 
 OBJECTIVES = {
-    "clip, kl, entropy": {"kl": "k3", "kl_coefficient": 0.3, "entropy_coefficient": 0.1},
+    "clip, kl, entropy": {"kl": {"name": "k3", "coefficient": 0.3}, "entropy_coefficient": 0.1},
     "gspo": {"ratio": "sequence", "reduction": "token_mean"},
     "cispo, importance": {"loss": "cispo", "importance": "truncate"},
 }
@@ -44,7 +43,7 @@ def test_any_split_is_the_whole_batch(split, dtype, tolerance, objective, batch)
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=tolerance * scale)
     for learner in (parts, whole):
         learner.optimizer.drop_gradients()
-    got, want = parts.step(learn).metrics, whole.step(learn).metrics
+    got, want = parts.step(learn), whole.step(learn)
     assert got == pytest.approx(want, rel=100 * tolerance, abs=tolerance)
 
 
@@ -83,18 +82,16 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
         for _ in range(3):
             scores = learner.score(batch)
             assert scores.proximal is None
-            proximal = learner.logprobs(batch) if recompute else None
-            drift = learner.drift(batch, scores)
-            learn = LearnBatch(
-                batch=batch,
-                advantages=token_advantages(learner.objective, batch, *scores[:2]),
-                loss_weight=loss_weight(learner.objective, batch),
-                proximal_logprobs=proximal,
-                reference_logprobs=scores.reference,
-            )
-            metrics, logprobs = learner.step(learn)
-            current = proximal if recompute else logprobs
-            rows.append((metrics | drift(current), current.tolist()))
+            if recompute:
+                scores = scores._replace(proximal=learner.logprobs(batch))
+            advantages = learner.program.advantages(batch, scores)
+            whole = [Pack.whole(batch)]
+            (learn,) = learner.program.batches(batch, advantages, scores, whole)
+            metrics = learner.step(learn)
+            finished = learner.finish()
+            if recompute:
+                assert torch.equal(finished.logprobs, scores.proximal)
+            rows.append((metrics | finished.metrics, finished.logprobs.tolist()))
         outcomes.append((rows, learner.weights(torch.float32).tensors))
     (rows, weights), (want, same) = outcomes
     assert rows == want
@@ -112,7 +109,7 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
         ({"loss": "clip"}, {"epochs": 2}, True),
         ({"loss": "clip"}, {"epochs": 1, "batch": 4}, True),
         ({"loss": "reinforce", "importance": "mask"}, {"epochs": 1}, True),
-        ({"loss": "reinforce", "kl": "k1", "kl_in": "reward"}, {"epochs": 1}, True),
+        ({"loss": "reinforce", "kl": {"name": "k1", "where": "reward"}}, {"epochs": 1}, True),
         ({"loss": "reinforce", "kl": "k3"}, {"epochs": 1}, False),
     ],
     ids=str,
@@ -146,7 +143,7 @@ def test_low_precision_is_near_fp32(precision, batch):
     exact = make_learner(make_policy(torch.float32))
     rough = make_learner(make_policy(torch.float32), precision=precision)
     learn = make_learn_batch(exact, batch)
-    want, got = exact.step(learn).metrics, rough.step(learn).metrics
+    want, got = exact.step(learn), rough.step(learn)
     assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=0.05)
     assert got["train/loss"] == pytest.approx(want["train/loss"], abs=0.05)
 
@@ -157,7 +154,7 @@ def test_the_loss_scale_drops_out_in_exact_arithmetic(batch):
     learners[1].optimizer.scale.moves = True
     learners[1].optimizer.scale.value = 2.0**10
     learn = make_learn_batch(learners[0], batch)
-    metrics = [learner.step(learn).metrics for learner in learners]
+    metrics = [learner.step(learn) for learner in learners]
     assert metrics[1].pop("train/loss_scale") == 2**10
     assert metrics[0] == metrics[1]
     for a, b in zip(*(learner.policy.parameters() for learner in learners), strict=True):
@@ -169,13 +166,13 @@ def test_an_fp16_overflow_is_skipped_and_halves_the_scale(batch):
     learn = make_learn_batch(learner, batch)
     learner.optimizer.scale.value = 2.0**30
     before = learner.weights(torch.float32).tensors
-    metrics = learner.step(learn).metrics
+    metrics = learner.step(learn)
     assert (metrics["train/skipped"], learner.version, learner.skipped_in_a_row) == (1, 0, 0)
     assert learner.optimizer.scale.value == 2.0**29
     assert "train/grad_norm" not in metrics
     for name, tensor in learner.weights(torch.float32).tensors.items():
         assert torch.equal(tensor, before[name])
-    while learner.step(learn).metrics["train/skipped"]:
+    while learner.step(learn)["train/skipped"]:
         pass
     assert learner.version == 1
     assert 1 < learner.optimizer.scale.value < 2**29
@@ -186,10 +183,10 @@ def test_steps_that_are_not_finite_are_counted_and_then_halt(batch):
     good, bad = make_learn_batch(learner, batch), make_learn_batch(learner, batch)
     bad.advantages[batch.is_action] = math.inf
     for _ in range(2):  # a good step between them starts the count anew
-        metrics = learner.step(bad).metrics
+        metrics = learner.step(bad)
         assert metrics["train/skipped"] == 1
         assert all(map(math.isfinite, metrics.values()))
-        assert learner.step(good).metrics["train/skipped"] == 0
+        assert learner.step(good)["train/skipped"] == 0
     assert learner.version == 2
     learner.step(bad)
     with pytest.raises(BurnishError, match=r"2 gradient steps in a row .* train\.max_skipped"):
@@ -207,17 +204,14 @@ STATES = [
 @pytest.mark.parametrize("refresh", [None, 2])
 @pytest.mark.parametrize("train", STATES, ids=str)
 def test_a_loaded_state_goes_on_bit_for_bit(train, refresh, batch):
-    objective = {"kl": "k3", "kl_refresh": refresh}
+    objective = {"kl": {"name": "k3", "refresh": refresh}}
 
     def run(learner, steps):
         rows = []
         for number in steps:
-            if refresh and number % refresh == 0:
-                learner.refresh_reference()
-            scores = learner.score(batch)
-            drift = learner.drift(batch, scores)
-            metrics, logprobs = learner.step(make_learn_batch(learner, batch))
-            rows.append(drift(logprobs) | metrics)
+            learner.begin(number)
+            metrics = learner.step(make_learn_batch(learner, batch))
+            rows.append(learner.finish().metrics | metrics)
         return rows
 
     torch.use_deterministic_algorithms(True)
@@ -255,14 +249,14 @@ def test_a_state_of_another_model_is_refused():
 
 def test_kl_to_the_initial_model_and_to_the_step_before(batch):
     learner = make_learner(make_policy(), log_kl=True, learning_rate=1e-3)
-    history = [learner.score(batch).proximal]
+    history = []
     rows = []
     for _ in range(4):
-        scores = learner.score(batch)
-        rows.append(learner.drift(batch, scores)(scores.proximal))
+        history.append(learner.logprobs(batch))
+        learn = make_learn_batch(learner, batch)
         for _ in range(2):
-            learner.step(make_learn_batch(learner, batch))
-        history.append(learner.score(batch).proximal)
+            learner.step(learn)
+        rows.append(learner.finish().metrics)
     assert set(rows[0].values()) == {0.0}
     action, ids = batch.is_action, batch.sequence_ids
     for step in (1, 2, 3):
@@ -280,20 +274,20 @@ def test_kl_to_the_initial_model_and_to_the_step_before(batch):
 
 def test_kl_on_some_responses_and_shared_with_the_reference(batch):
     settings = {"log_kl": True, "log_kl_responses": 5, "learning_rate": 1e-3}
-    learner = make_learner(make_policy(), {"kl": "k3"}, **settings)
+    learner = make_learner(make_policy(), {"kl": {"name": "k3", "refresh": 2}}, **settings)
     assert learner.reference is learner.initial
     learner.step(make_learn_batch(learner, batch))
     scores = learner.score(batch)
-    got = learner.drift(batch, scores)(scores.proximal)
+    got = learner.finish().metrics
     x = scores.proximal - scores.reference
     assert got["kl/initial_k1"] == pytest.approx(x[batch.is_action].mean().item(), rel=1e-9)
     assert got["kl/initial_k1"] == pytest.approx(
         learner.held_out_drift(batch)["kl/held_out_k1"], rel=1e-9
     )
-    learner.refresh_reference()
+    learner.begin(2)
     part = x[batch.is_action & (batch.sequence_ids < 5)]
-    fresh = learner.score(batch)
-    again = learner.drift(batch, fresh)(fresh.proximal)
+    learner.score(batch)
+    again = learner.finish().metrics
     assert again["kl/initial_k1"] == pytest.approx(part.mean().item(), rel=1e-9)
     # In packs of other sizes: float64's last bits may differ.
     assert again["kl/previous_k1"] == pytest.approx(0, abs=1e-15)
@@ -322,12 +316,12 @@ def test_the_engine_samples_what_the_learner_learns_and_takes_its_weights():
         assert set(batch.versions[batch.is_action].tolist()) == {version}
         scores = learner.score(batch)
         torch.testing.assert_close(scores.proximal, batch.behavior_logprobs, rtol=0, atol=2e-5)
-        metrics = learner.step(make_learn_batch(learner, batch)).metrics
+        metrics = learner.step(make_learn_batch(learner, batch))
         assert metrics["mismatch/logprob_max"] < 2e-5
         engine.load(learner.weights())
 
 
-KEPT = {"kl": "k3", "kl_coefficient": 0.3, "entropy_coefficient": 0.1}
+KEPT = {"kl": {"name": "k3", "coefficient": 0.3}, "entropy_coefficient": 0.1}
 
 
 @pytest.mark.parametrize("split", [{}, {"micro_sequences": 2}, {"batch": 5}], ids=str)
@@ -335,10 +329,10 @@ def test_the_last_layers_learn_as_they_do_when_all_learn(split, batch):
     """Gradients and metrics of the layers that learn; the hidden states below them are shared."""
     every, some = (make_learner(make_policy(layers=n), KEPT, **split) for n in (None, 1))
     learn = make_learn_batch(some, batch)
-    assert learn.lower is not None
+    assert some._rollout.lower is not None
     for part in train_batches(batch, some.train.batch):
         piece = take_streams(learn, part)
-        want, _ = every._accumulate(dataclasses.replace(piece, lower=None))
+        want, _ = every._accumulate(piece)
         got, _ = some._accumulate(piece)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     gradients = {name: p.grad for name, p in every.policy.named_parameters()}
@@ -370,4 +364,4 @@ def test_what_does_not_learn_stays_and_is_held_once(precision, batch):
     fresh = make_learner(make_policy(torch.float32, layers=1), KEPT, **settings)
     fresh.load_state(state)
     learn = make_learn_batch(learner, batch)
-    assert learner.step(learn).metrics == fresh.step(learn).metrics
+    assert learner.step(learn) == fresh.step(learn)

@@ -3,16 +3,17 @@ import math
 import pytest
 import torch
 
-from burnish.config import ObjectiveConfig, SortTask, TrainConfig
+from burnish.config import SortTask, TrainConfig
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError
-from burnish.learner import objective
 from burnish.learner.learner import Learner
+from burnish.learner.objective import compile
 from burnish.model.sorter import Sorter
-from burnish.rollout.packing import pack
+from burnish.pieces import ObjectiveConfig
+from burnish.rollout.packing import Pack, pack
 from burnish.rollout.rollout import grade, sample
 from burnish.tasks.sorting import Sorting
-from burnish.types import LearnBatch, SamplingParams
+from burnish.types import SamplingParams
 
 
 def rate(learning_rate, **more):
@@ -31,36 +32,35 @@ def rollout(model, temperature=1.0):
     return pack(grade(TASK, TASK.prompts, responses, 0))
 
 
+def make_learner(seed=0, train=None, **objective):
+    model = Sorter(5, 3, 10, seed=seed)
+    return Learner(model, compile(ObjectiveConfig(**objective)), train or rate(1e-2))
+
+
 def learn_batch(learner, batch):
-    scores = learner.score(batch)
-    return LearnBatch(
-        batch=batch,
-        advantages=objective.token_advantages(learner.objective, batch, *scores[:2]),
-        loss_weight=objective.loss_weight(learner.objective, batch),
-        proximal_logprobs=scores.proximal,
-        reference_logprobs=scores.reference,
-    )
+    program, scores = learner.program, learner.score(batch)
+    advantages = program.advantages(batch, scores)
+    (learn,) = program.batches(batch, advantages, scores, [Pack.whole(batch)])
+    return learn
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampler_and_learner_agree(temperature):
-    model = Sorter(5, 3, 10, seed=0)
-    batch = rollout(model, temperature)
-    learner = Learner(model, ObjectiveConfig(), rate(1e-3))
+    learner = make_learner(train=rate(1e-3))
+    batch = rollout(learner.policy, temperature)
     torch.testing.assert_close(learner.score(batch).proximal, batch.behavior_logprobs)
     learn = learn_batch(learner, batch)
-    first, second = learner.step(learn).metrics, learner.step(learn).metrics
+    first, second = learner.step(learn), learner.step(learn)
     assert first["mismatch/logprob_max"] < 1e-6
     assert "mismatch/logprob_max" not in second  # the policy has moved on: no longer numerics alone
 
 
 def test_a_step_is_adam_on_the_weighted_loss():
-    model, plain = Sorter(5, 3, 10, seed=0), Sorter(5, 3, 10, seed=0)
-    batch = rollout(model)
-    config = ObjectiveConfig(loss="reinforce", reduction="token_mean", entropy_coefficient=0.1)
-    learner = Learner(model, config, rate(1e-2))
+    pieces = {"loss": "reinforce", "reduction": "token_mean", "entropy_coefficient": 0.1}
+    learner, plain = make_learner(**pieces), Sorter(5, 3, 10, seed=0)
+    batch = rollout(learner.policy)
     learn = learn_batch(learner, batch)
-    metrics = learner.step(learn).metrics
+    metrics = learner.step(learn)
     optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2)
     logprobs, entropy = plain.score(batch)
     action = batch.is_action
@@ -70,12 +70,12 @@ def test_a_step_is_adam_on_the_weighted_loss():
     optimizer.step()
     assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-7)
     assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+    for a, b in zip(learner.policy.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_versions_count_steps_and_weights_are_a_copy():
-    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(), rate(1e-2))
+    learner = make_learner()
     learn = learn_batch(learner, rollout(learner.policy))
     before = learner.weights()
     learner.step(learn)
@@ -85,32 +85,33 @@ def test_versions_count_steps_and_weights_are_a_copy():
 
 
 def test_behavior_may_serve_as_proximal():
-    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(proximal="behavior"), rate(1e-2))
+    learner = make_learner(proximal="behavior")
     batch = rollout(Sorter(5, 3, 10, seed=9))
-    assert torch.equal(learner.score(batch).proximal, batch.behavior_logprobs)
+    assert learner.score(batch).proximal is None
+    assert torch.equal(learn_batch(learner, batch).proximal_logprobs, batch.behavior_logprobs)
 
 
 def test_the_reference_stays_until_it_is_refreshed():
-    learner = Learner(
-        Sorter(5, 3, 10, seed=0), ObjectiveConfig(kl="k3", kl_coefficient=0.1), rate(1e-2)
-    )
+    learner = make_learner(kl={"name": "k3", "coefficient": 0.1, "refresh": 4})
     batch = rollout(learner.policy)
     start = learner.score(batch).proximal
-    metrics = [learner.step(learn_batch(learner, batch)).metrics for _ in range(3)]
+    metrics = [learner.step(learn_batch(learner, batch)) for _ in range(3)]
     assert metrics[0]["kl/reference_k3"] == 0
     assert metrics[2]["kl/reference_k3"] > 0
     torch.testing.assert_close(learner.score(batch).reference, start)
-    learner.refresh_reference()
+    learner.begin(3)
+    torch.testing.assert_close(learner.score(batch).reference, start)
+    learner.begin(4)
     torch.testing.assert_close(learner.score(batch).reference, learner.score(batch).proximal)
 
 
 def test_without_a_kl_term_there_is_no_reference():
-    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(), rate(1e-2))
+    learner = make_learner()
     assert learner.score(rollout(learner.policy)).reference is None
 
 
 def test_a_step_that_is_not_finite_is_refused_and_changes_nothing():
-    learner = Learner(Sorter(5, 3, 10, seed=0), ObjectiveConfig(), rate(1e-2, max_skipped=1))
+    learner = make_learner(train=rate(1e-2, max_skipped=1))
     learn = learn_batch(learner, rollout(learner.policy))
     learn.advantages[-1] = torch.nan
     before = learner.weights()

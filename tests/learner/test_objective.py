@@ -1,14 +1,20 @@
-"""Every name in ``pieces`` has its function, and each piece reaches the loss with its settings."""
+"""Each piece reaches the loss with its settings."""
 
 import pytest
 import torch
 
 from burnish import pieces
-from burnish.config import ObjectiveConfig
+from burnish.errors import ConfigError
 from burnish.learner import objective
+from burnish.pieces import ObjectiveConfig
 from burnish.rl import advantages, kl, losses, ratios
-from burnish.rollout.packing import pack
-from burnish.types import LearnBatch, Measured
+from burnish.rl.sequences import on_last_action
+from burnish.rollout.packing import Pack, pack
+from burnish.types import Measured, Scores
+
+
+def make_program(**settings):
+    return objective.compile(ObjectiveConfig(**settings))
 
 
 def random(batch, seed):
@@ -16,46 +22,39 @@ def random(batch, seed):
     return torch.where(batch.is_action, batch.behavior_logprobs + noise, 0.0)
 
 
-def learn_batch(config, batch, reference=None):
-    proximal = random(batch, 0)
-    return LearnBatch(
-        batch=batch,
-        advantages=objective.token_advantages(config, batch, proximal, reference),
-        loss_weight=objective.loss_weight(config, batch),
-        proximal_logprobs=proximal,
-        reference_logprobs=reference,
-        importance=objective.importance(config, batch, proximal),
-    )
+def learn_batch(program, batch, reference=None):
+    scores = Scores(random(batch, 0), reference)
+    found = program.advantages(batch, scores)
+    (learn,) = program.batches(batch, found, scores, [Pack.whole(batch)])
+    return learn
 
 
-def test_names_and_functions_are_the_same_set():
-    over_time = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-    assert set(pieces.ADVANTAGES) == set(objective.GROUP_ADVANTAGES) | over_time
-    assert set(pieces.LOSSES) == set(objective.LOSSES)
-    assert set(pieces.REDUCTIONS) == set(objective.REDUCTIONS)
-    assert set(pieces.KLS) == set(objective.KL) | {"none"}
+SETTINGS = {
+    "group_zscore": {"eps": 0.5},
+    "best_of_group": {"centered": True},
+    "reinforce_plus_plus": {"gamma": 0.9},
+}
 
 
-@pytest.mark.parametrize("name", pieces.ADVANTAGES)
+@pytest.mark.parametrize("name", pieces.names("advantage"))
 def test_advantages(name, two_groups):
     batch = pack(two_groups)
     mask, ids = batch.is_action, batch.sequence_ids
-    config = ObjectiveConfig(advantage=name, advantage_eps=0.5, gamma=0.9, centered=True)
-    got = objective.token_advantages(config, batch, random(batch, 0), None)
+    settings = SETTINGS.get(name, {})
+    got = make_program(advantage={"name": name, **settings}).advantages(batch, Scores())
     r, g = batch.rewards, batch.group_ids
     over_tokens = {
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids
         ),
         "reinforce_plus_plus": lambda: advantages.reinforce_plus_plus(
-            objective.on_last_action(r, mask, ids), mask, gamma=0.9, sequence_ids=ids
+            on_last_action(r, mask, ids), mask, gamma=0.9, sequence_ids=ids
         ),
     }
-    settings = {"group_zscore": {"eps": 0.5}, "best_of_group": {"centered": True}}
     if name in over_tokens:
         expected = over_tokens[name]()
     else:
-        per_response = getattr(advantages, name)(r, g, **settings.get(name, {}))
+        per_response = getattr(advantages, name)(r, g, **settings)
         expected = torch.where(mask, per_response[ids], 0.0)
     torch.testing.assert_close(got, expected)
 
@@ -65,8 +64,9 @@ def test_kl_in_the_reward_lowers_it(name, two_groups):
     batch = pack(two_groups)
     mask, ids = batch.is_action, batch.sequence_ids
     proximal, reference = random(batch, 0), random(batch, 1)
-    config = ObjectiveConfig(advantage=name, kl="k1", kl_in="reward", kl_coefficient=0.5)
-    got = objective.token_advantages(config, batch, proximal, reference)
+    term = {"name": "k1", "where": "reward", "coefficient": 0.5}
+    program = make_program(advantage=name, kl=term)
+    got = program.advantages(batch, Scores(proximal, reference))
     x = kl.k1(proximal, reference)
     if name == "raw":
         sums = [x[mask & (ids == i)].sum() for i in range(5)]
@@ -77,19 +77,19 @@ def test_kl_in_the_reward_lowers_it(name, two_groups):
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("loss", pieces.LOSSES)
+BOUNDS = {"clip": {"low": 0.1, "high": 0.2, "dual": 1.3}, "cispo": {"cap": 1.1, "floor": 0.9}}
+
+
+@pytest.mark.parametrize("loss", pieces.names("loss"))
 @pytest.mark.parametrize("ratio", pieces.RATIOS)
 def test_losses(loss, ratio, two_groups):
     batch = pack(two_groups)
-    config = ObjectiveConfig(
-        loss=loss, ratio=ratio, clip_low=0.1, clip_high=0.2, dual_clip=1.3, cispo_cap=1.1,
-        cispo_floor=0.9,
-    )  # fmt: skip
-    learn = learn_batch(config, batch)
+    program = make_program(loss={"name": loss, **BOUNDS.get(loss, {})}, ratio=ratio)
+    learn = learn_batch(program, batch)
     logprobs = random(batch, 2)
     entropy = torch.ones_like(logprobs)
-    got = objective.token_loss(config, Measured(logprobs, entropy), learn)
-    metrics = objective.describe(config, Measured(logprobs, entropy), learn)
+    got = program.token_loss(Measured(logprobs, entropy), learn)
+    metrics = program.metrics(Measured(logprobs, entropy), learn)
     r = ratios.token_ratio(logprobs, learn.proximal_logprobs)
     if ratio == "sequence":
         r = ratios.sequence_ratio(
@@ -114,11 +114,16 @@ def test_losses(loss, ratio, two_groups):
 def test_kl_and_entropy_terms_are_added(name, two_groups):
     batch = pack(two_groups)
     reference, logprobs = random(batch, 1), random(batch, 2)
-    config = ObjectiveConfig(loss="reinforce", kl=name, kl_coefficient=0.3, entropy_coefficient=0.2)
-    learn = learn_batch(config, batch, reference)
+    if name == "k1":
+        with pytest.raises(ValueError, match="a gradient of mean 0"):
+            make_program(kl="k1")
+        return
+    term = {"name": name, "coefficient": 0.3}
+    program = make_program(loss="reinforce", kl=term, entropy_coefficient=0.2)
+    learn = learn_batch(program, batch, reference)
     entropy = 3 * torch.ones_like(logprobs)
-    got = objective.token_loss(config, Measured(logprobs, entropy), learn)
-    metrics = objective.describe(config, Measured(logprobs, entropy), learn)
+    got = program.token_loss(Measured(logprobs, entropy), learn)
+    metrics = program.metrics(Measured(logprobs, entropy), learn)
     term = getattr(kl, name)(logprobs, reference)
     expected = losses.reinforce(logprobs, learn.advantages) + 0.3 * term - 0.2 * 3
     torch.testing.assert_close(got, expected)
@@ -130,9 +135,9 @@ def test_kl_and_entropy_terms_are_added(name, two_groups):
 def test_kl_in_the_reward_stays_out_of_the_loss(two_groups):
     batch = pack(two_groups)
     reference, logprobs = random(batch, 1), random(batch, 2)
-    config = ObjectiveConfig(loss="reinforce", kl="k1", kl_in="reward")
-    learn = learn_batch(config, batch, reference)
-    got = objective.token_loss(config, Measured(logprobs, torch.ones_like(logprobs)), learn)
+    program = make_program(loss="reinforce", kl={"name": "k1", "where": "reward"})
+    learn = learn_batch(program, batch, reference)
+    got = program.token_loss(Measured(logprobs, torch.ones_like(logprobs)), learn)
     torch.testing.assert_close(got, losses.reinforce(logprobs, learn.advantages))
 
 
@@ -140,15 +145,13 @@ def test_kl_in_the_reward_stays_out_of_the_loss(two_groups):
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 def test_importance_weighs_the_loss(kind, level, two_groups):
     batch = pack(two_groups)
-    config = ObjectiveConfig(
-        loss="reinforce", importance=kind, importance_level=level, importance_low=0.8,
-        importance_high=1.2,
-    )  # fmt: skip
-    learn = learn_batch(config, batch)
+    importance = {"name": kind, "level": level, "low": 0.8, "high": 1.2}
+    program = make_program(loss="reinforce", importance=importance)
+    learn = learn_batch(program, batch)
     logprobs = random(batch, 2)
     entropy = torch.ones_like(logprobs)
-    got = objective.token_loss(config, Measured(logprobs, entropy), learn)
-    metrics = objective.describe(config, Measured(logprobs, entropy), learn)
+    got = program.token_loss(Measured(logprobs, entropy), learn)
+    metrics = program.metrics(Measured(logprobs, entropy), learn)
     weights = ratios.importance_ratio(
         learn.proximal_logprobs,
         batch.behavior_logprobs,
@@ -166,7 +169,36 @@ def test_importance_weighs_the_loss(kind, level, two_groups):
 def test_denominators(two_groups):
     batch = pack(two_groups)
     for name, total in {"sequence_mean": 1.0, "token_mean": 1.0, "constant": 9 / (5 * 4)}.items():
-        config = ObjectiveConfig(reduction=name, constant_length=4)
-        weights = objective.loss_weight(config, batch)
+        length = {"length": 4} if name == "constant" else {}
+        weights = learn_batch(make_program(reduction={"name": name, **length}), batch).loss_weight
         assert weights.sum().item() == pytest.approx(total)
         assert weights[~batch.is_action].abs().sum() == 0
+
+
+def above_the_best(rewards, group_ids):
+    return rewards - rewards.max()
+
+
+def squared(logprobs, ratio, advantages):
+    return advantages * ratio**2
+
+
+def test_functions_of_a_script_are_pieces(two_groups):
+    batch = pack(two_groups)
+    program = make_program(advantage=above_the_best, loss=squared)
+    learn = learn_batch(program, batch)
+    rewards, ids = batch.rewards, batch.sequence_ids
+    expected = torch.where(batch.is_action, (rewards - rewards.max())[ids], 0.0)
+    torch.testing.assert_close(learn.advantages, expected)
+    logprobs = random(batch, 2)
+    got = program.token_loss(Measured(logprobs, torch.ones_like(logprobs)), learn)
+    ratio = ratios.token_ratio(logprobs, learn.proximal_logprobs)
+    torch.testing.assert_close(got, expected * ratio**2)
+    lines = dict(pieces.formula(program.objective))
+    assert lines["advantage"] == "A_i = above_the_best(r, groups)"
+    assert lines["objective"] == "L_t = squared(log π, ρ_t, A_t)"
+
+
+def test_a_function_that_is_not_here_is_refused():
+    with pytest.raises(ConfigError, match=r"function better .* objective=\{'advantage': better\}"):
+        make_program(advantage={"name": "own", "function": "better"})

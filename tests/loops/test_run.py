@@ -23,7 +23,7 @@ from tests.conftest import aborted
 
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
 SORT = ["train.steps=6", "train.epochs=2", "checkpoint.every=2", "validation.every=3"]
-SORT += ["objective.kl=k3", "objective.kl_refresh=4"]
+SORT += ["objective.kl=k3", "objective.kl.refresh=4"]
 MANY = ["task.prompts=7", "rollout.group_size=2", "rollout.batch=6", "train.batch=6"]
 """More prompts than a step asks."""
 

@@ -34,7 +34,7 @@ def make(rows, validation=(), *, longest=90, **settings):
 
 def make_learner(dtype, **train):
     policy = LanguagePolicy(small.model(1).to(dtype))
-    return Learner(policy, supervised.OBJECTIVE, TrainConfig(**{"clip_norm": 1e9} | train))
+    return Learner(policy, supervised.PROGRAM, TrainConfig(**{"clip_norm": 1e9} | train))
 
 
 def padded_loss(model, groups):

@@ -9,13 +9,14 @@ from burnish import config
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import GraderError
 from burnish.learner import objective
-from burnish.learner.learner import Learner, Scores
+from burnish.learner.learner import Learner
 from burnish.loops import sync
 from burnish.model.sorter import Sorter
 from burnish.rl.reduce import weighted_sum
-from burnish.rollout.packing import pack
+from burnish.rollout.packing import Pack, pack, train_batches
 from burnish.runs.timers import Timers
 from burnish.tasks.sorting import Sorting
+from burnish.types import Scores
 from tests.conftest import aborted, make_group
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,9 @@ def run(*overrides, seed=0, name="sort", sampler=SorterEngine):
     recipe = config.load(name, overrides, seed=seed)
     task = Sorting(recipe.task, seed=recipe.seed)
     size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
-    learner = Learner(Sorter(*size, seed=recipe.seed), recipe.objective, recipe.train)
+    learner = Learner(
+        Sorter(*size, seed=recipe.seed), objective.compile(recipe.objective), recipe.train
+    )
     engine = sampler(Sorter(*size, seed=recipe.seed))
     steps = sync.train(recipe, task=task, engine=engine, learner=learner, timers=Timers())
     return list(steps), learner
@@ -50,14 +53,14 @@ def test_a_larger_size_learns_too():
     [
         ["objective.advantage=raw", "objective.loss=reinforce"],
         ["objective.advantage=best_of_group", "objective.loss=unclipped"],
-        ["objective.advantage=best_of_group", "objective.centered=true"],
+        ["objective.advantage=best_of_group", "objective.advantage.centered=true"],
         ["objective.advantage=group_zscore", "objective.ratio=sequence"],
         ["objective.advantage=leave_one_out", "objective.loss=cispo"],
-        ["objective.advantage=reinforce_plus_plus", "objective.kl=k1", "objective.kl_in=reward"],
+        ["objective.advantage=reinforce_plus_plus", "objective.kl=k1", "objective.kl.where=reward"],
         ["objective.advantage=reinforce_plus_plus_baseline", "objective.importance=truncate"],
-        ["objective.kl=k3", "objective.kl_refresh=2", "objective.entropy_coefficient=0.01"],
+        ["objective.kl=k3", "objective.kl.refresh=2", "objective.entropy_coefficient=0.01"],
         ["objective.proximal=behavior", "objective.reduction=sequence_mean"],
-        ["objective.reduction=constant", "objective.constant_length=3", "train.batch=10"],
+        ["objective.reduction=constant", "objective.reduction.length=3", "train.batch=10"],
         ["train.precision=bf16", "train.micro_sequences=4", "train.log_kl=true"],
         ["train.precision=fp16", "train.schedule=cosine", "train.decay_steps=30"],
     ],
@@ -79,8 +82,8 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not():
 
 
 def test_the_reference_is_refreshed_every_n_steps():
-    change = ["objective.kl=k3", "objective.kl_coefficient=0.001", "train.epochs=1"]
-    steps, _ = run(*change, "objective.kl_refresh=3", "train.steps=7")
+    change = ["objective.kl=k3", "objective.kl.coefficient=0.001", "train.epochs=1"]
+    steps, _ = run(*change, "objective.kl.refresh=3", "train.steps=7")
     kl = [step.metrics["kl/reference_k3"] for step in steps]
     assert [value == 0 for value in kl] == [True, False, False, True, False, False, True]
     frozen, _ = run(*change, "train.steps=7")
@@ -116,8 +119,8 @@ def test_the_policy_is_scored_only_where_a_step_does_not_do_it_anyway(loss, epoc
     assert passes.count(True) == 4 * epochs
     plain = Learner.score
 
-    def scored(self, batch, report, **planned):
-        return plain(self, batch, report, **planned)._replace(proximal=self.logprobs(batch))
+    def scored(self, *given):
+        return plain(self, *given)._replace(proximal=self.logprobs(given[0]))
 
     monkeypatch.setattr(Learner, "score", scored)
     again, other = run("train.steps=4", *change)
@@ -132,7 +135,7 @@ def test_the_policy_is_scored_only_where_a_step_does_not_do_it_anyway(loss, epoc
 
 def test_responses_that_teach_nothing_are_left_out_and_change_nothing(monkeypatch):
     """Whole groups of equal reward, or all but the best: the gradient is that of all of them."""
-    change = ["train.steps=4", "train.batch=10", "train.epochs=2", "objective.clip_high=0.2"]
+    change = ["train.steps=4", "train.batch=10", "train.epochs=2", "objective.loss.high=0.2"]
     seen = []
     real = Learner.step
 
@@ -141,11 +144,15 @@ def test_responses_that_teach_nothing_are_left_out_and_change_nothing(monkeypatc
         return real(self, learn, report)
 
     monkeypatch.setattr(Learner, "step", step)
-    steps, learner = run(*change, "objective.advantage=best_of_group", "objective.centered=true")
+    steps, learner = run(
+        *change, "objective.advantage=best_of_group", "objective.advantage.centered=true"
+    )
     assert min(seen) < 10
-    monkeypatch.setattr(sync, "live", lambda batch: batch)
+    monkeypatch.setattr(objective, "live", lambda batch: batch)
     seen.clear()
-    plain, other = run(*change, "objective.advantage=best_of_group", "objective.centered=true")
+    plain, other = run(
+        *change, "objective.advantage=best_of_group", "objective.advantage.centered=true"
+    )
     assert set(seen) == {10}
     for a, b in zip(steps, plain, strict=True):
         assert a.metrics["train/loss"] == pytest.approx(b.metrics["train/loss"], abs=1e-6)
@@ -156,7 +163,7 @@ def test_responses_that_teach_nothing_are_left_out_and_change_nothing(monkeypatc
 
 @pytest.mark.parametrize("term", ["objective.entropy_coefficient=0.01", "objective.kl=k3"])
 def test_a_term_of_its_own_keeps_every_response(term, monkeypatch):
-    monkeypatch.setattr(sync, "live", lambda batch: pytest.fail("a term is lost"))
+    monkeypatch.setattr(objective, "live", lambda batch: pytest.fail("a term is lost"))
     run("train.steps=1", "train.batch=10", "objective.advantage=group_zscore", term)
 
 
@@ -262,14 +269,14 @@ def test_drift_is_measured_on_fresh_rollouts():
 
 
 def test_train_batches_have_their_own_denominators():
-    recipe = config.load("sort", ["train.batch=10"])
+    recipe = config.load("sort")
     groups = [
         make_group(i, [1, 2], [[3, 4, 5], [3]] * 5, [1.0, 0.0] * 5) for i in range(3)
     ]  # 10 responses each
-    batch = pack(groups)
-    proximal = batch.behavior_logprobs
-    advantages = objective.token_advantages(recipe.objective, batch, proximal, None)
-    parts = sync.split(recipe, batch, advantages, Scores(proximal, None))
+    batch, program = pack(groups), objective.compile(recipe.objective)
+    scores = Scores(batch.behavior_logprobs)
+    advantages = program.advantages(batch, scores)
+    parts = program.batches(batch, advantages, scores, train_batches(batch, 10))
     assert len(parts) == 3
     for part in parts:
         ones = torch.ones_like(part.loss_weight)
@@ -302,17 +309,17 @@ def test_one_step_of_the_example_equals_one_step_of_the_package(kl):
         for i, (p, r, s) in enumerate(zip(example.PROMPTS, responses, rewards, strict=True))
     ]
     change = ["objective.advantage=group_zscore", "train.epochs=2"]
-    change += ["objective.kl=k3", f"objective.kl_coefficient={kl}"] if kl else []
+    change += ["objective.kl=k3", f"objective.kl.coefficient={kl}"] if kl else []
     recipe = config.load("sort", change)
-    learner = Learner(ours, recipe.objective, recipe.train)
+    learner = Learner(ours, objective.compile(recipe.objective), recipe.train)
     batch = pack(groups)
-    scores = learner.score(batch)
-    advantages = objective.token_advantages(recipe.objective, batch, *scores[:2])
-    (learn,) = sync.split(recipe, batch, advantages, scores)
+    scores, parts = learner.score(batch), [Pack.whole(batch)]
+    advantages = learner.program.advantages(batch, scores)
+    (learn,) = learner.program.batches(batch, advantages, scores, parts)
     optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-3)
     old = example.log_probs(theirs, example.PROMPTS, responses).detach()
     for _ in range(2):
-        metrics = learner.step(learn).metrics
+        metrics = learner.step(learn)
         loss = example.grpo_loss(
             example.log_probs(theirs, example.PROMPTS, responses),
             old,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from burnish import grpo
-from burnish.config import ObjectiveConfig
-from burnish.learner import objective
+from burnish.learner.objective import compile
+from burnish.pieces import ObjectiveConfig
 from burnish.rl import advantages, kl, losses, ratios, reduce
-from burnish.rollout.packing import pack
-from burnish.types import LearnBatch, Measured
+from burnish.rollout.packing import Pack, pack
+from burnish.types import Measured, Scores
 
 D = torch.float64
 FILLS = [math.nan, math.inf, -math.inf, 1e4, -1e4]
@@ -144,7 +144,8 @@ SETTINGS = [
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: " ".join(s.values()))
 def test_whole_objectives(setting, two_groups):
-    config = ObjectiveConfig(**setting, dual_clip=1.5, entropy_coefficient=0.1)
+    dual = {"loss": {"name": "clip", "dual": 1.5}} if setting["loss"] == "clip" else {}
+    program = compile(ObjectiveConfig(**setting | dual, entropy_coefficient=0.1))
     batch = pack(two_groups)
     action = batch.is_action
     noise = 0.3 * torch.randn(4, len(action), generator=torch.manual_seed(0))
@@ -153,24 +154,17 @@ def test_whole_objectives(setting, two_groups):
         new, old, reference, behavior = (torch.where(action, x, fill) for x in noise)
         scored = pack(two_groups)
         scored.behavior_logprobs.copy_(behavior)
-        learn = LearnBatch(
-            batch=scored,
-            advantages=torch.where(
-                action, objective.token_advantages(config, scored, old, None), fill
-            ),
-            loss_weight=objective.loss_weight(config, scored),
-            proximal_logprobs=old,
-            reference_logprobs=None if config.kl == "none" else reference,
-            importance=objective.importance(config, scored, old),
-        )
+        scores = Scores(old, None if setting["kl"] == "none" else reference)
+        advantages = torch.where(action, program.advantages(scored, scores), fill)
+        (learn,) = program.batches(scored, advantages, scores, [Pack.whole(scored)])
         if learn.importance is not None:
             learn.importance[~action] = fill
         new.requires_grad_()
         entropy = torch.where(action, torch.where(action, new, 0.0).square(), fill)
-        loss = objective.token_loss(config, Measured(new, entropy), learn)
+        loss = program.token_loss(Measured(new, entropy), learn)
         total = reduce.weighted_sum(loss, learn.loss_weight)
         total.backward()
-        metrics = objective.describe(config, Measured(new.detach(), entropy.detach()), learn)
+        metrics = program.metrics(Measured(new.detach(), entropy.detach()), learn)
         return total.detach(), new.grad, metrics
 
     value, gradient, metrics = run(0.0)
