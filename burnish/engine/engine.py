@@ -14,13 +14,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from burnish.draws import uniforms
-from burnish.engine import cache, graphs, kernels, protocol, sampler
+from burnish.engine import protocol
+from burnish.engine.cache import Cache, Run
 from burnish.engine.pages import Pages
+from burnish.engine.plain import Backend, Plain
 from burnish.engine.protocol import Capabilities, Event, Request, TokenEvent
 from burnish.engine.reader import Reader
+from burnish.engine.sampler import Draw
 from burnish.engine.scheduler import Plan, Scheduler
 from burnish.engine.sequence import Group, Sequence
 from burnish.engine.weights import check as check_weights
@@ -76,16 +78,15 @@ class NativeEngine:
         """Without a tokenizer, completions have no text and end by stop ids or length alone."""
         self.settings, self._model, self._tokenizer = settings, model, tokenizer
         weight = model.embed.weight
-        page_bytes = cache.Cache.page_bytes(model.config, settings.page_size, weight.dtype)
+        page_bytes = Cache.page_bytes(model.config, settings.page_size, weight.dtype)
         pages = Pages(settings.kv_bytes // page_bytes, settings.page_size)
         if not pages.count:
             raise EngineError(
                 f"kv_bytes must hold at least one page of {page_bytes} bytes, "
                 f"got {settings.kv_bytes}; raise kv_bytes or lower page_size"
             )
-        self._cache = cache.Cache(
-            model.config, pages.count, pages.size, weight.dtype, weight.device
-        )
+        self._cache = Cache(model.config, pages.count, pages.size, weight.dtype, weight.device)
+        self._backend = choose_backend(model, self._cache, settings.max_running)
         self._scheduler = Scheduler(
             pages,
             max_running=settings.max_running,
@@ -93,10 +94,6 @@ class NativeEngine:
             keep=settings.on_update == "keep",
         )
         self._scheduler.version = version
-        self._body = kernels.body_for(model)
-        self._decoding: graphs.Decoding | None = None
-        if self._cache.paged:
-            self._decoding = graphs.Decoding(model, self._cache, settings.max_running)
         self._groups: dict[str, Group] = {}
         self._undelivered: list[Completion] = []
         self._incarnation = 0
@@ -147,9 +144,7 @@ class NativeEngine:
         ahead = self._ahead(plan)
         if ahead > 1:
             return events + self._decode(plan, ahead)
-        hidden, last = self._run(plan)
-        ready = self._scheduler.advance(plan)
-        return events + self._sample(ready, hidden, [last[sequence] for sequence in ready])
+        return events + self._run(plan)
 
     def load(self, weights: Weights) -> None:
         """New weights from the next step on: all of them, or an error and the old ones stay."""
@@ -159,9 +154,7 @@ class NativeEngine:
             load_hf_state(self._model, weights.tensors)
         except ModelError as error:
             raise EngineError(f"{error}; version {self.version} stays loaded") from error
-        del self._body  # before the next one: its packed weights take as much memory as the model
-        kernels.return_free_memory()
-        self._body = kernels.body_for(self._model)
+        self._backend.update()
         self._scheduler.update(weights.version)
         self._incarnation = weights.incarnation
 
@@ -173,35 +166,20 @@ class NativeEngine:
             self._undelivered.append(self._complete(sequence, Finish.ABORT))
 
     @torch.inference_mode()
-    def _run(self, plan: Plan) -> tuple[Tensor, dict[Sequence, int]]:
-        """-> hidden states, and where the one after each sequence's last token lies."""
+    def _run(self, plan: Plan) -> list[Event]:
+        """The next token of each sample whose other tokens are computed by then."""
         if plan.copies:
             self._cache.copy(list(plan.copies.values()))
-        if self._decoding is not None and all(n == 1 for n in plan.counts.values()):
-            rows = {sequence: row for row, sequence in enumerate(plan.counts)}
-            return self._decoding(list(rows)), rows
-        runs = cache.order([cache.Run(s, s.computed, n) for s, n in plan.counts.items()])
-        tokens = [t for r in runs for t in r.sequence.tokens[r.start : r.start + r.count]]
-        starts, counts = np.array([(r.start, r.count) for r in runs]).T
-        before = np.cumsum(counts) - counts
-        positions = np.arange(counts.sum()) + (starts - before).repeat(counts)
-        device = self._cache.device
-        hidden = self._body(
-            torch.tensor(tokens, device=device),
-            torch.from_numpy(positions).to(device),
-            cache.CachedAttention(self._cache, runs),
-        )
-        ends = (before + counts - 1).tolist()
-        return hidden, {run.sequence: end for run, end in zip(runs, ends, strict=True)}
-
-    @torch.inference_mode()
-    def _sample(self, ready: list[Sequence], hidden: Tensor, rows: list[int]) -> list[Event]:
+        runs = [Run(sequence, sequence.computed, n) for sequence, n in plan.counts.items()]
+        hidden, row = self._backend.hidden(runs), {s: i for i, s in enumerate(plan.counts)}
+        ready = self._scheduler.advance(plan)
         if not ready:
             return []
-        logits = self._body.logits(hidden[torch.tensor(rows, device=hidden.device)])
-        tokens, logprobs = sampler.sample(logits, _draws(ready))
+        rows = torch.tensor([row[sequence] for sequence in ready], device=hidden.device)
+        logits = self._backend.logits(hidden[rows])
         events: list[Event] = []
-        for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
+        sampled = self._backend.sample(logits, _draws(ready))
+        for sequence, token, logprob in zip(ready, *sampled, strict=True):
             events += self._extend(sequence, [token], [logprob])
         return events
 
@@ -212,7 +190,7 @@ class NativeEngine:
         decoding is planned, nobody waits for room to begin in, and nothing has to be read on the
         way: no token is streamed, held back or left out. What comes after an end is dropped.
         """
-        if self._decoding is None or not self._scheduler.only_decodes(plan):
+        if self._backend.sample_ahead is None or not self._scheduler.only_decodes(plan):
             return 1
         ahead, greedy = AHEAD, set()
         for sequence in plan.counts:
@@ -227,17 +205,16 @@ class NativeEngine:
     @torch.inference_mode()
     def _decode(self, plan: Plan, steps: int) -> list[Event]:
         """Several tokens of each sample."""
-        assert self._decoding is not None
+        assert self._backend.sample_ahead is not None
         if plan.copies:
             self._cache.copy(list(plan.copies.values()))
         samples = list(plan.counts)
         heat = [sequence.group.request.params.temperature for sequence in samples]
         device = self._cache.device
-        tokens, logprobs = self._decoding.several(
+        tokens, logprobs = self._backend.sample_ahead(
             samples,
             torch.from_numpy(_points(samples, steps)).to(device),
             torch.tensor(heat, device=device) if heat[0] else None,
-            self._body.logits,
         )
         self._scheduler.advance(plan)
         events: list[Event] = []
@@ -296,6 +273,20 @@ class NativeEngine:
         return reader.completion(*recorded, finish)
 
 
+def choose_backend(model: Transformer, cache: Cache, rows: int) -> Backend:
+    """By the model's device and precision; rows: samples that decode at once, at most."""
+    if cache.device.type == "cpu" and cache.dtype in (torch.float32, torch.bfloat16):
+        from burnish.engine.cpu import Cpu
+
+        return Cpu(model, cache)
+    if cache.device.type == "cuda":
+        from burnish.engine import cuda
+
+        if cuda.usable(cache.width):
+            return cuda.Cuda(model, cache, rows)
+    return Plain(model, cache)
+
+
 def _points(ready: list[Sequence], steps: int) -> npt.NDArray[np.float64]:
     """[samples, steps]: what inverts the cumulative distribution of their next tokens."""
     requests = [sequence.group.request for sequence in ready]
@@ -312,15 +303,15 @@ def _points(ready: list[Sequence], steps: int) -> npt.NDArray[np.float64]:
     return uniforms(seed, stream, group, sample, position + np.arange(steps))
 
 
-def _draws(ready: list[Sequence]) -> list[sampler.Draw]:
+def _draws(ready: list[Sequence]) -> list[Draw]:
     points = _points(ready, 1)[:, 0].tolist()
     return [_draw(sequence, point) for sequence, point in zip(ready, points, strict=True)]
 
 
-def _draw(sequence: Sequence, uniform: float) -> sampler.Draw:
+def _draw(sequence: Sequence, uniform: float) -> Draw:
     reader, params = sequence.reader, sequence.group.request.params
     assert reader is not None
-    return sampler.Draw(
+    return Draw(
         uniform=uniform,
         temperature=params.temperature,
         top_k=params.top_k,

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from burnish.engine import kernels
 from burnish.types import truncates
 
 BLOCK = 256
@@ -59,8 +58,8 @@ def sample_whole(
         if temperature is None:
             tokens = some.argmax(1, keepdim=True)
         else:
-            block, inside = _search(sums.masked_fill(lost, 1), at[:, None])
-            tokens, _ = _search(_block(mass, sums, block).masked_fill(lost, 1), inside)
+            block, inside = search(sums.masked_fill(lost, 1), at[:, None])
+            tokens, _ = search(_block(mass, sums, block).masked_fill(lost, 1), inside)
             tokens = (block * BLOCK + tokens).clamp_(max=vocab - 1)
         chosen = some.gather(1, tokens).to(wide)
         chosen = chosen if heat is None else chosen / heat
@@ -73,10 +72,6 @@ def sample_whole(
 @torch.no_grad()
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
     """logits [M, V] -> M tokens and their log-probabilities, NaN where logits are not finite."""
-    if kernels.fuses(logits.device, logits.dtype):
-        found = _sample_whole(logits, draws)
-        if found is not None:
-            return found
     tokens: list[int] = []
     logprobs: list[float] = []
     # One buffer for all rows: memory that is mapped in afresh costs more than the arithmetic.
@@ -90,30 +85,6 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float
         tokens += more[0]
         logprobs += more[1]
     return tokens, logprobs
-
-
-def _sample_whole(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]] | None:
-    """On a CPU, where no draw leaves anything out: no weight is written down. None otherwise."""
-    if any(draw.banned or not draw.temperature or _truncates(draw) for draw in draws):
-        return None
-    from burnish.engine import fused
-
-    rows, vocab = logits.shape
-    heat = torch.tensor([draw.temperature for draw in draws], dtype=torch.float32)
-    peaks, sums = torch.empty(rows), torch.empty(rows, -(-vocab // BLOCK))
-    fused.use_threads()
-    fused.weigh(kernels.numbers(logits), heat.numpy(), peaks.numpy(), sums.numpy(), BLOCK)
-    totals = peaks.double() + sums.sum(1, dtype=torch.float64).log()
-    if not bool(totals.isfinite().all()):
-        return None
-    block, inside = _search(
-        sums, torch.tensor([[draw.uniform] for draw in draws], dtype=torch.float64)
-    )
-    at = block * BLOCK + torch.arange(BLOCK)
-    scaled = logits.gather(1, at.clamp(max=vocab - 1)).float() / heat[:, None]
-    hit, _ = _search((scaled - peaks[:, None]).exp() * (at < vocab), inside)
-    chosen = scaled.gather(1, hit)[:, 0].double()
-    return (block * BLOCK + hit)[:, 0].tolist(), (chosen - totals).tolist()
 
 
 def _sample(
@@ -140,7 +111,7 @@ def _sample(
     # Also where a ban left nothing: next to a banned token, the rest may vanish in float32.
     gone = set((sums.sum(1) == 0).nonzero()[:, 0].tolist())
     for row, draw in enumerate(draws):
-        if row in gone or _truncates(draw):
+        if row in gone or truncating(draw):
             weights[row, :vocab] = _kept(scaled([row])[0], draw)
             sums[row] = weights[row].view(-1, BLOCK).sum(1)
     tokens = _invert(weights, sums, np.array([draw.uniform for draw in draws]))
@@ -169,7 +140,7 @@ def _weigh(logits: Tensor, heat: Tensor | None, weights: Tensor) -> tuple[Tensor
     return sums, peak[:, 0].double() + sums.sum(1, dtype=torch.float64).log()
 
 
-def _truncates(draw: Draw) -> bool:
+def truncating(draw: Draw) -> bool:
     return truncates(draw.temperature, draw.top_p, draw.top_k)
 
 
@@ -181,8 +152,8 @@ def _invert(weights: Tensor, sums: Tensor, points: npt.NDArray[np.float64]) -> T
     token is hit when the sum up to it is the first above the point, so never at probability 0.
     """
     at = torch.from_numpy(points).to(weights.device)[:, None]
-    block, inside = _search(sums, at)
-    token, _ = _search(_block(weights, sums, block), inside)
+    block, inside = search(sums, at)
+    token, _ = search(_block(weights, sums, block), inside)
     return (block * BLOCK + token)[:, 0]
 
 
@@ -192,7 +163,7 @@ def _block(weights: Tensor, sums: Tensor, block: Tensor) -> Tensor:
     return blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
 
 
-def _search(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+def search(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """-> the index that `at` [M, 1], a share of the weights [M, n], falls into, and where in it."""
     upto = weights.double().cumsum(1)
     end = upto[:, -1:]
@@ -213,7 +184,7 @@ def _ban(scaled: Tensor, draw: Draw) -> Tensor:
 def _kept(scaled: Tensor, draw: Draw) -> Tensor:
     """Weights [V] of what may be drawn: first top-k, then top-p of what top-k left."""
     weights = torch.softmax(_ban(scaled, draw), 0)
-    return _truncate(weights, draw) if _truncates(draw) else weights
+    return _truncate(weights, draw) if truncating(draw) else weights
 
 
 def _truncate(weights: Tensor, draw: Draw) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from burnish.draws import Stream
 from burnish.engine.engine import EngineSettings, NativeEngine
+from burnish.engine.plain import Plain
 from burnish.engine.protocol import Request, TokenEvent
 from burnish.errors import EngineError
 from burnish.types import Completion, Finish, SamplingParams
@@ -65,27 +66,27 @@ def test_shared_prompt_equals_repeated_prompt() -> None:
         )
 
 
-def test_a_groups_prompt_is_computed_once() -> None:
+def test_a_groups_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.engine()
     ran: list[int] = []
-    body = engine._body
-    engine._body = _counting(body, ran)
+    hidden = engine._backend.hidden
+
+    def counting(runs: Any) -> torch.Tensor:
+        ran.append(sum(run.count for run in runs))
+        return hidden(runs)
+
+    monkeypatch.setattr(engine._backend, "hidden", counting)
     tiny.finish(engine, [tiny.request("group", 40, n=6, max_tokens=5)])
     # The prompt once, its last token again for the five that join, then five decoding steps less
-    # the last token, which nobody reads; on a GPU all but the first are recorded ones.
-    assert sum(ran) == 40 + (5 + 6 * 4 if engine._decoding is None else 0)
+    # the last token, which nobody reads.
+    assert sum(ran) == 40 + 5 + 6 * 4
 
 
-def _counting(body: Any, ran: list[int]) -> Any:
-    class Counting:
-        def __call__(self, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-            ran.append(len(tokens))
-            return body(tokens, *rest)
-
-        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            return body.logits(hidden)
-
-    return Counting()
+@pytest.mark.parametrize("settings", [{}, {"step_tokens": 7}, {"tokens": 100}])
+def test_the_plain_backend_equals_the_devices_own(settings: dict[str, int]) -> None:
+    engine = tiny.engine(**settings)
+    engine._backend = Plain(engine._model, engine._cache)
+    tiny.assert_same(alone(MIX), tiny.finish(engine, MIX))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 16])

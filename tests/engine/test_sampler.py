@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,16 @@ import pytest
 import torch
 
 from burnish.draws import uniforms
-from burnish.engine.sampler import Draw, sample
+from burnish.engine import cpu, sampler
+from burnish.engine.sampler import Draw
+
+Sample = Callable[..., tuple[list[int], list[float]]]
+
+
+@pytest.fixture(params=[sampler.sample, cpu.sample], ids=["plain", "cpu"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    return request.param  # type: ignore[no-any-return]
+
 
 LOGITS = torch.tensor([1.3, 0.2, -0.5, 2.0, 0.9, -torch.inf, -1.5, 0.0])
 CASES: dict[str, dict[str, Any]] = {
@@ -44,7 +54,7 @@ def expected(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_distribution_is_right(case: str) -> None:
+def test_the_distribution_is_right(case: str, sample: Sample) -> None:
     """Chi-square over 20,000 draws; the limit is passed by chance once in 10,000 tests."""
     n = 20_000
     draws = [Draw(point, **CASES[case]) for point in uniforms(0, 0, 1, 2, np.arange(n))]
@@ -59,7 +69,7 @@ def test_the_distribution_is_right(case: str) -> None:
     np.testing.assert_allclose(logprobs, torch.log_softmax(scaled, 0)[tokens], atol=1e-6)
 
 
-def test_inverse_of_the_cumulative_distribution() -> None:
+def test_inverse_of_the_cumulative_distribution(sample: Sample) -> None:
     """A large vocabulary, blocks and a remainder: the token is the first whose sum exceeds u."""
     torch.manual_seed(0)
     logits = torch.randn(64, 1000) * 2
@@ -71,7 +81,7 @@ def test_inverse_of_the_cumulative_distribution() -> None:
     ]
 
 
-def test_probability_zero_is_never_drawn() -> None:
+def test_probability_zero_is_never_drawn(sample: Sample) -> None:
     logits = torch.full((4, 600), -torch.inf)
     logits[:, [5, 300, 599]] = torch.tensor([0.0, -200.0, 1.0])
     edges = [0.0, 2.0**-53, 1 - 2.0**-53, 0.5]
@@ -80,13 +90,13 @@ def test_probability_zero_is_never_drawn() -> None:
     assert (tokens[0], tokens[2]) == (5, 599)
 
 
-def test_greedy_takes_the_likeliest_at_temperature_one() -> None:
+def test_greedy_takes_the_likeliest_at_temperature_one(sample: Sample) -> None:
     tokens, logprobs = sample(LOGITS.expand(2, -1), [Draw(0.1, 0.0), Draw(0.1, 0.0, banned=(3,))])
     assert tokens == [3, 0]
     np.testing.assert_allclose(logprobs, torch.log_softmax(LOGITS, 0)[[3, 0]], atol=1e-6)
 
 
-def test_a_ban_on_nearly_all_the_mass() -> None:
+def test_a_ban_on_nearly_all_the_mass(sample: Sample) -> None:
     logits = torch.tensor([[500.0, 1.0, 2.0]])
     for point, token in ((0.0, 1), (0.9, 2)):
         tokens, logprobs = sample(logits, [Draw(point, banned=(0,))])
@@ -94,7 +104,7 @@ def test_a_ban_on_nearly_all_the_mass() -> None:
         assert logprobs[0] == pytest.approx(float(logits[0, token]) - 500, abs=1e-4)
 
 
-def test_logits_that_overflowed_spoil_their_own_row_only() -> None:
+def test_logits_that_overflowed_spoil_their_own_row_only(sample: Sample) -> None:
     logits = LOGITS.expand(4, -1).clone()
     logits[1], logits[2, 3] = torch.nan, torch.inf
     tokens, logprobs = sample(logits, [Draw(0.999)] * 4)
@@ -102,14 +112,14 @@ def test_logits_that_overflowed_spoil_their_own_row_only() -> None:
     assert (tokens[0], logprobs[0]) == (tokens[3], logprobs[3])
 
 
-def test_top_p_beyond_the_candidates() -> None:
+def test_top_p_beyond_the_candidates(sample: Sample) -> None:
     logits = torch.zeros(1, 5000)
     tokens, _ = sample(logits.expand(50, -1), [Draw((i + 0.5) / 50, top_p=0.9) for i in range(50)])
     assert len(set(tokens)) == 50
     assert max(tokens) - min(tokens) > 4000
 
 
-def test_draws_do_not_depend_on_the_batch() -> None:
+def test_draws_do_not_depend_on_the_batch(sample: Sample) -> None:
     torch.manual_seed(1)
     logits = torch.randn(40, 1300)
     points = uniforms(7, 0, 0, 0, np.arange(40))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -125,3 +126,12 @@ def assert_same(
             b[key].stop,
             b[key].text,
         )
+
+
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, H, R, D], k, v [B, H, T, D], mask to add -> attention and log-sum-exp [B, H, R]."""
+    scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[3])
+    scores = scores if mask is None else scores + mask
+    return (torch.softmax(scores, 3) @ v.float()).to(q.dtype), scores.logsumexp(3)

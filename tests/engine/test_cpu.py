@@ -12,8 +12,9 @@ import tiny
 import torch
 from torch.nn import functional as F
 
-from burnish.engine import fused, kernels, tiles
-from burnish.engine.kernels import numbers
+from burnish.engine import cpu, fused
+from burnish.engine.cpu import numbers
+from burnish.engine.plain import causal_attention
 from burnish.errors import EngineError
 from burnish.model.attention import causal
 from burnish.model.rope import Rope, rotate, rotation
@@ -30,8 +31,8 @@ def test_flash_equals_plain(dtype: torch.dtype, atol: float) -> None:
     mask = torch.zeros(5, 24, dtype=dtype).masked_fill(beyond, -torch.inf)[:, None, None]
     for added in (mask, None):
         fast, plain = (
-            kernels.flash_attention(q, k, v, added),
-            kernels.plain_attention(q, k, v, added),
+            cpu.flash_attention(q, k, v, added),
+            tiny.plain_attention(q, k, v, added),
         )
         for got, want in zip(fast, plain, strict=True):
             torch.testing.assert_close(got.float(), want.float(), atol=atol, rtol=atol)
@@ -41,7 +42,7 @@ def test_causal_attention_goes_on_from_a_position() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
     whole = causal([9])(0, q, k, v)
-    torch.testing.assert_close(kernels.causal_attention(q[6:], k, v, 6), whole[6:])
+    torch.testing.assert_close(causal_attention(q[6:], k, v, 6), whole[6:])
 
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,51 +111,9 @@ def test_decode_reads_pages_where_they_lie(dtype: torch.dtype, threads: int) -> 
     for row, (table, n) in enumerate(zip(tables, length, strict=True)):
         slots = [page * size + i for page in table for i in range(size)][:n]
         k, v = pages[:, slots].view(2, 1, n, 2, 16).transpose(2, 3)
-        want, total = kernels.plain_attention(qkv[row, :64].view(1, 2, 2, 16), k, v, None)
+        want, total = tiny.plain_attention(qkv[row, :64].view(1, 2, 2, 16), k, v, None)
         torch.testing.assert_close(out[row], want.flatten(), **ulps(dtype) | {"atol": 1e-6})
         torch.testing.assert_close(totals[row], total.flatten(), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.skipif(not tiles.usable(32, 16), reason="no AMX")
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_tiles_attend_like_plain_attention(threads: int) -> None:
-    """A prompt that goes on after 3 tokens, in blocks of 5 rows, and a group of 2 that shares two
-    pages and has seen 4 tokens of its own."""
-    torch.manual_seed(0)
-    qkv, pages = torch.randn(14, 8 * 32).bfloat16(), torch.randn(2, 10 * 16, 2 * 32).bfloat16()
-    out, totals = torch.empty(14, 4 * 32).bfloat16(), torch.empty(14, 4)
-    q, pages_of = qkv[:, : 4 * 32].view(14, 1, 2, 2, 32), {0: [7, 2], 12: [5, 0, 9]}
-
-    def part(row: int, slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = pages[:, slots].view(2, 1, -1, 2, 32).transpose(2, 3)
-        found, total = kernels.plain_attention(q[row], k, v, None)
-        return found.flatten(), total.flatten()
-
-    for row in (12, 13):
-        out[row], totals[row] = part(row, [3 * 16 + row, 4 * 16, 4 * 16 + 1, 4 * 16 + 2])
-    rest = np.float32(32**-0.5), tiles.SHAPES, threads
-    attend = tiles.kernel(32, 2, 16)
-    prompt = (range(12), pages_of[0], range(4, 16))
-    shared = ([12, 13], pages_of[12][:2], [32, 32])
-    for parts, old in (([prompt], totals[:0]), ([shared], totals)):
-        table = tiles.table(parts, 5)
-        attend(numbers(qkv), *numbers(pages), numbers(out), old.numpy(), *table, *rest)
-    for row in range(14):
-        first = pages_of[0 if row < 12 else 12]
-        slots = [page * 16 + i for page in first for i in range(16)][: row + 4 if row < 12 else 32]
-        own = [] if row < 12 else [3 * 16 + row, 4 * 16, 4 * 16 + 1, 4 * 16 + 2]
-        torch.testing.assert_close(out[row], part(row, slots + own)[0], rtol=0.02, atol=0.01)
-    qkv[0, 0] = torch.nan
-    attend(
-        numbers(qkv),
-        *numbers(pages),
-        numbers(out),
-        totals[:0].numpy(),
-        *tiles.table([prompt], 5),
-        *rest,
-    )
-    assert out[0, :32].isnan().all()
-    assert out[1:12].isfinite().all()
 
 
 def test_what_is_not_a_number_stays_so() -> None:
@@ -169,7 +128,7 @@ def test_what_is_not_a_number_stays_so() -> None:
 def test_an_fp32_head_stays_fp32() -> None:
     model = tiny.model(fp32_head=True).to(torch.bfloat16)
     hidden = torch.randn(3, 32, dtype=torch.bfloat16)
-    logits = kernels.FusedTransformer(model).logits(hidden)
+    logits = cpu.FusedTransformer(model).logits(hidden)
     assert logits.dtype is torch.float32
     torch.testing.assert_close(logits, model.logits(hidden))
 

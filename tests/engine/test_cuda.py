@@ -16,10 +16,10 @@ import tiny
 import torch
 from torch import Tensor
 
+from burnish.engine import cuda, sampler
 from burnish.engine import engine as engines
-from burnish.engine import graphs, sampler
 from burnish.engine.engine import EngineSettings, NativeEngine
-from burnish.engine.kernels import causal_attention
+from burnish.engine.plain import Plain, PlainAttention, causal_attention
 from burnish.engine.protocol import Request
 from burnish.engine.sequence import Group, Sequence
 from burnish.types import Completion, Finish, SamplingParams
@@ -34,12 +34,12 @@ def sample(tokens: list[int], computed: int, pages: list[int]) -> Sequence:
 
 def test_inputs_say_where_each_row_reads_and_writes() -> None:
     samples = [sample([5, 6, 7, 8, 9, 10], 5, [3, 1]), sample([11], 0, [7])]
-    given = graphs.inputs(samples, 8, size=4)
-    cut = graphs.FIELDS * 8
-    fields, pages = given[:cut].reshape(graphs.FIELDS, 8), given[cut:]
+    given = cuda.inputs(samples, 8, size=4)
+    cut = cuda.FIELDS * 8
+    fields, pages = given[:cut].reshape(cuda.FIELDS, 8), given[cut:]
     assert fields[:, 0].tolist() == [10, 5, 1 * 4 + 1, 0, 6]
     assert fields[:, 1].tolist() == [11, 0, 7 * 4, 2, 1]
-    assert all(tuple(row) == graphs.EMPTY for row in fields[:, 2:].T)
+    assert all(tuple(row) == cuda.EMPTY for row in fields[:, 2:].T)
     assert pages.tolist() == [3, 1, 7]
 
 
@@ -47,10 +47,10 @@ def test_inputs_say_where_each_row_reads_and_writes() -> None:
     ("rows", "want"), [(1, 8), (8, 8), (9, 16), (64, 64), (65, 128), (129, 256), (1000, 1024)]
 )
 def test_rows_are_rounded_up(rows: int, want: int) -> None:
-    assert graphs.padded(rows) == want
+    assert cuda.padded(rows) == want
 
 
-class Counted(graphs.Decoding):
+class Counted(cuda.Decoding):
     steps: list[int]
 
     def several(self, samples: Any, points: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -58,15 +58,15 @@ class Counted(graphs.Decoding):
         return super().several(samples, points, *rest)
 
 
-class Plain(Counted):
+class Replayed(Counted):
     """Runs what a graph would replay."""
 
     def _record(self, rows: int) -> Any:
         self._inputs.fill_(-7)  # recording leaves nothing that may be relied on
 
     def _replay(self, rows: int) -> Tensor:
-        fields = self._inputs[: graphs.FIELDS * rows].view(graphs.FIELDS, rows)
-        pages, size = self._inputs[graphs.FIELDS * rows :], self._cache.size
+        fields = self._inputs[: cuda.FIELDS * rows].view(cuda.FIELDS, rows)
+        pages, size = self._inputs[cuda.FIELDS * rows :], self._cache.size
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._cache.slots(layer)
@@ -87,17 +87,25 @@ class Plain(Counted):
         return hidden
 
 
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "Decoding", Replayed if tiny.DEVICE == "cpu" else Counted)
+    if tiny.DEVICE == "cpu":
+        monkeypatch.setattr(cuda, "PagedAttention", PlainAttention)
+
+
 def ahead(**settings: Any) -> tuple[NativeEngine, list[int]]:
     """An engine, and how many tokens each call took at once."""
-    engine, kind = tiny.engine(**settings), Plain if tiny.DEVICE == "cpu" else Counted
-    decoding = kind(engine._model, engine._cache, engine.settings.max_running)
-    decoding.steps, engine._decoding = [], decoding
-    return engine, decoding.steps
+    engine = tiny.engine(**settings)
+    backend = cuda.Cuda(engine._model, engine._cache, engine.settings.max_running)
+    engine._backend = backend
+    backend._decoding.steps = steps = []  # type: ignore[attr-defined]
+    return engine, steps
 
 
 def one_by_one(**settings: Any) -> NativeEngine:
     engine = tiny.engine(**settings)
-    engine._decoding = None
+    engine._backend = Plain(engine._model, engine._cache)
     return engine
 
 
@@ -192,23 +200,21 @@ def test_new_weights_between_two_looks_ahead() -> None:
                 np.testing.assert_allclose(got.logprobs[part], oracle[part], atol=tiny.CLOSE)
 
 
-def test_a_sample_whose_logits_overflow_is_lost_alone() -> None:
+def test_a_sample_whose_logits_overflow_is_lost_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given = requests()
     engine, steps = ahead()
-    body, calls = engine._body, []
+    real, calls = engine._backend.logits, []
 
-    class Overflows:
-        def __call__(self, *args: Any) -> Tensor:
-            return body(*args)
+    def overflows(hidden: Tensor) -> Tensor:
+        logits = real(hidden).clone()
+        calls.append(len(logits))
+        if steps and len(calls) % 3 == 0:
+            logits[0] = torch.nan
+        return logits
 
-        def logits(self, hidden: Tensor) -> Tensor:
-            logits = body.logits(hidden).clone()
-            calls.append(len(logits))
-            if steps and len(calls) % 3 == 0:
-                logits[0] = torch.nan
-            return logits
-
-    engine._body = Overflows()  # type: ignore[assignment]
+    monkeypatch.setattr(engine._backend, "logits", overflows)
     done, plain = tiny.finish(engine, given), tiny.finish(one_by_one(), given)
     lost = [key for key, one in done.items() if one.finish is Finish.ABORT]
     assert lost
@@ -242,7 +248,7 @@ def test_recorded_decoding_ahead_equals_the_learners_forward(temperature: float)
     own = tiny.model(d_model=64).cuda()  # heads that the kernels can read
     settings = EngineSettings(kv_bytes=1 << 22, page_size=4)
     engine = NativeEngine(own, None, settings)
-    assert engine._decoding is not None
+    assert engine._backend.sample_ahead is not None
     given = requests(temperature=temperature)
     for (name, _), done in tiny.finish(engine, given).items():
         one = next(r for r in given if r.request_id == name)

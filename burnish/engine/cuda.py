@@ -1,4 +1,4 @@
-"""Decoding on a GPU, recorded once for a number of rows and then replayed.
+"""The GPU backend: Triton's kernels over pages, and decoding recorded once, then replayed.
 
 A decoding step of a small model is hundreds of kernels that run for microseconds each; launching
 them one by one takes several times as long as running them. A CUDA graph is one launch.
@@ -7,6 +7,7 @@ them one by one takes several times as long as running them. A CUDA graph is one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -15,13 +16,74 @@ import torch
 from torch import Tensor
 
 from burnish.engine import sampler
-from burnish.engine.cache import Cache
+from burnish.engine.cache import Cache, Run, slots_of
+from burnish.engine.plain import Prompts, Sampled, last_states, placed
+from burnish.engine.sampler import Draw
 from burnish.engine.sequence import Sequence as Sample
 from burnish.model.transformer import Transformer
 
 Logits = Callable[[Tensor], Tensor]
 FIELDS = 5
-"""Of each row: its token, position and slot, where its pages begin, and how many tokens it sees."""
+"""Of each row: its token, position and slot, the first of its pages, and the tokens it sees."""
+
+
+def usable(width: int) -> bool:
+    """Whether Triton is here and its kernels can read heads of that width whole."""
+    if find_spec("triton") is None:
+        return False
+    from burnish.engine import paged
+
+    return paged.usable(width)
+
+
+class Cuda:
+    def __init__(self, model: Transformer, cache: Cache, rows: int) -> None:
+        """rows: samples that decode at once, at most."""
+        self._model, self._cache = model, cache
+        self._decoding = Decoding(model, cache, rows)
+
+    def hidden(self, runs: Sequence[Run]) -> Tensor:
+        if all(run.count == 1 for run in runs):
+            return self._decoding([run.sequence for run in runs])
+        return last_states(self._model, PagedAttention, self._cache, runs)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+        return sampler.sample(logits, draws)
+
+    def sample_ahead(
+        self, samples: Sequence[Sample], points: Tensor, temperature: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._decoding.several(samples, points, temperature, self.logits)
+
+    def update(self) -> None:
+        """The graphs read the model's own weights, which stay where they are."""
+
+
+class PagedAttention:
+    """The model's `Attend` over pages. Decoding rows come first."""
+
+    def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
+        self._cache, self._slots = cache, cache.tensor(slots_of(runs, cache.size))
+        decoding = [run for run in runs if run.count == 1]
+        self._rows = len(decoding)
+        first = np.cumsum([0, *(len(run.sequence.pages) for run in decoding)])[:-1]
+        pages = list(chain.from_iterable(run.sequence.pages for run in decoding))
+        self._table = [cache.tensor(x) for x in (pages, first, [run.end for run in decoding])]
+        self._prompts = Prompts(cache, placed(runs)[self._rows :])
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from burnish.engine import paged
+
+        pools, rows = self._cache.slots(layer), self._rows
+        paged.write(*pools, self._slots, k, v)
+        out = torch.empty_like(q)
+        if rows:
+            out[:rows] = paged.attend(q[:rows], *pools, self._table, self._cache.size)
+        self._prompts(layer, q, k, v, out)
+        return out
 
 
 class Decoding:
@@ -85,7 +147,7 @@ class Decoding:
         fields.copy_(torch.tensor(EMPTY, device=fields.device)[:, None])
         tokens, positions, slots, firsts, counts = fields
         table = self._inputs[FIELDS * rows :], firsts, counts
-        attend = _Attend(self._cache, slots, table)
+        attend = _RecordedAttention(self._cache, slots, table)
         current = torch.cuda.current_stream()
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(current)
@@ -99,14 +161,14 @@ class Decoding:
         return graph, hidden
 
 
-class _Attend:
+class _RecordedAttention:
     def __init__(self, cache: Cache, slots: Tensor, table: tuple[Tensor, Tensor, Tensor]) -> None:
         self._cache, self._slots, self._table = cache, slots, table
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from burnish.engine import paged
 
-        self._cache.write(layer, self._slots, k, v)
+        paged.write(*self._cache.slots(layer), self._slots, k, v)
         return paged.attend(q, *self._cache.slots(layer), self._table, self._cache.size)
 
 
