@@ -127,7 +127,7 @@ def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
     page = (one / "report.html").read_text()
     for name, count in counted.items():
         assert f"<td>{name}</td><td>{count:,} (" in page
-        found = page.split(f"<summary>{name}</summary>")[1].split("<summary>")[0].count("<article>")
+        found = page.split(f"<summary>{name}</summary>")[1].split("<summary>")[0].count("<article ")
         assert found == count if count < 10 else found >= 10
     hostile = json.loads((one / "results.jsonl").read_text().splitlines()[0])
     hostile["response"] = "<img src=x onerror=alert(1)>&amp;"

@@ -276,7 +276,7 @@ def test_grades(tmp_path):
         (["task.answer=box"], "task.answer must be 'r1_zero', 'boxed'"),
         (["task.validation_rows=0"], "task.validation_rows must be greater than or equal to 1"),
         (["task.name=maths"], "got 'maths'; did you mean 'math'?"),
-        (["task.name=math"], "task.train Field required"),
+        (["task.name=math"], "task.train is missing: 'math' needs it"),
         (["task.promt=r1_zero"], "unknown setting 'task.promt'; did you mean 'task.prompt'?"),
     ],
 )
