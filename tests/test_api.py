@@ -369,3 +369,18 @@ def test_a_precision_that_is_not_multiplied_is_said_with_what_it_costs(given, no
     assert len(said) == notes
     assert all("no bf16 products" in note and "times as long as in fp32" in note for note in said)
     assert recipe.train.precision == recipe.engine.precision == given.replace("auto", "fp32")
+
+
+def test_a_function_may_stand_for_a_piece_and_its_run_does_not_resume(tmp_path):
+    def baseline(rewards, group_ids):
+        from burnish.rl.advantages import group_mean
+
+        return group_mean(rewards, group_ids)
+
+    few, given = ["train.steps=2"], {"out": tmp_path / "own", "show": False}
+    own = burnish.train("sort", overrides=few, objective={"advantage": baseline}, **given)
+    named = [*few, "objective.advantage=group_mean"]
+    known = burnish.train("sort", overrides=named, out=tmp_path / "known", show=False)
+    assert own.metrics == known.metrics
+    with pytest.raises(ConfigError, match="function baseline of a script.*can't be resumed"):
+        burnish.resume(own.path, overrides=["train.steps=3"], show=False)

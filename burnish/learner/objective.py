@@ -26,8 +26,9 @@ def compile(objective: ObjectiveConfig) -> Program:
         name = getattr(getattr(objective, kind), "function", None)
         if isinstance(name, str):
             raise ConfigError(
-                f"objective.{kind} is the function {name} of a script, which is not here; give it "
-                f"from Python, as in burnish.train(..., objective={{'{kind}': {name}}})"
+                f"objective.{kind} is the function {name} of a script, and a run does not keep "
+                f"functions, so it can't be resumed; begin a new run from Python, with "
+                f"burnish.train(..., objective={{'{kind}': {name}}})"
             )
     return Program(objective)
 
