@@ -382,5 +382,5 @@ def test_a_function_may_stand_for_a_piece_and_its_run_does_not_resume(tmp_path):
     named = [*few, "objective.advantage=group_mean"]
     known = burnish.train("sort", overrides=named, out=tmp_path / "known", show=False)
     assert own.metrics == known.metrics
-    with pytest.raises(ConfigError, match="function baseline of a script.*can't be resumed"):
+    with pytest.raises(ConfigError, match=r"function baseline of a script.*can't be resumed"):
         burnish.resume(own.path, overrides=["train.steps=3"], show=False)
