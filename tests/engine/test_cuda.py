@@ -51,7 +51,9 @@ def test_rows_are_rounded_up(rows: int, want: int) -> None:
 
 
 class Counted(cuda.Decoding):
-    steps: list[int]
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.steps: list[int] = []
 
     def several(self, samples: Any, points: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         self.steps.append(points.shape[1])
@@ -99,8 +101,7 @@ def ahead(**settings: Any) -> tuple[NativeEngine, list[int]]:
     engine = tiny.engine(**settings)
     backend = cuda.Cuda(engine._model, engine._cache, engine.settings.max_running)
     engine._backend = backend
-    backend._decoding.steps = steps = []  # type: ignore[attr-defined]
-    return engine, steps
+    return engine, backend._decoding.steps  # type: ignore[attr-defined]
 
 
 def one_by_one(**settings: Any) -> NativeEngine:
