@@ -152,7 +152,7 @@ def test_an_evaluation_truncates_as_it_is_told(tmp_path, smollm2):
     assert responses[0] == responses[1]
     assert read(likeliest).settings["validation.top_k"] == 1
     assert "rollout.top_k" not in read(likeliest).settings
-    with pytest.raises(ConfigError, match=r"validation.top_k .*greedy; remove it"):
+    with pytest.raises(ConfigError, match=r"validation.top_k .*temperature = 0; remove it"):
         config.load("keywords", ["validation.temperature=0", "validation.top_k=3"])
 
 
@@ -196,7 +196,7 @@ def test_the_same_answers_from_the_hf_engine_and_from_an_export(tmp_path, smollm
     assert figures == other
     with pytest.raises(ConfigError, match="training needs 'native'"):
         api.train(config.load("keywords", ["task.name=files", *named, "engine.name=hf"]))
-    with pytest.raises(ConfigError, match=r"engine\.kv_mb .* has no effect"):
+    with pytest.raises(ConfigError, match=r"engine\.kv_mb has no effect"):
         config.load("keywords", ["engine.name=hf", "engine.kv_mb=3"])
 
 
