@@ -25,7 +25,6 @@ CHOSEN = ("task", "model", *(f"objective.{kind}" for kind in pieces.KINDS))
 """Sections that a recipe chooses by name, out of several."""
 DECAY = ["train.decay_steps", "train.final_rate"]
 CUT = ["validation.top_p", "validation.top_k"]
-NATIVE = ["engine.kv_mb", "engine.max_running"]
 LANGUAGE = [
     *("device", "engine", "train.recompute", "train.layers", "validation.shots"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop", "rollout.truncated"),
@@ -269,7 +268,6 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     """The sampler; the learner's precision is ``train.precision``."""
 
-    name: Literal["native", "hf"] = Field("native", description="hf: transformers, to evaluate")
     precision: Precision = Field("auto", description="auto: as train.precision")
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
     max_running: int = Field(128, ge=1, description="samples that decode at once")
@@ -568,7 +566,7 @@ def nested(settings: Table) -> dict[str, Any]:
 
 def unused(recipe: Recipe) -> dict[str, str]:
     """Settings and sections that have no effect in this recipe, each with the reason."""
-    train, engine, objective = recipe.train, recipe.engine, recipe.objective
+    train, objective = recipe.train, recipe.objective
     no_ratio = "ratio" not in objective.loss.reads
     loss = f"objective.loss = '{objective.loss.name}'"
     rules = [
@@ -577,7 +575,6 @@ def unused(recipe: Recipe) -> dict[str, str]:
         (recipe.is_supervised, "task.name = 'pairs'", SAMPLED),
         (recipe.validation.temperature == 0, "validation.temperature = 0", CUT),
         (getattr(recipe.task, "validation", None), "task.validation", ["task.validation_share"]),
-        (engine.name != "native", f"engine.name = '{engine.name}'", NATIVE),
         (isinstance(recipe.model, SorterConfig), "model.name = 'sorter'", LANGUAGE),
         (no_ratio, loss, ["objective.ratio"]),
         (no_ratio and not objective.reads_proximal_first, loss, ["objective.proximal"]),

@@ -45,7 +45,7 @@ EXTRAS = {
         ("math_verify", "latex2sympy2_extended", "antlr4"), "grading answers of math tasks"
     ),
     "gym": Extra(("reasoning_gym",), "questions that a generator makes (arithmetic)"),
-    "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME; engine.name = 'hf'"),
+    "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME"),
     "datasets": Extra(("datasets",), "rows by hf:ORG/NAME/SPLIT"),
     "tensorboard": Extra(("tensorboard",), "events of runs for TensorBoard; none is needed to run"),
     "ray": Extra(("ray",), "several machines; no recipe uses it yet"),
@@ -83,9 +83,6 @@ def problems(
     if path is not None:
         with _collecting(found):
             check_new(path)
-        if recipe.engine.name != "native":
-            message = "engine.name = 'hf' is for `burnish eval`; training needs 'native'"
-            found.append(ConfigError(message))
     takes = isinstance(recipe.task, FilesTask) or (recipe.is_supervised and reward is None)
     if (prompts is not None or reward is not None) and not takes:
         message = (
@@ -142,8 +139,6 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
             needed.append(("gym", f"the generator {task.generator}"))
     if source.startswith("hf:"):
         needed.append(("hf", f"the model {source}"))
-    if recipe.engine.name == "hf":
-        needed.append(("hf", "engine.name = 'hf'"))
     if recipe.log.tensorboard:
         needed.append(("tensorboard", "log.tensorboard = true"))
     absent = {name for name, extra in EXTRAS.items() if not is_installed(*extra.modules)}
