@@ -271,7 +271,6 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="per response")] = None,
     shots: Annotated[int | None, typer.Option(help="solved rows before each prompt")] = None,
-    engine: Annotated[str | None, typer.Option(help="native or hf")] = None,
     overrides: Overrides = None,
     seed: Seed = None,
     out: Annotated[
@@ -287,7 +286,6 @@ def evaluate(
         raise ConfigError("give a RECIPE or --task NAME, one of the two")
     asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
     own = [f"validation.{k}={v}" for k, v in (asked | {"shots": shots}).items() if v is not None]
-    own += [] if engine is None else [f"engine.name={engine}"]
     models: list[str | None] = [*model] if model else [None]
     settings = config.together(own, overrides or ())
     chosen = [
