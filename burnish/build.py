@@ -496,8 +496,8 @@ def digest(recipe: Recipe, show: Show) -> str | None:
     files = sorted(file for file in path.glob("*") if file.suffix in kinds)
     if path.is_file():  # a GGUF
         files = [path]
-    if origin is not recipe:  # its manifest holds the tensors' hash
-        files.append(checkpoints.choose(Path(recipe.model.name), "best") / checkpoints.MANIFEST)
+    if origin is not recipe:
+        files.append(checkpoints.choose(Path(recipe.model.name), "best"))
     return inputs.of_files(files)
 
 

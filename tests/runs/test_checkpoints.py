@@ -42,7 +42,7 @@ def test_what_is_saved_is_loaded(tmp_path):
 def test_a_run_without_checkpoints(tmp_path):
     assert checkpoints.latest(tmp_path) is None
     assert checkpoints.best(tmp_path) is None
-    with pytest.raises(RunError, match=r"No such file.*manifest\.json.*start the run anew"):
+    with pytest.raises(RunError, match=r"No such file.*start the run anew"):
         checkpoints.load(tmp_path / "checkpoints" / "step-00000001")
 
 
@@ -63,7 +63,7 @@ def test_resuming_from_an_earlier_one_discards_the_later(tmp_path):
 def test_what_a_killed_process_had_no_time_to_delete_goes_when_the_run_resumes(tmp_path):
     for step in (1, 2, 3):
         last = checkpoints.save(tmp_path, step, TENSORS, {}, keep=5)
-    (tmp_path / "checkpoints" / ".step-00000000.dead").mkdir()
+    (tmp_path / "checkpoints" / ".step-00000000.new").touch()
     checkpoints.return_to(tmp_path, last, keep=1)
     assert names(tmp_path) == ["step-00000003"]
 
@@ -78,18 +78,22 @@ def test_one_that_was_not_planned_goes_with_the_next(tmp_path):
     assert names(tmp_path) == ["step-00000010", "step-00000030"]
 
 
-@pytest.mark.parametrize("name", [checkpoints.TENSORS, checkpoints.STATE, checkpoints.MANIFEST])
-@pytest.mark.parametrize("damage", ["missing", "truncated", "edited"])
-def test_damage_is_named_with_what_to_do(tmp_path, name, damage):
+@pytest.mark.parametrize("damage", ["missing", "truncated", "a tensor", "the state", "a name"])
+def test_damage_is_named_with_what_to_do(tmp_path, damage):
     first = checkpoints.save(tmp_path, 1, TENSORS, {"a": 1})
-    last = checkpoints.save(tmp_path, 2, TENSORS, {"a": 1})
-    file = last / name
-    data = bytearray(file.read_bytes())
+    last = checkpoints.save(tmp_path, 2, TENSORS, {"mark": 1})
+    data = last.read_bytes()
+    changed = {
+        "truncated": data[:-3],
+        "a tensor": data[:-1] + bytes([data[-1] ^ 1]),
+        "the state": data.replace(b"mark", b"mask"),
+        "a name": data.replace(b'"weight"', b'"weigh_"'),
+    }
     if damage == "missing":
-        file.unlink()
+        last.unlink()
     else:
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data[:-3] if damage == "truncated" else data)
+        assert changed[damage] != data
+        last.write_bytes(changed[damage])
     with pytest.raises(RunError, match=r"resume with --from step-00000001") as caught:
         checkpoints.load(last)
     assert f"{last} is damaged" in str(caught.value)
