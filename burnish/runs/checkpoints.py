@@ -162,7 +162,7 @@ def _digest(about: str, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(about.encode())
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
