@@ -186,8 +186,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        empty = torch.empty(config.vocab_size, config.d_model)
-        self.embed = nn.Embedding(*empty.shape, _weight=empty)
+        sizes = config.vocab_size, config.d_model
+        self.embed = nn.Embedding(sizes[0], sizes[1], _weight=torch.empty(sizes))
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tied else _Linear(config.d_model, config.vocab_size, bias=False)
