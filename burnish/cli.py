@@ -271,7 +271,6 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="per response")] = None,
     shots: Annotated[int | None, typer.Option(help="solved rows before each prompt")] = None,
-    engine: Annotated[str | None, typer.Option(help="native or hf")] = None,
     overrides: Overrides = None,
     seed: Seed = None,
     out: Annotated[
@@ -279,22 +278,20 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
-    from burnish import api, build, config
-    from burnish.preflight import check_sources
+    from burnish import api, build, preflight
 
     named = recipe or task
     if named is None or (recipe and task):
         raise ConfigError("give a RECIPE or --task NAME, one of the two")
     asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
     own = [f"validation.{k}={v}" for k, v in (asked | {"shots": shots}).items() if v is not None]
-    own += [] if engine is None else [f"engine.name={engine}"]
     models: list[str | None] = [*model] if model else [None]
-    settings = config.together(own, overrides or ())
+    settings = [*own, *(overrides or ())]
     chosen = [
         build.evaluation_recipe(named, model=m, overrides=settings, seed=seed) for m in models
     ]
     for one in chosen:
-        check_sources(one)
+        preflight.check(one)
     results = []
     with _shown(named, "stopped; the same command goes on where it was") as show:
         if out is None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from burnish.draws import Stream
-from burnish.engine.protocol import Engine, Event, Request, TokenEvent
+from burnish.engine.protocol import Engine, Event, Request, TextEvent
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.progress import Report, unheard
@@ -171,7 +171,7 @@ class _Screen:
         self._turn()
 
     def see(self, event: Event) -> None:
-        if isinstance(event, TokenEvent):
+        if isinstance(event, TextEvent):
             self.text(event.request_id, event.sample_index, event.text)
         else:
             self.end(event)

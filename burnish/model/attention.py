@@ -63,8 +63,14 @@ class PackedAttention:
     however many responses follow, and nothing is padded beyond the lengths within a block.
     """
 
-    def __init__(self, segment_offsets: Tensor, segment_is_prompt: Tensor) -> None:
-        """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`."""
+    def __init__(
+        self, segment_offsets: Tensor, segment_is_prompt: Tensor, *, widens: bool = True
+    ) -> None:
+        """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`.
+
+        widens: on a CPU, 16-bit numbers are attended to in float32.
+        """
+        self._widens = widens
         offsets, device = segment_offsets.tolist(), segment_offsets.device
         prompt = range(0)
         after: dict[int, list[_Segment]] = {0: []}  # by the length of the prompt
@@ -90,7 +96,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype = q.dtype
-        if q.device.type == "cpu" and dtype.itemsize < 4:
+        if self._widens and q.device.type == "cpu" and dtype.itemsize < 4:
             # A CPU's attention over 16-bit numbers takes three times as long in the backward pass.
             q, k, v = q.float(), k.float(), v.float()
         queries = torch.split(q.index_select(0, self._queries), self._sizes)
@@ -141,10 +147,12 @@ def packed(
     return kind(segment_offsets, segment_is_prompt)
 
 
-def causal(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedAttention:
+def causal(
+    lengths: Sequence[int], device: torch.device | str = "cpu", *, widens: bool = True
+) -> PackedAttention:
     """Plain sequences one after another, each seeing its own past."""
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
-    return PackedAttention(offsets, torch.ones(len(lengths), dtype=torch.bool))
+    return PackedAttention(offsets, torch.ones(len(lengths), dtype=torch.bool), widens=widens)
 
 
 def _runs(segments: list[_Segment]) -> list[list[_Segment]]:

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from burnish import api, build, config
 from burnish.errors import ConfigError, DataError, RunError
@@ -152,7 +151,7 @@ def test_an_evaluation_truncates_as_it_is_told(tmp_path, smollm2):
     assert responses[0] == responses[1]
     assert read(likeliest).settings["validation.top_k"] == 1
     assert "rollout.top_k" not in read(likeliest).settings
-    with pytest.raises(ConfigError, match=r"validation.top_k .*greedy; remove it"):
+    with pytest.raises(ConfigError, match=r"validation.top_k .*temperature = 0; remove it"):
         config.load("keywords", ["validation.temperature=0", "validation.top_k=3"])
 
 
@@ -177,29 +176,6 @@ def test_few_shot_prompts_begin_with_solved_rows(tmp_path, smollm2):
         build.build_sampler(recipe)
 
 
-def test_the_same_answers_from_the_hf_engine_and_from_an_export(tmp_path, smollm2):
-    given = setting(tmp_path, smollm2, "engine.precision=fp32", "validation.temperature=0")
-    recipe = config.load("keywords", ["task.name=files", *given])
-    model, _, source = build.open_model(recipe, dtype="float32")
-    from burnish.model import checkpoint
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)  # clear winners: greedy text does not hang on the last bits
-    checkpoint.save(model, tmp_path / "model", source=source)
-    given = [s for s in given if not s.startswith("model.")]
-    named = [*given, f"model.name={tmp_path / 'model'}"]
-    figures = api.evaluate("files", overrides=named, out=tmp_path / "native").figures
-    other = api.evaluate("files", overrides=[*named, "engine.name=hf"], out=tmp_path / "hf").figures
-    texts = [[row["response"] for row in read(tmp_path / d).rows] for d in ("native", "hf")]
-    assert texts[0] == texts[1]
-    assert figures == other
-    with pytest.raises(ConfigError, match="training needs 'native'"):
-        api.train(config.load("keywords", ["task.name=files", *named, "engine.name=hf"]))
-    with pytest.raises(ConfigError, match=r"engine\.kv_mb .* has no effect"):
-        config.load("keywords", ["engine.name=hf", "engine.kv_mb=3"])
-
-
 def test_what_is_evaluated(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -208,8 +184,6 @@ def test_what_is_evaluated(tmp_path):
     )
     assert build.evaluation_recipe(str(run)).model.name == str(run)
     assert build.evaluation_recipe(str(run), model="other").model.name == "other"
-    with pytest.raises(ConfigError, match="give one of the two"):
-        build.evaluation_recipe(str(run), model="other", overrides=["model.name=third"])
     sorted_run = tmp_path / "sorted"
     sorted_run.mkdir()
     (sorted_run / "recipe.toml").write_text("")
