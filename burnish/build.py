@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from burnish.engine.protocol import Engine
     from burnish.learner.learner import Learner
     from burnish.learner.objective import Program
-    from burnish.learner.policy import Policy
+    from burnish.learner.optim import Policy
     from burnish.loops.run import Parts
     from burnish.model.sorter import Sorter
     from burnish.model.tokenizer import Tokenizer
@@ -67,7 +67,6 @@ def build(
     """The parts of a recipe's run."""
     from burnish.engine.protocol import require
     from burnish.learner.objective import compile
-    from burnish.learner.policy import LanguagePolicy
     from burnish.loops import evaluate, sync
     from burnish.loops.run import Parts
     from burnish.rollout.packing import pack
@@ -82,7 +81,7 @@ def build(
         policy = _sorter(recipe)
     else:
         model = open_model(recipe, dtype="float32", show=show)[0].to(device_of(recipe))
-        policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
+        policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, compile(recipe.objective))
 
@@ -114,7 +113,6 @@ def build(
 
 
 def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
-    from burnish.learner.policy import LanguagePolicy
     from burnish.loops import supervised
     from burnish.loops.run import Parts
 
@@ -122,10 +120,8 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     show(Progress("load", "reading the rows"))
     pairs = _pairs(recipe, tokenizer, model.config.context, rows)
     counted = config.with_steps(recipe, pairs.steps(recipe.train.batch))
-    policy = LanguagePolicy(
-        model.to(device_of(recipe)), recompute=recipe.train.recompute, layers=recipe.train.layers
-    )
-    learner = _learner(counted, policy, supervised.PROGRAM)
+    model.to(device_of(recipe)).learn(recipe.train.layers, recompute=recipe.train.recompute)
+    learner = _learner(counted, model, supervised.PROGRAM)
     return Parts(
         recipe=counted,
         learner=learner,
@@ -175,7 +171,7 @@ def build_sampler(
     engine, tokenizer = _engine(recipe, show)
 
     def decode(ids: Any) -> list[str]:
-        return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
+        return [tokenizer.decode([i]) for i in ids]
 
     show(Progress("load", "reading the prompts"))
     size = measure(recipe, has_prompts=False)
@@ -242,7 +238,7 @@ def open_model(
 def take_weights(model: Transformer, chosen: Path) -> None:
     saved = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(saved.tensors[f"master.model.{name}"])
+        parameter.data.copy_(saved.tensors[f"policy.master.{name}"])
 
 
 def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
@@ -265,10 +261,6 @@ def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
         return None
     if isinstance(origin.model, ScratchConfig):
         config = _scratch(origin, Tokenizer.load(path))
-    elif path.suffix == ".gguf":
-        from burnish.model.gguf import Gguf
-
-        config = Gguf(path).config()
     else:
         config = read_config(path)
     with torch.device("meta"):
@@ -494,10 +486,8 @@ def digest(recipe: Recipe, show: Show) -> str | None:
     is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
     kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
     files = sorted(file for file in path.glob("*") if file.suffix in kinds)
-    if path.is_file():  # a GGUF
-        files = [path]
-    if origin is not recipe:  # its manifest holds the tensors' hash
-        files.append(checkpoints.choose(Path(recipe.model.name), "best") / checkpoints.MANIFEST)
+    if origin is not recipe:
+        files.append(checkpoints.choose(Path(recipe.model.name), "best"))
     return inputs.of_files(files)
 
 
