@@ -32,7 +32,7 @@ from burnish.runs.directory import (
     environment,
     read_json,
 )
-from burnish.runs.metrics import iterate_rows, read_rows
+from burnish.runs.metrics import iterate_rows
 from burnish.runs.run import Run
 
 if TYPE_CHECKING:
@@ -256,7 +256,8 @@ def resume(
         tell(Progress("check", "checking the recipe and its data"))
         before = read_json(path / ENVIRONMENT)
         resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
-        rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
+        is_given = "prompts" in before.get("inputs", {})
+        rows = list(iterate_rows(path / PROMPTS)) if is_given else None
         preflight.check(recipe, prompts=rows, reward=reward)
         recipe = build.prepare(recipe, tell, before.get("threads"))
         now = environment(recipe) | {"inputs": _hashes(recipe, rows, reward, tell)}
