@@ -598,18 +598,6 @@ def merge(*layers: Table) -> dict[str, Any]:
     return result
 
 
-def together(options: Sequence[str], overrides: Overrides) -> list[str | Table]:
-    """What options of a command set and what --set does; an error where both set the same."""
-    given = {option.partition("=")[0]: option for option in options}
-    changes = tables(overrides)
-    for key, value in flat(merge(*changes)).items():
-        if option := given.get(key):
-            raise ConfigError(
-                f"{option} (by an option) and --set {key}={value}: give one of the two"
-            )
-    return [*options, *changes]
-
-
 def unused(recipe: Recipe) -> dict[str, str]:
     """Settings, or whole sections, that have no effect in this recipe, and the words for why."""
     reasons = {f"objective.{key}": why for key, why in recipe.objective.unused.items()}

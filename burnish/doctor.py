@@ -35,7 +35,7 @@ def size_of(recipe: Recipe) -> Size | None:
         recipe = recipe.model_copy(update={"model": first.model})
     if preflight.missing_model(recipe):
         return None
-    return build.measure(recipe, has_prompts=False)
+    return build.measure(recipe)
 
 
 def _machine(found: Machine) -> Lines:

@@ -95,14 +95,6 @@ def problems(
     recipe: Recipe, *, prompts: Prompts = None, reward: Given = None
 ) -> list[BurnishError]:
     """Packages, files and models that are missing, and rows and rewards that are not usable."""
-    takes = isinstance(recipe.task, FilesTask) or (recipe.is_supervised and reward is None)
-    if (prompts is not None or reward is not None) and not takes:
-        return [
-            ConfigError(
-                f"prompts and reward have no effect with task.name = '{recipe.task.name}'; load "
-                "the recipe with task.name = 'files', or pass its name"
-            )
-        ]
     found = missing_extras(recipe)
     absent = missing_files(recipe, has_rows=prompts is not None)
     if not found and not absent:
@@ -150,7 +142,7 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
             needs += [("datasets", ("datasets",), f"reading {source}") for source in rows]
         if isinstance(task, GymTask):
             needs.append(("gym", ("reasoning_gym",), f"the generator {task.generator}"))
-    source = _model_source(origin(recipe))
+    source = model_source(origin(recipe))
     if source.startswith("hf:"):
         needs.append(("hf", ("huggingface_hub",), f"the model {source}"))
     if recipe.engine.name == "hf":
@@ -184,7 +176,7 @@ def missing_files(recipe: Recipe, *, has_rows: bool = False) -> list[BurnishErro
 def missing_model(recipe: Recipe) -> list[BurnishError]:
     from burnish.model import hub
 
-    name = _model_source(recipe)
+    name = model_source(recipe)
     if not name or name in hub.PACKAGED or name.startswith("hf:"):
         return []
     path = Path(name).expanduser()
@@ -299,7 +291,7 @@ def _files_of(task: Any) -> dict[str, str | None]:
     return {key: file for key, file in files.items() if not (file or "").startswith("hf:")}
 
 
-def _model_source(recipe: Recipe) -> str:
+def model_source(recipe: Recipe) -> str:
     """The name of the model whose files are read; empty for the sorting model."""
     if isinstance(recipe.model, ScratchConfig):
         return recipe.model.tokenizer
@@ -308,7 +300,7 @@ def _model_source(recipe: Recipe) -> str:
 
 def origin(recipe: Recipe) -> Recipe:
     """The recipe that made the model first: the recipe itself unless its model is a run."""
-    name = _model_source(recipe)
+    name = model_source(recipe)
     file = Path(name).expanduser() / "recipe.toml"
     return origin(config.load(file)) if name and file.is_file() else recipe
 

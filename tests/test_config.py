@@ -412,7 +412,7 @@ def test_a_pack_must_hold_the_longest_sequence(tmp_path, smollm2):
     recipe = config.load(
         "keywords", [*tiny, "train.micro_tokens=60", "task.validation_prompts=9", *alone]
     )
-    size = build.measure(recipe)
+    size = build.probe(recipe, build.measure(recipe))
     assert 40 < size.longest_prompt < 60
     with pytest.raises(ConfigError, match=f"{size.longest_prompt + 64} tokens"):
         api.train(recipe, out=tmp_path / "run")

@@ -70,8 +70,13 @@ def save(model: Transformer, directory: Path | str, *, source: Path | str | None
     (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 
-def read_config(directory: Path) -> ModelConfig:
-    return ModelConfig.from_hf(_read_json(directory / "config.json"))
+def read_config(path: Path) -> ModelConfig:
+    """The shape of the model in a Hugging Face directory or in a GGUF file."""
+    if path.suffix == ".gguf":
+        from burnish.model.gguf import Gguf
+
+        return Gguf(path).config()
+    return ModelConfig.from_hf(_read_json(path / "config.json"))
 
 
 def read_state(directory: Path) -> dict[str, Tensor]:
