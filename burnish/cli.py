@@ -28,7 +28,7 @@ from burnish.plan import Section
 from burnish.plan import plan as make_plan
 from burnish.preflight import check_sources
 from burnish.progress import STEP_PHASES, Progress, Show
-from burnish.runs import checkpoints, directory, status, summary
+from burnish.runs import checkpoints, directory, status
 from burnish.threads import share_cores
 from burnish.wording import counted, printable
 
@@ -83,9 +83,8 @@ def plan(
 ) -> None:
     """Print what a recipe will compute, about how long it takes here, and what it lacks."""
     loaded = config.load(recipe, _changes(overrides, seed=seed))
-    where = out or directory.next_directory(Path("runs"), loaded.name)
-    rates = None
-    with _waiting(loaded.name, "loading torch to measure the model and the machine"):
+    rates, doing = None, "loading torch to measure the model and the machine"
+    with directory.claimed(out, loaded.name) as where, _waiting(loaded.name, doing):
         from burnish import build, machine
 
         loaded, size, lacks = build.look(loaded, where)
@@ -265,7 +264,7 @@ def compare(
 
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
     the last 10 steps, or over the last third of a short run; the rest is the last validation. The
-    picture has reward and loss, the reward against KL where all runs measured it, or the metrics
+    picture has the reward and the KL, or the loss where not all runs measured a KL, or the metrics
     that are named.
     """
     import numpy as np
@@ -393,7 +392,7 @@ def _left_of(path: Path) -> str:
 
 
 def _show_end(path: Path) -> None:
-    end = summary.read(path)
+    end = directory.read_json(path / "summary.json")
     seconds: dict[str, float] = end["seconds"]
     measure = "reward" if "responses" in end else "loss"
     sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""

@@ -154,7 +154,8 @@ def test_a_place_that_cannot_be_written_is_said_first(tmp_path):
     (tmp_path / "file").touch()
     (error,) = preflight.before(config.load("sort"), tmp_path / "file" / "run")
     assert (
-        str(error) == f"{tmp_path / 'file'} is a file, a run is a directory; choose another --out"
+        str(error)
+        == f"can't write to {tmp_path / 'file'}: a file or read-only; choose another --out"
     )
 
 
