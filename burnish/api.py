@@ -16,15 +16,8 @@ from burnish.config import KeywordsTask, Overrides, Recipe, SorterConfig, SortTa
 from burnish.errors import ConfigError, RunError
 from burnish.preflight import Given, Prompts, check_before, check_sources
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
-from burnish.runs import checkpoints, resuming
-from burnish.runs.directory import (
-    ENVIRONMENT,
-    PROMPTS,
-    RunDirectory,
-    claimed,
-    environment,
-    read_json,
-)
+from burnish.runs import checkpoints, directory, resuming
+from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows, read_rows
 from burnish.runs.run import Run
 from burnish.threads import share_cores
@@ -76,7 +69,7 @@ def train(
     changes = [*config.tables(overrides), settings]
     recipe = recipe_of(recipe, changes, rows=rows, data=data, reward=reward)
     with (
-        claimed(None if out is None else Path(out), recipe.name) as path,
+        directory.claimed(None if out is None else Path(out), recipe.name) as path,
         shown(show, path.name) as tell,
     ):
         tell(Progress("check", "checking the recipe and its data"))
@@ -93,11 +86,12 @@ def train(
         try:
             with (
                 closing(build.build(recipe, prompts=rows, reward=reward, show=tell)) as parts,
-                RunDirectory(path, recipe, inputs=read, prompts=kept) as directory,
+                RunDirectory(path, recipe, inputs=read, prompts=kept) as opened,
             ):
-                run(directory, parts, show=tell, stop=stop)
+                run(opened, parts, show=tell, stop=stop)
         except KeyboardInterrupt:
-            if is_new and not has_learned(path):
+            learned = any(row["step"] > 0 for row in iterate_rows(path / "metrics.jsonl"))
+            if is_new and not learned:
                 shutil.rmtree(path, ignore_errors=True)  # it may not be made yet
             raise
     return Run(path)
@@ -132,8 +126,6 @@ def recipe_of(
 
     Without a reward, a keyword recipe keeps its own.
     """
-    if isinstance(source, Recipe):
-        source = config.effective(source)
     if rows is None and data is None and reward is None:
         return config.load(source, changes)
     if rows is not None and data is not None:
@@ -173,11 +165,6 @@ def shown(show: Shown, name: str) -> Iterator[Show]:
             yield display
 
 
-def has_learned(run_path: Path) -> bool:
-    """Whether a run has finished a step."""
-    return any(row["step"] > 0 for row in iterate_rows(run_path / "metrics.jsonl"))
-
-
 def resume(
     run_path: AnyPath,
     *,
@@ -198,13 +185,13 @@ def resume(
     it reads has changed.
     """
     path = Path(run_path)
-    with RunDirectory(path) as directory, shown(show, path.name) as tell:
+    with RunDirectory(path) as opened, shown(show, path.name) as tell:
         recipe = resuming.resumed_recipe(path, [*config.tables(overrides), settings])
         chosen = checkpoints.latest(path)
         if from_checkpoint is not None:
             chosen = checkpoints.choose(path, from_checkpoint)
         tell(Progress("check", "checking the recipe and its data"))
-        before = read_json(path / ENVIRONMENT)
+        before = directory.read_json(path / directory.ENVIRONMENT)
         resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
         rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
         check_sources(recipe, prompts=rows, reward=reward)
@@ -215,7 +202,9 @@ def resume(
 
         recipe = build.prepare(recipe, tell, before.get("threads"))
         read = build.hashes(recipe, tell, rows=rows, reward=reward)
-        resuming.check_environment(before, environment(recipe) | {"inputs": read}, anyway=anyway)
+        resuming.check_environment(
+            before, directory.environment(recipe) | {"inputs": read}, anyway=anyway
+        )
         build.check_room(recipe, path, tell)
         with closing(build.build(recipe, prompts=rows, reward=reward, show=tell)) as parts:
             start, positions = 0, {}
@@ -224,12 +213,12 @@ def resume(
                 saved = checkpoints.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
                 start, positions = saved.step, saved.state["positions"]
-                directory.check_positions(positions)  # nothing is deleted before all is checked
+                opened.check_positions(positions)  # nothing is deleted before all is checked
                 checkpoints.return_to(path, chosen, keep=recipe.checkpoint.keep)
-            directory.cut_back(positions)
-            directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
-            parts.learner.incarnation = directory.restart(start)
-            run(directory, parts, start=start, show=tell, stop=stop)
+            opened.cut_back(positions)
+            opened.write("recipe.toml", config.to_toml(config.effective(recipe)))
+            parts.learner.incarnation = opened.restart(start)
+            run(opened, parts, start=start, show=tell, stop=stop)
     return Run(path)
 
 
@@ -278,9 +267,7 @@ def evaluation_recipe(
 ) -> Recipe:
     """The recipe of an evaluation: as given, or the recipe of a run."""
     own: list[Table] = []
-    if isinstance(source, Recipe):
-        source = config.effective(source)
-    elif isinstance(source, str | os.PathLike) and (Path(source) / "recipe.toml").is_file():
+    if isinstance(source, str | os.PathLike) and (Path(source) / "recipe.toml").is_file():
         run, source = Path(source), Path(source) / "recipe.toml"
         if isinstance(config.load(source).task, SortTask):
             raise ConfigError(

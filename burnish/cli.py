@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -45,9 +45,7 @@ SAID = 200
 """Characters of a response that are shown where a run ends."""
 
 RecipeName = Annotated[str, Argument(help="a name from `burnish recipes`, or a .toml file")]
-Overrides = Annotated[
-    list[str] | None, Option("--set", metavar="A.B=C", help="change a setting; may be given again")
-]
+Overrides = Annotated[list[str] | None, Option("--set", metavar="A.B=C", help="may be repeated")]
 Seed = Annotated[int | None, Option(help="the run's seed")]
 Out = Annotated[Path | None, Option(help="a new run directory", show_default="runs/RECIPE-N")]
 Data = Annotated[Path | None, Option(help="rows of your own: a JSONL file or a directory")]
@@ -57,15 +55,13 @@ Quiet = Annotated[bool, Option("--quiet", help="a line per step instead of a dis
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"burnish {version('burnish')}")
+        typer.echo(f"burnish {version_of('burnish')}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
-    show_version: Annotated[
-        bool, Option("--version", help="print the version", callback=_print_version, is_eager=True)
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_print_version, is_eager=True)] = False,
     debug: Annotated[bool, Option("--debug", help="show tracebacks of errors")] = False,
 ) -> None:
     """Global options; ``main`` reads --debug itself, wherever it stands."""
@@ -185,12 +181,8 @@ def report(run: RunPath) -> None:
 
 @app.command()
 def watch(
-    path: Annotated[Path, Argument(metavar="RUN_OR_DIR", help="a run, or a directory of runs")] = (
-        Path("runs")
-    ),
-    port: Annotated[
-        int, Option(min=0, max=65535, help="a port of 127.0.0.1; 0 takes a free one")
-    ] = 8420,
+    path: Annotated[Path, Argument(help="a run, or a directory of runs")] = Path("runs"),
+    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one")] = 8420,
 ) -> None:
     """Show runs in a browser while they run, until Ctrl-C."""
     from burnish.runs.watch import Server
@@ -213,17 +205,13 @@ def export(
 @app.command(name="eval")
 def evaluate(
     recipe: Annotated[str, Argument(help="a recipe, or a run's directory")],
-    model: Annotated[
-        list[str] | None, Option(help="a name, a directory, a run; several: side by side")
-    ] = None,
+    model: Annotated[list[str] | None, Option(help="may be repeated: side by side")] = None,
     samples: Annotated[int | None, Option("-n", "--samples", help="per prompt")] = None,
     temperature: Annotated[float | None, Option(help="0 is greedy")] = None,
     max_tokens: Annotated[int | None, Option(help="per response")] = None,
     overrides: Overrides = None,
     seed: Seed = None,
-    out: Annotated[
-        Path | None, Option(help="a directory; an evaluation that was begun there goes on")
-    ] = None,
+    out: Annotated[Path | None, Option(help="a directory; what was begun there goes on")] = None,
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
     asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
@@ -256,9 +244,7 @@ def evaluate(
 def compare(
     runs: Annotated[list[Path], Argument(help="run directories")],
     out: Annotated[Path, Option(help="the picture to write")] = Path("compare.png"),
-    metric: Annotated[
-        list[str] | None, Option(help="a metric of metrics.jsonl to draw; may be given again")
-    ] = None,
+    metric: Annotated[list[str] | None, Option(help="to draw; may be repeated")] = None,
 ) -> None:
     """Overlay runs in one picture and tabulate what they came to; evaluations become one page.
 
@@ -297,9 +283,7 @@ def compare(
 @app.command()
 def generate(
     prompt: Annotated[list[str], Argument(help="texts to answer")],
-    model: Annotated[str, Option(help="a name, a directory, a run or hf:ORG/NAME")] = (
-        "smollm2-135m"
-    ),
+    model: Annotated[str, Option(help="a name, directory or run")] = "smollm2-135m",
     samples: Annotated[int, Option("-n", "--samples", help="responses per prompt")] = 1,
     temperature: Annotated[float, Option(help="0 is greedy")] = 1.0,
     max_tokens: Annotated[int, Option(help="per response")] = 128,

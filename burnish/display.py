@@ -21,8 +21,6 @@ EVERY = 10.0
 """Seconds after which a line is written to a pipe although nothing new was reported."""
 REDRAWS = 5.0
 """Redraws of the live block per second."""
-PAUSE = 1.0
-"""Seconds between two lines about phases that begin in a run that has finished a step."""
 SHOWN = {
     "rollout/reward": "reward",
     "train/loss": "loss",
@@ -56,7 +54,7 @@ class Display:
         self._title = Spinner("dots", f"[bold]{escape(name)}")
         self._ended = threading.Event()
         self._live: Live | None = None
-        self._beat: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         if quiet:
             return
         if console.is_terminal and console.file.isatty():  # CI may pretend to be one
@@ -67,13 +65,13 @@ class Display:
                 transient=True,
             )
         else:
-            self._beat = threading.Thread(target=self._keep_writing, daemon=True)
+            self._thread = threading.Thread(target=self._keep_writing, daemon=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start(refresh=True)
-        if self._beat is not None:
-            self._beat.start()
+        if self._thread is not None:
+            self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -84,35 +82,34 @@ class Display:
         self._ended.set()
         if self._live is not None:
             self._live.stop()
-        if self._beat is not None:
-            self._beat.join(1.0)
+        if self._thread is not None:
+            self._thread.join(1.0)
 
     def __call__(self, progress: Progress) -> None:
         if progress.phase == "note":
             self.say(progress.doing)
             return
         before, self._now, self._told = self._now, progress, self._clock()
+        is_early = not progress.step and progress.phase not in STEP_PHASES
         if progress.phase == "step":
             self._figures = figures(progress)
             if self._live is None:
                 self._write(f"step {progress.step}/{progress.steps}  {self._figures}{self._left()}")
-        elif self._beat is not None and progress.doing != before.doing and self._is_news():
-            self._write(self._line())
+        elif self._thread is not None and is_early and progress.doing != before.doing:
+            self.beat()
 
     def say(self, text: str) -> None:
         """A line of its own, above the block."""
         self._console.print(text, soft_wrap=True, markup=False)
 
-    def _is_news(self) -> bool:
-        """Whether a phase that begins is worth a line at once: those before the first step are."""
-        if self._now.phase in STEP_PHASES:
-            return False
-        return not self._now.step or self._clock() - self._written >= PAUSE
-
     def _keep_writing(self) -> None:
         while not self._ended.wait(max(0.01, self._written + EVERY - self._clock())):
             if self._clock() - self._written >= EVERY:
-                self._write(self._line())
+                self.beat()
+
+    def beat(self) -> None:
+        """Writes what is going on now."""
+        self._write(self._line())
 
     def _write(self, text: str) -> None:
         self._written = self._clock()

@@ -160,14 +160,15 @@ def test_lines_of_a_pipe(monkeypatch):
         show(Progress("step", "", step=1, steps=3, seconds_left=70, metrics=metrics))
         show(Progress("checkpoint", "saving a checkpoint", step=1, steps=3))
         clock.now += 5
-        show(Progress("report", "writing the report", step=3, steps=3))
-        clock.now += 60
+        show.beat()
         show(Progress("evaluate", "evaluating", step=3, steps=3, seconds_left=0.2))
+        clock.now += 60
+        show.beat()
     assert lines(console) == [
         "[0:00:00] loading torch",
         "[0:00:00] evaluating 64 prompts before the first step  0/64 ",
         "step 1/3  reward 0.500  held out 0.250  0:01:10 left",
-        "[0:00:05] writing the report  reward 0.500  held out 0.250",
+        "[0:00:05] saving a checkpoint  reward 0.500  held out 0.250",
         "[0:01:05] evaluating  reward 0.500  held out 0.250",
     ]
 
