@@ -137,20 +137,9 @@ def build_sampler(
 
 def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer]:
     """The engine that samples from a recipe's language model, and the model's tokenizer."""
-    dtype, device = DTYPES[recipe.engine.precision], device_of(recipe)
-    if recipe.engine.name == "hf":
-        from burnish.engine.hf import HFEngine
-
-        path = hub.resolve(recipe.model.name, show)
-        show(Progress("load", f"loading {recipe.model.name} with transformers"))
-        if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"engine.name = 'hf' reads Hugging Face directories, {path} is none; "
-                "`burnish export` makes one of a run"
-            )
-        return HFEngine.open(path, dtype), Tokenizer.load(path)
     from burnish.engine.engine import EngineSettings, NativeEngine  # numba takes a second
 
+    dtype, device = DTYPES[recipe.engine.precision], device_of(recipe)
     total, free = _memory(device)
     preflight.raise_all(preflight.lacking_cache(recipe, total if device == "cpu" else free))
     model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)

@@ -97,7 +97,6 @@ def test_an_error_comes_within_two_seconds(files):
         ("math", "math_verify", ["model.name=smollm2-135m"]),
         ("arithmetic", "reasoning_gym", ["model.name=smollm2-135m"]),
         ("keywords", "huggingface_hub", ["model.name=hf:org/name"]),
-        ("keywords", "transformers", ["engine.name=hf"]),
     ],
 )
 def test_a_missing_extra_is_named_at_once(recipe, package, overrides, monkeypatch):

@@ -38,7 +38,6 @@ def test_the_extras_are_those_of_the_package():
         ("gsm8k", ["task.train=hf:a/b/train"], "datasets", "datasets"),
         ("arithmetic", [], "reasoning_gym", "gym"),
         ("keywords", ["model.name=hf:a/b"], "huggingface_hub", "hf"),
-        ("keywords", ["engine.name=hf"], "transformers", "hf"),
     ],
 )
 def test_a_missing_extra_is_named_with_its_command(name, overrides, module, extra, without):

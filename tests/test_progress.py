@@ -90,15 +90,15 @@ def test_status_says_where_a_run_is_and_how_it_ended(tmp_path):
             seen.append(status_of(path) | {"now": progress.doing})
 
     api.train("sort", overrides=["train.steps=2"], out=path, show=show, stop=lambda: True)
-    assert all(status["doing"] == status["now"] for status in seen)
-    keys = "state phase doing done total unit step steps tokens_per_second seconds_left started"
-    assert set(seen[0]) == {*keys.split(), "updated", "pid", "now"}
+    assert all(status["progress"]["doing"] == status["now"] for status in seen)
+    assert set(seen[0]) == {"state", "progress", "started", "updated", "pid", "now"}
     assert seen[0]["state"] == "running"
     assert seen[0]["pid"] == os.getpid()
     assert status_of(path)["state"] == "stopped"
     api.resume(path, show=False)
     assert status_of(path)["state"] == "finished"
-    assert (status_of(path)["step"], status_of(path)["steps"]) == (2, 2)
+    told = status_of(path)["progress"]
+    assert (told["step"], told["steps"]) == (2, 2)
 
 
 @pytest.mark.parametrize(

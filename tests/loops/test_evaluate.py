@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from burnish import api, build, config
 from burnish.errors import ConfigError, DataError, RunError
@@ -174,31 +173,6 @@ def test_few_shot_prompts_begin_with_solved_rows(tmp_path, smollm2):
     recipe = config.load("keywords", ["task.chat=false", "validation.shots=1", *given[:8]])
     with pytest.raises(DataError, match="needs training rows with a text 'answer'"):
         build.build_sampler(recipe)
-
-
-def test_the_same_answers_from_the_hf_engine_and_from_an_export(tmp_path, smollm2):
-    given = setting(tmp_path, smollm2, "engine.precision=fp32", "validation.temperature=0")
-    recipe = config.load("keywords", given)
-    model, _, source = build.open_model(recipe)
-    from burnish.model import checkpoint
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)  # clear winners: greedy text does not hang on the last bits
-    checkpoint.save(model, tmp_path / "model", source=source)
-    given = [s for s in given if not s.startswith("model.")]
-    named = [*given, f"model.name={tmp_path / 'model'}"]
-    figures = api.evaluate("keywords", overrides=named, out=tmp_path / "native").figures
-    other = api.evaluate(
-        "keywords", overrides=[*named, "engine.name=hf"], out=tmp_path / "hf"
-    ).figures
-    texts = [[row["response"] for row in read(tmp_path / d).rows] for d in ("native", "hf")]
-    assert texts[0] == texts[1]
-    assert figures == other
-    with pytest.raises(ConfigError, match="training needs 'native'"):
-        api.train(config.load("keywords", [*named, "engine.name=hf"]))
-    with pytest.raises(ConfigError, match=r"engine\.kv_mb .* has no effect"):
-        config.load("keywords", ["engine.name=hf", "engine.kv_mb=3"])
 
 
 def test_what_is_evaluated(tmp_path):
