@@ -11,10 +11,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish import config, inputs
+from burnish import config, inputs, preflight
 from burnish.config import KeywordsTask, Overrides, Recipe, SorterConfig, SortTask, Table
 from burnish.errors import ConfigError, RunError
-from burnish.preflight import Given, Prompts, check_before, check_sources
+from burnish.preflight import Given, Prompts
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoints, directory, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
@@ -66,7 +66,7 @@ def train(
             f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
         )
     rows = None if prompts is None else inputs.as_rows(prompts)
-    changes = [*config.tables(overrides), settings]
+    changes = [config.changed(overrides), settings]
     recipe = recipe_of(recipe, changes, rows=rows, data=data, reward=reward)
     with (
         directory.claimed(None if out is None else Path(out), recipe.name) as path,
@@ -74,7 +74,7 @@ def train(
     ):
         tell(Progress("check", "checking the recipe and its data"))
         is_new = not path.exists() or not any(path.iterdir())
-        check_before(recipe, path, prompts=rows, reward=reward)
+        preflight.check(recipe, path, prompts=rows, reward=reward)
         tell(TORCH)
         from burnish import build
         from burnish.loops.run import run
@@ -131,7 +131,7 @@ def recipe_of(
     if rows is not None and data is not None:
         raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
     before = config.load(source).task
-    name = config.merge(*config.tables(changes)).get("task", {}).get("name", before.name)
+    name = config.changed(changes).get("task.name", before.name)
     own: dict[str, Any] = {"name": "pairs" if name == "pairs" else "files"}
     if rows is not None:
         own["train"] = None  # the run reads other rows
@@ -186,7 +186,7 @@ def resume(
     """
     path = Path(run_path)
     with RunDirectory(path) as opened, shown(show, path.name) as tell:
-        recipe = resuming.resumed_recipe(path, [*config.tables(overrides), settings])
+        recipe = resuming.resumed_recipe(path, [config.changed(overrides), settings])
         chosen = checkpoints.latest(path)
         if from_checkpoint is not None:
             chosen = checkpoints.choose(path, from_checkpoint)
@@ -194,7 +194,7 @@ def resume(
         before = directory.read_json(path / directory.ENVIRONMENT)
         resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
         rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
-        check_sources(recipe, prompts=rows, reward=reward)
+        preflight.check(recipe, prompts=rows, reward=reward)
         tell(TORCH)
         from burnish import build
         from burnish.learner.learner import State
@@ -238,8 +238,8 @@ def evaluate(
     it holds of this very evaluation are not sampled again. By default it is runs/eval-NAME-HASH,
     one directory for all that the results depend on.
     """
-    recipe = evaluation_recipe(recipe, model, [*config.tables(overrides), settings])
-    check_sources(recipe)
+    recipe = evaluation_recipe(recipe, model, [config.changed(overrides), settings])
+    preflight.check(recipe)
     with shown(show, recipe.name) as tell:
         tell(TORCH)
         from burnish import build
@@ -315,7 +315,7 @@ def generate(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
     recipe = config.load(named | {"device": device})
-    check_sources(recipe)
+    preflight.check(recipe)
     with shown(show, os.fspath(model)) as tell:
         tell(TORCH)
         from burnish import build

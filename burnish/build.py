@@ -28,7 +28,7 @@ from burnish.model import hub, products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import PAGE, Size, check_lengths, room
+from burnish.plan import PAGE, Need, Size, needs, room
 from burnish.preflight import Given, Prompts
 from burnish.progress import Progress, Show, begin, silent
 from burnish.rollout.packing import pack
@@ -127,7 +127,6 @@ def build_sampler(
     task = _language_task(recipe, tokenizer, size, prompts, reward)
     if recipe.validation.shots:
         task = shots.FewShot(task, recipe.validation.shots, tokenizer)
-    check_lengths(recipe, _with_prompts(size, recipe, task))
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
@@ -140,8 +139,9 @@ def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer
     from burnish.engine.engine import EngineSettings, NativeEngine  # numba takes a second
 
     dtype, device = DTYPES[recipe.engine.precision], device_of(recipe)
-    total, free = _memory(device)
-    preflight.raise_all(preflight.lacking_cache(recipe, total if device == "cpu" else free))
+    total, free = machine.memory(device)
+    cache = Need("cache", f"engine.kv_mb = {recipe.engine.kv_mb}", recipe.engine.kv_mb * 2**20)
+    preflight.raise_all(preflight.lacking([cache], {"cache": total if device == "cpu" else free}))
     model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
     settings = EngineSettings(
         kv_bytes=recipe.engine.kv_mb * 2**20,
@@ -159,8 +159,8 @@ def open_model(
 
     A model's name may be a run's directory: then it is the run's best checkpoint.
     """
-    origin = _origin(recipe)
-    path = hub.resolve(preflight.model_source(origin), show)
+    origin = preflight.origin(recipe)
+    path = hub.resolve(origin.source, show)
     show(Progress("load", f"loading {recipe.model.name} in {str(dtype).removeprefix('torch.')}"))
     tokenizer = Tokenizer.load(path)
     if isinstance(origin.model, LanguageConfig):
@@ -176,20 +176,6 @@ def take_weights(model: Transformer, chosen: Path) -> None:
     saved = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(saved.tensors[f"master.model.{name}"])
-
-
-def _origin(recipe: Recipe) -> Recipe:
-    """The recipe that describes the model: the run's recipe if the model is a run."""
-    origin = preflight.origin(recipe)
-    if origin is recipe:
-        return recipe
-    if isinstance(origin.model, SorterConfig):
-        raise ConfigError(
-            f"{recipe.model.name} trained the sorting model, which is not a language model"
-        )
-    assert isinstance(recipe.model, LanguageConfig), "it names a run"
-    head = {"fp32_head": recipe.model.fp32_head}
-    return origin.model_copy(update={"model": origin.model.model_copy(update=head)})
 
 
 def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
@@ -241,8 +227,8 @@ def measure(recipe: Recipe) -> Size | None:
     """The size of a recipe's language model; None if its files are not here yet."""
     if isinstance(recipe.model, SorterConfig):
         return None
-    recipe, origin = settled(recipe), _origin(recipe)
-    path = _local(preflight.model_source(origin))
+    recipe, origin = settled(recipe), preflight.origin(recipe)
+    path = _local(origin.source)
     if path is None:
         return None
     is_scratch = isinstance(origin.model, ScratchConfig)
@@ -274,11 +260,18 @@ def probe(recipe: Recipe, size: Size) -> Size:
         _pairs(recipe)
         return size
     task = _language_task(recipe, _tokenizer(recipe), size, None, lambda response, row: 0.0)
-    return _with_prompts(size, recipe, task)
+    count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)
+    prompts = [*map(task.prompt, range(count)), *task.validation]
+    skipped, cut = task.too_long
+    return size._replace(
+        longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
+        looked_at=len(prompts) + skipped,
+        too_long=skipped + cut,
+    )
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
-    return Tokenizer.load(hub.resolve(preflight.model_source(_origin(recipe))))
+    return Tokenizer.load(hub.resolve(preflight.origin(recipe).source))
 
 
 def _local(name: str) -> Path | None:
@@ -293,17 +286,6 @@ def _local(name: str) -> Path | None:
         return Path(snapshot_download(name.removeprefix("hf:"), local_files_only=True))
     except (ImportError, OSError, ValueError):
         return None
-
-
-def _with_prompts(size: Size, recipe: Recipe, task: Task) -> Size:
-    count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)
-    prompts = [*map(task.prompt, range(count)), *task.validation]
-    skipped, cut = task.too_long
-    return size._replace(
-        longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
-        looked_at=len(prompts) + skipped,
-        too_long=skipped + cut,
-    )
 
 
 def prepare(recipe: Recipe, show: Show = silent, threads: int | None = None) -> Recipe:
@@ -340,35 +322,35 @@ def settled(recipe: Recipe) -> Recipe:
 def check_room(recipe: Recipe, path: Path, show: Show) -> None:
     """Refuses a run whose model does not fit, once its files are here."""
     if not isinstance(recipe.model, SorterConfig):
-        hub.resolve(preflight.model_source(_origin(recipe)), show)
-        preflight.raise_all(lacking_room(recipe, path, measure(recipe)))
+        hub.resolve(preflight.origin(recipe).source, show)
+        size = _measured(recipe)
+        preflight.raise_all(lacking_room(recipe, path, size))
+        if not recipe.is_supervised:
+            room(recipe, size)  # it raises if there is none
 
 
 def lacking_room(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishError]:
     """Too little disk or memory; ``size`` is None if the model is not here."""
-    device = device_of(recipe)
-    total, free = _memory(device)
-    return [
-        *preflight.lacking_disk(recipe, path, size),
-        *preflight.lacking_memory(recipe, size, free, device.partition(":")[0], total=total),
-    ]
+    if size is None:
+        return []
+    device, found = device_of(recipe), needs(recipe, size)
+    total, free = machine.memory(device)
+    if device != "cpu":  # all of the cache is taken at once
+        found = [n._replace(resource="memory") if n.resource == "cache" else n for n in found]
+    saved = sum(file.stat().st_size for file in (path / "checkpoints").rglob("*"))
+    there = {"memory": free, "cache": total, "disk": machine.disk(path) + saved}
+    return preflight.lacking(found, there)
 
 
-def _memory(device: str) -> tuple[int, int]:
-    """Bytes of a device, in all and free."""
-    if device == "cpu":
-        return machine.memory()
-    found = machine.describe(device)
-    return found.gpu_memory, found.gpu_available
-
-
-def look(recipe: Recipe, path: Path) -> tuple[Recipe, Size | None, list[BurnishError]]:
-    """For a plan: the recipe as it would run here, its size, and its problems."""
+def look(
+    recipe: Recipe, path: Path, *, has_prompts: bool = True
+) -> tuple[Recipe, Size | None, list[BurnishError]]:
+    """The recipe as it would run here, its size, and its problems: for a plan."""
     unknown = missing_device(recipe)
-    lacks = [*preflight.before(recipe, path), *unknown]
+    lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     size = None if preflight.missing_model(recipe) else measure(recipe)
-    if size is not None and not lacks:
+    if size is not None and has_prompts and not lacks:
         try:
             size = probe(recipe, size)
         except BurnishError as error:
@@ -402,8 +384,8 @@ def hashes(
     read = inputs.hashes(recipe, rows=rows, reward=reward)
     if isinstance(recipe.model, SorterConfig):
         return read
-    origin = _origin(recipe)
-    path = hub.resolve(preflight.model_source(origin), show)
+    origin = preflight.origin(recipe)
+    path = hub.resolve(origin.source, show)
     show(Progress("load", f"hashing the files of {recipe.model.name}"))
     is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
     kinds = (".json", ".jinja", *[".safetensors"] * is_whole)

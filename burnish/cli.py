@@ -19,14 +19,13 @@ from rich.padding import Padding
 from rich.table import Table
 from typer import Argument, Option
 
-from burnish import api, config
+from burnish import api, config, preflight
 from burnish.config import Recipe
 from burnish.display import Display
 from burnish.errors import BurnishError, RunError
 from burnish.interrupt import Interrupts
 from burnish.plan import Section
 from burnish.plan import plan as make_plan
-from burnish.preflight import check_sources
 from burnish.progress import STEP_PHASES, Progress, Show
 from burnish.runs import checkpoints, directory, status
 from burnish.threads import share_cores
@@ -220,7 +219,7 @@ def evaluate(
     models: list[str | None] = [*model] if model else [None]
     chosen = [api.evaluation_recipe(recipe, name, changes) for name in models]
     for one in chosen:  # before the first of them takes its time
-        check_sources(one)
+        preflight.check(one)
     several = len(chosen) > 1
     done = [
         api.evaluate(one, out=out / str(number) if out and several else out)

@@ -22,13 +22,12 @@ Pass = Literal["proximal", "reference"]
 
 def compile(objective: ObjectiveConfig) -> Program:
     """The program of an objective, whose own functions must be here and not only their names."""
-    for kind in ("advantage", "loss"):
-        name = getattr(getattr(objective, kind), "function", None)
+    for kind, key in (("advantage", "function"), ("advantage", "values"), ("loss", "function")):
+        name = getattr(getattr(objective, kind), key, None)
         if isinstance(name, str):
             raise ConfigError(
-                f"objective.{kind} is the function {name} of a script, and a run does not keep "
-                f"functions, so it can't be resumed; begin a new run from Python, with "
-                f"burnish.train(..., objective={{'{kind}': {name}}})"
+                f"objective.{kind}.{key} is the function {name} of a script, and a run does not "
+                "keep functions, so it can't be resumed; begin a new run from Python"
             )
     return Program(objective)
 
