@@ -20,7 +20,7 @@ from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, ConfigError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
-from burnish.learner.policy import LanguagePolicy, Policy
+from burnish.learner.optim import Policy
 from burnish.loops import evaluate, supervised, sync
 from burnish.loops.run import Parts
 from burnish.model import checkpoint as models
@@ -106,7 +106,7 @@ def build_learner(recipe: Recipe, *, show: Show = silent) -> Learner:
         policy = _sorter(recipe)
     else:
         model = open_model(recipe, show=show)[0].to(device_of(recipe))
-        policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
+        policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     show(Progress("load", "preparing the learner"))
     program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
     return Learner(
@@ -129,7 +129,7 @@ def build_sampler(
         task = shots.FewShot(task, recipe.validation.shots, tokenizer)
 
     def decode(ids: Any) -> list[str]:
-        return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
+        return [tokenizer.decode([i]) for i in ids]
 
     return task, engine, decode
 
@@ -175,7 +175,7 @@ def open_model(
 def take_weights(model: Transformer, chosen: Path) -> None:
     saved = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(saved.tensors[f"master.model.{name}"])
+        parameter.data.copy_(saved.tensors[f"policy.master.{name}"])
 
 
 def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
@@ -390,8 +390,6 @@ def hashes(
     is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
     kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
     read_from = sorted(file for file in path.glob("*") if file.suffix in kinds)
-    if path.is_file():  # a GGUF
-        read_from = [path]
     if origin is not recipe:  # its manifest holds the tensors' hash
         read_from.append(checkpoints.choose(Path(recipe.model.name), "best") / checkpoints.MANIFEST)
     return read | {"model": inputs.of_files(read_from)}

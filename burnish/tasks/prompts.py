@@ -86,7 +86,7 @@ def encode(tokenizer: Tokenizer, asked: str | Messages, *, chat: bool) -> tuple[
     if isinstance(asked, str) and not chat:
         return asked, tokenizer.encode(asked)
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    text = tokenizer.chat(messages, add_generation_prompt=True, now=TODAY)
+    text = tokenizer.chat(messages, now=TODAY)
     return text, tokenizer.encode(text, add_special=False)
 
 
