@@ -390,6 +390,6 @@ def hashes(
     is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
     kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
     read_from = sorted(file for file in path.glob("*") if file.suffix in kinds)
-    if origin is not recipe:  # its manifest holds the tensors' hash
-        read_from.append(checkpoints.choose(Path(recipe.model.name), "best") / checkpoints.MANIFEST)
+    if origin is not recipe:
+        read_from.append(checkpoints.choose(Path(recipe.model.name), "best"))
     return read | {"model": inputs.of_files(read_from)}
