@@ -486,8 +486,8 @@ def digest(recipe: Recipe, show: Show) -> str | None:
     is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
     kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
     files = sorted(file for file in path.glob("*") if file.suffix in kinds)
-    if origin is not recipe:  # its manifest holds the tensors' hash
-        files.append(checkpoints.choose(Path(recipe.model.name), "best") / checkpoints.MANIFEST)
+    if origin is not recipe:
+        files.append(checkpoints.choose(Path(recipe.model.name), "best"))
     return inputs.of_files(files)
 
 

@@ -358,8 +358,9 @@ class Recipe(Section):
                 "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
                 f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
             )
-        if not self.is_supervised:
+        if not self.is_supervised:  # its steps are known with its rows, see with_steps
             self._check_batches()
+            _check_decay(self)
         return self
 
     def _check_batches(self) -> None:
@@ -437,7 +438,7 @@ class Recipe(Section):
 
     @property
     def decay_steps(self) -> int | None:
-        """None: the learning rate does not decay."""
+        """None if the learning rate does not decay."""
         if self.train.schedule == "constant":
             return None
         return self.train.decay_steps or self.gradient_steps
@@ -461,10 +462,7 @@ def load(
         if key in (changes or given):
             raise ConfigError(f"{key} has no effect with {reason}; remove it")
         del merged[key]  # a setting of the recipe that an override deprived of its effect
-    recipe = _validate(merged)
-    if not recipe.is_supervised:  # its steps are known with its rows, see with_steps
-        _check_decay(recipe)
-    return recipe
+    return _validate(merged)
 
 
 def with_precision(recipe: Recipe, precision: str) -> Recipe:
@@ -475,14 +473,12 @@ def with_precision(recipe: Recipe, precision: str) -> Recipe:
     """
     if isinstance(recipe.model, SorterConfig):
         precision = "fp32"
-    changed = {}
+    changes = {}
     for name in ("train", "engine"):
         section = getattr(recipe, name)
-        if section.precision == "auto":
-            changed[name] = section.model_copy(update={"precision": precision})
-        else:
-            precision = section.precision
-    return recipe.model_copy(update=changed)
+        precision = precision if section.precision == "auto" else section.precision
+        changes[name] = section.model_copy(update={"precision": precision})
+    return recipe.model_copy(update=changes)
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:

@@ -13,7 +13,7 @@ from burnish.config import Recipe
 from burnish.errors import ConfigError
 from burnish.machine import Rates
 from burnish.plan import Lines, Size
-from burnish.wording import counted
+from burnish.wording import counted, duration
 
 FORMS = {"small": "demo-small", "medium": "demo-medium", "full": "keywords"}
 """From the shortest to the longest."""
@@ -65,6 +65,6 @@ def describe(choice: Choice) -> Lines:
         (
             "training",
             f"{recipe.train.steps} steps of {recipe.rollout.batch} responses, "
-            f"{estimate.spoken(choice.seconds)}",
+            f"about {duration(choice.seconds)}",
         ),
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from burnish import build, config, estimate, machine, preflight
-from burnish.config import SorterConfig
 from burnish.machine import Rates
 from burnish.plan import Lines, Section, spell
 
@@ -67,12 +66,5 @@ def _recipe(name: str, runs: Path, rates: dict[str, Rates]) -> str:
     if first := preflight.first_run(recipe.source):  # it begins with another model of that size
         size = build.measure(first, has_prompts=False)
     rate = rates.get(recipe.train.precision, rates["fp32"])
-    if isinstance(recipe.model, SorterConfig):
-        time = "about a minute"
-    elif size is None:
-        time = "time not known before its model is here"
-    elif seconds := estimate.seconds(recipe, size, rate):
-        time = estimate.spoken(seconds)
-    else:
-        time = "time not known before its rows are here"
-    return "\n".join([f"{time}{'' if lacks else ', ready'}", *(f"lacks: {e}" for e in lacks)])
+    time = f"{estimate.spoken(recipe, size, rate)}{'' if lacks else ', ready'}"
+    return "\n".join([time, *(f"lacks: {problem}" for problem in lacks)])

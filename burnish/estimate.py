@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish import wording
-from burnish.config import PairsTask, Recipe
+from burnish.config import PairsTask, Recipe, SorterConfig
 from burnish.pieces import KL
 
 if TYPE_CHECKING:
@@ -62,9 +62,17 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     return sum(count / (speed[phase] * reached[phase]) for phase, count in counts)
 
 
-def spoken(duration: float) -> str:
-    """Seconds as somebody would say them: "about 9 minutes"."""
-    return f"about {wording.duration(max(1, duration))}"
+def spoken(recipe: Recipe, size: Size | None, rates: Rates) -> str:
+    """The time as somebody would say it: "about 9 minutes"; ``size`` is None for the sorting model,
+    and if the model's files are not here."""
+    if isinstance(recipe.model, SorterConfig):
+        return "about a minute"
+    if size is None:
+        return "not known before its model is here"
+    duration = seconds(recipe, size, rates)
+    return (
+        f"about {wording.duration(duration)}" if duration else "not known before its rows are here"
+    )
 
 
 def _passes(recipe: Recipe) -> float:

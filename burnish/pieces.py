@@ -299,8 +299,8 @@ class KL(Section):
         """[N]"""
         from burnish.rl import kl
 
-        estimators = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
-        return estimators[self.name](logprobs, reference)
+        result: Tensor = getattr(kl, self.name)(logprobs, reference)
+        return result
 
 
 class NoImportance(Section):

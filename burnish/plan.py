@@ -97,8 +97,8 @@ def plan(
         resources = [("memory", "known once the model is here; `burnish train` downloads it")]
     every = f"saved every {counted(recipe.checkpoint.every, 'step')}, validated every"
     resources.append(("cadence", f"{every} {counted(recipe.validation.every, 'step')}"))
-    if size and rates and (seconds := estimate.seconds(recipe, size, rates)):
-        resources.append(("time", f"{estimate.spoken(seconds)} on this machine"))
+    if rates is not None:
+        resources.append(("time", estimate.spoken(recipe, size, rates)))
     loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     return [
         ("task", _task(recipe, size)),

@@ -151,9 +151,6 @@ def missing_files(recipe: Recipe, *, has_rows: bool = False) -> list[BurnishErro
         files = _files_of(task)
         if has_rows:
             files.pop("train", None)
-        if files.get("train", "") is None:
-            message = "there are no prompts; give --data FILE.jsonl or set task.train"
-            found.append(ConfigError(message))
         absent = {key: file for key, file in files.items() if file and not Path(file).exists()}
         if absent:
             told = " and ".join(f"task.{key} = {file!r}" for key, file in absent.items())
