@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from burnish.config import GymTask
 from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.graders.extract import EXTRACTORS
-from burnish.graders.grader import Grader, grade_pairs
+from burnish.graders.grader import grade_pairs
 from burnish.graders.pool import GraderPool
 from burnish.graders.rewards import Source
 from burnish.model.tokenizer import Tokenizer
@@ -49,6 +48,7 @@ class Gym:
     ) -> None:
         """room: for the longest prompt; None if no model bounds it."""
         self.config = config
+        self._grader = GraderPool(SCORER, limits_of(config))
         self._writer = Writer(
             "gym", tokenizer, chat=config.chat, room=room, long_prompts=config.long_prompts
         )
@@ -81,12 +81,7 @@ class Gym:
         return EXTRACTORS[self.config.answer_format](response)
 
     def close(self) -> None:
-        if "_grader" in vars(self):
-            self._grader.close()
-
-    @cached_property
-    def _grader(self) -> Grader:
-        return GraderPool(SCORER, limits_of(self.config))
+        self._grader.close()
 
     def _hold_out(self) -> dict[str, Prompt]:
         """Prompts by their question; the next question takes the place of a skipped one."""
