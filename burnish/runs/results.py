@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.runs import pages, statistics
+from burnish.runs import pages
 from burnish.runs.directory import read_json, replace_file
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.responses import ResponseRow
+from burnish.runs.statistics import is_right
 from burnish.types import ENDINGS, Status
-
-
-def is_right(row: ResponseRow) -> bool:
-    return statistics.is_right(row["reward"] or 0, row["parts"])
 
 
 def has_format(row: ResponseRow) -> bool:
@@ -47,8 +44,8 @@ class Evaluation(NamedTuple):
     figures: dict[str, float]
     rows: list[ResponseRow]
     """A row for each response."""
-    path: Path | None
-    """The directory with all of it; None if nothing was written."""
+    path: Path
+    """The directory with all of it."""
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
