@@ -1,4 +1,5 @@
-"""What this machine is, what is installed on it, and what each recipe would take here."""
+"""This machine, the optional parts that are installed on it, and the time and the missing parts of
+each recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ SECONDS = 0.4
 
 
 def examine(runs: Path = Path("runs")) -> list[Section]:
-    """Sections of (what, how it is), made in a few seconds; ``runs`` is where runs would go."""
+    """Sections of (name, description), made in a few seconds; ``runs`` is the directory of runs."""
     rates = {name: machine.measure(SECONDS, precision=name) for name in ("fp32", "bf16")}
     return [
         ("machine", [*_machine(runs), *_rates(rates)]),
@@ -64,7 +65,7 @@ def _recipe(name: str, runs: Path, rates: dict[str, Rates]) -> str:
     """About how long the recipe takes here, and a line for each thing that it lacks."""
     recipe, size, lacks = build.look(config.load(name), runs / name, has_prompts=False)
     if first := preflight.first_run(recipe.source):  # it begins with another model of that size
-        size = build.measure(first, has_prompts=False)
+        size = build.measure(first)
     rate = rates.get(recipe.train.precision, rates["fp32"])
     time = f"{estimate.spoken(recipe, size, rate)}{'' if lacks else ', ready'}"
     return "\n".join([time, *(f"lacks: {problem}" for problem in lacks)])
