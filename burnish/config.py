@@ -89,7 +89,6 @@ class Graded(Section):
     cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
     wall_seconds: float = Field(20.0, gt=0, description="per grade")
     memory_mb: int = Field(1024, ge=1, description="per worker, beyond what the reward loads")
-    characters: int = Field(100_000, ge=1, description="a longer response is unparsed, reward 0")
 
 
 class Rows(Section):
