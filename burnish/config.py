@@ -69,7 +69,6 @@ class KeywordsTask(Section):
     name: Literal["keywords"] = "keywords"
     least: int = Field(2, ge=1, description="keywords per prompt, at least")
     most: int = Field(4, ge=1, le=20, description="keywords per prompt, at most")
-    match: Literal["word", "substring"] = "word"
     reward: Literal["inclusion", "use"] = "inclusion"
     """use: a word counts outside lists, and at most twice."""
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
