@@ -42,16 +42,16 @@ class Parts(NamedTuple):
     recipe: Recipe
     """With its number of steps, which the rows of a supervised one say."""
     learner: Learner
-    train: Callable[[Timers, int, Show], Iterator[Step]]
-    """The steps from the given one on."""
-    validate: Callable[[Show, str], tuple[list[Group], Metrics]]
+    train: Callable[..., Iterator[Step]]
+    """The steps from ``start`` on, with ``timers`` and ``show``."""
+    validate: Callable[..., tuple[list[Group], Metrics]]
     """Graded responses and figures of what the policy, as last published, does held out; the text
     says when, such as "after step 10"."""
-    publish: Callable[[], None]
-    """Hands the policy as it is to what samples."""
-    decode: Callable[[IntArray], list[str]]
+    publish: Callable[[], None] = lambda: None
+    """Hands the policy as it is to the engine, where there is one."""
+    decode: Callable[[IntArray], list[str]] = lambda ids: []
     """Token ids as one text each."""
-    close: Callable[[], None]
+    close: Callable[[], None] = lambda: None
 
 
 def run(
@@ -84,7 +84,7 @@ def _run(
     writer.begin(start)
     version = parts.learner.version
     try:
-        for step in parts.train(writer.timers, start, tell):
+        for step in parts.train(timers=writer.timers, start=start, show=tell):
             last = step.number == recipe.train.steps
             stopping = stop()
             tell.done = step.number
@@ -221,7 +221,7 @@ class _Writer:
 
     def validate(self, step: int) -> None:
         when = f"after step {step}" if step else "before the first step"
-        groups, self._validation = self.parts.validate(self.tell, when)
+        groups, self._validation = self.parts.validate(show=self.tell, when=when)
         score = self._validation.get("validation/reward")
         if "validation/loss" in self._validation:
             score = -self._validation["validation/loss"]  # the best is the highest

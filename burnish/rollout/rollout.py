@@ -10,7 +10,7 @@ import numpy as np
 
 from burnish.config import Recipe
 from burnish.draws import Stream
-from burnish.engine.protocol import Engine, Event, Request
+from burnish.engine.protocol import Engine, Request
 from burnish.errors import DataError, EngineError
 from burnish.progress import Report, unheard
 from burnish.tasks.task import Task
@@ -36,7 +36,7 @@ def sample(
     first_group: int,
     samples: int,
     params: SamplingParams,
-    stream: Stream,
+    stream: Stream = Stream.TRAIN,
     report: Report = unheard,
 ) -> list[tuple[Completion, ...]]:
     """``samples`` completions of each prompt; prompt k is the run's group first_group + k."""
@@ -51,12 +51,11 @@ def complete(
     engine: Engine,
     requests: Sequence[Request],
     *,
-    see: Callable[[Event], None] = lambda event: None,
     report: Report = unheard,
     patience: float = PATIENCE,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[Completion, ...]]:
-    """The completions of each request; ``see`` gets every event.
+    """The completions of each request.
 
     All requests are submitted before the first step, so that the engine's batches, and with them
     the last bits of its logits, are the same whenever the same requests come. ``report`` is told
@@ -74,7 +73,6 @@ def complete(
             names = ", ".join(f"sample {i} of {name}" for name, i in list(missing)[:4])
             raise EngineError(f"the engine {late}; {len(missing)} of {total} are missing: {names}")
         for event in engine.step():
-            see(event)
             if isinstance(event, Completion):
                 done[event.request_id, event.sample_index] = event
                 missing.pop((event.request_id, event.sample_index), None)
