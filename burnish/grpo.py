@@ -71,8 +71,7 @@ def compute_group_normalized_rewards(
 def keyword_inclusion_reward_fn(response: str, keywords: Sequence[str]) -> dict[str, float]:
     """reward 1 if every keyword is a whole word of the response, case aside, else 0.
 
-    Also ``inclusion`` (the same) and ``fraction``, the share of the keywords that appear. For
-    substrings: ``burnish.graders.keywords.inclusion(response, keywords, "substring")``.
+    Also ``inclusion`` (the same) and ``fraction``, the share of the keywords that appear.
     """
     return keyword_grader.inclusion(response, keywords)
 
