@@ -159,7 +159,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Metrics:
         columns[f"grades_{status}"] = [row["status"] == status for row in rows]
     prompts: dict[int, list[Outcome]] = {}
     for row in scored:
-        outcome = Outcome(is_right(row["reward"], row["parts"]), row["answer"])
+        outcome = Outcome(is_right(row), row["answer"])
         prompts.setdefault(row["group"], []).append(outcome)
     found = {name: float(np.mean(values)) for name, values in columns.items()}
     found |= {"responses": float(len(rows)), **statistics.describe(list(prompts.values()))}
