@@ -76,8 +76,14 @@ def sample(logits: Tensor, draws: Sequence[Draw], weigh: Weigh = weigh) -> tuple
             limited.setdefault(draw._replace(uniform=0.0), []).append(row)
     for kind, rows in limited.items():
         for some in torch.split(torch.tensor(rows, device=device), FEW_ROWS):
-            scaled = logits[some].to(wide) / heat[some, None]
-            tokens[some] = _draw_limited(scaled, points[some], kind)
+            left = _limited(logits[some], heat[some], kind)
+            given = left, points[some], heat[some]
+            if not kind.temperature:
+                tokens[some] = left.argmax(1)
+            elif kind.truncates:  # whole blocks are left out, whose sums must be exactly 0
+                tokens[some], _ = _draw_any(*given)
+            else:
+                tokens[some], _ = _draw_any(*given, weigh)
     return tokens, _logprobs(logits, tokens, heat, totals)
 
 
@@ -98,7 +104,9 @@ def sample_whole(
     return tokens, _logprobs(logits, tokens, heat, totals)
 
 
-def _draw_any(logits: Tensor, points: Tensor, heat: Tensor, weigh: Weigh) -> tuple[Tensor, Tensor]:
+def _draw_any(
+    logits: Tensor, points: Tensor, heat: Tensor, weigh: Weigh = weigh
+) -> tuple[Tensor, Tensor]:
     """-> tokens [M] that the points [M] hit, and the logarithm of each row's weights' sum [M].
 
     The cumulative distribution is only summed up, in float64, over blocks and inside the block that
@@ -117,29 +125,25 @@ def _draw_any(logits: Tensor, points: Tensor, heat: Tensor, weigh: Weigh) -> tup
     return (block * BLOCK + token)[:, 0].clamp_(max=vocab - 1), totals
 
 
-def _draw_limited(scaled: Tensor, points: Tensor, kind: Draw) -> Tensor:
-    """Logits [M, V] divided by the temperature, points [M] -> tokens [M]; some are left out."""
-    scaled[:, list(kind.banned)] = -torch.inf
-    if not kind.temperature:
-        return scaled.argmax(1)
-    weights = torch.softmax(scaled, 1).nan_to_num_(nan=1.0)
-    if kind.truncates:
-        weights = _truncate(weights, kind)
-    return search(weights, points[:, None])[0][:, 0]
+def _limited(logits: Tensor, heat: Tensor, kind: Draw) -> Tensor:
+    """logits [M, V], which it changes -> the same with −∞ for tokens that may not be drawn.
 
-
-def _truncate(weights: Tensor, kind: Draw) -> Tensor:
-    """[M, V] -> the same with 0 outside the smallest set of likeliest tokens whose share of the
-    top_k reaches top_p."""
-    count = min(kind.top_k or CANDIDATES, weights.shape[1])
-    likeliest, ids = weights.topk(count, 1)
+    Of the likeliest top_k tokens, the smallest set of likeliest ones whose share reaches top_p is
+    left.
+    """
+    logits[:, list(kind.banned)] = -torch.inf
+    if not kind.truncates:
+        return logits
+    weights = torch.softmax(logits.to(heat.dtype) / heat[:, None], 1)
+    likeliest, ids = weights.topk(min(kind.top_k or CANDIDATES, weights.shape[1]), 1)
     whole = (likeliest if kind.top_k else weights).sum(1, keepdim=True)
     if bool((likeliest.sum(1, keepdim=True) < kind.top_p * whole).any()):
         likeliest, ids = weights.sort(1, descending=True)
     before = likeliest.double().cumsum(1) - likeliest
-    keep = before < kind.top_p * whole.double()
-    keep[:, 0] = True
-    return torch.zeros_like(weights).scatter_(1, ids, likeliest * keep)
+    out = before >= kind.top_p * whole.double()
+    out[:, 0] = False
+    kept = logits.gather(1, ids).masked_fill(out, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter_(1, ids, kept)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, heat: Tensor, totals: Tensor) -> Tensor:
