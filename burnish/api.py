@@ -32,6 +32,7 @@ from burnish.runs.run import Run
 if TYPE_CHECKING:
     from burnish.loops.generate import Answer
     from burnish.runs.results import Evaluation
+    from burnish.tasks.text import Messages
 
 Shown = Show | bool | None
 """What progress is shown to: a callable; None or True for a display on stderr; False for nobody."""
@@ -79,14 +80,14 @@ def train(
         check_before(recipe, path, prompts=rows, reward=reward)
         recipe = build.prepare(recipe, tell)
         build.check_room(recipe, path, tell)
-        from burnish.loops.run import run
+        from burnish.loops.recorder import record
 
         read = _hashes(recipe, rows, reward, tell)
         parts = build.build(recipe, prompts=rows, reward=reward, show=tell)
         try:
             kept = None if rows is None else inputs.to_jsonl(rows)
             with RunDirectory(path, recipe, inputs=read, prompts=kept) as directory:
-                run(directory, parts, show=tell, stop=stop)
+                record(directory, parts, show=tell, stop=stop)
         except KeyboardInterrupt:
             if is_new and not has_learned(path):
                 shutil.rmtree(path)
@@ -257,7 +258,7 @@ def resume(
         resuming.check_environment(before, now, anyway=anyway)
         build.check_room(recipe, path, tell)
         from burnish.learner.learner import State
-        from burnish.loops.run import run
+        from burnish.loops.recorder import record
 
         parts = build.build(recipe, prompts=rows, reward=reward, show=tell)
         try:
@@ -267,13 +268,15 @@ def resume(
                 tell(Progress("load", f"loading the checkpoint {chosen.name}"))
                 saved = checkpoints.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
+                if parts.prompts is not None:
+                    parts.prompts.load_state(saved.state["prompts"])
                 start, positions = saved.step, saved.state["positions"]
                 directory.check_positions(positions)  # nothing is deleted before all is checked
                 checkpoints.return_to(path, chosen, keep=recipe.checkpoint.keep)
             directory.cut_back(positions)
             directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = directory.restart(start)
-            run(directory, parts, start=start, show=tell, stop=stop)
+            record(directory, parts, start=start, show=tell, stop=stop)
         finally:
             parts.close()
     return Run(path)
@@ -301,7 +304,7 @@ def evaluate(
     with shown(show, recipe.name if out is None else Path(out).name) as tell:
         recipe = build.prepare(recipe, tell)
         from burnish.engine.protocol import require
-        from burnish.loops import evaluate as loop
+        from burnish.loops.evaluate import Evaluator, figures
         from burnish.runs import results
 
         task, engine, decode = build.build_sampler(recipe, show=tell)
@@ -310,12 +313,13 @@ def evaluate(
             depends = build.evaluation_settings(recipe, show=tell)
             if not engine.capabilities.counter_draws:
                 depends["draws"] = "the engine's own"
+            evaluator = Evaluator(recipe, task, engine, decode)
             if out is None:
-                groups, figures = loop.evaluate(recipe, task, engine, decode, show=tell)
-                rows: Any = loop.to_rows(task, groups, decode)
-                return results.Evaluation(recipe.name, depends, figures, rows, None)
+                parts = evaluator.answered(show=tell)
+                rows: Any = [row for groups in parts for row in evaluator.rows(groups)]
+                return results.Evaluation(recipe.name, depends, figures(rows), rows, None)
             path = Path(out)
-            loop.evaluate_into(path, depends, recipe, task, engine, decode, show=tell)
+            evaluator.evaluate_into(path, depends, show=tell)
             tell(Progress("report", "writing the report"))
             results.write_evaluation([path], path / "report.html")
             return results.read(path)
@@ -324,7 +328,7 @@ def evaluate(
 
 
 def generate(
-    prompts: str | Sequence[str],
+    prompts: str | Sequence[str | Messages],
     *,
     model: AnyPath = "smollm2-135m",
     n: int = 1,
@@ -339,11 +343,13 @@ def generate(
     dtype: str = "auto",
     device: str = "auto",
     show: Shown = None,
+    write: Callable[[str], object] = lambda text: None,
 ) -> list[Answer]:
     """Samples ``n`` answers to each prompt, and returns them in the prompts' order.
 
     ``model`` is a name, a directory, hf:ORG/NAME or a run; temperature 0 is greedy; ``chat`` puts
-    a prompt through the model's chat template where it has one.
+    a prompt through the model's chat template where it has one. ``write`` gets the text of the
+    first answer, piece by piece, as it is sampled.
     """
     from burnish.loops import generate as loop
     from burnish.types import SamplingParams
@@ -361,8 +367,9 @@ def generate(
     with shown(show, os.fspath(model)) as tell:
         engine, tokenizer = build.open_engine(model, dtype=dtype, device=device, show=tell)
         report = begin(tell, "generate", f"sampling {n * len(texts)} responses", unit="responses")
-        done = loop.sample(engine, tokenizer, texts, n=n, params=params, chat=chat, report=report)
-    return [loop.answer(texts, completion) for completion in done]
+        return loop.generate(
+            engine, tokenizer, texts, n=n, params=params, chat=chat, write=write, report=report
+        )
 
 
 def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown = None) -> Path:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from burnish.learner.learner import Learner
     from burnish.learner.objective import Program
     from burnish.learner.policy import Policy
-    from burnish.loops.run import Parts
+    from burnish.loops.recorder import Parts
     from burnish.model.sorter import Sorter
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import ModelConfig, Transformer
@@ -69,10 +69,12 @@ def build(
     from burnish.engine.protocol import require
     from burnish.learner.objective import compile
     from burnish.learner.policy import LanguagePolicy
-    from burnish.loops import evaluate, sync
-    from burnish.loops.run import Parts
+    from burnish.loops import sync
+    from burnish.loops.evaluate import Evaluator, figures
+    from burnish.loops.recorder import Parts
     from burnish.rollout.packing import pack
     from burnish.rollout.rollout import is_aborted
+    from burnish.tasks.stream import PromptStream
 
     if recipe.is_supervised:
         return _build_supervised(recipe, prompts, show)
@@ -80,27 +82,33 @@ def build(
     require(engine.capabilities, repeats=True)  # a resumed run draws the same
     policy: Policy
     if isinstance(recipe.model, SorterConfig):
-        policy = _sorter(recipe)
+        policy, stream = _sorter(recipe), PromptStream(task)
     else:
         model = open_model(recipe, dtype="float32", show=show)[0].to(device_of(recipe))
-        check_lengths(recipe, _size(recipe, model, task))
+        size = _size(recipe, model, task)
+        check_lengths(recipe, size)
+        stream = PromptStream(task, room(recipe, size))
         policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
     show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, compile(recipe.objective))
+    evaluator = Evaluator(recipe, task, engine, decode)
 
     def validate(show: Show, when: str) -> tuple[list[Group], Metrics]:
-        groups, figures = evaluate.evaluate(recipe, task, engine, decode, show=show, when=when)
+        groups = [group for part in evaluator.answered(show=show, when=when) for group in part]
+        found = figures(evaluator.rows(groups))
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
             report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
-            figures |= learner.held_out_drift(pack(whole).to(learner.device), report)
-        return groups, figures
+            found |= learner.held_out_drift(pack(whole).to(learner.device), report)
+        return groups, found
 
     return Parts(
         recipe=recipe,
         learner=learner,
+        prompts=stream,
         train=lambda timers, start, show: sync.train(
             recipe,
+            prompts=stream,
             task=task,
             engine=engine,
             learner=learner,
@@ -118,7 +126,7 @@ def build(
 def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     from burnish.learner.policy import LanguagePolicy
     from burnish.loops import supervised
-    from burnish.loops.run import Parts
+    from burnish.loops.recorder import Parts
 
     model, tokenizer, _ = open_model(recipe, dtype="float32", show=show)
     show(Progress("load", "reading the rows"))
@@ -131,6 +139,7 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     return Parts(
         recipe=counted,
         learner=learner,
+        prompts=None,
         train=lambda timers, start, show: supervised.train(
             counted, pairs=pairs, learner=learner, timers=timers, start=start, show=show
         ),
@@ -172,7 +181,7 @@ def build_sampler(
         from burnish.tasks.sorting import Sorting
 
         return Sorting(recipe.task, seed=recipe.seed), SorterEngine(_sorter(recipe)), spell
-    from burnish.tasks.shots import FewShot
+    from burnish.tasks.text import few_shot
 
     engine, tokenizer = _engine(recipe, show)
 
@@ -185,7 +194,7 @@ def build_sampler(
     bound = room(recipe, size)
     language = _language_task(recipe, tokenizer, prompts, reward, bound)
     if recipe.validation.shots:
-        language = FewShot(language, recipe.validation.shots, tokenizer)
+        language.validation = few_shot(language, recipe.validation.shots, tokenizer)
         longest = max((len(prompt.token_ids) for prompt in language.validation), default=0)
         if longest > bound.tokens:
             raise ConfigError(
@@ -319,20 +328,25 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
     count, config = recipe.prompts_per_rollout * recipe.train.steps, model.config
     packed = recipe.engine.precision != "fp16" and device_of(recipe) == "cpu"
     narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
-    prompts, skipped, cut = [], 0, 0
-    if task is not None:
-        prompts = [*map(task.prompt, range(min(count, PROBED))), *task.validation]
-        skipped, cut = task.too_long
-    return Size(
+    size = Size(
         parameters=sum(p.numel() for p in model.parameters()),
         cached=2 * config.n_layers * config.kv_heads * config.head_width,
         context=config.context,
         layers=config.n_layers,
         layer=sum(p.numel() for p in model.layers[0].parameters()),
-        longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
+        longest_prompt=0,
         copied=packed * (2 if narrow else 4),
-        looked_at=len(prompts) + skipped,
-        too_long=skipped + cut,
+    )
+    if task is None:
+        return size
+    from burnish.tasks.stream import PromptStream
+
+    stream = PromptStream(task, room(recipe, size))
+    asked = [prompt for _, prompt in stream.take(min(count, PROBED))]
+    return size._replace(
+        longest_prompt=max(len(prompt.token_ids) for prompt in (*asked, *task.validation)),
+        looked_at=len(asked) + stream.skipped,
+        too_long=stream.skipped,
     )
 
 
@@ -393,23 +407,26 @@ def _language_task(
 ) -> Any:
     """A recipe's task; ``room`` is for the longest prompt."""
     from burnish.tasks.files import make_files
-    from burnish.tasks.gym import Gym
-    from burnish.tasks.keywords import Keywords
+    from burnish.tasks.gym import make_gym
+    from burnish.tasks.keywords import make_keywords
     from burnish.tasks.math import make_math
     from burnish.tasks.mixture import Mixture
+    from burnish.tasks.stream import fits
 
     def make(task: Any) -> Any:
         made: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed, "room": room}
         if isinstance(task, FilesTask):
             return make_files(task, **made, prompts=prompts, reward=reward)
-        kinds: dict[str, Any] = {"keywords": Keywords, "math": make_math, "gym": Gym}
+        kinds: dict[str, Any] = {"keywords": make_keywords, "math": make_math, "gym": make_gym}
         return kinds[task.name](task, **made)
 
-    task = recipe.task
-    if not isinstance(task, MixtureTask):
-        return make(task)
-    parts = {name: make(part) for name, part in task.tasks.items()}
-    return Mixture(parts, task.weights, seed=recipe.seed)
+    if isinstance(recipe.task, MixtureTask):
+        parts = {name: make(part) for name, part in recipe.task.tasks.items()}
+        made = Mixture(parts, recipe.task.weights, seed=recipe.seed)
+    else:
+        made = make(recipe.task)
+    made.validation = [prompt for prompt in made.validation if fits(prompt, room)]
+    return made
 
 
 def prepare(recipe: Recipe, show: Show, threads: int | None = None) -> Recipe:

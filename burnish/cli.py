@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
@@ -21,7 +23,7 @@ from rich.table import Table
 from burnish.display import Display
 from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.interrupt import Interrupts
-from burnish.progress import STEP_PHASES, Progress, Show, begin, showing_compiles
+from burnish.progress import STEP_PHASES, Progress, Show
 from burnish.threads import share_cores
 from burnish.wording import counted, printable
 
@@ -384,50 +386,63 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="only the speed, no text")] = False,
 ) -> None:
-    """Sample responses from a model and stream them."""
-    from burnish import build
-    from burnish.loops import generate as text
-    from burnish.types import SamplingParams
+    """Sample responses from a model; the first one is shown as it is made."""
+    from burnish import api
+    from burnish.loops.generate import read_prompts
+    from burnish.runs.directory import replace_file
 
     if (prompt is None) == (prompts is None):
         raise ConfigError("give a PROMPT or --prompts FILE, one of the two")
-    given = [prompt] if prompt is not None else text.read_prompts(prompts or Path())
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=tuple(stop or ()),
-        seed=seed,
-    )
-    with Display(model, err_console) as display, showing_compiles(display):
-        engine, tokenizer = build.open_engine(model, dtype=dtype, device=device, show=display)
-        doing = f"sampling {samples * len(given)} responses"
-        report = begin(display, "generate", doing, unit="responses")
+    given = [prompt] if prompt is not None else read_prompts(prompts or Path())
+    begun: list[bool] = []
+    speeds = [0.0]
 
-        held: list[str] = []
+    def write(text: str) -> None:
+        if not begun:
+            display.close()  # from now on the text itself moves
+            _write_heading(0, samples, len(given))
+            begun.append(True)
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
 
-        def write(piece: str) -> None:
-            held.append(piece)
-            if engine.sampled:  # from now on the text itself moves
-                display.close()
-                sys.stdout.write("".join(held))
-                sys.stdout.flush()
-                held.clear()
+    def show(progress: Progress) -> None:
+        speeds.append(progress.tokens_per_second or speeds[-1])
+        display(progress)
 
-        speed = text.generate(
-            engine,
-            tokenizer,
+    with Display(model, err_console) as display:
+        answers = api.generate(
             given,
+            model=model,
             n=samples,
-            params=params,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop=stop or (),
+            seed=seed,
             chat=not raw,
-            write=(lambda piece: None) if quiet else write,
-            jsonl=out,
-            report=report,
+            dtype=dtype,
+            device=device,
+            show=show,
+            write=(lambda text: None) if quiet else write,
         )
-    err_console.print(escape(str(speed)))
+    if not quiet:
+        write("\n")
+        for number, answer in enumerate(answers[1:], 1):
+            _write_heading(number, samples, len(given))
+            sys.stdout.write(printable(answer.text) + "\n")
+    if out is not None:
+        replace_file(out, "".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    err_console.print(
+        f"{len(answers)} samples, {tokens} tokens: {speeds[-1]:.0f} tokens per second"
+    )
+
+
+def _write_heading(number: int, samples: int, prompts: int) -> None:
+    if samples * prompts > 1:
+        sys.stdout.write(f"── prompt {number // samples + 1}, sample {number % samples + 1} ──\n")
 
 
 @contextmanager
