@@ -37,30 +37,28 @@ def burnish_rate(pairs: list[tuple[str, str]]) -> float:
     grader = MathGrader("r1_zero", Limits(workers=1))
     grader.checker.check([("x+1", "1+x")])  # the worker starts
     items = [(f"{THINKING}</think> <answer>{a}</answer>", {"answer": gold}) for a, gold in pairs]
-    began = grader.checker.pool.cpu_seconds
-    began_here = time.process_time()
+    began = time.perf_counter()
     grades = grader.grade(items)
-    spent = time.process_time() - began_here
-    symbolic = grader.checker.pool.cpu_seconds - began if grader.counts["symbolic"] > 1 else 0.0
+    spent = time.perf_counter() - began
     grader.close()
     assert len({grade.reward for grade in grades}) == 1
-    return len(pairs) / (spent + symbolic)
+    return len(pairs) / spent
 
 
 def peer_rate(pairs: list[tuple[str, str]]) -> float:
     config = [LatexExtractionConfig()]
-    began = time.process_time()
+    began = time.perf_counter()
     for answer, gold in pairs:
         left, right = (parse(f"${text}$", config, parsing_timeout=None) for text in (gold, answer))
         verify(left, right, timeout_seconds=None)
-    return len(pairs) / (time.process_time() - began)
+    return len(pairs) / (time.perf_counter() - began)
 
 
 def main() -> None:
     logging.disable()
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     peer_rate([("1", "1")] * 10)
-    print(f"{'':16}{'burnish':>12}{'math-verify':>14}{'ratio':>8}   grades per second of CPU time")
+    print(f"{'':16}{'burnish':>12}{'math-verify':>14}{'ratio':>8}   grades per second")
     for name, make in (EASY | ALGEBRA).items():
         pairs = [make(i + 1) for i in range(count if name in EASY else count // 100)]
         own, peer = burnish_rate(pairs), peer_rate(pairs[: max(1, count // 100)])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_ANY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\boxed\s*[-+]?[0-9]")
-"""One that is opened; the word alone is none."""
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([-+]?[0-9](?:[0-9.,/]*[0-9])?))")
+"""A box that is opened, or that holds a bare number; the word alone is none."""
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"\\boxed\s*([-+]?[0-9][0-9.,/]*)")
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9])"
     r"|(?:(?<![\w.)])[-+])?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+|/[0-9]+)?",
@@ -33,24 +31,14 @@ def answer_tags(response: str) -> str | None:
 
 def boxed(response: str) -> str | None:
     r"""Of the last \boxed{ANSWER} or \fbox{ANSWER}, braces nested; one not closed is no answer."""
-    found = last_box(response)
-    return (found[1] or None) if found else None
-
-
-def last_box(text: str) -> tuple[int, str, int] | None:
-    """Where the last box begins, what is in it, and where it ends."""
-    boxes = [found.start() for found in _ANY_BOX.finditer(text)]
-    if not boxes:
-        return None
-    opening = _BOX.match(text, boxes[-1])
-    if opening is None:
-        bare = _BARE_BOX.match(text, boxes[-1])
-        return (bare.start(), bare[1].rstrip(".,"), bare.end()) if bare else None
-    depth = 1
-    for brace in _BRACES.finditer(text, opening.end()):
+    boxes = list(_BOX.finditer(response))
+    if not boxes or boxes[-1][1]:
+        return boxes[-1][1] if boxes else None
+    begin, depth = boxes[-1].end(), 1
+    for brace in _BRACES.finditer(response, begin):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return opening.start(), text[opening.end() : brace.start()].strip(), brace.end()
+            return response[begin : brace.start()].strip() or None
     return None
 
 
@@ -62,11 +50,7 @@ def hashes(response: str) -> str | None:
 
 def last_number(response: str) -> str | None:
     """The last number, whatever surrounds it: "60% of $1,200.50." gives 1,200.50."""
-    end = max(map(response.rfind, "0123456789")) + 1
-    begin = end
-    while begin and response[begin - 1] in "0123456789.,/eE+-":
-        begin -= 1
-    found = [match[0] for match in _NUMBER.finditer(response, begin, end)]
+    found = _NUMBER.findall(response)
     return found[-1] if found else None
 
 

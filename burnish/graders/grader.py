@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from burnish.graders.pool import GraderPool, Items, Limits
+from burnish.graders.pool import GraderPool, Items, Limits, as_grade
 from burnish.graders.rewards import Reward, find, score
 from burnish.types import Completion, Finish, Grade, Prompt, Status
 
 
 class Grader(Protocol):
-    @property
-    def counts(self) -> Counter[str]:
-        """Grades by status."""
-
     def grade(self, items: Items) -> list[Grade]: ...
 
     def close(self) -> None: ...
@@ -27,12 +22,9 @@ class InProcess:
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
-        self.counts: Counter[str] = Counter()
 
     def grade(self, items: Items) -> list[Grade]:
-        outcomes = [score(self.reward, response, row) for response, row in items]
-        self.counts.update(outcome.status for outcome in outcomes)
-        return [Grade(o.reward, o.parts, Status(o.status), o.message) for o in outcomes]
+        return [as_grade(score(self.reward, response, row)) for response, row in items]
 
     def close(self) -> None:
         """Nothing to end."""

@@ -1,7 +1,7 @@
 """Scores of reasoning-gym's own scorers; a worker's business, since some take long or for ever.
 
 Several of them pass the response to eval or to sympy's parser, which evaluates. Where this file is
-loaded those names stand for functions that read literals and arithmetic, and call nothing else.
+loaded those names stand for functions that read literals and algebra, and call nothing else.
 """
 
 from __future__ import annotations
@@ -26,25 +26,6 @@ from burnish.graders.extract import EXTRACTORS
 LONGEST = 10_000
 """Characters that are parsed."""
 LARGEST_POWER = 1_000
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: lambda a, b: a ** _small(b),
-    ast.LShift: lambda a, b: a << _small(b),
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-}
-_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Invert: operator.invert,
-}
 _CONSTANTS = {"pi": sympy.pi, "E": sympy.E}
 _FUNCTIONS = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "exp", "log", "sqrt")
 
@@ -66,9 +47,9 @@ def _scorer(generator: str, settings: str) -> Callable[[str, Any], float]:
     return scorer
 
 
-def literal(text: str, *_: Any) -> Any:
-    """For eval: lists, texts, and arithmetic with Python's numbers."""
-    return _value(_tree(text), lambda number: number, None)
+def literal(text: str) -> Any:
+    """For eval: lists, numbers and texts."""
+    return ast.literal_eval(_bounded(text))
 
 
 def arithmetic(text: str, **_: Any) -> Any:
@@ -78,55 +59,63 @@ def arithmetic(text: str, **_: Any) -> Any:
     """
     if re.search(r"[A-Za-z_]", text):
         raise ValueError("letters in arithmetic")
-    return _value(_tree(text), sympy.sympify, None)
+    return algebra(text)
 
 
 def algebra(text: str, local_dict: Any = None, **_: Any) -> Any:
     """For the parser elsewhere: also variables and known functions."""
-    return _value(_tree(text), sympy.sympify, _CONSTANTS | dict(local_dict or {}))
+    tree = ast.parse(_bounded(text), mode="eval")
+    return _value(tree.body, _CONSTANTS | dict(local_dict or {}))
 
 
-def _tree(text: str) -> ast.expr:
+def _bounded(text: str) -> str:
     if len(text) > LONGEST:
         raise ValueError(f"longer than {LONGEST} characters")
-    return ast.parse(text.strip(), mode="eval").body
+    return text.strip()
 
 
-def _value(node: ast.expr, number: Callable[[Any], Any], names: dict[str, Any] | None) -> Any:
-    """names: what a variable stands for, itself if it is not there; None: there are none."""
-    if isinstance(node, ast.Constant):
-        return number(node.value) if isinstance(node.value, int | float) else node.value
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_value(part, number, names) for part in node.elts]
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand, number, names))
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = (_value(side, number, names) for side in (node.left, node.right))
-        return _BINARY[type(node.op)](left, right)
-    if isinstance(node, ast.Name) and names is not None:
-        return names.get(node.id, sympy.Symbol(node.id))
-    called = node.func if isinstance(node, ast.Call) and not node.keywords else None
-    if isinstance(called, ast.Name) and called.id in _FUNCTIONS and names is not None:
-        assert isinstance(node, ast.Call)
-        return getattr(sympy, called.id)(*(_value(part, number, names) for part in node.args))
-    raise ValueError(f"neither a literal nor arithmetic: {type(node).__name__}")
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """names: the values of variables; any other variable stands for itself."""
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return sympy.sympify(number)
+        case ast.Name(id=name):
+            return names.get(name, sympy.Symbol(name))
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _OPERATORS:
+            return _OPERATORS[type(sign)](_value(operand, names))
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+            return _OPERATORS[type(sign)](_value(left, names), _value(right, names))
+        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _FUNCTIONS:
+            return getattr(sympy, name)(*(_value(part, names) for part in parts))
+    raise ValueError(f"no algebra: {type(node).__name__}")
 
 
-def _small(exponent: Any) -> Any:
+def _power(base: Any, exponent: Any) -> Any:
     if not abs(exponent) <= LARGEST_POWER:
         raise ValueError(f"a power above {LARGEST_POWER}")
-    return exponent
+    return base**exponent
 
 
 def _closed(*_: Any, **__: Any) -> Any:
     raise ValueError("a grader evaluates no text")
 
 
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: _power,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 logging.disable()
 warnings.simplefilter("ignore")
 for name, module in list(sys.modules.items()):
     if name.startswith("reasoning_gym"):
-        vars(module).update(eval=literal, exec=_closed)
+        vars(module).update(exec=_closed)
+        if not name.startswith("reasoning_gym.arithmetic."):  # these evaluate their own questions
+            vars(module).update(eval=literal)
         if vars(module).get("parse_expr") is sympy_parser.parse_expr:
             vars(module)["parse_expr"] = arithmetic
 sympy.parse_expr = sympy_parser.parse_expr = algebra

@@ -9,14 +9,16 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 Match = Literal["word", "substring"]
 QUOTES = "\"'`“”„‟‘’‚‛«»"
 MOST_USES = 2
 """How often a response may use one word."""
-_ONLY_PUNCTUATION = re.compile(r"(?:[\W_]+(?:and(?=[\W_]))?)*")
+_ONLY_PUNCTUATION = re.compile(r"(?:[\W_]+(?:and[\W_]+)*)?")
+Hit = tuple[int, int, str]
+"""Where a keyword begins and ends in a text, and the keyword."""
 
 
 def inclusion(response: str, keywords: Sequence[str], match: Match = "word") -> dict[str, float]:
@@ -40,37 +42,34 @@ def use(response: str, keywords: Sequence[str], match: Match = "word") -> dict[s
     red apple" uses both of its words, "red, apple" uses neither.
     """
     parts = inclusion(response, keywords, match)
-    runs = _runs(plain(response), keywords, match)
-    outside = {word for run in runs if not run.is_list for word in run.words}
-    uses = Counter(word for run in runs for word in run.words)
+    text, outside, uses = plain(response), set(), Counter[str]()
+    for run in _runs(text, keywords, match):
+        words = [word for *_, word in run]
+        uses.update(words)
+        if not _is_list(text, run):
+            outside.update(words)
     used = len(outside) / len(set(keywords))
     earned = used == 1 and max(uses.values()) <= MOST_USES
     return parts | {"reward": float(earned), "used": used}
 
 
-class _Run(NamedTuple):
+def _runs(text: str, keywords: Sequence[str], match: Match) -> list[list[Hit]]:
     """Keywords that follow each other with nothing but punctuation and "and" between them."""
-
-    words: list[str]
-    is_list: bool
-
-
-def _runs(text: str, keywords: Sequence[str], match: Match) -> list[_Run]:
     found = sorted(
         (hit.start(), hit.end(), word)
         for word in set(keywords)
         for hit in _pattern(word, match).finditer(text)
     )
-    runs: list[list[tuple[int, int, str]]] = []
+    runs: list[list[Hit]] = []
     for hit in found:
         if runs and _ONLY_PUNCTUATION.fullmatch(text[runs[-1][-1][1] : hit[0]]):
             runs[-1].append(hit)
         else:
             runs.append([hit])
-    return [_Run([word for *_, word in run], _is_list(text, run)) for run in runs]
+    return runs
 
 
-def _is_list(text: str, run: Sequence[tuple[int, int, str]]) -> bool:
+def _is_list(text: str, run: Sequence[Hit]) -> bool:
     if len(run) != 2:
         return len(run) > 2
     (start, first_end, _), (second_start, end, _) = run
@@ -99,26 +98,17 @@ def lists(response: str, keywords: Sequence[str]) -> bool:
     return False
 
 
-def inclusion_reward(response: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """The built-in reward "inclusion": reads the row's keywords and, if it has one, its match."""
-    return _graded(inclusion, response, row)
-
-
-def use_reward(response: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """The built-in reward "use", of rows like those of "inclusion"."""
-    return _graded(use, response, row)
-
-
 def _graded(
     score: Callable[..., dict[str, float]], response: str, row: Mapping[str, Any]
 ) -> dict[str, float]:
+    """A built-in reward: reads the row's keywords and, if it has one, its match."""
     if "keywords" not in row:
         raise ValueError("this reward needs rows with a field keywords, a list of words")
     parts = score(response, row["keywords"], row.get("match", "word"))
     return parts | {"listed": float(lists(response, row["keywords"]))}
 
 
-REWARDS = {"inclusion": inclusion_reward, "use": use_reward}
+REWARDS = {"inclusion": partial(_graded, inclusion), "use": partial(_graded, use)}
 
 
 @lru_cache(maxsize=4096)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import cache
 from typing import Any, Literal
 
 from burnish.errors import DataError
@@ -24,33 +22,19 @@ class MathGrader:
     can't be parsed makes an error, which is neither right nor wrong.
     """
 
-    def __init__(
-        self, format: Format = "r1_zero", limits: Limits | None = None, *, field: str = "answer"
-    ) -> None:
-        """field: where a row has its gold answer."""
-        if format not in EXTRACTORS:
-            raise DataError(f"format must be one of {', '.join(EXTRACTORS)}, got {format!r}")
-        self.format = format
-        self.field = field
+    def __init__(self, format: Format = "r1_zero", limits: Limits | None = None) -> None:
+        self.extract = EXTRACTORS[format]
         self.checker = AnswerChecker(limits)
 
-    @property
-    def counts(self) -> Counter[str]:
-        return self.checker.counts
-
     def grade(self, items: Items) -> list[Grade]:
-        """The grades of (response, row) pairs, in their order."""
-        try:
-            pairs = [(self.answer(response), row[self.field]) for response, row in items]
-        except KeyError as error:
-            raise DataError(f"a row has no gold answer {error}; name its field") from None
-        return self.checker.check(pairs)
-
-    def answer(self, response: str) -> str | None:
-        """The answer in a response, None if there is none or the response is too long."""
-        if len(response) > self.checker.limits.characters:
-            return None
-        return EXTRACTORS[self.format](response)
+        """The grades of (response, row) pairs, in their order; a row has its gold in "answer"."""
+        longest = self.checker.limits.characters
+        return self.checker.check(
+            [
+                (self.extract(response) if len(response) <= longest else None, row["answer"])
+                for response, row in items
+            ]
+        )
 
     def close(self) -> None:
         self.checker.close()
@@ -80,15 +64,8 @@ def question_only_reward_fn(response: str, ground_truth: Any) -> dict[str, float
 
 
 def _rewards(format: Format, response: str, ground_truth: Any) -> dict[str, float]:
-    (grade,) = _shared(format).grade([(response, {"answer": ground_truth})])
+    (grade,) = shared().check([(EXTRACTORS[format](response), ground_truth)])
     if grade.status is Status.ERROR:
         raise DataError(grade.message)
     parts = {f"{name}_reward": grade.parts[name] for name in ("format", "answer")}
     return {"reward": grade.reward, **parts}
-
-
-@cache
-def _shared(format: Format) -> MathGrader:
-    grader = MathGrader(format)
-    grader.checker = shared()
-    return grader

@@ -7,8 +7,6 @@ grader: a counted failure with a message, never a 0. (Workers import this file: 
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import math
 import sys
 import traceback
@@ -38,8 +36,13 @@ class Source(NamedTuple):
     definitions_only: bool = False
     """For a running script: its imports, functions, classes and constants, not what it does."""
     compares_answers: bool = False
-    """For burnish's own comparisons. They take seconds to load and a model's answer may keep them
-    busy for ever, so they run in forks of the loaded worker, and such an answer scores 0."""
+    """For burnish's own comparisons. They take seconds to load, and a model's answer may keep them
+    busy for ever: they are loaded once, before workers are forked, and such an answer scores 0."""
+
+    @property
+    def file_and_name(self) -> tuple[Path, str]:
+        file, _, name = self.spec.rpartition(":")
+        return Path(file), name
 
 
 class Outcome(NamedTuple):
@@ -55,6 +58,8 @@ def score(reward: Reward, response: str, row: Mapping[str, Any]) -> Outcome:
     """Calls the reward and holds what it returns to the rules above."""
     try:
         return _read(reward(response, row))
+    except MemoryError:
+        raise
     except (Exception, SystemExit) as error:
         said = "".join(traceback.format_exception_only(error)).strip()[:LONGEST_MESSAGE]
         frames = traceback.extract_tb(error.__traceback__, limit=-1)
@@ -86,7 +91,7 @@ def find(reward: str | Reward) -> Source | None:
     """Where a worker would find this reward; None for a function that lives in this process alone.
 
     That is so for lambdas, closures, methods, functions typed into a prompt or changed since they
-    were loaded, and those of a running script whose other names depend on what the script did.
+    were loaded, and functions of a running script that depend on what else the script did.
     """
     if isinstance(reward, str):
         path, _, name = reward.rpartition(":")
@@ -99,76 +104,54 @@ def find(reward: str | Reward) -> Source | None:
     module = sys.modules.get(getattr(reward, "__module__", None) or "")
     name = getattr(reward, "__qualname__", "<none>")
     file = getattr(module, "__file__", None) or ""
-    if module is None or not file.endswith(".py") or _attribute(module, name) is not reward:
+    if module is None or not file.endswith(".py") or getattr(module, name, None) is not reward:
         return None
     spec = f"{Path(file).resolve()}:{name}"
     if module.__name__ != "__main__":
         return Source(spec, module.__name__)
     known_as = module.__spec__.name if module.__spec__ else "burnish_reward"
-    return Source(spec, known_as, True) if scripts.definitions(Path(file)) else None
+    alone = scripts.stand_alone(scripts.definitions(Path(file)), module)
+    return Source(spec, known_as, True) if alone else None
 
 
 def check(reward: str) -> None:
-    """Raises where a reward can't be loaded, as far as that is seen without running its file."""
+    """Raises if a reward can't be loaded, as far as that is seen without running its file."""
     source = find(reward)
     assert source is not None
     if source.spec in BUILT_IN:
         return
-    file, _, name = source.spec.rpartition(":")
-    path = Path(file)
+    path, name = source.file_and_name
     if not path.is_file():
         raise DataError(f"reward {source.spec}: there is no file {path}")
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except (OSError, SyntaxError, ValueError) as error:
-        said = "".join(traceback.format_exception_only(error)).strip()
-        raise DataError(f"reward {source.spec}: the file can't be loaded: {said}") from error
-    bound = scripts.bound(tree.body)
-    if not bound & {name.partition(".")[0], "*", "__getattr__"}:
-        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        raise DataError(f"reward {source.spec}: {path.name} has {defined}, no function {name!r}")
+        code = path.read_text()
+        names = scripts.names_set(code)
+    except (SyntaxError, ValueError) as error:
+        raise _unloadable(source, error) from error
+    if not names & {name, "__getattr__"} and "import *" not in code:
+        known = sorted(known for known in names if not known.startswith("_"))
+        raise DataError(f"reward {source.spec}: {path.name} has {known}, no function {name!r}")
 
 
 def load(source: Source) -> Reward:
     """The reward itself; a file is run as a module of its own."""
     if source.spec in BUILT_IN:
         return BUILT_IN[source.spec]
-    file, _, name = source.spec.rpartition(":")
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise DataError(f"reward {source.spec}: there is no file {path}")
+    check(source.spec)
+    path, name = source.file_and_name
     sys.path.append(str(path.parent))  # last, so that a reward's neighbours hide no library
+    module = sys.modules[source.module] = ModuleType(source.module)
+    module.__file__ = str(path)
+    module.__package__ = source.module.rpartition(".")[0]
+    code = scripts.definitions(path) if source.definitions_only else path.read_bytes()
     try:
-        module = _run(path, source)
+        exec(compile(code, path, "exec"), vars(module))
+        reward: Reward = getattr(module, name)
     except (Exception, SystemExit) as error:
-        said = "".join(traceback.format_exception_only(error)).strip()
-        raise DataError(f"reward {source.spec}: the file can't be loaded: {said}") from error
-    reward = _attribute(module, name)
-    if not callable(reward):
-        known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        raise DataError(f"reward {source.spec}: {path.name} has {known}, no function {name!r}")
-    found: Reward = reward
-    return found
+        raise _unloadable(source, error) from error
+    return reward
 
 
-def _run(path: Path, source: Source) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(source.module, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path.name} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[source.module] = module
-    if source.definitions_only:
-        tree = scripts.definitions(path)
-        if tree is None:
-            raise ImportError(f"{path.name} changed since the run began")
-        exec(compile(tree, str(path), "exec"), vars(module))
-    else:
-        spec.loader.exec_module(module)
-    return module
-
-
-def _attribute(module: ModuleType, name: str) -> Any:
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+def _unloadable(source: Source, error: BaseException) -> DataError:
+    said = "".join(traceback.format_exception_only(error)).strip()
+    return DataError(f"reward {source.spec}: the file can't be loaded: {said}")

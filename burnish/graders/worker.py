@@ -1,161 +1,167 @@
-"""A grader worker: ``python -m burnish.graders.worker``, started and watched by a ``GraderPool``.
+"""A grader worker, and the supervisor that forks, watches and replaces it.
 
-Lines of JSON travel over standard input and output. The first line in is the set-up, the first out
-says that the reward is loaded and warm; after that come batches of
-(response, row), and each answer is written as soon as there is one, so that the pool always knows
-which item a worker is on. A worker holds itself to the CPU and memory limits: the kernel kills it
-by SIGPROF when the deadline of an item has passed, whatever it is doing, and it exits when it runs
-out of memory, because a reward may never give back what it took. A comparison of answers runs in
-forks of the worker, and only a fork ends. Nothing that is printed, read from standard input or
-forked by a reward touches the frames. No torch, no numpy.
+A ``GraderPool`` starts supervisors, which run ``main``. A supervisor never calls a user's reward,
+so it can always answer the pool. Its worker is a fork, which loads the reward and grades one item
+at a time. The kernel kills a worker by SIGPROF when the CPU deadline of its item has passed,
+whatever it is doing. A worker exits when it runs out of memory, because a reward may never give
+back what it took. No torch, no numpy.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import math
+import multiprocessing
 import os
 import resource
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
 
-from burnish.errors import DataError
-from burnish.graders import rewards
+from burnish.errors import DataError, GraderError
+from burnish.graders.rewards import Outcome, Source, load, score
 
+SLICE = 0.05
+"""Seconds between two looks at a worker that says nothing."""
 OUT_OF_MEMORY = 99
 """The exit status of a worker whose reward raised MemoryError."""
-Send = Callable[[Any], Any]
-Bounds = tuple[float, int]
-"""CPU seconds of an item, and bytes of memory."""
 
 
-def frame(content: Any) -> bytes:
-    """A line of ASCII JSON; lone surrogates in a text survive."""
-    return json.dumps(content).encode("ascii") + b"\n"
+@dataclass(frozen=True)
+class Limits:
+    workers: int = 2
+    cpu_seconds: float = 2.0
+    """Per item, in the worker's own CPU time, so that a busy machine changes no reward."""
+    wall_seconds: float = 20.0
+    """Per item; for a reward that sleeps or waits."""
+    start_seconds: float = 120.0
+    """To load the reward; no item's deadline runs before that."""
+    memory_bytes: int = 1 << 30
+    """Beyond what the loaded reward takes; Linux only."""
+    characters: int = 100_000
+    """A longer response is not looked at: unparsed, reward 0."""
 
 
-def main() -> None:
-    incoming, outgoing = _private_pipes()
-    send = _sender(outgoing)
-    setup = _receive(incoming)
-    if setup is None:
-        return
-    threading.Thread(target=_end_with, args=(setup["parent"],), daemon=True).start()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent's SIG_IGN would be inherited
-    sys.path.extend(entry for entry in setup["path"] if entry not in sys.path)
-    source = rewards.Source(*setup["source"])
+def main(descriptor: int) -> None:
+    """Answers the pool at the other end of the descriptor until the pool hangs up.
+
+    Then it ends its process group: itself, its worker, and all processes that this one started.
+    """
+    pool = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
     try:
-        reward = _ending_when_full(rewards.load(source))
-    except DataError as error:
-        send({"failed": str(error)})
-        return
-    _bound_memory(setup["memory_bytes"])
-    send({"ready": True})
-    bounds = setup["cpu_seconds"], setup["memory_bytes"]
-    answer = _answer_in_forks if source.compares_answers else _answer
-    while (batch := _receive(incoming)) is not None:
-        began = _cpu_seconds()
-        answer(reward, batch, bounds, send)
-        send({"cpu_seconds": _cpu_seconds() - began})
+        supervisor = Supervisor(pool, *pool.recv())
+        pool.send(None)
+        while True:
+            pool.send([supervisor.grade(*item) for item in pool.recv()])
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the pool has hung up
+            pool.send(error)
+    finally:
+        os.killpg(0, signal.SIGKILL)
 
 
-def exceeded(code: int, bounds: Bounds) -> str | None:
-    """The bound for which a worker, or a fork of one, ended; None if it ended for another reason.
+class Supervisor:
+    """One worker after the other for one reward."""
 
-    code: negative for a signal, as in ``subprocess``.
-    """
-    cpu_seconds, memory_bytes = bounds
-    if code == -signal.SIGPROF:
-        return f"took more than {cpu_seconds:g} s of CPU time (task.cpu_seconds)"
-    if code == OUT_OF_MEMORY:
-        return f"took more than {memory_bytes / 2**20:g} MB of memory (task.memory_mb)"
-    return None
+    def __init__(self, pool: Connection, source: Source, limits: Limits, path: list[str]) -> None:
+        """Returns when a worker has loaded the reward. path: the pool's ``sys.path``."""
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        self.pool = pool
+        self.source = source
+        self.limits = limits
+        self.loaded = load(source) if source.compares_answers else None
+        self._start()
 
+    def grade(self, response: str, row: Mapping[str, Any]) -> Outcome:
+        if not self.process.is_alive():
+            self._start()
+        self.connection.send((response, row))
+        outcome: Outcome | None = self._answer(self.limits.wall_seconds)
+        return self._failure() if outcome is None else outcome
 
-def _ending_when_full(reward: rewards.Reward) -> rewards.Reward:
-    def call(response: str, row: Any) -> Any:
+    def _start(self) -> None:
+        self.connection, theirs = Pipe()
+        self.process = multiprocessing.get_context("fork").Process(target=self._work, args=[theirs])
+        self.process.start()
+        theirs.close()
+        said = self._answer(self.limits.start_seconds)
+        if isinstance(said, DataError):
+            raise said
+        if said is None:
+            late, ended = self._end()
+            how = f"within {self.limits.start_seconds:g} s" if late else f"and {ended}"
+            name = f"a grader worker (pid {self.process.pid})"
+            raise GraderError(f"{name} did not load {self.source.spec} {how}")
+
+    def _answer(self, seconds: float) -> Any:
+        """What the worker says within so many seconds; None if it says nothing, or dies."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            alive = self.process.is_alive()
+            heard = wait([self.pool, self.connection], SLICE if alive else 0)
+            if self.pool in heard:  # it has hung up: it says nothing before it has its answer
+                raise EOFError
+            if heard:
+                with contextlib.suppress(EOFError, OSError):
+                    return self.connection.recv()
+                self.process.join(1)
+            if not alive:
+                break
+        return None
+
+    def _end(self) -> tuple[bool, str]:
+        """Ends a worker that says nothing: whether it was late, and how it ended if it was not."""
+        late = self.process.is_alive()
+        self.process.kill()
+        self.process.join()
+        code = self.process.exitcode or 0
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        return late, killed or f"exited with {code}"
+
+    def _failure(self) -> Outcome:
+        """The outcome of an item after which the worker says nothing; this ends the worker."""
+        late, ended = self._end()
+        limits = self.limits
+        bounds = {
+            -signal.SIGPROF: f"{limits.cpu_seconds:g} s of CPU time (task.cpu_seconds)",
+            OUT_OF_MEMORY: f"{limits.memory_bytes / 2**20:g} MB of memory (task.memory_mb)",
+        }
+        bound = bounds.get(self.process.exitcode or 0)
+        if late:
+            bound = f"{limits.wall_seconds:g} s (task.wall_seconds)"
+        message = f"took more than {bound}" if bound else f"the worker {ended}"
+        if bound and self.source.compares_answers:
+            return Outcome("timeout", 0.0, {}, message)
+        return Outcome("error", math.nan, {}, message)
+
+    def _work(self, connection: Connection) -> None:
+        """A worker's life, which the supervisor ends."""
+        self.pool.close()
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent's SIG_IGN would be inherited
         try:
-            return reward(response, row)
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
-
-    return call
-
-
-def _answer(reward: rewards.Reward, batch: Any, bounds: Bounds, send: Send) -> None:
-    for response, row in batch:
-        signal.setitimer(signal.ITIMER_PROF, bounds[0])
-        send(rewards.score(reward, response, row))
-    signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _answer_in_forks(reward: rewards.Reward, batch: Any, bounds: Bounds, send: Send) -> None:
-    """Each bound exceeded costs a fork, not the seconds that it takes to load the reward."""
-    while batch:
-        reading, writing = os.pipe()
-        fork = os.fork()
-        if fork == 0:
-            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-            _answer(reward, batch, bounds, _sender(os.fdopen(writing, "wb")))
-            os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as answers:
-            while (outcome := _receive(answers)) is not None:
-                send(outcome)
-                batch = batch[1:]
-        ended = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        too_much = exceeded(ended, bounds)
-        if too_much and batch:
-            send(rewards.Outcome("timeout", 0.0, {}, too_much))
-            batch = batch[1:]
-        elif ended or batch:  # the pool sees this worker end as the fork did
-            os.kill(os.getpid(), -ended) if ended < 0 else os._exit(ended)
-
-
-def _cpu_seconds() -> float:
-    forks = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + forks.ru_utime + forks.ru_stime
-
-
-def _sender(outgoing: BinaryIO) -> Send:
-    own = os.getpid()
-
-    def send(content: Any) -> None:
-        if os.getpid() != own:  # a reward forked, and this is the child coming back
-            os._exit(0)
-        outgoing.write(frame(content))
-        outgoing.flush()
-
-    return send
-
-
-def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The frames' pipes under other numbers; what a reward reads is empty, what it prints is shown.
-
-    (The copies are closed in programs that a reward starts.)
-    """
-    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return pipes
-
-
-def _receive(incoming: BinaryIO) -> Any:
-    """The next frame's content; None at the end."""
-    line = incoming.readline()
-    return json.loads(line) if line.endswith(b"\n") else None
-
-
-def _end_with(parent: int, *, exit: Callable[[int], None] = os._exit) -> None:
-    """Ends this process when the pool's is gone, killed perhaps, in the middle of an item."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    exit(1)
+            reward = self.loaded or load(self.source)
+        except DataError as error:
+            connection.send(error)
+            return
+        _bound_memory(self.limits.memory_bytes)
+        own = os.getpid()
+        connection.send(True)
+        while True:
+            response, row = connection.recv()
+            signal.setitimer(signal.ITIMER_PROF, self.limits.cpu_seconds)
+            try:
+                outcome = score(reward, response, row)
+            except MemoryError:
+                os._exit(OUT_OF_MEMORY)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            if os.getpid() != own:  # the reward forked, and this is its child coming back
+                os._exit(0)
+            connection.send(outcome)
 
 
 def _bound_memory(extra: int) -> None:
@@ -168,7 +174,3 @@ def _bound_memory(extra: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = now + extra if hard == resource.RLIM_INFINITY else min(now + extra, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-if __name__ == "__main__":
-    main()

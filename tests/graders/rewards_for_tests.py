@@ -12,6 +12,7 @@ def obedient(response, row):
     actions = {
         "burn": lambda: 9**9**9,
         "burn in python": _burn,
+        "burn a while": _burn_a_while,
         "sleep": lambda: time.sleep(600),
         "allocate": lambda: len(bytearray(10 << 30)),
         "raise": lambda: 1 / 0,
@@ -60,6 +61,13 @@ def _raise_in_colour():
 def _burn():
     while True:
         pass
+
+
+def _burn_a_while():
+    end = time.process_time() + 0.05
+    while time.process_time() < end:
+        pass
+    return 1.0
 
 
 def _print():

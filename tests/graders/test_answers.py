@@ -20,6 +20,7 @@ def compare(answer, gold):
 
 
 EQUAL, DIFFERENT, BAD_GOLD = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.BAD_GOLD
+UNDECIDED = Verdict.UNDECIDED
 
 
 def labelled():
@@ -28,9 +29,23 @@ def labelled():
     return [json.loads(line) for line in lines]
 
 
+ALGEBRA = [pair for pair in labelled() if compare(pair["answer"], pair["gold"]) is UNDECIDED]
+
+
 def test_labelled_pairs(checker):
-    """No wrong answer is accepted; right answers that are refused are counted."""
-    pairs = labelled()
+    """No wrong answer is accepted; of those that need algebra, only every eighth is compared."""
+    graded(checker, [pair for pair in labelled() if pair not in ALGEBRA] + ALGEBRA[::8])
+
+
+@pytest.mark.slow  # sympy compares hundreds of expressions
+def test_all_labelled_pairs(checker):
+    """Right answers that are refused are counted."""
+    right = graded(checker, labelled())
+    assert right >= 1253
+
+
+def graded(checker, pairs):
+    """The number of pairs that are judged right; no wrong answer may be accepted."""
     grades = checker.check([(pair["answer"], pair["gold"]) for pair in pairs])
     assert all(grade.status in (Status.SCORED, Status.UNPARSED) for grade in grades)
     graded = [(pair, grade.reward == 1) for pair, grade in zip(pairs, grades, strict=True)]
@@ -41,7 +56,7 @@ def test_labelled_pairs(checker):
         f"{right} of {len(pairs)} right, {len(refused)} refused, {len(accepted)} accepted wrongly"
     )
     assert accepted == []
-    assert right >= 1300
+    return right
 
 
 def test_an_answer_equals_itself_and_needs_no_algebra():
@@ -161,7 +176,7 @@ def hook(event, arguments):
     elif event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"):
         seen.append((event, str(arguments)[:200]))
 sys.addaudithook(hook)
-for pair in labelled()[::8]:
+for pair in labelled()[::32]:
     decide(pair["answer"], [pair["gold"]], symbolic.compare_algebra)
 for text in hostile_strings(sys.argv[1])[5::9]:
     decide(text, ["x + 1"], symbolic.compare_algebra)

@@ -1,6 +1,8 @@
+import time
+
 import pytest
 
-from burnish.graders.keywords import inclusion, inclusion_reward, lists, use, use_reward
+from burnish.graders.keywords import REWARDS, inclusion, lists, use
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_keywords_are_text_and_not_patterns():
 
 
 def test_the_row_says_what_to_look_for():
-    for reward in (inclusion_reward, use_reward):
+    for reward in REWARDS.values():
         assert reward("reduced", {"keywords": ["red"]})["reward"] == 0
         assert reward("reduced", {"keywords": ["red"], "match": "substring"})["reward"] == 1
         with pytest.raises(ValueError, match="needs rows with a field keywords"):
@@ -95,7 +97,13 @@ def test_three_side_by_side_are_a_list_whatever_stands_between_them():
 )
 def test_lists_are_measured_apart_from_the_reward(response, listed):
     assert lists(response, ["red", "apple"]) is listed
-    assert use_reward(response, {"keywords": ["red", "apple"]})["listed"] == listed
+    assert REWARDS["use"](response, {"keywords": ["red", "apple"]})["listed"] == listed
+
+
+def test_a_long_row_of_punctuation_takes_no_time():
+    began = time.process_time()
+    assert use("red " + "!" * 5000 + " and a ripe apple", ["red", "apple"])["reward"] == 1
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("keywords", [[], "red", ["red", ""]])

@@ -1,5 +1,6 @@
 """The pool with real processes: whatever a reward does, every item gets its grade, in order."""
 
+import contextlib
 import math
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from burnish.errors import DataError, GraderError
-from burnish.graders.keywords import inclusion_reward
+from burnish.graders.keywords import REWARDS as BUILT_IN
 from burnish.graders.pool import GraderPool, Limits
 from burnish.graders.rewards import Source
 from burnish.types import Status
@@ -114,8 +115,6 @@ def test_order_is_kept_and_killed_workers_are_replaced():
     responses[300] = "burn"
     with GraderPool(OBEDIENT, Limits(workers=2, cpu_seconds=0.2)) as pool:
         grades = pool.grade([(response, {}) for response in responses])
-        assert pool.counts == {"scored": 595, "error": 5, "restarts": 5}
-        assert pool.cpu_seconds > 0
     for i, (response, grade) in enumerate(zip(responses, grades, strict=True)):
         expected = ERROR if response in ("exit", "burn") else SCORED
         assert grade.status is expected
@@ -135,14 +134,9 @@ def test_a_reward_that_leaks_gets_fresh_workers_and_no_zero():
         assert [grade.reward for grade in grades if grade.status is not ERROR] == (
             [1.0] * (60 - len(errors))
         )
-        assert pool.counts == {
-            "scored": 60 - len(errors),
-            "error": len(errors),
-            "restarts": len(errors),
-        }
 
 
-def test_a_comparison_of_answers_scores_0_for_too_much_and_loses_a_fork_alone():
+def test_a_comparison_of_answers_scores_0_for_too_much():
     expected = {
         "1": (SCORED, 1.0),
         "burn": (TIMEOUT, 0.0),
@@ -161,21 +155,18 @@ def test_a_comparison_of_answers_scores_0_for_too_much_and_loses_a_fork_alone():
             assert math.isnan(grade.reward) if reward is None else grade.reward == reward
         assert late.message == "took more than 0.2 s of CPU time (task.cpu_seconds)"
         assert grades[5].message == "took more than 256 MB of memory (task.memory_mb)"
-        assert pool.counts["restarts"] == 0
-        assert pool.cpu_seconds > 0
-        forks = [int(grade.reward) for grade in (first, last)]
-    assert forks[0] != forks[1]
-    assert all(map(gone, forks))
+        workers = [int(grade.reward) for grade in (first, last)]
+    assert workers[0] != workers[1]
+    assert all(map(gone, workers))
 
 
 @pytest.mark.parametrize(("response", "code"), [("exit", 3), ("exit quietly", 0)])
-def test_a_fork_that_exits_by_itself_is_an_error_and_not_late(response, code):
+def test_a_comparison_that_exits_by_itself_is_an_error_and_not_late(response, code):
     limits = Limits(workers=1, wall_seconds=60)
     with GraderPool(Source(OBEDIENT.spec, compares_answers=True), limits) as pool:
         before, exited, after = pool.grade([("1", {}), (response, {}), ("2", {})])
         assert (before.reward, after.reward) == (1, 2)
         assert (exited.status, exited.message) == (ERROR, f"the worker exited with {code}")
-        assert pool.counts["restarts"] == 1
 
 
 def test_a_comparison_of_answers_that_sleeps_scores_0():
@@ -194,10 +185,8 @@ def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(pool):
 
 def test_the_cpu_deadline_is_each_items_own():
     with GraderPool(OBEDIENT, Limits(workers=1, cpu_seconds=0.1)) as pool:
-        began = time.process_time()
-        grades = pool.grade([("1", {})] * 20_000)
+        grades = pool.grade([("burn a while", {})] * 4)  # 0.05 s each
         assert all(grade.status is SCORED for grade in grades)
-        assert pool.cpu_seconds + time.process_time() - began > 0.1
 
 
 def test_closing_leaves_no_process_and_no_descriptor():
@@ -238,7 +227,7 @@ def test_any_thread_may_grade():
 
 def test_what_does_not_load_is_said_at_once(tmp_path):
     broken = tmp_path / "broken.py"
-    broken.write_text("import nothing_of_that_name\n")
+    broken.write_text("import nothing_of_that_name as f\n")
     other = tmp_path / "other.py"
     other.write_text("def right(response, row):\n    return 1\n")
     for spec, message in [
@@ -252,18 +241,22 @@ def test_what_does_not_load_is_said_at_once(tmp_path):
 
 def test_a_reward_that_never_loads_or_dies_loading(tmp_path):
     file = tmp_path / "slow.py"
-    file.write_text("import time\ntime.sleep(600)\n")
+    file.write_text("import time as f\nf.sleep(600)\n")
     limits = Limits(workers=1, start_seconds=0.3)
-    with pytest.raises(GraderError, match=r"grader worker 1 \(pid \d+\) did not load .* within"):
+    with pytest.raises(GraderError, match=r"grader worker \(pid \d+\) did not load .* within"):
         GraderPool(Source(f"{file}:f"), limits)
-    file.write_text("import os\nos._exit(5)\n")
+    file.write_text("import os as f\nf._exit(5)\n")
     with pytest.raises(GraderError, match=r"did not load .* and exited with 5"):
         GraderPool(Source(f"{file}:f"), QUICK)
 
 
-def test_a_row_that_is_not_json():
-    with GraderPool(OBEDIENT, QUICK) as pool, pytest.raises(DataError, match="is not JSON"):
-        pool.grade([("1", {"value": {1, 2}})])
+def test_a_killed_supervisor_is_said(tmp_path):
+    with GraderPool(OBEDIENT, QUICK) as pool:
+        pool._supervisors[0].process.kill()
+        with pytest.raises(GraderError, match="were killed"):
+            pool.grade([("1", {})])
+        with pytest.raises(GraderError, match="are closed"):
+            pool.grade([("1", {})])
 
 
 def test_a_reward_imports_its_neighbours(tmp_path):
@@ -341,23 +334,31 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     assert gone(worker)
 
 
+def cpu_seconds(group):
+    """What the processes of a group have spent so far."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = stat.read_text().rsplit(") ", 1)[1].split()
+            ticks += (int(fields[11]) + int(fields[12])) * (int(fields[2]) == group)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def test_throughput():
     """Workers cost a few times the reward itself: measured beside it, so that a busy machine
     slows both."""
     text = "The quick brown apple jumped over the red fence and slept in the barn. " * 3
     row = {"prompt": "Write a sentence.", "keywords": ["apple", "red", "barn"]}
-    items = [(f"{text}{i}", row) for i in range(20_000)]
+    items = [(f"{text}{i}", row) for i in range(10_000)]
     own = time.process_time()
-    assert all(inclusion_reward(text, row)["reward"] == 1 for text, row in items)
+    assert all(BUILT_IN["inclusion"](text, row)["reward"] == 1 for text, row in items)
     direct = time.process_time() - own
     with GraderPool(Source("inclusion"), Limits(workers=1)) as pool:
-        pool.grade(items[:100])
-        spent, own, wall = pool.cpu_seconds, time.process_time(), time.perf_counter()
+        group = pool._supervisors[0].process.pid
+        began, own = cpu_seconds(group), time.process_time()
         assert all(grade.reward == 1 for grade in pool.grade(items))
-        cpu = pool.cpu_seconds - spent + time.process_time() - own
-        wall = time.perf_counter() - wall
+        cpu = cpu_seconds(group) - began + time.process_time() - own
     print(
-        f"{len(items) / cpu:,.0f} grades per CPU second, {len(items) / wall:,.0f} by clock, "
-        f"{len(items) / direct:,.0f} without workers"
+        f"{len(items) / cpu:,.0f} grades per CPU second, {len(items) / direct:,.0f} without workers"
     )
     assert cpu < 10 * direct

@@ -2,6 +2,7 @@ import ast
 import functools
 import math
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from burnish.errors import DataError
 from burnish.graders import scripts
-from burnish.graders.rewards import Source, find, load, score
+from burnish.graders.rewards import Source, find, score
 from burnish.types import Status
 
 
@@ -41,11 +42,10 @@ def test_what_is_no_number(value):
 
 def test_where_functions_are_found():
     assert find(module_level) == Source(f"{__file__}:module_level", __name__)
-    assert find(Holder.static) == Source(f"{__file__}:Holder.static", __name__)
     assert find("inclusion") == Source("inclusion")
     assert find("a/b.py:f") == Source(f"{Path('a/b.py').resolve()}:f")
     here = functools.partial(module_level)
-    for kept in (lambda r, row: 1, here, Holder().method, math.hypot):
+    for kept in (lambda r, row: 1, here, Holder.static, Holder().method, math.hypot):
         assert find(kept) is None
     with pytest.raises(DataError, match="or one of inclusion, use, got 'keyword'"):
         find("keyword")
@@ -57,35 +57,31 @@ def test_a_function_replaced_in_its_module_stays_here(monkeypatch):
     assert find(original) is None
 
 
-def test_a_class_attribute_is_loaded_by_its_path(tmp_path):
-    file = tmp_path / "rewards.py"
-    file.write_text("class A:\n    @staticmethod\n    def f(response, row):\n        return 4\n")
-    assert load(Source(f"{file}:A.f", "rewards_of_this_test"))("", {}) == 4
-
-
 @pytest.mark.parametrize(
-    ("script", "stands_alone"),
+    ("script", "alone"),
     [
-        ("import burnish\nN = 3\ndef f(r, row): return N\nburnish.train('x', reward=f)", True),
-        ("ROWS = [1]\ndef f(r, row): return 1\nrun(ROWS, f)", True),
-        ("if __name__ == '__main__':\n    run = 3\ndef f(r, row): return 1", True),
-        ("WORDS = open('x').read()\ndef f(r, row): return WORDS", False),
+        ("import json\nN = 3\ndef f(r, row): return N\nprint(f)", True),
+        ("ROWS = [1]\ndef f(r, row): return 1\nprint(ROWS)", True),
+        ("if __name__ == 'burnish_script':\n    run = 3\ndef f(r, row): return 1", True),
+        ("WORDS = str(3)\ndef f(r, row): return WORDS", False),
         ("WORDS = []\nWORDS.append('x')\ndef f(r, row): return WORDS", False),
         (
             "N = None\ndef setup():\n    global N\n    N = 3\nsetup()\ndef f(r, row): return N",
             False,
         ),
+        ("N: int\nN = int('3')\ndef f(r, row): return N", False),
         ("try:\n    import json\nexcept ImportError: pass\ndef f(r, row): return json", False),
         ("for n in range(3): pass\ndef f(r, row): return n", False),
-        ("def f(r, row) return 1", False),
     ],
 )
-def test_a_scripts_definitions(tmp_path, script, stands_alone):
+def test_a_scripts_definitions(tmp_path, script, alone):
     file = tmp_path / "script.py"
     file.write_text(script)
+    running = types.ModuleType("burnish_script")
+    exec(script, vars(running))
     tree = scripts.definitions(file)
-    assert (tree is not None) == stands_alone
-    if tree is not None:
+    assert scripts.stand_alone(tree, running) == alone
+    if alone:
         names: dict[str, object] = {}
         exec(compile(tree, "script", "exec"), names)
         assert names["f"]("", {})

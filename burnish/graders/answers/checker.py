@@ -8,7 +8,6 @@ import math
 import os
 import reprlib
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.errors import MissingExtra
-from burnish.graders.answers.comparison import Verdict, decide, readable
+from burnish.graders.answers.comparison import Verdict, decide
 from burnish.graders.grader import Grader, InProcess
 from burnish.graders.pool import INSIDE, GraderPool, Limits
 from burnish.graders.rewards import Source
@@ -55,11 +54,8 @@ class AnswerChecker:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self.counts: Counter[str] = Counter()
-        """Grades by status, and how many of them were ``symbolic``: compared by workers."""
         self.pool: GraderPool | None = None
         """None before the first algebra."""
-        self._owner = os.getpid()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,27 +63,14 @@ class AnswerChecker:
 
     def check(self, pairs: Sequence[tuple[str | None, Any]]) -> list[Grade]:
         """The grades of (answer, gold) pairs, in their order; an answer of None is missing."""
-        at_once = [_at_once(answer, gold) for answer, gold in pairs]
-        waiting = [pair for pair, grade in zip(pairs, at_once, strict=True) if grade is None]
-        compared = iter(self._symbolic(waiting) if waiting else [])
-        grades = [grade or next(compared) for grade in at_once]
-        with self._lock:
-            self.counts.update(str(grade.status) for grade in grades)
-            self.counts["symbolic"] += len(waiting)
-        return grades
-
-    def _symbolic(self, pairs: list[tuple[str | None, Any]]) -> list[Grade]:
-        """A gold answer that takes too long whatever the answer is as bad as an unreadable one."""
-        workers = self._workers()
         golds = [gold_texts(gold) for _, gold in pairs]
-        asked = [(str(a), {"golds": texts}) for (a, _), texts in zip(pairs, golds, strict=True)]
-        grades = workers.grade(asked)
-        late = {t for t, g in zip(golds, grades, strict=True) if g.status is Status.TIMEOUT}
-        alone = workers.grade([("0", {"golds": texts}) for texts in late])
-        hung = {t for t, g in zip(late, alone, strict=True) if g.status is Status.TIMEOUT}
+        verdicts = [decide(a, texts) for (a, _), texts in zip(pairs, golds, strict=True)]
+        waiting = [i for i, verdict in enumerate(verdicts) if verdict is Verdict.UNDECIDED]
+        asked = [(pairs[i][0] or "", {"golds": golds[i]}) for i in waiting]
+        compared = dict(zip(waiting, self._workers().grade(asked) if asked else [], strict=True))
         return [
-            _grade(Verdict.BAD_GOLD, gold) if texts in hung else _translated(grade, gold)
-            for (_, gold), texts, grade in zip(pairs, golds, grades, strict=True)
+            _translated(compared[i], *pair) if i in compared else _grade(verdict, *pair)
+            for i, (pair, verdict) in enumerate(zip(pairs, verdicts, strict=True))
         ]
 
     def _workers(self) -> Grader:
@@ -97,8 +80,8 @@ class AnswerChecker:
         if INSIDE in os.environ:  # this is a worker, and is held to a deadline itself
             return InProcess(importlib.import_module(SYMBOLIC.module).reward)
         with self._lock:
-            if self.pool is None or self.pool.closed or self._owner != os.getpid():
-                self.pool, self._owner = GraderPool(SYMBOLIC, self.limits), os.getpid()
+            if self.pool is None or self.pool.closed:
+                self.pool = GraderPool(SYMBOLIC, self.limits)
             return self.pool
 
     def close(self) -> None:
@@ -109,53 +92,36 @@ class AnswerChecker:
 
 def gold_texts(gold: Any) -> tuple[str, ...]:
     """One gold answer, or those of a list, as text; any other value becomes "", a bad gold."""
-    several = isinstance(gold, list | tuple | set | frozenset)
-    return tuple(_gold_text(one) for one in (gold if several else [gold])) or ("",)
+    several = gold if isinstance(gold, list | tuple | set | frozenset) else [gold]
+    return tuple(map(_gold_text, several)) or ("",)
 
 
 def _gold_text(gold: Any) -> str:
-    try:
-        text = str(gold) if isinstance(gold, NUMBERS) else ""
-    except ValueError:  # Python writes no integer of more than 4,300 digits
-        text = ""
-    return gold if isinstance(gold, str) else text if text[-1:].isdigit() else ""
+    if isinstance(gold, str):
+        return gold
+    text = str(gold) if isinstance(gold, NUMBERS) else ""
+    return text if text[-1:].isdigit() else ""  # neither infinite nor NaN
 
 
-def _at_once(answer: str | None, gold: Any) -> Grade | None:
-    """The grade; None if algebra has to be compared for it."""
-    golds = gold_texts(gold)
-    if answer is None and any(map(readable, golds)):
-        return Grade(0.0, {"format": 0.0, "answer": 0.0}, Status.UNPARSED, "no answer")
-    verdict = decide(answer or "", golds)
-    return None if verdict is Verdict.UNDECIDED else _grade(verdict, gold)
-
-
-def _translated(grade: Grade, gold: Any) -> Grade:
+def _translated(grade: Grade, answer: str | None, gold: Any) -> Grade:
     """A worker's grade, whose reward is the number of a verdict, as the grade of the answer."""
     if grade.status is Status.TIMEOUT:
         return replace(grade, parts={"format": 1.0, "answer": 0.0})
     if grade.status is Status.ERROR:
         return grade
-    return _grade(list(Verdict)[int(grade.reward)], gold)
+    return _grade(Verdict(int(grade.reward)), answer, gold)
 
 
-def _grade(verdict: Verdict, gold: Any) -> Grade:
+def _grade(verdict: Verdict, answer: str | None, gold: Any) -> Grade:
     if verdict is Verdict.BAD_GOLD:
-        return Grade(math.nan, {}, Status.ERROR, _message(gold))
+        rule = "a gold answer must be a number, words or an expression"
+        message = f"{rule}, got {reprlib.repr(gold)}; correct the row"
+        return Grade(math.nan, {}, Status.ERROR, message)
     reward = float(verdict is Verdict.EQUAL)
-    unread = verdict is Verdict.UNREADABLE
-    status, message = (
-        (Status.UNPARSED, "the answer can't be parsed") if unread else (Status.SCORED, None)
-    )
-    return Grade(reward, {"format": 1.0, "answer": reward}, status, message)
-
-
-def _message(gold: Any) -> str:
-    try:
-        shown = reprlib.repr(gold)
-    except ValueError:
-        shown = f"a huge {type(gold).__name__}"
-    return f"a gold answer must be a number, words or an expression, got {shown}; correct the row"
+    parts = {"format": float(answer is not None), "answer": reward}
+    if verdict is Verdict.UNREADABLE:
+        return Grade(0.0, parts, Status.UNPARSED, "there is no answer that can be parsed")
+    return Grade(reward, parts)
 
 
 if INSIDE in os.environ and importlib.util.find_spec("math_verify") is not None:

@@ -9,7 +9,7 @@ part by part, sets and lists in any order; an interval may be written as an ineq
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
+from enum import IntEnum
 from functools import lru_cache
 
 from burnish.graders.answers import structure
@@ -23,21 +23,19 @@ LONGEST = 1_000
 MOST_PARTS, DEEPEST = 64, 8
 
 
-class Verdict(StrEnum):
-    """In the order in which one of several golds decides."""
+class Verdict(IntEnum):
+    """In the order in which the best of several golds, and the worst of several parts, decides."""
 
-    EQUAL = "equal"
-    UNDECIDED = "undecided"
+    EQUAL = 0
+    UNDECIDED = 1
     """Algebra has to be compared, and no function for it was given or it took too long."""
-    BAD_GOLD = "bad gold"
+    UNREADABLE = 2
+    """The answer is missing or can't be parsed."""
+    DIFFERENT = 3
+    BAD_GOLD = 4
     """The gold answer can't be parsed."""
-    DIFFERENT = "different"
-    UNREADABLE = "unreadable"
-    """The answer can't be parsed."""
 
 
-_WORST_LAST = [Verdict.EQUAL, Verdict.UNDECIDED, Verdict.UNREADABLE, Verdict.DIFFERENT]
-_WORST_LAST += [Verdict.BAD_GOLD]
 Algebra = Callable[[str, str], Verdict]
 """Compares an answer with a gold answer, both from ``latex``."""
 
@@ -46,16 +44,15 @@ def undecided(answer: str, gold: str) -> Verdict:
     return Verdict.UNDECIDED
 
 
-def decide(answer: str, golds: Iterable[str], algebra: Algebra = undecided) -> Verdict:
+def decide(answer: str | None, golds: Iterable[str], algebra: Algebra = undecided) -> Verdict:
     """The verdict on an answer, if each of the golds is right."""
-    order = list(Verdict)
-    return min((_decide(answer, gold, algebra) for gold in golds), key=order.index)
+    return min(_decide(answer, gold, algebra) for gold in golds)
 
 
-def _decide(answer: str, gold: str, algebra: Algebra) -> Verdict:
+def _decide(answer: str | None, gold: str, algebra: Algebra) -> Verdict:
     if not readable(gold):
         return Verdict.BAD_GOLD
-    if len(answer) > LONGEST:
+    if answer is None or len(answer) > LONGEST:
         return Verdict.UNREADABLE
     return _compare(normalise(answer), normalise(gold), algebra, DEEPEST)
 
@@ -63,9 +60,7 @@ def _decide(answer: str, gold: str, algebra: Algebra) -> Verdict:
 @lru_cache(maxsize=8192)
 def readable(gold: str) -> bool:
     """Whether a gold answer can be parsed, as far as its text tells."""
-    if len(gold) > LONGEST:
-        return False
-    text = normalise(gold)
+    text = normalise(gold) if len(gold) <= LONGEST else ""
     plain = structure.words(text) is not None or quantity(text).value is not None
     return plain or structure.well_formed(text)
 
@@ -76,21 +71,14 @@ def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
     ours, theirs = quantity(answer), quantity(gold)
     if ours.value is not None and theirs.value is not None:
         return _verdict(ours.value == theirs.value and ours.same_unit(theirs))
-    letter = structure.choice(gold, gold=True)
-    if letter is not None:
-        return _verdict(structure.choice(answer, gold=False) == letter)
     if deep == 0:
         return Verdict.UNREADABLE
     left, right = structure.parts(answer), structure.parts(gold)
     if left is not None and right is not None:
         return _compare_parts(left, right, algebra, deep - 1)
-    said = None if left else structure.equation(answer, sums=True)
-    meant = None if right else structure.equation(gold)
-    name, values = said or ("", [] if "=" in answer else [answer])
-    known_as, golds = meant or ("", [] if "=" in gold else [gold])
-    agree = not name or not known_as or squeezed(name) == squeezed(known_as)
-    if (said or meant) and values and golds and agree:
-        return _worst([_compare(value, golds[-1], algebra, deep - 1) for value in values])
+    said, meant = structure.equation(answer, sums=True), structure.equation(gold)
+    if said and meant and "=" in answer + gold and said.agrees(meant):
+        return max(_compare(each, meant.values[-1], algebra, deep - 1) for each in said.values)
     several = left or right
     if several is None or several.name:  # 2x > 6 has no parts, and is x > 3
         return _compare_leaf(ours, theirs, algebra)
@@ -107,25 +95,22 @@ def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> V
         return Verdict.UNREADABLE
     if gold.kind in ("list", "or") and "…" not in theirs:
         return _compare_unordered(ours, theirs, algebra, deep)
-    return _worst([_compare(*pair, algebra, deep) for pair in zip(ours, theirs, strict=True)])
+    return max(_compare(*pair, algebra, deep) for pair in zip(ours, theirs, strict=True))
 
 
 def _compare_unordered(
     answers: list[str], golds: Sequence[str], algebra: Algebra, deep: int
 ) -> Verdict:
     """Equality is transitive, so any equal pair may be taken; the golds left over decide."""
-    left_over = []
+    left_over = [Verdict.EQUAL]
     for gold in golds:
         verdicts = [_compare(answer, gold, algebra, deep) for answer in answers]
-        if Verdict.EQUAL in verdicts:
-            del answers[verdicts.index(Verdict.EQUAL)]
+        best = min(verdicts)
+        if best is Verdict.EQUAL:
+            del answers[verdicts.index(best)]
         else:
-            left_over.append(min(verdicts, key=_WORST_LAST.index))
-    return _worst(left_over)
-
-
-def _worst(verdicts: Sequence[Verdict]) -> Verdict:
-    return max(verdicts, key=_WORST_LAST.index, default=Verdict.EQUAL)
+            left_over.append(best)
+    return max(left_over)
 
 
 def _compare_leaf(answer: Quantity, gold: Quantity, algebra: Algebra) -> Verdict:

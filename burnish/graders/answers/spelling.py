@@ -9,26 +9,22 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from burnish.graders import extract
-
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
 BRACKETS = r"[()\[\]{}⦃⦄]"
 COMMA = re.compile(rf"{BRACKETS}|,? and |[,;] ?(?:and )?")
-_SIGNS = r"""· cdot times; / div; ≤ le leq leqslant; ≥ ge geq geqslant; ≠ ne neq; < lt; > gt;
-    ∞ infty; ± pm; ∪ cup bigcup; π pi; ° circ degree; ∅ emptyset varnothing; ∈ in;
-    … ldots dots cdots; ( langle; ) rangle; ⦃ lbrace; ⦄ rbrace; | lvert rvert mid;
-    \frac dfrac tfrac cfrac nicefrac sfrac; \binom dbinom tbinom; ≈ approx;
-    : colon; £ pounds; ¤ textdollar"""
-_COMMANDS = {name: row.split()[0] for row in _SIGNS.split(";") for name in row.split()[1:]}
-_COMMANDS |= dict.fromkeys(("displaystyle", "left", "right"), "")
-_ESCAPES = {"{": "⦃", "}": "⦄", "$": "¤", "\\": r"\\", "!": ""} | {sign: sign for sign in "|%&#_"}
-_ESCAPES |= dict.fromkeys(" ,;:()[]\n", " ")
-_UNICODE = {"−": "-", "–": "-", "×": "·", "√": r"\sqrt ", "½": " 1/2", "\u00a0": " "}
-_UNICODE |= {power: f"^{{{digit}}}" for digit, power in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
-_TRANSLATION = str.maketrans(_UNICODE)
-_COMMAND = re.compile(r"\\([A-Za-z]+)|\\(.)", re.DOTALL)
+_SIGNS = r"""· \cdot \times ×; / \div; ≤ \le \leq \leqslant <=; ≥ \ge \geq \geqslant >=;
+    ≠ \ne \neq !=; < \lt; > \gt; ∞ \infty; ± \pm; ∪ \cup \bigcup; π \pi; ° \circ \degree;
+    ∅ \emptyset \varnothing; ∈ \in; … \ldots \dots \cdots; ( \langle; ) \rangle; - − –;
+    ⦃ \lbrace \{; ⦄ \rbrace \}; | \lvert \rvert \mid \|; ≈ \approx; : \colon; £ \pounds;
+    ¤ \textdollar \$; % \%; & \&; _ \_; \binom \dbinom \tbinom; \sqrt √;
+    \frac \dfrac \tfrac \cfrac \nicefrac \sfrac"""
+_SPELLINGS = {name: row.split()[0] for row in _SIGNS.split(";") for name in row.split()[1:]}
+_SPELLINGS |= dict.fromkeys((r"\displaystyle", r"\left", r"\right", r"\boxed", r"\fbox", r"\!"), "")
+_SPELLINGS |= {"½": " 1/2"} | {rf"\{mark}": " " for mark in " ,:()[]\n"} | {r"\;": " "}
+_SPELLINGS |= {power: f"^{{{digit}}}" for digit, power in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+_SIGN = re.compile(r"\\[A-Za-z]+|\\.|[<>!]=|[^\x00-\x7f]", re.DOTALL)
 _FONT = re.compile(
-    r"\\(?:(?:text|math)(?!bb)[a-z]{0,3}|mbox|operatorname|underline)\*?\s*\{([^{}]*)\}"
+    r"\\(?:(?:text|math)(?!bb)[a-z]{0,3}|[mf]?box|boxed|operatorname|underline)\*?\s*\{([^{}]*)\}"
 )
 _UNIT = re.compile(
     r"(?:(?<=[0-9)}])|(?<=\\pi))(?:\\[ ,;]|\s)*\\(?:text|mathrm|mbox) ?\{ ?([A-Za-z]) ?\}"
@@ -47,9 +43,6 @@ _RULES = [
         (r"\\mathbb ?\{? ?R ?\}?|^(?i:all real numbers)$", "(-∞,∞)"),
         (r"\*\*", "^"),
         (r"\*", "·"),
-        ("<=", "≤"),
-        (">=", "≥"),
-        ("!=", "≠"),
         (r"\^ ?\{? ?° ?\}?", "°"),
         (r"^[a-z] ?∈ ?(?=[\[(⦃])", ""),
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", "π"),
@@ -70,7 +63,6 @@ _PLAIN = re.compile(
     r"[-+]?\$?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?|-?[0-9]+/[0-9]+"
 )
 _THOUSANDS = re.compile(r"(?<![0-9.^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
-_MOST_BOXES = 8
 
 
 @lru_cache(maxsize=8192)
@@ -78,16 +70,12 @@ def normalise(text: str) -> str:
     """One way of writing it; boxes and fonts are opened, and "the answer is" goes."""
     if _PLAIN.fullmatch(text):
         return text.replace(",", "")
-    for _ in range(_MOST_BOXES):
-        if (box := extract.last_box(text)) is None:
-            break
-        text = text[: box[0]] + box[1] + text[box[2] :]
-    text = _GROUPED.sub("", text.translate(_TRANSLATION))
+    text = _GROUPED.sub("", text)
     text = _UNIT.sub(r" \1 unit ", text)
     for _ in range(3):
         text = _FONT.sub(r" \1 ", text)
     text = text.replace(r"\times", "⨯") if r"\vec" in text else text
-    text = _COMMAND.sub(_command, text)
+    text = _SIGN.sub(lambda sign: _SPELLINGS.get(sign[0], sign[0]), text)
     text = (text if text.count("$") % 2 else text.replace("$", "")).replace("¤", "$")
     text = " ".join(text.split())
     for pattern, to in _RULES:
@@ -103,11 +91,6 @@ def normalise(text: str) -> str:
             return text
         text = inside
     return text
-
-
-def _command(match: re.Match[str]) -> str:
-    """The sign for a command; a command or an escape that is not known stays."""
-    return _COMMANDS.get(match[1], match[0]) if match[1] else _ESCAPES.get(match[2], match[0])
 
 
 def closes(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""The shape of a normalised answer: something with parts, an equation, words, or a choice."""
+"""The shape of a normalised answer: something with parts, an equation, or words."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from burnish.graders.answers.quantity import quantity
-from burnish.graders.answers.spelling import BRACKETS, COMMA, closes, cut, normalise
+from burnish.graders.answers.spelling import BRACKETS, COMMA, closes, cut, normalise, squeezed
 
 _UNION = re.compile(rf"{BRACKETS}|∪")
 _OR = re.compile(rf"{BRACKETS}|,? or ")
@@ -23,12 +22,11 @@ _MATRIX = re.compile(
     r"[\[(]? ?\\begin\{(?:[pbB]?matrix|array\}(?:\{[lcr| ]*)?)\}(?P<body>.*)\\end\{\w+\} ?[\])]?",
     re.DOTALL,
 )
-_CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([A-J])[).:]*", re.IGNORECASE)
-_CHOICE_AND_VALUE = re.compile(r"\(?([A-J])[).:]+ (.*)")
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_][\w ,.:;]*")
 _LOOSE_END = re.compile(
-    r"[{}�]|\\(?:frac|binom)(?! ?◻◻)|\\sqrt(?! ?(?:\[[^\]]*\])?◻)|[\^_](?![\w◻\\∞π*+'-])"
-    r"|^ ?[·/^_=≤≥<>,;)]|[-+·/^_=≤≥<>±,;(] ?$|/ ?0+(?![.0-9])|[-+·/=(] ?[·/=]"
+    r"\{ ?\}|\\(?:frac|binom) ?(?!\{)|\\(?:frac|binom) ?\{[^{}]*\}(?!\{)|\\sqrt ?(?![\[{])"
+    r"|[\^_](?! ?[\w{\\∞π*+'-])|^ ?[·/^_=≤≥<>,;)]|[-+·/^_=≤≥<>±,;(] ?$"
+    r"|/ ?0+(?![.0-9])|\}\{[-+]?0+\}|[-+·/=(] ?[·/=]"
 )
 
 
@@ -48,39 +46,33 @@ def parts(text: str) -> Parts | None:
         rows = [row.split("&") for row in body.split(r"\\")]
         kind = "×".join(str(len(row)) for row in rows)
         return Parts(kind, tuple(normalise(cell) for row in rows for cell in row))
+    if text.count("±") == 1:
+        return Parts("list", (text.replace("±", "+"), text.replace("±", "-")))
     for separators in (_OR, COMMA):
         pieces = cut(text, separators)
         if len(pieces) > 1:
             return _several(pieces, either=separators is _OR)
     if len(pieces := cut(text, _UNION)) > 1:
         return Parts("or", tuple(pieces))
-    if text.count("±") == 1 and text[0] != "⦃":
-        return Parts("list", _both_signs(text))
-    if closes(text) and text[0] != "{" and "|" not in text:
-        items = tuple(sign for item in cut(text[1:-1], COMMA) for sign in _both_signs(item))
-        kind = "()" if len(items) != 2 and text[0] != "⦃" else text[0] + text[-1]
-        if text[0] == "⦃":
-            return Parts("list", items)
-        return Parts(kind, items) if len(items) > 1 else None
-    return _inequality(text)
+    if not closes(text) or text[0] == "{" or "|" in text:
+        return _inequality(text)
+    items = tuple(cut(text[1:-1], COMMA))
+    if text[0] == "⦃":
+        return Parts("list", items)
+    kind = text[0] + text[-1] if len(items) == 2 else "()"
+    return Parts(kind, items) if len(items) > 1 else None
 
 
 def _several(pieces: list[str], *, either: bool) -> Parts:
     """A list of values; x = 1, y = 2 as a tuple; statements of which one or all hold."""
-    names = [found[0] for piece in pieces if (found := equation(piece))]
+    names = {found.name for piece in pieces if (found := equation(piece)) and found.name}
     variables = {order.name for piece in pieces if (order := _inequality(piece))}
-    several = len(set(names)) > 1 and len(names) == len(pieces)
+    several = len(names) > 1
     if either and (several or variables or all(words(piece) is not None for piece in pieces)):
         return Parts("or", tuple(pieces), ",".join(sorted(variables)) if len(variables) > 1 else "")
     if several:
-        return Parts("()", tuple(sorted(pieces) if len(set(names)) == len(names) else pieces))
-    return Parts("list", tuple(sign for piece in pieces for sign in _both_signs(piece)))
-
-
-def _both_signs(text: str) -> tuple[str, ...]:
-    if text.count("±") != 1:
-        return (text,)
-    return text.replace("±", "+").removeprefix("+"), text.replace("±", "-")
+        return Parts("()", tuple(sorted(pieces) if len(names) == len(pieces) else pieces))
+    return Parts("list", tuple(pieces))
 
 
 def _inequality(text: str) -> Parts | None:
@@ -99,18 +91,31 @@ def _inequality(text: str) -> Parts | None:
     return Parts("(["[signs[0] == "≤"] + ")]"[signs[1] == "≤"], (low, high), name)
 
 
-def equation(text: str, *, sums: bool = False) -> tuple[str, list[str]] | None:
-    """The name and the values of x = 2 + 3 = 5; 2 + 3 = 5 has no name; None for other text.
+class Equation(NamedTuple):
+    name: str
+    """Empty if there is none."""
+    values: list[str]
 
-    sums: m + n counts as a name, for an answer that says again what the question asked for.
+    def agrees(self, other: Equation) -> bool:
+        """Whether both speak of the same variable, as far as both name one."""
+        return not self.name or not other.name or squeezed(self.name) == squeezed(other.name)
+
+
+def equation(text: str, *, sums: bool = False) -> Equation | None:
+    """x = 2 + 3 = 5 has a name and two values; 2 + 3 = 5 has no name, and 5 is one value.
+
+    None for an equation with variables on both sides. sums: m + n counts as a name, for an answer
+    that says again what the question asked for.
     """
     name, *values = cut(text, _EQUALS)
+    if not values:
+        return Equation("", [text])
     letters = re.sub(r"\\[a-z]+(?:\{[a-z]{3,}\})?", "", " ".join(values))
     named = _NAME.fullmatch(name) or (sums and _SUM.fullmatch(name))
-    if values and named and not (len(name) == 1 and name in letters):
-        return name, values
-    calculated = values and not re.search("[A-Za-z]", letters + re.sub(r"\\[a-z]+", "", name))
-    return ("", [name, *values]) if calculated else None
+    if named and not (len(name) == 1 and name in letters):
+        return Equation(name, values)
+    calculated = not re.search("[A-Za-z]", letters + re.sub(r"\\[a-z]+", "", name))
+    return Equation("", [name, *values]) if calculated else None
 
 
 @lru_cache(maxsize=4096)
@@ -126,31 +131,10 @@ def words(text: str) -> str | None:
     return re.sub("^(?:the|an?) (?=.)", "", text.casefold())
 
 
-def choice(text: str, *, gold: bool) -> str | None:
-    """The letter of A, (A), "A." or, in a response, "(A) 5"; a gold letter is a capital."""
-    found = _CHOICE.fullmatch(text)
-    if found is None and not gold:
-        found = _CHOICE_AND_VALUE.fullmatch(text)
-        if found is not None and quantity(found[2]).value is None:
-            return None
-    return None if found is None or (gold and found[1].islower()) else found[1].upper()
-
-
 def well_formed(text: str) -> bool:
-    """Whether a normalised text has all its brackets and arguments and is no loose end."""
-    if not re.search(r"[^\W_]|[∅∞π…]", text) or text.count(r"\begin") != text.count(r"\end"):
+    """Whether a normalised text closes its brackets, has its operands, and divides by no zero."""
+    if not re.search(r"[^\W_]|[∅∞π…]", text) or _LOOSE_END.search(text):
         return False
-    if re.search(r"\}\{[-+]?0+\}", text):
-        return False
-    text = re.sub(r"\\(?:begin|end)\{\w+\}", "", text)
-    for _ in range(32):
-        text, changed = re.subn(r"\{([^{}]*)\}", lambda m: "◻" if _whole(m[1]) else "�", text)
-        if not changed:
-            break
-    opened, closed = ([text.count(sign) for sign in signs] for signs in ("([⦃", ")]⦄"))
-    return sum(opened) == sum(closed) and opened[2] == closed[2] and _whole(text)
-
-
-def _whole(text: str) -> bool:
-    """Whether no argument, operand or bracket is missing, and nothing is divided by zero."""
-    return text.strip() != "" and not _LOOSE_END.search(text)
+    pairs = (("{", "}"), ("⦃", "⦄"), (r"\begin", r"\end"))
+    opened, closed = (sum(map(text.count, brackets)) for brackets in ("([", ")]"))
+    return opened == closed and all(text.count(left) == text.count(right) for left, right in pairs)

@@ -41,8 +41,8 @@ GAVE_UP = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 
 def reward(answer: str, row: Mapping[str, Any]) -> float:
-    """The number of the verdict, for a row with "golds"."""
-    return list(Verdict).index(decide(answer, row["golds"], compare_algebra))
+    """The verdict, for a row with "golds"."""
+    return decide(answer, row["golds"], compare_algebra)
 
 
 def compare_algebra(answer: str, gold: str) -> Verdict:
@@ -107,19 +107,17 @@ def _same_relation(ours: Any, theirs: Any) -> bool:
     variables = sorted(left.free_symbols | right.free_symbols, key=str)
     at = {variable: _POINTS[0] + k for k, variable in enumerate(variables)}
     factor = left.xreplace(at) / right.xreplace(at)
-    fits = factor.is_positive or (sign == "=" and factor.is_negative)
+    fits = factor.is_positive or (sign == "==" and factor.is_negative)
     return bool(fits) and _same(left, factor * right)
 
 
 def _sides(relation: Any) -> tuple[str, Any]:
-    """The sign "=" and an expression that is zero, or ">" or "≥" and one that is above zero."""
-    if isinstance(relation, sympy.Eq):
-        return "=", relation.lhs - relation.rhs
-    if isinstance(relation, sympy.StrictGreaterThan | sympy.StrictLessThan):
-        return ">", relation.gts - relation.lts
-    if isinstance(relation, sympy.GreaterThan | sympy.LessThan):
-        return "≥", relation.gts - relation.lts
-    return "", sympy.S.Zero
+    """The sign "==" and an expression that is zero, or ">" or ">=" and one that is above zero."""
+    sign = getattr(relation, "rel_op", "")
+    if sign == "":
+        return sign, sympy.S.Zero
+    difference = relation.lhs - relation.rhs
+    return sign.replace("<", ">"), -difference if "<" in sign else difference
 
 
 def _exact(_: Any, text: str) -> Any:
