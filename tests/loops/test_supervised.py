@@ -38,7 +38,7 @@ def make(rows, validation=(), *, longest=90, **settings):
 
 
 def with_place(row):
-    return row if isinstance(row, DataRow) else check_pair(row, "here")
+    return row if isinstance(row, DataRow) else check_pair(row, row["prompt"])
 
 
 def make_learner(dtype, **train):
