@@ -37,7 +37,7 @@ def serve_burnish(model: str, dtype: str) -> Serve:
     import torch
 
     from burnish.engine.engine import EngineSettings, NativeEngine
-    from burnish.engine.protocol import Request, TokenEvent
+    from burnish.engine.protocol import Request
     from burnish.model.checkpoint import load
     from burnish.types import SamplingParams
 
@@ -49,10 +49,11 @@ def serve_burnish(model: str, dtype: str) -> Serve:
         for i, (ids, new) in enumerate(zip(job["prompts"], job["new"], strict=True)):
             params = SamplingParams(max_tokens=new, min_tokens=new)
             engine.submit(Request(str(i), np.array(ids, np.int32), job["n"], params, group=i))
-        tokens = 0
+        before = engine.sampled
         while engine.unfinished:
-            tokens += sum(isinstance(event, TokenEvent) for event in engine.step())
-        return {"tokens": tokens, "preemptions": engine.preemptions}
+            engine.step()
+        tokens = engine.sampled - before
+        return {"tokens": tokens, "preemptions": engine.scheduler.preemptions}
 
     return run
 

@@ -25,7 +25,14 @@ from burnish.errors import ConfigError, RunError
 from burnish.preflight import check_before, check_sources
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoints, resuming
-from burnish.runs.directory import PROMPTS, RunDirectory, claimed, environment
+from burnish.runs.directory import (
+    ENVIRONMENT,
+    PROMPTS,
+    RunDirectory,
+    claimed,
+    environment,
+    read_json,
+)
 from burnish.runs.metrics import iterate_rows, read_rows
 from burnish.runs.run import Run
 
@@ -241,7 +248,7 @@ def resume(
     it reads has changed.
     """
     path = Path(run_path)
-    with RunDirectory.reopen(path) as directory, shown(show, path.name) as tell:
+    with RunDirectory(path) as directory, shown(show, path.name) as tell:
         recipe = resuming.resumed_recipe(path, [*config.tables(overrides), settings])
         chosen = (
             checkpoints.latest(path)
@@ -249,7 +256,7 @@ def resume(
             else checkpoints.choose(path, from_checkpoint)
         )
         tell(Progress("check", "checking the recipe and its data"))
-        before = resuming.environment_of(path)
+        before = read_json(path / ENVIRONMENT)
         resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
         rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
         check_sources(recipe, prompts=rows, reward=reward)

@@ -205,27 +205,12 @@ def build_sampler(
 
 
 def _engine(recipe: Recipe, show: Show) -> tuple[Engine, Tokenizer]:
-    import torch
-
-    dtype = DTYPES[recipe.engine.precision]
-    if recipe.engine.name == "hf":
-        from burnish.engine.hf import HFEngine
-        from burnish.model import hub
-        from burnish.model.tokenizer import Tokenizer
-
-        path = hub.resolve(recipe.model.name, show)
-        show(Progress("load", f"loading {recipe.model.name} with transformers"))
-        if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"engine.name = 'hf' reads Hugging Face directories, {path} is none; "
-                "`burnish export` makes one of a run"
-            )
-        return HFEngine.open(path, getattr(torch, dtype)), Tokenizer.load(path)
     from burnish.engine.engine import EngineSettings, NativeEngine
 
     device = device_of(recipe)
     total, free = _memory(device)
     preflight.raise_all(preflight.lacking_cache(recipe, total if device == "cpu" else free))
+    dtype = DTYPES[recipe.engine.precision]
     model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
     settings = EngineSettings(
         kv_bytes=recipe.engine.kv_mb * 2**20,

@@ -89,12 +89,11 @@ def plan(
     """Print what a recipe will compute, about how long it takes here, and what it lacks."""
     from burnish import build, config, machine
     from burnish.plan import plan as make_plan
-    from burnish.runs.directory import next_directory
+    from burnish.runs.directory import claimed
 
     loaded = config.load(recipe, overrides or (), seed=seed)
-    where = out or next_directory(Path("runs"), loaded.name)
     rates = None
-    with Display(loaded.name, err_console) as display:
+    with claimed(out, loaded.name) as where, Display(loaded.name, err_console) as display:
         display(Progress("load", "loading torch to measure the model and the machine"))
         loaded, size, lacks = build.look(loaded, where)
         if size is not None:
@@ -274,7 +273,6 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="per response")] = None,
     shots: Annotated[int | None, typer.Option(help="solved rows before each prompt")] = None,
-    engine: Annotated[str | None, typer.Option(help="native or hf")] = None,
     overrides: Overrides = None,
     seed: Seed = None,
     out: Annotated[
@@ -290,7 +288,6 @@ def evaluate(
         raise ConfigError("give a RECIPE or --task NAME, one of the two")
     asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
     own = [f"validation.{k}={v}" for k, v in (asked | {"shots": shots}).items() if v is not None]
-    own += [] if engine is None else [f"engine.name={engine}"]
     models: list[str | None] = [*model] if model else [None]
     settings = config.together(own, overrides or ())
     chosen = [
@@ -332,7 +329,7 @@ def compare(
 
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
     the last 10 steps, or over the last third of a short run; the rest is the last validation. The
-    picture has reward and loss, the reward against KL where all runs measured it, or the metrics
+    picture has the reward and the KL, or the loss where not all runs measured a KL, or the metrics
     that are named.
     """
     import numpy as np
@@ -513,9 +510,9 @@ def _what_is_left(path: Path) -> str:
 
 
 def _show_end(path: Path) -> None:
-    from burnish.runs import summary
+    from burnish.runs.directory import read_json
 
-    end = summary.read(path)
+    end = read_json(path / "summary.json")
     seconds: dict[str, float] = end["seconds"]
     measure = "reward" if "responses" in end else "loss"
     sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""

@@ -322,7 +322,6 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     """The sampler; the learner's precision is ``train.precision``."""
 
-    name: Literal["native", "hf"] = Field("native", description="hf: transformers, to evaluate")
     precision: Precision = Field("auto", description="auto: as train.precision")
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
     max_running: int = Field(128, ge=1, description="samples that decode at once")
@@ -627,9 +626,6 @@ def unused(recipe: Recipe) -> dict[str, str]:
     elif recipe.validation.temperature == 0:
         for key in ("validation.top_p", "validation.top_k"):
             reasons[key] = "validation.temperature = 0 is greedy; remove it"
-    if recipe.engine.name != "native":
-        for key in ("engine.kv_mb", "engine.max_running"):
-            reasons[key] = f"engine.name = '{recipe.engine.name}'; remove it"
     if isinstance(recipe.model, SorterConfig):
         language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
         keys = [

@@ -88,10 +88,9 @@ def _responses(recipe: Recipe) -> dict[str, int]:
 def _held(recipe: Recipe, size: Size, name: str) -> dict[str, int]:
     """The tokens that a sequence may have, by the setting that bounds it; ``name`` is the setting
     of its response. Held-out sequences are packed where the learner scores them for its KL."""
-    found, engine, micro = {}, recipe.engine, recipe.train.micro_tokens
-    if engine.name == "native":
-        pages = engine.kv_mb * 2**20 // (PAGE * size.cached * BYTES[engine.precision])
-        found[f"engine.kv_mb = {engine.kv_mb}"] = pages * PAGE + 1  # the last is never read
+    engine, micro = recipe.engine, recipe.train.micro_tokens
+    pages = engine.kv_mb * 2**20 // (PAGE * size.cached * BYTES[engine.precision])
+    found = {f"engine.kv_mb = {engine.kv_mb}": pages * PAGE + 1}  # the last is never read
     if micro is not None and (recipe.train.log_kl or name == "rollout.max_tokens"):
         found[f"train.micro_tokens = {micro}"] = micro
     return found

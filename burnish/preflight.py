@@ -50,7 +50,7 @@ EXTRAS = {
         ("math_verify", "latex2sympy2_extended", "antlr4"), "grading answers of math tasks"
     ),
     "gym": Extra(("reasoning_gym",), "questions that a generator makes (arithmetic)"),
-    "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME; engine.name = 'hf'"),
+    "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME"),
     "datasets": Extra(("datasets",), "rows by hf:ORG/NAME/SPLIT"),
     "tensorboard": Extra(("tensorboard",), "events of runs for TensorBoard; none is needed to run"),
     "ray": Extra(("ray",), "several machines; no recipe uses it yet"),
@@ -79,10 +79,6 @@ def before(
     found: list[BurnishError] = []
     with _collecting(found):
         check_new(path)
-    if recipe.engine.name != "native":
-        found.append(
-            ConfigError("engine.name = 'hf' is for `burnish eval`; training needs 'native'")
-        )
     return [*found, *problems(recipe, prompts=prompts, reward=reward)]
 
 
@@ -153,8 +149,6 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
     source = _model_source(origin(recipe))
     if source.startswith("hf:"):
         needs.append(("hf", ("huggingface_hub",), f"the model {source}"))
-    if recipe.engine.name == "hf":
-        needs.append(("hf", ("transformers",), "engine.name = 'hf'"))
     if recipe.log.tensorboard:
         needs.append(("tensorboard", ("tensorboard",), "log.tensorboard = true"))
     return [MissingExtra(extra, what) for extra, parts, what in needs if not is_installed(*parts)]

@@ -50,8 +50,6 @@ class SamplingParams:
     min_tokens: int = 0
     """End ids and stop strings are held back before this many tokens."""
     stop: tuple[str, ...] = ()
-    include_stop: bool = True
-    """Whether ``Completion.text`` keeps the stop string it was cut at."""
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     """The run's seed; the draws are hashed from (seed, stream, group, sample, position)."""
@@ -89,7 +87,7 @@ class Completion:
     stop: str | int | None
     """Which stop string or end id ended it; None if there was none."""
     text: str
-    """The view cut at the stop."""
+    """Cut after the stop string, without the end token."""
 
 
 class Status(StrEnum):

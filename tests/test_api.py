@@ -80,16 +80,12 @@ def test_a_run_is_read_from_its_directory(tmp_path, monkeypatch):
     assert run.best == run.checkpoints[-1]
     assert run.model == str(run.path)
     assert run.report() == run.path / "report.html"
-    first, last = (f"{run.metrics[i]['rollout/reward']:.3f}" for i in (1, -1))
-    assert f"3 steps, reward {first} → {last}" in repr(run)
-    assert "report.html" in run._repr_html_()
+    assert repr(run) == f"Run({str(run.path)!r})"
     assert burnish.Run(str(run)).metrics == run.metrics
     assert burnish.Run(run) == run
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: rows))
     assert run.frame() == run.metrics
     assert run.frame("timings") == run.timings
-    with pytest.raises(RunError, match="rollouts or evaluations, got 'rolouts'"):
-        run.frame("rolouts")
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(BurnishError, match="pip install pandas"):
         run.frame()
@@ -103,7 +99,6 @@ def test_a_run_that_has_not_finished_is_read_as_far_as_it_is(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").unlink()
     with pytest.raises(RunError, match="no step"):
         _ = stopped.summary
-    assert "no step yet" in repr(stopped)
 
 
 def test_a_resumed_run_is_one(tmp_path):

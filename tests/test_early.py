@@ -33,7 +33,7 @@ def files(tmp_path):
     (tmp_path / "reward.py").write_text("def right(response, row):\n    return 1\n")
     (tmp_path / "broken.py").write_text("def right(:\n")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "run" / "recipe.toml").write_text("")
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "train.jsonl").write_text(GOOD)
     return tmp_path
@@ -99,7 +99,6 @@ def test_an_error_comes_within_two_seconds(files):
         ("math", "math_verify", ["model.name=smollm2-135m"]),
         ("arithmetic", "reasoning_gym", ["model.name=smollm2-135m"]),
         ("keywords", "huggingface_hub", ["model.name=hf:org/name"]),
-        ("keywords", "transformers", ["engine.name=hf"]),
     ],
 )
 def test_a_missing_extra_is_named_at_once(recipe, package, overrides, monkeypatch):

@@ -1,6 +1,7 @@
 """Keys and values in pages, and the tokens of a step that go there. It knows no processor.
 
-Legend: N tokens of a step, Hkv key and value heads, D head width.
+Legend: N tokens of a step, Hkv key and value heads, D head width; `queries` query heads share a key
+head.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Cache:
     ) -> None:
         self.size, self.dtype, self.device = size, dtype, device
         self.heads, self.width = config.kv_heads, config.head_width
+        self.queries = config.n_heads // config.kv_heads
         # Zeros, not whatever memory holds: a masked slot is still multiplied, and NaN · 0 is NaN.
         shape = (config.n_layers, 2, pages, size * self.heads * self.width)
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
@@ -42,13 +44,8 @@ class Cache:
     def clear(self, pages: Sequence[int]) -> None:
         self._pool[:, :, list(pages)] = 0
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """slots [N]: page · size + place, for k and v [N, Hkv, D]."""
-        for pool, x in zip(self._pool[layer], (k, v), strict=True):
-            pool.view(-1, self.heads * self.width).index_copy_(0, slots, x.reshape(len(x), -1))
-
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [slots, Hkv, D] where they lie."""
+        """Keys and values [slots, Hkv, D] where they lie; a slot is page · size + place."""
         keys, values = self._pool[layer].view(2, -1, self.heads, self.width)
         return keys, values
 
@@ -83,6 +80,11 @@ class Run:
         return self.start + self.count
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether it is the beginning of a prompt, of which nothing is in the cache yet."""
+        return self.count > 1 and not self.start
+
+    @property
     def shared(self) -> int:
         """Pages that decoding may read once for the whole group."""
         return self.sequence.prefix.whole if self.sequence.prefix and self.count == 1 else 0
@@ -101,7 +103,7 @@ def order(runs: Sequence[Run]) -> list[Run]:
     tokens to many: so the short ones of both kinds of prompt lie side by side."""
     decoding = [run for run in runs if run.count == 1]
     decoding.sort(key=lambda run: -run.own)
-    fresh = [run for run in runs if run.count > 1 and not run.start]
+    fresh = [run for run in runs if run.is_fresh]
     fresh.sort(key=lambda run: -run.count)
     resumed = sorted((r for r in runs if r.count > 1 and r.start), key=lambda run: run.count)
     return decoding + fresh + resumed
@@ -115,9 +117,3 @@ def slots_of(runs: Sequence[Run], size: int) -> Array:
         pages = np.asarray(run.sequence.pages, dtype=np.int64)
         found.append(pages[positions // size] * size + positions % size)
     return np.concatenate(found)
-
-
-def padded_tables(tables: Sequence[Sequence[int]]) -> list[int]:
-    """Pages [rows · n], one table after another; a shorter table repeats its first page."""
-    most = max(map(len, tables))
-    return [page for table in tables for page in [*table, *[table[0]] * (most - len(table))]]

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from burnish.engine import fused, sampler
-from burnish.engine.cache import Array, Cache, Run, padded_tables, slots_of
-from burnish.engine.plain import Prompts, SampleAhead, Sampled, buckets, last_states, placed
-from burnish.engine.sampler import BLOCK, Draw, search
+from burnish.engine import fused
+from burnish.engine.cache import Array, Cache, Run, slots_of
+from burnish.engine.plain import RunAttention, SampleAhead, last_states, placed
+from burnish.engine.sampler import BLOCK
 from burnish.engine.sequence import Prefix
 from burnish.model.products import linear, multiplies, widened
 from burnish.model.rope import rotation
@@ -34,46 +34,40 @@ _PACKED_WELL: dict[torch.Size, bool] = {}
 
 
 class Cpu:
+    """The model as matrix products of packed weights, and `fused`'s kernels between them."""
+
     sample_ahead: SampleAhead | None = None
 
     def __init__(self, model: Transformer, cache: Cache) -> None:
-        self._model, self._cache = model, cache
-        self._body = FusedTransformer(model)
+        self._model, self._cache, self.weigh = model, cache, weigh
+        self._pack()
 
     def hidden(self, runs: Sequence[Run]) -> Tensor:
         return last_states(self._body, CpuAttention, self._cache, runs)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._body.logits(hidden)
-
-    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
-        return sample(logits, draws)
+        return self._model.logits(hidden) if self._head is None else self._head(hidden)
 
     def update(self) -> None:
-        del self._body  # before the next one: its packed weights take as much memory as the model
+        # Before the new weights are packed: they take as much memory as the model.
+        del self._layers, self._head
         return_free_memory()
-        self._body = FusedTransformer(self._model)
+        self._pack()
 
-
-class FusedTransformer:
-    """The model on a CPU: matrix products of packed weights, and `fused`'s kernels between them."""
-
-    def __init__(self, model: Transformer) -> None:
-        self._model = model
+    def _pack(self) -> None:
+        model = self._model
         self._layers = [_FusedLayer(layer) for layer in model.layers if isinstance(layer, Layer)]
         self._last_norm = _norm_weight(model.norm)
         head = model.embed if model.head is None else model.head
         self._head = None if model.config.fp32_head else packed_linear(head.weight, None)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: CpuAttention) -> Tensor:
+    def _body(self, tokens: Tensor, positions: Tensor, attend: CpuAttention) -> Tensor:
         config, norm, layers = self._model.config, fused.norm, self._layers
         fused.use_threads()
         x: Tensor = self._model.embed(tokens)
         h, eps = torch.empty_like(x), np.float32(config.norm_eps)
-        cos, sin = (
-            t.flatten(1) for t in rotation(config.rope, positions, config.head_width, x.dtype)
-        )
-        turn = numbers(cos), numbers(sin)
+        cos, sin = rotation(config.rope, positions, config.head_width, x.dtype)
+        turn = numbers(cos.flatten(1)), numbers(sin.flatten(1))
         inner = x.new_empty(len(x), config.d_ff)
         residual, normed, gated = numbers(x), numbers(h), numbers(inner)
         norms = [layer.attention_norm for layer in layers[1:]] + [self._last_norm]
@@ -89,27 +83,18 @@ class FusedTransformer:
             norm(residual, numbers(layer.down(inner)), next_norm, eps, normed)
         return h
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden) if self._head is None else self._head(hidden)
-
 
 class _FusedLayer:
     def __init__(self, layer: Layer) -> None:
-        names = ("qkv", "out", "gate_up", "down")
-        parts = (getattr(layer, name) for name in names)
+        products = (layer.qkv, layer.out, layer.gate_up, layer.down)
         self.qkv, self.out, self.gate_up, self.down = (
-            packed_linear(p.weight, p.bias) for p in parts
+            packed_linear(product.weight, product.bias) for product in products
         )
-        self.attention_norm, self.mlp_norm = map(
-            _norm_weight, (layer.attention_norm, layer.mlp_norm)
-        )
-        self.head_norms = [
-            (norm, slice(at, at + count))
-            for norm, at, count in zip(
-                (layer.q_norm, layer.k_norm), (0, layer.heads[0]), layer.heads, strict=False
-            )
-            if norm is not None
-        ]
+        self.attention_norm = _norm_weight(layer.attention_norm)
+        self.mlp_norm = _norm_weight(layer.mlp_norm)
+        q, k, _ = layer.heads
+        both = ((layer.q_norm, slice(q)), (layer.k_norm, slice(q, q + k)))
+        self.head_norms = [(norm, heads) for norm, heads in both if norm is not None]
 
 
 @dataclass(frozen=True)
@@ -133,60 +118,52 @@ class CpuAttention:
 
     def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
         self._cache, self._slots = cache, slots_of(runs, cache.size)
-        self._decoding = [run for run in runs if run.count == 1]
-        self._shared = _prefixes(cache, self._decoding)
-        prompts = placed(runs)[len(self._decoding) :]
-        self._short = [(run, row) for run, row in prompts if run.count <= SHORT]
-        self._long = [(run, row) for run, row in prompts if run.count > SHORT]
-        self._prompts = Prompts(cache, self._long)
-        self._buffers: tuple[Tensor, Array, list[Any]] | None = None
+        decoding = [(run, rows) for run, rows in placed(runs) if run.count == 1]
+        prompts = placed(runs)[len(decoding) :]
+        short = [(run, rows) for run, rows in prompts if run.count <= SHORT]
+        self._long = [(run, rows) for run, rows in prompts if run.count > SHORT]
+        self._shared = _prefixes(cache, [run for run, _ in decoding])
+        self._prompts = RunAttention(cache, self._long)
+        heads = cache.heads * cache.queries
+        self._out = torch.empty(len(self._slots), heads * cache.width, dtype=cache.dtype)
+        self._totals = np.empty((len(self._slots), heads), np.float32)
+        """The log-sum-exp of each row's scores."""
+        self._calls = [self._call(some) for some in (decoding, short) if some]
 
     def __call__(self, layer: int, qkv: Tensor, turn: tuple[Array, Array]) -> Tensor:
         """turn: cos and sin [N, D] by which q and k are rotated first, in place."""
-        if self._buffers is None:
-            self._buffers = self._prepare(qkv)
-        cache, (out, totals, calls) = self._cache, self._buffers
+        cache, out, array = self._cache, self._out, numbers(qkv)
         keys, values = (numbers(x.flatten(1)) for x in cache.slots(layer))
-        array = numbers(qkv)
         fused.turn(array, *turn, self._slots, keys, values)
-        for kernel, rows, *rest in calls:
-            kernel(array[rows], keys, values, *rest)
+        decode = fused.decode_kernel(cache.width, cache.queries, cache.size)
+        for rows, *rest in self._calls:
+            decode(array[rows], keys, values, *rest)
+        headed = qkv.view(len(qkv), -1, cache.width)
+        q, k, v = headed.tensor_split((headed.shape[1] - 2 * cache.heads, -cache.heads), 1)
         for shared in self._shared:
-            self._join(layer, shared, qkv, out, totals)
+            self._join(layer, shared, q)
         if self._long:
-            headed = qkv.view(len(qkv), -1, cache.width)
-            q, k, v = headed.tensor_split((headed.shape[1] - 2 * cache.heads, -cache.heads), 1)
             self._prompts(layer, q, k, v, out.view(q.shape))
         return out
 
-    def _prepare(self, qkv: Tensor) -> tuple[Tensor, Array, list[Any]]:
-        """For all layers: the output, the rows' log-sum-exp [N, Hq], and the kernel with its rows
-        and arguments."""
-        cache = self._cache
-        out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * cache.heads * cache.width)
-        heads, array = out.shape[1] // cache.width, numbers(out)
-        rest = np.float32(cache.width**-0.5), torch.get_num_threads()
-        totals = np.empty((len(qkv), heads), np.float32)
-        decode = fused.decode_kernel(cache.width, heads // cache.heads, cache.size)
-        calls: list[Any] = []
-        short = [run for run, _ in self._short]
-        for runs, first in ((self._decoding, 0), (short, self._short[0][1] if short else 0)):
-            if runs:
-                table = _flat_table(runs, cache.size)
-                rows = slice(first, first + len(table[1]))
-                calls.append((decode, rows, *table, array[rows], totals[rows], *rest))
-        return out, totals, calls
+    def _call(self, runs: Sequence[tuple[Run, slice]]) -> tuple[Any, ...]:
+        """The rows of neighbouring runs, and arguments of the kernel that all layers share."""
+        rows = slice(runs[0][1].start, runs[-1][1].stop)
+        table = _flat_table([run for run, _ in runs], self._cache.size)
+        rest = np.float32(self._cache.width**-0.5), torch.get_num_threads()
+        return rows, *table, numbers(self._out)[rows], self._totals[rows], *rest
 
-    def _join(self, layer: int, shared: _Shared, qkv: Tensor, out: Tensor, totals: Array) -> None:
-        """Add attention over the shared pages to out, whose log-sum-exp is totals."""
-        cache, table = self._cache, shared.rows.numpy()
-        queries = out.shape[1] // cache.width // cache.heads
-        query = qkv.new_empty(len(table), cache.heads, table.shape[1], queries, cache.width)
-        fused.fold(numbers(qkv), table, numbers(query))
-        k, v = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, len(table)))
+    def _join(self, layer: int, shared: _Shared, q: Tensor) -> None:
+        """Add attention over the shared pages to out."""
+        cache, rows = self._cache, shared.rows
+        query = q[rows].view(*rows.shape, cache.heads, cache.queries, cache.width)
+        query = query.transpose(1, 2).contiguous()
+        k, v = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, len(rows)))
         part, total = flash_attention(query.flatten(2, 3), k, v, shared.mask)
-        found = numbers(part.reshape(query.shape)), total.reshape(query.shape[:4]).numpy()
-        fused.join(numbers(out), totals, table, shared.sizes, *found)
+        # In one layout: for another one, the kernel would be compiled once more.
+        part = numbers(part.reshape(query.shape).contiguous())
+        found = part, total.reshape(query.shape[:4]).contiguous().numpy()
+        fused.join(numbers(self._out), self._totals, rows.numpy(), shared.sizes, *found)
 
 
 def _flat_table(runs: Sequence[Run], size: int) -> tuple[Array, Array, Array]:
@@ -202,21 +179,32 @@ def _flat_table(runs: Sequence[Run], size: int) -> tuple[Array, Array, Array]:
 def _prefixes(cache: Cache, decoding: Sequence[Run]) -> list[_Shared]:
     rows_of: dict[Prefix, list[int]] = {}
     for row, run in enumerate(decoding):
-        if run.sequence.prefix is not None and run.sequence.prefix.whole:
+        if run.shared:
+            assert run.sequence.prefix is not None
             rows_of.setdefault(run.sequence.prefix, []).append(row)
-    ordered = sorted(rows_of, key=lambda prefix: -prefix.whole)
-    found = []
-    for bucket in buckets(ordered, lambda prefix: prefix.whole):
-        rows = [rows_of[prefix] for prefix in bucket]
-        most = max(map(len, rows))
-        padded = cache.tensor([[*r, *r[:1] * (most - len(r))] for r in rows])
-        tables = [prefix.pages[: prefix.whole] for prefix in bucket]
-        lengths = np.array([len(table) * cache.size for table in tables])
-        beyond = torch.from_numpy(np.arange(lengths.max()) >= lengths[:, None])
-        mask = torch.zeros(beyond.shape, dtype=cache.dtype).masked_fill_(beyond, -torch.inf)
-        pages = cache.tensor(padded_tables(tables))
-        found.append(_Shared(padded, np.array(list(map(len, rows))), pages, mask[:, None, None]))
-    return found
+    buckets: list[list[Prefix]] = []
+    for prefix in sorted(rows_of, key=lambda prefix: -prefix.whole):
+        if buckets and 4 * prefix.whole >= 3 * buckets[-1][0].whole:
+            buckets[-1].append(prefix)
+        else:  # padding to the longest of the bucket would waste over a quarter
+            buckets.append([prefix])
+    return [_shared(cache, {prefix: rows_of[prefix] for prefix in some}) for some in buckets]
+
+
+def _shared(cache: Cache, rows_of: dict[Prefix, list[int]]) -> _Shared:
+    tables = [prefix.pages[: prefix.whole] for prefix in rows_of]
+    lengths = np.array([len(table) * cache.size for table in tables])
+    beyond = torch.from_numpy(np.arange(lengths.max()) >= lengths[:, None])
+    mask = torch.zeros(beyond.shape, dtype=cache.dtype).masked_fill_(beyond, -torch.inf)
+    rows, pages = (cache.tensor(_padded(some)) for some in (list(rows_of.values()), tables))
+    sizes = np.array([len(some) for some in rows_of.values()])
+    return _Shared(rows, sizes, pages.flatten(), mask[:, None, None])
+
+
+def _padded(lists: Sequence[Sequence[int]]) -> list[list[int]]:
+    """All as long as the longest: a shorter one repeats its first number."""
+    most = max(map(len, lists))
+    return [[*some, *[some[0]] * (most - len(some))] for some in lists]
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -239,8 +227,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
     multiplied, the weight is kept in float32.
     """
     weight, bias = weight.detach(), None if bias is None else bias.detach()
-    wide = not multiplies(weight.dtype, weight.device.type)
-    if wide:
+    if not multiplies(weight.dtype, weight.device.type):
         weight, bias = weight.float(), None if bias is None else bias.float()
     if weight.dtype == torch.float32 and mkl_packs(weight):
         arranged = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
@@ -250,9 +237,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
         return lambda x: linear(x.to(weight.dtype), weight, bias).to(x.dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
     product = torch.ops.mkldnn._linear_pointwise
-    if wide:
-        return lambda x: product(x.float(), packed, bias, "none", [], "").to(x.dtype)
-    return lambda x: product(x, packed, bias, "none", [], "")
+    return lambda x: product(x.to(weight.dtype), packed, bias, "none", [], "").to(x.dtype)
 
 
 def mkl_packs(weight: Tensor) -> bool:
@@ -268,12 +253,12 @@ def mkl_packs(weight: Tensor) -> bool:
         packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
         _PACKED_WELL[weight.shape] = all(
             torch.allclose(
-                torch.ops.mkl._mkl_linear(x[:rows], packed, weight, None, len(x[:rows])),
-                torch.nn.functional.linear(x[:rows], weight),
+                torch.ops.mkl._mkl_linear(some, packed, weight, None, len(some)),
+                torch.nn.functional.linear(some, weight),
                 rtol=1e-4,
                 atol=1e-5 * float(x.norm(dim=1).max()) ** 2,
             )
-            for rows in (1, 3, ROWS, ROWS + 1, len(x))
+            for some in (x[:1], x[:3], x[:ROWS], x[: ROWS + 1], x)
         )
     return _PACKED_WELL[weight.shape]
 
@@ -289,33 +274,13 @@ def return_free_memory() -> None:
         trim(0)
 
 
-@torch.no_grad()
-def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
-    """As `sampler.sample`."""
-    found = _sample_whole(logits, draws)
-    return sampler.sample(logits, draws) if found is None else found
-
-
-def _sample_whole(logits: Tensor, draws: Sequence[Draw]) -> Sampled | None:
-    """Draws that leave nothing out, without writing down any weight; None for others."""
-    if any(draw.banned or not draw.temperature or sampler.truncating(draw) for draw in draws):
-        return None
+def weigh(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
+    """As `sampler.Weigh`, without writing down any weight."""
     rows, vocab = logits.shape
-    heat = torch.tensor([draw.temperature for draw in draws], dtype=torch.float32)
     peaks, sums = torch.empty(rows), torch.empty(rows, -(-vocab // BLOCK))
     fused.use_threads()
     fused.weigh(numbers(logits), heat.numpy(), peaks.numpy(), sums.numpy(), BLOCK)
-    totals = peaks.double() + sums.sum(1, dtype=torch.float64).log()
-    if not bool(totals.isfinite().all()):
-        return None
-    block, inside = search(
-        sums, torch.tensor([[draw.uniform] for draw in draws], dtype=torch.float64)
-    )
-    at = block * BLOCK + torch.arange(BLOCK)
-    scaled = logits.gather(1, at.clamp(max=vocab - 1)).float() / heat[:, None]
-    hit, _ = search((scaled - peaks[:, None]).exp() * (at < vocab), inside)
-    chosen = scaled.gather(1, hit)[:, 0].double()
-    return (block * BLOCK + hit)[:, 0].tolist(), (chosen - totals).tolist()
+    return peaks, sums
 
 
 def _norm_weight(norm: nn.RMSNorm) -> Any:

@@ -6,7 +6,7 @@ them one by one takes several times as long as running them. A CUDA graph is one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any
@@ -17,99 +17,44 @@ from torch import Tensor
 
 from burnish.engine import sampler
 from burnish.engine.cache import Cache, Run, slots_of
-from burnish.engine.plain import Prompts, Sampled, last_states, placed
-from burnish.engine.sampler import Draw
+from burnish.engine.plain import RunAttention, last_states, placed
 from burnish.engine.sequence import Sequence as Sample
 from burnish.model.transformer import Transformer
 
-Logits = Callable[[Tensor], Tensor]
 FIELDS = 5
 """Of each row: its token, position and slot, the first of its pages, and the tokens it sees."""
 
 
 def usable(width: int) -> bool:
     """Whether Triton is here and its kernels can read heads of that width whole."""
-    if find_spec("triton") is None:
-        return False
-    from burnish.engine import paged
-
-    return paged.usable(width)
+    return find_spec("triton") is not None and width >= 16 and width & (width - 1) == 0
 
 
 class Cuda:
-    def __init__(self, model: Transformer, cache: Cache, rows: int) -> None:
-        """rows: samples that decode at once, at most."""
-        self._model, self._cache = model, cache
-        self._decoding = Decoding(model, cache, rows)
+    """Rows of one token each are decoded by recorded graphs, which write keys and values to pages.
 
-    def hidden(self, runs: Sequence[Run]) -> Tensor:
-        if all(run.count == 1 for run in runs):
-            return self._decoding([run.sequence for run in runs])
-        return last_states(self._model, PagedAttention, self._cache, runs)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
-
-    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
-        return sampler.sample(logits, draws)
-
-    def sample_ahead(
-        self, samples: Sequence[Sample], points: Tensor, temperature: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return self._decoding.several(samples, points, temperature, self.logits)
-
-    def update(self) -> None:
-        """The graphs read the model's own weights, which stay where they are."""
-
-
-class PagedAttention:
-    """The model's `Attend` over pages. Decoding rows come first."""
-
-    def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
-        self._cache, self._slots = cache, cache.tensor(slots_of(runs, cache.size))
-        decoding = [run for run in runs if run.count == 1]
-        self._rows = len(decoding)
-        first = np.cumsum([0, *(len(run.sequence.pages) for run in decoding)])[:-1]
-        pages = list(chain.from_iterable(run.sequence.pages for run in decoding))
-        self._table = [cache.tensor(x) for x in (pages, first, [run.end for run in decoding])]
-        self._prompts = Prompts(cache, placed(runs)[self._rows :])
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from burnish.engine import paged
-
-        pools, rows = self._cache.slots(layer), self._rows
-        paged.write(*pools, self._slots, k, v)
-        out = torch.empty_like(q)
-        if rows:
-            out[:rows] = paged.attend(q[:rows], *pools, self._table, self._cache.size)
-        self._prompts(layer, q, k, v, out)
-        return out
-
-
-class Decoding:
-    """The model over rows of one token each, whose keys and values go to pages as they come."""
+    The graphs read the model's own weights, which stay where they are.
+    """
 
     def __init__(self, model: Transformer, cache: Cache, most: int) -> None:
-        """most: rows that a step has at most."""
+        """most: samples that decode at once, at most."""
         self._model, self._cache = model, cache
+        self.logits, self.weigh = model.logits, sampler.weigh
         pages = -(-model.config.context // cache.size)
         numbers = padded(most) * (FIELDS + pages)
         self._inputs = torch.zeros(numbers, dtype=torch.int64, device=cache.device)
         self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
-    def __call__(self, samples: Sequence[Sample]) -> Tensor:
-        """The next token of each -> hidden states [samples, d], until the next call."""
-        return self._replay(self._give(samples))[: len(samples)]
+    def hidden(self, runs: Sequence[Run]) -> Tensor:
+        if all(run.count == 1 for run in runs):
+            return self._replay(self._give([run.sequence for run in runs]))[: len(runs)]
+        return last_states(self._model, PagedAttention, self._cache, runs)
 
-    def several(
-        self, samples: Sequence[Sample], points: Tensor, temperature: Tensor | None, logits: Logits
+    def sample_ahead(
+        self, samples: Sequence[Sample], points: Tensor, temperature: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """points [samples, steps] -> the tokens that are sampled one after another and their
-        log-probabilities, shaped alike; the host does not wait for any of them.
-
-        temperature [samples]; None: greedy. logits: of hidden states. Every sample has the pages.
-        """
+        """The host does not wait for any of the tokens. Every sample has the pages for them."""
         count, steps = points.shape
         rows, size = self._give(samples), self._cache.size
         fields = self._inputs[: FIELDS * rows].view(FIELDS, rows)[:, :count]
@@ -117,8 +62,8 @@ class Decoding:
         token, at, slot, first, seen = fields
         found = []
         for step in range(steps):
-            hidden = self._replay(rows)[:count]
-            found.append(sampler.sample_whole(logits(hidden), points[:, step], temperature))
+            logits = self.logits(self._replay(rows)[:count])
+            found.append(sampler.sample_whole(logits, points[:, step], temperature))
             token.copy_(found[-1][0])
             at += 1
             seen += 1
@@ -126,6 +71,9 @@ class Decoding:
                 slot.copy_(pages[first + at // size] * size + at % size)
         tokens, logprobs = zip(*found, strict=True)
         return torch.stack(tokens, 1), torch.stack(logprobs, 1)
+
+    def update(self) -> None:
+        """Nothing was prepared from the weights."""
 
     def _give(self, samples: Sequence[Sample]) -> int:
         """Writes the rows down for the next replay -> how many there are."""
@@ -137,6 +85,7 @@ class Decoding:
         return rows
 
     def _replay(self, rows: int) -> Tensor:
+        """The next token of each row -> hidden states [rows, d], until the next call."""
         graph, hidden = self._recorded[rows]
         graph.replay()
         return hidden
@@ -147,7 +96,10 @@ class Decoding:
         fields.copy_(torch.tensor(EMPTY, device=fields.device)[:, None])
         tokens, positions, slots, firsts, counts = fields
         table = self._inputs[FIELDS * rows :], firsts, counts
-        attend = _RecordedAttention(self._cache, slots, table)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return write_and_attend(self._cache, layer, slots, table, q, k, v)
+
         current = torch.cuda.current_stream()
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(current)
@@ -161,15 +113,39 @@ class Decoding:
         return graph, hidden
 
 
-class _RecordedAttention:
-    def __init__(self, cache: Cache, slots: Tensor, table: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._cache, self._slots, self._table = cache, slots, table
+class PagedAttention:
+    """The model's `Attend` over pages. Decoding rows come first."""
+
+    def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
+        self._cache, self._slots = cache, cache.tensor(slots_of(runs, cache.size))
+        decoding = [run for run in runs if run.count == 1]
+        first = np.cumsum([0, *(len(run.sequence.pages) for run in decoding)])[:-1]
+        pages = list(chain.from_iterable(run.sequence.pages for run in decoding))
+        self._table = [cache.tensor(x) for x in (pages, first, [run.end for run in decoding])]
+        self._rest = RunAttention(cache, placed(runs)[len(decoding) :])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from burnish.engine import paged
+        rows, out = len(self._table[1]), torch.empty_like(q)
+        out[:rows] = write_and_attend(self._cache, layer, self._slots, self._table, q[:rows], k, v)
+        self._rest(layer, q, k, v, out)
+        return out
 
-        paged.write(*self._cache.slots(layer), self._slots, k, v)
-        return paged.attend(q, *self._cache.slots(layer), self._table, self._cache.size)
+
+def write_and_attend(
+    cache: Cache,
+    layer: int,
+    slots: Tensor,
+    table: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """k and v [N, Hkv, D] go to their slots [N]; q [S, Hq, D] of decoding rows attends to pages."""
+    from burnish.engine import paged
+
+    pools = cache.slots(layer)
+    paged.write(*pools, slots, k, v)
+    return paged.attend(q, *pools, table, cache.size) if len(q) else q
 
 
 EMPTY = (0, 0, -1, 0, 0)

@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import llvmlite.binding
@@ -40,16 +39,14 @@ EXACT = {"reassoc", "contract", "nsz"}
 F = np.float32
 AHEAD = 16
 """Tokens whose keys and values are fetched before they are needed."""
-
-
 PATIENCE = 600
 """Seconds that compiling a kernel may take; on a slow processor it takes ten."""
 compiles_here = False
 """Whether this process is the one that compiles what is not on disk yet."""
 
 
-def rows_kernel(module: str, name: str, *sizes: int) -> Callable[[Any], Any]:
-    """A kernel over rows, by the name and the sizes that its module has it by; run from disk.
+def rows_kernel(name: str, *sizes: int) -> Callable[[Any], Any]:
+    """Compiles a kernel over rows, which this module has by that name and sizes; run from disk.
 
     numba keeps another copy of a kernel than it runs after compiling it, optimised once more, and
     on some processors their last bits differ: a run would not repeat what the first one did. So a
@@ -57,16 +54,15 @@ def rows_kernel(module: str, name: str, *sizes: int) -> Callable[[Any], Any]:
     """
 
     def make(function: Any) -> Any:
-        kernel = njit(fastmath=EXACT, error_model="numpy", cache=True, nogil=True, parallel=True)(
-            function
-        )
+        options = {"cache": True, "nogil": True, "parallel": True, "error_model": "numpy"}
+        kernel = njit(fastmath=EXACT, **options)(function)
         load = kernel._cache.load_overload
 
         def load_or_compile(signature: Any, context: Any) -> Any:
             found = load(signature, context)
             if found is None and not compiles_here:
                 announce_compile(name)
-                _compile_aside(module, name, sizes, signature)
+                _compile_aside(name, sizes, signature)
                 found = load(signature, context)
             return found
 
@@ -76,32 +72,27 @@ def rows_kernel(module: str, name: str, *sizes: int) -> Callable[[Any], Any]:
     return make
 
 
-def _compile_aside(module: str, name: str, sizes: tuple[int, ...], signature: Any) -> None:
+def _compile_aside(name: str, sizes: tuple[int, ...], signature: Any) -> None:
     code = f"from {__name__} import compile_here; compile_here()"
     there = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-    wanted = pickle.dumps((module, name, sizes, signature))
+    wanted = pickle.dumps((name, sizes, signature))
+    command = [sys.executable, "-P", "-c", code]
     try:
         subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            env=there,
-            input=wanted,
-            capture_output=True,
-            check=True,
-            timeout=PATIENCE,
+            command, env=there, input=wanted, capture_output=True, check=True, timeout=PATIENCE
         )
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
-        raise EngineError(f"the kernel {name} can't be compiled: {said[-1]}") from None
-    except subprocess.TimeoutExpired:
-        raise EngineError(f"the kernel {name} was not compiled in {PATIENCE} s") from None
+    except subprocess.SubprocessError as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
+        reason = said[-1] if said else error
+        raise EngineError(f"the kernel {name} can't be compiled: {reason}") from None
 
 
 def compile_here() -> None:
     """What the child process does: standard input says which kernel, and of which types."""
     global compiles_here
     compiles_here = True
-    module, name, sizes, signature = pickle.load(sys.stdin.buffer)
-    kernel = getattr(import_module(module), name)
+    name, sizes, signature = pickle.load(sys.stdin.buffer)
+    kernel = globals()[name]
     (kernel(*sizes) if sizes else kernel).compile(signature)
 
 
@@ -197,7 +188,8 @@ def _largest(row, tops):
     return top
 
 
-def _norm(x, delta, weight, eps, out):
+@rows_kernel("norm")
+def norm(x, delta, weight, eps, out):
     """x [N, d] += delta, which may be empty; out = RMSNorm(x)."""
     width = x.shape[1]
     for r in prange(x.shape[0]):
@@ -214,7 +206,8 @@ def _norm(x, delta, weight, eps, out):
             target[i] = _stored(_wide(row[i]) * scale * weight[i], target)
 
 
-def _gate(both, out):
+@rows_kernel("gate")
+def gate(both, out):
     """both [N, 2f]: out = silu(the first half) · the second."""
     width = out.shape[1]
     for r in prange(out.shape[0]):
@@ -225,7 +218,8 @@ def _gate(both, out):
             target[i] = _stored(silu * _wide(up[i]), target)
 
 
-def _turn(qkv, cos, sin, slots, keys, values):
+@rows_kernel("turn")
+def turn(qkv, cos, sin, slots, keys, values):
     """Rotate the heads of q and k in qkv [N, (Hq + 2 Hkv) D] where they are, by cos and sin [N, D];
     write k and v into the pages' slots [., Hkv D]."""
     width, held = cos.shape[1], keys.shape[1]
@@ -244,19 +238,8 @@ def _turn(qkv, cos, sin, slots, keys, values):
         values[slots[r]] = qkv[r, turned:]
 
 
-def _fold(qkv, rows, query):
-    """Queries of samples that share a prompt, side by side: query [groups, Hkv, R, G, D] from the
-    rows [groups, R] of qkv."""
-    _, heads, _, queries, width = query.shape
-    for group in prange(rows.shape[0]):
-        for h in range(heads):
-            for i in range(rows.shape[1]):
-                for g in range(queries):
-                    at = (h * queries + g) * width
-                    query[group, h, i, g] = qkv[rows[group, i], at : at + width]
-
-
-def _join(out, totals, rows, real, part, part_totals):
+@rows_kernel("join")
+def join(out, totals, rows, real, part, part_totals):
     """Add attention over other keys: to out [S, Hq D], whose scores' log-sum-exp is totals [S, Hq],
     part [groups, Hkv, R, G, D] at the first `real` [groups] of rows [groups, R]."""
     heads, queries, width = part.shape[1], part.shape[3], part.shape[4]
@@ -274,7 +257,8 @@ def _join(out, totals, rows, real, part, part_totals):
                         target[d] = _stored(old + share * (_wide(more[d]) - old), target)
 
 
-def _weigh(logits, heat, peaks, sums, size):
+@rows_kernel("weigh")
+def weigh(logits, heat, peaks, sums, size):
     """The largest of logits [M, V] / heat [M], and how much exp(logits / heat − that) there is in
     each block of `size` of them: sums [M, blocks]."""
     for r in prange(logits.shape[0]):
@@ -286,14 +270,6 @@ def _weigh(logits, heat, peaks, sums, size):
             for i in range(part.shape[0]):
                 total += _exp(_wide(part[i]) * per - peak)
             sums[r, block] = total
-
-
-norm = rows_kernel(__name__, "norm")(_norm)
-gate = rows_kernel(__name__, "gate")(_gate)
-turn = rows_kernel(__name__, "turn")(_turn)
-fold = rows_kernel(__name__, "fold")(_fold)
-join = rows_kernel(__name__, "join")(_join)
-weigh = rows_kernel(__name__, "weigh")(_weigh)
 
 
 def use_threads() -> None:
@@ -313,7 +289,7 @@ def use_threads() -> None:
 def decode_kernel(width: int, queries: int, size: int) -> Any:
     """Decoding rows over pages of `size` tokens, a multiple of 4; `queries` heads share a key."""
 
-    @rows_kernel(__name__, "decode_kernel", width, queries, size)
+    @rows_kernel("decode_kernel", width, queries, size)
     def decode(qkv, keys, values, pages, first, length, out, totals, scale, threads):
         """Rows [S] of qkv over their `length` tokens in pages[first :] -> out [S, Hq D] and the
         log-sum-exp of the scores, totals [S, Hq]."""

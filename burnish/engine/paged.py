@@ -18,11 +18,6 @@ LEAST = 16
 """Rows and columns that a matrix product of Triton has at least."""
 
 
-def usable(width: int) -> bool:
-    """Whether heads of that width can be read whole."""
-    return width >= LEAST and width & (width - 1) == 0
-
-
 def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[Tensor], size: int) -> Tensor:
     """q [S, Hq, D], keys and values [slots, Hkv, D] -> [S, Hq, D].
 

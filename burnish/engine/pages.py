@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who holds them, and which weights filled them. No tensors here."""
+"""Pages of the KV cache: who holds them, and what they hold. No tensors here."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from itertools import takewhile
 class Pages:
     """A pool of `count` pages of `size` tokens each, counted by reference.
 
-    A page may have several holders as long as nobody writes to it; `writable` hands a writer its
-    own copy. A page's version is that of the oldest weights that may have written to it. A page
+    A page may have several holders as long as nobody writes to it: a writer takes a copy. A page
     whose tokens are all computed may have a name, under which others find it while it is held.
     """
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
         self._free = list(range(count - 1, -1, -1))
-        self._holders = [0] * count
-        self._versions = [0] * count
+        self.holders = [0] * count
+        """By page."""
         self._named: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
 
@@ -30,28 +29,21 @@ class Pages:
         """Pages that hold this many tokens."""
         return -(-tokens // self.size)
 
-    def holders(self, page: int) -> int:
-        return self._holders[page]
-
-    def version(self, page: int) -> int:
-        return self._versions[page]
-
-    def allocate(self, version: int) -> int:
+    def allocate(self) -> int:
         page = self._free.pop()
-        self._holders[page] = 1
-        self._versions[page] = version
+        self.holders[page] = 1
         return page
 
     def share(self, pages: Iterable[int]) -> None:
         for page in pages:
-            assert self._holders[page] > 0, f"page {page} is free and can't be shared"
-            self._holders[page] += 1
+            assert self.holders[page] > 0, f"page {page} is free and can't be shared"
+            self.holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         for page in pages:
-            assert self._holders[page] > 0, f"page {page} was released twice"
-            self._holders[page] -= 1
-            if not self._holders[page]:
+            assert self.holders[page] > 0, f"page {page} was released twice"
+            self.holders[page] -= 1
+            if not self.holders[page]:
                 self._free.append(page)
                 if page in self._names:
                     del self._named[self._names.pop(page)]
@@ -65,13 +57,5 @@ class Pages:
         return [self._named[name] for name in takewhile(self._named.__contains__, names)]
 
     def forget_names(self) -> None:
-        """The weights have changed: what comes now is not computed on top of older pages."""
+        """The weights have changed: new prompts are not computed on top of older pages."""
         self._named, self._names = {}, {}
-
-    def writable(self, page: int) -> int:
-        """The page itself for its only holder; for one of several a fresh page, to be copied to."""
-        if self._holders[page] == 1:
-            return page
-        copy = self.allocate(self._versions[page])
-        self._holders[page] -= 1
-        return copy

@@ -6,22 +6,19 @@ Tests trust it. Legend: N tokens of a step, Hq and Hkv heads, D head width, d mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from burnish.engine import sampler
-from burnish.engine.cache import Cache, Run, order, padded_tables, slots_of
-from burnish.engine.sampler import Draw
+from burnish.engine.cache import Cache, Run, order, slots_of
 from burnish.engine.sequence import Sequence as Sample
+from burnish.model.attention import Attend, causal
 from burnish.model.products import attention
 from burnish.model.transformer import Transformer
 
-T = TypeVar("T")
-Sampled = tuple[list[int], list[float]]
 SampleAhead = Callable[[Sequence[Sample], Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Samples, points [samples, steps] in [0, 1), temperature [samples] or None for greedy -> tokens
 and log-probabilities, shaped like the points."""
@@ -31,21 +28,19 @@ class Backend(Protocol):
     """One device's way to run the model: body, attention over pages, sampling."""
 
     @property
+    def weigh(self) -> sampler.Weigh: ...
+
+    @property
     def sample_ahead(self) -> SampleAhead | None:
         """Samples several tokens of each sample in a row; None if the device does not."""
-        ...
 
     def hidden(self, runs: Sequence[Run]) -> Tensor:
         """The state [runs, d] after each run's last token, until the next call."""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Sampled: ...
-
     def update(self) -> None:
         """The model's weights have changed."""
-        ...
 
 
 class Plain:
@@ -53,15 +48,10 @@ class Plain:
 
     def __init__(self, model: Transformer, cache: Cache) -> None:
         self._model, self._cache = model, cache
+        self.logits, self.weigh = model.logits, sampler.weigh
 
     def hidden(self, runs: Sequence[Run]) -> Tensor:
         return last_states(self._model, PlainAttention, self._cache, runs)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
-
-    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
-        return sampler.sample(logits, draws)
 
     def update(self) -> None:
         """The model itself runs: nothing was prepared from its weights."""
@@ -90,102 +80,49 @@ def last_states(
 
 
 class PlainAttention:
-    """The model's `Attend` over pages. Decoding rows come first, as `order` has them."""
+    """The model's `Attend` over pages, one run at a time."""
 
     def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
         self._cache, self._slots = cache, cache.tensor(slots_of(runs, cache.size))
-        decoding = [run for run in runs if run.count == 1]
-        self._rows = len(decoding)
-        if decoding:
-            tables = [run.sequence.pages for run in decoding]
-            self._pages = cache.tensor(padded_tables(tables))
-            place = torch.arange(max(map(len, tables)) * cache.size, device=cache.device)
-            seen = place < cache.tensor([run.end for run in decoding])[:, None]
-            self._seen = seen[:, None, None]
-        self._prompts = Prompts(cache, placed(runs)[self._rows :])
+        self._attend = RunAttention(cache, placed(runs))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._cache.write(layer, self._slots, k, v)
+        for pool, fresh in zip(self._cache.slots(layer), (k, v), strict=True):
+            pool[self._slots] = fresh
         out = torch.empty_like(q)
-        if self._rows:
-            past = self._cache.read(layer, self._pages, self._rows)
-            keys, values = (x.transpose(1, 2) for x in past)
-            query = q[: self._rows, :, None]
-            out[: self._rows] = attention(query, keys, values, mask=self._seen)[:, :, 0]
-        self._prompts(layer, q, k, v, out)
+        self._attend(layer, q, k, v, out)
         return out
 
 
-def placed(runs: Sequence[Run]) -> list[tuple[Run, int]]:
-    """Each run with the row of its first token."""
+def placed(runs: Sequence[Run]) -> list[tuple[Run, slice]]:
+    """Each run with the rows of its tokens."""
     first = np.cumsum([0, *(run.count for run in runs)]).tolist()
-    return list(zip(runs, first, strict=False))
+    return [(run, slice(*rows)) for run, *rows in zip(runs, first, first[1:], strict=False)]
 
 
-class Prompts:
-    """Attention of runs of several tokens, laid out by `order`: fresh prompts, then others."""
+class RunAttention:
+    """Attention of runs laid out by `order`: fresh prompts together, other runs one by one."""
 
-    def __init__(self, cache: Cache, runs: Sequence[tuple[Run, int]]) -> None:
+    def __init__(self, cache: Cache, runs: Sequence[tuple[Run, slice]]) -> None:
         self._cache = cache
-        self._first = runs[0][1] if runs else 0
-        lengths = [run.count for run, _ in runs if not run.start]
-        self._fresh = [_fresh(cache, bucket) for bucket in buckets(lengths, lambda n: n)]
-        self._resumed = [(r, row, cache.tensor(r.sequence.pages)) for r, row in runs if r.start]
+        self._fresh: list[tuple[slice, Attend]] = []
+        fresh = [(run, rows) for run, rows in runs if run.is_fresh]
+        if fresh:
+            rows = slice(fresh[0][1].start, fresh[-1][1].stop)
+            attend = causal([run.count for run, _ in fresh], cache.device, widens=False)
+            self._fresh = [(rows, attend)]
+        self._others = [
+            (run, rows, cache.tensor(run.sequence.pages)) for run, rows in runs if not run.is_fresh
+        ]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """q and out [N, Hq, D], k and v [N, Hkv, D] of all the step's tokens."""
-        first = self._first
-        for fresh in self._fresh:
-            at = slice(first, first + fresh.tokens)
-            out[at] = fresh.attend(q[at], k[at], v[at])
-            first = at.stop
-        for run, row, pages in self._resumed:
-            at = slice(row, row + run.count)
+        for rows, attend in self._fresh:
+            out[rows] = attend(layer, q[rows], k[rows], v[rows])
+        for run, rows, pages in self._others:
             keys, values = self._cache.read(layer, pages, 1)
             seen = keys[0, : run.end], values[0, : run.end]
-            out[at] = causal_attention(q[at], *seen, run.start)
-
-
-@dataclass(frozen=True)
-class _Fresh:
-    """Prompts of about one length, one after another, each seeing its own past."""
-
-    tokens: int
-    longest: int
-    index: Tensor | None
-    """[B · L] the source of each row of the padded block; a shorter prompt repeats its last
-    token. None if all have one length."""
-    real: Tensor | None
-    """[tokens] the place of each token in the padded block; None if all have one length."""
-
-    def attend(self, *qkv: Tensor) -> Tensor:
-        """q [tokens, Hq, D], k and v [tokens, Hkv, D] -> [tokens, Hq, D]"""
-        padded = qkv if self.index is None else (x.index_select(0, self.index) for x in qkv)
-        q, k, v = (x.view(-1, self.longest, *x.shape[1:]).transpose(1, 2) for x in padded)
-        out = attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
-        return out if self.real is None else out.index_select(0, self.real)
-
-
-def _fresh(cache: Cache, lengths: list[int]) -> _Fresh:
-    """lengths: from long to short."""
-    longest, ends = lengths[0], np.cumsum(lengths)
-    if lengths[-1] == longest:
-        return _Fresh(int(ends[-1]), longest, None, None)
-    place = np.arange(longest)
-    index = np.minimum((ends - lengths)[:, None] + place, ends[:, None] - 1)
-    real = np.flatnonzero(place < np.array(lengths)[:, None])
-    return _Fresh(int(ends[-1]), longest, cache.tensor(index.ravel()), cache.tensor(real))
-
-
-def buckets(items: Sequence[T], length: Callable[[T], int]) -> list[list[T]]:
-    """Items from long to short, cut where padding to the longest would waste over a quarter."""
-    found: list[list[T]] = []
-    for item in items:
-        if found and 4 * length(item) >= 3 * length(found[-1][0]):
-            found[-1].append(item)
-        else:
-            found.append([item])
-    return found
+            out[rows] = causal_attention(q[rows], *seen, run.start)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:

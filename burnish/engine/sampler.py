@@ -6,21 +6,26 @@ at the sampling temperature, before any mask or truncation. Legend: M rows, V vo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from burnish.types import truncates
 
 BLOCK = 256
-ROWS = {"cpu": 16, "cuda": 1024}
-"""Rows at a time: on a CPU, more fit neither its cache nor memory that is mapped in already."""
+"""Tokens whose weights are summed up together."""
+ROWS = 1024
+"""Rows that are weighed at a time, so that a large batch on a GPU takes little memory."""
+FEW_ROWS = 64
+"""Rows at a time whose whole vocabulary is looked at."""
 CANDIDATES = 1024
 """Tokens that top-p looks at before it sorts the whole vocabulary."""
+
+Weigh = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Logits [M, V], temperature [M] -> the largest of logits / temperature [M], and the sums of
+exp(logits / temperature − largest) over each block [M, blocks]."""
 
 
 class Draw(NamedTuple):
@@ -32,8 +37,48 @@ class Draw(NamedTuple):
     """0 takes the likeliest token, with its log-probability at temperature 1."""
     top_k: int | None = None
     top_p: float = 1.0
-    banned: tuple[int, ...] = ()
+    banned: frozenset[int] = frozenset()
     """Not to be drawn here: end ids before min_tokens."""
+
+    @property
+    def truncates(self) -> bool:
+        return truncates(self.temperature, self.top_p, self.top_k)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether any token may be drawn, by chance."""
+        return bool(self.temperature) and not self.banned and not self.truncates
+
+
+def weigh(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Weigh`, by PyTorch's own operations."""
+    vocab, found = logits.shape[1], []
+    for some, hot in zip(torch.split(logits, ROWS), torch.split(heat, ROWS), strict=True):
+        weights = some.new_zeros(len(some), -(-vocab // BLOCK) * BLOCK, dtype=heat.dtype)
+        inside = weights[:, :vocab].copy_(some).div_(hot[:, None])
+        peak = inside.amax(1, keepdim=True)
+        inside.sub_(peak).exp_()
+        found.append((peak[:, 0], weights.view(len(some), -1, BLOCK).sum(2)))
+    peaks, sums = zip(*found, strict=True)
+    return torch.cat(peaks), torch.cat(sums)
+
+
+@torch.no_grad()
+def sample(logits: Tensor, draws: Sequence[Draw], weigh: Weigh = weigh) -> tuple[Tensor, Tensor]:
+    """logits [M, V] -> tokens and log-probabilities [M], NaN where logits are not finite."""
+    wide, device = torch.promote_types(logits.dtype, torch.float32), logits.device
+    points = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=device)
+    heat = torch.tensor([draw.temperature or 1.0 for draw in draws], dtype=wide, device=device)
+    tokens, totals = _draw_any(logits, points, heat, weigh)
+    limited: dict[Draw, list[int]] = {}
+    for row, draw in enumerate(draws):
+        if not draw.is_plain:
+            limited.setdefault(draw._replace(uniform=0.0), []).append(row)
+    for kind, rows in limited.items():
+        for some in torch.split(torch.tensor(rows, device=device), FEW_ROWS):
+            scaled = logits[some].to(wide) / heat[some, None]
+            tokens[some] = _draw_limited(scaled, points[some], kind)
+    return tokens, _logprobs(logits, tokens, heat, totals)
 
 
 @torch.no_grad()
@@ -46,156 +91,69 @@ def sample_whole(
     ``sample``, but it never waits for the device.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    most, vocab = ROWS[logits.device.type], logits.shape[1]
-    weights = logits.new_empty(min(most, len(logits)), -(-vocab // BLOCK) * BLOCK, dtype=wide)
-    found = []
-    for first in range(0, len(logits), most):
-        some, at = logits[first : first + most], points[first : first + most]
-        heat = None if temperature is None else temperature[first : first + most, None].to(wide)
-        mass = weights[: len(some)]
-        sums, total = _weigh(some, heat, mass)
-        lost = ~total.isfinite()[:, None]
-        if temperature is None:
-            tokens = some.argmax(1, keepdim=True)
-        else:
-            block, inside = search(sums.masked_fill(lost, 1), at[:, None])
-            tokens, _ = search(_block(mass, sums, block).masked_fill(lost, 1), inside)
-            tokens = (block * BLOCK + tokens).clamp_(max=vocab - 1)
-        chosen = some.gather(1, tokens).to(wide)
-        chosen = chosen if heat is None else chosen / heat
-        logprobs = chosen.double() - total[:, None]
-        found.append(torch.cat((tokens.double(), logprobs.masked_fill(lost, torch.nan)), 1))
-    tokens, logprobs = torch.cat(found).unbind(1)
-    return tokens.long(), logprobs
+    heat = torch.ones_like(points, dtype=wide) if temperature is None else temperature.to(wide)
+    tokens, totals = _draw_any(logits, points, heat, weigh)
+    if temperature is None:
+        tokens = logits.argmax(1)
+    return tokens, _logprobs(logits, tokens, heat, totals)
 
 
-@torch.no_grad()
-def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """logits [M, V] -> M tokens and their log-probabilities, NaN where logits are not finite."""
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    # One buffer for all rows: memory that is mapped in afresh costs more than the arithmetic.
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    blocks = -(-logits.shape[1] // BLOCK)
-    most = ROWS[logits.device.type]
-    weights = logits.new_empty(min(most, len(draws)), blocks * BLOCK, dtype=wide)
-    for first in range(0, len(draws), most):
-        some = draws[first : first + most]
-        more = _sample(logits[first : first + most], some, weights[: len(some)])
-        tokens += more[0]
-        logprobs += more[1]
-    return tokens, logprobs
-
-
-def _sample(
-    logits: Tensor, draws: Sequence[Draw], weights: Tensor
-) -> tuple[list[int], list[float]]:
-    rows, vocab = logits.shape
-    heat = torch.tensor([draw.temperature or 1.0 for draw in draws], dtype=weights.dtype)
-    heat = heat.to(logits.device)[:, None]
-
-    def scaled(which: Sequence[int]) -> Tensor:
-        at = torch.tensor(which, device=logits.device)
-        return logits[at].to(heat.dtype) / heat[at]
-
-    heated = any(draw.temperature not in (0, 1) for draw in draws)
-    sums, total = _weigh(logits, heat if heated else None, weights)
-    lost = ~total.isfinite()
-    if bool(lost.any()):  # the model overflowed: some token, and NaN to tell
-        weights[lost], total[lost] = 1, torch.nan
-        sums = weights.view(rows, -1, BLOCK).sum(2)
-    if any(draw.banned for draw in draws):
-        pairs = [(row, token) for row, draw in enumerate(draws) for token in draw.banned]
-        weights[tuple(torch.tensor(pairs, device=logits.device).T)] = 0
-        sums = weights.view(rows, -1, BLOCK).sum(2)
-    # Also where a ban left nothing: next to a banned token, the rest may vanish in float32.
-    gone = set((sums.sum(1) == 0).nonzero()[:, 0].tolist())
-    for row, draw in enumerate(draws):
-        if row in gone or truncating(draw):
-            weights[row, :vocab] = _kept(scaled([row])[0], draw)
-            sums[row] = weights[row].view(-1, BLOCK).sum(1)
-    tokens = _invert(weights, sums, np.array([draw.uniform for draw in draws]))
-    greedy = [row for row, draw in enumerate(draws) if draw.temperature == 0]
-    if greedy:
-        likely = scaled(greedy)
-        for row, which in enumerate(greedy):
-            _ban(likely[row], draws[which])
-        tokens[greedy] = likely.argmax(1)
-    tokens.clamp_(max=vocab - 1)
-    chosen = logits.gather(1, tokens[:, None]).to(heat.dtype) / heat
-    return tokens.tolist(), (chosen[:, 0].double() - total).tolist()
-
-
-def _weigh(logits: Tensor, heat: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [M, V], heat [M, 1] -> weights [M, blocks · BLOCK] not normalised; their sums by block
-    [M, blocks], and the logarithm of their sum [M]."""
-    rows, vocab = logits.shape
-    weights[:, vocab:] = 0
-    inside = weights[:, :vocab].copy_(logits)
-    if heat is not None:
-        inside /= heat
-    peak = inside.amax(1, keepdim=True)
-    inside.sub_(peak).exp_()
-    sums = weights.view(rows, -1, BLOCK).sum(2)
-    return sums, peak[:, 0].double() + sums.sum(1, dtype=torch.float64).log()
-
-
-def truncating(draw: Draw) -> bool:
-    return truncates(draw.temperature, draw.top_p, draw.top_k)
-
-
-def _invert(weights: Tensor, sums: Tensor, points: npt.NDArray[np.float64]) -> Tensor:
-    """weights [M, blocks · BLOCK] not normalised, sums [M, blocks], points [M] in [0, 1) -> [M].
+def _draw_any(logits: Tensor, points: Tensor, heat: Tensor, weigh: Weigh) -> tuple[Tensor, Tensor]:
+    """-> tokens [M] that the points [M] hit, and the logarithm of each row's weights' sum [M].
 
     The cumulative distribution is only summed up, in float64, over blocks and inside the block that
     is hit: summing 64 × 50k numbers one after another would cost more than the model's head. A
     token is hit when the sum up to it is the first above the point, so never at probability 0.
     """
-    at = torch.from_numpy(points).to(weights.device)[:, None]
-    block, inside = search(sums, at)
-    token, _ = search(_block(weights, sums, block), inside)
-    return (block * BLOCK + token)[:, 0]
+    vocab = logits.shape[1]
+    peaks, sums = weigh(logits, heat)
+    totals = peaks.double() + sums.sum(1, dtype=torch.float64).log()
+    lost = ~totals.isfinite()[:, None]  # the model overflowed: any token will do
+    block, inside = search(sums.masked_fill(lost, 1), points[:, None])
+    at = block * BLOCK + torch.arange(BLOCK, device=logits.device)
+    scaled = logits.gather(1, at.clamp(max=vocab - 1)).to(heat.dtype) / heat[:, None]
+    weights = (scaled - peaks[:, None]).exp().masked_fill(lost, 1) * (at < vocab)
+    token, _ = search(weights, inside)
+    return (block * BLOCK + token)[:, 0].clamp_(max=vocab - 1), totals
 
 
-def _block(weights: Tensor, sums: Tensor, block: Tensor) -> Tensor:
-    """The weights [M, BLOCK] of one block [M, 1] of each row."""
-    blocks = weights.view(*sums.shape, BLOCK)
-    return blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
+def _draw_limited(scaled: Tensor, points: Tensor, kind: Draw) -> Tensor:
+    """Logits [M, V] divided by the temperature, points [M] -> tokens [M]; some are left out."""
+    scaled[:, list(kind.banned)] = -torch.inf
+    if not kind.temperature:
+        return scaled.argmax(1)
+    weights = torch.softmax(scaled, 1).nan_to_num_(nan=1.0)
+    if kind.truncates:
+        weights = _truncate(weights, kind)
+    return search(weights, points[:, None])[0][:, 0]
+
+
+def _truncate(weights: Tensor, kind: Draw) -> Tensor:
+    """[M, V] -> the same with 0 outside the smallest set of likeliest tokens whose share of the
+    top_k reaches top_p."""
+    count = min(kind.top_k or CANDIDATES, weights.shape[1])
+    likeliest, ids = weights.topk(count, 1)
+    whole = (likeliest if kind.top_k else weights).sum(1, keepdim=True)
+    if bool((likeliest.sum(1, keepdim=True) < kind.top_p * whole).any()):
+        likeliest, ids = weights.sort(1, descending=True)
+    before = likeliest.double().cumsum(1) - likeliest
+    keep = before < kind.top_p * whole.double()
+    keep[:, 0] = True
+    return torch.zeros_like(weights).scatter_(1, ids, likeliest * keep)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, heat: Tensor, totals: Tensor) -> Tensor:
+    chosen = logits.gather(1, tokens[:, None])[:, 0].to(heat.dtype) / heat
+    return (chosen.double() - totals).masked_fill(~totals.isfinite(), torch.nan)
 
 
 def search(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """-> the index that `at` [M, 1], a share of the weights [M, n], falls into, and where in it."""
-    upto = weights.double().cumsum(1)
-    end = upto[:, -1:]
+    """-> the index that `at` [..., 1], a share of the weights [..., n], falls into, and where in
+    it."""
+    upto = weights.double().cumsum(-1)
+    end = upto[..., -1:]
     target = torch.minimum(at * end, torch.nextafter(end, torch.zeros_like(end)))
     index = torch.searchsorted(upto, target, right=True)
-    width = weights.gather(1, index).double()
-    inside = 1 - (upto.gather(1, index) - target) / width
+    width = weights.gather(-1, index).double()
+    inside = 1 - (upto.gather(-1, index) - target) / width
     return index, inside.clamp(0, 1)
-
-
-def _ban(scaled: Tensor, draw: Draw) -> Tensor:
-    """[V] -> the same with banned tokens at −∞."""
-    if draw.banned:
-        scaled[list(draw.banned)] = -torch.inf
-    return scaled
-
-
-def _kept(scaled: Tensor, draw: Draw) -> Tensor:
-    """Weights [V] of what may be drawn: first top-k, then top-p of what top-k left."""
-    weights = torch.softmax(_ban(scaled, draw), 0)
-    return _truncate(weights, draw) if truncating(draw) else weights
-
-
-def _truncate(weights: Tensor, draw: Draw) -> Tensor:
-    """[V] -> [V]: the smallest set of likeliest tokens whose share reaches top_p, 0 elsewhere."""
-    vocab = weights.numel()
-    count = min(draw.top_k or CANDIDATES, vocab)
-    likeliest, ids = weights.topk(count)
-    if draw.top_k is None and likeliest.sum() < draw.top_p * weights.sum() and count < vocab:
-        likeliest, ids = weights.sort(descending=True)
-    whole = likeliest.sum() if draw.top_k is not None else weights.sum()
-    before = likeliest.double().cumsum(0) - likeliest
-    keep = before < draw.top_p * whole.double()
-    keep[0] = True
-    return torch.zeros_like(weights).scatter_(0, ids[keep], likeliest[keep])

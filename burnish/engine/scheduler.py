@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from burnish.engine.pages import Pages
-from burnish.engine.sequence import Group, Prefix, Sequence
+from burnish.engine.sequence import Prefix, RequestGroup, Sequence
 
 
 @dataclass
@@ -31,10 +31,9 @@ class Scheduler:
         self.max_running, self.step_tokens, self.keep = max_running, step_tokens, keep
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.version = 0
         self.preemptions = 0
 
-    def add(self, group: Group) -> None:
+    def add(self, group: RequestGroup) -> None:
         self.waiting.extend(group.sequences)
 
     def plan(self) -> Plan:
@@ -65,8 +64,7 @@ class Scheduler:
         if sum(max(0, end - len(s.pages)) for s, end in ends.items()) > self.pages.free:
             return False
         for sequence, end in ends.items():
-            while len(sequence.pages) < end:
-                sequence.pages.append(self.pages.allocate(self.version))
+            self._grow(sequence, end)
         return True
 
     def advance(self, plan: Plan) -> list[Sequence]:
@@ -87,15 +85,17 @@ class Scheduler:
         self._evict(sequence)
         self._close(sequence.group)
 
-    def update(self, version: int) -> None:
+    def update(self) -> None:
         """The weights have changed."""
-        self.version = version
         self.pages.forget_names()
-        if not self.keep:
-            while self.running:
-                self._requeue(self.running.pop())
-            for group in {sequence.group: None for sequence in self.waiting}:
-                self._drop_hold(group)
+        if self.keep:
+            for sequence in self.running:
+                sequence.group.names = []
+            return
+        while self.running:
+            self._requeue(self.running.pop())
+        for sequence in self.waiting:
+            self._drop_hold(sequence.group)
 
     def _admit(self, plan: Plan, budget: int) -> None:
         slots = self.max_running - len(self.running)
@@ -151,13 +151,11 @@ class Scheduler:
             return
         first, end = (n // self.pages.size for n in (sequence.computed, sequence.computed + count))
         names = sequence.group.page_names(self.pages.size)[first:end]
-        if names and all(self.pages.version(page) == self.version for page in sequence.pages[:end]):
-            for page, name in zip(sequence.pages[first:end], names, strict=False):
-                self.pages.name(page, name)
+        for page, name in zip(sequence.pages[first:], names, strict=False):
+            self.pages.name(page, name)
 
     def _join(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start from the group's prompt; its last token runs again, to predict the first sample."""
-        assert self.keep or prefix.version == self.version, "pages of older weights are not shared"
         self.pages.share(prefix.pages)
         sequence.pages = list(prefix.pages)
         sequence.prefix = prefix
@@ -171,9 +169,8 @@ class Scheduler:
         group.filler = None
         if any(mate.waits for mate in group.sequences):
             pages = tuple(sequence.pages[: self.pages.needed(group.prompt_length)])
-            version = min(self.pages.version(page) for page in pages)
             whole = (group.prompt_length - 1) // self.pages.size
-            group.prefix = sequence.prefix = Prefix(pages, whole, version)
+            group.prefix = sequence.prefix = Prefix(pages, whole)
             self.pages.share(pages)
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
@@ -181,21 +178,24 @@ class Scheduler:
         pages = self.pages
         end = pages.needed(sequence.computed + count)
         first = sequence.computed // pages.size
-        if len(sequence.pages) >= end and pages.holders(sequence.pages[first]) == 1:
+        if len(sequence.pages) >= end and pages.holders[sequence.pages[first]] == 1:
             return True  # as in most steps
         while True:
-            shared = first < len(sequence.pages) and pages.holders(sequence.pages[first]) > 1
+            shared = first < len(sequence.pages) and pages.holders[sequence.pages[first]] > 1
             if pages.free >= end - len(sequence.pages) + shared:
                 break
             if not self._reclaim(sequence, plan):
                 return False
         if shared:
-            old = sequence.pages[first]
-            sequence.pages[first] = pages.writable(old)
-            plan.copies[sequence] = (old, sequence.pages[first])
-        while len(sequence.pages) < end:
-            sequence.pages.append(pages.allocate(self.version))
+            old, own = sequence.pages[first], pages.allocate()
+            pages.release([old])
+            sequence.pages[first] = own
+            plan.copies[sequence] = (old, own)
+        self._grow(sequence, end)
         return True
+
+    def _grow(self, sequence: Sequence, end: int) -> None:
+        sequence.pages += [self.pages.allocate() for _ in range(end - len(sequence.pages))]
 
     def _reclaim(self, sequence: Sequence, plan: Plan) -> bool:
         """Free something for the sequence; False when it was the sequence itself that gave way."""
@@ -225,12 +225,12 @@ class Scheduler:
         if sequence.group.filler is sequence:
             sequence.group.filler = None
 
-    def _close(self, group: Group) -> None:
+    def _close(self, group: RequestGroup) -> None:
         """Let go of the prompt once no sample waits to join."""
         if group.prefix is not None and not any(s.waits for s in group.sequences):
             self._drop_hold(group)
 
-    def _drop_hold(self, group: Group) -> None:
+    def _drop_hold(self, group: RequestGroup) -> None:
         if group.prefix is not None:
             self.pages.release(group.prefix.pages)
             group.prefix = None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from burnish.engine.protocol import Request
 from burnish.engine.reader import Reader
+
+if TYPE_CHECKING:
+    from burnish.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,22 +22,25 @@ class Prefix:
     """They hold the whole prompt; the last one may be partly filled."""
     whole: int
     """How many of the pages no sample ever writes to: decoding reads those once for all samples."""
-    version: int
 
 
-@dataclass(eq=False)
-class Group:
-    request: Request
-    sequences: list[Sequence] = field(init=False)
-    """The samples that are not complete."""
-    prefix: Prefix | None = None
-    """Held by the group itself while samples wait to join; one that joined has its own hold."""
-    filler: Sequence | None = None
-    """The sample that is computing the prompt for all; the others wait for it."""
-    _names: list[bytes] | None = None
-
-    def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, index) for index in range(self.request.n)]
+class RequestGroup:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None = None, context: int = sys.maxsize
+    ) -> None:
+        """context: tokens that prompt and response may have together."""
+        self.request = request
+        self.sequences = [
+            Sequence(self, Reader(request, index, tokenizer, context), index)
+            for index in range(request.n)
+        ]
+        """The samples that are not complete."""
+        self.prefix: Prefix | None = None
+        """Held by the group itself while samples wait to join; one that joined has its own hold."""
+        self.filler: Sequence | None = None
+        """The sample that is computing the prompt for all; the others wait for it."""
+        self.names: list[bytes] | None = None
+        """Of its pages; None until `page_names` is called, empty if older weights filled some."""
 
     @property
     def prompt_length(self) -> int:
@@ -41,20 +49,21 @@ class Group:
     def page_names(self, size: int) -> list[bytes]:
         """For each page before the prompt's last token, which always runs: what it holds and what
         lies before it."""
-        if self._names is None:
-            self._names, name = [], b""
+        if self.names is None:
+            self.names, name = [], b""
             tokens = self.request.prompt.astype("int64")  # bytes of another width would mix up
             for start in range(0, (self.prompt_length - 1) // size * size, size):
                 page = tokens[start : start + size].tobytes()
-                self._names.append(name := blake2b(name + page, digest_size=16).digest())
-        return self._names
+                self.names.append(name := blake2b(name + page, digest_size=16).digest())
+        return self.names
 
 
 class Sequence:
     """One sample: prompt and response, what of it is in the cache, and what was recorded."""
 
-    def __init__(self, group: Group, index: int) -> None:
-        self.group, self.index = group, index
+    def __init__(self, group: RequestGroup, reader: Reader, index: int) -> None:
+        """reader: turns the response into text and watches for its end."""
+        self.group, self.reader, self.index = group, reader, index
         self.tokens: list[int] = [int(token) for token in group.request.prompt]
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -65,8 +74,6 @@ class Sequence:
         self.pages: list[int] = []
         self.prefix: Prefix | None = None
         """The shared prompt that this sequence's first pages are."""
-        self.reader: Reader | None = None
-        """Turns the response into text and watches for its end."""
 
     @property
     def pending(self) -> int:

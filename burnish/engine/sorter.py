@@ -6,17 +6,16 @@ import numpy as np
 import torch
 
 from burnish.draws import uniforms
-from burnish.engine.protocol import Capabilities, Event, Request
+from burnish.engine.protocol import Capabilities, Event, Request, completed
+from burnish.engine.sampler import search
 from burnish.engine.weights import check as check_weights
 from burnish.errors import EngineError
 from burnish.model.sorter import Sorter
-from burnish.types import Completion, Finish, FloatArray, IntArray, Weights
+from burnish.types import Completion, Finish, IntArray, Weights
 
 
 class SorterEngine:
-    capabilities = Capabilities(
-        model_logprobs=True, token_versions=True, counter_draws=True, updates_in_flight=True
-    )
+    capabilities = Capabilities(model_logprobs=True, token_versions=True, counter_draws=True)
 
     def __init__(self, model: Sorter) -> None:
         self.model = model
@@ -52,9 +51,8 @@ class SorterEngine:
         if not gone:
             raise EngineError(f"request {request_id!r} is not in flight; it can't be aborted")
         self._waiting = [request for request in self._waiting if request not in gone]
-        nothing = np.empty(0, np.int32), np.empty(0, np.float32)
         self._aborted += [
-            self._completion(request, i, *nothing, Finish.ABORT)
+            completed(request, i, ([], [], []), Finish.ABORT, None, "")
             for request in gone
             for i in range(request.n)
         ]
@@ -73,32 +71,19 @@ class SorterEngine:
         else:
             groups = np.array([request.group for request in requests])[:, None, None]
             place = groups, np.arange(samples)[:, None], np.arange(self.model.length)
-            draws = uniforms(params.seed, requests[0].stream, *place)
-            chosen = invert(logprobs, torch.from_numpy(draws))
-        picked = logprobs.gather(-1, chosen[..., None]).squeeze(-1).numpy().astype(np.float32)
-        ids = chosen.numpy().astype(np.int32)
+            draws = torch.from_numpy(uniforms(params.seed, requests[0].stream, *place))
+            chosen = search(logprobs.double().exp(), draws[..., None])[0].squeeze(-1)
+        picked = logprobs.gather(-1, chosen[..., None]).squeeze(-1).numpy()
+        ids = chosen.numpy()
         self.sampled += ids.size
-        return [  # a response has as many numbers as its prompt, and is whole
-            self._completion(request, i, ids[row, i], picked[row, i], Finish.STOP)
-            for row, request in enumerate(requests)
-            for i in range(samples)
-        ]
-
-    def _completion(
-        self, request: Request, sample: int, ids: IntArray, logprobs: FloatArray, finish: Finish
-    ) -> Completion:
-        return Completion(
-            request_id=request.request_id,
-            sample_index=sample,
-            token_ids=ids,
-            logprobs=logprobs,
-            versions=np.full(len(ids), self.version, dtype=np.int32),
-            sampled=np.ones(len(ids), dtype=np.bool_),
-            params=request.params,
-            finish=finish,
-            stop=None,
-            text="".join(spell(ids)),
-        )
+        versions = np.full(self.model.length, self.version)
+        found = []
+        for row, request in enumerate(requests):
+            for i, own in enumerate(ids[row]):  # as many numbers as the prompt has
+                recorded = own, picked[row, i], versions
+                text = "".join(spell(own))
+                found.append(completed(request, i, recorded, Finish.STOP, None, text))
+        return found
 
 
 def _kind(request: Request) -> object:
@@ -108,14 +93,3 @@ def _kind(request: Request) -> object:
 def spell(ids: IntArray) -> list[str]:
     """The numbers as texts that, put together, read as a prompt does: "0 2 4"."""
     return [f" {number}" if place else str(number) for place, number in enumerate(ids)]
-
-
-def invert(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The token at which the cumulative distribution passes the draw: [..., V], [...] → [...].
-
-    In float64; a token of probability 0 never is that token.
-    """
-    cumulative = logprobs.double().exp().cumsum(-1)
-    below = draws * cumulative[..., -1]
-    last = (logprobs.isfinite() * torch.arange(logprobs.shape[-1])).amax(-1)
-    return torch.minimum((cumulative <= below[..., None]).sum(-1), last)

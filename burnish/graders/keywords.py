@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -16,9 +16,8 @@ Match = Literal["word", "substring"]
 QUOTES = "\"'`“”„‟‘’‚‛«»"
 MOST_USES = 2
 """How often a response may use one word."""
-_ONLY_PUNCTUATION = re.compile(r"(?:[\W_]+(?:and[\W_]+)*)?")
-Hit = tuple[int, int, str]
-"""Where a keyword begins and ends in a text, and the keyword."""
+_PUNCTUATION = r"(?:[\W_]+(?:and[\W_]+)*)?"
+"""Nothing, or punctuation with "and" here and there."""
 
 
 def inclusion(response: str, keywords: Sequence[str], match: Match = "word") -> dict[str, float]:
@@ -42,40 +41,32 @@ def use(response: str, keywords: Sequence[str], match: Match = "word") -> dict[s
     red apple" uses both of its words, "red, apple" uses neither.
     """
     parts = inclusion(response, keywords, match)
-    text, outside, uses = plain(response), set(), Counter[str]()
-    for run in _runs(text, keywords, match):
-        words = [word for *_, word in run]
-        uses.update(words)
-        if not _is_list(text, run):
-            outside.update(words)
-    used = len(outside) / len(set(keywords))
+    words = {plain(word) for word in keywords}
+    outside: set[str] = set()
+    uses: Counter[str] = Counter()
+    for run, used_words in _runs(plain(response), words, match):
+        uses.update(used_words)
+        if not _is_list(run, used_words):
+            outside.update(used_words)
+    used = len(outside) / len(words)
     earned = used == 1 and max(uses.values()) <= MOST_USES
     return parts | {"reward": float(earned), "used": used}
 
 
-def _runs(text: str, keywords: Sequence[str], match: Match) -> list[list[Hit]]:
-    """Keywords that follow each other with nothing but punctuation and "and" between them."""
-    found = sorted(
-        (hit.start(), hit.end(), word)
-        for word in set(keywords)
-        for hit in _pattern(word, match).finditer(text)
-    )
-    runs: list[list[Hit]] = []
-    for hit in found:
-        if runs and _ONLY_PUNCTUATION.fullmatch(text[runs[-1][-1][1] : hit[0]]):
-            runs[-1].append(hit)
-        else:
-            runs.append([hit])
-    return runs
+def _runs(text: str, words: set[str], match: Match) -> Iterator[tuple[re.Match[str], list[str]]]:
+    """Words that follow each other with nothing but punctuation and "and" between them."""
+    word = "|".join(_pattern(word, match).pattern for word in sorted(words, key=len, reverse=True))
+    for run in re.finditer(rf"(?:{word})(?:{_PUNCTUATION}(?:{word}))*", text):
+        yield run, re.findall(word, run[0])
 
 
-def _is_list(text: str, run: Sequence[Hit]) -> bool:
-    if len(run) != 2:
-        return len(run) > 2
-    (start, first_end, _), (second_start, end, _) = run
-    around = text[:start][-1:], text[end:][:1]
+def _is_list(run: re.Match[str], words: Sequence[str]) -> bool:
+    if len(words) != 2:
+        return len(words) > 2
+    around = run.string[: run.start()][-1:], run.string[run.end() :][:1]
+    between = run[0][len(words[0]) : -len(words[1])]
     quoted = all(side and side in QUOTES for side in around)
-    return quoted or any(mark in f",:{QUOTES}" for mark in text[first_end:second_start])
+    return quoted or any(mark in f",:{QUOTES}" for mark in between)
 
 
 def lists(response: str, keywords: Sequence[str]) -> bool:

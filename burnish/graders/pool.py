@@ -4,7 +4,7 @@
 never calls the reward and keeps the deadlines:
 
     waits for                 at most          then
-    a worker that starts      start_seconds    GraderError, names the worker
+    a worker that starts      start_seconds    GraderError
     an answer                 cpu_seconds      the kernel kills the worker
     an answer                 wall_seconds     the supervisor kills the worker
 
@@ -121,17 +121,16 @@ def as_grade(outcome: Outcome) -> Grade:
 def _start(source: Source) -> _Supervisor:
     ours, theirs = Pipe()
     is_ours = source.spec in BUILT_IN or source.module.startswith("burnish.")
-    roots = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
-    python_path = os.pathsep.join(roots)
-    code = f"from burnish.graders.worker import main; main({theirs.fileno()})"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from burnish.graders import worker"
+    arguments = [f"{code}; worker.main({theirs.fileno()})", str(Path(__file__).parents[2])]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-u", "-c", code],
+        [sys.executable, "-P", "-u", "-c", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=2,
         # What a user's reward prints is theirs to see; a library's warnings may quote a model.
         stderr=subprocess.DEVNULL if is_ours else None,
         pass_fds=[theirs.fileno()],
-        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": python_path, INSIDE: "1"},
+        env={"OMP_NUM_THREADS": "1", **os.environ, INSIDE: "1"},
         start_new_session=True,
     )
     theirs.close()

@@ -81,27 +81,24 @@ class Supervisor:
         if not self.process.is_alive():
             self._start()
         self.connection.send((response, row))
-        outcome: Outcome | None = self._answer(self.limits.wall_seconds)
-        return self._failure() if outcome is None else outcome
+        outcome: Outcome = self._hear(self.limits.wall_seconds, "task.wall_seconds")
+        return outcome
 
     def _start(self) -> None:
         self.connection, theirs = Pipe()
         self.process = multiprocessing.get_context("fork").Process(target=self._work, args=[theirs])
         self.process.start()
         theirs.close()
-        said = self._answer(self.limits.start_seconds)
+        said = self._hear(self.limits.start_seconds, "to load it")
         if isinstance(said, DataError):
             raise said
-        if said is None:
-            late, ended = self._end()
-            how = f"within {self.limits.start_seconds:g} s" if late else f"and {ended}"
-            name = f"a grader worker (pid {self.process.pid})"
-            raise GraderError(f"{name} did not load {self.source.spec} {how}")
+        if isinstance(said, Outcome):
+            raise GraderError(f"the graders of {self.source.spec} do not start: {said.message}")
 
-    def _answer(self, seconds: float) -> Any:
-        """What the worker says within so many seconds; None if it says nothing, or dies."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+    def _hear(self, seconds: float, limit: str) -> Any:
+        """What the worker says within so many seconds; if it says nothing, that is a failure."""
+        deadline, alive = time.monotonic() + seconds, True
+        while alive and time.monotonic() < deadline:
             alive = self.process.is_alive()
             heard = wait([self.pool, self.connection], SLICE if alive else 0)
             if self.pool in heard:  # it has hung up: it says nothing before it has its answer
@@ -110,33 +107,22 @@ class Supervisor:
                 with contextlib.suppress(EOFError, OSError):
                     return self.connection.recv()
                 self.process.join(1)
-            if not alive:
-                break
-        return None
-
-    def _end(self) -> tuple[bool, str]:
-        """Ends a worker that says nothing: whether it was late, and how it ended if it was not."""
-        late = self.process.is_alive()
+        late = f"{seconds:g} s ({limit})" if self.process.is_alive() else None
         self.process.kill()
         self.process.join()
-        code = self.process.exitcode or 0
-        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-        return late, killed or f"exited with {code}"
+        return self._failure(self.process.exitcode or 0, late)
 
-    def _failure(self) -> Outcome:
-        """The outcome of an item after which the worker says nothing; this ends the worker."""
-        late, ended = self._end()
-        limits = self.limits
+    def _failure(self, code: int, late: str | None) -> Outcome:
+        """The outcome of an item on which its worker ended. late: a time that was exceeded."""
         bounds = {
-            -signal.SIGPROF: f"{limits.cpu_seconds:g} s of CPU time (task.cpu_seconds)",
-            OUT_OF_MEMORY: f"{limits.memory_bytes / 2**20:g} MB of memory (task.memory_mb)",
+            -signal.SIGPROF: f"{self.limits.cpu_seconds:g} s of CPU time (task.cpu_seconds)",
+            OUT_OF_MEMORY: f"{self.limits.memory_bytes / 2**20:g} MB of memory (task.memory_mb)",
         }
-        bound = bounds.get(self.process.exitcode or 0)
-        if late:
-            bound = f"{limits.wall_seconds:g} s (task.wall_seconds)"
-        message = f"took more than {bound}" if bound else f"the worker {ended}"
+        bound = late or bounds.get(code)
         if bound and self.source.compares_answers:
-            return Outcome("timeout", 0.0, {}, message)
+            return Outcome("timeout", 0.0, {}, f"took more than {bound}")
+        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        message = f"took more than {bound}" if bound else f"the worker {ended}"
         return Outcome("error", math.nan, {}, message)
 
     def _work(self, connection: Connection) -> None:

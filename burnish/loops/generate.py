@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from burnish.draws import Stream
-from burnish.engine.protocol import Engine, Event, Request, TokenEvent
+from burnish.engine.protocol import Engine, Event, Request, TextEvent
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.progress import Report, unheard
@@ -76,7 +76,7 @@ def generate(
     ]
 
     def see(event: Event) -> None:
-        if isinstance(event, TokenEvent) and (event.request_id, event.sample_index) == ("0", 0):
+        if isinstance(event, TextEvent) and (event.request_id, event.sample_index) == ("0", 0):
             write(event.text)
 
     done = complete(engine, requests, see=see, report=report)

@@ -25,7 +25,6 @@ from burnish.progress import Progress, Show, showing_compiles, silent
 from burnish.runs import checkpoints, responses, status
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Metrics
-from burnish.runs.plots import draw_run
 from burnish.runs.report import write_report
 from burnish.runs.summary import summarise
 from burnish.runs.timers import Timers
@@ -101,8 +100,6 @@ def _run(directory: RunDirectory, parts: Parts, tell: _Teller, stop: Callable[[]
     if tell.done == parts.recipe.train.steps:
         summary = summarise(directory.path)
         directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
-    if tell.done and not parts.recipe.is_supervised:
-        draw_run(directory.path)
     write_report(directory.path)
 
 

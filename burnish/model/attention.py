@@ -44,8 +44,14 @@ class PackedAttention:
     however many responses follow, and nothing is padded beyond the lengths within a block.
     """
 
-    def __init__(self, segment_offsets: Tensor, segment_is_prompt: Tensor) -> None:
-        """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`."""
+    def __init__(
+        self, segment_offsets: Tensor, segment_is_prompt: Tensor, *, widens: bool = True
+    ) -> None:
+        """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`.
+
+        widens: on a CPU, 16-bit numbers are attended to in float32.
+        """
+        self._widens = widens
         offsets: list[int] = segment_offsets.tolist()
         device = segment_offsets.device
         nothing = slice(0, 0)
@@ -71,7 +77,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype = q.dtype
-        if q.device.type == "cpu" and dtype.itemsize < 4:
+        if self._widens and q.device.type == "cpu" and dtype.itemsize < 4:
             # A CPU's attention over 16-bit numbers takes three times as long in the backward pass.
             q, k, v = q.float(), k.float(), v.float()
         queries = torch.split(q.index_select(0, self._queries), self._sizes)
@@ -122,10 +128,12 @@ def packed(
     return kind(segment_offsets, segment_is_prompt)
 
 
-def causal(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedAttention:
+def causal(
+    lengths: Sequence[int], device: torch.device | str = "cpu", *, widens: bool = True
+) -> PackedAttention:
     """Plain sequences one after another, each seeing its own past."""
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
-    return PackedAttention(offsets, torch.ones(len(lengths), dtype=torch.bool))
+    return PackedAttention(offsets, torch.ones(len(lengths), dtype=torch.bool), widens=widens)
 
 
 class _Segment(NamedTuple):

@@ -2,159 +2,101 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from functools import partial
+import json
+from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from burnish.runs import responses
+from burnish.runs.metrics import iterate_rows
 from burnish.runs.pages import encode
-from burnish.runs.responses import ResponseRow
+from burnish.runs.responses import ResponseRow, first_and_last
 
 CHARACTERS, TOKENS = 20_000, 2_000
 """Bounds on one response. Prompts are never cut: a prompt that has no room is left out."""
 PAIRS = 200
 FILES = ("rollouts.jsonl", "evaluations.jsonl")
-"""Where responses lie; a row's source is its file's place in this."""
+"""Where responses lie; a response's source is its file's place in this."""
+ELSEWHERE = ("prompt", "prompt_id", "asked", "response")
+"""Keys of a row that a page has elsewhere: a response is its tokens, unless they read otherwise."""
+AROUND = 40
+"""Bytes of a response's commas, its place in the list of prompts and in that of pairs."""
+GOLDEN = 0.6180339887
+"""Multiples of this number, modulo 1, are spread evenly from the first on."""
+
+Entry = dict[str, Any]
+"""A response: number, source, step, prompt_id, sample, asked, and its JSON for the page."""
 
 
-class Entry(NamedTuple):
-    """A response on disk: where it lies and what it costs."""
+def excerpt(run: Path, budget: int, reach: int) -> dict[str, Any]:
+    """As many responses as fit into ``budget`` bytes: pairs before and after first, then the newest
+    step, then all steps evenly.
 
-    source: int
-    place: int
-    step: int
-    prompt_id: str
-    sample: int
-    prompt: str
-    size: int
-
-
-def excerpt(run: Path, budget: int, reach: int | None = None) -> dict[str, Any]:
-    """As many responses as fit: pairs before and after first, then all steps evenly.
-
-    reach: how many bytes are read at each end of a file, None for all of it. With it the newest
-    responses follow the pairs, and the work is bounded however long the files are.
+    reach: how many bytes are read at each end of a file.
     """
-    entries: list[Entry] = []
-    texts: dict[str, str] = {}
-    read: Callable[[], Iterator[tuple[int, int, ResponseRow]]] = partial(_read, run)
-    if reach is not None:  # the second reading might find longer files and other ends
-        held = list(_read(run, reach))
-        read = partial(iter, held)
-    for source, place, row in read():
-        prompt = texts.setdefault(row["asked"], row["asked"])
-        size = len(encode(_compact(source, row, 0))) + 6
-        entries.append(
-            Entry(source, place, row["step"], row["prompt_id"], row["sample"], prompt, size)
-        )
-    pairs = pair_up(entries)
-    others = spread(entries) if reach is None else sorted(entries, key=lambda entry: -entry.step)
-    chosen: dict[Entry, None] = {}
+    entries = _read(run, reach)
+    pairs = _pairs(entries)
+    chosen: set[int] = set()
     prompts: dict[str, int] = {}
-    for entry in [*(entry for pair in pairs for entry in pair), *others]:
-        if entry in chosen:
-            continue
-        fresh = entry.prompt not in prompts
-        cost = entry.size + (len(encode(entry.prompt)) + 1 if fresh else 0) + 14  # and its pair
-        if cost > budget:
-            continue
-        budget -= cost
-        chosen[entry] = None
-        prompts.setdefault(entry.prompt, len(prompts))
-    wanted = {(entry.source, entry.place): entry for entry in chosen}
-    rows: list[dict[str, Any]] = []
-    at: dict[Entry, int] = {}
-    for source, place, row in read():
-        kept = wanted.get((source, place))
-        if kept is not None:
-            at[kept] = len(rows)
-            rows.append(_compact(source, row, prompts[kept.prompt]))
-    shown = [(at[a], at[b]) for a, b in pairs if a in at and b in at]
-    sizes = [(run / name).stat().st_size for name in FILES if (run / name).exists()]
+    for entry in [*(entry for pair in pairs for entry in pair), *_spread(entries)]:
+        asked = entry["asked"]
+        cost = len(entry["json"]) + AROUND + (len(encode(asked)) if asked not in prompts else 0)
+        if entry["number"] not in chosen and cost <= budget:
+            budget -= cost
+            chosen.add(entry["number"])
+            prompts.setdefault(asked, len(prompts))
+    kept = [entry for entry in entries if entry["number"] in chosen]
+    place = {entry["number"]: n for n, entry in enumerate(kept)}
+    places = [(place.get(a["number"]), place.get(b["number"])) for a, b in pairs]
+    files = [run / name for name in FILES if (run / name).exists()]
     return {
         "total": len(entries),
-        "ends": reach is not None and any(size > 2 * reach for size in sizes),
+        "ends": any(file.stat().st_size > 2 * reach for file in files),
         "prompts": list(prompts),
-        "rows": rows,
-        "pairs": shown,
+        "rows": [json.loads(entry["json"]) | {"prompt": prompts[entry["asked"]]} for entry in kept],
+        "pairs": [pair for pair in places if None not in pair],
     }
 
 
-def pair_up(entries: list[Entry]) -> list[tuple[Entry, Entry]]:
-    """The same prompt and sample, first and last seen: in validation, else in training."""
-    for source in (1, 0):
-        seen: dict[tuple[str, int], list[Entry]] = defaultdict(list)
-        for entry in entries:
-            if entry.source == source:
-                seen[entry.prompt_id, entry.sample].append(entry)
-        pairs = [
-            (min(same, key=lambda e: e.step), max(same, key=lambda e: e.step))
-            for same in seen.values()
-        ]
-        pairs = [(a, b) for a, b in pairs if a.step < b.step]
-        if pairs:
-            return sorted(pairs, key=lambda pair: pair[0].sample)[:PAIRS]
-    return []
-
-
-def spread(entries: list[Entry]) -> list[Entry]:
-    """An order whose every beginning covers the run's steps evenly."""
-    number = {step: n for n, step in enumerate(sorted({entry.step for entry in entries}))}
-    ranks: Counter[tuple[int, int]] = Counter()
-    keyed = []
-    for entry in entries:
-        rank = ranks[entry.source, entry.step]
-        ranks[entry.source, entry.step] += 1
-        keyed.append((rank, f"{number[entry.step]:040b}"[::-1], entry))
-    return [entry for *_, entry in sorted(keyed, key=lambda key: key[:2])]
-
-
-def _read(run: Path, reach: int | None = None) -> Iterator[tuple[int, int, ResponseRow]]:
+def _read(run: Path, reach: int) -> list[Entry]:
+    entries: list[Entry] = []
     for source, name in enumerate(FILES):
-        for place, row in enumerate(responses.read(run / name, reach)):
-            yield source, place, row
+        for row in iterate_rows(run / name, reach):
+            entry = {key: row[key] for key in ("step", "prompt_id", "sample", "asked")}
+            entry |= {"number": len(entries), "source": source}
+            entries.append(entry | {"json": str(encode(_compact(source, row)))})
+    return entries
 
 
-def _compact(source: int, row: ResponseRow, prompt: int) -> dict[str, Any]:
-    """A row for the page: short keys, long responses cut."""
-    tokens, room = [], CHARACTERS
-    for token in row["tokens"][:TOKENS]:
-        tokens.append(token[:room])
-        room -= len(token)
-        if room <= 0:
-            break
-    n = len(tokens)
-    compact = {
-        "v": source,
-        "s": row["step"],
-        "g": row["group"],
-        "i": row["sample"],
-        "p": prompt,
-        "t": tokens,
-        "l": [_number(value) for value in row["logprobs"][:n]],
-        "m": [_number(value) for value in row["learner_logprobs"] or ()][:n],
-        "r": _number(row["reward"]),
-        "a": _number(row["advantage"]),
-        "x": {name[:40]: _number(value) for name, value in list(row["parts"].items())[:12]},
-        "f": row["finish"],
-        "w": row["version"],
-    }
-    if row["status"] != "scored":
-        compact["e"] = row["status"]
-    whole = "".join(row["tokens"])
+def _pairs(entries: list[Entry]) -> list[tuple[Entry, Entry]]:
+    """The same prompt, first and last seen: in validation, else in training."""
+    found: list[tuple[Entry, Entry]] = []
+    for source in (1, 0):
+        found = found or first_and_last(e for e in entries if e["source"] == source)
+    return sorted(found, key=lambda pair: pair[0]["sample"])[:PAIRS]
+
+
+def _spread(entries: list[Entry]) -> list[Entry]:
+    """The newest step, then an order whose every beginning covers the run's steps evenly."""
+    steps = {step: n for n, step in enumerate(sorted({entry["step"] for entry in entries}))}
+    ranks: Counter[tuple[int, int]] = Counter()
+
+    def key(entry: Entry) -> tuple[bool, int, float]:
+        source, number = entry["source"], steps[entry["step"]]
+        ranks[source, number] += 1
+        return number < len(steps) - 1, ranks[source, number], number * GOLDEN % 1
+
+    return sorted(entries, key=key)
+
+
+def _compact(source: int, row: ResponseRow) -> ResponseRow:
+    """A row for the page: without the prompt, and cut if it is long."""
+    tokens, whole = row["tokens"], "".join(row["tokens"])
+    compact = {key: value for key, value in row.items() if key not in ELSEWHERE}
+    for key in ("tokens", "logprobs", "learner_logprobs"):
+        compact[key] = (row[key] or [])[:TOKENS]
+    compact["tokens"] = [token[:CHARACTERS] for token in compact["tokens"]]
     if whole != row["response"]:
-        compact["y"] = row["response"][:CHARACTERS]
-    if n < len(row["tokens"]) or len(whole) > CHARACTERS:
-        compact["c"] = [len(row["tokens"]), len(whole)]
-    return {key: value for key, value in compact.items() if value not in (None, [], {})}
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else rounded(value)
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.6g}")
+        compact["response"] = row["response"][:CHARACTERS]
+    if len(tokens) > TOKENS or len(whole) > CHARACTERS:
+        compact["whole"] = [len(tokens), len(whole)]
+    return compact | {"source": source}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from burnish.errors import RunError
 
 Metrics = dict[str, float]
+Series = dict[str, list[tuple[float, float]]]
+"""Metric -> (step, value), by step."""
 COUNTS = ("train/skipped",)
 """Metrics that add up over a step's gradient steps."""
 
@@ -43,6 +46,23 @@ def end_means(values: Sequence[float]) -> tuple[float, float]:
     return sum(values[:size]) / size, sum(values[-size:]) / size
 
 
+def smooth(values: Sequence[float]) -> list[float]:
+    """Means over up to five neighbouring steps, fewer near the ends and in a short run."""
+    most, last = min(2, len(values) // 16), len(values) - 1
+    reach = [min(most, i, last - i) for i in range(len(values))]
+    return [sum(values[i - n : i + n + 1]) / (2 * n + 1) for i, n in enumerate(reach)]
+
+
+def collect(rows: Iterable[Mapping[str, Any]]) -> Series:
+    """The finite numbers of the rows, by metric."""
+    series: Series = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                series.setdefault(name, []).append((row["step"], float(value)))
+    return series
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file; a last line that a crash cut short is left out."""
     if not path.is_file():
@@ -59,21 +79,13 @@ def iterate_rows(path: Path, reach: int | None = None) -> Iterator[dict[str, Any
         return
     with path.open("rb") as file:
         tail = 0 if reach is None else os.fstat(file.fileno()).st_size - reach
-        for number, line in enumerate(file, 1):
+        for line in file:
             if reach is not None and reach < file.tell() < tail:
                 file.seek(tail)
                 file.readline()  # most likely a part of one
                 continue
             try:
-                row = json.loads(line)
+                yield json.loads(line)
             except ValueError as error:
-                if not line.endswith(b"\n"):  # the last, cut short by a crash or not yet written
-                    return
-                raise RunError(f"{path}, {_place(number, reach)}, is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise RunError(f"{path}, {_place(number, reach)}, is not a JSON object")
-            yield row
-
-
-def _place(number: int, reach: int | None) -> str:
-    return f"line {number}" if reach is None else "a line"
+                if line.endswith(b"\n"):  # otherwise it is the last, and not yet written whole
+                    raise RunError(f"{path}: {line[:60]!r} is not JSON: {error}") from error

@@ -3,24 +3,15 @@ was wrong."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.errors import RunError
-from burnish.runs import pages, responses, statistics
-from burnish.runs.directory import replace_file
+from burnish.runs import pages, statistics
+from burnish.runs.directory import read_json, replace_file
+from burnish.runs.metrics import iterate_rows
 from burnish.runs.responses import ResponseRow
 from burnish.types import ENDINGS, Status
-
-Pair = tuple[ResponseRow, ResponseRow]
-EXAMPLES = 12
-"""Of each category, and of each way in which two evaluations differ."""
-CHARACTERS = 4000
-"""Of a response."""
-LONG = 600
-"""Characters past which a prompt is shown whole only when it is opened."""
 
 
 def is_right(row: ResponseRow) -> bool:
@@ -65,73 +56,44 @@ class Evaluation(NamedTuple):
 
 
 def read(directory: Path) -> Evaluation:
-    try:
-        settings, figures = (
-            json.loads((directory / name).read_text(encoding="utf-8"))
-            for name in ("settings.json", "figures.json")
-        )
-    except (OSError, ValueError) as error:
-        raise RunError(f"{directory} holds no finished evaluation: {error}") from error
-    rows = list(responses.read(directory / "results.jsonl"))
-    return Evaluation(directory.name, settings, figures, rows, directory)
+    settings, figures = (read_json(directory / f"{name}.json") for name in ("settings", "figures"))
+    rows = list(iterate_rows(directory / "results.jsonl"))
+    # Evaluations of several models, which are numbered, go by the models' names.
+    name = settings["model.name"] if directory.name.isdecimal() else directory.name
+    return Evaluation(name, settings, figures, rows, directory)
 
 
 def write_evaluation(directories: Sequence[Path], page: Path) -> Path:
     """Writes a page with the figures, categories and examples of each evaluation, and the prompts
     that they answered differently."""
-    given = _named_by_model([read(directory) for directory in directories])
+    given = [read(directory) for directory in directories]
     settings = {
         key: [str(e.settings.get(key, "–")) for e in given] for e in given for key in e.settings
     }
-    names = dict.fromkeys(name for e in given for name in e.figures)
-    found = {
+    categories = {
         name: [[row for row in e.rows if holds(row)] for e in given]
         for name, holds in CATEGORIES.items()
     }
-    examples = {name: [rows[:EXAMPLES] for rows in columns] for name, columns in found.items()}
     text = pages.render(
         "results",
         given=given,
-        figures={name: [_number(e.figures.get(name)) for e in given] for name in names},
-        counts={
-            name: [_share(len(r), len(e.rows)) for r, e in zip(columns, given, strict=True)]
-            for name, columns in found.items()
-        },
-        examples=examples,
+        figures=dict.fromkeys(name for e in given for name in e.figures),
+        categories=categories,
         differences=[pairs for other in given[1:] for pairs in _differences(given[0], other)],
         settings={k: v for k, v in settings.items() if len(given) == 1 or len(set(v)) > 1},
-        characters=CHARACTERS,
-        long=LONG,
     )
     replace_file(page, text)
     return page
 
 
-def _named_by_model(given: list[Evaluation]) -> list[Evaluation]:
-    """Evaluations of several models, which are numbered, get the models' names."""
-    models = [str(e.settings.get("model.name", "")) for e in given]
-    numbered = len(given) > 1 and all(e.name.isdecimal() for e in given)
-    if not numbered or len(set(models)) < len(given):
-        return given
-    return [e._replace(name=model) for e, model in zip(given, models, strict=True)]
-
-
-def _differences(one: Evaluation, other: Evaluation) -> list[tuple[str, list[Pair]]]:
+def _differences(one: Evaluation, other: Evaluation) -> list[tuple[str, list[Any]]]:
     """Pairs of responses to the same prompt's same sample of which one is right, with a title."""
     theirs = {(row["prompt_id"], row["sample"]): row for row in other.rows}
-    keyed = [(row, theirs.get((row["prompt_id"], row["sample"]))) for row in one.rows]
-    pairs = [(a, b) for a, b in keyed if b is not None and is_right(a) != is_right(b)]
+    pairs = [(row, theirs.get((row["prompt_id"], row["sample"]))) for row in one.rows]
     found = []
     for winner, first in ((one.name, True), (other.name, False)):
-        chosen = [pair for pair in pairs if is_right(pair[0]) == first]
-        title = f"only {winner} is right: {len(chosen):,} of {len(keyed):,}"
-        found.append((title, chosen[:EXAMPLES]))
+        chosen = [
+            (a, b) for a, b in pairs if b and is_right(a) is first and is_right(b) is not first
+        ]
+        found.append((f"only {winner} is right: {len(chosen):,} of {len(pairs):,}", chosen))
     return found
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:z.4f}"
-
-
-def _share(count: int, total: int) -> str:
-    return f"{count:,} ({count / max(1, total):.1%})"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from burnish import config
 from burnish.config import Overrides, Recipe, Table
 from burnish.errors import ConfigError, RunError
-from burnish.runs.directory import ENVIRONMENT
 
 FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "description")
 """Settings that a resumed run may change: they say how long and how often, and alter no result."""
@@ -34,15 +31,6 @@ def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
     if after.decay_steps == before.decay_steps or before.is_supervised:
         return after
     return config.load(file, [*changes, f"train.decay_steps={before.decay_steps}"])
-
-
-def environment_of(path: Path) -> dict[str, Any]:
-    """Machine, packages and hashes that a run recorded when it began."""
-    try:
-        found: dict[str, Any] = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path / ENVIRONMENT} can't be read: {error}") from error
-    return found
 
 
 def check_reward(path: Path, recipe: Recipe, read: Mapping[str, str], reward: object) -> None:

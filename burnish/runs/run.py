@@ -9,19 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from burnish import config
 from burnish.errors import BurnishError, RunError
-from burnish.runs import checkpoints, pages, responses, summary
+from burnish.runs import checkpoints, directory, summary
 from burnish.runs.checkpoints import Saved
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.report import write_report
-from burnish.runs.responses import ResponseRow
-from burnish.sections import nearest
 
 if TYPE_CHECKING:
     from burnish.loops.generate import Answer
     from burnish.runs.results import Evaluation
-
-TABLES = ("metrics", "timings", "rollouts", "evaluations")
-"""Files of rows, each an attribute of a run."""
 
 
 class Run:
@@ -32,8 +27,7 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if not (self.path / "recipe.toml").is_file():
-            raise RunError(f"{self.path} is not a run directory: it has no recipe.toml")
+        directory.read_recipe(self.path)
 
     @property
     def name(self) -> str:
@@ -49,8 +43,8 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """Where the run began and where it ended, or has come to so far."""
         if (self.path / "summary.json").is_file():
-            return summary.read(self.path)
-        if not self._steps():
+            return directory.read_json(self.path / "summary.json")
+        if not any("train/version" in row for row in self.metrics):
             raise RunError(f"{self.path} has no step yet, so there is nothing to sum up")
         return summary.summarise(self.path)
 
@@ -65,14 +59,14 @@ class Run:
         return self._rows("timings")
 
     @property
-    def rollouts(self) -> list[ResponseRow]:
+    def rollouts(self) -> list[dict[str, Any]]:
         """A row for each response that was kept, with its tokens, reward and advantage."""
-        return list(responses.read(self.path / "rollouts.jsonl"))
+        return self._rows("rollouts")
 
     @property
-    def evaluations(self) -> list[ResponseRow]:
+    def evaluations(self) -> list[dict[str, Any]]:
         """A row for each response to a held-out prompt that was kept."""
-        return list(responses.read(self.path / "evaluations.jsonl"))
+        return self._rows("evaluations")
 
     @property
     def checkpoints(self) -> list[Saved]:
@@ -91,16 +85,12 @@ class Run:
         return str(self.path)
 
     def frame(self, table: str = "metrics") -> Any:
-        """The rows of a table as a pandas DataFrame; pandas must be installed."""
-        if table not in TABLES:
-            near = nearest(table, TABLES)
-            names = f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
-            raise RunError(f"a run's tables are {names}, got {table!r}{near}")
+        """The rows of metrics, timings, rollouts or evaluations as a pandas DataFrame."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError:
             raise BurnishError(
-                f"a DataFrame needs pandas; install it with: pip install pandas (or use "
+                "a DataFrame needs pandas; install it with: pip install pandas (or use "
                 f"run.{table}, the same rows as a list of dicts)"
             ) from None
         return pandas.DataFrame(getattr(self, table))
@@ -132,8 +122,7 @@ class Run:
     def __fspath__(self) -> str:
         return str(self.path)
 
-    def __str__(self) -> str:
-        return str(self.path)
+    __str__ = __fspath__
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -145,24 +134,7 @@ class Run:
         return hash(self.path)
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}): {self._line()}"
-
-    def _repr_html_(self) -> str:
-        page = self.path / "report.html"
-        report = str(page) if page.is_file() else None
-        return pages.render("run", name=self.name, line=self._line(), report=report)
-
-    def _line(self) -> str:
-        steps = self._steps()
-        if not steps:
-            return "no step yet"
-        metric = "rollout/reward" if "rollout/responses" in steps[0] else "train/loss"
-        values = [row[metric] for row in steps if metric in row]
-        ends = f"{metric.partition('/')[2]} {values[0]:.3f} → {values[-1]:.3f}" if values else ""
-        return f"{len(steps)} step{'s' * (len(steps) > 1)}, {ends}"
-
-    def _steps(self) -> list[dict[str, Any]]:
-        return [row for row in self.metrics if "train/version" in row]
+        return f"Run({str(self.path)!r})"
 
     def _rows(self, table: str) -> list[dict[str, Any]]:
         return list(iterate_rows(self.path / f"{table}.jsonl"))

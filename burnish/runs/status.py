@@ -7,15 +7,16 @@ cut it back: it holds clocks, and nothing that a run goes on from.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from burnish.progress import Progress
+from burnish.runs import checkpoints
 from burnish.runs.directory import replace_file
-from burnish.wording import duration
+from burnish.wording import counted, duration
 
 FILE = "status.json"
 State = Literal["running", "finished", "stopped", "failed"]
@@ -24,57 +25,34 @@ SILENCE = 60.0
 
 
 class Status(BaseModel):
-    """What a run said last; a field is None if the run did not say it."""
+    """The last words of a run."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     state: State
     updated: float
     """When the run wrote this, in seconds since 1970, as is ``started``."""
-    started: float | None = None
-    pid: int | None = None
-    phase: str = ""
-    doing: str = ""
-    done: float | None = None
-    total: float | None = None
-    unit: str = ""
-    step: int | None = None
-    steps: int | None = None
-    tokens_per_second: float | None = None
-    seconds_left: float | None = None
-
-    def silence(self, now: float) -> str | None:
-        """How long a running run has written nothing; None if it did lately, or is not running."""
-        quiet = now - self.updated
-        return duration(quiet) if self.state == "running" and quiet > SILENCE else None
-
-    @property
-    def share(self) -> float | None:
-        """How much of the phase is done, from 0 to 1; None if that is not known."""
-        if self.done is None or not self.total or self.total < 0:
-            return None
-        return min(1.0, max(0.0, self.done / self.total))
+    started: float
+    pid: int
+    progress: Progress
 
     def sentence(self) -> str:
-        """What the run is doing, in words; empty if it did not say."""
-        words = [": ".join(filter(None, (self.phase, self.doing)))]
-        if self.done is not None:
-            of = "" if self.total is None else f" of {self.total:,.0f}"
-            words.append(f"{self.done:z,.0f}{of} {self.unit}".strip())
-        if self.tokens_per_second is not None:
-            words.append(f"{self.tokens_per_second:z,.0f} tokens per second")
+        """The phase and how far it is, in words."""
+        now = self.progress
+        words = [": ".join(filter(None, (now.phase, now.doing)))]
+        if now.total:
+            words.append(f"{now.done:,} of {now.total:,} {now.unit}".strip())
+        if now.tokens_per_second is not None:
+            words.append(f"{now.tokens_per_second:,.0f} tokens per second")
+        if now.seconds_left is not None:
+            words.append(f"about {duration(now.seconds_left)} left")
         return ", ".join(filter(None, words))
-
-    def left(self) -> str:
-        """The time that the whole run still takes, in words; empty if it is not known."""
-        known = self.seconds_left is not None and self.seconds_left >= 0
-        return f"about {duration(self.seconds_left or 0)} left" if known else ""
 
 
 def write(run: Path, state: State, progress: Progress, *, started: float, updated: float) -> None:
     """Writes a run's status; ``started`` and ``updated`` are seconds since 1970."""
-    said = {key: value for key, value in asdict(progress).items() if key in Status.model_fields}
-    told = Status(state=state, started=started, updated=updated, pid=os.getpid(), **said)
+    brief = replace(progress, metrics={}, timings={})
+    told = Status(state=state, started=started, updated=updated, pid=os.getpid(), progress=brief)
     replace_file(run / FILE, told.model_dump_json() + "\n")
 
 
@@ -92,3 +70,28 @@ def read(run: Path) -> Status | None:
         return Status.model_validate_json((run / FILE).read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def standing(run: Path, done: int, total: int | None, *, now: float) -> dict[str, Any]:
+    """How a run stands, for a page: the kind of its state, that state and the steps in words, and,
+    while it runs, what it is doing and which share of that is done.
+
+    ``now`` is in seconds since 1970. ``total`` is None if only the status says how many steps the
+    run has.
+    """
+    told = read(run)
+    doing, share, note = "", None, ""
+    if (run / "summary.json").exists():
+        kind = state = "finished"
+    elif told is None or told.state != "running":
+        kind, state = "stopped", "failed" if told and told.state == "failed" else "stopped early"
+    elif now - told.updated > SILENCE:
+        kind, state = "silent", f"no sign of life for {duration(now - told.updated)}"
+    else:
+        kind, state, doing = "running", "running", told.sentence()
+        share = told.progress.done / told.progress.total if told.progress.total else None
+    total = told.progress.steps if told and total is None else total
+    steps = f"{done:,} of {counted(total, 'step')}" if total else counted(done, "step")
+    if kind in ("stopped", "silent") and (last := checkpoints.latest(run)):
+        note = f"; resumes from {last.name}"
+    return {"kind": kind, "text": f"{state}, {steps}{note}", "doing": doing, "share": share}

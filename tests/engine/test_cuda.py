@@ -21,12 +21,12 @@ from burnish.engine import engine as engines
 from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.plain import Plain, PlainAttention, causal_attention
 from burnish.engine.protocol import Request
-from burnish.engine.sequence import Group, Sequence
+from burnish.engine.sequence import RequestGroup, Sequence
 from burnish.types import Completion, Finish, SamplingParams
 
 
 def sample(tokens: list[int], computed: int, pages: list[int]) -> Sequence:
-    group = Group(Request("r", np.array(tokens, np.int32), 1, SamplingParams()))
+    group = RequestGroup(Request("r", np.array(tokens, np.int32), 1, SamplingParams()))
     found = group.sequences[0]
     found.computed, found.pages = computed, pages
     return found
@@ -50,14 +50,14 @@ def test_rows_are_rounded_up(rows: int, want: int) -> None:
     assert cuda.padded(rows) == want
 
 
-class Counted(cuda.Decoding):
+class Counted(cuda.Cuda):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.steps: list[int] = []
 
-    def several(self, samples: Any, points: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def sample_ahead(self, samples: Any, points: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         self.steps.append(points.shape[1])
-        return super().several(samples, points, *rest)
+        return super().sample_ahead(samples, points, *rest)
 
 
 class Replayed(Counted):
@@ -91,7 +91,6 @@ class Replayed(Counted):
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "Decoding", Replayed if tiny.DEVICE == "cpu" else Counted)
     if tiny.DEVICE == "cpu":
         monkeypatch.setattr(cuda, "PagedAttention", PlainAttention)
 
@@ -99,9 +98,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 def ahead(**settings: Any) -> tuple[NativeEngine, list[int]]:
     """An engine, and how many tokens each call took at once."""
     engine = tiny.engine(**settings)
-    backend = cuda.Cuda(engine._model, engine._cache, engine.settings.max_running)
-    engine._backend = backend
-    return engine, backend._decoding.steps  # type: ignore[attr-defined]
+    kind = Replayed if tiny.DEVICE == "cpu" else Counted
+    engine._backend = backend = kind(engine._model, engine._cache, engine.settings.max_running)
+    return engine, backend.steps
 
 
 def one_by_one(**settings: Any) -> NativeEngine:
@@ -143,7 +142,7 @@ def test_tokens_sampled_ahead_are_those_sampled_one_by_one(params: Any, settings
     plain = tiny.finish(one_by_one(**settings), given)
     tiny.assert_same(plain, done)
     assert max(steps) == engines.AHEAD
-    assert engine._scheduler.pages.free == engine._scheduler.pages.count
+    assert engine.scheduler.pages.free == engine.scheduler.pages.count
     for key, one in done.items():
         assert len(one.versions) == len(one.token_ids) == len(one.logprobs), key
 
@@ -234,11 +233,10 @@ def test_sampling_without_waiting_equals_sampling(dtype: Any, temperature: float
     heat = None if temperature is None else torch.full((40,), temperature)
     tokens, logprobs = sampler.sample_whole(logits, points, heat)
     draws = [sampler.Draw(point, temperature or 0.0) for point in points.tolist()]
-    buffer = torch.empty(40, 1024)
-    expected = sampler._sample(logits.clone(), draws, buffer)
+    expected = sampler.sample(logits.clone(), draws)
     fine = [row for row in range(40) if row not in (7, 9)]
-    assert tokens[fine].tolist() == [expected[0][row] for row in fine]
-    np.testing.assert_array_equal(logprobs.numpy(), expected[1])
+    assert torch.equal(tokens[fine], expected[0][fine])
+    np.testing.assert_array_equal(logprobs, expected[1])
     assert logprobs[[7, 9]].isnan().all()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from burnish.draws import Stream
 from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.plain import Plain
-from burnish.engine.protocol import Request, TokenEvent
+from burnish.engine.protocol import Request, TextEvent
 from burnish.errors import EngineError
 from burnish.types import Completion, Finish, SamplingParams
 
@@ -29,7 +30,8 @@ MIX = [
 ]
 
 
-def alone(requests: list[Request]) -> dict[tuple[str, int], Completion]:
+@cache
+def alone(*requests: Request) -> dict[tuple[str, int], Completion]:
     done: dict[tuple[str, int], Completion] = {}
     for one in requests:
         done |= tiny.finish(tiny.engine(), [one])
@@ -50,7 +52,7 @@ def test_decode_equals_the_learners_forward(one: Request) -> None:
 
 
 def test_alone_equals_in_a_crowd() -> None:
-    tiny.assert_same(alone(MIX), tiny.finish(tiny.engine(), MIX))
+    tiny.assert_same(alone(*MIX), tiny.finish(tiny.engine(), MIX))
 
 
 def test_shared_prompt_equals_repeated_prompt() -> None:
@@ -86,20 +88,20 @@ def test_a_groups_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_plain_backend_equals_the_devices_own(settings: dict[str, int]) -> None:
     engine = tiny.engine(**settings)
     engine._backend = Plain(engine._model, engine._cache)
-    tiny.assert_same(alone(MIX), tiny.finish(engine, MIX))
+    tiny.assert_same(alone(*MIX), tiny.finish(engine, MIX))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 16])
+@pytest.mark.parametrize("chunk", [1, 7])
 def test_chunked_prefill_equals_whole(chunk: int) -> None:
-    tiny.assert_same(alone(MIX), tiny.finish(tiny.engine(step_tokens=chunk), MIX))
+    tiny.assert_same(alone(*MIX), tiny.finish(tiny.engine(step_tokens=chunk), MIX))
 
 
-@pytest.mark.parametrize("running", [1, 2, 5])
+@pytest.mark.parametrize("running", [1, 5])
 def test_few_slots_change_nothing(running: int) -> None:
-    tiny.assert_same(alone(MIX), tiny.finish(tiny.engine(max_running=running), MIX))
+    tiny.assert_same(alone(*MIX), tiny.finish(tiny.engine(max_running=running), MIX))
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 256])
+@pytest.mark.parametrize("chunk", [5, 256])
 def test_prompts_that_begin_the_same_equal_each_alone(chunk: int) -> None:
     """Its pages are computed once; what comes after is computed on top of them."""
     begin = tiny.prompt(22, seed=7)
@@ -110,15 +112,15 @@ def test_prompts_that_begin_the_same_equal_each_alone(chunk: int) -> None:
     ]
     engine = tiny.engine(step_tokens=chunk)
     done = tiny.finish(engine, requests)
-    tiny.assert_same(alone(requests), done)
+    tiny.assert_same(alone(*requests), done)
 
 
-@pytest.mark.parametrize("tokens", [72, 100, 140])
+@pytest.mark.parametrize("tokens", [72, 140])
 def test_preempted_equals_not_preempted(tokens: int) -> None:
     engine = tiny.engine(tokens=tokens)
-    tiny.assert_same(alone(MIX), tiny.finish(engine, MIX))
-    assert engine.preemptions > 0
-    assert engine._scheduler.pages.free == engine._scheduler.pages.count
+    tiny.assert_same(alone(*MIX), tiny.finish(engine, MIX))
+    assert engine.scheduler.preemptions > 0
+    assert engine.scheduler.pages.free == engine.scheduler.pages.count
 
 
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])
@@ -131,7 +133,7 @@ def test_an_update_with_the_same_weights_changes_nothing(on_update: str, tokens:
             engine.load(tiny.weights(tiny.model(), engine.version + 1))
 
     done = tiny.finish(engine, MIX, update)
-    tiny.assert_same(alone(MIX), done)
+    tiny.assert_same(alone(*MIX), done)
     versions = done["long", 0].versions
     assert versions[0] < versions[-1]
     assert (np.diff(versions) >= 0).all()
@@ -177,7 +179,8 @@ def test_greedy_equals_transformers(tmp_path: Any) -> None:
     from burnish.model.checkpoint import load
 
     for family in families.FAMILIES:
-        peer = families.make(family)
+        width = {"head_dim": tiny.WIDTH} if family == "qwen3" else {}
+        peer = families.make(family, **width)
         own = load(families.save(peer, tmp_path / family))
         engine = NativeEngine(own, None, EngineSettings(kv_bytes=1 << 20, page_size=4))
         ids = tiny.prompt(11) % 96
@@ -222,7 +225,9 @@ def test_end_ids_are_sampled_recorded_and_named() -> None:
             "probe", 0
         ].token_ids[2]
     )
-    engine = NativeEngine(tiny.model(), tiny.tokenizer(end_ids=(END_UNUSED, likely)))
+    tokenizer = tiny.tokenizer(end_ids=(END_UNUSED, likely))
+    settings = EngineSettings(kv_bytes=1 << 20, page_size=4)
+    engine = NativeEngine(tiny.model(), tokenizer, settings)
     done = tiny.finish(engine, [tiny.request("a", temperature=0.0)])["a", 0]
     assert (done.finish, done.stop) == (Finish.STOP, likely)
     assert done.token_ids[-1] == likely
@@ -252,22 +257,18 @@ def test_the_context_ends_a_response() -> None:
     assert done.finish is Finish.LENGTH
 
 
-def test_events_tell_the_completion() -> None:
+def test_events_tell_the_text_of_the_completion() -> None:
     engine = tiny.engine(text=True)
     engine.submit(tiny.request("a", n=2))
-    tokens: dict[int, list[int]] = {0: [], 1: []}
     shown = {0: "", 1: ""}
     done: dict[int, Completion] = {}
     while engine.unfinished:
         for event in engine.step():
-            if isinstance(event, TokenEvent):
-                tokens[event.sample_index].append(event.token_id)
+            if isinstance(event, TextEvent):
                 shown[event.sample_index] += event.text
             else:
                 done[event.sample_index] = event
-    for index in range(2):
-        assert done[index].token_ids.tolist() == tokens[index]
-        assert done[index].text == shown[index]
+    assert shown == {index: done[index].text for index in range(2)}
 
 
 @pytest.mark.parametrize("stop", [(), ("a",)])
@@ -305,11 +306,10 @@ def test_aborted_samples_are_unfinished_until_they_are_delivered() -> None:
 
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
-    "empty": ("at least one token", {"prompt": np.array([], np.int32)}),
-    "long": ("context of 96", {"prompt": tiny.prompt(96)}),
+    "empty": ("1 to 95 tokens", {"prompt": np.array([], np.int32)}),
+    "long": ("1 to 95 tokens in this model, got 96", {"prompt": tiny.prompt(96)}),
     "beyond": ("0 … 259", {"prompt": np.array([1, 260], np.int32)}),
     "negative id": ("0 … 259", {"prompt": np.array([-1], np.int32)}),
-    "floats": ("flat array of token ids", {"prompt": np.array([1.0])}),
     "n": ("n must be at least 1", {"n": 0}),
     "max_tokens": ("max_tokens must be at least 1, got 0", {"params": {"max_tokens": 0}}),
     "min_tokens": ("min_tokens", {"params": {"max_tokens": 3, "min_tokens": 4}}),
@@ -317,20 +317,22 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "nan": ("temperature", {"params": {"temperature": float("nan")}}),
     "top_p": ("top_p", {"params": {"top_p": 0.0}}),
     "top_k": ("top_k", {"params": {"top_k": 0}}),
-    "stop type": ("stop must be a tuple of texts", {"params": {"stop": (7,)}}),
-    "stop text": ("stop must be a tuple of texts", {"params": {"stop": "###"}}),
-    "stop id": ("stop_ids", {"params": {"stop_ids": ("x",)}}),
+    "stop text": ("stop must hold texts", {"params": {"stop": "###"}}),
+    "empty stop": ("stop must hold texts", {"params": {"stop": ("",)}}),
+    "stop id": ("0 … 259", {"params": {"stop_ids": (260,)}}),
     "no tokenizer": ("need a tokenizer", {"params": {"stop": ("x",)}}),
     "cache": ("must fit the cache of 64 tokens", {"params": {"max_tokens": 60}}),
 }
+
+
+GOOD = tiny.request("good", n=2)
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_requests_are_refused_and_the_others_served(name: str) -> None:
     message, wrong = BAD[name]
     engine = tiny.engine(tokens=64)
-    good = tiny.request("good", n=2)
-    engine.submit(good)
+    engine.submit(GOOD)
     engine.step()
     params = SamplingParams(**wrong.get("params", {"max_tokens": 4}))
     with pytest.raises(EngineError, match=message):
@@ -338,8 +340,8 @@ def test_bad_requests_are_refused_and_the_others_served(name: str) -> None:
             Request("bad", wrong.get("prompt", tiny.prompt(9)), wrong.get("n", 1), params)
         )
     with pytest.raises(EngineError, match="in flight"):
-        engine.submit(good)
-    tiny.assert_same(alone([good]), tiny.finish(engine, []))
+        engine.submit(GOOD)
+    tiny.assert_same(alone(GOOD), tiny.finish(engine, []))
 
 
 def test_load_refuses_and_keeps_the_old_weights() -> None:
@@ -356,7 +358,7 @@ def test_load_refuses_and_keeps_the_old_weights() -> None:
     with pytest.raises(EngineError, match=r"missing.*version 0 stays"):
         engine.load(missing)
     assert engine.version == 0
-    tiny.assert_same(alone([one]), tiny.finish(engine, []))
+    tiny.assert_same(alone(one), tiny.finish(engine, []))
     engine.load(tiny.weights(tiny.model(1), 1)._replace(incarnation=2))
     with pytest.raises(EngineError, match=r"incarnation 1 .* version 1 stays"):
         engine.load(tiny.weights(tiny.model(), 2)._replace(incarnation=1))
@@ -389,20 +391,17 @@ def test_a_model_that_overflows_aborts_its_samples_and_leaves_no_trace() -> None
     assert {done.finish for done in gone.values()} == {Finish.ABORT}
     engine.load(tiny.weights(tiny.model(), 2))
     one = tiny.request("good", n=3)
-    tiny.assert_same(alone([one]), tiny.finish(engine, [one]))
+    tiny.assert_same(alone(one), tiny.finish(engine, [one]))
 
 
 def test_the_cache_stays_within_its_budget() -> None:
     engine = tiny.engine(tokens=200)
     assert engine._cache._pool.nbytes <= engine.settings.kv_bytes
-    with pytest.raises(EngineError, match="at least one page"):
-        tiny.engine(tokens=3)
-    with pytest.raises(EngineError, match="step_tokens must be at least 1"):
-        tiny.engine(step_tokens=0)
-    with pytest.raises(EngineError, match="on_update"):
-        tiny.engine(on_update="forget")
+    with pytest.raises(EngineError, match="must fit the cache of 0 tokens"):
+        tiny.engine(tokens=3).submit(MIX[0])
 
 
+@pytest.mark.slow
 def test_bfloat16_runs_packed_and_close_to_float32() -> None:
     own = tiny.model().to(torch.bfloat16)
     engine = NativeEngine(own, None, EngineSettings(kv_bytes=1 << 20, page_size=4))

@@ -7,27 +7,16 @@ from burnish.engine.pages import Pages
 
 def test_a_page_is_free_again_when_its_last_holder_lets_go() -> None:
     pages = Pages(3, 4)
-    page = pages.allocate(version=7)
+    page = pages.allocate()
     pages.share([page])
     pages.release([page])
-    assert (pages.free, pages.holders(page), pages.version(page)) == (2, 1, 7)
+    assert (pages.free, pages.holders[page]) == (2, 1)
     pages.release([page])
     assert pages.free == 3
     with pytest.raises(AssertionError, match="released twice"):
         pages.release([page])
     with pytest.raises(AssertionError, match="can't be shared"):
         pages.share([page])
-
-
-def test_a_writer_among_several_holders_gets_a_copy_with_the_same_version() -> None:
-    pages = Pages(3, 4)
-    page = pages.allocate(version=1)
-    assert pages.writable(page) == page
-    pages.share([page])
-    copy = pages.writable(page)
-    assert copy != page
-    assert (pages.holders(page), pages.holders(copy)) == (1, 1)
-    assert pages.version(copy) == 1
 
 
 def test_pages_needed() -> None:

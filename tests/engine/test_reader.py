@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,23 +23,19 @@ def read(
     reader = Reader(request, 0, tokenizer, context=500)
     shown = []
     for token in tokens:
-        shown.append(reader.push(token))
+        assert reader.take([token]) == 1
+        shown.append(reader.show())
         if reader.finish is not None:
             break
     return reader, shown, len(shown)
 
 
-@pytest.mark.parametrize(("include", "view"), [(True, "go \n## st"), (False, "go \n##")])
-def test_a_stop_string_straddles_tokens(include: bool, view: str) -> None:
-    reader, shown, taken = read("go \n## stop", stop=(" st",), include_stop=include)
+def test_a_stop_string_straddles_tokens() -> None:
+    reader, shown, taken = read("go \n## stop", stop=(" st",))
+    view = "go \n## st"
     assert (reader.finish, reader.stop, reader.text) == (Finish.STOP, " st", view)
     assert "".join(shown) == view
-    assert taken == len("go \n## st")
-
-
-def test_text_that_a_stop_may_take_away_is_not_shown() -> None:
-    _, shown, _ = read("a##b###", stop=("###",), include_stop=False)
-    assert shown == ["a", "", "", "##b", "", "", ""]
+    assert taken == len(view)
 
 
 def test_the_earliest_stop_wins() -> None:
@@ -47,9 +44,9 @@ def test_the_earliest_stop_wins() -> None:
 
 
 def test_characters_straddle_tokens() -> None:
-    reader, shown, _ = read("é漢🙂", stop=("漢",), include_stop=False)
-    assert (reader.text, reader.stop) == ("é", "漢")
-    assert shown == ["", "é", "", "", ""]
+    reader, shown, _ = read("é漢🙂", stop=("漢",))
+    assert (reader.text, reader.stop) == ("é漢", "漢")
+    assert shown == ["", "é", "", "", "漢"]
     reader, shown, _ = read("a🙂b")
     assert shown == ["a", "", "", "", "🙂", "b"]
 
@@ -80,26 +77,29 @@ def test_without_a_tokenizer() -> None:
     request = Request("a", tiny.prompt(3), 1, SamplingParams(stop_ids=(7,)))
     reader = Reader(request, 0, None, context=9)
     assert reader.limit == 6
-    assert [reader.push(token) for token in (1, 2, 7)] == ["", "", ""]
+    assert (reader.take([1, 2]), reader.take([7, 3]), reader.show()) == (2, 1, "")
     assert (reader.finish, reader.stop, reader.text) == (Finish.STOP, 7, "")
 
 
-@pytest.mark.parametrize("limit", [1, 5, 8, 13, 40])
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_several_tokens_at_once_are_read_like_one_after_another(limit: int, size: int) -> None:
-    tokenizer, ends = tiny.tokenizer(), (7, tiny.END)
-    for seed in range(20):
+@pytest.mark.parametrize("size", [3, 8, 40])
+@pytest.mark.parametrize("params", [{}, {"stop": ("e", "a b")}, {"min_tokens": 4}])
+def test_several_tokens_at_once_are_read_like_one_after_another(
+    size: int, params: dict[str, Any]
+) -> None:
+    tokenizer = tiny.tokenizer()
+    for seed, limit in product(range(20), (1, 5, 8, 13, 40)):
         tokens = tiny.prompt(40, seed).tolist()
         tokens[seed], tokens[seed + 10 : seed + 12] = tiny.END, [7, 7]
-        params = SamplingParams(max_tokens=limit, stop_ids=ends)
-        request = Request("a", tiny.prompt(3), 1, params, streamed=False)
-        one, several = (Reader(request, 0, tokenizer, context=500) for _ in range(2))
-        taken = [0, 0]
-        while one.finish is None:
-            one.push(tokens[taken[0]])
-            taken[0] += 1
-        while several.finish is None:
-            assert several.silent
-            taken[1] += several.take(tokens[taken[1] : taken[1] + size])
-        assert taken[0] == taken[1]
-        assert (one.finish, one.stop, one.room) == (several.finish, several.stop, several.room)
+        chosen = SamplingParams(**{"max_tokens": limit, "stop_ids": (7,)} | params)
+        if limit >= chosen.min_tokens:
+            request = Request("a", tiny.prompt(3), 1, chosen, streamed=False)
+            read = [_taken(Reader(request, 0, tokenizer, 500), tokens, n) for n in (1, size)]
+            assert read[0] == read[1]
+
+
+def _taken(reader: Reader, tokens: list[int], size: int) -> tuple[Any, ...]:
+    taken = 0
+    while reader.finish is None:
+        taken += reader.take(tokens[taken : taken + size])
+    text = reader.completion(tokens[:taken], [0.0], [0], reader.finish).text
+    return taken, reader.finish, reader.stop, reader.room, text

@@ -14,9 +14,13 @@ from burnish.engine.sampler import Draw
 Sample = Callable[..., tuple[list[int], list[float]]]
 
 
-@pytest.fixture(params=[sampler.sample, cpu.sample], ids=["plain", "cpu"])
+@pytest.fixture(params=[sampler.weigh, cpu.weigh], ids=["plain", "cpu"])
 def sample(request: pytest.FixtureRequest) -> Sample:
-    return request.param  # type: ignore[no-any-return]
+    def found(logits: torch.Tensor, draws: list[Draw]) -> tuple[list[int], list[float]]:
+        tokens, logprobs = sampler.sample(logits.contiguous(), draws, request.param)
+        return tokens.tolist(), logprobs.tolist()
+
+    return found
 
 
 LOGITS = torch.tensor([1.3, 0.2, -0.5, 2.0, 0.9, -torch.inf, -1.5, 0.0])
@@ -27,8 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.7},
     "both, warm": {"top_k": 5, "top_p": 0.8, "temperature": 1.5},
-    "banned": {"banned": (3, 6)},
-    "banned, top_k": {"banned": (3,), "top_k": 2},
+    "banned": {"banned": frozenset({3, 6})},
+    "banned, top_k": {"banned": frozenset({3}), "top_k": 2},
 }
 
 
@@ -36,7 +40,7 @@ def expected(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    banned: tuple[int, ...] = (),
+    banned: frozenset[int] = frozenset(),
 ) -> np.ndarray:
     """By the definition: one token after another."""
     logits = LOGITS.double().numpy() / temperature
@@ -91,7 +95,9 @@ def test_probability_zero_is_never_drawn(sample: Sample) -> None:
 
 
 def test_greedy_takes_the_likeliest_at_temperature_one(sample: Sample) -> None:
-    tokens, logprobs = sample(LOGITS.expand(2, -1), [Draw(0.1, 0.0), Draw(0.1, 0.0, banned=(3,))])
+    tokens, logprobs = sample(
+        LOGITS.expand(2, -1), [Draw(0.1, 0.0), Draw(0.1, 0.0, banned=frozenset({3}))]
+    )
     assert tokens == [3, 0]
     np.testing.assert_allclose(logprobs, torch.log_softmax(LOGITS, 0)[[3, 0]], atol=1e-6)
 
@@ -99,7 +105,7 @@ def test_greedy_takes_the_likeliest_at_temperature_one(sample: Sample) -> None:
 def test_a_ban_on_nearly_all_the_mass(sample: Sample) -> None:
     logits = torch.tensor([[500.0, 1.0, 2.0]])
     for point, token in ((0.0, 1), (0.9, 2)):
-        tokens, logprobs = sample(logits, [Draw(point, banned=(0,))])
+        tokens, logprobs = sample(logits, [Draw(point, banned=frozenset({0}))])
         assert tokens == [token]
         assert logprobs[0] == pytest.approx(float(logits[0, token]) - 500, abs=1e-4)
 
@@ -107,9 +113,10 @@ def test_a_ban_on_nearly_all_the_mass(sample: Sample) -> None:
 def test_logits_that_overflowed_spoil_their_own_row_only(sample: Sample) -> None:
     logits = LOGITS.expand(4, -1).clone()
     logits[1], logits[2, 3] = torch.nan, torch.inf
-    tokens, logprobs = sample(logits, [Draw(0.999)] * 4)
-    assert np.isnan(logprobs).tolist() == [False, True, True, False]
-    assert (tokens[0], logprobs[0]) == (tokens[3], logprobs[3])
+    for draw in (Draw(0.999), Draw(0.999, top_p=0.9), Draw(0.5, 0.0)):
+        tokens, logprobs = sample(logits, [draw] * 4)
+        assert np.isnan(logprobs).tolist() == [False, True, True, False]
+        assert (tokens[0], logprobs[0]) == (tokens[3], logprobs[3])
 
 
 def test_top_p_beyond_the_candidates(sample: Sample) -> None:

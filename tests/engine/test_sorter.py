@@ -4,7 +4,8 @@ import torch
 
 from burnish.config import SortTask
 from burnish.engine.protocol import Request
-from burnish.engine.sorter import SorterEngine, invert, spell
+from burnish.engine.sampler import search
+from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import EngineError
 from burnish.model.sorter import Sorter
 from burnish.rollout.rollout import sample
@@ -61,9 +62,9 @@ def test_temperature_0_is_greedy():
 
 
 def test_a_token_of_probability_0_is_never_drawn():
-    logprobs = torch.tensor([-torch.inf, 0.5, 0.5, -torch.inf]).log_softmax(-1).expand(4, 4)
+    weights = torch.tensor([0.0, 0.5, 0.5, 0.0]).expand(4, 4)
     draws = torch.tensor([0.0, 0.4999, 0.5, 1 - 2.0**-53], dtype=torch.float64)
-    assert invert(logprobs, draws).tolist() == [1, 1, 2, 2]
+    assert search(weights, draws[:, None])[0][:, 0].tolist() == [1, 1, 2, 2]
 
 
 def test_loaded_weights_stamp_their_version():

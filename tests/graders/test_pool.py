@@ -243,10 +243,10 @@ def test_a_reward_that_never_loads_or_dies_loading(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text("import time as f\nf.sleep(600)\n")
     limits = Limits(workers=1, start_seconds=0.3)
-    with pytest.raises(GraderError, match=r"grader worker \(pid \d+\) did not load .* within"):
+    with pytest.raises(GraderError, match=r"do not start: took more than 0.3 s \(to load it\)"):
         GraderPool(Source(f"{file}:f"), limits)
     file.write_text("import os as f\nf._exit(5)\n")
-    with pytest.raises(GraderError, match=r"did not load .* and exited with 5"):
+    with pytest.raises(GraderError, match="do not start: the worker exited with 5"):
         GraderPool(Source(f"{file}:f"), QUICK)
 
 
@@ -349,7 +349,7 @@ def test_throughput():
     slows both."""
     text = "The quick brown apple jumped over the red fence and slept in the barn. " * 3
     row = {"prompt": "Write a sentence.", "keywords": ["apple", "red", "barn"]}
-    items = [(f"{text}{i}", row) for i in range(10_000)]
+    items = [(f"{text}{i}", row) for i in range(3_000)]
     own = time.process_time()
     assert all(BUILT_IN["inclusion"](text, row)["reward"] == 1 for text, row in items)
     direct = time.process_time() - own

@@ -72,6 +72,21 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
 
+    def check(self, url, *, width=1280, dark=False):
+        """Opens a page: nothing is wrong with it, and nothing is cut off at the side."""
+        self.open("about:blank")  # the page before this one may ask a server that has ended
+        self.problems.clear()
+        self.requests.clear()
+        self.open(url, width=width, dark=dark)
+        self.wait("document.querySelector('.card') !== null")
+        assert self.evaluate("document.documentElement.scrollWidth") <= width
+        wide = """[...document.querySelectorAll('main *')].filter(e => {
+            const box = e.getBoundingClientRect();
+            return box.width && (box.right > innerWidth + 1 || box.left < -1);
+        }).map(e => e.outerHTML.slice(0, 200))"""
+        assert self.evaluate(wide) == []
+        assert self.problems == []
+
     def evaluate(self, expression):
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]

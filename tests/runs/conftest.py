@@ -3,7 +3,7 @@ import pytest
 from tests.runs.browser import EXECUTABLE, Browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory):
     if EXECUTABLE is None:
         pytest.skip("Chromium is not installed; get it with: apt-get install chromium")

@@ -8,7 +8,8 @@ import pytest
 
 from burnish import config
 from burnish.errors import RunError
-from burnish.runs import checkpoints, excerpt, report
+from burnish.progress import Progress
+from burnish.runs import checkpoints, excerpt, report, status
 from burnish.runs.directory import RunDirectory
 from burnish.runs.report import write_report
 
@@ -88,77 +89,36 @@ def data_of(page):
 def test_the_data_of_a_page(tmp_path):
     data = data_of(write_report(make_run(tmp_path)))
     assert (data["name"], data["seed"]) == ("sort", 0)
-    assert data["state"] == {"kind": "finished", "text": "finished, 12 of 100 steps"}
-    titles = {panel["title"]: panel for panel in data["panels"]}
-    assert [line["name"] for line in titles["Reward"]["lines"]] == [
-        "rollout/reward",
-        "validation/reward",
-    ]
-    assert titles["Reward"]["lines"][1]["points"] == [[0, 0], [3, 0.3], [6, 0.6], [9, 0.9]]
-    assert len(titles["Loss"]["lines"][0]["points"]) == 11  # one was not finite
-    assert {
-        title: [line["name"] for line in panel["lines"]]
-        for title, panel in titles.items()
-        if title.startswith("KL")
-    } == {
-        "KL to the initial model, nats per token": ["kl/initial_k1", "kl/initial_k3"],
-        "KL to the initial model, nats per response": ["kl/initial_k3_response"],
-        "KL to the previous step, nats per token": ["kl/previous_k3"],
-        "KL to the previous step, nats per response": ["kl/previous_k3_response"],
-        "KL to the reference, nats per token": ["kl/reference_k3"],
+    assert data["state"]["kind"] == "finished"
+    assert data["state"]["text"] == "finished, 11 of 100 steps"
+    assert data["series"]["validation/reward"] == {
+        "points": [[0, 0], [3, 0.3], [6, 0.6], [9, 0.9]],
+        "count": 4,
+        "sum": pytest.approx(1.8),
+        "window": 1,
+        "ends": [0, 0.9],
     }
-    assert titles["custom/thing"]["section"] == "other"
-    assert "Clipped, share of tokens" not in titles  # it was not measured
+    assert len(data["series"]["train/loss"]["points"]) == 11  # one was not finite
+    assert data["series"]["rollout/reward"]["ends"] == [0.15, 0.95]  # four steps each
+    assert data["clocks"]["time/generate"]["sum"] == 24
+    assert data["kl"] == "kl/initial_k1"
     assert data["reading"][0].startswith("KL to the initial model grew from 0 to 0.11 nats per")
-    assert data["frontier"]["points"][1] == [3, 0.03, 0.3]
-    first = data["time"]["phases"][0]
-    assert (first["label"], first["seconds"]) == ("rollout generation", 24.0)
-    assert first["share"] == pytest.approx(2 / 3, abs=1e-5)
-    assert {label: value for label, value, note in data["tiles"]} == {
-        "reward, last 4 steps": "0.95",
-        "held-out reward": "0.9",
-        "KL to the initial model, k1": "0.11",
-        "ended, last 4 steps": "0.595",
-        "responses": "360",
-        "time": "36 s",
-    }
-
-
-def test_a_chart_has_two_points_or_no_card(tmp_path):
-    data = data_of(write_report(make_run(tmp_path / "one", 1)))
-    assert data["panels"] == []
-    assert data["once"]["train/entropy"] == 2.0
-    run = make_run(tmp_path / "two", 2)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 2, "custom/rare": 7.0, "rollout/part_a": 0.5}) + "\n")
-    data = data_of(write_report(run))
-    assert all(any(len(line["points"]) > 1 for line in p["lines"]) for p in data["panels"])
-    # A curve may have a lone point beside it: the first validation.
-    (reward,) = [panel for panel in data["panels"] if panel["title"] == "Reward"]
-    assert [len(line["points"]) for line in reward["lines"]] == [2, 1]
-    assert data["once"] == {"custom/rare": 7.0, "rollout/part_a": 0.5}
-
-
-def test_no_zero_of_the_page_is_negative(tmp_path):
-    with RunDirectory(tmp_path, RECIPE) as run:
-        for step in range(3):
-            run.append_row("metrics.jsonl", {"step": step, "rollout/reward": -0.0})
-    assert data_of(write_report(tmp_path))["tiles"] == [["reward", "0", "from 0"]]
 
 
 def test_the_state_is_told_from_the_files(tmp_path):
     with RunDirectory(tmp_path / "run", RECIPE) as run:
-        data = data_of(write_report(run.path))
-        assert data["state"] == {"kind": "running", "text": "running, 0 of 100 steps"}
-        assert data["panels"] == []
-        run.append("metrics.jsonl", '{"step": 0, "train/loss": 1}\n{"step": 1, "tr')
+        status.write(run.path, "running", Progress("load", ""), started=1.0, updated=2.0)
+        data = data_of(write_report(run.path, clock=lambda: 3.0))
+        assert data["state"]["text"] == "running, 0 of 100 steps"
+        assert data["series"] == {}
+        run.append("metrics.jsonl", '{"step": 1, "train/loss": 1}\n{"step": 2, "tr')
     import torch
 
+    status.mark_stopped(run.path)
     checkpoints.save(run.path, 1, {"a": torch.zeros(1)}, {})
-    assert data_of(write_report(run.path))["state"] == {
-        "kind": "stopped",
-        "text": "stopped early, 1 of 100 steps; resumes from step-00000001",
-    }
+    state = data_of(write_report(run.path))["state"]
+    assert state["kind"] == "stopped"
+    assert state["text"] == "stopped early, 1 of 100 steps; resumes from step-00000001"
     with pytest.raises(RunError, match="not a run directory"):
         write_report(tmp_path)
 
@@ -180,7 +140,7 @@ def test_what_a_model_wrote_cannot_leave_its_data(tmp_path):
     assert "<img" not in text
     assert not re.search("[\u2028\u2029\u202e\x00\x1b]", text)
     data = data_of(page)
-    assert [row["t"] for row in data["rollouts"]["rows"]] == [[t, t] for t in HOSTILE]
+    assert [row["tokens"] for row in data["rollouts"]["rows"]] == [[t, t] for t in HOSTILE]
     assert data["rollouts"]["prompts"] == list(HOSTILE)
 
 
@@ -205,10 +165,11 @@ def test_the_file_is_bounded_and_says_what_it_shows(tmp_path):
         assert len(told["pairs"]) == 10  # they come first
         for a, b in told["pairs"]:
             before, after = told["rows"][a], told["rows"][b]
-            assert before["p"] == after["p"]
-            assert (before["s"], after["s"]) == (0, 39)
-        steps = [row["s"] for row in told["rows"] if not row["v"]]
-        assert max(b - a for a, b in pairwise(steps)) <= 4  # evenly
+            assert before["prompt"] == after["prompt"]
+            assert (before["step"], after["step"]) == (0, 39)
+        steps = [row["step"] for row in told["rows"] if not row["source"]]
+        assert max(b - a for a, b in pairwise(steps)) <= 5  # evenly
+        assert steps.count(39) == 8  # the newest step is whole
 
 
 def test_one_huge_response_is_cut_and_says_so(tmp_path):
@@ -217,8 +178,8 @@ def test_one_huge_response_is_cut_and_says_so(tmp_path):
     page = write_report(make_run(tmp_path, rollouts=[huge, many]))
     assert page.stat().st_size < 300_000
     first, second = data_of(page)["rollouts"]["rows"]
-    assert (len(first["t"][0]), first["c"]) == (excerpt.CHARACTERS, [1, 1_000_000])
-    assert (len(second["t"]), second["c"]) == (excerpt.TOKENS, [50_000, 50_000])
+    assert (len(first["tokens"][0]), first["whole"]) == (excerpt.CHARACTERS, [1, 1_000_000])
+    assert (len(second["tokens"]), second["whole"]) == (excerpt.TOKENS, [50_000, 50_000])
 
 
 def test_a_prompt_is_what_was_asked_and_is_never_cut(tmp_path):
@@ -232,39 +193,73 @@ def test_a_prompt_is_what_was_asked_and_is_never_cut(tmp_path):
     assert (told["total"], len(told["rows"])) == (3, 2)
 
 
-def test_pairs_fall_back_to_training_prompts_seen_twice():
-    def entry(source, step, prompt, sample=0):
-        return excerpt.Entry(source, step, step, prompt, sample, prompt, 1)
+def test_pairs_fall_back_to_training_prompts_seen_twice(tmp_path):
+    rows = [rollout(s, k, prompt="p") for s in (1, 5, 9) for k in (0, 1)]
+    once = [rollout(0, prompt="v")]  # validated once: nothing to compare
+    run = make_run(tmp_path, rollouts=[*rows, rollout(2, prompt="q")], evaluations=once)
+    told = data_of(write_report(run))["rollouts"]
+    pairs = [(told["rows"][a], told["rows"][b]) for a, b in told["pairs"]]
+    assert [(a["step"], b["step"], a["sample"]) for a, b in pairs] == [(1, 9, 0), (1, 9, 1)]
 
-    train = [entry(0, s, "p", k) for s in (1, 5, 9) for k in (0, 1)] + [entry(0, 2, "q")]
-    pairs = excerpt.pair_up([*train, entry(1, 0, "v")])  # validated once: nothing to compare
-    assert [(a.step, b.step, a.sample) for a, b in pairs] == [(1, 9, 0), (1, 9, 1)]
-    assert excerpt.pair_up([]) == []
 
-
-def check_page(browser, page, *, width=1280, dark=False):
-    """Opens it; nothing is wrong, nothing is fetched, nothing is cut off at the side."""
-    browser.problems.clear()
-    browser.requests.clear()
-    browser.open(page.as_uri(), width=width, dark=dark)
-    browser.wait("document.querySelector('#recipe pre') !== null")
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    wide = """[...document.querySelectorAll('main *')].filter(e => {
-        const box = e.getBoundingClientRect();
-        return box.width && (box.right > innerWidth + 1 || box.left < -1);
-    }).map(e => e.outerHTML.slice(0, 200))"""
-    assert browser.evaluate(wide) == []
+def check_page(browser, page, **how):
+    """Opens a report, which fetches nothing."""
+    browser.check(page.as_uri(), **how)
     assert browser.requests == [page.as_uri()]
-    assert browser.problems == []
+
+
+def test_curves_stand_together_and_heads_and_legends_agree(browser, tmp_path):
+    run = make_run(tmp_path)
+    with (run / "timings.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 12, "time/other": -1e-7, "time/step": 0.0}) + "\n")
+    check_page(browser, write_report(run))
+    drawn = browser.evaluate("arrange(data)")
+    titles = {panel["title"]: panel for panel in drawn["panels"]}
+    assert {title: [line["name"] for line in titles[title]["lines"]] for title in titles} == {
+        "Reward": ["rollout/reward", "validation/reward"],
+        "KL to the initial model, nats per token": ["kl/initial_k1", "kl/initial_k3"],
+        "KL to the initial model, nats per response": ["kl/initial_k3_response"],
+        "KL to the previous step, nats per token": ["kl/previous_k3"],
+        "KL to the previous step, nats per response": ["kl/previous_k3_response"],
+        "KL to the reference, nats per token": ["kl/reference_k3"],
+        "Sampler against learner, nats": ["mismatch/logprob_mean", "mismatch/logprob_max"],
+        "Entropy, nats per token": ["train/entropy"],
+        "Ended and truncated, share": ["rollout/ended", "validation/ended"],
+        "Loss": ["train/loss"],
+        "rollout/responses": ["rollout/responses"],
+        "custom/thing": ["custom/thing"],
+    }
+    assert titles["custom/thing"]["section"] == "other"
+    assert drawn["front"]["points"][1] == [3, 0.03, 0.3]
+    first = drawn["time"]["phases"][0]
+    assert (first["label"], first["seconds"]) == ("rollout generation", 24.0)
+    assert first["share"] == pytest.approx(2 / 3, abs=1e-5)
+    shown = (
+        "[...document.querySelectorAll('.tile')].map(t => [...t.children].map(c => c.innerText))"
+    )
+    tiles = browser.evaluate(shown)
+    assert tiles == [
+        ["reward, last 4 steps", "0.95", "from 0.15"],
+        ["held-out reward", "0.9", "from 0; best 0.9 at step 9"],
+        ["KL to the initial model, k1", "0.11", "nats per token; from 0"],
+        ["ended, last 4 steps", "0.595", "from 0.515"],
+        ["responses", "360", "sampled to learn"],
+        ["time", "36 s", "wall clock of the steps"],
+    ]
+    legends = browser.evaluate(
+        "[...document.querySelectorAll('.legend span')].map(s => s.textContent)"
+    )
+    for label, value, _ in tiles[:4]:
+        assert f"{label} {value}" in legends
+    assert not re.search(r"[-−]0(\.0+)?(?![.\d])", browser.evaluate("page.innerText"))
 
 
 def test_a_browser_shows_it_and_its_controls_work(browser, tmp_path):
     rows = [rollout(step, k, prompt=f"p{k}") for step in range(10) for k in range(3)]
     rows.append(rollout(4, prompt="odd", tokens=["needle", "<|im_end|>"], reward=-2.0))
     page = write_report(make_run(tmp_path, rollouts=rows))
-    for dark in (False, True):
-        for width in (400, 1280):
-            check_page(browser, page, width=width, dark=dark)
+    check_page(browser, page, width=400, dark=True)
+    check_page(browser, page, width=1280)
 
     def count():
         return browser.evaluate("document.querySelector('#counts').textContent")
@@ -295,7 +290,7 @@ def test_a_browser_shows_it_and_its_controls_work(browser, tmp_path):
     enter("source", "0")
     enter("from", "")
     enter("to", "")
-    enter("order", "r")
+    enter("order", "reward")
     first = "document.querySelector('#list .meta').textContent"
     assert "reward -2" in browser.evaluate(first)
 
@@ -366,30 +361,33 @@ def test_a_browser_shows_the_whole_of_a_long_prompt(browser, tmp_path):
         assert short.strip() in shown
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_run_that_has_just_started(browser, tmp_path, steps):
-    check_page(browser, write_report(make_run(tmp_path, steps, finished=False)))
-    text = browser.evaluate("document.querySelector('main').textContent")
-    assert ("No step has finished yet" in text) == (steps == 0)
-    assert ("Curves begin" in text) == (steps == 1)
-    browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-    browser.wait("[...document.querySelectorAll('svg')].every(svg => svg.childElementCount)")
-    empty = """[...document.querySelectorAll('svg')].filter(svg =>
-        !svg.querySelector('path[d*=L]') && svg.querySelectorAll('rect').length < 6).length"""
-    assert browser.evaluate(empty) == 0
-
-
-def test_heads_and_legends_agree_and_no_zero_is_negative(browser, tmp_path):
-    run = make_run(tmp_path)
-    with (run / "timings.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 12, "time/other": -1e-7, "time/step": 0.0}) + "\n")
+def test_a_run_that_has_just_started(browser, tmp_path):
+    """Step 0 is what was measured before the first step; a chart has two points or no card."""
+    said = {
+        0: "No step has finished yet",
+        1: "No step has finished yet",
+        2: "Recipe and environment",
+    }
+    for steps, text in said.items():
+        run = make_run(tmp_path / str(steps), steps, finished=False)
+        check_page(browser, write_report(run))
+        assert text in browser.evaluate("document.querySelector('main').textContent")
+        browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        browser.wait("[...document.querySelectorAll('svg')].every(svg => svg.childElementCount)")
+        empty = """[...document.querySelectorAll('svg')].filter(svg =>
+            !svg.querySelector('path[d*=L]') && svg.querySelectorAll('rect').length < 6).length"""
+        assert browser.evaluate(empty) == 0
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "custom/rare": 7.0, "rollout/part_a": -0.0}) + "\n")
     check_page(browser, write_report(run))
-    tiles = browser.evaluate(
-        "[...document.querySelectorAll('.tile')].map(t => [...t.children].map(c => c.textContent))"
-    )
-    legends = browser.evaluate(
-        "[...document.querySelectorAll('.legend span')].map(s => s.textContent)"
-    )
-    for label, value, _ in tiles[:4]:
-        assert f"{label} {value}" in legends
-    assert not re.search(r"[-−]0(\.0+)?(?![.\d])", browser.evaluate("page.innerText"))
+    drawn = browser.evaluate("arrange(data)")
+    assert all(any(len(line["points"]) > 1 for line in p["lines"]) for p in drawn["panels"])
+    # A curve may have a lone point beside it: the first validation.
+    (reward,) = [panel for panel in drawn["panels"] if panel["title"] == "Reward"]
+    assert [len(line["points"]) for line in reward["lines"]] == [2, 1]
+    assert drawn["once"] == [["rollout/part_a", 0], ["custom/rare", 7]]
+    alone = tmp_path / "alone"
+    make_run(alone, 0, finished=False)
+    (alone / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": 1.0}) + "\n")
+    check_page(browser, write_report(alone))
+    assert "Curves begin" in browser.evaluate("document.querySelector('main').textContent")

@@ -10,8 +10,8 @@ import pytest
 from burnish import config
 from burnish.errors import RunError
 from burnish.runs import plots, responses
-from burnish.runs.directory import RunDirectory, claimed, is_held, next_directory
-from burnish.runs.metrics import combine, read_rows, window
+from burnish.runs.directory import RunDirectory, check_new, claimed
+from burnish.runs.metrics import combine, iterate_rows, read_rows, smooth, window
 from burnish.runs.responses import readable
 from burnish.runs.timers import Timers
 from tests.conftest import make_group
@@ -52,8 +52,9 @@ def test_a_directory_belongs_to_one_run(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"can't write to .* choose another --out"):
-        RunDirectory(tmp_path / "file" / "run", RECIPE)
+    for check in (check_new, lambda path: RunDirectory(path, RECIPE)):
+        with pytest.raises(RunError, match=r"can't write to .* choose another --out"):
+            check(tmp_path / "file" / "run")
 
 
 def test_writes_replace_files_whole(tmp_path):
@@ -71,12 +72,6 @@ def test_writes_replace_files_whole(tmp_path):
     assert packages["numpy"]
 
 
-def test_next_directory(tmp_path):
-    assert next_directory(tmp_path, "sort").name == "sort-1"
-    (tmp_path / "sort-1").mkdir()
-    assert next_directory(tmp_path, "sort").name == "sort-2"
-
-
 def test_a_directory_is_taken_at_once_and_left_again_if_nothing_came_of_it(tmp_path):
     root = tmp_path / "runs"
     with claimed(None, "sort", root) as one, claimed(None, "sort", root) as two:
@@ -92,7 +87,7 @@ def test_a_directory_is_taken_at_once_and_left_again_if_nothing_came_of_it(tmp_p
     assert not path.exists()
     (tmp_path / "file").touch()
     with (
-        pytest.raises(RunError, match=r"can't write to .*choose an --out"),
+        pytest.raises(RunError, match=r"can't write to .*choose another --out"),
         claimed(None, "sort", tmp_path / "file"),
     ):
         pass
@@ -114,7 +109,7 @@ def test_rows_of_a_crashed_run_are_read_up_to_the_crash(tmp_path):
     file.write_text('{"step": 0}\n{"step": 1}\n{"st')
     assert read_rows(file) == [{"step": 0}, {"step": 1}]
     file.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
-    with pytest.raises(RunError, match="line 2, is not JSON"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl: .*{\"st.* is not JSON"):
         read_rows(file)
     with pytest.raises(RunError, match="not a run directory"):
         read_rows(tmp_path / "none" / "metrics.jsonl")
@@ -193,11 +188,8 @@ def test_rows_say_what_a_response_was(tmp_path):
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         for row in written:
             run.append_row("rollouts.jsonl", row)
-    assert list(responses.read(tmp_path / "run" / "rollouts.jsonl")) == written
-    assert list(responses.read(tmp_path / "none.jsonl")) == []
-    (tmp_path / "bad.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(RunError, match=r"line 1, is not a rollout: it lacks advantage"):
-        list(responses.read(tmp_path / "bad.jsonl"))
+    assert list(iterate_rows(tmp_path / "run" / "rollouts.jsonl")) == written
+    assert list(iterate_rows(tmp_path / "none.jsonl")) == []
 
 
 def test_a_limit_takes_every_groups_first_response_first():
@@ -233,10 +225,10 @@ def test_a_reopened_run_is_cut_back_to_its_checkpoint(tmp_path):
         run.append("metrics.jsonl", '{"step": 5, "rew')
         run.write("summary.json", "{}")
     assert sorted(positions) == ["log.txt", "metrics.jsonl"]
-    with RunDirectory.reopen(tmp_path / "killed") as run:
+    with RunDirectory(tmp_path / "killed") as run:
         with pytest.raises(RunError, match="in use by another run; watch it with `burnish watch`"):
-            RunDirectory.reopen(tmp_path / "killed")
-        run.append("metrics.jsonl", "an open file is cut too\n")
+            RunDirectory(tmp_path / "killed")
+        run.append("metrics.jsonl", "written before the cut\n")
         run.cut_back(positions)
         assert run.positions() == positions
         work(run, range(3, 6))
@@ -251,7 +243,7 @@ def test_tensorboard_shows_the_steps_of_a_resumed_run_once(tmp_path):
     with RunDirectory(tmp_path, RECIPE) as run:
         for step in range(5):
             run.append_scalars(step, {"rollout/reward": step / 4, "größe": 1e300})
-    with RunDirectory.reopen(tmp_path) as run:
+    with RunDirectory(tmp_path) as run:
         for step in (3, 4, 5):
             run.append_scalars(step, {"rollout/reward": step / 2})
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -271,7 +263,7 @@ def test_a_file_shorter_than_its_checkpoint_is_an_error_and_nothing_is_cut(tmp_p
 
 def test_only_a_run_can_be_reopened(tmp_path):
     with pytest.raises(RunError, match=r"no recipe\.toml"):
-        RunDirectory.reopen(tmp_path / "none")
+        RunDirectory(tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
@@ -280,13 +272,6 @@ def test_a_full_disk_is_a_clear_error(tmp_path):
         (tmp_path / "log.txt").symlink_to("/dev/full")
         with pytest.raises(RunError, match=r"can't write .*log\.txt: No space left on device"):
             run.append("log.txt", "a line\n")
-
-
-def test_who_holds_a_run_is_seen_from_outside(tmp_path):
-    assert not is_held(tmp_path)
-    with RunDirectory(tmp_path, RECIPE):
-        assert is_held(tmp_path)
-    assert not is_held(tmp_path)
 
 
 def make_run(path, rewards, *overrides, seed=0):
@@ -342,7 +327,7 @@ def test_a_runs_ends_are_ten_steps_or_a_third_of_a_short_run(steps, wanted):
     assert window(steps) == wanted
 
 
-def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
+def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path, monkeypatch):
     run = make_run(tmp_path / "a", [])
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(21):
@@ -363,8 +348,11 @@ def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
         "KL k1": pytest.approx(0.175),
     }
     other = make_run(tmp_path / "b", [1.0] * 3, "objective.advantage=raw")
+    drawn = []
+    monkeypatch.setattr(plots, "_draw", lambda curves, out, metrics: drawn.extend(metrics))
     plots.draw_comparison([run, other], tmp_path / "loss.png")  # one of them measured no KL
     plots.draw_comparison([run, run], tmp_path / "one.png")
+    assert drawn == ["rollout/reward", "train/loss", "rollout/reward", "kl/initial_k1"]
 
 
 def test_metrics_that_are_asked_for_are_drawn_where_they_were_measured(tmp_path, monkeypatch):
@@ -383,7 +371,7 @@ def test_metrics_that_are_asked_for_are_drawn_where_they_were_measured(tmp_path,
     assert drawn == [([5, 9], [0.5, 0.7])]
     drawn.clear()
     plots.draw_comparison([run], tmp_path / "out.png", ["rollout/reward", "train/loss"] * 2)
-    assert drawn[:2] == [([0, 1, 2], [1.0, 2.0, 3.0]), ([0, 1, 2], [1.0, 1.5, 2.0])]
+    assert drawn[:2] == [([0, 1, 2], [1.0, 2.0, 3.0])] * 2  # as it is, and smoothed: too short
     assert len(drawn) == 8
     with pytest.raises(RunError, match=r"no run measured 'rollout/rewards'; did you mean 'rollout"):
         plots.draw_comparison([run], tmp_path / "out.png", ["rollout/rewards"])
@@ -401,7 +389,10 @@ def test_a_run_without_steps_cannot_be_compared(tmp_path):
         plots.draw_comparison([tmp_path], tmp_path / "out.png")
 
 
-def test_smoothing_is_a_trailing_mean():
-    values = np.arange(8.0)
-    expected = [values[max(0, i - 4) : i + 1].mean() for i in range(8)]
-    np.testing.assert_allclose(plots._smooth(values), expected)
+def test_smoothing_takes_as_many_neighbours_on_both_sides():
+    values = [float(step * step) for step in range(40)]
+    expected = [values[i - 2 : i + 3] for i in range(2, 38)]
+    found = smooth(values)
+    assert found[2:38] == pytest.approx(np.mean(expected, axis=1))
+    assert (found[0], found[1], found[-1]) == (0, pytest.approx(5 / 3), 39 * 39)
+    assert smooth(values[:15]) == values[:15]

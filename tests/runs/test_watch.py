@@ -11,16 +11,16 @@ from contextlib import contextmanager
 import pytest
 
 from burnish.errors import RunError
-from burnish.runs import watch
+from burnish.progress import Progress
+from burnish.runs import status, watch
 from burnish.runs.metrics import iterate_rows
 from tests.runs.test_report import HOSTILE, make_run, rollout
 
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    """Pages look often, and what was drawn may be drawn again at once."""
+    """Pages look often."""
     monkeypatch.setattr(watch, "EVERY", 0.1)
-    monkeypatch.setattr(watch, "REST", 0)
 
 
 @contextmanager
@@ -45,6 +45,12 @@ def get(server, path, *, host=None, method="GET"):
     body = answer.read().decode()
     connection.close()
     return answer, body
+
+
+def tell(run, *progress, updated=None, **more):
+    """The run says what it is doing."""
+    now = time.time() if updated is None else updated
+    status.write(run, "running", Progress(*progress, **more), started=now, updated=now)
 
 
 def append_step(run, step, **more):
@@ -74,8 +80,8 @@ def test_a_port_that_is_taken_is_one_message(tmp_path):
 
 def test_a_place_without_runs(tmp_path):
     with pytest.raises(RunError, match=r"directory of runs, .*none is neither"):
-        watch.Runs(tmp_path / "none")
-    assert "No run is here yet" in watch.answer(watch.Runs(tmp_path), "/").text
+        watch.Server(tmp_path / "none", 0)
+    assert "No run is here yet" in watch.answer(tmp_path, "/").text
 
 
 def test_a_foreign_host_is_refused(tmp_path):
@@ -147,50 +153,39 @@ def test_the_list_says_how_runs_stand(tmp_path):
     (tmp_path / "broken" / "metrics.jsonl").write_text("{\n{\n")
     (tmp_path / "no run").mkdir()
     now = time.time()
-    doing = {"state": "running", "doing": "sampling", "seconds_left": 180, "updated": now}
-    (tmp_path / "half" / "status.json").write_text(json.dumps(doing))
-    rows = {row["name"]: row for row in watch.Runs(tmp_path, clock=lambda: now + 30).rows()}
+    tell(tmp_path / "half", "", "sampling", seconds_left=180, updated=now)
+    rows = {row["name"]: row for row in watch.list_runs(tmp_path, now + 30)}
     assert rows.keys() == {"done", "half", "broken", "odd"}
-    assert rows["done"] == {
-        "name": "done",
-        "link": "/run/done",
-        "kind": "finished",
-        "state": "finished",
-        "step": "11 of 100",
-        "reward": "0.95",
-        "held_out": "0.9",
-        "updated": rows["done"]["updated"],
-    }
-    assert re.fullmatch(r"(29|3\d) seconds", rows["done"]["updated"])
-    assert rows["half"]["state"] == "running: sampling, about 3 minutes left"
-    assert "is not JSON" in rows["broken"]["state"]
-    assert "can't be read" in rows["odd"]["state"]
-    late = {row["name"]: row for row in watch.Runs(tmp_path, clock=lambda: now + 200).rows()}
-    assert late["half"]["state"] == "no sign of life for 3 minutes"
+    done = rows["done"]
+    assert (done["link"], done["state"]["kind"]) == ("/run/done", "finished")
+    assert done["state"]["text"] == "finished, 11 of 100 steps"
+    assert re.fullmatch(r"(29|3\d) seconds", done["updated"])
+    assert rows["half"]["state"]["doing"] == "sampling, about 3 minutes left"
+    assert "is not JSON" in rows["broken"]["state"]["text"]
+    assert "can't be read" in rows["odd"]["state"]["text"]
+    late = {row["name"]: row for row in watch.list_runs(tmp_path, now + 200)}
+    assert late["half"]["state"]["text"] == "no sign of life for 3 minutes, 1 of 100 steps"
     with serving(tmp_path) as server:
         answer, body = get(server, "/run/broken/status")
         assert answer.status == 500
-        assert "metrics.jsonl, line 1, is not JSON" in body
+        assert "is not JSON" in body
+        body = get(server, "/")[1]
+        assert '<td class="n" title="reward">0.95</td>' in body
+        assert '<td class="n" title="held out">0.9</td>' in body
+        assert '<td class="n" title="reward">–</td>' in body
 
 
 def test_an_unchanged_run_is_not_drawn_again(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run")
     drawn, real = [], watch.report.describe
     monkeypatch.setattr(watch.report, "describe", lambda *a, **k: drawn.append(a) or real(*a, **k))
-    runs = watch.Runs(tmp_path)
-    first = runs.status(run)["version"]
+    first = watch.stand(run, 0.0)["version"]
     for _ in range(3):
-        assert runs.status(run)["version"] == first
+        assert watch.stand(run, 0.0)["version"] == first
     assert len(drawn) == 1
     append_step(run, 12)
-    assert runs.status(run)["version"] != first
+    assert watch.stand(run, 0.0)["version"] != first
     assert len(drawn) == 2
-    monkeypatch.setattr(watch, "REST", 1e9)  # what is costly to draw is left alone for a while
-    append_step(run, 13)
-    second = runs.status(run)["version"]
-    append_step(run, 14)
-    assert runs.status(run)["version"] == second
-    assert len(drawn) == 3
 
 
 def test_of_long_files_the_two_ends_are_read(tmp_path):
@@ -209,26 +204,10 @@ def test_the_newest_responses_of_a_long_run_are_shown(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", rollouts=rows)
     monkeypatch.setattr(watch, "LIMIT", 150_000)
     monkeypatch.setattr(watch, "REACH", 60_000)
-    told = json.loads(watch.Runs(tmp_path).draw(run).data)["rollouts"]
-    steps = [row["s"] for row in told["rows"]]
-    assert steps[-1] == 399
-    assert set(range(370, 400)) <= set(steps)
+    told = watch.draw(run, 0.0, home=True)["rollouts"]
+    steps = [row["step"] for row in told["rows"]]
+    assert steps[-3:] == [397, 398, 399]
     assert told["ends"]
-
-
-def check(browser, url, width):
-    """Opens a page; nothing is wrong with it and nothing is cut off at the side."""
-    browser.open("about:blank")  # the page before this one asks a server that has ended
-    browser.problems.clear()
-    browser.open(url, width=width)
-    browser.wait("document.querySelector('.card') !== null")
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    wide = """[...document.querySelectorAll('main *')].filter(e => {
-        const box = e.getBoundingClientRect();
-        return box.width && (box.right > innerWidth + 1 || box.left < -1);
-    }).map(e => e.outerHTML.slice(0, 200))"""
-    assert browser.evaluate(wide) == []
-    assert browser.problems == []
 
 
 def text(browser, selector):
@@ -240,7 +219,7 @@ def test_a_page_follows_its_run_without_being_loaded_again(browser, tmp_path, wi
     rows = [rollout(step, k, prompt="Say it. " * 120) for step in range(3) for k in range(3)]
     run = make_run(tmp_path / "run", 3, rollouts=rows, finished=False)
     with serving(tmp_path) as server:
-        check(browser, f"{server.url}run/run", width)
+        browser.check(f"{server.url}run/run", width=width)
         browser.evaluate("window.stayed = 1")
         browser.evaluate("document.querySelectorAll('#other details')[0].open = true")
         browser.evaluate("document.querySelector('#list .prompt details').open = true")
@@ -252,15 +231,7 @@ def test_a_page_follows_its_run_without_being_loaded_again(browser, tmp_path, wi
         recipe = "document.querySelector('#recipe pre')"
         browser.evaluate(f"window.kept = {recipe}")
         assert text(browser, ".tile b") == "0.2"
-        status = {
-            "state": "running",
-            "phase": "learn",
-            "doing": "step 2 of 4",
-            "done": 1,
-            "total": 4,
-        }
-        status |= {"seconds_left": 300, "updated": time.time()}
-        (run / "status.json").write_text(json.dumps(status))
+        tell(run, "learn", "step 2 of 4", done=1, total=4, seconds_left=300)
         for step in range(3, 6):
             append_step(run, step)
         with (run / "rollouts.jsonl").open("a") as file:
@@ -268,7 +239,7 @@ def test_a_page_follows_its_run_without_being_loaded_again(browser, tmp_path, wi
         browser.wait("document.querySelector('.tile b').textContent === '0.45'")
         browser.wait("document.querySelector('#now').textContent.startsWith('learn: step 2 of 4')")
         assert "about 5 minutes left" in text(browser, "#now")
-        assert text(browser, "#state") == "running, 6 of 100 steps"
+        assert text(browser, "#state") == "running, 5 of 100 steps"
         assert "reward, last 2 steps 0.45" in text(browser, "#reward .legend")
         assert "the newest" in text(browser, "#list .card")
         assert browser.evaluate("window.stayed") == 1
@@ -296,14 +267,14 @@ def test_a_page_follows_its_run_without_being_loaded_again(browser, tmp_path, wi
 def test_the_list_follows_its_runs(browser, tmp_path, width):
     run = make_run(tmp_path / ("a-long-name" * 9), 3, finished=False)
     with serving(tmp_path) as server:
-        check(browser, server.url, width)
+        browser.check(server.url, width=width)
         browser.evaluate("document.querySelector('a').focus()")
-        assert browser.evaluate("document.querySelectorAll('td')[3].textContent") == "0.2"
+        assert browser.evaluate("document.querySelectorAll('td')[2].textContent") == "0.2"
         append_step(run, 3)
-        browser.wait("document.querySelectorAll('td')[3].textContent === '0.3'")
+        browser.wait("document.querySelectorAll('td')[2].textContent === '0.3'")
         assert browser.evaluate("document.activeElement === document.querySelector('a')")
         make_run(tmp_path / "second")
-        browser.wait("document.querySelectorAll('td').length === 12")
+        browser.wait("document.querySelectorAll('td').length === 10")
         browser.evaluate("document.querySelectorAll('a')[0].click()")
         browser.wait("document.querySelector('#recipe pre') !== null")
         assert browser.problems == []
@@ -312,7 +283,7 @@ def test_the_list_follows_its_runs(browser, tmp_path, width):
 def test_what_is_being_read_is_not_replaced(browser, tmp_path):
     run = make_run(tmp_path / "run", 3, rollouts=[rollout(1)], finished=False)
     with serving(run) as server:
-        check(browser, server.url, 1300)
+        browser.check(server.url, width=1300)
         browser.evaluate("document.querySelector('#list').scrollIntoView({block: 'center'})")
         box = "(b => [b.x + 9, b.y + 9])(document.querySelector('#list').getBoundingClientRect())"
         browser.move(*browser.evaluate(box))
@@ -335,10 +306,9 @@ def test_a_hostile_run_injects_nothing(browser, tmp_path):
     recipe = (run / "recipe.toml").read_text()
     evil = json.dumps("</script><img src=x onerror=window.hacked=6>")
     (run / "recipe.toml").write_text(recipe.replace('name = "sort"', f"name = {evil}", 1))
-    status = {"state": "running", "doing": HOSTILE[1], "phase": HOSTILE[0], "unit": HOSTILE[1]}
-    (run / "status.json").write_text(json.dumps(status | {"updated": time.time(), "done": 1}))
+    tell(run, HOSTILE[0], HOSTILE[1], unit=HOSTILE[1], total=1)
     with serving(tmp_path) as server:
-        check(browser, server.url, 390)
+        browser.check(server.url, width=390)
         assert name in text(browser, "td")
         assert HOSTILE[1] in text(browser, "td:nth-child(2)")
         browser.evaluate("document.querySelector('td a').click()")

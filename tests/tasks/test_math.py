@@ -302,7 +302,7 @@ def test_the_recipe_has_the_customary_settings(tmp_path):
     assert sections["task"]["stops at"] == "'</answer>'"
     params = sampling(recipe)
     assert (params.min_tokens, params.max_tokens, params.temperature) == (4, 1024, 1.0)
-    assert (params.stop, params.include_stop) == (("</answer>",), True)
+    assert params.stop == ("</answer>",)
     assert (recipe.train.betas, recipe.validation.every) == ((0.9, 0.95), 10)
     boxed = config.load("math", ["task.prompt=question_only", 'rollout.stop=["\\n\\n"]'])
     assert sampling(boxed).stop == ("\n\n",)

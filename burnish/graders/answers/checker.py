@@ -23,7 +23,6 @@ from burnish.graders.pool import INSIDE, GraderPool, Limits
 from burnish.graders.rewards import Source
 from burnish.types import Grade, Status
 
-NUMBERS: tuple[type[Any], ...] = (Real, Decimal)
 SYMBOLIC = Source(
     f"{Path(__file__).with_name('symbolic.py')}:reward",
     "burnish.graders.answers.symbolic",
@@ -97,10 +96,8 @@ def gold_texts(gold: Any) -> tuple[str, ...]:
 
 
 def _gold_text(gold: Any) -> str:
-    if isinstance(gold, str):
-        return gold
-    text = str(gold) if isinstance(gold, NUMBERS) else ""
-    return text if text[-1:].isdigit() else ""  # neither infinite nor NaN
+    text = str(gold) if isinstance(gold, str | Real | Decimal) else ""
+    return text if isinstance(gold, str) or text[-1:].isdigit() else ""  # no infinity, no NaN
 
 
 def _translated(grade: Grade, answer: str | None, gold: Any) -> Grade:

@@ -76,20 +76,16 @@ def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
     left, right = structure.parts(answer), structure.parts(gold)
     if left is not None and right is not None:
         return _compare_parts(left, right, algebra, deep - 1)
-    said, meant = structure.equation(answer, sums=True), structure.equation(gold)
-    if said and meant and "=" in answer + gold and said.agrees(meant):
-        return max(_compare(each, meant.values[-1], algebra, deep - 1) for each in said.values)
-    several = left or right
-    if several is None or several.name:  # 2x > 6 has no parts, and is x > 3
-        return _compare_leaf(ours, theirs, algebra)
-    return Verdict.DIFFERENT
+    said, meant = structure.equation(answer), structure.equation(gold)
+    if said and meant and "=" in answer + gold and _agree(said[0], meant[0]):
+        return max(_compare(value, meant[1][-1], algebra, deep - 1) for value in said[1])
+    return Verdict.DIFFERENT if left or right else _compare_leaf(ours, theirs, algebra)
 
 
 def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> Verdict:
-    both_named = answer.kind == "or" or (answer.name and gold.name)
-    named_apart = both_named and answer.name != gold.name
     ours, theirs = list(answer.items), list(gold.items)
-    if answer.kind != gold.kind or named_apart or len(ours) != len(theirs):
+    alike = answer.kind == gold.kind and len(ours) == len(theirs)
+    if not alike or not _agree(answer.name, gold.name):
         return Verdict.DIFFERENT
     if len(ours) > MOST_PARTS:
         return Verdict.UNREADABLE
@@ -129,6 +125,11 @@ def _compare_leaf(answer: Quantity, gold: Quantity, algebra: Algebra) -> Verdict
     if candidate is None:
         return Verdict.UNREADABLE
     return Verdict.EQUAL if candidate == target else algebra(candidate, target)
+
+
+def _agree(name: str, other: str) -> bool:
+    """Whether two names of a variable, each of them empty if there is none, can be one."""
+    return not name or not other or squeezed(name) == squeezed(other)
 
 
 def _verdict(equal: bool) -> Verdict:

@@ -10,10 +10,7 @@ from burnish.graders.answers.spelling import FUNCTIONS
 
 DEEPEST = 20
 """Brackets within brackets."""
-_GREEK = (
-    "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|psi|omega|Delta|Theta"
-    "|Lambda|Sigma|Phi|Psi|Omega"
-)
+_GREEK = "(?i:alpha|beta|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|psi|omega)|gamma"
 _TOKEN = re.compile(
     rf"\\(?:{FUNCTIONS})(?![A-Za-z])(?:[\^_](?:\{{[-+0-9A-Za-z/. ]*\}}|\w))*"
     rf"|\\(?:frac|sqrt|binom|[lr]floor|[lr]ceil|{_GREEK})(?![A-Za-z])"

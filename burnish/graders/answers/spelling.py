@@ -12,7 +12,7 @@ from functools import lru_cache
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
 BRACKETS = r"[()\[\]{}⦃⦄]"
 COMMA = re.compile(rf"{BRACKETS}|,? and |[,;] ?(?:and )?")
-_SIGNS = r"""· \cdot \times ×; / \div; ≤ \le \leq \leqslant <=; ≥ \ge \geq \geqslant >=;
+_SIGNS = r"""· \cdot \times × *; ^ **; / \div; ≤ \le \leq \leqslant <=; ≥ \ge \geq \geqslant >=;
     ≠ \ne \neq !=; < \lt; > \gt; ∞ \infty; ± \pm; ∪ \cup \bigcup; π \pi; ° \circ \degree;
     ∅ \emptyset \varnothing; ∈ \in; … \ldots \dots \cdots; ( \langle; ) \rangle; - − –;
     ⦃ \lbrace \{; ⦄ \rbrace \}; | \lvert \rvert \mid \|; ≈ \approx; : \colon; £ \pounds;
@@ -22,7 +22,7 @@ _SPELLINGS = {name: row.split()[0] for row in _SIGNS.split(";") for name in row.
 _SPELLINGS |= dict.fromkeys((r"\displaystyle", r"\left", r"\right", r"\boxed", r"\fbox", r"\!"), "")
 _SPELLINGS |= {"½": " 1/2"} | {rf"\{mark}": " " for mark in " ,:()[]\n"} | {r"\;": " "}
 _SPELLINGS |= {power: f"^{{{digit}}}" for digit, power in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
-_SIGN = re.compile(r"\\[A-Za-z]+|\\.|[<>!]=|[^\x00-\x7f]", re.DOTALL)
+_SIGN = re.compile(r"\\[A-Za-z]+|\\.|[<>!]=|(?<=[\w)} ])\*\*?(?=[\w(\\ -])|[^\x00-\x7f]", re.DOTALL)
 _FONT = re.compile(
     r"\\(?:(?:text|math)(?!bb)[a-z]{0,3}|[mf]?box|boxed|operatorname|underline)\*?\s*\{([^{}]*)\}"
 )
@@ -38,11 +38,8 @@ _RULES = [
         ("^(?i:(?:the )?(?:final )?answer) ?(?:is|:)[: ]*", ""),
         (r"^(?i:the) [a-z]+ (?:is|are) (?=[-+$\\(0-9]|[a-z] ?=)", ""),
         (r"(?<=[^A-Za-z ]) ?≈.*", ""),
-        ("≈", "="),
         (r"\.\.\.+", "…"),
         (r"\\mathbb ?\{? ?R ?\}?|^(?i:all real numbers)$", "(-∞,∞)"),
-        (r"\*\*", "^"),
-        (r"\*", "·"),
         (r"\^ ?\{? ?° ?\}?", "°"),
         (r"^[a-z] ?∈ ?(?=[\[(⦃])", ""),
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", "π"),
@@ -52,16 +49,12 @@ _RULES = [
         (r"\\sqrt ?([0-9]+|[A-Za-zπ])", r"\\sqrt{\1}"),
         (r"\\frac ?([0-9A-Za-zπ])", r"\\frac{\1}"),
         (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-zπ])", r"\1{\2}"),
-        (r"\^ ?\(([^()]*)\)", r"^{\1}"),
         (r"\^ ?(-(?:[0-9]+|[A-Za-z]))", r"^{\1}"),
         (r"([\^_]) ?\{ ?(\w) ?\}(?![0-9.])", r"\1\2"),
-        (r"\} \{", "}{"),
         (r" (?=[\^%])|(?<=[\[({⦃]) | (?=[\])}⦄,;])", ""),
     )
 ]
-_PLAIN = re.compile(
-    r"[-+]?\$?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?|-?[0-9]+/[0-9]+"
-)
+_PLAIN = re.compile(r"[-+]?\$?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
 _THOUSANDS = re.compile(r"(?<![0-9.^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 
 

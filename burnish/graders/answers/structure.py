@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from burnish.graders.answers.spelling import BRACKETS, COMMA, closes, cut, normalise, squeezed
+from burnish.graders.answers.spelling import BRACKETS, COMMA, closes, cut, normalise
 
 _UNION = re.compile(rf"{BRACKETS}|∪")
 _OR = re.compile(rf"{BRACKETS}|,? or ")
@@ -17,7 +17,6 @@ _NAME = re.compile(
     r"(?:_(?:\w|\{\\?\w+\}))?(?:'+|\^\{-1\})?(?:\([A-Za-z0-9]\))?|\([A-Za-z](?:, ?[A-Za-z])+\)"
     r"|\|[A-Za-z]+\||\[[A-Z]+\]|\\vec ?\{[a-z]\}"
 )
-_SUM = re.compile(r"[a-z](?: ?\+ ?[a-z])+")
 _MATRIX = re.compile(
     r"[\[(]? ?\\begin\{(?:[pbB]?matrix|array\}(?:\{[lcr| ]*)?)\}(?P<body>.*)\\end\{\w+\} ?[\])]?",
     re.DOTALL,
@@ -26,16 +25,16 @@ _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_][\w ,.:;]*")
 _LOOSE_END = re.compile(
     r"\{ ?\}|\\(?:frac|binom) ?(?!\{)|\\(?:frac|binom) ?\{[^{}]*\}(?!\{)|\\sqrt ?(?![\[{])"
     r"|[\^_](?! ?[\w{\\∞π*+'-])|^ ?[·/^_=≤≥<>,;)]|[-+·/^_=≤≥<>±,;(] ?$"
-    r"|/ ?0+(?![.0-9])|\}\{[-+]?0+\}|[-+·/=(] ?[·/=]"
+    r"|/ ?0+(?![.0-9])|\}\{[-+]?0+\}|[-+·/=(] ?[·/=*]"
 )
 
 
 class Parts(NamedTuple):
     kind: str
-    """Brackets; "list"; "or"; for a matrix, the lengths of its rows."""
+    """Brackets; "list"; "or", with all variables but one; for a matrix, its rows' lengths."""
     items: tuple[str, ...]
     name: str = ""
-    """The variable of an inequality, or the variables of several if they differ."""
+    """The variable of an inequality."""
 
 
 def parts(text: str) -> Parts | None:
@@ -65,11 +64,11 @@ def parts(text: str) -> Parts | None:
 
 def _several(pieces: list[str], *, either: bool) -> Parts:
     """A list of values; x = 1, y = 2 as a tuple; statements of which one or all hold."""
-    names = {found.name for piece in pieces if (found := equation(piece)) and found.name}
+    names = {found[0] for piece in pieces if (found := equation(piece)) and found[0]}
     variables = {order.name for piece in pieces if (order := _inequality(piece))}
     several = len(names) > 1
     if either and (several or variables or all(words(piece) is not None for piece in pieces)):
-        return Parts("or", tuple(pieces), ",".join(sorted(variables)) if len(variables) > 1 else "")
+        return Parts("or" + ",".join(sorted(variables)[1:]), tuple(pieces))
     if several:
         return Parts("()", tuple(sorted(pieces) if len(names) == len(pieces) else pieces))
     return Parts("list", tuple(pieces))
@@ -91,31 +90,19 @@ def _inequality(text: str) -> Parts | None:
     return Parts("(["[signs[0] == "≤"] + ")]"[signs[1] == "≤"], (low, high), name)
 
 
-class Equation(NamedTuple):
-    name: str
-    """Empty if there is none."""
-    values: list[str]
+def equation(text: str) -> tuple[str, list[str]] | None:
+    """The name and the values of x = 2 + 3 = 5; 2 + 3 = 5 and 5 have no name.
 
-    def agrees(self, other: Equation) -> bool:
-        """Whether both speak of the same variable, as far as both name one."""
-        return not self.name or not other.name or squeezed(self.name) == squeezed(other.name)
-
-
-def equation(text: str, *, sums: bool = False) -> Equation | None:
-    """x = 2 + 3 = 5 has a name and two values; 2 + 3 = 5 has no name, and 5 is one value.
-
-    None for an equation with variables on both sides. sums: m + n counts as a name, for an answer
-    that says again what the question asked for.
+    None for an equation between expressions with variables.
     """
     name, *values = cut(text, _EQUALS)
     if not values:
-        return Equation("", [text])
+        return "", [text]
     letters = re.sub(r"\\[a-z]+(?:\{[a-z]{3,}\})?", "", " ".join(values))
-    named = _NAME.fullmatch(name) or (sums and _SUM.fullmatch(name))
-    if named and not (len(name) == 1 and name in letters):
-        return Equation(name, values)
+    if _NAME.fullmatch(name) and not (len(name) == 1 and name in letters):
+        return name, values
     calculated = not re.search("[A-Za-z]", letters + re.sub(r"\\[a-z]+", "", name))
-    return Equation("", [name, *values]) if calculated else None
+    return ("", [name, *values]) if calculated else None
 
 
 @lru_cache(maxsize=4096)

@@ -53,7 +53,7 @@ def compare_algebra(answer: str, gold: str) -> Verdict:
     ours = _expression(answer)
     if ours is None:
         return Verdict.UNREADABLE
-    same = _same if isinstance(theirs, sympy.Expr) else _same_relation
+    same = _same if isinstance(theirs, sympy.Expr) else _same_equation
     try:
         equal = same(ours, theirs)
     except GAVE_UP:
@@ -96,28 +96,18 @@ def _is_certainly_not_zero(difference: Any) -> bool:
     return False
 
 
-def _same_relation(ours: Any, theirs: Any) -> bool:
-    """Whether one is the other times a constant, a positive one between inequalities.
+def _same_equation(ours: Any, theirs: Any) -> bool:
+    """Whether one equation is the other times a constant.
 
-    Without a variable any two would be that: 2 > 1 and 5 > 3.
+    Without a variable any two would be that: ln 2 = 5 and ln 3 = 1.
     """
-    (sign, left), (other_sign, right) = _sides(ours), _sides(theirs)
-    if sign != other_sign or sign == "" or not (left.free_symbols and right.free_symbols):
+    if not isinstance(ours, sympy.Eq) or not isinstance(theirs, sympy.Eq):
         return False
+    left, right = ours.lhs - ours.rhs, theirs.lhs - theirs.rhs
     variables = sorted(left.free_symbols | right.free_symbols, key=str)
     at = {variable: _POINTS[0] + k for k, variable in enumerate(variables)}
     factor = left.xreplace(at) / right.xreplace(at)
-    fits = factor.is_positive or (sign == "==" and factor.is_negative)
-    return bool(fits) and _same(left, factor * right)
-
-
-def _sides(relation: Any) -> tuple[str, Any]:
-    """The sign "==" and an expression that is zero, or ">" or ">=" and one that is above zero."""
-    sign = getattr(relation, "rel_op", "")
-    if sign == "":
-        return sign, sympy.S.Zero
-    difference = relation.lhs - relation.rhs
-    return sign.replace("<", ">"), -difference if "<" in sign else difference
+    return bool(variables and factor.is_nonzero) and _same(left, factor * right)
 
 
 def _exact(_: Any, text: str) -> Any:

@@ -159,15 +159,20 @@ function timeCard({ phases, whole, steps }) {
     h("table", { id: "times" }, h("tr", {}, h("th", {}, "phase"), h("th", { class: "n" }, "seconds"), h("th", { class: "n" }, "share"), h("th", { class: "n" }, "s / step"), h("th", {})), phases.map((p, i) => line(p.label, p.seconds, p.share, i)), line("whole step", whole, 1, null))));
 }
 
-/* Rollouts. v validation, s step, g group, i sample, p prompt, t tokens, l and m log-probabilities of sampler and
-   learner, r reward, a advantage, x parts, f finish, w version, e status, y text where tokens do not spell it, c cut. */
+/* Rollouts: rows of the run's files, less the prompt, which is a place in the list of prompts. A row has its response
+   only where the tokens do not spell it, and its whole size, in tokens and characters, only where it is cut. */
 let rows = [], prompts = [], pairs = [], total = 0, ends = false, widest = 0, mode = "logprob";
 function take(rollouts) {
   ({ rows = [], prompts = [], pairs = [], total, ends } = rollouts);
-  const gaps = rows.flatMap(r => (r.m || []).map((m, k) => m === null || r.l[k] === null ? 0 : Math.abs(r.l[k] - m))).sort((a, b) => a - b);
+  const gaps = rows.flatMap(row => row.learner_logprobs.map((_, k) => Math.abs(gap(row, k) ?? 0))).sort((a, b) => a - b);
   widest = gaps[Math.floor(gaps.length * 0.99)] || gaps.at(-1) || 0;
 }
-const DEEPEST = 6, textOf = row => row.y ?? (row.t || []).join("");
+function gap(row, k) {  /* sampler − learner; null where one of them is not known */
+  const ours = row.logprobs[k] ?? null, theirs = row.learner_logprobs[k] ?? null;
+  return ours === null || theirs === null ? null : ours - theirs;
+}
+const DEEPEST = 6, textOf = row => row.response ?? row.tokens.join("");
+const meanLogprob = row => row.logprobs.reduce((a, v) => a + (v ?? 0), 0) / (row.logprobs.length || 1);
 function visible(text) {  /* what has no glyph, or would reorder its neighbours, is spelled out */
   return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, c => {
     const code = c.charCodeAt(0);
@@ -175,39 +180,48 @@ function visible(text) {  /* what has no glyph, or would reorder its neighbours,
   });
 }
 function shade(row, k) {
-  const l = row.l?.[k] ?? null, m = row.m?.[k] ?? null;
-  if (mode === "logprob") return l === null ? "" : `rgb(var(--hot) / ${(0.7 * Math.min(1, -l / DEEPEST)).toFixed(3)})`;
-  if (mode === "gap" && l !== null && m !== null && widest) return `rgb(var(${l > m ? "--hot" : "--cold"}) / ${(0.7 * Math.min(1, Math.abs(l - m) / widest)).toFixed(3)})`;
-  return "";
+  const logprob = row.logprobs[k] ?? null, apart = gap(row, k);
+  const [name, strength] = mode === "logprob" ? ["hot", logprob === null ? null : -logprob / DEEPEST] : [apart > 0 ? "hot" : "cold", apart === null || !widest ? null : Math.abs(apart) / widest];
+  return strength === null ? "" : `rgb(var(--${name}) / ${(0.7 * Math.min(1, strength)).toFixed(3)})`;
 }
 function body(row) {
   if (mode === "plain") return h("div", { class: "text" }, visible(textOf(row)) || "(empty)");
-  const element = h("div", { class: "text" }, (row.t || []).map((token, k) => h("span", { "data-k": k, style: { backgroundColor: shade(row, k) } }, visible(token))));
-  if (!row.t) element.append("(empty)");
+  const element = h("div", { class: "text" }, row.tokens.map((token, k) => h("span", { "data-k": k, style: { backgroundColor: shade(row, k) } }, visible(token))));
+  if (!row.tokens.length) element.append("(empty)");
   element.addEventListener("pointermove", event => {
     const k = event.target.dataset.k;
     if (k === undefined) return hideTip();
-    const l = row.l?.[k] ?? null, m = row.m?.[k] ?? null, told = [`token ${+k + 1}: ${visible(JSON.stringify(row.t[k].slice(0, 60)))}`];
-    if (l !== null) told.push(`log p  ${number(l)}   p  ${number(Math.exp(l))}`);
-    if (m !== null) told.push(`learner's log p  ${number(m)}`);
-    if (l !== null && m !== null) told.push(`sampler − learner  ${number(+(l - m).toFixed(4))}`);
+    const ours = row.logprobs[k] ?? null, theirs = row.learner_logprobs[k] ?? null, apart = gap(row, k);
+    const told = [`token ${+k + 1}: ${visible(JSON.stringify(row.tokens[k].slice(0, 60)))}`];
+    if (ours !== null) told.push(`log p  ${number(ours)}   p  ${number(Math.exp(ours))}`);
+    if (theirs !== null) told.push(`learner's log p  ${number(theirs)}`);
+    if (apart !== null) told.push(`sampler − learner  ${number(+apart.toFixed(4))}`);
     showTip(event, told.join("\n"));
   });
   element.addEventListener("pointerleave", hideTip);
   return element;
 }
 function response(row) {
-  const sum = (row.l || []).reduce((a, v) => a + (v ?? 0), 0), n = row.l?.length || 0;
-  const facts = [row.v ? "held out" : `group ${row.g}`, `sample ${row.i}`, row.a === undefined ? null : `advantage ${number(row.a)}`, many(row.c ? row.c[0] : (row.t || []).length, "token"), n ? `${number(sum / n)} nats per token` : null,
-    row.f === "stop" ? "ended by itself" : row.f === "length" ? "truncated" : row.f, row.w === undefined ? null : `version ${row.w}`, row.e, ...Object.entries(row.x || {}).map(([k, v]) => `${k} ${number(v)}`)];
-  return h("div", {}, h("div", { class: "meta" }, h("b", {}, `step ${row.s}`), h("b", {}, `reward ${number(row.r)}`), facts.filter(f => f).map(f => h("span", {}, f))), body(row),
-    row.c ? h("div", { class: "small soft" }, `cut here: ${count((row.t || []).length)} of ${many(row.c[0], "token")}, ${many(row.c[1], "character")} in all`) : null);
+  const ended = { stop: "ended by itself", length: "truncated" }[row.finish] ?? row.finish;
+  const facts = [
+    row.source ? "held out" : `group ${row.group}`,
+    `sample ${row.sample}`,
+    row.advantage === null ? null : `advantage ${number(row.advantage)}`,
+    many(row.whole ? row.whole[0] : row.tokens.length, "token"),
+    row.logprobs.length ? `${number(meanLogprob(row))} nats per token` : null,
+    ended,
+    row.version === null ? null : `version ${row.version}`,
+    row.status === "scored" ? null : row.status,
+    ...Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`),
+  ];
+  return h("div", {}, h("div", { class: "meta" }, h("b", {}, `step ${row.step}`), h("b", {}, `reward ${number(row.reward)}`), facts.filter(f => f).map(f => h("span", {}, f))), body(row),
+    row.whole ? h("div", { class: "small soft" }, `cut here: ${count(row.tokens.length)} of ${many(row.whole[0], "token")}, ${many(row.whole[1], "character")} in all`) : null);
 }
 function prompt(row) {  /* whole; a long one opens with a click */
-  const text = visible(prompts[row.p]).replaceAll("↵\n", "\n"), start = text.slice(0, 240).replace(/\s+\S*$/, "");
+  const text = visible(prompts[row.prompt]).replaceAll("↵\n", "\n"), start = text.slice(0, 240).replace(/\s+\S*$/, "");
   if (text.length <= 600 && text.split("\n").length <= 12) return h("div", { class: "prompt" }, text);
   const head = h("summary", {}, h("span", { class: "start" }, `${start} … `), `(${many(text.length, "character")})`);
-  return h("div", { class: "prompt" }, h("details", { "data-key": `${row.v} ${row.s} ${row.g} ${row.i}` }, head, text));
+  return h("div", { class: "prompt" }, h("details", { "data-key": `${row.source} ${row.step} ${row.group} ${row.sample}` }, head, text));
 }
 
 function browser() {
@@ -216,18 +230,20 @@ function browser() {
   const inputs = { text: h("input", { id: "text", type: "search", placeholder: "in prompt or response" }), low: bound("low"), high: bound("high"), from: bound("from"), to: bound("to") };
   const select = (id, options) => h("select", { id, onchange: () => list(PAGE) }, options.map(([value, text]) => h("option", { value }, text)));
   const source = select("source", [["", "all"], ["0", "training"], ["1", "held out"]]);
-  const order = select("order", [["", "by step"], ["-s", "newest first"], ["r", "lowest reward"], ["-r", "highest reward"], ["l", "least likely"], ["m", "largest gap"]]);
-  const keys = { s: r => r.s, r: r => r.r ?? 0, l: r => r.l?.length ? r.l.reduce((a, v) => a + (v ?? 0), 0) / r.l.length : 0, m: r => r.m ? -r.m.reduce((a, v, k) => Math.max(a, Math.abs((v ?? 0) - (r.l[k] ?? v ?? 0))), 0) : 0 };
+  const order = select("order", [["", "by step"], ["-step", "newest first"], ["reward", "lowest reward"], ["-reward", "highest reward"], ["likely", "least likely"], ["gap", "largest gap"]]);
+  const largestGap = row => row.learner_logprobs.reduce((a, _, k) => Math.max(a, Math.abs(gap(row, k) ?? 0)), 0);
+  const keys = { step: row => row.step, reward: row => row.reward ?? 0, likely: meanLogprob, gap: row => -largestGap(row) };
   const counts = h("p", { id: "counts", class: "soft small" }), shown = h("div", { class: "list", id: "list" }), more = h("button", { id: "more", onclick: () => list(limit + PAGE) }, "show more");
   const before = h("div", { class: "list", id: "pairs" }), morePairs = h("button", { id: "more-pairs", onclick: () => compare(pairLimit + 8) }, "show more pairs"), pairCount = h("p", { class: "soft small", id: "pair-count" });
   const PAGE = 12;
   let limit = PAGE, pairLimit = 4;
   function list(size) {
     limit = size;
-    const wanted = inputs.text.value.toLowerCase(), bound = (input, otherwise) => input.value === "" ? otherwise : +input.value, ranked = inputs.low.value !== "" || inputs.high.value !== "";
-    const found = rows.filter(r => (source.value === "" || String(r.v || 0) === source.value) && (ranked ? r.r !== undefined && r.r >= bound(inputs.low, -Infinity) && r.r <= bound(inputs.high, Infinity) : true)
-      && r.s >= bound(inputs.from, -Infinity) && r.s <= bound(inputs.to, Infinity) && (!wanted || prompts[r.p].toLowerCase().includes(wanted) || textOf(r).toLowerCase().includes(wanted)));
-    if (order.value) { const key = keys[order.value.at(-1)], sign = order.value[0] === "-" ? -1 : 1; found.sort((a, b) => sign * (key(a) - key(b))); }
+    const wanted = inputs.text.value.toLowerCase(), isBound = input => input.value !== "";
+    const within = (value, low, high) => !(isBound(low) || isBound(high)) || (value !== null && (!isBound(low) || value >= +low.value) && (!isBound(high) || value <= +high.value));
+    const found = rows.filter(row => (source.value === "" || String(row.source) === source.value) && within(row.reward, inputs.low, inputs.high) && within(row.step, inputs.from, inputs.to)
+      && (!wanted || prompts[row.prompt].toLowerCase().includes(wanted) || textOf(row).toLowerCase().includes(wanted)));
+    if (order.value) { const key = keys[order.value.replace("-", "")], sign = order.value[0] === "-" ? -1 : 1; found.sort((a, b) => sign * (key(a) - key(b))); }
     counts.textContent = `${count(Math.min(size, found.length))} shown, ${count(found.length)} match, ${count(rows.length)} in this page` + (rows.length < total ? `, sampled from the ${count(total)} ${ends ? "at both ends of the run's files" : "on disk to bound the file's size"}.` : ends ? ", those at both ends of the run's files." : ", all that are on disk.");
     swap(shown, found.slice(0, size).map(r => h("div", { class: "card" }, prompt(r), response(r))));
     more.hidden = found.length <= size;
@@ -245,24 +261,131 @@ function browser() {
   function paint(name) {
     mode = name;
     for (const button of toggle.children) button.setAttribute("aria-pressed", button.dataset.mode === name);
-    toggle.children[1].hidden = !rows.some(r => r.m);
+    toggle.children[1].hidden = !rows.some(row => row.learner_logprobs.length);
     const ramp = (from, to) => h("span", { class: "scale", style: { background: `linear-gradient(90deg, ${from}, ${to})` } });
     scale.replaceChildren(...(name === "logprob" ? ["log p  0", ramp("transparent", "rgb(var(--hot) / .7)"), `−${DEEPEST}`] : name === "gap" ? [`learner higher by ${number(widest)}`, ramp("rgb(var(--cold) / .7), transparent", "rgb(var(--hot) / .7)"), `sampler higher by ${number(widest)}; uncoloured where the learner did not score`] : []));
     compare(pairLimit);
     list(limit);
   }
   function refresh() {
-    for (const [key, low, high] of [["r", inputs.low, inputs.high], ["s", inputs.from, inputs.to]]) {
-      const values = rows.map(r => r[key]).filter(v => v !== undefined);
+    for (const [key, low, high] of [["reward", inputs.low, inputs.high], ["step", inputs.from, inputs.to]]) {
+      const values = rows.map(row => row[key]).filter(value => value !== null);
       low.placeholder = values.length ? values.reduce((a, b) => Math.min(a, b)) : "";
       high.placeholder = values.length ? values.reduce((a, b) => Math.max(a, b)) : "";
     }
     paint(mode);
   }
-  if (data.live) order.value = "-s";
+  if (data.live) order.value = "-step";
   const elements = [h("div", { class: "controls sticky" }, toggle, scale), h("h3", {}, "Before and after"), pairCount, before, h("p", { style: { marginTop: "12px" } }, morePairs), h("h3", { style: { margin: "26px 0 8px" } }, "All responses"),
     h("div", { class: "controls" }, field("text", inputs.text), field("reward from", inputs.low), field("reward to", inputs.high), field("step from", inputs.from), field("step to", inputs.to), field("source", source), field("order", order)), counts, shown, h("p", { style: { marginTop: "12px" } }, more)];
   return { elements, refresh, isRead: () => [shown, before].some(e => e.matches(":hover") || (!getSelection().isCollapsed && getSelection().containsNode(e, true))) };
+}
+
+/* What is drawn, and in which words. A metric is shown by the first panel that takes it. */
+const PANELS = [
+  ["reward", "Reward", /^(rollout|validation)\/reward$/],
+  ["reward", "Parts of the reward", /^(rollout|validation)\/part_/],
+  ["drift", "KL to the initial model, nats per token", /^kl\/(initial|held_out)_k.$/],
+  ["drift", "KL to the initial model, nats per response", /^kl\/(initial|held_out)_.*_response$/],
+  ["drift", "KL to the previous step, nats per token", /^kl\/previous_k.$/],
+  ["drift", "KL to the previous step, nats per response", /^kl\/previous_.*_response$/],
+  ["drift", "KL to the reference, nats per token", /^kl\/reference_k.$/],
+  ["drift", "Sampler against learner, nats", /^mismatch\//],
+  ["policy", "Entropy, nats per token", /\/entropy/],
+  ["policy", "Response length, tokens", /\/length/],
+  ["policy", "Ended and truncated, share", /\/(ended|truncated)/],
+  ["policy", "Clipped, share of tokens", /\/clip_fraction/],
+  ["policy", "Ratio to the proximal policy", /\/ratio_/],
+  ["policy", "Gradient norm", /\/grad_norm/],
+  ["policy", "Loss", /^train\/loss|^validation\/loss$/],
+  ["policy", "Groups without variance, share", /\/dead_groups/],
+  ["policy", "Grades, share", /\/grades_/],
+  ["policy", "Lag, versions", /\/lag/],
+  ["policy", "Tokens per second", /tokens_per_second/],
+];
+const PHASES = {
+  generate: "rollout generation",
+  grade: "reward computation",
+  score: "policy optimization: scoring",
+  learn: "policy optimization: steps",
+  publish: "weight synchronization",
+  evaluate: "evaluation",
+  checkpoint: "checkpointing",
+  other: "unclaimed",
+};
+const unitOf = kl => kl.endsWith("_response") ? "nats per response" : "nats per token";
+
+/* Figures of the page's head, by metric: label, value, note. A curve's legend says the same. */
+function headlines({ series, kl }) {
+  const found = new Map();
+  function add(name, label, { averaged = false, unit = "" } = {}) {
+    const line = series[name];
+    if (!line) return;
+    const [first, last] = averaged ? line.ends : [line.points[0][1], line.points.at(-1)[1]];
+    const notes = [line.count > 1 ? `from ${number(first)}` : "one measurement"];
+    if (unit) notes.unshift(unit);
+    if (name.startsWith("validation/") && line.count > 1) {
+      const sign = name.endsWith("/loss") ? -1 : 1, [step, best] = line.points.reduce((a, b) => sign * b[1] > sign * a[1] ? b : a);
+      notes.push(`best ${number(best)} at step ${step}`);
+    }
+    const over = averaged && line.window > 1 ? `, last ${line.window} steps` : "";
+    found.set(name, [label + over, number(last), notes.join("; ")]);
+  }
+  add("rollout/reward", "reward", { averaged: true });
+  add("validation/reward", "held-out reward");
+  if (!series["rollout/reward"]) add("train/loss", "loss", { averaged: true });
+  add("validation/loss", "held-out loss");
+  add(kl, `KL to the initial model, ${kl.match(/k\d/)}`, { unit: unitOf(kl) });
+  add("rollout/ended", "ended", { averaged: true });
+  return found;
+}
+function tilesOf({ series, clocks }, heads) {
+  const found = [...heads.values()], responses = series["rollout/responses"]?.sum, seconds = clocks["time/step"]?.sum;
+  if (responses) found.push(["responses", count(responses), "sampled to learn"]);
+  if (seconds) found.push(["time", seconds < 600 ? `${fixed(seconds, 0)} s` : `${fixed(seconds / 60, 0)} min`, "wall clock of the steps"]);
+  return found;
+}
+
+/* Panels need a line of two points or more; whatever no panel takes has one of its own. Metrics of no panel were measured once. */
+function panelsOf(series, heads) {
+  const isHeldOut = name => name.startsWith("validation/"), left = new Set(Object.keys(series).sort((a, b) => isHeldOut(a) - isHeldOut(b)));
+  const drawn = [], once = [];
+  function add(section, title, names) {
+    names.forEach(name => left.delete(name));
+    const lines = names.slice(0, 8).map(name => ({ name, points: series[name].points, head: heads.get(name) }));
+    if (lines.some(line => line.points.length > 1)) drawn.push({ section, title, lines });
+    else once.push(...lines.map(line => [line.name, line.points[0][1]]));
+  }
+  for (const [section, title, takes] of PANELS) add(section, title, [...left].filter(name => takes.test(name)));
+  for (const name of [...left]) add("other", name, [name]);
+  return [drawn, once];
+}
+
+/* Reward against KL, step by step. A point of a long run's KL stands for the steps up to its own. */
+function frontierOf({ series, kl }) {
+  const name = series["validation/reward"]?.points.length > 3 ? "validation/reward" : "rollout/reward", drift = series[kl];
+  if (!series[name] || !drift) return null;
+  const stride = Math.ceil(drift.count / drift.points.length), points = [];
+  for (const [step, reward] of series[name].points) {
+    const at = drift.points.find(p => p[0] >= step);
+    if (at && at[0] - step < stride) points.push([step, at[1], reward]);
+  }
+  return points.length > 2 ? { x: `${kl} (${unitOf(kl)})`, y: name, points } : null;
+}
+
+/* Seconds per phase, the largest first, in all and step by step. */
+function timeOf(clocks) {
+  const phase = name => name.slice("time/".length), sum = name => clocks[name].sum;
+  const names = Object.keys(clocks).filter(name => name.startsWith("time/") && name !== "time/step").sort((a, b) => (a === "time/other") - (b === "time/other") || sum(b) - sum(a)).slice(0, 12);
+  if (!names.length) return null;
+  const whole = clocks["time/step"]?.sum || names.reduce((total, name) => total + sum(name), 0);
+  const phases = names.map(name => ({ label: PHASES[phase(name)] ?? phase(name).replaceAll("_", " "), seconds: sum(name), share: whole > 0 ? sum(name) / whole : 0, points: clocks[name].points }));
+  return { phases, whole, steps: Math.max(...names.map(name => clocks[name].count)) };
+}
+function arrange(data) {
+  const heads = headlines(data), speeds = Object.entries(data.clocks).filter(([name]) => !name.startsWith("time/"));
+  const [panels, once] = panelsOf({ ...data.series, ...Object.fromEntries(speeds) }, heads);
+  return { panels, once, tiles: tilesOf(data, heads), front: frontierOf(data), time: timeOf(data.clocks) };
 }
 
 /* The page. What has not changed stays as it is: a section is built again when its part of the data is another. */
@@ -295,20 +418,21 @@ function showState({ kind, text }) { chip.className = `chip ${kind}`; chip.textC
 function draw(fresh) {
   const first = data === undefined;
   data = fresh;
+  const { panels, once, tiles: heads, front, time } = arrange(data), { reading } = data;
   document.title = `${data.run} · burnish`;
   if (first) page.replaceChildren(h("header", {}, data.live?.home ? h("p", {}, h("a", { href: "/" }, "← all runs")) : "", h("div", { class: "top" }, h("h1", {}, data.name), chip), data.description ? h("p", {}, data.description) : "",
     h("p", { class: "soft small" }, `run ${data.run} · seed ${data.seed} · as of `, h("span", { id: "asof" })), now, tiles, nav, note), ...[...parts.values()].map(part => part.element));
   showState(data.state);
-  document.getElementById("asof").textContent = data.asof;
-  tiles.replaceChildren(...data.tiles.map(([label, value, said]) => h("div", { class: "card tile" }, h("span", { class: "small soft" }, label), h("b", {}, value), h("span", { class: "small soft" }, said))));
-  note.hidden = data.panels.length > 0;
-  note.textContent = data.panels.length ? "" : data.done ? "Curves begin with a second measurement." : data.live ? "No step has finished yet." : "No step has finished yet. Make the report again in a while: it is read from the run's files.";
-  const of = name => data.panels.filter(panel => panel.section === name), reward = of("reward"), drift = of("drift"), policy = of("policy"), other = of("other"), once = Object.entries(data.once), { frontier: front, reading } = data;
+  document.getElementById("asof").textContent = new Date(1000 * data.asof).toISOString().slice(0, 16).replace("T", " ") + " UTC";
+  tiles.replaceChildren(...heads.map(([label, value, said]) => h("div", { class: "card tile" }, h("span", { class: "small soft" }, label), h("b", {}, value), h("span", { class: "small soft" }, said))));
+  note.hidden = panels.length > 0;
+  note.textContent = panels.length ? "" : data.done ? "Curves begin with a second measurement." : data.live ? "No step has finished yet." : "No step has finished yet. Make the report again in a while: it is read from the run's files.";
+  const of = name => panels.filter(panel => panel.section === name), reward = of("reward"), drift = of("drift"), policy = of("policy"), other = of("other");
   section("reward", reward.length, reward, () => [h("div", { class: "grid wide" }, reward.map(chart))]);
   section("drift", drift.length || front, [drift, front, reading], () => [reading.length ? h("div", { class: "card reading", id: "reading" }, reading.map(s => h("p", {}, s))) : null,
-    h("div", { class: "grid" }, front ? [chart({ ...data.panels[0], section: "drift" }), frontier(front)] : null, drift.map(chart))]);
+    h("div", { class: "grid" }, front ? [chart({ ...panels[0], section: "drift" }), frontier(front)] : null, drift.map(chart))]);
   section("policy", policy.length, policy, () => [h("div", { class: "grid" }, policy.map(chart))]);
-  section("time", data.time, data.time, () => [timeCard(data.time)]);
+  section("time", time, time, () => [timeCard(time)]);
   readRollouts();
   section("recipe", true, [data.recipe, data.environment], () => [h("div", { class: "grid wide" }, [data.recipe, data.environment].filter(text => text).map(text => h("div", { class: "card" }, h("pre", {}, text))))]);
   section("other", other.length || once.length, [other, once], () => [other.length ? h("details", { "data-key": "other" }, h("summary", {}, many(other.length, "more metric")), h("div", { class: "grid" }, other.map(chart))) : null,
@@ -337,8 +461,9 @@ async function look() {
       if (fresh) draw(fresh);
       else if (unread) readRollouts();
       showState(told.state);
-      now.hidden = !told.now && !told.left;
-      now.replaceChildren([told.now, told.left].filter(text => text).join(" · "), told.share === null ? "" : h("div", { class: "track" }, h("div", { class: "bar", style: { width: 100 * told.share + "%" } })));
+      const { doing, share } = told.state;
+      now.hidden = !doing;
+      now.replaceChildren(doing, share === null ? "" : h("div", { class: "track" }, h("div", { class: "bar", style: { width: 100 * share + "%" } })));
     });
   } catch (error) {
     now.hidden = false;
