@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish import build, config, inputs
+from burnish import build, config, inputs, preflight
 from burnish.build import AnyPath, AnyRecipe, Prompts, Reward
 from burnish.config import (
     FilesTask,
@@ -22,7 +22,6 @@ from burnish.config import (
     Table,
 )
 from burnish.errors import ConfigError, RunError
-from burnish.preflight import check_before, check_sources
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoints, resuming
 from burnish.runs.directory import (
@@ -77,14 +76,14 @@ def train(
     own: list[str] = []
     if is_own and not isinstance(recipe, Recipe):
         own = own_task(recipe, data=None if data is None else Path(data), reward=reward)
-    recipe = build.load_recipe(recipe, [*own, *config.tables(overrides), settings], seed=seed)
+    recipe = build.load_recipe(recipe, [*own, config.changed(overrides), settings], seed=seed)
     rows = None if prompts is None else inputs.as_rows(prompts)
     recipe = _as_given(recipe, rows, reward)
     place = None if out is None else Path(out)
     with claimed(place, recipe.name) as path, shown(show, path.name) as tell:
         tell(Progress("check", "checking the recipe and its data"))
         is_new = not path.exists() or not any(path.iterdir())
-        check_before(recipe, path, prompts=rows, reward=reward)
+        preflight.check(recipe, path, prompts=rows, reward=reward)
         recipe = build.prepare(recipe, tell)
         build.check_room(recipe, path, tell)
         from burnish.loops.recorder import record
@@ -127,7 +126,7 @@ def sft(
         rows = list(data)
     if not isinstance(recipe, Recipe):
         recipe = config.load(recipe, own_pairs(recipe, data=file, is_given=rows is not None))
-    recipe = build.load_recipe(recipe, [*config.tables(overrides), settings], seed=seed)
+    recipe = build.load_recipe(recipe, [config.changed(overrides), settings], seed=seed)
     return train(recipe, prompts=rows, out=out, show=show, stop=stop)
 
 
@@ -249,7 +248,7 @@ def resume(
     """
     path = Path(run_path)
     with RunDirectory(path) as directory, shown(show, path.name) as tell:
-        recipe = resuming.resumed_recipe(path, [*config.tables(overrides), settings])
+        recipe = resuming.resumed_recipe(path, [config.changed(overrides), settings])
         chosen = (
             checkpoints.latest(path)
             if from_checkpoint is None
@@ -259,7 +258,7 @@ def resume(
         before = read_json(path / ENVIRONMENT)
         resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
         rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
-        check_sources(recipe, prompts=rows, reward=reward)
+        preflight.check(recipe, prompts=rows, reward=reward)
         recipe = build.prepare(recipe, tell, before.get("threads"))
         now = environment(recipe) | {"inputs": _hashes(recipe, rows, reward, tell)}
         resuming.check_environment(before, now, anyway=anyway)
@@ -305,9 +304,9 @@ def evaluate(
     sections to change, as in ``train``. With ``out``, every response is kept in that directory,
     with a report; what it holds of this very evaluation, begun before, is not sampled again.
     """
-    changes = [*config.tables(overrides), settings]
+    changes = [config.changed(overrides), settings]
     recipe = build.evaluation_recipe(recipe, model=model, overrides=changes, seed=seed)
-    check_sources(recipe)
+    preflight.check(recipe)
     with shown(show, recipe.name if out is None else Path(out).name) as tell:
         recipe = build.prepare(recipe, tell)
         from burnish.engine.protocol import require

@@ -23,8 +23,7 @@ from burnish.config import (
     Table,
 )
 from burnish.errors import BurnishError, ConfigError
-from burnish.plan import PAGE, Room, Size, check_lengths, room
-from burnish.preflight import check_sources
+from burnish.plan import PAGE, Need, Room, Size, needs, room
 from burnish.progress import Progress, Show, begin, silent
 from burnish.runs import checkpoints
 from burnish.runs.directory import PROMPTS
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from burnish.engine.protocol import Engine
     from burnish.learner.learner import Learner
     from burnish.learner.objective import Program
-    from burnish.learner.policy import Policy
+    from burnish.learner.optim import Policy
     from burnish.loops.recorder import Parts
     from burnish.model.sorter import Sorter
     from burnish.model.tokenizer import Tokenizer
@@ -68,7 +67,6 @@ def build(
     """The parts of a recipe's run."""
     from burnish.engine.protocol import require
     from burnish.learner.objective import compile
-    from burnish.learner.policy import LanguagePolicy
     from burnish.loops import sync
     from burnish.loops.evaluate import Evaluator, figures
     from burnish.loops.recorder import Parts
@@ -85,10 +83,8 @@ def build(
         policy, stream = _sorter(recipe), PromptStream(task)
     else:
         model = open_model(recipe, dtype="float32", show=show)[0].to(device_of(recipe))
-        size = _size(recipe, model, task)
-        check_lengths(recipe, size)
-        stream = PromptStream(task, room(recipe, size))
-        policy = LanguagePolicy(model, recompute=recipe.train.recompute, layers=recipe.train.layers)
+        stream = PromptStream(task, room(recipe, _size(recipe, model, None)))
+        policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     show(Progress("load", "preparing the learner"))
     learner = _learner(recipe, policy, compile(recipe.objective))
     evaluator = Evaluator(recipe, task, engine, decode)
@@ -124,7 +120,6 @@ def build(
 
 
 def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
-    from burnish.learner.policy import LanguagePolicy
     from burnish.loops import supervised
     from burnish.loops.recorder import Parts
 
@@ -132,10 +127,8 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     show(Progress("load", "reading the rows"))
     pairs = _pairs(recipe, tokenizer, model.config.context, rows)
     counted = config.with_steps(recipe, pairs.steps(recipe.train.batch))
-    policy = LanguagePolicy(
-        model.to(device_of(recipe)), recompute=recipe.train.recompute, layers=recipe.train.layers
-    )
-    learner = _learner(counted, policy, supervised.PROGRAM)
+    model.to(device_of(recipe)).learn(recipe.train.layers, recompute=recipe.train.recompute)
+    learner = _learner(counted, model, supervised.PROGRAM)
     return Parts(
         recipe=counted,
         learner=learner,
@@ -186,7 +179,7 @@ def build_sampler(
     engine, tokenizer = _engine(recipe, show)
 
     def decode(ids: Any) -> list[str]:
-        return [tokenizer.token_bytes(int(i)).decode("utf-8", "replace") for i in ids]
+        return [tokenizer.decode([i]) for i in ids]
 
     show(Progress("load", "reading the prompts"))
     size = measure(recipe, has_prompts=False)
@@ -208,8 +201,10 @@ def _engine(recipe: Recipe, show: Show) -> tuple[Engine, Tokenizer]:
     from burnish.engine.engine import EngineSettings, NativeEngine
 
     device = device_of(recipe)
-    total, free = _memory(device)
-    preflight.raise_all(preflight.lacking_cache(recipe, total if device == "cpu" else free))
+    total, free = machine.memory(device)
+    cache = Need("cache", f"engine.kv_mb = {recipe.engine.kv_mb}", recipe.engine.kv_mb * 2**20)
+    room = {"cache": total if device == "cpu" else free}
+    preflight.raise_all(preflight.lacking([cache], room))
     dtype = DTYPES[recipe.engine.precision]
     model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
     settings = EngineSettings(
@@ -235,8 +230,8 @@ def open_model(
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import Transformer
 
-    origin, precision = _origin(recipe), getattr(torch, dtype)
-    path = hub.resolve(_source(origin), show)
+    origin, precision = preflight.origin(recipe), getattr(torch, dtype)
+    path = hub.resolve(origin.source, show)
     show(Progress("load", f"loading {recipe.model.name} in {dtype}"))
     tokenizer = Tokenizer.load(path)
     if isinstance(origin.model, LanguageConfig):
@@ -248,24 +243,10 @@ def open_model(
     return model, tokenizer, path
 
 
-def _origin(recipe: Recipe) -> Recipe:
-    """The recipe that describes the model: the run's recipe if the model is a run."""
-    origin = preflight.origin(recipe)
-    if origin is recipe:
-        return recipe
-    if isinstance(origin.model, SorterConfig):
-        raise ConfigError(
-            f"{recipe.model.name} trained the sorting model, which is not a language model"
-        )
-    assert isinstance(recipe.model, LanguageConfig), "it names a run"
-    head = {"fp32_head": recipe.model.fp32_head}
-    return origin.model_copy(update={"model": origin.model.model_copy(update=head)})
-
-
 def take_weights(model: Transformer, chosen: Path) -> None:
     saved = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(saved.tensors[f"master.model.{name}"])
+        parameter.data.copy_(saved.tensors[f"policy.master.{name}"])
 
 
 def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
@@ -282,16 +263,12 @@ def measure(recipe: Recipe, *, has_prompts: bool = True) -> Size | None:
     from burnish.model.tokenizer import Tokenizer
     from burnish.model.transformer import Transformer
 
-    origin = _origin(recipe)
-    path = _local(_source(origin))
+    origin = preflight.origin(recipe)
+    path = _local(origin.source)
     if path is None:
         return None
     if isinstance(origin.model, ScratchConfig):
         config = _scratch(origin, Tokenizer.load(path))
-    elif path.suffix == ".gguf":
-        from burnish.model.gguf import Gguf
-
-        config = Gguf(path).config()
     else:
         config = read_config(path)
     with torch.device("meta"):
@@ -333,12 +310,6 @@ def _size(recipe: Recipe, model: Transformer, task: Task | None) -> Size:
         looked_at=len(asked) + stream.skipped,
         too_long=stream.skipped,
     )
-
-
-def _source(recipe: Recipe) -> str:
-    """The name of the model whose files are read; for a model from scratch, of its tokenizer."""
-    kind = recipe.model
-    return kind.tokenizer if isinstance(kind, ScratchConfig) else kind.name
 
 
 def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
@@ -461,38 +432,37 @@ def check_room(recipe: Recipe, path: Path, show: Show) -> None:
         return
     from burnish.model import hub
 
-    hub.resolve(_source(_origin(recipe)), show)
-    preflight.raise_all(lacking_room(recipe, path, measure(recipe, has_prompts=False)))
+    hub.resolve(preflight.origin(recipe).source, show)
+    size = measure(recipe, has_prompts=False)
+    preflight.raise_all(lacking_room(recipe, path, size))
+    if size is not None and not recipe.is_supervised:
+        room(recipe, size)  # it raises if there is none
 
 
 def lacking_room(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishError]:
     """Too little disk or memory; ``size`` is None if the model is not here."""
-    device = device_of(recipe)
-    total, free = _memory(device)
-    kind = device.partition(":")[0]
-    return [
-        *preflight.lacking_disk(recipe, path, size),
-        *preflight.lacking_memory(recipe, size, free, kind, total=total),
-    ]
+    if size is None:
+        return []
+    device, found = device_of(recipe), needs(recipe, size)
+    total, free = machine.memory(device)
+    if device != "cpu":  # all of the cache is taken at once
+        found = [n._replace(resource="memory") if n.resource == "cache" else n for n in found]
+    saved = sum(file.stat().st_size for file in (path / "checkpoints").rglob("*"))
+    room = {"memory": free, "cache": total, "disk": machine.disk(path) + saved}
+    return preflight.lacking(found, room)
 
 
-def _memory(device: str) -> tuple[int, int]:
-    """Bytes of a device, in all and free."""
-    if device == "cpu":
-        return machine.memory()
-    found = machine.describe(device)
-    return found.gpu_memory, found.gpu_available
-
-
-def look(recipe: Recipe, path: Path) -> tuple[Recipe, Size | None, list[BurnishError]]:
-    """For a plan: the recipe as it would run here, its size, and its problems."""
+def look(
+    recipe: Recipe, path: Path, *, has_prompts: bool = True
+) -> tuple[Recipe, Size | None, list[BurnishError]]:
+    """The recipe as it would run here, its size, and its problems: for a plan."""
     unknown = missing_device(recipe)
-    lacks = [*preflight.before(recipe, path), *unknown]
+    lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     size = None
     if not preflight.missing_model(recipe):
         try:
-            size = measure(recipe, has_prompts=not lacks)
+            size = measure(recipe, has_prompts=has_prompts and not lacks)
         except BurnishError as error:
             lacks.append(error)
             size = measure(recipe, has_prompts=False)
@@ -526,16 +496,14 @@ def digest(recipe: Recipe, show: Show) -> str | None:
         return None
     from burnish.model import hub
 
-    origin = _origin(recipe)
-    path = hub.resolve(_source(origin), show)
+    origin = preflight.origin(recipe)
+    path = hub.resolve(origin.source, show)
     show(Progress("load", f"hashing the files of {recipe.model.name}"))
     is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
     kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
     files = sorted(file for file in path.glob("*") if file.suffix in kinds)
-    if path.is_file():  # a GGUF
-        files = [path]
-    if origin is not recipe:  # its manifest holds the tensors' hash
-        files.append(checkpoints.choose(Path(recipe.model.name), "best") / checkpoints.MANIFEST)
+    if origin is not recipe:
+        files.append(checkpoints.choose(Path(recipe.model.name), "best"))
     return inputs.of_files(files)
 
 
@@ -548,7 +516,7 @@ def open_engine(
         raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     engine, named = {"precision": precisions[dtype]}, {"name": os.fspath(model)}
     recipe = config.load({"task": "keywords", "model": named, "engine": engine, "device": device})
-    check_sources(recipe)
+    preflight.check(recipe)
     return _engine(prepare(recipe, show), show)
 
 
@@ -585,12 +553,9 @@ def evaluation_recipe(
                 own.append({"task": {"train": f"{name}/{PROMPTS}"}})
         elif name in config.TASKS and name not in config.list_recipes():
             source, own = "keywords", [f"task.name={name}", f"name={name}"]
-    changes: Sequence[str | Table] = config.tables(overrides)
-    if isinstance(model, Mapping):
+    if model is not None:
         own.append({"model": model})
-    elif model is not None:
-        changes = config.together([f"model.name={json.dumps(os.fspath(model))}"], changes)
-    recipe = load_recipe(source, [*own, *changes], seed=seed)
+    recipe = load_recipe(source, [*own, config.changed(overrides)], seed=seed)
     if recipe.is_supervised:
         raise ConfigError(
             f"{recipe.name} has answers to learn and none to grade; name another --task"

@@ -280,8 +280,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
-    from burnish import api, build, config
-    from burnish.preflight import check_sources
+    from burnish import api, build, preflight
 
     named = recipe or task
     if named is None or (recipe and task):
@@ -289,12 +288,12 @@ def evaluate(
     asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
     own = [f"validation.{k}={v}" for k, v in (asked | {"shots": shots}).items() if v is not None]
     models: list[str | None] = [*model] if model else [None]
-    settings = config.together(own, overrides or ())
+    settings = [*own, *(overrides or ())]
     chosen = [
         build.evaluation_recipe(named, model=m, overrides=settings, seed=seed) for m in models
     ]
     for one in chosen:
-        check_sources(one)
+        preflight.check(one)
     results = []
     with _shown(named, "stopped; the same command goes on where it was") as show:
         if out is None:

@@ -11,17 +11,9 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import (
-    BaseModel,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
 
 from burnish import pieces
 from burnish.errors import ConfigError
@@ -31,27 +23,21 @@ from burnish.sections import OWN, Section, as_table, named, nearest
 RECIPES = Path(__file__).parent / "recipes"
 CHOSEN = ("task", "model", *(f"objective.{kind}" for kind in pieces.KINDS))
 """Sections that a recipe chooses by name, out of several."""
-MOVED = {
-    f"objective.{old}": f"objective.{new}"
-    for old, new in {
-        "advantage_eps": "advantage.eps",
-        "centered": "advantage.centered",
-        "gamma": "advantage.gamma",
-        "clip_low": "loss.low",
-        "clip_high": "loss.high",
-        "dual_clip": "loss.dual",
-        "cispo_cap": "loss.cap",
-        "cispo_floor": "loss.floor",
-        "constant_length": "reduction.length",
-        "kl_coefficient": "kl.coefficient",
-        "kl_in": "kl.where",
-        "kl_refresh": "kl.refresh",
-        "importance_level": "importance.level",
-        "importance_low": "importance.low",
-        "importance_high": "importance.high",
-    }.items()
-}
-"""Settings that had another name."""
+DECAY = ["train.decay_steps", "train.final_rate"]
+CUT = ["validation.top_p", "validation.top_k"]
+LANGUAGE = [
+    *("device", "engine", "train.recompute", "train.layers", "validation.shots"),
+    *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop", "rollout.truncated"),
+    *("rollout.top_p", "rollout.top_k", "validation.max_tokens", *CUT),
+]
+"""Settings that only a language model reads."""
+SAMPLED = [
+    *("rollout", "engine", "objective", "log.rollouts"),
+    *("train.steps", "train.epochs", "train.log_kl"),
+    *("validation.samples", "validation.temperature", "validation.max_tokens"),
+    *("validation.shots", *CUT),
+]
+"""Settings that only a run reads that samples."""
 Table = Mapping[str, Any]
 """Settings as nested dicts."""
 Overrides = Sequence[str | Table] | Table
@@ -72,41 +58,32 @@ class SortTask(Section):
     reward: Literal["inclusion_ordering", "position_match"] = "inclusion_ordering"
 
 
-LongPrompts = Annotated[
-    Literal["skip", "cut"],
-    Field(description="what becomes of a prompt that is too long: another is asked, or its end is"),
-]
+LongPrompts = Literal["skip", "cut"]
+"""A prompt that is too long is skipped, and another one asked, or cut to its end."""
 
 
 class KeywordsTask(Section):
     """Write a sentence that includes the given words."""
 
+    ordered: ClassVar[tuple[str, str] | None] = ("least", "most")
     name: Literal["keywords"] = "keywords"
     least: int = Field(2, ge=1, description="keywords per prompt, at least")
     most: int = Field(4, ge=1, le=20, description="keywords per prompt, at most")
     match: Literal["word", "substring"] = "word"
-    reward: Literal["inclusion", "use"] = Field(
-        "inclusion", description="use: a word counts outside lists, and at most twice"
-    )
+    reward: Literal["inclusion", "use"] = "inclusion"
+    """use: a word counts outside lists, and at most twice."""
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
     chat: bool = Field(True, description="the prompt goes in as a user's chat message")
     words: int | None = Field(None, ge=1, description="so many words of the list; none: all")
-    validation_words: float = Field(
-        0.2, ge=0, lt=1, description="share of the words held out; 0: other sets of the same words"
-    )
+    validation_words: float = Field(0.2, ge=0, lt=1, description="share of words that is held out")
     validation_prompts: int = Field(256, ge=1)
     long_prompts: LongPrompts = "skip"
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.least > self.most:
-            raise ValueError(f"needs least at or below most, got {self.least} and {self.most}")
-        return self
-
 
 class Graded(Section):
-    """What tasks share whose responses are graded by workers."""
+    """Settings of tasks whose responses are graded by worker processes."""
 
+    ordered: ClassVar[tuple[str, str] | None] = ("cpu_seconds", "wall_seconds")
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
     workers: int = Field(2, ge=1, description="grader processes")
     cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
@@ -114,32 +91,14 @@ class Graded(Section):
     memory_mb: int = Field(1024, ge=1, description="per worker, beyond what the reward loads")
     characters: int = Field(100_000, ge=1, description="a longer response is unparsed, reward 0")
 
-    @model_validator(mode="after")
-    def _check_seconds(self) -> Self:
-        if self.wall_seconds < self.cpu_seconds:
-            raise ValueError("needs wall_seconds at or above cpu_seconds")
-        return self
-
 
 class Rows(Section):
     """Rows of a JSONL file, each with a prompt, some of them held out."""
 
     train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
-    validation: str | None = Field(
-        None, description="a JSONL file; None: rows of train are held out"
-    )
-    validation_share: float | None = Field(
-        None, ge=0, lt=1, description="of train's rows, chosen by the seed; None: 0.1"
-    )
+    validation: str | None = Field(None, description="the same; None: rows of train are held out")
+    validation_share: float | None = Field(None, ge=0, lt=1, description="of train; None: 0.1")
     chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
-
-    @model_validator(mode="after")
-    def _check_held_out(self) -> Self:
-        if self.validation is not None and self.validation_share is not None:
-            raise ValueError(
-                "has validation, so validation_share has no effect; remove one of them"
-            )
-        return self
 
 
 class FilesTask(Rows, Graded):
@@ -162,23 +121,21 @@ ANSWERS = {"question_only": "boxed", "r1_zero": "r1_zero"}
 
 
 class Asked(Graded):
-    """What tasks share that put a question into a prompt and take an answer from the response."""
+    """Settings of tasks that put a question into a prompt and read an answer from the response."""
 
     prompt: str = Field("r1_zero", description="its name, or one's own text with {question} in it")
-    answer: Literal["r1_zero", "boxed", "hash", "last_number"] | None = Field(
-        None, description="how a response says its answer; None: as the named prompt wants it"
-    )
+    answer: Literal["r1_zero", "boxed", "hash", "last_number"] | None = None
+    """How a response says its answer; None if as the named prompt wants it."""
     chat: bool = Field(False, description="the prompt goes in as a user's chat message")
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        own = "{question}" in self.prompt
-        if not own and self.prompt not in PROMPTS:
-            names, near = " or ".join(PROMPTS), nearest(self.prompt, PROMPTS)
+        if "{question}" not in self.template:
+            near, names = nearest(self.prompt, PROMPTS), " or ".join(PROMPTS)
             raise ValueError(
                 f"needs prompt = {names} or a text with {{question}}, got {self.prompt!r}{near}"
             )
-        if own and self.answer is None:
+        if self.answer is None and self.prompt not in PROMPTS:
             raise ValueError("has a prompt of its own and needs answer: r1_zero, boxed, …")
         return self
 
@@ -197,20 +154,12 @@ class MathTask(Asked):
     name: Literal["math"] = "math"
     train: str = Field(description="a JSONL file, or hf:ORG/NAME/SPLIT, hf:ORG/NAME/CONFIG/SPLIT")
     validation: str | None = Field(None, description="the same; None: rows of train are held out")
-    validation_rows: int | None = Field(
-        None, ge=1, description="how many; None: all of validation, or a tenth of train"
-    )
-    drop_bad: bool = Field(
-        False,
-        description="leave out rows without a usable answer, or in train and validation both",
-    )
-    hints: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the training prompts that go on with the beginning of the row's "
-        "worked answer",
-    )
+    validation_rows: int | None = Field(None, ge=1)
+    """How many rows are held out; None if all of validation, or a tenth of train."""
+    drop_bad: bool = False
+    """Rows without a usable answer, or in train and validation both, are left out."""
+    hints: float = Field(0.0, ge=0, le=1)
+    """Share of the training prompts that go on with the beginning of the row's worked answer."""
 
 
 class GymTask(Asked):
@@ -242,16 +191,13 @@ class MixtureTask(Section):
 
     name: Literal["mixture"] = "mixture"
     weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
-    tasks: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], AnyPart]
+    tasks: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], AnyPart] = Field(min_length=2)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if len(self.tasks) < 2 or self.tasks.keys() != self.weights.keys():
-            names = [", ".join(part) or "none" for part in (self.tasks, self.weights)]
-            raise ValueError(
-                "needs two tasks or more and a weight for each, got tasks "
-                f"{names[0]} and weights {names[1]}"
-            )
+        if self.tasks.keys() != self.weights.keys():
+            tasks, weights = ", ".join(self.tasks), ", ".join(self.weights)
+            raise ValueError(f"needs a weight for each task, got tasks {tasks}, weights {weights}")
         return self
 
 
@@ -305,6 +251,7 @@ AnyModel = Annotated[
 
 
 class RolloutConfig(Section):
+    ordered: ClassVar[tuple[str, str] | None] = ("min_tokens", "max_tokens")
     batch: int = Field(30, ge=1, description="responses per rollout")
     group_size: int = Field(10, ge=1, description="responses per prompt")
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
@@ -314,9 +261,7 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
     truncated: bool = Field(False, description="train on samples cut by top_p or top_k: meant")
-    max_errors: float = Field(
-        0.1, ge=0, le=1, description="share of grades that may be errors before the run halts"
-    )
+    max_errors: float = Field(0.1, ge=0, le=1, description="share of grades that may be errors")
 
 
 class EngineConfig(Section):
@@ -349,6 +294,9 @@ class LogConfig(Section):
     tensorboard: bool | None = Field(None, description="events; none: if TensorBoard is installed")
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainConfig(Section):
     steps: int = Field(100, ge=1, description="rollouts, each followed by its gradient steps")
     batch: int = Field(30, ge=1, description="responses per gradient step")
@@ -357,31 +305,18 @@ class TrainConfig(Section):
     micro_tokens: int | None = Field(None, ge=1, description="tokens per forward pass")
     precision: Precision = Field("auto", description="of the forward and backward passes")
     recompute: bool = Field(False, description="layers run again in the backward pass: memory")
-    layers: int | None = Field(
-        None, ge=1, description="only the last so many layers and the final norm learn; None: all"
-    )
+    layers: int | None = Field(None, ge=1, description="only the last so many learn; None: all")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
-    decay_steps: int | None = Field(
-        None, ge=1, description="gradient steps down to the last rate; none: all of the run's"
-    )
+    decay_steps: int | None = Field(None, ge=1, description="down to the last rate; none: all")
     final_rate: float | None = Field(None, ge=0, le=1, description="last / full rate; none: 0")
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="of matrices alone")
     clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
     max_skipped: int = Field(3, ge=1, description="steps in a row that may be not finite")
     log_kl: bool = Field(False, description="KL to the initial model and the step before")
-    log_kl_responses: int | None = Field(
-        None, ge=1, description="on how many, where it takes a pass of its own; none: all"
-    )
-
-    @field_validator("betas")
-    @classmethod
-    def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"must be two numbers of at least 0 and below 1, got {list(betas)}")
-        return betas
+    log_kl_responses: int | None = Field(None, ge=1, description="on how many; none: all")
 
 
 class Recipe(Section):
@@ -399,6 +334,55 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        task, model, rollout, train = self.task, self.model, self.rollout, self.train
+        if isinstance(task, SortTask) != isinstance(model, SorterConfig):
+            raise ValueError(
+                f"task.name = '{task.name}' does not go with model.name = '{model.name}': the "
+                "sorting task needs 'sorter', the others a language model such as 'smollm2-135m'"
+            )
+        if (rollout.top_p < 1 or rollout.top_k is not None) and not rollout.truncated:
+            raise ValueError(
+                "rollout.top_p and top_k cut off what the learner believes was possible; sample "
+                "without them, or set rollout.truncated = true if it is meant"
+            )
+        if self.validation.shots and getattr(task, "chat", False):
+            raise ValueError(
+                f"validation.shots = {self.validation.shots} puts rows before a plain text, and "
+                "task.chat = true makes it a chat; set task.chat = false"
+            )
+        if None not in (train.micro_sequences, train.micro_tokens):
+            raise ValueError(
+                "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
+                f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
+            )
+        if not self.is_supervised:  # its steps are known with its rows, see with_steps
+            self._check_batches()
+            _check_decay(self)
+        return self
+
+    def _check_batches(self) -> None:
+        group, advantage = self.rollout.group_size, self.objective.advantage
+        for name, batch in (("rollout", self.rollout.batch), ("train", self.train.batch)):
+            if batch % group:
+                raise ValueError(
+                    f"{name}.batch = {batch} is not a multiple of rollout.group_size = {group}: a "
+                    f"batch holds whole groups; use {name}.batch = {batch // group * group + group}"
+                )
+        if self.rollout.batch % self.train.batch:
+            prompts = self.prompts_per_rollout
+            fits = [str(n * group) for n in range(1, prompts + 1) if prompts % n == 0]
+            raise ValueError(
+                f"train.batch = {self.train.batch} does not divide rollout.batch = "
+                f"{self.rollout.batch}; use one of {', '.join(fits)}"
+            )
+        if group < advantage.group:
+            raise ValueError(
+                f"rollout.group_size must be at least 2 for objective.advantage = "
+                f"'{advantage.name}', got {group}; use objective.advantage = 'raw'"
+            )
+
     @property
     def stop(self) -> tuple[str, ...]:
         """Texts that end a response: the recipe's, and the one that answer tags call for."""
@@ -407,7 +391,8 @@ class Recipe(Section):
 
     @property
     def validation_stop(self) -> tuple[str, ...]:
-        """The same of held-out prompts; after solved rows, a model would go on with another one."""
+        """Texts that end a response to a held-out prompt. After solved rows, a model would go on
+        with another row, so the beginning of a row ends the response."""
         if not self.validation.shots:
             return self.stop
         begins = [getattr(t, "template", "").partition("{question}")[0] for t in self.tasks]
@@ -417,6 +402,14 @@ class Recipe(Section):
     def tasks(self) -> list[Any]:
         """The task, or the tasks of a mixture."""
         return list(self.task.tasks.values()) if isinstance(self.task, MixtureTask) else [self.task]
+
+    @property
+    def source(self) -> str:
+        """The name of the model whose files are read: of a model from scratch its tokenizer's;
+        empty for the sorting model."""
+        if isinstance(self.model, ScratchConfig):
+            return self.model.tokenizer
+        return self.model.name if isinstance(self.model, LanguageConfig) else ""
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -444,7 +437,7 @@ class Recipe(Section):
 
     @property
     def decay_steps(self) -> int | None:
-        """None: the learning rate does not decay."""
+        """None if the learning rate does not decay."""
         if self.train.schedule == "constant":
             return None
         return self.train.decay_steps or self.gradient_steps
@@ -455,26 +448,20 @@ def load(
 ) -> Recipe:
     """The recipe of a name, of a TOML file or of a table, with the overrides applied."""
     if isinstance(source, Mapping):
-        name, given = "from a table", nested(source)
+        given = flat(source)
     else:
         name = os.fspath(source)
-        given = merge({"name": Path(name).stem}, nested(read_recipe(name)))
-    recipe = _validate(given)
-    _refuse_without_effect(recipe, given, f"recipe {name}")
-    changes = merge({}, *tables(overrides))
+        given = {"name": Path(name).stem} | flat(read_recipe(name))
+    changes = changed(overrides)
+    merged = _without_replaced(given, changes) | changes
     if seed is not None:
-        changes = merge(changes, {"seed": seed})
-    merged = merge(_without_replaced(given, recipe, changes), changes)
+        merged["seed"] = seed
     recipe = _validate(merged)
-    _refuse_without_effect(recipe, changes, "--set")
-    # A setting of the recipe that an override deprived of its effect goes.
-    recipe = _validate(effective(recipe, merged))
-    _check_kinds(recipe)
-    if not recipe.is_supervised:  # its steps are known with its rows, see with_steps
-        _check_batches(recipe)
-        _check_train(recipe)
-    _check_group(recipe)
-    return recipe
+    for key, reason in _useless(merged, recipe).items():
+        if key in (changes or given):
+            raise ConfigError(f"{key} has no effect with {reason}; remove it")
+        del merged[key]  # a setting of the recipe that an override deprived of its effect
+    return _validate(merged)
 
 
 def with_precision(recipe: Recipe, precision: str) -> Recipe:
@@ -485,37 +472,33 @@ def with_precision(recipe: Recipe, precision: str) -> Recipe:
     """
     if isinstance(recipe.model, SorterConfig):
         precision = "fp32"
-    changed = {}
+    changes = {}
     for name in ("train", "engine"):
         section = getattr(recipe, name)
-        if section.precision == "auto":
-            changed[name] = section.model_copy(update={"precision": precision})
-        else:
-            precision = section.precision
-    return recipe.model_copy(update=changed)
+        precision = precision if section.precision == "auto" else section.precision
+        changes[name] = section.model_copy(update={"precision": precision})
+    return recipe.model_copy(update=changes)
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
     """A supervised recipe, once the number of its rows says how many steps its epochs are."""
     train = recipe.train.model_copy(update={"steps": steps})
     counted = recipe.model_copy(update={"train": train})
-    _check_train(counted)
+    _check_decay(counted)
     return counted
 
 
 def read_recipe(name: str) -> dict[str, Any]:
     """The TOML table of a recipe in the package, or of a file."""
     path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
-    if name.endswith(".toml") and not path.is_file():
-        raise ConfigError(f"there is no file {name}; `burnish recipes` lists recipes by name")
-    if not path.is_file():
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError:
         known = list_recipes()
         raise ConfigError(
             f"there is no recipe {name!r}{nearest(name, known)}; `burnish recipes` lists "
             f"{', '.join(known)}, and a path that ends in .toml is read as a file"
-        )
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}") from error
 
@@ -524,136 +507,81 @@ def list_recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
-def parse_override(text: str) -> dict[str, Any]:
-    """``a.b=c`` as a nested table; the value is read as TOML, or else taken as a string."""
-    key, separator, value = text.partition("=")
-    parts = key.strip().split(".")
-    if not separator or not all(parts):
-        raise ConfigError(f"--set takes section.key=value, got {text!r}")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()
-    for part in reversed(parts):
-        parsed = {part: parsed}
-    table: dict[str, Any] = parsed
-    return table
-
-
-def tables(overrides: Overrides) -> list[dict[str, Any]]:
-    """Every override as a nested table."""
+def changed(overrides: Overrides) -> dict[str, Any]:
+    """The settings that overrides change, by their whole names."""
     if isinstance(overrides, str):
         raise ConfigError(
             "overrides must be a list of 'section.key=value' or a dict of settings, got the text "
             f"{overrides!r}; write overrides=[{overrides!r}]"
         )
-    given = [overrides] if isinstance(overrides, Mapping) else overrides
-    return [nested(parse_override(o) if isinstance(o, str) else o) for o in given]
-
-
-def nested(table: Table) -> dict[str, Any]:
-    """A table as plain dicts: "a.b" as a key is b in a, a path is its text, and a bare name is the
-    table that it is short for."""
     result: dict[str, Any] = {}
-    for key, value in table.items():
-        below: Any = _plain(value)
-        for part in reversed(str(key).split(".")):
-            below = {part: below}
-        result = merge(result, below)
-    for section, name in (path.rpartition(".")[::2] for path in CHOSEN):
-        holder = result.get(section) if section else result
-        if isinstance(holder, dict) and name in holder:
-            holder[name] = as_table(holder[name])
+    for given in [overrides] if isinstance(overrides, Mapping) else overrides:
+        result |= flat(parse_override(given) if isinstance(given, str) else given)
     return result
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(below) for key, below in value.items()}
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+def parse_override(text: str) -> dict[str, Any]:
+    """The setting of ``a.b=c``; its value is read as TOML, or else taken as a string."""
+    key, separator, value = text.partition("=")
+    if not separator or not all(key.strip().split(".")):
+        raise ConfigError(f"--set takes section.key=value, got {text!r}")
+    try:
+        return {key.strip(): tomllib.loads(f"value = {value}")["value"]}
+    except tomllib.TOMLDecodeError:
+        return {key.strip(): value.strip()}
 
 
 def flat(table: Table, prefix: str = "") -> dict[str, Any]:
-    """The settings of a nested table by their whole names, "section.key"."""
+    """The settings of nested tables by their whole names, "section.key".
+
+    A path becomes its text, and a bare name that chooses a section becomes the section's name.
+    """
     result: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = value
+        path = f"{prefix}{key}"
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        value = as_table(value) if path in CHOSEN else value
+        result |= flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return result
 
 
-def merge(*layers: Table) -> dict[str, Any]:
-    """Nested tables laid over each other, the last on top."""
+def nested(settings: Table) -> dict[str, Any]:
+    """The tables of settings with whole names; the inverse of ``flat``."""
     result: dict[str, Any] = {}
-    for table in layers:
-        for key, value in table.items():
-            below = result.get(key)
-            if isinstance(below, dict) and isinstance(value, dict):
-                value = merge(below, value)
-            result[key] = value
+    for path, value in settings.items():
+        *sections, key = path.split(".")
+        table = result
+        for section in sections:
+            if not isinstance(table.get(section), dict):
+                table[section] = {}
+            table = table[section]
+        table[key] = value
     return result
-
-
-def together(options: Sequence[str], overrides: Overrides) -> list[str | Table]:
-    """What options of a command set and what --set does; an error where both set the same."""
-    given = {option.partition("=")[0]: option for option in options}
-    changes = tables(overrides)
-    for key, value in flat(merge(*changes)).items():
-        if option := given.get(key):
-            raise ConfigError(
-                f"{option} (by an option) and --set {key}={value}: give one of the two"
-            )
-    return [*options, *changes]
 
 
 def unused(recipe: Recipe) -> dict[str, str]:
-    """Settings, or whole sections, that have no effect in this recipe, and the words for why."""
-    reasons = {f"objective.{key}": why for key, why in recipe.objective.unused.items()}
-    if recipe.train.schedule == "constant":
-        for key in ("train.decay_steps", "train.final_rate"):
-            reasons[key] = "train.schedule = 'constant'; remove it, or use 'linear' or 'cosine'"
-    if not recipe.train.log_kl:
-        reasons["train.log_kl_responses"] = "train.log_kl = false; remove it"
-    if recipe.is_supervised:
-        keys = ["rollout", "engine", "objective", "log.rollouts"]
-        keys += [f"train.{name}" for name in ("steps", "epochs", "log_kl")]
-        names = ("samples", "temperature", "top_p", "top_k", "max_tokens", "shots")
-        keys += [f"validation.{name}" for name in names]
-        for key in keys:
-            reasons[key] = "task.name = 'pairs'; remove it (task.epochs is how long it learns)"
-    elif recipe.validation.temperature == 0:
-        for key in ("validation.top_p", "validation.top_k"):
-            reasons[key] = "validation.temperature = 0 is greedy; remove it"
-    if isinstance(recipe.model, SorterConfig):
-        language = ("max_tokens", "min_tokens", "stop", "top_p", "top_k", "truncated")
-        keys = [
-            "device",
-            "engine",
-            "train.recompute",
-            "train.layers",
-            *(f"rollout.{name}" for name in language),
-        ]
-        keys += [f"validation.{name}" for name in ("top_p", "top_k", "max_tokens", "shots")]
-        for key in keys:
-            reasons[key] = "model.name = 'sorter'; remove it, or use a language model"
-    return reasons
+    """Settings and sections that have no effect in this recipe, each with the reason."""
+    train, objective = recipe.train, recipe.objective
+    no_ratio = "ratio" not in objective.loss.reads
+    loss = f"objective.loss = '{objective.loss.name}'"
+    rules = [
+        (train.schedule == "constant", "train.schedule = 'constant'", DECAY),
+        (not train.log_kl, "train.log_kl = false", ["train.log_kl_responses"]),
+        (recipe.is_supervised, "task.name = 'pairs'", SAMPLED),
+        (recipe.validation.temperature == 0, "validation.temperature = 0", CUT),
+        (getattr(recipe.task, "validation", None), "task.validation", ["task.validation_share"]),
+        (isinstance(recipe.model, SorterConfig), "model.name = 'sorter'", LANGUAGE),
+        (no_ratio, loss, ["objective.ratio"]),
+        (no_ratio and not objective.reads_proximal_first, loss, ["objective.proximal"]),
+    ]
+    return {key: reason for holds, reason, keys in rules if holds for key in keys}
 
 
-def effective(recipe: Recipe, table: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The recipe (or the part of ``table``) without settings that have no effect."""
-    full: Mapping[str, Any] = recipe.model_dump() if table is None else table
-    without = unused(recipe)
-
-    def kept(prefix: str, part: Mapping[str, Any]) -> dict[str, Any]:
-        left = {key: value for key, value in part.items() if f"{prefix}{key}" not in without}
-        return {
-            key: kept(f"{prefix}{key}.", value) if isinstance(value, Mapping) else value
-            for key, value in left.items()
-        }
-
-    return kept("", full)
+def effective(recipe: Recipe) -> dict[str, Any]:
+    """The tables of a recipe, without settings that have no effect."""
+    settings = flat(recipe.model_dump())
+    useless = _useless(settings, recipe)
+    return nested({key: value for key, value in settings.items() if key not in useless})
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
@@ -667,69 +595,51 @@ def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if callable(value):  # a script's own piece
-        return json.dumps(getattr(value, "__name__", type(value).__name__))
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return repr(value)
+    if isinstance(value, float):
+        return repr(value)
+    text = json.dumps(value, ensure_ascii=False, default=pieces.name_of)
+    return text.replace("\x7f", "\\u007f")
 
 
-def _validate(table: Mapping[str, Any]) -> Recipe:
+def _validate(settings: Table) -> Recipe:
     try:
-        return Recipe.model_validate(table)
+        return Recipe.model_validate(nested(settings))
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()]
-        raise ConfigError("\n".join(problems)) from None
+        raise ConfigError("\n".join(map(_explain, error.errors()))) from None
 
 
 def _explain(problem: Any) -> str:
-    where, tag = _place(problem["loc"])
-    kind, given = problem["type"], problem["input"]
+    """A problem that pydantic found, with the setting's whole name."""
+    where, chosen = _place(problem["loc"])
+    kind, told = problem["type"], problem["msg"].removeprefix("Value error, ")
     if kind == "union_tag_invalid":
         known = [name for name in problem["ctx"]["expected_tags"].split("'")[1::2] if name != OWN]
         name = problem["ctx"]["tag"]
-        setting = where if where.startswith("objective.") else f"{where}.name"
-        return f"{setting} must be {' or '.join(known)}, got {name!r}{nearest(name, known)}"
-    if kind == "extra_forbidden":
-        return _explain_unknown(where, tag)
+        return f"{where}.name must be {' or '.join(known)}, got {name!r}{nearest(name, known)}"
     if kind == "missing":
-        return f"{where} is missing: {tag!r} needs it; set it, as --set {where}=VALUE does"
+        return f"{where} is missing: {chosen!r} needs it; set it, as --set {where}=VALUE does"
     if kind == "value_error":  # a check in this package, which says the value itself
-        return f"{where} {problem['msg'].removeprefix('Value error, ')}"
-    return f"{where} {problem['msg'].replace('Input should be', 'must be')}, got {given!r}"
+        return f"{where} {told}".strip()
+    if kind != "extra_forbidden":
+        return f"{where} {told.replace('Input should be', 'must be')}, got {problem['input']!r}"
+    keys = list(_keys(Recipe))
+    if where in keys:
+        section = where.rpartition(".")[0]
+        return f"{where} has no effect with {section} = {chosen!r}; remove it"
+    sections = ", ".join(key for key in keys if "." not in key)
+    return f"unknown setting {where!r}{nearest(where, keys) or f'; a recipe has {sections}'}"
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[str, str | None]:
     """The setting that a problem is in, and the name of the section that was chosen there."""
-    path, tag, is_tag = "", None, False
+    path, chosen, is_name = "", None, False
     for part in map(str, loc):
-        if is_tag:
-            tag, is_tag = part, False
+        if is_name:
+            chosen, is_name = part, False
             continue
         path = f"{path}.{part}" if path else part
-        is_tag = path in CHOSEN or (path.startswith("task.tasks.") and path.count(".") == 2)
-    return path, tag
-
-
-def _explain_unknown(where: str, tag: str | None) -> str:
-    section, _, setting = where.rpartition(".")
-    if where in MOVED:
-        return f"{where} is called {MOVED[where]} now; write that"
-    kind = section.removeprefix("objective.")
-    if kind in pieces.KINDS and (users := pieces.names(kind, setting)):
-        return (
-            f"{where} has no effect with {section} = {tag!r}; remove it, or use {section} = "
-            f"{' or '.join(map(repr, users))}"
-        )
-    keys = [key for key in _keys(Recipe) if key != where]  # which another task may have
-    by_name = [key for key in keys if key.rpartition(".")[2] == setting and key.count(".") < 2]
-    hint = f"; did you mean {by_name[0]!r}?" if by_name else nearest(where, keys)
-    sections = ", ".join(key for key in keys if "." not in key)
-    return f"unknown setting {where!r}{hint or f'; a recipe has {sections}'}"
+        is_name = path in CHOSEN or (path.startswith("task.tasks.") and path.count(".") == 2)
+    return path, chosen
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -748,100 +658,31 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _sections(part)
 
 
-def _without_replaced(given: Table, recipe: Recipe, changes: Table) -> dict[str, Any]:
-    """A recipe's table without the settings of each task, model or piece that changes replace."""
-    result = merge(given)
+def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
+    """A recipe's settings without those of each task, model or piece that changes replace."""
+    kept = dict(given)
     for path in CHOSEN:
-        section, _, name = path.rpartition(".")
-        asked = _lookup(changes, path)
-        if not isinstance(asked, Mapping) or "name" not in asked:
-            continue
-        holder = result.get(section, {}) if section else result
-        current = getattr(recipe.objective if section else recipe, name)
-        known = get_args(type(current).model_fields["name"].annotation)
-        is_same = asked["name"] in known if known else _model_kind(asked) == "language"
-        if not is_same:
-            holder.pop(name, None)
-    return result
+        before, now = given.get(f"{path}.name"), changes.get(f"{path}.name")
+        is_language = path == "model" and not {before, now} & {None, "sorter", "scratch"}
+        if now not in (None, before) and not is_language:
+            kept = {key: kept[key] for key in kept if not key.startswith(f"{path}.")}
+    return kept
 
 
-def _lookup(table: Any, path: str) -> Any:
-    """The value of the setting "section.key"; None if there is none."""
-    for name in path.split("."):
-        table = table.get(name) if isinstance(table, Mapping) else None
-    return table
+def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
+    """Those of the settings that have no effect in the recipe, and the reason."""
+    return {
+        key: reason
+        for key in settings
+        for part, reason in unused(recipe).items()
+        if key == part or key.startswith(f"{part}.")
+    }
 
 
-def _refuse_without_effect(recipe: Recipe, table: Mapping[str, Any], where: str) -> None:
-    for key, reason in unused(recipe).items():
-        if _lookup(table, key) is not None:
-            raise ConfigError(f"{key} ({where}) has no effect with {reason}")
-
-
-def _check_batches(recipe: Recipe) -> None:
-    group = recipe.rollout.group_size
-    _check_divides("rollout.batch", recipe.rollout.batch, "rollout.group_size", group)
-    _check_divides("train.batch", recipe.train.batch, "rollout.group_size", group)
-    if recipe.rollout.batch % recipe.train.batch:
-        prompts = recipe.prompts_per_rollout
-        fits = [n * group for n in range(1, prompts + 1) if prompts % n == 0]
-        raise ConfigError(
-            f"train.batch = {recipe.train.batch} does not divide rollout.batch = "
-            f"{recipe.rollout.batch}; use one of {', '.join(map(str, fits))}"
-        )
-
-
-def _check_divides(name: str, value: int, by: str, divisor: int) -> None:
-    if value % divisor:
-        below = value // divisor * divisor
-        choices = [str(n) for n in (below, below + divisor) if n]
-        raise ConfigError(
-            f"{name} = {value} is not a multiple of {by} = {divisor}: a batch holds whole groups; "
-            f"use {name} = {' or '.join(choices)}"
-        )
-
-
-def _check_kinds(recipe: Recipe) -> None:
-    task, model, rollout = recipe.task, recipe.model, recipe.rollout
-    if isinstance(task, SortTask) != isinstance(model, SorterConfig):
-        raise ConfigError(
-            f"task.name = '{task.name}' does not go with model.name = '{model.name}': the sorting "
-            "task needs 'sorter', the others a language model such as 'smollm2-135m'"
-        )
-    if (rollout.top_p < 1 or rollout.top_k is not None) and not rollout.truncated:
-        raise ConfigError(
-            "rollout.top_p and top_k cut off what the learner believes was possible; sample "
-            "without them, or set rollout.truncated = true if it is meant"
-        )
-    if recipe.validation.shots and getattr(task, "chat", False):
-        raise ConfigError(
-            f"validation.shots = {recipe.validation.shots} puts rows before a plain text, and "
-            "task.chat = true makes it a chat; set task.chat = false"
-        )
-    if rollout.min_tokens > rollout.max_tokens:
-        raise ConfigError(
-            f"rollout.min_tokens = {rollout.min_tokens} is above max_tokens = {rollout.max_tokens}"
-        )
-
-
-def _check_train(recipe: Recipe) -> None:
+def _check_decay(recipe: Recipe) -> None:
     train = recipe.train
-    if train.micro_sequences is not None and train.micro_tokens is not None:
-        raise ConfigError(
-            "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
-            f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
-        )
     if recipe.decay_steps is not None and recipe.decay_steps <= train.warmup_steps:
         raise ConfigError(
             f"train.schedule = '{train.schedule}' needs train.decay_steps (by default all gradient "
             f"steps) above warmup_steps = {train.warmup_steps}, got {recipe.decay_steps}"
-        )
-
-
-def _check_group(recipe: Recipe) -> None:
-    advantage, group = recipe.objective.advantage, recipe.rollout.group_size
-    if group < advantage.group:
-        raise ConfigError(
-            f"rollout.group_size must be at least 2 for objective.advantage = '{advantage.name}', "
-            f"got {group}; use objective.advantage = 'raw'"
         )

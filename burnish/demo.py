@@ -11,9 +11,9 @@ from typing import NamedTuple
 from burnish import build, config, estimate, machine
 from burnish.config import Recipe
 from burnish.errors import ConfigError
-from burnish.machine import Machine, Rates
+from burnish.machine import Rates
 from burnish.plan import Lines, Size
-from burnish.wording import counted
+from burnish.wording import counted, duration
 
 FORMS = {"small": "demo-small", "medium": "demo-medium", "full": "keywords"}
 """From the shortest to the longest."""
@@ -38,7 +38,6 @@ class Choice(NamedTuple):
     """With no precision left open."""
     seconds: float
     """About how long the training takes here."""
-    machine: Machine
     rates: Rates
 
 
@@ -46,34 +45,26 @@ def choose(form: str | None = None, *, seed: int | None = None) -> Choice:
     """Measures the machine and chooses the longest form that fits the budget, or the one given."""
     if form is not None and form not in FORMS:
         raise ConfigError(f"--form must be {' or '.join(FORMS)}, got {form!r}")
-    found = machine.describe()
     recipes = {name: build.settled(config.load(FORMS[name], seed=seed)) for name in FORMS}
-    precision = recipes["small"].train.precision
-    rates = machine.measure(SECONDS, precision=precision)
-    times = {name: duration(recipe, rates) for name, recipe in recipes.items()}
+    rates = machine.measure(SECONDS, precision=recipes["small"].train.precision)
+    times = {name: estimate.seconds(recipe, SIZE, rates) for name, recipe in recipes.items()}
     fits = [name for name, seconds in times.items() if seconds <= BUDGET_S]
     chosen = form or (fits[-1] if fits else "small")
-    return Choice(chosen, recipes[chosen], times[chosen], found, rates)
-
-
-def duration(recipe: Recipe, rates: Rates) -> float:
-    seconds = estimate.seconds(recipe, SIZE, rates)
-    assert seconds is not None, "the size is known"
-    return seconds
+    return Choice(chosen, recipes[chosen], times[chosen], rates)
 
 
 def describe(choice: Choice) -> Lines:
     """Lines about the machine, the chosen form and the time it takes."""
-    found, rates, recipe = choice.machine, choice.rates, choice.recipe
-    known = found.gpu or f"{found.processor}, {', '.join(found.instructions[:1])}"
+    rates, recipe = choice.rates, choice.recipe
+    known = machine.gpu() or ", ".join([machine.processor(), *machine.instructions()[:1]])
     speed = f"{rates.decode_gflops:,.0f} to {rates.learn_gflops:,.0f} GFLOP/s in {rates.precision}"
     return [
-        ("machine", f"{known}, {counted(found.cores, 'core')}: {speed}"),
+        ("machine", f"{known}, {counted(machine.cores(), 'core')}: {speed}"),
         ("form", f"{choice.form} of {', '.join(FORMS)}: recipe {recipe.name}"),
         ("what it does", recipe.description),
         (
             "training",
             f"{recipe.train.steps} steps of {recipe.rollout.batch} responses, "
-            f"{estimate.spoken(choice.seconds)}",
+            f"about {duration(choice.seconds)}",
         ),
     ]

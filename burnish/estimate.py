@@ -7,10 +7,10 @@ beforehand how long responses are, so the result is good within a factor of two 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from burnish import wording
-from burnish.config import GymTask, KeywordsTask, MathTask, PairsTask, Recipe, Rows, SortTask
+from burnish.config import PairsTask, Recipe, SorterConfig
 from burnish.pieces import KL
 
 if TYPE_CHECKING:
@@ -29,58 +29,50 @@ REACHED = {
 }
 """The share of the measured rate that each phase reaches: on a CPU what two AVX-512 cores did on
 the recipe demo-small, on a GPU what an H200 did on gsm8k, roughly."""
-SORTER_S = 2e-3, 5e-5
-"""Seconds of a gradient step of the sorting model, and of each number in its batch."""
 
 
-class Work(NamedTuple):
-    """Operations of a whole run, by phase."""
-
-    generate: float
-    score: float
-    learn: float
-    evaluate: float
-
-
-def work(recipe: Recipe, size: Size) -> Work:
-    """The operations of a language model's run; a file of rows that is missing counts as empty."""
+def work(recipe: Recipe, size: Size) -> dict[str, float]:
+    """The operations of a language model's run by phase; rows that are not here count as none."""
     forward, train = 2 * size.parameters, recipe.train
     prompt = size.longest_prompt or PROMPT
     backward = 3 if train.recompute else 2
     if isinstance(recipe.task, PairsTask):
-        seen = recipe.task.epochs * _bytes(recipe.task.train) / BYTES
-        return Work(0, 0, (1 + backward) * forward * seen, 0)
+        seen = recipe.task.epochs * len(_read(recipe.task.train)) / BYTES
+        return {"learn": (1 + backward) * forward * seen}
     response = FILLED * recipe.rollout.max_tokens
     tokens = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
     asked = FILLED * (recipe.validation.max_tokens or recipe.rollout.max_tokens)
     held_out = sum(map(_held_out, recipe.tasks)) * (prompt + recipe.validation.samples * asked)
     rollout = train.steps * tokens * forward
     upper = min(1.0, (train.layers or size.layers) / size.layers)
-    return Work(
-        generate=rollout,
-        score=rollout * (1 - upper + upper * _passes(recipe)),
-        learn=rollout * upper * train.epochs * (1 + backward),
-        evaluate=(2 + (train.steps - 1) // recipe.validation.every) * held_out * forward,
-    )
+    return {
+        "generate": rollout,
+        "score": rollout * (1 - upper + upper * _passes(recipe)),
+        "learn": rollout * upper * train.epochs * (1 + backward),
+        "evaluate": (2 + (train.steps - 1) // recipe.validation.every) * held_out * forward,
+    }
 
 
-def seconds(recipe: Recipe, size: Size | None, rates: Rates) -> float | None:
-    """About how long the run takes; None if the model's files are not here."""
-    if isinstance(recipe.task, SortTask):
-        each, number = SORTER_S
-        return recipe.gradient_steps * (each + number * recipe.train.batch * recipe.task.length)
-    if size is None:
-        return None
+def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
+    """About how long a language model's run takes; 0 if it learns rows that are not here."""
     reached = REACHED[rates.device]
     few, many = rates.decode_gflops * 1e9, rates.learn_gflops * 1e9
     speed = {"generate": few, "score": many, "learn": many, "evaluate": few}
-    counts = zip(Work._fields, work(recipe, size), strict=True)
+    counts = work(recipe, size).items()
     return sum(count / (speed[phase] * reached[phase]) for phase, count in counts)
 
 
-def spoken(duration: float) -> str:
-    """Seconds as somebody would say them: "about 9 minutes"."""
-    return f"about {wording.duration(max(1, duration))}"
+def spoken(recipe: Recipe, size: Size | None, rates: Rates) -> str:
+    """The time as somebody would say it: "about 9 minutes"; ``size`` is None for the sorting model,
+    and if the model's files are not here."""
+    if isinstance(recipe.model, SorterConfig):
+        return "about a minute"
+    if size is None:
+        return "not known before its model is here"
+    duration = seconds(recipe, size, rates)
+    return (
+        f"about {wording.duration(duration)}" if duration else "not known before its rows are here"
+    )
 
 
 def _passes(recipe: Recipe) -> float:
@@ -94,17 +86,12 @@ def _passes(recipe: Recipe) -> float:
 
 def _held_out(task: Any) -> int:
     """Prompts that are held out, as far as the recipe or its files tell."""
-    if isinstance(task, KeywordsTask | GymTask):
-        return task.validation_prompts
-    if isinstance(task, MathTask) and task.validation_rows is not None:
-        return task.validation_rows
-    assert isinstance(task, Rows | MathTask)
-    return _lines(task.train) // 10 if task.validation is None else _lines(task.validation)
+    told = getattr(task, "validation_prompts", None) or getattr(task, "validation_rows", None)
+    if told is not None:
+        return int(told)
+    return _read(task.validation).count(b"\n") or _read(task.train).count(b"\n") // 10
 
 
-def _bytes(file: str | None) -> int:
-    return Path(file).stat().st_size if file and Path(file).is_file() else 0
-
-
-def _lines(file: str | None) -> int:
-    return Path(file).read_bytes().count(b"\n") if _bytes(file) and file else 0
+def _read(file: str | None) -> bytes:
+    """A file's contents; empty if it is not here."""
+    return Path(file).read_bytes() if file and Path(file).is_file() else b""

@@ -9,10 +9,11 @@ ids.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from burnish.graders import keywords as keyword_grader
 from burnish.graders.math import question_only_reward_fn as question_only_reward_fn
@@ -20,8 +21,13 @@ from burnish.graders.math import r1_zero_reward_fn as r1_zero_reward_fn
 from burnish.rl import advantages as estimators
 from burnish.rl import losses, ratios, reduce
 
-T = TypeVar("T")
 LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
+NEEDS: dict[str, list[str]] = {
+    "no_baseline": ["raw_rewards"],
+    "reinforce_with_baseline": ["advantages"],
+    "grpo_clip": ["advantages", "old_log_probs", "cliprange"],
+}
+"""The arguments of ``compute_policy_gradient_loss`` that each loss needs."""
 
 
 def compute_group_normalized_rewards(
@@ -43,9 +49,7 @@ def compute_group_normalized_rewards(
         )
     if group_size < 1 or count % group_size:
         raise ValueError(f"{count} responses do not divide into groups of {group_size}")
-    scored = [
-        reward_fn(r, g) for r, g in zip(rollout_responses, repeated_ground_truths, strict=True)
-    ]
+    scored = list(map(reward_fn, rollout_responses, repeated_ground_truths))
     raw = torch.tensor([float(score["reward"]) for score in scored])
     groups = torch.arange(count) // group_size
     if normalize_by_std:
@@ -87,11 +91,8 @@ def compute_grpo_clip_loss(
     ratio = ratios.token_ratio(policy_log_probs, old_log_probs)
     loss = losses.clipped(ratio, advantages, low=cliprange, high=cliprange)
     clipped = losses.is_clipped(ratio, advantages, low=cliprange, high=cliprange)
-    return loss, {
-        "clipped": clipped,
-        "clip_fraction": clipped.float().mean(),
-        "ratio": ratio.detach(),
-    }
+    fraction = clipped.float().mean()
+    return loss, {"clipped": clipped, "clip_fraction": fraction, "ratio": ratio.detach()}
 
 
 def compute_policy_gradient_loss(
@@ -103,22 +104,18 @@ def compute_policy_gradient_loss(
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The per-token loss [B, T] that ``loss_type`` names, and what it has to report."""
-    if loss_type == "no_baseline":
-        raw_rewards = _required(raw_rewards, "raw_rewards", loss_type)
-        return compute_naive_policy_gradient_loss(raw_rewards, policy_log_probs), {}
-    if loss_type == "reinforce_with_baseline":
-        advantages = _required(advantages, "advantages", loss_type)
-        return compute_naive_policy_gradient_loss(advantages, policy_log_probs), {}
+    if loss_type not in NEEDS:
+        raise ValueError(f"loss_type must be one of {', '.join(NEEDS)}, got {loss_type!r}")
+    given: dict[str, Any] = {"raw_rewards": raw_rewards, "advantages": advantages}
+    given |= {"old_log_probs": old_log_probs, "cliprange": cliprange}
+    needed = {name: given[name] for name in NEEDS[loss_type]}
+    for name, value in needed.items():
+        if value is None:
+            raise ValueError(f"loss_type {loss_type!r} needs {name}; pass {name}=…")
     if loss_type == "grpo_clip":
-        return compute_grpo_clip_loss(
-            _required(advantages, "advantages", loss_type),
-            policy_log_probs,
-            _required(old_log_probs, "old_log_probs", loss_type),
-            _required(cliprange, "cliprange", loss_type),
-        )
-    raise ValueError(
-        f"loss_type must be no_baseline, reinforce_with_baseline or grpo_clip, got {loss_type!r}"
-    )
+        return compute_grpo_clip_loss(policy_log_probs=policy_log_probs, **needed)
+    (weight,) = needed.values()
+    return compute_naive_policy_gradient_loss(weight, policy_log_probs), {}
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -213,22 +210,12 @@ def tokenize_prompt_and_output(
         raise ValueError(
             f"needs one output per prompt, got {len(output_strs)} for {len(prompt_strs)}"
         )
-    pad = next(
-        i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None
-    )  # what pads is never learned from: the mask is made from lengths
+    # Padding is never learned from: the mask is made from lengths.
+    pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in prompt_strs]
     outputs = [tokenizer.encode(text, add_special_tokens=False) for text in output_strs]
-    longest = max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True))
-    ids = torch.full((len(prompts), longest), pad, dtype=torch.long)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
-    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        end = len(prompt) + len(output)
-        ids[row, :end] = torch.tensor([*prompt, *output], dtype=torch.long)
-        mask[row, len(prompt) : end] = True
+    rows = [torch.tensor([*p, *o], dtype=torch.long) for p, o in zip(prompts, outputs, strict=True)]
+    masks = [torch.arange(len(row)) >= len(p) for row, p in zip(rows, prompts, strict=True)]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad)
+    mask = pad_sequence(masks, batch_first=True)
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "response_mask": mask[:, 1:]}
-
-
-def _required(value: T | None, name: str, loss_type: str) -> T:
-    if value is None:
-        raise ValueError(f"loss_type {loss_type!r} needs {name}; pass {name}=…")
-    return value

@@ -1,4 +1,4 @@
-"""The machine that a run would use: its cores, what they multiply, its memory and its GPU.
+"""The machine that a run would use: its cores, what they multiply, its memory, disk and GPU.
 
 Reading it takes milliseconds and no torch, but for the GPU and for ``measure``, which multiplies
 matrices for about a second.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SYSTEM = Path("/")
 """Where the files of the operating system are; tests have others."""
@@ -48,28 +49,7 @@ QUIET = 5
 """One product in so many is taken to have run undisturbed by other programs."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    processor: str
-    cores: int
-    """Those that this process may use."""
-    instructions: tuple[str, ...]
-    """For matrix products, the strongest first; empty if the system does not tell."""
-    has_bf16: bool
-    """Whether the processor has instructions for bf16 products."""
-    memory: int
-    """Bytes, at most those that a container grants."""
-    available: int
-    """Bytes that are free or can be freed."""
-    gpu: str | None
-    """The GPU's name; None if torch finds none."""
-    gpu_memory: int
-    gpu_available: int
-    """Bytes; 0 without a GPU."""
-
-
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """How fast a device multiplies matrices, in 10⁹ operations a second."""
 
     device: str
@@ -81,27 +61,11 @@ class Rates:
     """With many rows, as when text is scored or learned."""
 
 
-def describe(gpu: str = "cuda") -> Machine:
-    """All of it, with the GPU of that name for torch; this loads torch."""
+def gpu() -> str | None:
+    """The name of the first GPU; None if torch finds none."""
     import torch
 
-    total, available = memory()
-    name, free, whole = None, 0, 0
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(gpu)
-        free, whole = torch.cuda.mem_get_info(gpu)
-        free += torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)  # torch's own
-    return Machine(
-        processor=processor(),
-        cores=cores(),
-        instructions=instructions(),
-        has_bf16=multiplies("bf16", "cpu"),
-        memory=total,
-        available=available,
-        gpu=name,
-        gpu_memory=whole,
-        gpu_available=free,
-    )
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def measure(seconds: float = 1.0, *, precision: str = "fp32", device: str | None = None) -> Rates:
@@ -180,8 +144,21 @@ def multiplies(precision: str, device: str) -> bool:
     return any(name in MULTIPLY[precision] for name in instructions())
 
 
-def memory() -> tuple[int, int]:
-    """Bytes in all and bytes that are available, both at most those that a container grants."""
+def disk(path: Path) -> int:
+    """Bytes that are free where the path is, or would be."""
+    path = path.absolute()
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.is_dir())).free
+
+
+def memory(device: str = "cpu") -> tuple[int, int]:
+    """Bytes of a device in all and bytes that are available; of the processor both at most those
+    that a container grants."""
+    if device != "cpu":
+        import torch
+
+        free, whole = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return whole, free + own
     told = dict(line.split(":", 1) for line in _read(SYSTEM / "proc/meminfo").splitlines())
     if "MemAvailable" in told:
         total, free = (int(told[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))

@@ -1,14 +1,15 @@
 """The pieces of an objective: advantage × ratio × loss × reduction × KL × importance.
 
-A piece is one section here: its name, its settings, its formula, and a method that calls its
-function in ``rl/``. The method imports the function when it is called, so that ``burnish plan`` can
-print an objective, and refuse a wrong one, without loading torch. ``learner/objective.py`` puts the
-pieces of a recipe together.
+A piece is one section here: its name, its settings, its formula, and the function in ``rl/`` that
+computes it. The function is imported when it is called, so that ``burnish plan`` can print an
+objective, and refuse a wrong one, without loading torch. ``learner/objective.py`` puts the pieces
+of a recipe together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -20,78 +21,68 @@ if TYPE_CHECKING:
 
     from burnish.types import PackedBatch
 
+Function = Callable[..., Any] | str
+"""A function of a script; of a run that was recorded, only its name."""
 
-class Advantage(Section):
-    """How much better than expected a response or a token was."""
+
+class Piece(Section):
+    name: str
+    written: ClassVar[str]
+    """The formula, with settings in braces."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {key: value for key, value in self if key != "name"}
+
+    def formula(self) -> str:
+        return self.written.format(**self.settings)
+
+
+class Advantage(Piece):
+    """How much better than expected a response or a token was.
+
+    It has the name of its function in ``rl.advantages``, and its settings are keywords there.
+    """
 
     group: ClassVar[int] = 2
     """The least responses that a group needs."""
     over_time: ClassVar[bool] = False
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
 
-    def formula(self) -> str:
-        raise NotImplementedError
+    @property
+    def estimator(self) -> Callable[..., Tensor]:
+        from burnish.rl import advantages
 
-    def per_response(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """[S] of rewards [S]."""
-        raise NotImplementedError
+        return partial(getattr(advantages, self.name), **self.settings)
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
         """[N], 0 outside of actions."""
         from burnish.rl.sequences import to_tokens
 
-        per_response = self.per_response(rewards, batch.group_ids)
+        per_response = self.estimator(rewards, batch.group_ids)
         return to_tokens(per_response, batch.is_action, batch.sequence_ids)
 
 
 class Raw(Advantage):
     name: Literal["raw"] = "raw"
+    written: ClassVar[str] = "A_i = r_i"
     group: ClassVar[int] = 1
-
-    def formula(self) -> str:
-        return "A_i = r_i"
-
-    def per_response(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        from burnish.rl.advantages import raw
-
-        return raw(rewards, group_ids)
 
 
 class GroupMean(Advantage):
     name: Literal["group_mean"] = "group_mean"
-
-    def formula(self) -> str:
-        return "A_i = r_i − mean_g(r)"
-
-    def per_response(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        from burnish.rl.advantages import group_mean
-
-        return group_mean(rewards, group_ids)
+    written: ClassVar[str] = "A_i = r_i − mean_g(r)"
 
 
 class GroupZscore(Advantage):
     name: Literal["group_zscore"] = "group_zscore"
+    written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / (std_g(r) + {eps:g})"
     eps: float = Field(1e-6, gt=0, description="added to the std")
-
-    def formula(self) -> str:
-        return f"A_i = (r_i − mean_g(r)) / (std_g(r) + {self.eps:g})"
-
-    def per_response(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        from burnish.rl.advantages import group_zscore
-
-        return group_zscore(rewards, group_ids, eps=self.eps)
 
 
 class LeaveOneOut(Advantage):
     name: Literal["leave_one_out"] = "leave_one_out"
-
-    def formula(self) -> str:
-        return "A_i = r_i − mean of the other r of the group"
-
-    def per_response(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        from burnish.rl.advantages import leave_one_out
-
-        return leave_one_out(rewards, group_ids)
+    written: ClassVar[str] = "A_i = r_i − mean of the other r of the group"
 
 
 class BestOfGroup(Advantage):
@@ -102,39 +93,51 @@ class BestOfGroup(Advantage):
     def formula(self) -> str:
         return f"A_i = {'(r_i − mean_g(r))' if self.centered else 'r_i'} [r_i = max_g(r)]"
 
-    def per_response(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        from burnish.rl.advantages import best_of_group
-
-        return best_of_group(rewards, group_ids, centered=self.centered)
-
 
 class ReinforcePlusPlus(Advantage):
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    written: ClassVar[str] = "A_t = whiten over the batch of R_t,  R_t = r_t + {gamma:g} R_(t+1)"
     group: ClassVar[int] = 1
     over_time: ClassVar[bool] = True
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
 
-    def formula(self) -> str:
-        return f"A_t = whiten over the batch of R_t,  R_t = r_t + {self.gamma:g} R_(t+1)"
-
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
-        from burnish.rl.advantages import reinforce_plus_plus
-
-        mask, ids = batch.is_action, batch.sequence_ids
-        return reinforce_plus_plus(rewards, mask, gamma=self.gamma, sequence_ids=ids)
+        return self.estimator(rewards, batch.is_action, sequence_ids=batch.sequence_ids)
 
 
 class ReinforcePlusPlusBaseline(Advantage):
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-
-    def formula(self) -> str:
-        return "A_(i,t) = whiten over the batch of r_i − mean_g(r)"
+    written: ClassVar[str] = "A_(i,t) = whiten over the batch of r_i − mean_g(r)"
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
-        from burnish.rl.advantages import reinforce_plus_plus_baseline
+        groups, mask, ids = batch.group_ids, batch.is_action, batch.sequence_ids
+        return self.estimator(rewards, groups, mask, sequence_ids=ids)
+
+
+class Gae(Advantage):
+    """Generalised advantage estimation over the values of a source.
+
+    The source is a function of a script from a packed batch to values [N], ``values[t]`` before
+    token t. A critic will be a source with a name.
+    """
+
+    name: Literal["gae"] = "gae"
+    group: ClassVar[int] = 1
+    over_time: ClassVar[bool] = True
+    values: Function = Field(description="the source of the values, a function from Python")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    lam: float = Field(1.0, ge=0, le=1, description="1: returns minus values; 0: one step ahead")
+
+    def formula(self) -> str:
+        delta = f"δ_t = r_t + {self.gamma:g} V_(t+1) − V_t,  V = {name_of(self.values)}(batch)"
+        return f"A_t = δ_t + {self.gamma * self.lam:g} A_(t+1),  {delta}"
+
+    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        from burnish.rl.advantages import gae
 
         mask, ids = batch.is_action, batch.sequence_ids
-        return reinforce_plus_plus_baseline(rewards, batch.group_ids, mask, sequence_ids=ids)
+        values = _called(self.values)(batch)
+        return gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, sequence_ids=ids)[0]
 
 
 class OwnAdvantage(Advantage):
@@ -142,27 +145,33 @@ class OwnAdvantage(Advantage):
 
     name: Literal["own"] = "own"
     group: ClassVar[int] = 1
-    function: Callable[[Any, Any], Any] | str = Field(description="the function, or its name")
+    function: Function = Field(description="the function, or its name")
 
     def formula(self) -> str:
-        return f"A_i = {_name_of(self.function)}(r, groups)"
+        return f"A_i = {name_of(self.function)}(r, groups)"
 
-    def per_response(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        result: Tensor = _called(self.function)(rewards, group_ids)
-        return result
+    @property
+    def estimator(self) -> Callable[..., Tensor]:
+        return _called(self.function)
 
 
-class Loss(Section):
-    """What the policy gains by moving further, per token and before its weight."""
+class Loss(Piece):
+    """What the policy gains by moving further, per token and before its weight.
 
-    reads_ratio: ClassVar[bool] = True
+    It has the name of its function in ``rl.losses``, and its settings are keywords there.
+    """
 
-    def formula(self) -> str:
-        raise NotImplementedError
+    reads: ClassVar[tuple[str, ...]] = ("ratio", "advantages")
+    """The streams that the function takes, out of logprobs, ratio and advantages."""
 
     def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """[N]"""
-        raise NotImplementedError
+        """[N] of three streams [N]."""
+        from burnish.rl import losses
+
+        streams = {"logprobs": logprobs, "ratio": ratio, "advantages": advantages}
+        taken = (streams[name] for name in self.reads)
+        result: Tensor = getattr(losses, self.name)(*taken, **self.settings)
+        return result
 
     def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
         """[N] bool: a bound is in force; None if the loss has none."""
@@ -171,27 +180,13 @@ class Loss(Section):
 
 class Reinforce(Loss):
     name: Literal["reinforce"] = "reinforce"
-    reads_ratio: ClassVar[bool] = False
-
-    def formula(self) -> str:
-        return "L_t = −A_t log π"
-
-    def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        from burnish.rl.losses import reinforce
-
-        return reinforce(logprobs, advantages)
+    written: ClassVar[str] = "L_t = −A_t log π"
+    reads: ClassVar[tuple[str, ...]] = ("logprobs", "advantages")
 
 
 class Unclipped(Loss):
     name: Literal["unclipped"] = "unclipped"
-
-    def formula(self) -> str:
-        return "L_t = −A_t ρ_t"
-
-    def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        from burnish.rl.losses import unclipped
-
-        return unclipped(ratio, advantages)
+    written: ClassVar[str] = "L_t = −A_t ρ_t"
 
 
 class Clip(Loss):
@@ -208,7 +203,7 @@ class Clip(Loss):
     def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
         from burnish.rl.losses import clipped
 
-        return clipped(ratio, advantages, low=self.low, high=self.high, dual=self.dual)
+        return clipped(ratio, advantages, **self.settings)
 
     def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         from burnish.rl.losses import is_clipped, is_dual_clipped
@@ -220,23 +215,12 @@ class Clip(Loss):
 
 
 class Cispo(Loss):
+    ordered: ClassVar[tuple[str, str] | None] = ("floor", "cap")
     name: Literal["cispo"] = "cispo"
+    written: ClassVar[str] = "L_t = −sg[clip(ρ_t, {floor:g}, {cap:g})] A_t log π"
+    reads: ClassVar[tuple[str, ...]] = ("logprobs", "ratio", "advantages")
     cap: float = Field(5.0, gt=0, description="the largest ratio")
     floor: float = Field(0.0, ge=0, description="the smallest ratio")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.floor > self.cap:
-            raise ValueError(f"needs floor at or below cap, got {self.floor:g} and {self.cap:g}")
-        return self
-
-    def formula(self) -> str:
-        return f"L_t = −sg[clip(ρ_t, {self.floor:g}, {self.cap:g})] A_t log π"
-
-    def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        from burnish.rl.losses import cispo
-
-        return cispo(logprobs, ratio, advantages, cap=self.cap, floor=self.floor)
 
     def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         return (ratio < self.floor) | (ratio > self.cap)
@@ -246,62 +230,45 @@ class OwnLoss(Loss):
     """A function of a script: log π, ratio and advantages, [N] each, to the loss [N]."""
 
     name: Literal["own"] = "own"
-    function: Callable[[Any, Any, Any], Any] | str = Field(description="the function, or its name")
+    function: Function = Field(description="the function, or its name")
 
     def formula(self) -> str:
-        return f"L_t = {_name_of(self.function)}(log π, ρ_t, A_t)"
+        return f"L_t = {name_of(self.function)}(log π, ρ_t, A_t)"
 
     def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
         result: Tensor = _called(self.function)(logprobs, ratio, advantages)
         return result
 
 
-class Reduction(Section):
-    """Which denominator a token has."""
+class Reduction(Piece):
+    """Which denominator a token has.
 
-    def formula(self) -> str:
-        raise NotImplementedError
+    It has the name of its function in ``rl.reduce``, and its settings are keywords there.
+    """
 
     def weights(self, mask: Tensor, sequence_ids: Tensor) -> Tensor:
         """[N] over a whole train batch."""
-        raise NotImplementedError
+        from burnish.rl import reduce
+
+        function = getattr(reduce, self.name)
+        result: Tensor = function(mask, sequence_ids=sequence_ids, **self.settings)
+        return result
 
 
 class SequenceMean(Reduction):
     name: Literal["sequence_mean"] = "sequence_mean"
-
-    def formula(self) -> str:
-        return "w_(i,t) = 1 / (S |y_i|)"
-
-    def weights(self, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-        from burnish.rl.reduce import sequence_mean
-
-        return sequence_mean(mask, sequence_ids=sequence_ids)
+    written: ClassVar[str] = "w_(i,t) = 1 / (S |y_i|)"
 
 
 class TokenMean(Reduction):
     name: Literal["token_mean"] = "token_mean"
-
-    def formula(self) -> str:
-        return "w_(i,t) = 1 / Σ_i |y_i|"
-
-    def weights(self, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-        from burnish.rl.reduce import token_mean
-
-        return token_mean(mask, sequence_ids=sequence_ids)
+    written: ClassVar[str] = "w_(i,t) = 1 / Σ_i |y_i|"
 
 
 class Constant(Reduction):
     name: Literal["constant"] = "constant"
+    written: ClassVar[str] = "w_(i,t) = 1 / (S · {length})"
     length: int = Field(ge=1, description="usually the largest response length")
-
-    def formula(self) -> str:
-        return f"w_(i,t) = 1 / (S · {self.length})"
-
-    def weights(self, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-        from burnish.rl.reduce import constant
-
-        return constant(mask, length=float(self.length), sequence_ids=sequence_ids)
 
 
 class NoKL(Section):
@@ -332,8 +299,8 @@ class KL(Section):
         """[N]"""
         from burnish.rl import kl
 
-        estimators = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
-        return estimators[self.name](logprobs, reference)
+        result: Tensor = getattr(kl, self.name)(logprobs, reference)
+        return result
 
 
 class NoImportance(Section):
@@ -343,16 +310,11 @@ class NoImportance(Section):
 class Importance(Section):
     """How a gap between sampler and learner is corrected."""
 
+    ordered: ClassVar[tuple[str, str] | None] = ("low", "high")
     name: Literal["truncate", "mask"]
     level: Literal["token", "sequence", "geometric"] = "token"
     low: float = Field(0.0, ge=0, allow_inf_nan=False)
     high: float = Field(2.0, gt=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.low <= self.high:
-            raise ValueError(f"needs low at or below high, got {self.low:g} and {self.high:g}")
-        return self
 
     def formula(self) -> str:
         ratio = f"v = π_prox / π_behavior per {self.level}"
@@ -372,21 +334,14 @@ class Importance(Section):
         return bound(weights, low=self.low, high=self.high)
 
 
-AnyAdvantage = (
-    Raw
-    | GroupMean
-    | GroupZscore
-    | LeaveOneOut
-    | BestOfGroup
-    | ReinforcePlusPlus
-    | ReinforcePlusPlusBaseline
-    | OwnAdvantage
-)
+PerResponse = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | OwnAdvantage
+AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae
 AnyLoss = Reinforce | Unclipped | Clip | Cispo | OwnLoss
 AnyReduction = SequenceMean | TokenMean | Constant
 AnyKL = NoKL | KL
 AnyImportance = NoImportance | Importance
-
+KINDS = ("advantage", "loss", "reduction", "kl", "importance")
+"""Settings of an objective that choose a piece by its name."""
 RATIOS = {
     "token": "ρ_t = exp(log π − log π_prox)",
     "sequence": "ρ_t = exp(mean over the response of log π − log π_prox), own gradient per token",
@@ -395,23 +350,18 @@ PROXIMALS = {
     "behavior": "the sampler's own log-probabilities",
     "recompute": "the learner's own at the start of the batch",
 }
+BY_NAME = Field(discriminator="name")
 
 
 class ObjectiveConfig(Section):
     """One piece of each kind. A bare name is short for a table with that name."""
 
-    advantage: Annotated[AnyAdvantage, Field(discriminator="name"), named("group_zscore")] = (
-        GroupZscore()
-    )
+    advantage: Annotated[AnyAdvantage, BY_NAME, named("group_zscore")] = GroupZscore()
     ratio: Literal["token", "sequence"] = "token"
-    loss: Annotated[AnyLoss, Field(discriminator="name"), named("clip")] = Clip()
-    reduction: Annotated[AnyReduction, Field(discriminator="name"), named("sequence_mean")] = (
-        SequenceMean()
-    )
-    kl: Annotated[AnyKL, Field(discriminator="name"), named("none")] = NoKL()
-    importance: Annotated[AnyImportance, Field(discriminator="name"), named("none")] = (
-        NoImportance()
-    )
+    loss: Annotated[AnyLoss, BY_NAME, named("clip")] = Clip()
+    reduction: Annotated[AnyReduction, BY_NAME, named("sequence_mean")] = SequenceMean()
+    kl: Annotated[AnyKL, BY_NAME, named("none")] = NoKL()
+    importance: Annotated[AnyImportance, BY_NAME, named("none")] = NoImportance()
     entropy_coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
     proximal: Literal["behavior", "recompute"] = "recompute"
 
@@ -420,8 +370,7 @@ class ObjectiveConfig(Section):
         if isinstance(self.importance, Importance) and self.proximal == "behavior":
             raise ValueError(
                 "has importance, which corrects proximal against behavior, and proximal = "
-                "'behavior', so that it would always be 1: use proximal = 'recompute' or "
-                "importance = 'none'"
+                "'behavior': it would always be 1; use proximal = 'recompute'"
             )
         return self
 
@@ -435,34 +384,12 @@ class ObjectiveConfig(Section):
         in_reward = isinstance(self.kl, KL) and self.kl.where == "reward"
         return in_reward or isinstance(self.importance, Importance)
 
-    @property
-    def unused(self) -> dict[str, str]:
-        """Settings that have no effect with these pieces, and the words for why."""
-        if self.loss.reads_ratio:
-            return {}
-        users = "unclipped, clip or cispo"
-        why = f"loss = '{self.loss.name}'; remove it, or use loss = {users}"
-        return {"ratio": why} | ({} if self.reads_proximal_first else {"proximal": why})
 
-
-KINDS: dict[str, tuple[type[Section], ...]] = {
-    "advantage": get_args(AnyAdvantage),
-    "loss": get_args(AnyLoss),
-    "reduction": get_args(AnyReduction),
-    "kl": get_args(AnyKL),
-    "importance": get_args(AnyImportance),
-}
-
-
-def names(kind: str, setting: str | None = None) -> list[str]:
-    """The names of the pieces of a kind that a recipe may give; with a setting, that have it."""
-    return [
-        name
-        for piece in KINDS[kind]
-        if setting is None or setting in piece.model_fields
-        for name in get_args(piece.model_fields["name"].annotation)
-        if name != OWN
-    ]
+def names(kind: str) -> list[str]:
+    """The names of the pieces of a kind that a recipe file may give."""
+    pieces = get_args(ObjectiveConfig.model_fields[kind].annotation)
+    found = (get_args(piece.model_fields["name"].annotation) for piece in pieces)
+    return [name for names in found for name in names if name != OWN]
 
 
 def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
@@ -475,7 +402,7 @@ def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
         term += f" − {objective.entropy_coefficient:g} H_t"
     lines = [("loss", f"Σ w_(i,t) ({term})" if " " in term else f"Σ w_(i,t) {term}")]
     lines.append(("objective", objective.loss.formula()))
-    if objective.loss.reads_ratio:
+    if "ratio" in objective.loss.reads:
         lines.append(("ratio", RATIOS[objective.ratio]))
         lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
     lines.append(("advantage", objective.advantage.formula()))
@@ -491,10 +418,15 @@ def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
     return lines
 
 
-def _called(function: Callable[..., Any] | str) -> Callable[..., Any]:
+def _called(function: Function) -> Callable[..., Any]:
     assert callable(function), "learner.objective.compile refuses a function that is not here"
     return function
 
 
-def _name_of(function: Callable[..., Any] | str) -> str:
-    return function if isinstance(function, str) else getattr(function, "__name__", "own")
+def name_of(function: Function) -> str:
+    """The name of a script's function, or of an object that is called like one."""
+    return (
+        function
+        if isinstance(function, str)
+        else getattr(function, "__name__", type(function).__name__)
+    )

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import estimate, pieces
-from burnish.config import (
-    FilesTask,
-    GymTask,
-    KeywordsTask,
-    MathTask,
-    MixtureTask,
-    PairsTask,
-    Recipe,
-    SorterConfig,
-    SortTask,
-)
+from burnish.config import MixtureTask, PairsTask, Recipe, SorterConfig
 from burnish.errors import ConfigError
 from burnish.pieces import KL
 from burnish.wording import counted
@@ -27,7 +17,6 @@ if TYPE_CHECKING:
 
 BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number; of one whose precision is not chosen yet, the most it can have."""
-CACHE = "cache"
 PAGE = 16
 """Tokens of a page of the engine's cache."""
 Lines = list[tuple[str, str]]
@@ -65,24 +54,21 @@ class Room(NamedTuple):
 
 def room(recipe: Recipe, size: Size) -> Room:
     """A prompt leaves room for a token of the response in the model's context, and for all of the
-    response in the engine's cache and in a pack of ``train.micro_tokens``.
-
-    A setting that would leave no prompt any room is left to ``check_lengths``.
-    """
+    response in the engine's cache and in a pack of ``train.micro_tokens``."""
     bounds = [Room(size.context - 1, f"the model's context of {size.context:,} tokens")]
-    for name, response in _responses(recipe).items():
+    responses = {"rollout.max_tokens": recipe.rollout.max_tokens}
+    if recipe.validation.max_tokens is not None:
+        responses["validation.max_tokens"] = recipe.validation.max_tokens
+    for name, response in responses.items():
         for what, tokens in _held(recipe, size, name).items():
-            if response < tokens < size.context:
+            if tokens <= min(response, size.context - 1):
+                raise ConfigError(
+                    f"{what} holds sequences of {tokens} tokens, and {name} = {response} leaves no "
+                    "room for a prompt; use more"
+                )
+            if tokens < size.context:
                 bounds.append(Room(tokens - response, f"{what} beside {name} = {response}"))
     return min(bounds)
-
-
-def _responses(recipe: Recipe) -> dict[str, int]:
-    """The tokens that a response may have, by setting, the most first."""
-    found = {"rollout.max_tokens": recipe.rollout.max_tokens}
-    if recipe.validation.max_tokens is not None:
-        found["validation.max_tokens"] = recipe.validation.max_tokens
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _held(recipe: Recipe, size: Size, name: str) -> dict[str, int]:
@@ -104,77 +90,45 @@ def plan(
     ``size`` is None for the sorter, and if the model's files are not here; ``rates`` is None if the
     machine was not measured, and then no time is told.
     """
-    time = _time(recipe, size, rates)
-    if isinstance(recipe.task, PairsTask):
-        loss = ("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")
-        rate = f"AdamW, learning rate {recipe.train.learning_rate:g}, {recipe.train.schedule}"
-        steps = f"{recipe.task.epochs:g} × the rows, {recipe.train.batch} at a time ({rate})"
-        return [
-            ("task", _task(recipe, size)),
-            ("batches", [loss, ("gradient steps", steps)]),
-            ("resources", [*_memory(recipe, size), *time, ("written to", str(out))]),
-        ]
+    resources: Lines = []
+    if size is not None:
+        resources = [("precision", _precision(recipe)), *_room(recipe, size)]
+    elif not isinstance(recipe.model, SorterConfig):
+        resources = [("memory", "known once the model is here; `burnish train` downloads it")]
+    every = f"saved every {counted(recipe.checkpoint.every, 'step')}, validated every"
+    resources.append(("cadence", f"{every} {counted(recipe.validation.every, 'step')}"))
+    if rates is not None:
+        resources.append(("time", estimate.spoken(recipe, size, rates)))
+    loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     return [
         ("task", _task(recipe, size)),
-        ("objective", pieces.formula(recipe.objective)),
+        ("objective", loss if recipe.is_supervised else pieces.formula(recipe.objective)),
         ("batches", _batches(recipe)),
-        (
-            "resources",
-            [
-                *_precision(recipe),
-                *_memory(recipe, size),
-                *_disk(recipe, size),
-                *time,
-                ("written to", str(out)),
-            ],
-        ),
+        ("resources", [*resources, ("written to", str(out))]),
     ]
 
 
-def _precision(recipe: Recipe) -> Lines:
-    """The precision of a language model; the sorting model has one alone, so nothing is said."""
-    if isinstance(recipe.model, SorterConfig):
-        return []
+def _precision(recipe: Recipe) -> str:
     learned, sampled = recipe.train.precision, recipe.engine.precision
-    both = learned if learned == sampled else f"{learned} to learn, {sampled} to sample"
-    return [("precision", both)]
-
-
-def check_lengths(recipe: Recipe, size: Size) -> int:
-    """The longest sequence that is learned. The engine's cache and a pack of ``train.micro_tokens``
-    must hold each sequence."""
-    for name, response in _responses(recipe).items():
-        longest = min(size.context, size.longest_prompt + response)
-        for what, tokens in _held(recipe, size, name).items():
-            if tokens < longest:
-                least = f"at least {longest}" if "micro" in what else "more"
-                raise ConfigError(
-                    f"{what} is below the longest sequence, {longest} tokens (a prompt of "
-                    f"{size.longest_prompt} and {name} = {response}); use {least}"
-                )
-    return min(size.context, size.longest_prompt + recipe.rollout.max_tokens)
+    return learned if learned == sampled else f"{learned} to learn, {sampled} to sample"
 
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
-    task, model = recipe.task, recipe.model
-    lines: Lines = []
+    task = recipe.task
+    lines = [("task", _settings(task))]
     if isinstance(task, MixtureTask):
         total = sum(task.weights.values())
-        for label, part in task.tasks.items():
-            lines += [("part", f"{label}, {task.weights[label] / total:.0%} of the groups")]
-            lines += _asked(part)
-    elif isinstance(task, PairsTask):
-        lines.append(("task", f"pairs: {task.train}"))
-    else:
-        lines += _asked(task)
+        lines = [
+            ("part", f"{label}, {task.weights[label] / total:.0%} of the groups: {_settings(part)}")
+            for label, part in task.tasks.items()
+        ]
     if recipe.stop:
         lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
-    count = _parameters(recipe, size)
-    known = "" if count is None else f": {count:,} parameters"
-    lines += [("model", f"{model.name}{known}"), ("seed", str(recipe.seed))]
+    known = "" if size is None else f": {size.parameters:,} parameters"
+    lines += [("model", f"{recipe.model.name}{known}"), ("seed", str(recipe.seed))]
     if size is not None and not recipe.is_supervised:
-        longest = check_lengths(recipe, size)
-        told = f"{longest} tokens: a prompt of {size.longest_prompt} and its response"
+        longest = min(size.context, size.longest_prompt + recipe.rollout.max_tokens)
+        told = f"{longest} tokens, with a prompt of {size.longest_prompt}"
         lines.append(("longest sequence", f"{told} (the model's context: {size.context:,})"))
         if size.too_long:
             told = f"{size.too_long:,} of {counted(size.looked_at, 'prompt')} that were looked at"
@@ -184,49 +138,27 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
     return lines
 
 
-def _asked(task: SortTask | KeywordsTask | FilesTask | MathTask | GymTask) -> Lines:
-    """Lines about a task's prompts, its reward and its held-out prompts."""
-    if isinstance(task, SortTask):
-        prompts = f"{task.prompts} prompts of {task.length} numbers below {task.numbers}"
-        return [("task", f"sort: {prompts}"), ("reward", task.reward)]
-    if isinstance(task, KeywordsTask):
-        count = f"{task.least} to {task.most}" if task.least < task.most else f"{task.least}"
-        words = f"{count} keywords as {'whole words' if task.match == 'word' else 'substrings'}"
-        ended = ", and the response ends by itself" if task.must_end else ""
-        held_out = f"{task.validation_prompts} prompts of other words"
-        verb = "uses, outside lists and at most twice," if task.reward == "use" else "has"
-        reward = f"1 if the response {verb} its {words}{ended}"
-        return [("task", "keywords"), ("reward", reward), ("held out", held_out)]
-    if isinstance(task, FilesTask):
-        return [("task", f"files: {task.train}"), ("reward", str(task.reward))]
-    asked = ("prompt", f"{task.prompt!r}, its answer read as {task.answer_format}")
-    if isinstance(task, GymTask):
-        given = ", ".join(f"{key} = {value}" for key, value in task.settings.items())
-        made = f"gym: {task.generator}{given and f' ({given})'}"
-        held_out = f"{task.validation_prompts} other questions"
-        return [("task", made), asked, ("reward", "its own scorer's"), ("held out", held_out)]
-    rows = "a tenth" if task.validation is None else "all rows"
-    held_out = f"{task.validation_rows or rows} of {task.validation or task.train}"
-    exact = ("reward", "1 if the answer is the row's, exactly")
-    lines = [("task", f"math: {task.train}"), asked, exact, ("held out", held_out)]
-    if task.hints:
-        share = f"{task.hints:.0%} of the training prompts"
-        lines.append(("hints", f"{share} go on with the beginning of the row's worked answer"))
-    return lines
+def _settings(task: Any) -> str:
+    """A task's name and the settings that its recipe gives."""
+    given = task.model_dump(exclude_unset=True, exclude={"name"})
+    told = ", ".join(f"{key} = {value!r}" for key, value in given.items())
+    return f"{task.name}: {told}" if told else task.name
 
 
 def _batches(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
-    batches = recipe.train_batches
-    micro = ""
+    rate = f"AdamW, learning rate {train.learning_rate:g}"
+    if isinstance(recipe.task, PairsTask):
+        steps = f"{recipe.task.epochs:g} × the rows, {train.batch} at a time"
+        return [("gradient steps", f"{steps} ({rate}, {train.schedule})")]
+    batches, micro = recipe.train_batches, ""
     if train.micro_sequences is not None:
         parts = math.ceil(train.batch / train.micro_sequences)
         micro = f", each in {parts} micro-batch{'es' * (parts > 1)}"
-    rate = f"learning rate {train.learning_rate:g}"
     if recipe.decay_steps is not None:
         last = (train.final_rate or 0) * train.learning_rate
         rate += f", {train.schedule} to {last:g} at gradient step {recipe.decay_steps:,}"
-    return [
+    lines = [
         (
             "rollout",
             f"{rollout.batch} responses = {counted(recipe.prompts_per_rollout, 'prompt')} × "
@@ -235,128 +167,75 @@ def _batches(recipe: Recipe) -> Lines:
         (
             "gradient steps",
             f"{recipe.gradient_steps_per_rollout} per rollout = {batches} train "
-            f"batch{'es' * (batches > 1)} of {train.batch} responses × {train.epochs} "
-            f"epoch{'s' * (train.epochs > 1)}{micro}",
+            f"batch{'es' * (batches > 1)} of {train.batch} responses × "
+            f"{counted(train.epochs, 'epoch')}{micro}",
         ),
         (
             "in all",
             f"{counted(train.steps, 'step')}: {train.steps * rollout.batch:,} responses sampled, "
-            f"{counted(recipe.gradient_steps, 'gradient step')} (AdamW, {rate})",
+            f"{counted(recipe.gradient_steps, 'gradient step')} ({rate})",
         ),
-        *([] if train.layers is None else [("learning", f"the last {train.layers} layers")]),
-        ("denominator", f"over a train batch: S = {train.batch} responses"),
     ]
+    return lines if train.layers is None else [*lines, ("learning", f"last {train.layers} layers")]
 
 
-def memory_parts(recipe: Recipe, size: Size | None) -> dict[str, dict[str, int]]:
-    """Bytes that are held all the time, by learner and engine; empty if the model is not here."""
-    count, train, engine = _parameters(recipe, size), recipe.train, recipe.engine
-    if count is None:
-        return {}
-    low, learned = BYTES[train.precision], _learned(recipe, size, count)
-    learner = {"fp32 masters": 4 * count, "gradients": 4 * learned, "Adam's moments": 8 * learned}
+class Need(NamedTuple):
+    """Room that a run takes all the time."""
+
+    resource: str
+    """memory, cache (memory that fills as responses grow), or disk"""
+    what: str
+    size: int
+    """Bytes."""
+
+
+def needs(recipe: Recipe, size: Size) -> list[Need]:
+    """What the learner and the engine of a language model hold, and what a run writes at most."""
+    train, engine, count = recipe.train, recipe.engine, size.parameters
+    learned = count
+    if train.layers is not None and size.layer:
+        learned = min(count, train.layers * size.layer)
+    low, copies, refreshes = BYTES[train.precision], *_frozen(recipe)
+    found = [
+        Need("memory", "fp32 masters", 4 * count),
+        Need("memory", "gradients", 4 * learned),
+        Need("memory", "Adam's moments", 8 * learned),
+    ]
     if low != 4:
-        learner[f"{train.precision} weights"] = low * count
-    copies = _copies(recipe)
+        found.append(Need("memory", f"{train.precision} weights", low * count))
     if copies:
-        learner[f"{copies} frozen cop{'ies' if copies > 1 else 'y'}"] = copies * low * learned
-    if recipe.is_supervised:
-        return {"learner": learner}
-    if size is None:
-        return {"learner": learner, "engine": {"weights": 4 * count}}
-    wide, cache = BYTES[engine.precision], engine.kv_mb * 2**20
-    weights = {f"{engine.precision} weights": (wide + size.copied) * count}
-    tokens = cache // (size.cached * wide)
-    return {"learner": learner, "engine": weights | {f"{CACHE} of {tokens:,} tokens": cache}}
+        found.append(Need("memory", f"frozen copies ({copies})", copies * low * learned))
+    files = recipe.checkpoint.keep + 2  # the best, and the one that is being written
+    if not recipe.is_supervised:
+        files = min(files, math.ceil(train.steps / recipe.checkpoint.every))
+        wide, cache = BYTES[engine.precision], engine.kv_mb * 2**20
+        tokens = f"{cache // (size.cached * wide):,} tokens (engine.kv_mb = {engine.kv_mb})"
+        found.append(Need("memory", "the engine's weights", (wide + size.copied) * count))
+        found.append(Need("cache", tokens, cache))
+    each = 4 * count + (8 + (train.log_kl + refreshes) * low) * learned
+    rows = train.steps * (2_500 + recipe.rollout.batch * 110 + recipe.log.rollouts * 3_000)
+    kept = f"{counted(files, 'checkpoint')} of {spell(each)}"
+    return [*found, Need("disk", kept, files * each), Need("disk", "rows", rows + 200_000)]
 
 
-def disk_bytes(recipe: Recipe, size: Size | None) -> tuple[int, int, int | None]:
-    """Bytes of the rows that a run writes at most, how many checkpoints there are at once, and the
-    bytes of each; None if the model is not here."""
-    steps, log = recipe.train.steps, recipe.log
-    rows = steps * (2_500 + recipe.rollout.batch * 110 + log.rollouts * 3_000) + 200_000
-    saves = math.ceil(steps / recipe.checkpoint.every)
-    count = _parameters(recipe, size)
-    files = min(saves, recipe.checkpoint.keep + 2)  # the best, and the one that is being written
-    if count is None:
-        return rows, files, None
-    frozen = recipe.train.log_kl + _refreshes(recipe)
-    learned = _learned(recipe, size, count)
-    return rows, files, 4 * count + (8 + frozen * BYTES[recipe.train.precision]) * learned
+def _frozen(recipe: Recipe) -> tuple[int, bool]:
+    """Frozen policies that the learner holds, and whether the reference is refreshed now and then;
+    until then the initial model may serve as the reference."""
+    kl, logs = recipe.objective.kl, recipe.train.log_kl
+    if not isinstance(kl, KL):
+        return 2 * logs, False
+    refreshes = kl.refresh is not None
+    return 1 + logs + (logs and refreshes), refreshes
 
 
-def _memory(recipe: Recipe, size: Size | None) -> Lines:
-    """Lines about memory: parts held all the time, and the size of a pack's activations."""
-    parts, train = memory_parts(recipe, size), recipe.train
-    if not parts:
-        return [("memory", "known once the model is here; `burnish train` downloads it")]
-    lines = [(who, _sum(held)) for who, held in parts.items()]
-    if size is None or recipe.is_supervised:
-        return lines
-    longest = check_lengths(recipe, size)
-    pack = f"packs of {train.micro_tokens} tokens" if train.micro_tokens else None
-    if pack is None:
-        at_once = min(train.micro_sequences or train.batch, train.batch)
-        prompts = math.ceil(at_once / recipe.rollout.group_size) * size.longest_prompt
-        tokens = prompts + at_once * (longest - size.longest_prompt)
-        pack = f"packs of up to {tokens:,} tokens; train.micro_tokens bounds them"
-    return [*lines, ("beside that", f"activations of a forward and backward pass, {pack}")]
-
-
-def _disk(recipe: Recipe, size: Size | None) -> Lines:
-    kept, steps = recipe.checkpoint, recipe.train.steps
-    rows, files, each = disk_bytes(recipe, size)
-    if each is None:
-        room = f"{spell(rows)}, and {counted(files, 'checkpoint')} of 4 to 16 bytes a parameter"
-    else:
-        room = f"{spell(rows + files * each)}: {counted(files, 'checkpoint')} of {spell(each)}"
-    saves = math.ceil(steps / kept.every)
-    cadence = f"every {counted(kept.every, 'step')}, {counted(saves, 'time')}"
-    if saves > 1:
-        cadence += f"; the last {kept.keep} and the best are kept"
-    validated = f"before the first step and every {recipe.validation.every}"
-    return [("disk", f"at most {room}"), ("saved", cadence), ("validated", validated)]
-
-
-def _time(recipe: Recipe, size: Size | None, rates: Rates | None) -> Lines:
-    if rates is None:
-        return []
-    duration = estimate.seconds(recipe, size, rates)
-    return [] if not duration else [("time", f"{estimate.spoken(duration)} on this machine")]
-
-
-def _copies(recipe: Recipe) -> int:
-    """Frozen policies that the learner holds; the initial model may serve as the reference."""
-    logs = recipe.train.log_kl
-    if not isinstance(recipe.objective.kl, KL):
-        return 2 * logs
-    return 1 + logs + (logs and _refreshes(recipe))
-
-
-def _refreshes(recipe: Recipe) -> bool:
-    """Whether the policy becomes the reference now and then."""
-    kl = recipe.objective.kl
-    return isinstance(kl, KL) and kl.refresh is not None
-
-
-def _parameters(recipe: Recipe, size: Size | None) -> int | None:
-    model, task = recipe.model, recipe.task
-    if isinstance(model, SorterConfig):
-        assert isinstance(task, SortTask)
-        return task.numbers * model.width + 2 * task.length * model.width**2
-    return None if size is None else size.parameters
-
-
-def _learned(recipe: Recipe, size: Size | None, count: int) -> int:
-    """The number of weights that learn: all, or the weights of the last layers."""
-    if recipe.train.layers is None or size is None or not size.layer:
-        return count
-    return min(count, recipe.train.layers * size.layer)
-
-
-def _sum(parts: dict[str, int]) -> str:
-    told = ", ".join(f"{what} {spell(count)}" for what, count in parts.items())
-    return f"{spell(sum(parts.values()))}: {told}"
+def _room(recipe: Recipe, size: Size) -> Lines:
+    """Lines about memory, cache and disk. Activations of a pack are not known before it is run."""
+    found, lines = needs(recipe, size), []
+    for resource in dict.fromkeys(need.resource for need in found):
+        parts = [need for need in found if need.resource == resource]
+        told = ", ".join(f"{need.what} {spell(need.size)}" for need in parts)
+        lines.append((resource, f"{spell(sum(need.size for need in parts))}: {told}"))
+    return lines
 
 
 def spell(count: float) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 OWN = "own"
 """The name of a piece that is a function of a script."""
@@ -14,6 +14,17 @@ OWN = "own"
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+    ordered: ClassVar[tuple[str, str] | None] = None
+    """Two settings of which the first is at most the second; None if no two are compared."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.ordered is not None:
+            low, high = (getattr(self, name) for name in self.ordered)
+            if low > high:
+                names = " at or below ".join(self.ordered)
+                raise ValueError(f"needs {names}, got {low:g} and {high:g}")
+        return self
 
 
 def named(default: str) -> BeforeValidator:

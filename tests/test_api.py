@@ -301,8 +301,6 @@ def test_an_evaluation_has_figures_and_rows(language, tmp_path):
         **few | {"task": {"validation_prompts": 1}, "rollout": {"max_tokens": 2}},
     )
     assert len(other.rows) == 2
-    with pytest.raises(ConfigError, match="give one of the two"):
-        burnish.evaluate(run, model="other", overrides={"model": "third"})
 
 
 def test_generate_answers_in_python(smollm2, tmp_path):

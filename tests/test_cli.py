@@ -76,7 +76,6 @@ def test_plan_says_what_will_be_computed_and_writes_nothing(tmp_path):
         "30 responses = 3 prompts × 10 samples",
         "10 per rollout = 1 train batch of 30 responses × 10 epochs",
         "3,000 responses sampled, 1,000 gradient steps",
-        "650 parameters",
         "runs/sort-1",
     ):
         assert line in done.stdout, line

@@ -107,14 +107,14 @@ def test_a_missing_extra_is_named_at_once(recipe, package, overrides, monkeypatc
         preflight.importlib.util, "find_spec", lambda name: None if name == package else real(name)
     )
     with pytest.raises(BurnishError, match="install it with: pip install"):
-        preflight.check_sources(config.load(recipe, overrides))
+        preflight.check(config.load(recipe, overrides))
 
 
 def test_a_run_without_a_checkpoint_is_no_model(tmp_path):
-    (tmp_path / "recipe.toml").write_text("")
+    (tmp_path / "recipe.toml").write_text('task = "keywords"\nmodel = "smollm2-135m"\n')
     recipe = config.load("keywords", [f"model.name={json.dumps(str(tmp_path))}"])
     with pytest.raises(RunError, match="has no checkpoint yet"):
-        preflight.check_sources(recipe)
+        preflight.check(recipe)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """What a run lacks is said before it starts: extras, files, first runs, disk and memory."""
 
-import shutil
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import burnish
-from burnish import config, preflight
+from burnish import build, config, machine, preflight
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
 from burnish.plan import Size
 
@@ -56,7 +54,7 @@ def test_missing_files_and_first_runs_name_the_command(tmp_path, monkeypatch):
     assert isinstance(sums, DataError)
     both = "task.train = 'sums/train.jsonl' and task.validation = 'sums/validation.jsonl'"
     assert (
-        str(sums) == f"{both} can't be read: no such file; first run: "
+        str(sums) == f"{both} can't be read: no such file; first: "
         "python examples/write_sums.py sums"
     )
     (first,) = preflight.missing_model(config.load("arithmetic"))
@@ -75,49 +73,54 @@ def test_missing_files_and_first_runs_name_the_command(tmp_path, monkeypatch):
     assert "no model 'elsewhere'" in str(other)
     nothing = config.load("sft")
     with pytest.raises(ConfigError, match="there are no prompts"):
-        preflight.check_sources(nothing)
-    preflight.check_sources(nothing, prompts=[{"prompt": "a", "answer": "b"}])
+        preflight.check(nothing)
+    preflight.check(nothing, prompts=[{"prompt": "a", "answer": "b"}])
 
 
 def test_several_problems_are_said_together(tmp_path, monkeypatch, without):
     monkeypatch.chdir(tmp_path)
     without("math_verify")
     with pytest.raises(RunError) as caught:
-        preflight.check_before(config.load("gsm8k"), tmp_path / "run")
+        preflight.check(config.load("gsm8k"), tmp_path / "run")
     lines = str(caught.value).splitlines()
     assert len(lines) == 4  # a heading, the extra, the files, the first run
     assert "burnish sft gsm8k-sft" in lines[-1]
 
 
-def test_too_little_disk_is_said(tmp_path, monkeypatch):
-    recipe = config.load("keywords", ["checkpoint.keep=3", "train.log_kl=false",
-                                      "objective.kl=none", "checkpoint.every=1"])  # fmt: skip
-    room = SimpleNamespace(free=59_000_000)
-    asked = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(folder) or room)
-    path = tmp_path / "not" / "yet"
-    (error,) = preflight.lacking_disk(recipe, path, SIZE)
-    assert "5 checkpoints of 12.0 MB" in str(error).replace("12 MB", "12.0 MB")
-    assert "59 MB are free" in str(error)
-    assert asked == [tmp_path]
-    (path / "checkpoints" / "step-00000001").mkdir(parents=True)  # a resumed run has this one
-    assert not preflight.lacking_disk(recipe, path, SIZE)
+def test_too_little_room_is_said(tmp_path, monkeypatch):
+    """A model of a million weights in fp32: 16 MB to learn, 4 to sample, 12 a checkpoint."""
+    sets = ["checkpoint.keep=3", "checkpoint.every=1", "engine.kv_mb=100", "device=cpu"]
+    recipe = config.load("keywords", [*sets, "train.log_kl=false", "objective.kl=none"])
+    memory, free = [10**9, 10**8], [10**9]
+    monkeypatch.setattr(machine, "memory", lambda device="cpu": tuple(memory))
+    monkeypatch.setattr(machine, "disk", lambda path: free[0])
+    path = tmp_path / "run"
+
+    def lacks():
+        return [str(error) for error in build.lacking_room(recipe, path, SIZE)]
+
+    assert not lacks()
+    assert not build.lacking_room(recipe, path, None)  # its model is not here
+    memory[1] = 10**7
+    (said,) = lacks()
+    assert "needs 20 MB of memory (the most: Adam's moments 8 MB" in said
+    assert "10 MB are there; end other programs" in said
+    memory[:] = [10**8, 10**8]  # on a CPU the cache fills in time, and must fit all of the memory
+    (said,) = lacks()
+    assert "needs 105 MB of cache" in said
+    assert "(engine.kv_mb = 100) 105 MB), and 100 MB are there; lower engine.kv_mb" in said
+    memory[:], free[0] = [10**9, 10**9], 59_000_000
+    (said,) = lacks()
+    assert "of disk (the most: 5 checkpoints of 12 MB 60 MB" in said
+    assert "59 MB are there; make room, choose another --out, or lower checkpoint.keep" in said
+    saved = path / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    (saved / "tensors").write_bytes(bytes(12_000_000))  # a resumed run has this one
+    assert not lacks()
 
 
-def test_too_little_memory_is_said():
-    recipe = config.load("keywords", ["engine.kv_mb=100"])
-    assert not preflight.lacking_memory(recipe, SIZE, 10**9, "cuda")
-    (error,) = preflight.lacking_memory(recipe, SIZE, 10**8, "cuda")
-    assert "of GPU memory and more for activations" in str(error)
-    assert "engine's cache of" in str(error)
-    assert not preflight.lacking_memory(recipe, SIZE, 10**8, "cpu")  # there it fills in time
-    (error,) = preflight.lacking_memory(recipe, SIZE, 10**6, "cpu")
-    assert "1.0 MB are free" in str(error).replace("1 MB", "1.0 MB")
-    assert not preflight.lacking_memory(recipe, None, 0)  # its model is not here
-    assert not preflight.lacking_memory(recipe, SIZE, 10**8, "cpu", total=10**9)
-    (error,) = preflight.lacking_memory(recipe, SIZE, 10**8, "cpu", total=10**8)
-    said = "engine.kv_mb = 100 asks for 105 MB, and the machine has 100 MB of memory; use less than"
-    assert str(error) == f"{said} 95"
+def test_the_bytes_that_are_free_where_a_directory_would_be(tmp_path):
+    assert machine.disk(tmp_path / "not" / "yet") > 0
 
 
 def test_a_run_does_not_begin(tmp_path, monkeypatch, without):
@@ -151,7 +154,7 @@ def test_a_model_that_a_run_learned_needs_what_the_run_needed(tmp_path, without)
 
 def test_a_place_that_cannot_be_written_is_said_first(tmp_path):
     (tmp_path / "file").touch()
-    (error,) = preflight.before(config.load("sort"), tmp_path / "file" / "run")
+    (error,) = preflight.problems(config.load("sort"), tmp_path / "file" / "run")
     assert (
         str(error)
         == f"can't write to {tmp_path / 'file'}: a file or read-only; choose another --out"
@@ -161,15 +164,13 @@ def test_a_place_that_cannot_be_written_is_said_first(tmp_path):
 def test_a_cache_larger_than_memory_is_a_message(smollm2, tmp_path):
     asked = {"engine": {"kv_mb": 10**8}, "device": "cpu", "model": smollm2}
     for call in (burnish.train, burnish.evaluate):
-        with pytest.raises(BurnishError, match=r"engine\.kv_mb = 10+ asks for 104857\.6 GB"):
+        with pytest.raises(BurnishError, match=r"104857\.6 GB of cache .*engine\.kv_mb = 10+"):
             call("keywords", out=tmp_path / "run", **asked)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_does_not_fit_does_not_begin(smollm2, tmp_path, monkeypatch):
-    from burnish import machine
-
-    monkeypatch.setattr(machine, "memory", lambda: (10**9, 10**6))
+    monkeypatch.setattr(machine, "memory", lambda device="cpu": (10**10, 10**6))
     with pytest.raises(BurnishError, match="end other programs"):
         burnish.train("keywords", out=tmp_path / "run", device="cpu", model=smollm2)
     assert not (tmp_path / "run").exists()

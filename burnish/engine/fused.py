@@ -97,22 +97,6 @@ def compile_here() -> None:
 
 
 @intrinsic
-def _as_float(context: Any, bits: Any) -> Any:
-    def generate(target: Any, builder: Any, _: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], target.get_value_type(types.float32))
-
-    return types.float32(types.uint32), generate
-
-
-@intrinsic
-def _as_bits(context: Any, number: Any) -> Any:
-    def generate(target: Any, builder: Any, _: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], target.get_value_type(types.uint32))
-
-    return types.uint32(types.float32), generate
-
-
-@intrinsic
 def _prefetch(context: Any, table: Any, row: Any, column: Any) -> Any:
     """Have table[row, column] brought near."""
 
@@ -142,7 +126,7 @@ def _stored(x: Any, like: Any) -> Any:
 def _(x):
     if isinstance(x, types.Float):
         return lambda x: x
-    return lambda x: _as_float(np.uint32(x) << np.uint32(16))
+    return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(F)
 
 
 @overload(_stored, inline="always")
@@ -151,7 +135,7 @@ def _(x, like):
         return lambda x, like: x
 
     def bfloat16(x, like):
-        bits = _as_bits(x)
+        bits = F(x).view(np.uint32)
         if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
             return np.uint16(0x7FC0)  # NaN: rounding could turn it into a number
         even = (bits >> np.uint32(16)) & np.uint32(1)
@@ -169,7 +153,16 @@ def _exp(x):
     p = F(1.9875691500e-4) * r + F(1.3981999507e-3)
     p = (p * r + F(8.3334519073e-3)) * r + F(4.1665795894e-2)
     p = (p * r + F(1.6666665459e-1)) * r + F(5.0000001201e-1)
-    return (p * r * r + r + F(1)) * _as_float(np.uint32(np.int32(n) + 127) << np.uint32(23))
+    power = np.uint32(np.uint32(np.int32(n) + 127) << np.uint32(23)).view(F)  # 2^n
+    return (p * r * r + r + F(1)) * power
+
+
+@njit(inline="always", cache=True)
+def _fetch(pool, table, size, token):
+    """Have a token's keys or values brought near; table: its row's pages."""
+    slot = table[token // size] * size + token % size
+    for column in range(0, pool.shape[1], 32):
+        _prefetch(pool, slot, column)
 
 
 @njit(inline="always", cache=True)
@@ -308,13 +301,9 @@ def decode_kernel(width: int, queries: int, size: int) -> Any:
                 for t in range(n):
                     key = keys[table[t // size] * size + t % size]
                     if t + AHEAD < n:
-                        soon = table[(t + AHEAD) // size] * size + (t + AHEAD) % size
-                        for d in range(0, keys.shape[1], 32):
-                            _prefetch(keys, soon, d)
+                        _fetch(keys, table, size, t + AHEAD)
                     else:
-                        soon = table[(n - 1 - t) // size] * size + (n - 1 - t) % size
-                        for d in range(0, keys.shape[1], 32):
-                            _prefetch(values, soon, d)
+                        _fetch(values, table, size, n - 1 - t)
                     for h in range(kv_heads):
                         mine = key[h * width : (h + 1) * width]
                         for i in range(h * queries, (h + 1) * queries):
@@ -338,9 +327,7 @@ def decode_kernel(width: int, queries: int, size: int) -> Any:
                 for t in range(0, n, 4):  # four at a time: fewer passes over the sums
                     last = n - t - 1
                     for ahead in range(t + AHEAD, min(t + AHEAD + 4, n)):
-                        soon = table[ahead // size] * size + ahead % size
-                        for d in range(0, keys.shape[1], 32):
-                            _prefetch(values, soon, d)
+                        _fetch(values, table, size, ahead)
                     at = table[t // size] * size + t % size
                     for h in range(kv_heads):
                         cut = slice(h * width, (h + 1) * width)

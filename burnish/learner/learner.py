@@ -13,9 +13,8 @@ from torch import Tensor
 
 from burnish.config import TrainConfig
 from burnish.errors import BurnishError, RunError
-from burnish.learner.objective import Metrics, Program, describe_kl
-from burnish.learner.optim import Optimizer
-from burnish.learner.policy import Policy, copy_weights
+from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
+from burnish.learner.optim import Optimizer, Policy, copy_weights
 from burnish.progress import Report, unheard
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
@@ -33,10 +32,38 @@ class Finished(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that a learner has become since it was made: tensors, and what JSON can hold."""
+    """All that a learner has become since it was made: tensors, and what JSON can hold.
+
+    Names begin with the model that they belong to: "policy." today, "critic." once there is one.
+    """
 
     tensors: dict[str, Tensor]
     numbers: dict[str, Any]
+
+
+@dataclass
+class _Passes:
+    """Forward passes without gradient over a batch."""
+
+    packs: list[Pack]
+    """The packs that training will use, so that the numerics are the same."""
+    report: Report
+    """Is told the packs that are done, of each pass anew."""
+    lower: Tensor | None = None
+    """[N, d] hidden states below the layers that learn; None if all layers learn."""
+
+    def logprobs(self, policy: Policy) -> Tensor:
+        """[N]"""
+        return self.joined(lambda p: policy.score(p.batch, at(p.slots, self.lower)).logprobs)
+
+    @torch.no_grad()
+    def joined(self, values: Callable[[Pack], Tensor]) -> Tensor:
+        """[N, …] from the values of each pack."""
+        parts = []
+        for done, pack in enumerate(self.packs, 1):
+            parts.append((pack.slots, values(pack)))
+            self.report(done, len(self.packs))
+        return _join(parts)
 
 
 @dataclass
@@ -88,10 +115,7 @@ class Learner:
             self._refresh_reference()
 
     def score(
-        self,
-        batch: PackedBatch,
-        parts: Sequence[Pack] | None = None,
-        report: Report = unheard,
+        self, batch: PackedBatch, parts: Sequence[Pack] | None = None, report: Report = unheard
     ) -> Scores:
         """The forward passes that the program needs before the first step, and those of the log.
 
@@ -99,20 +123,13 @@ class Learner:
         ``report`` is told the packs that are done, of each pass anew.
         """
         parts = train_batches(batch, self.train.batch) if parts is None else parts
-        packs = self._packs(parts)
-        lower = self._lower(packs, report)
-        policies = {"proximal": self.policy, "reference": self.reference}
+        passes = self._passes(parts, report)
+        policies: dict[str, Any] = {"proximal": self.policy, "reference": self.reference}
         needed = self.program.passes(self.train.epochs * len(parts))
-        scores = Scores(
-            **{
-                name: self._logprobs(policy, packs, lower, report)
-                for name, policy in policies.items()
-                if name in needed and policy is not None
-            }
-        )
+        scores = Scores(**{name: passes.logprobs(policies[name]) for name in needed})
         known = batch.behavior_logprobs if scores.proximal is None else scores.proximal
-        drift = self._drift(batch, packs, lower, scores, report)
-        self._rollout = _Rollout(batch, lower, known, drift)
+        drift = self._drift(batch, passes, scores)
+        self._rollout = _Rollout(batch, passes.lower, known, drift)
         return scores
 
     def step(self, learn: LearnBatch, report: Report = unheard) -> Metrics:
@@ -146,28 +163,21 @@ class Learner:
 
     def logprobs(self, batch: PackedBatch, report: Report = unheard) -> Tensor:
         """[N] of the policy as it is, without gradient."""
-        packs = self._packs(train_batches(batch, self.train.batch))
-        return self._logprobs(self.policy, packs, None, report)
+        passes = self._passes(train_batches(batch, self.train.batch), report)
+        return passes.logprobs(self.policy)
 
     def held_out_drift(self, batch: PackedBatch, report: Report = unheard) -> Metrics:
         """KL of the policy as it is to the initial model, on responses that it sampled but does not
         learn from. No metrics unless ``train.log_kl``, nor before the first step: it is 0."""
         if self.initial is None or not self.version:
             return {}
-        packs = self._packs(train_batches(batch, self.train.batch))
-        lower = self._lower(packs, report)
-        ours, initial = (
-            self._logprobs(policy, packs, lower, report) for policy in (self.policy, self.initial)
-        )
+        passes = self._passes(train_batches(batch, self.train.batch), report)
+        ours, initial = passes.logprobs(self.policy), passes.logprobs(self.initial)
         return describe_kl("held_out", ours, initial, batch)
 
-    def weights(self, dtype: torch.dtype | None = None) -> Weights:
-        """A copy in that precision, rounded from the masters; None: in compute precision."""
-        source = self.policy if dtype is None else self.optimizer.masters
-        tensors = {
-            name: view.to(dtype or view.dtype, copy=True)
-            for name, view in source.exchange().items()
-        }
+    def weights(self) -> Weights:
+        """A copy of the policy's weights, in compute precision."""
+        tensors = {name: view.clone() for name, view in self.policy.exchange().items()}
         return Weights(self.version, self.incarnation, tensors)
 
     def state(self) -> State:
@@ -176,16 +186,16 @@ class Learner:
         The initial model is not part of it; a learner is made from it again.
         """
         tensors, numbers = self.optimizer.state()
-        copies = {
-            "previous": self.previous,
-            "reference": self.reference if self.refreshed else None,
-        }
         learns = {name for name, p in self.policy.named_parameters() if p.requires_grad}
-        for kind, policy in copies.items():
+        reference = self.reference if self.refreshed else None
+        for kind, policy in {"previous": self.previous, "reference": reference}.items():
             named = () if policy is None else policy.named_parameters()
             tensors |= {f"{kind}.{name}": p.detach() for name, p in named if name in learns}
         names = ("version", "skipped_in_a_row", "refreshed")
-        return State(tensors, numbers | {name: getattr(self, name) for name in names})
+        return State(
+            {f"policy.{name}": tensor for name, tensor in tensors.items()},
+            {"policy": numbers} | {name: getattr(self, name) for name in names},
+        )
 
     @torch.no_grad()
     def load_state(self, state: State) -> None:
@@ -193,18 +203,16 @@ class Learner:
         if state.numbers["refreshed"]:
             self._refresh_reference()
         views = self.state().tensors
-        ours, given = (
-            {(name, t.shape) for name, t in tensors.items()} for tensors in (views, state.tensors)
-        )
+        ours, given = ({(name, t.shape) for name, t in of.items()} for of in (views, state.tensors))
         if ours != given:
-            name, _ = min(ours ^ given)
             raise RunError(
-                f"the checkpoint does not fit its recipe and model: {name} is missing in one of "
-                "them or has another shape; resume with the recipe and the model of the run"
+                f"the checkpoint does not fit its recipe and model: {min(ours ^ given)[0]} is "
+                "missing in one of them or has another shape; resume with the recipe and the model "
+                "of the run"
             )
         for name, view in views.items():
             view.copy_(state.tensors[name])
-        self.optimizer.load_numbers(state.numbers)
+        self.optimizer.load_numbers(state.numbers["policy"])
         self.version = state.numbers["version"]
         self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
 
@@ -215,7 +223,7 @@ class Learner:
         packs = self._cut(learn.batch)
         for done, pack in enumerate(packs, 1):
             part = take_streams(learn, pack)
-            lower = None if saved is None or part.slots is None else saved[part.slots]
+            lower = None if part.slots is None else at(part.slots, saved)
             measured = self.policy.score(pack.batch, lower)
             per_token = self.program.token_loss(measured, part)
             part_loss = weighted_sum(per_token, part.loss_weight)
@@ -237,12 +245,7 @@ class Learner:
         rollout.is_new = False
 
     def _drift(
-        self,
-        batch: PackedBatch,
-        packs: list[Pack],
-        lower: Tensor | None,
-        scores: Scores,
-        report: Report,
+        self, batch: PackedBatch, passes: _Passes, scores: Scores
     ) -> Callable[[Tensor], Metrics]:
         """KL to the initial model and to the policy one rollout before, as a function of the
         policy's log-probabilities [N], which the first step may yet have to make.
@@ -251,22 +254,21 @@ class Learner:
         """
         if self.initial is None or self.previous is None:
             return lambda logprobs: {}
-        part, slots = Pack.whole(batch)
+        whole = part = Pack.whole(batch)
         if self.train.log_kl_responses is not None:
             some = min(self.train.log_kl_responses, len(batch.rewards))
-            part, slots = take(batch, torch.arange(some, device=batch.tokens.device))
-            packs = self._packs(train_batches(part, self.train.batch))
-            lower = None if lower is None else lower[slots]
-        initial, whole = scores.reference, True
+            part = take(batch, torch.arange(some, device=batch.tokens.device))
+            packs = self._packs(train_batches(part.batch, self.train.batch))
+            passes = _Passes(packs, passes.report, at(part.slots, passes.lower))
+        initial, scored = scores.reference, whole
         if self.reference is not self.initial or initial is None:
-            initial, whole = self._logprobs(self.initial, packs, lower, report), False
-        previous = self._logprobs(self.previous, packs, lower, report)
+            initial, scored = passes.logprobs(self.initial), part
+        previous = passes.logprobs(self.previous)
         copy_weights(self.policy, self.previous)
 
         def measure(logprobs: Tensor) -> Metrics:
-            metrics = describe_kl("previous", logprobs[slots], previous, part)
-            known = (logprobs, initial, batch) if whole else (logprobs[slots], initial, part)
-            return metrics | describe_kl("initial", *known)
+            metrics = describe_kl("previous", logprobs[part.slots], previous, part.batch)
+            return metrics | describe_kl("initial", logprobs[scored.slots], initial, scored.batch)
 
         return measure
 
@@ -274,35 +276,13 @@ class Learner:
         """From now on the reference is the policy as it is."""
         self.reference, self.refreshed = self._frozen(), True
 
-    def _lower(self, packs: list[Pack], report: Report) -> Tensor | None:
-        """[N, d], for all forward passes over the packs; None if all layers learn."""
-        if not self.policy.lower_layers:
-            return None
-        return self._scored(packs, self.policy.lower, None, report)
-
-    def _logprobs(
-        self, policy: Policy, packs: list[Pack], lower: Tensor | None, report: Report
-    ) -> Tensor:
-        return self._scored(packs, lambda *given: policy.score(*given).logprobs, lower, report)
-
-    @torch.no_grad()
-    def _scored(
-        self,
-        packs: list[Pack],
-        score: Callable[..., Tensor],
-        lower: Tensor | None,
-        report: Report,
-    ) -> Tensor:
-        """[N, …]; ``score`` is called with a pack and, if they are given, its lower states."""
-        parts = []
-        for done, (pack, slots) in enumerate(packs, 1):
-            known = () if lower is None else (lower[slots],)
-            parts.append((slots, score(pack, *known)))
-            report(done, len(packs))
-        return _join(parts)
+    def _passes(self, parts: Sequence[Pack], report: Report) -> _Passes:
+        passes = _Passes(self._packs(parts), report)
+        if self.policy.lower_layers:
+            passes.lower = passes.joined(lambda pack: self.policy.lower(pack.batch))
+        return passes
 
     def _packs(self, parts: Sequence[Pack]) -> list[Pack]:
-        """The packs that training will use, so that the numerics are its own."""
         return [
             Pack(pack.batch, whole.slots[pack.slots])
             for whole in parts
@@ -329,15 +309,6 @@ class Learner:
         """A copy that shares the weights that never change."""
         shared = {id(p): p for p in self.policy.parameters() if not p.requires_grad}
         return copy.deepcopy(self.policy, shared).requires_grad_(False)
-
-
-def mismatch(logprobs: Tensor, batch: PackedBatch, version: int) -> Metrics:
-    """The gap between sampler and learner, on tokens that this very version sampled."""
-    same = batch.is_action & (batch.versions == version)
-    if not same.any():
-        return {}
-    gap = (logprobs - batch.behavior_logprobs)[same].abs()
-    return {"mismatch/logprob_mean": gap.mean().item(), "mismatch/logprob_max": gap.max().item()}
 
 
 def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

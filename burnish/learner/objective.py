@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from burnish.errors import ConfigError
 from burnish.pieces import KL, Importance, ObjectiveConfig
 from burnish.rl import kl, losses, ratios
-from burnish.rl.sequences import finite_gradient, on_last_action, sequence_sum
+from burnish.rl.sequences import finite_gradient, sequence_sum
 from burnish.rollout.packing import Pack, take, take_streams
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores
 
@@ -22,13 +23,12 @@ Pass = Literal["proximal", "reference"]
 
 def compile(objective: ObjectiveConfig) -> Program:
     """The program of an objective, whose own functions must be here and not only their names."""
-    for kind in ("advantage", "loss"):
-        name = getattr(getattr(objective, kind), "function", None)
+    for kind, key in (("advantage", "function"), ("advantage", "values"), ("loss", "function")):
+        name = getattr(getattr(objective, kind), key, None)
         if isinstance(name, str):
             raise ConfigError(
-                f"objective.{kind} is the function {name} of a script, and a run does not keep "
-                f"functions, so it can't be resumed; begin a new run from Python, with "
-                f"burnish.train(..., objective={{'{kind}': {name}}})"
+                f"objective.{kind}.{key} is the function {name} of a script, and a run does not "
+                "keep functions, so it can't be resumed; begin a new run from Python"
             )
     return Program(objective)
 
@@ -40,43 +40,43 @@ class Program:
 
     objective: ObjectiveConfig
 
-    def passes(self, steps: int) -> set[Pass]:
+    @property
+    def _kl(self) -> KL | None:
+        return self.objective.kl if isinstance(self.objective.kl, KL) else None
+
+    def passes(self, steps: int) -> list[Pass]:
         """The forward passes that are needed before the first of so many gradient steps.
 
         A single step's own forward pass is the proximal policy's, so that another one is made only
         for a piece that reads it earlier.
         """
-        needed: set[Pass] = set()
-        first = self.objective.reads_proximal_first
-        if self.objective.proximal == "recompute" and (steps > 1 or first):
-            needed.add("proximal")
-        if isinstance(self.objective.kl, KL):
-            needed.add("reference")
+        needed: list[Pass] = ["reference"] if self._kl else []
+        is_read = steps > 1 or self.objective.reads_proximal_first
+        if is_read and self.objective.proximal == "recompute":
+            needed.insert(0, "proximal")
         return needed
 
     @property
     def refresh(self) -> int | None:
         """The policy becomes the reference every so many rollouts; None if it never does."""
-        return self.objective.kl.refresh if isinstance(self.objective.kl, KL) else None
+        return self._kl.refresh if self._kl else None
 
     def advantages(self, batch: PackedBatch, scores: Scores) -> Tensor:
         """The advantage of every action, [N]; a KL term in the reward is a part of it."""
-        estimator, term = self.objective.advantage, self.objective.kl
-        mask, ids, rewards = batch.is_action, batch.sequence_ids, batch.rewards
-        if not (isinstance(term, KL) and term.where == "reward"):
-            if estimator.over_time:
-                rewards = on_last_action(rewards, mask, ids)
-            return estimator.per_token(rewards, batch)
-        proximal, reference = self._proximal(batch, scores), scores.reference
-        assert proximal is not None, "it is in passes"
-        assert reference is not None, "it is in passes"
-        penalty = term.per_token(proximal, reference)
+        estimator, rewards = self.objective.advantage, batch.rewards
+        mask, ids = batch.is_action, batch.sequence_ids
+        coefficient, penalty = 0.0, torch.zeros_like(batch.behavior_logprobs)
+        if self._kl and self._kl.where == "reward":
+            proximal, reference = self._proximal(batch, scores), scores.reference
+            assert proximal is not None, "it is in passes"
+            assert reference is not None, "it is in passes"
+            coefficient, penalty = self._kl.coefficient, self._kl.per_token(proximal, reference)
         if estimator.over_time:
             rewards = kl.penalised_rewards(
-                rewards, penalty, mask, coefficient=term.coefficient, sequence_ids=ids
+                rewards, penalty, mask, coefficient=coefficient, sequence_ids=ids
             )
         else:
-            rewards = rewards - term.coefficient * sequence_sum(penalty, mask, ids)
+            rewards = rewards - coefficient * sequence_sum(penalty, mask, ids)
         return estimator.per_token(rewards, batch)
 
     def batches(
@@ -91,31 +91,33 @@ class Program:
         if isinstance(self.objective.importance, Importance):
             assert proximal is not None, "it is in passes"
             correction = self.objective.importance.weights(proximal, batch)
+        weights = self.objective.reduction.weights
         batches = [
             LearnBatch(
                 batch=part,
                 advantages=advantages[slots],
-                loss_weight=self._weights(part),
-                proximal_logprobs=_at(slots, proximal),
-                reference_logprobs=_at(slots, scores.reference),
-                importance=_at(slots, correction),
+                loss_weight=weights(part.is_action, part.sequence_ids).float(),
+                proximal_logprobs=at(slots, proximal),
+                reference_logprobs=at(slots, scores.reference),
+                importance=at(slots, correction),
                 slots=slots,
             )
             for part, slots in parts
         ]
-        has_term = isinstance(self.objective.kl, KL) or self.objective.entropy_coefficient
+        has_term = self._kl or self.objective.entropy_coefficient
         return batches if has_term or len(batches) == 1 else [live(learn) for learn in batches]
 
     def token_loss(self, measured: Measured, learn: LearnBatch) -> Tensor:
         """The loss of every slot before its weight, [N]."""
-        term, logprobs = self.objective.kl, measured.logprobs
+        logprobs = measured.logprobs
         ratio = self._ratio(logprobs, learn)
         loss = self.objective.loss.per_token(logprobs, ratio, learn.advantages)
         if learn.importance is not None:
             loss = learn.importance * finite_gradient(loss, learn.importance)
-        if isinstance(term, KL) and term.where == "loss":
+        if self._kl and self._kl.where == "loss":
             assert learn.reference_logprobs is not None, "it is in passes"
-            loss = loss + term.coefficient * term.per_token(logprobs, learn.reference_logprobs)
+            term = self._kl.per_token(logprobs, learn.reference_logprobs)
+            loss = loss + self._kl.coefficient * term
         if self.objective.entropy_coefficient:
             bonus = losses.entropy_bonus(measured.entropy)
             loss = loss + self.objective.entropy_coefficient * bonus
@@ -142,12 +144,9 @@ class Program:
         return metrics
 
     def _proximal(self, batch: PackedBatch, scores: Scores) -> Tensor | None:
+        """[N]; None if the proximal policy is the policy itself."""
         is_sampler = self.objective.proximal == "behavior"
         return batch.behavior_logprobs if is_sampler else scores.proximal
-
-    def _weights(self, batch: PackedBatch) -> Tensor:
-        weights = self.objective.reduction.weights(batch.is_action, batch.sequence_ids)
-        return weights.to(batch.behavior_logprobs.dtype)
 
     def _ratio(self, logprobs: Tensor, learn: LearnBatch) -> Tensor:
         proximal = learn.proximal_logprobs
@@ -189,5 +188,14 @@ def _mean_kl(name: str, logprobs: Tensor, other: Tensor) -> Metrics:
     }
 
 
-def _at(slots: Tensor, stream: Tensor | None) -> Tensor | None:
+def mismatch(logprobs: Tensor, batch: PackedBatch, version: int) -> Metrics:
+    """The gap between sampler and learner, on tokens that this very version sampled."""
+    same = batch.is_action & (batch.versions == version)
+    if not same.any():
+        return {}
+    gap = (logprobs - batch.behavior_logprobs)[same].abs()
+    return {"mismatch/logprob_mean": gap.mean().item(), "mismatch/logprob_max": gap.max().item()}
+
+
+def at(slots: Tensor, stream: Tensor | None) -> Tensor | None:
     return None if stream is None else stream[slots]

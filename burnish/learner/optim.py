@@ -17,19 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config import TrainConfig
-from burnish.learner.policy import Policy, copy_weights
+from burnish.model.sorter import Sorter
+from burnish.model.transformer import Transformer
 
-PRECISIONS = {
-    "auto": torch.float32,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+Policy = Transformer | Sorter
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """A run settles 'auto' before it makes a learner; one that a script makes itself takes fp32."""
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 """Steps in a row without overflow after which the loss scale doubles."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def rate(train: TrainConfig, step: int) -> float:
@@ -66,10 +62,9 @@ class LossScale:
     def shrink(self) -> bool:
         """Whether there was anything left to halve: a scale stays at 1 or above."""
         self.good_steps = 0
-        if self.value <= 1:
-            return False
-        self.value /= 2
-        return True
+        is_above = self.value > 1
+        self.value /= 2 if is_above else 1
+        return is_above
 
 
 class Optimizer:
@@ -77,33 +72,29 @@ class Optimizer:
         """The masters start as the policy's weights, so hand it over in fp32 (or better)."""
         self.train = train
         self.scale = LossScale(train.precision)
-        self.masters = policy
-        self.policy = policy
-        precision = PRECISIONS[train.precision]
-        if precision != torch.float32:
+        self.masters = self.policy = policy
+        self._learning = [p for p in policy.parameters() if p.requires_grad]
+        """The masters of the weights that learn."""
+        if train.precision in PRECISIONS:
             self.masters = policy.to(torch.float32)
-            self.policy = copy.deepcopy(policy).to(precision)
-        self.parameters: dict[str, nn.Parameter] = dict(self.masters.named_parameters())
-        if self.policy is not self.masters:
+            self.policy = copy.deepcopy(policy).to(PRECISIONS[train.precision])
             learning = (p for p in self.policy.parameters() if p.requires_grad)
-            for low, master in zip(learning, self._learning(), strict=True):
+            for low, master in zip(learning, self._learning, strict=True):
                 low.register_post_accumulate_grad_hook(partial(_fold, master))  # type: ignore[no-untyped-call]
-        matrices = [p for p in self._learning() if p.ndim > 1]
-        vectors = [p for p in self._learning() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": train.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self._learning if p.ndim > 1]},
+            {"params": [p for p in self._learning if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=train.learning_rate,
             betas=train.betas,
+            weight_decay=train.weight_decay,
             fused=True,
         )
-        for (
-            p
-        ) in self._learning():  # now rather than at the first step: memory is known, state whole
-            moments = {name: torch.zeros_like(p) for name in MOMENTS}
+        # Now rather than at the first step: so the memory is known and the state is whole.
+        for p in self._learning:
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
             self.adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
 
     def backward(self, loss: Tensor) -> None:
@@ -113,14 +104,13 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """Of the gradients as added up so far, without the loss scale."""
-        gradients = [p.grad for p in self._learning() if p.grad is not None]
-        return nn.utils.get_total_norm(gradients).item() / self.scale.value
+        return nn.utils.get_total_norm(self._gradients()).item() / self.scale.value
 
     def step(self, number: int, norm: float) -> float:
         """Steps along the gradients, clipped given their norm; returns the learning rate."""
         shrink = min(1.0, self.train.clip_norm / norm if norm else 1.0) / self.scale.value
         if shrink != 1:
-            torch._foreach_mul_([p.grad for p in self._learning() if p.grad is not None], shrink)
+            torch._foreach_mul_(self._gradients(), shrink)
         learning_rate = rate(self.train, number)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
@@ -131,13 +121,13 @@ class Optimizer:
         return learning_rate
 
     def drop_gradients(self) -> None:
-        for p in (*self._learning(), *self.policy.parameters()):
+        for p in (*self._learning, *self.policy.parameters()):
             p.grad = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Views of masters, moments and step counters; and the loss scale."""
         tensors = {}
-        for name, p in self.parameters.items():
+        for name, p in self.masters.named_parameters():
             tensors[f"master.{name}"] = p.detach()
             if p.requires_grad:
                 tensors |= {f"{key}.{name}": value for key, value in self.adamw.state[p].items()}
@@ -152,9 +142,14 @@ class Optimizer:
         if self.policy is not self.masters:
             copy_weights(self.masters, self.policy)
 
-    def _learning(self) -> list[Tensor]:
-        """The masters of the weights that learn."""
-        return [p for p in self.parameters.values() if p.requires_grad]
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._learning if p.grad is not None]
+
+
+@torch.no_grad()
+def copy_weights(source: Policy, target: Policy) -> None:
+    """Rounded to the target's precision."""
+    torch._foreach_copy_(list(target.parameters()), list(source.parameters()))
 
 
 def _fold(master: Tensor, low: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from burnish.model.products import attention
 
@@ -16,6 +17,12 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D], normed and rotated -> [N, Hq, D]."""
         ...
+
+
+class _Segment(NamedTuple):
+    own: range
+    prompt: range
+    """Empty for a prompt."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,18 @@ class _Block:
     """[B, P + L] slots: the prompt's, then the segment's own."""
     mask: Tensor | None
     """[L, P + L] bool, the causal mask after a prompt; None without one."""
+
+    @classmethod
+    def of(cls, run: list[_Segment], device: torch.device) -> _Block:
+        """From segments, the longest first."""
+        longest, before = len(run[0].own), len(run[0].prompt)
+        padded = [[*s.own, *[s.own[-1]] * (longest - len(s.own))] for s in run]
+        slots = torch.tensor(padded, device=device)
+        if not before:
+            return cls(slots, slots, None)
+        prompt = torch.tensor([[*s.prompt] for s in run], device=device)
+        mask = torch.ones(longest, before + longest, dtype=torch.bool, device=device).tril(before)
+        return cls(slots, torch.cat((prompt, slots), dim=1), mask)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B · L, Hq, D], k and v [B · (P + L), Hkv, D] -> [B · L, Hq, D]"""
@@ -52,20 +71,18 @@ class PackedAttention:
         widens: on a CPU, 16-bit numbers are attended to in float32.
         """
         self._widens = widens
-        offsets: list[int] = segment_offsets.tolist()
-        device = segment_offsets.device
-        nothing = slice(0, 0)
-        prompt = nothing
+        offsets, device = segment_offsets.tolist(), segment_offsets.device
+        prompt = range(0)
         after: dict[int, list[_Segment]] = {0: []}  # by the length of the prompt
         for start, end, is_prompt in zip(
             offsets, offsets[1:], segment_is_prompt.tolist(), strict=False
         ):
-            if is_prompt:
-                prompt = slice(start, end)
-            own = _Segment(slice(start, end), nothing if is_prompt else prompt)
-            after.setdefault(_length(own.prompt), []).append(own)
+            own = range(start, end)
+            prompt = own if is_prompt else prompt
+            before = range(0) if is_prompt else prompt
+            after.setdefault(len(before), []).append(_Segment(own, before))
         self._blocks = [
-            _block(run, device) for segments in after.values() for run in _runs(segments)
+            _Block.of(run, device) for segments in after.values() for run in _runs(segments)
         ]
         # One gather for all blocks, not one each: the backward pass of a gather writes a tensor
         # as large as what was gathered from.
@@ -73,7 +90,9 @@ class PackedAttention:
         self._context = torch.cat([block.context.flatten() for block in self._blocks])
         self._sizes = [block.queries.numel() for block in self._blocks]
         self._context_sizes = [block.context.numel() for block in self._blocks]
-        self._rows = _rows([block.queries for block in self._blocks], offsets[-1], device)
+        # The row of each slot. A padded slot repeats, and the first of equal slots is the real one.
+        slots, order = self._queries.sort(stable=True)
+        self._rows = order[torch.searchsorted(slots, torch.arange(offsets[-1], device=device))]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype = q.dtype
@@ -99,7 +118,7 @@ class FlashPackedAttention:
         own, numbers = segment_offsets.diff(), torch.arange(len(starts), device=device)
         prompt = torch.where(segment_is_prompt, numbers, 0).cummax(0).values
         before = torch.where(segment_is_prompt, 0, own[prompt])
-        ends = torch.nn.functional.pad((before + own).cumsum(0), (1, 0))
+        ends = F.pad((before + own).cumsum(0), (1, 0))
         segment = numbers.repeat_interleave(before + own)
         within = torch.arange(len(segment), device=device) - ends[segment]
         self._context = within + torch.where(
@@ -136,49 +155,13 @@ def causal(
     return PackedAttention(offsets, torch.ones(len(lengths), dtype=torch.bool), widens=widens)
 
 
-class _Segment(NamedTuple):
-    own: slice
-    prompt: slice
-    """Empty for a prompt."""
-
-
-def _length(slots: slice) -> int:
-    return int(slots.stop) - int(slots.start)
-
-
 def _runs(segments: list[_Segment]) -> list[list[_Segment]]:
     """Segments sorted by length and cut where padding to the longest would waste over a quarter."""
     runs: list[list[_Segment]] = []
-    for segment in sorted(segments, key=lambda s: -_length(s.own)):
-        length = _length(segment.own)
-        if runs and 4 * length >= 3 * _length(runs[-1][0].own):
+    for segment in sorted(segments, key=lambda s: -len(s.own)):
+        length = len(segment.own)
+        if runs and 4 * length >= 3 * len(runs[-1][0].own):
             runs[-1].append(segment)
         elif length:
             runs.append([segment])
     return runs
-
-
-def _block(run: list[_Segment], device: torch.device) -> _Block:
-    longest, before = _length(run[0].own), _length(run[0].prompt)
-
-    def column(values: list[int]) -> Tensor:
-        return torch.tensor(values, device=device)[:, None]
-
-    last = column([s.own.stop - 1 for s in run])
-    slots = column([s.own.start for s in run]) + torch.arange(longest, device=device)
-    slots = torch.minimum(slots, last)
-    if not before:
-        return _Block(slots, slots, None)
-    prompt = column([s.prompt.start for s in run]) + torch.arange(before, device=device)
-    mask = torch.ones(longest, before + longest, dtype=torch.bool, device=device).tril(before)
-    return _Block(slots, torch.cat((prompt, slots), dim=1), mask)
-
-
-def _rows(blocks: list[Tensor], total: int, device: torch.device) -> Tensor:
-    """[N]: where each slot's row lies among the rows of all blocks, padding left out."""
-    flat = torch.cat([slots.flatten() for slots in blocks])
-    rows = torch.empty(total, dtype=torch.long, device=device)
-    # A padded slot repeats at the end of its segment; the first of equal slots is the real one.
-    fresh = torch.cat([torch.diff(s, prepend=s[:, :1] - 1).flatten() > 0 for s in blocks])
-    rows[flat[fresh]] = torch.arange(flat.numel(), device=device)[fresh]
-    return rows

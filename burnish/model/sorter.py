@@ -47,7 +47,7 @@ class Sorter(nn.Module):
         return Measured(*(zeros.masked_scatter(action, x) for x in (chosen, entropy(logits))))
 
     def lower(self, batch: PackedBatch) -> Tensor:
-        raise AssertionError("a sorter has no layers that stay as they are")
+        raise NotImplementedError
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under the names that generators know, without gradient."""

@@ -16,102 +16,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from burnish.errors import ModelError
-from burnish.model.attention import Attend
-from burnish.model.norm import RMSNorm
+from burnish.model.activations import RMSNorm, swiglu
+from burnish.model.attention import Attend, packed
+from burnish.model.logprobs import token_logprobs
 from burnish.model.products import linear
 from burnish.model.rope import Rope, Rotation, rotate, rotation
-from burnish.model.swiglu import swiglu
+from burnish.types import Measured, PackedBatch
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    vocab_size: int
-    n_layers: int = 4
-    d_model: int = 512
-    n_heads: int = 16
-    d_ff: int = 1344
-    context: int = 256
-    n_kv_heads: int | None = None
-    """None: as many as n_heads."""
-    head_dim: int | None = None
-    """None: d_model / n_heads."""
-    family: str = "llama"
-    """llama (SmolLM2 too), qwen2 (bias on q, k, v; Qwen2.5 too) or qwen3 (norm on q, k)."""
-    rope: Rope = field(default_factory=Rope)
-    norm_eps: float = 1e-5
-    tied: bool = True
-    """The head is the embedding."""
-    fp32_head: bool = False
-    """Logits are computed in float32 whatever the precision of the rest."""
-    init_std: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.family not in ARCHITECTURES:
-            families = ", ".join(ARCHITECTURES)
-            raise ModelError(f"family must be one of {families}, got {self.family!r}")
-        sizes = ("vocab_size", "n_layers", "d_model", "n_heads", "d_ff", "context")
-        for name in (*sizes, "kv_heads"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.n_heads % self.kv_heads:
-            raise ModelError(
-                f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.kv_heads}"
-            )
-        if self.head_dim is None and self.d_model % self.n_heads:
-            raise ModelError(
-                f"d_model must be a multiple of n_heads, got {self.d_model} and {self.n_heads}; "
-                "or give head_dim"
-            )
-        if self.head_width % 2:
-            raise ModelError(f"a head's width must be even to rotate, got {self.head_width}")
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-
-    @property
-    def head_width(self) -> int:
-        return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """From what config.json holds; a setting that burnish would not honour is refused."""
-        names = hf.get("architectures") or [ARCHITECTURES.get(str(hf.get("model_type")))]
-        families = {name: family for family, name in ARCHITECTURES.items()}
-        if names[0] not in families:
-            raise ModelError(
-                f"architecture {names[0] or hf.get('model_type')!r} is not supported; "
-                f"burnish runs {', '.join(families)}"
-            )
-        _refuse_unsupported(hf)
-        family = families[names[0]]
-        absent = {"num_key_value_heads": None, "head_dim": 128 if family == "qwen3" else None}
-        full = ABSENT | absent | {key: value for key, value in hf.items() if value is not None}
-        missing = [name for name in HF_NAMES.values() if name not in full]
-        if missing:
-            raise ModelError(f"config.json lacks {', '.join(missing)}")
-        sizes = {ours: full[name] for ours, name in HF_NAMES.items()}
-        return cls(family=family, rope=Rope.from_hf(full), **sizes)
-
-    def to_hf(self) -> dict[str, Any]:
-        derived = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_width}
-        return {
-            "architectures": [ARCHITECTURES[self.family]],
-            "model_type": self.family,
-            "hidden_act": "silu",
-            **{name: getattr(self, ours) for ours, name in HF_NAMES.items()},
-            **derived,
-            **self.rope.to_hf(),
-        }
-
-
-HF_NAMES = {
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""The class in transformers of each family, which is its `model_type` there."""
+HF_SETTINGS = {
     "vocab_size": "vocab_size",
     "n_layers": "num_hidden_layers",
     "d_model": "hidden_size",
@@ -124,19 +38,103 @@ HF_NAMES = {
     "tied": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-ABSENT = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
-"""What transformers takes where config.json says nothing."""
+"""The key in config.json of each field of `ModelConfig`."""
+OPTIONAL = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "initializer_range")
+"""Keys that config.json may lack."""
+SUPPORTED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1,
+}
+"""The only values of these keys that burnish can run."""
+HF_MODULES = {
+    "embed": ["model.embed_tokens"],
+    "norm": ["model.norm"],
+    "head": ["lm_head"],
+    "attention_norm": ["input_layernorm"],
+    "qkv": [f"self_attn.{part}_proj" for part in "qkv"],
+    "q_norm": ["self_attn.q_norm"],
+    "k_norm": ["self_attn.k_norm"],
+    "out": ["self_attn.o_proj"],
+    "mlp_norm": ["post_attention_layernorm"],
+    "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "down": ["mlp.down_proj"],
+}
+"""Hugging Face's modules in each module here, from its first row on."""
 
 
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    wrong = [key for key in ("attention_bias", "mlp_bias", "use_sliding_window") if hf.get(key)]
-    if hf.get("hidden_act", "silu") != "silu":
-        wrong.append("hidden_act")
-    if set(hf.get("layer_types") or ()) - {"full_attention"}:
-        wrong.append("layer_types")
-    if wrong:
-        listed = ", ".join(f"{key} = {hf[key]!r}" for key in wrong)
-        raise ModelError(f"config.json asks for what burnish's model does not do: {listed}")
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int
+    n_layers: int = 4
+    d_model: int = 512
+    n_heads: int = 16
+    d_ff: int = 1344
+    context: int = 256
+    n_kv_heads: int | None = None
+    """None if there are as many as n_heads."""
+    head_dim: int | None = None
+    """None if it is d_model / n_heads."""
+    family: str = "llama"
+    """llama (SmolLM2 too), qwen2 (bias on q, k, v; Qwen2.5 too) or qwen3 (norm on q, k)."""
+    rope: Rope = field(default_factory=Rope)
+    norm_eps: float = 1e-5
+    tied: bool = True
+    """The head is the embedding."""
+    fp32_head: bool = False
+    """Logits are computed in float32 whatever the precision of the rest."""
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        divides = self.head_dim is not None or self.d_model % self.n_heads == 0
+        if not divides or self.head_width % 2 or self.n_heads % self.kv_heads:
+            raise ModelError(
+                f"{self.n_heads} heads must divide a width of {self.d_model} into even parts, and "
+                f"{self.kv_heads} key and value heads must divide the heads; use other numbers"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def heads(self) -> list[int]:
+        """How many q, k and v have."""
+        return [self.n_heads, self.kv_heads, self.kv_heads]
+
+    @property
+    def head_width(self) -> int:
+        return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
+        """From the content of config.json; a setting that burnish can't run is refused."""
+        family = hf.get("model_type")
+        if family not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise ModelError(f"model_type {family!r} is not supported; burnish runs {known}")
+        wrong = [key for key, value in SUPPORTED.items() if (hf.get(key) or value) != value]
+        if wrong:
+            listed = ", ".join(f"{key} = {hf[key]!r}" for key in wrong)
+            raise ModelError(f"config.json has settings that burnish can't run: {listed}")
+        absent = {name for name in HF_SETTINGS.values() if hf.get(name) is None}
+        if absent - set(OPTIONAL):
+            raise ModelError(f"config.json lacks {', '.join(sorted(absent - set(OPTIONAL)))}")
+        given = {ours: hf[name] for ours, name in HF_SETTINGS.items() if name not in absent}
+        return cls(family=family, rope=Rope.from_hf(hf), **{"tied": False} | given)
+
+    def to_hf(self) -> dict[str, Any]:
+        return {
+            "architectures": [FAMILIES[self.family]],
+            "model_type": self.family,
+            "hidden_act": "silu",
+            **{name: getattr(self, ours) for ours, name in HF_SETTINGS.items()},
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_width,
+            **self.rope.to_hf(),
+        }
 
 
 class _Linear(nn.Linear):
@@ -147,20 +145,14 @@ class _Linear(nn.Linear):
         """Weights come from a checkpoint or from `init_weights`; drawing them twice is waste."""
 
 
-class _Embedding(nn.Embedding):
-    def reset_parameters(self) -> None:
-        """As `_Linear`."""
-
-
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
         d, width, eps = config.d_model, config.head_width, config.norm_eps
-        heads = (config.n_heads, config.kv_heads, config.kv_heads)
-        self.heads, self.width = list(heads), width
+        self.heads, self.width = config.heads, width
         self.attention_norm = RMSNorm(d, eps)
-        self.qkv = _Linear(d, sum(heads) * width, bias=config.family == "qwen2")
+        self.qkv = _Linear(d, sum(self.heads) * width, bias=config.family == "qwen2")
         qk_norm = config.family == "qwen3"
         self.q_norm = RMSNorm(width, eps) if qk_norm else None
         self.k_norm = RMSNorm(width, eps) if qk_norm else None
@@ -186,47 +178,28 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Weights are uninitialised until a checkpoint or `init_weights` fills them."""
 
+    lower_layers = 0
+    """How many of the first layers do not learn; 0 if all weights learn."""
+    recompute = False
+    """Whether the backward pass makes the activations of a layer again, which are not kept then."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = _Embedding(config.vocab_size, config.d_model)
+        sizes = config.vocab_size, config.d_model
+        self.embed = nn.Embedding(sizes[0], sizes[1], _weight=torch.empty(sizes))
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tied else _Linear(config.d_model, config.vocab_size, bias=False)
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, *, recompute: bool = False
-    ) -> Tensor:
-        """tokens [N], positions [N] -> hidden [N, d] after the final norm.
-
-        ``recompute``: only layers' inputs are kept; the backward pass runs each layer again.
-        """
-        x = self.run_layers(self.embed(tokens), positions, attend, recompute=recompute)
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens [N], positions [N] -> hidden [N, d] after the final norm."""
+        x = self._run(self.layers, self.embed(tokens), positions, attend)
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def run_layers(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        *,
-        which: slice = slice(None),
-        recompute: bool = False,
-    ) -> Tensor:
-        """x [N, d] through some of the layers -> [N, d], before the final norm."""
-        turn = rotation(self.config.rope, positions, self.config.head_width, x.dtype)
-        for layer in self.layers[which]:
-            if recompute and torch.is_grad_enabled():
-                x = checkpoint(
-                    layer, x, turn, attend, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x = layer(x, turn, attend)
-        return x
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [M, d] -> [M, V], in float32 where the config asks for an fp32 head."""
+        """hidden [M, d] -> [M, V], in float32 if the config asks for an fp32 head."""
         return linear(*self.head_inputs(hidden))
 
     def head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,6 +208,52 @@ class Transformer(nn.Module):
         if self.config.fp32_head and hidden.dtype != torch.float64:
             return hidden.float(), weight.float()
         return hidden, weight
+
+    def learn(self, layers: int | None = None, *, recompute: bool = False) -> Transformer:
+        """Makes only the last ``layers`` and the final norm learn; None if all weights do."""
+        self.recompute = recompute
+        if layers is not None:
+            self.lower_layers = max(0, self.config.n_layers - layers)
+            self.requires_grad_(False)
+            self.layers[self.lower_layers :].requires_grad_(True)
+            self.norm.requires_grad_(True)
+        return self
+
+    def score(self, batch: PackedBatch, lower: Tensor | None = None) -> Measured:
+        """Log-probability and entropy of each action token, [N]; 0 in other slots.
+
+        A group's prompt runs once, and the head runs on the contexts of actions alone. ``lower``
+        [N, d] are the hidden states below the layers that learn; None if they are not known.
+        """
+        attend = self._attend(batch)
+        if lower is None:
+            lower = self._lower(batch, attend)
+        x = self._run(self.layers[self.lower_layers :], lower, batch.positions, attend)
+        actions = batch.is_action.nonzero().squeeze(1)
+        streams = batch.tokens, batch.predecessor, actions, batch.temperature
+        measured = token_logprobs(self, self.norm(x), *streams)
+        zeros = measured.logprobs.new_zeros(len(batch.tokens))
+        return Measured(*(zeros.index_copy(0, actions, x) for x in measured))
+
+    @torch.no_grad()
+    def lower(self, batch: PackedBatch) -> Tensor:
+        """[N, d] hidden states below the layers that learn; copies of a policy share them."""
+        return self._lower(batch, self._attend(batch))
+
+    def exchange(self) -> dict[str, Tensor]:
+        """Views of the weights under Hugging Face's names, without gradient; clone to keep."""
+        views: dict[str, Tensor] = {}
+        width = self.config.head_width
+        for name, parameter in self.named_parameters():
+            *layer, module, kind = name.split(".")
+            prefix = f"model.{'.'.join(layer)}." if layer else ""
+            parts = HF_MODULES[module]
+            rows = [len(parameter) // len(parts)] * len(parts)
+            if module == "qkv":
+                rows = [width * heads for heads in self.config.heads]
+            cut = torch.split(parameter.detach(), rows)
+            views |= {f"{prefix}{part}.{kind}": view for part, view in zip(parts, cut, strict=True)}
+        return views
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> Transformer:
@@ -254,3 +273,25 @@ class Transformer(nn.Module):
                 drawn = torch.empty(parameter.shape, dtype=torch.float32)
                 parameter.copy_(drawn.normal_(0, std, generator=generator))
         return self
+
+    def _attend(self, batch: PackedBatch) -> Attend:
+        dtype, width = self.embed.weight.dtype, self.config.head_width
+        return packed(batch.segment_offsets, batch.segment_is_prompt, dtype, width)
+
+    def _lower(self, batch: PackedBatch, attend: Attend) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.lower_layers):
+            lower = self.layers[: self.lower_layers]
+            return self._run(lower, self.embed(batch.tokens), batch.positions, attend)
+
+    def _run(self, layers: nn.ModuleList, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """x [N, d] through some of the layers -> [N, d], before the final norm."""
+        turn = rotation(self.config.rope, positions, self.config.head_width, x.dtype)
+        again = self.recompute and torch.is_grad_enabled()
+        for layer in layers:
+            if again:
+                x = checkpoint(
+                    layer, x, turn, attend, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = layer(x, turn, attend)
+        return x

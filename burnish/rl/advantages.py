@@ -22,7 +22,7 @@ def raw(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Williams 1992 (REINFORCE).
     """
-    _check_groups(rewards, group_ids)
+    _groups(rewards, group_ids)
     return rewards.clone()
 
 
@@ -33,7 +33,7 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Liu et al. 2025, https://arxiv.org/abs/2503.20783 (Dr. GRPO), which drops GRPO's std.
     """
-    group, size = _check_groups(rewards, group_ids, least=2, estimator="group_mean")
+    group, size = _groups(rewards, group_ids, least=2)
     return _centered(rewards, group, size)
 
 
@@ -46,9 +46,10 @@ def group_zscore(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Te
     Differs from the paper in nothing it fixes: it leaves open the std (unbiased here, divided by
     G − 1, as in verl and TRL) and ε (1e-6 as in verl; TRL has 1e-4).
     """
-    group, size = _check_groups(rewards, group_ids, least=2, estimator="group_zscore")
+    group, size = _groups(rewards, group_ids, least=2)
     centered = _centered(rewards, group, size)
-    scaled = centered / (_std(centered, group, size)[group] + eps)
+    std = (sum_by(centered**2, group, len(size)) / (size - 1)).sqrt()
+    scaled = centered / (std[group] + eps)
     return torch.where(centered == 0, centered, scaled)  # 0 / 0 where ε is 0
 
 
@@ -59,7 +60,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 (RLOO).
     """
-    group, size = _check_groups(rewards, group_ids, least=2, estimator="leave_one_out")
+    group, size = _groups(rewards, group_ids, least=2)
     above = _above_least(rewards, group, size)
     return above - (sum_by(above, group, len(size))[group] - above) / (size[group] - 1)
 
@@ -73,7 +74,7 @@ def best_of_group(rewards: Tensor, group_ids: Tensor, *, centered: bool = False)
     From a lecture's worked example (its "max" delta). Its text centres, its code does not: both are
     here. Centred, a group whose rewards are all equal teaches nothing; plain, it is reinforced.
     """
-    group, size = _check_groups(rewards, group_ids)
+    group, size = _groups(rewards, group_ids)
     best = torch.full_like(size, -torch.inf).scatter_reduce(0, group, rewards, "amax")
     kept = _centered(rewards, group, size) if centered else rewards
     return torch.where(rewards == best[group], kept, torch.zeros_like(rewards))
@@ -104,17 +105,11 @@ def discounted_returns(
 
         R_t = r_t + γ R_(t+1)
 
-    t counts actions: a token that is not an action is skipped, its reward ignored, its return 0.
-    ``rewards`` and the result are shaped like the mask.
+    That is GAE with λ = 1 and values of 0. t counts actions: a token that is not an action is
+    skipped, its reward ignored, its return 0. ``rewards`` and the result are shaped like the mask.
     """
-    rows = Rows(mask, sequence_ids)
-    reward = rows.pack(rewards)
-    returns = []
-    ahead = reward.new_zeros(rows.count)
-    for t in reversed(range(rows.width)):
-        ahead = reward[:, t] + gamma * ahead
-        returns.append(ahead)
-    return rows.unpack(_stack_reversed(returns, reward))
+    nothing = torch.zeros_like(rewards)
+    return gae(rewards, nothing, mask, gamma=gamma, sequence_ids=sequence_ids)[0]
 
 
 def reinforce_plus_plus(
@@ -179,7 +174,7 @@ def gae(
         next_advantage = torch.where(inside, advantage, next_advantage)
         next_value = torch.where(inside, value[:, t], next_value)
         advantages.append(advantage)
-    advantage_rows = _stack_reversed(advantages, value)
+    advantage_rows = torch.stack(advantages[::-1], dim=1) if advantages else value
     return rows.unpack(advantage_rows), rows.unpack(advantage_rows + value)
 
 
@@ -216,9 +211,7 @@ def monte_carlo_steps(
     return rows.unpack(table.gather(1, step + 1) - table.gather(1, step))
 
 
-def _check_groups(
-    rewards: Tensor, group_ids: Tensor, *, least: int = 1, estimator: str = ""
-) -> tuple[Tensor, Tensor]:
+def _groups(rewards: Tensor, group_ids: Tensor, *, least: int = 1) -> tuple[Tensor, Tensor]:
     """The group number of each reward [S] in [0, groups), and the sizes [groups] as floats."""
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:
         raise ValueError(
@@ -229,7 +222,7 @@ def _check_groups(
     if size.numel() and int(size.min()) < least:
         name = names[int(size.argmin())].item()
         raise ValueError(
-            f"{estimator} needs at least {least} responses per group, group {name} has "
+            f"a group's baseline needs at least {least} responses, group {name} has "
             f"{int(size.min())}; drop the group or use raw"
         )
     return group, size.to(rewards.dtype)
@@ -245,11 +238,3 @@ def _centered(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
     """Each reward minus its group's mean."""
     above = _above_least(rewards, group, size)
     return above - (sum_by(above, group, len(size)) / size)[group]
-
-
-def _std(centered: Tensor, group: Tensor, size: Tensor) -> Tensor:
-    return (sum_by(centered**2, group, len(size)) / (size - 1)).sqrt()
-
-
-def _stack_reversed(columns: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(like)

@@ -8,20 +8,14 @@ from torch import Tensor
 
 def ids_like(mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
     """The sequence each slot of ``mask`` belongs to: its row if padded, else the given ids."""
-    if sequence_ids is None:
-        if mask.dim() != 2:
-            raise ValueError(
-                f"without sequence_ids the tensors must be padded [B, T], got {list(mask.shape)}; "
-                "pass sequence_ids for packed tensors"
-            )
-        rows = torch.arange(mask.shape[0], device=mask.device)
-        return rows[:, None].expand_as(mask)
-    if sequence_ids.shape != mask.shape:
+    if sequence_ids is not None:
+        return sequence_ids
+    if mask.dim() != 2:
         raise ValueError(
-            f"sequence_ids must have the mask's shape {list(mask.shape)}, "
-            f"got {list(sequence_ids.shape)}"
+            f"without sequence_ids the tensors must be padded [B, T], got {list(mask.shape)}; "
+            "pass sequence_ids for packed tensors"
         )
-    return sequence_ids
+    return torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(mask)
 
 
 def count_sequences(mask: Tensor, sequence_ids: Tensor | None) -> int:
@@ -75,9 +69,8 @@ def on_last_action(
     """One value per sequence [S], written on its last action; 0 elsewhere. Shaped like mask."""
     rows = Rows(mask, sequence_ids)
     values = per_sequence.new_zeros(rows.count, rows.width)
-    lengths = sequence_lengths(mask, sequence_ids)
-    acted = lengths > 0
-    values[acted, lengths[acted] - 1] = per_sequence[: rows.count][acted]
+    acted = rows.lengths > 0
+    values[acted, rows.lengths[acted] - 1] = per_sequence[: rows.count][acted]
     return rows.unpack(values)
 
 
@@ -94,11 +87,10 @@ class Rows:
         ids = ids_like(mask, sequence_ids).reshape(-1)[slots]
         order = torch.argsort(ids, stable=True)
         self.slots, self.row = slots[order], ids[order]
-        lengths = sum_by(torch.ones_like(self.row), self.row, self.count)
-        start = lengths.cumsum(0) - lengths
+        self.lengths = sequence_lengths(mask, sequence_ids)
+        start = self.lengths.cumsum(0) - self.lengths
         self.column = torch.arange(len(self.row), device=mask.device) - start[self.row]
-        self.width = int(lengths.max()) if self.count else 0
-        self.lengths = lengths
+        self.width = int(self.lengths.max()) if self.count else 0
 
     def pack(self, x: Tensor) -> Tensor:
         """x shaped like the mask → [S, L], 0 past a row's end."""

@@ -1,13 +1,11 @@
 """Checkpoints: tensors and counters from which a killed run goes on, bit for bit.
 
-    checkpoints/step-00000040/tensors.safetensors   model and optimizer
-                              state.json            step, score, whether the recipe's cadence asked
-                                                    for it, counters, positions in files and streams
-                              manifest.json         the SHA-256 of both files
+checkpoints/step-00000040 is one safetensors file. Its tensors are the model and the optimizer; its
+metadata are "about" (as JSON: the step, its score, whether the recipe's cadence asked for it,
+counters, and positions in files and streams) and "sha256", of all of that.
 
-A checkpoint is whole or absent: it is written under a hidden name, flushed and renamed, and it is
-renamed before it is deleted. Only the process that holds the run's lock writes; pickles are never
-read.
+A checkpoint is whole or absent: it is written under a hidden name, flushed and renamed. Only the
+process that holds the run's lock writes; pickles are never read.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,8 +23,6 @@ from burnish.runs.directory import fsync
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 
 
 class Checkpoint(NamedTuple):
@@ -71,29 +66,23 @@ def save(
     folder = run / "checkpoints"
     final, temporary = folder / f"step-{step:08d}", folder / f".step-{step:08d}.new"
     finite = None if score is None or not math.isfinite(score) else score
-    about = {"step": step, "score": finite, "planned": planned, "state": state}
-    text = json.dumps(about, indent=1)
+    about = json.dumps({"step": step, "score": finite, "planned": planned, "state": state})
+    alone = {name: _alone(tensor) for name, tensor in tensors.items()}
     try:
         folder.mkdir(exist_ok=True)
-        _sweep(folder)
-        temporary.mkdir()
-        save_file({name: _alone(tensor) for name, tensor in tensors.items()}, temporary / TENSORS)
-        (temporary / STATE).write_text(text, encoding="utf-8")
-        (temporary / MANIFEST).write_text(json.dumps(_hashes(temporary)), encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            fsync(path)
+        save_file(alone, temporary, {"about": about, "sha256": _digest(about, alone)})
+        fsync(temporary)
         os.rename(temporary, final)
         fsync(folder)
         fsync(run)
     except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
         before = latest(run)
         intact = "there is no earlier one" if before is None else f"{before} is intact"
         raise RunError(
             f"can't save a checkpoint of step {step} in {folder}: {error}; {intact}; "
             "make room there and continue with `burnish resume`"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     _prune(run, keep)
     return final
 
@@ -125,37 +114,40 @@ def choose(run: Path, which: str) -> Path:
 
 
 def describe(path: Path) -> Saved:
-    """A checkpoint by its state; if that is damaged, loading the checkpoint says so."""
+    """A checkpoint by its metadata; if the file is damaged, loading it says so."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        about = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with safe_open(path, "numpy") as file:
+            about = json.loads(file.metadata()["about"])
+    except (OSError, SafetensorError):
         about = {}
     return Saved(path.name, _step(path), about.get("score"), path, about.get("planned", True))
 
 
 def load(path: Path) -> Checkpoint:
     """A checkpoint whose every byte is as it was written."""
-    from safetensors.torch import load_file
+    from safetensors import SafetensorError, safe_open
 
     try:
-        written = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        found = _hashes(path)
-    except (OSError, ValueError) as error:
+        with safe_open(path, "torch") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
         raise _damaged(path, str(error)) from error
-    if found != written:
-        raise _damaged(path, f"its files differ from their SHA-256 in {MANIFEST}")
-    about = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return Checkpoint(about["step"], load_file(path / TENSORS), about["state"], about["score"])
+    if _digest(metadata["about"], tensors) != metadata["sha256"]:
+        raise _damaged(path, "it was changed, for its SHA-256 is another")
+    about = json.loads(metadata["about"])
+    return Checkpoint(about["step"], tensors, about["state"], about["score"])
 
 
 def return_to(run: Path, path: Path, *, keep: int = 2) -> None:
-    """Deletes the checkpoints that were saved after ``path``, and those that a killed process had
-    no time to delete."""
+    """Deletes the checkpoints that were saved after ``path``, and all that a killed process had no
+    time to delete or to finish."""
     for later in all_of(run):
         if _step(later) > _step(path):
-            _delete(later)
+            later.unlink()
     _prune(run, keep)
-    _sweep(run / "checkpoints")
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -164,12 +156,14 @@ def _alone(tensor: Tensor) -> Tensor:
     return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    found = {}
-    for name in (TENSORS, STATE):
-        with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+def _digest(about: str, tensors: Mapping[str, Tensor]) -> str:
+    import torch
+
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _damaged(path: Path, why: str) -> RunError:
@@ -192,18 +186,7 @@ def _prune(run: Path, keep: int) -> None:
     planned = [saved for saved in every if saved.planned]
     standing = planned if every[-1].planned else [*planned, every[-1]]
     kept = {_best(planned), *(saved.path for saved in standing[-keep:])}
-    for saved in every:
-        if saved.path not in kept:
-            _delete(saved.path)
-
-
-def _delete(path: Path) -> None:
-    dead = path.with_name(f".{path.name}.dead")
-    os.rename(path, dead)
-    shutil.rmtree(dead, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Removes checkpoints that a killed process left half written or half deleted."""
-    for path in folder.glob(".step-*"):
-        shutil.rmtree(path)
+    unfinished = (run / "checkpoints").glob(".step-*")
+    for path in (*unfinished, *(saved.path for saved in every)):
+        if path not in kept:
+            path.unlink()

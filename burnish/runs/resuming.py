@@ -15,8 +15,8 @@ FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "descrip
 
 def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
     """A run's recipe with changes; a learning rate goes on to decay as it was planned."""
-    file, changes = str(path / "recipe.toml"), config.tables(overrides)
-    for key in config.flat(config.merge(*changes)):
+    file, changes = str(path / "recipe.toml"), config.changed(overrides)
+    for key in changes:
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):
             raise ConfigError(
                 f"{key} can't change when a run is resumed: it alters what is computed; "
@@ -30,7 +30,7 @@ def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
         )
     if after.decay_steps == before.decay_steps or before.is_supervised:
         return after
-    return config.load(file, [*changes, f"train.decay_steps={before.decay_steps}"])
+    return config.load(file, [changes, f"train.decay_steps={before.decay_steps}"])
 
 
 def check_reward(path: Path, recipe: Recipe, read: Mapping[str, str], reward: object) -> None:

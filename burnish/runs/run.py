@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import burnish
 from burnish import config
 from burnish.errors import BurnishError, RunError
 from burnish.runs import checkpoints, directory, summary
@@ -103,20 +104,14 @@ class Run:
 
     def export(self, out: str | os.PathLike[str], *, which: str = "best") -> Path:
         """Writes the model as a Hugging Face directory; see ``burnish.export``."""
-        import burnish
-
         return burnish.export(self.path, out, which=which)
 
     def generate(self, prompts: str | list[str], **sampling: Any) -> list[Answer]:
         """Samples answers from the run's model; see ``burnish.generate``."""
-        import burnish
-
         return burnish.generate(prompts, model=self, **sampling)
 
     def evaluate(self, **settings: Any) -> Evaluation:
         """Measures the run's model on its held-out prompts; see ``burnish.evaluate``."""
-        import burnish
-
         return burnish.evaluate(self, **settings)
 
     def __fspath__(self) -> str:

@@ -84,7 +84,7 @@ def test_a_groups_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(ran) == 40 + 5 + 6 * 4
 
 
-@pytest.mark.parametrize("settings", [{}, {"step_tokens": 7}, {"tokens": 100}])
+@pytest.mark.parametrize("settings", [{}, {"step_tokens": 7, "tokens": 100}])
 def test_the_plain_backend_equals_the_devices_own(settings: dict[str, int]) -> None:
     engine = tiny.engine(**settings)
     engine._backend = Plain(engine._model, engine._cache)
@@ -123,8 +123,7 @@ def test_preempted_equals_not_preempted(tokens: int) -> None:
     assert engine.scheduler.pages.free == engine.scheduler.pages.count
 
 
-@pytest.mark.parametrize("on_update", ["keep", "recompute"])
-@pytest.mark.parametrize("tokens", [100, 4096])
+@pytest.mark.parametrize(("on_update", "tokens"), [("keep", 100), ("recompute", 4096)])
 def test_an_update_with_the_same_weights_changes_nothing(on_update: str, tokens: int) -> None:
     engine = tiny.engine(on_update=on_update, tokens=tokens)
 
@@ -325,23 +324,18 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-GOOD = tiny.request("good", n=2)
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_requests_are_refused_and_the_others_served(name: str) -> None:
-    message, wrong = BAD[name]
-    engine = tiny.engine(tokens=64)
-    engine.submit(GOOD)
+def test_bad_requests_are_refused_and_the_others_served() -> None:
+    engine, good = tiny.engine(tokens=64), tiny.request("good", n=2)
+    engine.submit(good)
     engine.step()
-    params = SamplingParams(**wrong.get("params", {"max_tokens": 4}))
-    with pytest.raises(EngineError, match=message):
-        engine.submit(
-            Request("bad", wrong.get("prompt", tiny.prompt(9)), wrong.get("n", 1), params)
-        )
+    for message, wrong in BAD.values():
+        params = SamplingParams(**wrong.get("params", {"max_tokens": 4}))
+        prompt = wrong.get("prompt", tiny.prompt(9))
+        with pytest.raises(EngineError, match=message):
+            engine.submit(Request("bad", prompt, wrong.get("n", 1), params))
     with pytest.raises(EngineError, match="in flight"):
-        engine.submit(GOOD)
-    tiny.assert_same(alone(GOOD), tiny.finish(engine, []))
+        engine.submit(good)
+    tiny.assert_same(alone(good), tiny.finish(engine, []))
 
 
 def test_load_refuses_and_keeps_the_old_weights() -> None:

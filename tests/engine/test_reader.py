@@ -10,6 +10,10 @@ from burnish.engine.protocol import Request
 from burnish.engine.reader import Reader
 from burnish.types import Finish, SamplingParams
 
+EVERY_BYTE = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 0x800), 0xE000, 0xF000)))
+EVERY_BYTE += "".join(map(chr, range(0x10000, 0x110000, 0x10000)))
+"""A text whose UTF-8 has all bytes that there are in UTF-8."""
+
 
 def read(
     text: str | bytes, limit: int = 100, end: int | None = None, **params: Any
@@ -17,7 +21,7 @@ def read(
     """One token per byte -> the reader, what it showed token by token, and the tokens it took."""
     tokenizer = tiny.tokenizer()
     data = text.encode() if isinstance(text, str) else text
-    ids = {tokenizer.token_bytes(i)[0]: i for i in range(256)}
+    ids = dict(zip(EVERY_BYTE.encode(), tokenizer.encode(EVERY_BYTE).tolist(), strict=True))
     tokens = [ids[byte] for byte in data] + ([end] if end is not None else [])
     request = Request("a", tiny.prompt(3), 1, SamplingParams(max_tokens=limit, **params))
     reader = Reader(request, 0, tokenizer, context=500)

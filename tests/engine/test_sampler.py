@@ -59,8 +59,8 @@ def expected(
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_distribution_is_right(case: str, sample: Sample) -> None:
-    """Chi-square over 20,000 draws; the limit is passed by chance once in 10,000 tests."""
-    n = 20_000
+    """Chi-square over 10,000 draws; the limit is passed by chance once in 10,000 tests."""
+    n = 10_000
     draws = [Draw(point, **CASES[case]) for point in uniforms(0, 0, 1, 2, np.arange(n))]
     tokens, logprobs = sample(LOGITS.expand(n, -1), draws)
     p = expected(**CASES[case])

@@ -15,7 +15,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.protocol import Engine, Request
 from burnish.model.attention import causal
-from burnish.model.checkpoint import hf_state
 from burnish.model.logprobs import logprobs_of
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
@@ -98,7 +97,7 @@ def finish(
 
 
 def weights(model: Transformer, version: int) -> Weights:
-    return Weights(version, 0, {name: t.clone() for name, t in hf_state(model).items()})
+    return Weights(version, 0, {name: t.clone() for name, t in model.exchange().items()})
 
 
 @torch.no_grad()

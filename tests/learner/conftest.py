@@ -10,8 +10,6 @@ import torch
 from burnish.config import TrainConfig
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
-from burnish.learner.policy import LanguagePolicy
-from burnish.model.checkpoint import hf_state
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.pieces import ObjectiveConfig
 from burnish.rollout.packing import Pack, pack
@@ -25,7 +23,7 @@ SHAPE = {"groups": ((5, (4, 1, 6, 4)), (3, (7, 2, 7)), (1, (3, 5, 5)), (6, (2, 2
 
 
 def make_policy(dtype=torch.float64, **changes):
-    return LanguagePolicy(Transformer(CONFIG).init_weights(3).to(dtype), **changes)
+    return Transformer(CONFIG).init_weights(3).to(dtype).learn(**changes)
 
 
 def make_groups(shape=SHAPE["groups"], temperature=0.8):
@@ -64,13 +62,27 @@ def make_learn_batch(learner, batch, *, moved=0.1):
     return dataclasses.replace(learn, loss_weight=learn.loss_weight.to(scores.proximal))
 
 
+def masters(learner):
+    """A copy of the weights in float32."""
+    return {name: view.clone() for name, view in learner.optimizer.masters.exchange().items()}
+
+
 def hf_gradients(policy):
     """Hugging Face name -> gradient."""
     holder = copy.deepcopy(policy)
     with torch.no_grad():
         for ours, theirs in zip(holder.parameters(), policy.parameters(), strict=True):
             ours.copy_(theirs.grad)
-    return {name: view.clone() for name, view in hf_state(holder.model).items()}
+    return {name: view.clone() for name, view in holder.exchange().items()}
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread():
+    """Models this small are slower on several threads, which wait for each other all the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

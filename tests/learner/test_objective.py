@@ -33,6 +33,7 @@ SETTINGS = {
     "group_zscore": {"eps": 0.5},
     "best_of_group": {"centered": True},
     "reinforce_plus_plus": {"gamma": 0.9},
+    "gae": {"values": lambda batch: batch.positions.float(), "gamma": 0.9, "lam": 0.8},
 }
 
 
@@ -47,6 +48,14 @@ def test_advantages(name, two_groups):
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids
         ),
+        "gae": lambda: advantages.gae(
+            on_last_action(r, mask, ids),
+            batch.positions.float(),
+            mask,
+            gamma=0.9,
+            lam=0.8,
+            sequence_ids=ids,
+        )[0],
         "reinforce_plus_plus": lambda: advantages.reinforce_plus_plus(
             on_last_action(r, mask, ids), mask, gamma=0.9, sequence_ids=ids
         ),
@@ -200,5 +209,7 @@ def test_functions_of_a_script_are_pieces(two_groups):
 
 
 def test_a_function_that_is_not_here_is_refused():
-    with pytest.raises(ConfigError, match=r"function better .* objective=\{'advantage': better\}"):
+    with pytest.raises(ConfigError, match=r"function better of a script.* can't be resumed"):
         make_program(advantage={"name": "own", "function": "better"})
+    with pytest.raises(ConfigError, match=r"advantage\.values is the function critic"):
+        make_program(advantage={"name": "gae", "values": "critic"})

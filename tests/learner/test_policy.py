@@ -7,8 +7,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from burnish.learner.policy import LanguagePolicy
-from burnish.model import checkpoint
+from burnish.model import checkpoint, logprobs
 from burnish.model.transformer import Transformer
 from burnish.rollout.packing import pack
 from tests.learner.conftest import CONFIG, hf_gradients, make_groups, make_policy
@@ -79,17 +78,17 @@ def measured(logits, tokens, action, temperature):
 def test_packed_with_a_shared_prompt_equals_padded_with_repeated_prompts():
     policy, groups = make_policy(), make_groups(temperature=0.75)
     batch = pack(groups)
-    logprobs, entropy = policy.score(batch)[:2]
-    assert logprobs[~batch.is_action].abs().sum() == 0
+    chosen, entropy = policy.score(batch)
+    assert chosen[~batch.is_action].abs().sum() == 0
     assert entropy[~batch.is_action].abs().sum() == 0
     weights = {n: v.clone().requires_grad_() for n, v in policy.exchange().items()}
     tokens, action = padded(groups)
     want = measured(padded_logits(weights, tokens), tokens, action, 0.75)
     # float64 throughout, but RoPE's angles, which both make in float32.
-    torch.testing.assert_close(logprobs[batch.is_action], want[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(chosen[batch.is_action], want[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(entropy[batch.is_action], want[1], rtol=0, atol=1e-12)
     upstream = torch.randn(2, len(want[0]), dtype=torch.float64, generator=torch.manual_seed(0))
-    (logprobs[batch.is_action] @ upstream[0] + entropy[batch.is_action] @ upstream[1]).backward()
+    (chosen[batch.is_action] @ upstream[0] + entropy[batch.is_action] @ upstream[1]).backward()
     (want[0] @ upstream[0] + want[1] @ upstream[1]).backward()
     for name, gradient in hf_gradients(policy).items():
         torch.testing.assert_close(gradient, weights[name].grad, rtol=1e-10, atol=1e-11)
@@ -101,23 +100,25 @@ def test_equals_the_log_softmax_of_transformers_logits(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     groups = make_groups(temperature=1.3)
     batch = pack(groups)
-    logprobs, entropy = LanguagePolicy(model.double()).score(batch)[:2]
+    chosen, entropy = model.double().score(batch)
     tokens, action = padded(groups)
     with torch.no_grad():
         want = measured(theirs(tokens).logits, tokens, action, 1.3)
-    torch.testing.assert_close(logprobs[batch.is_action], want[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(chosen[batch.is_action], want[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(entropy[batch.is_action], want[1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("change", [{"chunk": 1}, {"chunk": 7}, {"recompute": True}])
-def test_chunks_and_recomputed_activations_change_nothing(change, batch):
-    plain, other = make_policy(), make_policy(**change)
+@pytest.mark.parametrize("chunk", [7, logprobs.CHUNK])
+def test_chunks_and_recomputed_activations_change_nothing(chunk, batch, monkeypatch):
+    plain, other = make_policy(), make_policy(recompute=True)
     upstream = torch.randn(2, len(batch.tokens), dtype=torch.float64)
     for policy in (plain, other):
-        logprobs, entropy = policy.score(batch)[:2]
-        (logprobs @ upstream[0] + entropy @ upstream[1]).backward()
+        if policy is other:
+            monkeypatch.setattr(logprobs, "CHUNK", chunk)
+        chosen, entropy = policy.score(batch)
+        (chosen @ upstream[0] + entropy @ upstream[1]).backward()
         with torch.no_grad():
-            torch.testing.assert_close(policy.score(batch)[0], logprobs, rtol=0, atol=1e-13)
+            torch.testing.assert_close(policy.score(batch)[0], chosen, rtol=0, atol=1e-13)
     for a, b in zip(plain.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
@@ -141,6 +142,6 @@ def test_exchange_names_are_those_the_engine_reads():
     with torch.no_grad():
         for p in other.parameters():
             p.zero_()
-    checkpoint.load_hf_state(other.model, policy.exchange())
+    checkpoint.load_hf_state(other, policy.exchange())
     for a, b in zip(policy.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -151,7 +151,7 @@ def test_an_evaluation_truncates_as_it_is_told(tmp_path, smollm2):
     assert responses[0] == responses[1]
     assert read(likeliest).settings["validation.top_k"] == 1
     assert "rollout.top_k" not in read(likeliest).settings
-    with pytest.raises(ConfigError, match=r"validation.top_k .*greedy; remove it"):
+    with pytest.raises(ConfigError, match=r"validation.top_k .*temperature = 0; remove it"):
         config.load("keywords", ["validation.temperature=0", "validation.top_k=3"])
 
 
@@ -184,8 +184,6 @@ def test_what_is_evaluated(tmp_path):
     )
     assert build.evaluation_recipe(str(run)).model.name == str(run)
     assert build.evaluation_recipe(str(run), model="other").model.name == "other"
-    with pytest.raises(ConfigError, match="give one of the two"):
-        build.evaluation_recipe(str(run), model="other", overrides=["model.name=third"])
     sorted_run = tmp_path / "sorted"
     sorted_run.mkdir()
     (sorted_run / "recipe.toml").write_text("")

@@ -12,7 +12,6 @@ from burnish import api, config
 from burnish.config import PairsTask, TrainConfig
 from burnish.errors import ConfigError, DataError
 from burnish.learner.learner import Learner
-from burnish.learner.policy import LanguagePolicy
 from burnish.loops import supervised
 from burnish.model.attention import causal
 from burnish.model.checkpoint import load
@@ -42,8 +41,9 @@ def with_place(row):
 
 
 def make_learner(dtype, **train):
-    policy = LanguagePolicy(small.model(1).to(dtype))
-    return Learner(policy, supervised.PROGRAM, TrainConfig(**{"clip_norm": 1e9} | train))
+    return Learner(
+        small.model(1).to(dtype), supervised.PROGRAM, TrainConfig(**{"clip_norm": 1e9} | train)
+    )
 
 
 def padded_loss(model, groups):
@@ -66,7 +66,7 @@ def padded_loss(model, groups):
 def test_the_loss_is_the_cross_entropy_of_the_answers(dtype, micro):
     learner = make_learner(dtype, **micro)
     groups = make(ROWS).batch(0, 6)
-    model = learner.policy.model
+    model = learner.policy
     expected = padded_loss(model, groups)
     expected.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -165,7 +165,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
     api.export(path, tmp_path / "model")
     exported = dict(load(tmp_path / "model").named_parameters())
     for name, tensor in exported.items():
-        assert torch.equal(tensor.data, best.tensors[f"master.model.{name}"])
+        assert torch.equal(tensor.data, best.tensors[f"policy.master.{name}"])
     small_run = ["rollout.batch=4", "rollout.group_size=2", "train.batch=4", "train.steps=1"]
     small_run += ["rollout.max_tokens=4", "task.validation_prompts=2", "device=cpu"]
     figures = []

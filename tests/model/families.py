@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from burnish.model.gguf import NAMES
-
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -67,52 +65,26 @@ def side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(
-    path: Path,
-    model: Any,
-    arch: str,
-    kind: Kind = Kind.F32,
-    *,
-    tokenizer: bool = False,
-    scaling: str | None = None,
-    **extra: Any,
-) -> Path:
+def write(path: Path, model: Any, kind: Kind = Kind.F32, **extra: np.ndarray) -> Path:
+    """A GGUF of a model of Llama's family, with a tokenizer of single characters."""
     config = model.config
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_name("tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if scaling is not None:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_key_length(model.model.layers[0].self_attn.head_dim)
-    if tokenizer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("smollm")
-        writer.add_token_list(["<|bos|>", "<|end|>", *map(chr, range(33, 127))])
-        writer.add_token_types([3, 3, *[1] * 94])
-        writer.add_eos_token_id(1)
-    names = {hf: name for name, hf in NAMES.items()}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["<|bos|>", "<|end|>", *map(chr, range(33, 127))])
+    writer.add_token_types([3, 3, *[1] * 94])
+    writer.add_eos_token_id(1)
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
-        stem, suffix = name.removeprefix("model.layers.").rsplit(".", 1)
-        block, _, rest = stem.partition(".")
-        prefix, stem = (f"blk.{block}.", rest) if block.isdigit() else ("", stem)
-        if arch == "llama" and stem.endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
+        if "q_proj" in name or "k_proj" in name:
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = side_by_side(values, heads)
         used = kind if values.ndim == 2 else Kind.F32
-        writer.add_tensor(
-            f"{prefix}{names[stem]}.{suffix}", gguf.quantize(values, used), raw_dtype=used
-        )
+        theirs = known.get_name(name, (".weight", ".bias"))
+        writer.add_tensor(theirs, gguf.quantize(values, used), raw_dtype=used)
     for name, values in extra.items():
         writer.add_tensor(name.replace("__", "."), values)
     writer.write_header_to_file()

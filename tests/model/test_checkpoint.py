@@ -33,8 +33,9 @@ def reload(directory: Path, **options: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "rope"), [*((family, "default") for family in FAMILIES), ("llama", "llama3")]
+)
 def test_logits_and_round_trip(family: str, rope: str, tmp_path: Path) -> None:
     peer = make(family, rope)
     model = checkpoint.load(save(peer, tmp_path / "theirs"))
@@ -84,15 +85,15 @@ def test_precision_is_chosen_at_loading_and_written(tmp_path: Path) -> None:
 def test_state_is_a_view_and_loading_it_is_all_or_nothing() -> None:
     config = ModelConfig(vocab_size=9, n_layers=1, d_model=8, n_heads=2, d_ff=12)
     model, other = (Transformer(config).init_weights(seed) for seed in (0, 1))
-    state = checkpoint.hf_state(model)
+    state = model.exchange()
     assert all(not tensor.requires_grad for tensor in state.values())
-    checkpoint.load_hf_state(model, checkpoint.hf_state(other))
-    assert all(torch.equal(state[k], v) for k, v in checkpoint.hf_state(other).items())
+    checkpoint.load_hf_state(model, other.exchange())
+    assert all(torch.equal(state[k], v) for k, v in other.exchange().items())
     broken = {k: v + 1 for k, v in state.items()}
     del broken["model.norm.weight"]
-    with pytest.raises(ModelError, match=r"missing: model\.norm\.weight"):
+    with pytest.raises(ModelError, match=r"lacks model\.norm\.weight \[8\], and it has nothing"):
         checkpoint.load_hf_state(model, broken)
-    assert all(torch.equal(state[k], v) for k, v in checkpoint.hf_state(other).items())
+    assert all(torch.equal(state[k], v) for k, v in other.exchange().items())
 
 
 def damaged(directory: Path, change: Any) -> Path:
@@ -108,15 +109,15 @@ def damaged(directory: Path, change: Any) -> Path:
     [
         (
             lambda state: state.pop("model.layers.1.mlp.up_proj.weight"),
-            "missing: model.layers.1.mlp.up_proj.weight",
+            "lacks model.layers.1.mlp.up_proj.weight",
         ),
         (
             lambda state: state.update({"model.layers.2.extra.weight": torch.zeros(1)}),
-            "not part of this model: model.layers.2.extra.weight",
+            "lacks nothing, and it has model.layers.2.extra.weight",
         ),
         (
             lambda state: state.update({"model.norm.weight": torch.zeros(5)}),
-            r"misshapen: model.norm.weight \[5\] for \[32\]",
+            r"lacks model.norm.weight \[32\], and it has model.norm.weight \[5\]",
         ),
         (
             lambda state: state.update({"lm_head.weight": torch.zeros(96, 32)}),
@@ -141,14 +142,12 @@ def test_harmless_extras_are_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported"),
-        ({"architectures": None, "model_type": "mamba"}, "'mamba' is not supported"),
+        ({"model_type": "mamba"}, "'mamba' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
-        ({"mlp_bias": True, "hidden_act": "gelu"}, "mlp_bias = True, hidden_act = 'gelu'"),
+        ({"mlp_bias": True, "hidden_act": "gelu"}, "hidden_act = 'gelu', mlp_bias = True"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "got 'longrope'"),
         ({"rope_parameters": {"rope_type": "yarn", "beta_fast": 32.0}}, "got 'yarn'"),
-        ({"rope_parameters": {"mrope_section": [1]}}, "unknown rope settings.*mrope_section"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
     ],
 )
@@ -170,11 +169,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
         checkpoint.load(tmp_path)
     weights.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="pickled weights are never read"):
+    with pytest.raises(ModelError, match="never pickled weights"):
         checkpoint.load(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="must hold a JSON object, got list"):
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ModelError, match="is not JSON"):
         checkpoint.load(tmp_path)
-    (tmp_path / "bad.gguf").write_bytes(b"not a GGUF file at all")
-    with pytest.raises(ModelError, match="is not a GGUF file"):
-        checkpoint.load(tmp_path / "bad.gguf")

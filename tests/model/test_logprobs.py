@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from burnish.model import logprobs
 from burnish.model.attention import PackedAttention, causal
 from burnish.model.logprobs import logprobs_of, token_logprobs
 from burnish.model.transformer import ModelConfig, Transformer
@@ -22,8 +23,14 @@ def whole(model: Transformer, hidden: Tensor, tokens: Tensor, before: Tensor, he
     return logp[torch.arange(len(tokens)), tokens], -(logp.exp() * logp).sum(-1)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
-def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
+@pytest.fixture(params=[3, 100])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of logits that exist at a time."""
+    monkeypatch.setattr(logprobs, "CHUNK", request.param)
+
+
+@pytest.mark.usefixtures("chunk")
+def test_chunked_equals_whole(model: Transformer) -> None:
     torch.manual_seed(0)
     n = 13
     hidden = torch.randn(n, 16, dtype=torch.float64, requires_grad=True)
@@ -32,7 +39,7 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
     slots = torch.tensor([1, 2, 5, 6, 7, 8, 12])
     wrt = [hidden, model.embed.weight]
     want = [x[slots] for x in whole(model, hidden, tokens, before, heat)]
-    got = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)[:2]
+    got = token_logprobs(model, hidden, tokens, before, slots, heat)[:2]
     upstream = torch.randn(2, len(slots), dtype=torch.float64)
     for g, w, up in zip(got, want, upstream, strict=True):
         torch.testing.assert_close(g, w, rtol=0, atol=1e-10)
@@ -40,22 +47,22 @@ def test_chunked_equals_whole(model: Transformer, chunk: int) -> None:
         for a, b in zip(grads, torch.autograd.grad(w, wrt, up, retain_graph=True), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
     with torch.no_grad():
-        still, *_ = token_logprobs(model, hidden, tokens, before, slots, heat, chunk=chunk)
+        still, *_ = token_logprobs(model, hidden, tokens, before, slots, heat)
     torch.testing.assert_close(still, want[0], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heat", [1.0, 0.7])
-@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.usefixtures("chunk")
 def test_kept_logits_and_those_made_again_are_the_same(
-    model: Transformer, chunk: int, heat: float, dtype: torch.dtype
+    model: Transformer, heat: float, dtype: torch.dtype
 ) -> None:
     """To the bit: the first backward pass has the last chunk's logits, the second has none."""
     torch.manual_seed(0)
     hidden = torch.randn(7, 16).to(dtype).requires_grad_()
     tokens, before, temperature = torch.randint(37, (7,)), torch.arange(7), torch.full((7,), heat)
     weight = model.to(dtype).embed.weight
-    both = token_logprobs(model, hidden, tokens, before, before, temperature, chunk=chunk)[:2]
+    both = token_logprobs(model, hidden, tokens, before, before, temperature)[:2]
     first, second = (
         torch.autograd.grad(
             both,
@@ -98,7 +105,7 @@ def test_pack_equals_its_sequences_run_alone(model: Transformer) -> None:
     attend = PackedAttention(torch.tensor([0, 5, 8, 14]), torch.tensor([True, False, False]))
     hidden = model(tokens, positions, attend)
     heat = torch.full((14,), 0.8)
-    packed, *_ = token_logprobs(model, hidden, tokens, before, torch.arange(5, 14), heat, chunk=4)
+    packed, *_ = token_logprobs(model, hidden, tokens, before, torch.arange(5, 14), heat)
 
     alone = []
     for response in responses:
@@ -117,6 +124,7 @@ def test_pack_equals_its_sequences_run_alone(model: Transformer) -> None:
         torch.testing.assert_close(g, w, rtol=0, atol=1e-10)
 
 
+@pytest.mark.usefixtures("chunk")
 def test_deterministic_algorithms_are_enough(model: Transformer) -> None:
     """Every operation has a deterministic form, and the same step twice is the same to the bit."""
     attend = PackedAttention(torch.tensor([0, 5, 8, 12]), torch.tensor([True, False, False]))
@@ -127,7 +135,7 @@ def test_deterministic_algorithms_are_enough(model: Transformer) -> None:
     def gradients() -> list[Tensor]:
         hidden = model(tokens, positions, attend)
         heat = torch.full((12,), 0.9)
-        both = token_logprobs(model, hidden, tokens, before, torch.arange(5, 12), heat, chunk=3)
+        both = token_logprobs(model, hidden, tokens, before, torch.arange(5, 12), heat)
         return list(torch.autograd.grad(sum(both[:2]).sum(), list(model.parameters())))
 
     torch.use_deterministic_algorithms(True)

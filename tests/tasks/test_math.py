@@ -298,7 +298,7 @@ def test_the_recipe_has_the_customary_settings(tmp_path):
     )
     assert sections["objective"]["objective"] == "L_t = −A_t log π"
     assert sections["objective"]["advantage"] == "A_i = (r_i − mean_g(r)) / (std_g(r) + 1e-06)"
-    assert sections["task"]["held out"] == "1024 of math/test.jsonl"
+    assert "validation_rows = 1024" in sections["task"]["task"]
     assert sections["task"]["stops at"] == "'</answer>'"
     params = sampling(recipe)
     assert (params.min_tokens, params.max_tokens, params.temperature) == (4, 1024, 1.0)

@@ -40,14 +40,10 @@ def test_the_room_is_what_the_tightest_bound_leaves():
     assert bound("engine.kv_mb=1", size=wide) == (
         71, "engine.kv_mb = 1 beside validation.max_tokens = 90"
     )  # fmt: skip
-    assert bound("train.micro_tokens=64")[0] == 199  # check_lengths says that none has room
-
-
-def test_a_cache_too_small_for_a_sequence_is_refused(tmp_path):
-    recipe = config.with_precision(config.load("keywords", ["engine.kv_mb=1"]), "fp32")
-    size = SIZE._replace(cached=2**20 // 4 // 48)
-    with pytest.raises(ConfigError, match=r"engine\.kv_mb = 1 is below the longest .*more"):
-        plan(recipe, tmp_path, size)
+    with pytest.raises(ConfigError, match=r"micro_tokens = 64 .*max_tokens = 64 leaves no room"):
+        bound("train.micro_tokens=64")
+    with pytest.raises(ConfigError, match=r"engine\.kv_mb = 1 .* leaves no room .*; use more"):
+        bound("engine.kv_mb=1", size=SIZE._replace(cached=2**20 // 4 // 48))
 
 
 def prompts(*lengths):
