@@ -74,6 +74,12 @@ class Run:
     sequence: Sample
     start: int
     count: int
+    first: int = 0
+    """The row of its first token in the step, which `order` sets."""
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.count)
 
     @property
     def end(self) -> int:
@@ -81,7 +87,7 @@ class Run:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it is the beginning of a prompt, of which nothing is in the cache yet."""
+        """Whether it begins a prompt, and the cache holds nothing of the prompt yet."""
         return self.count > 1 and not self.start
 
     @property
@@ -99,14 +105,18 @@ class Run:
 
 
 def order(runs: Sequence[Run]) -> list[Run]:
-    """Decoding rows and fresh prompts, each from long to short, then prompts that go on, from few
-    tokens to many: so the short ones of both kinds of prompt lie side by side."""
+    """Decoding rows, then fresh prompts, both from long to short, then prompts that go on, from
+    few tokens to many: so the short prompts of both kinds lie side by side."""
     decoding = [run for run in runs if run.count == 1]
     decoding.sort(key=lambda run: -run.own)
     fresh = [run for run in runs if run.is_fresh]
     fresh.sort(key=lambda run: -run.count)
     resumed = sorted((r for r in runs if r.count > 1 and r.start), key=lambda run: run.count)
-    return decoding + fresh + resumed
+    ordered, first = decoding + fresh + resumed, 0
+    for run in ordered:
+        run.first = first
+        first += run.count
+    return ordered
 
 
 def slots_of(runs: Sequence[Run], size: int) -> Array:

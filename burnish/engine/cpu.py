@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from burnish.engine import fused
 from burnish.engine.cache import Array, Cache, Run, slots_of
-from burnish.engine.plain import RunAttention, SampleAhead, last_states, placed
+from burnish.engine.plain import RunAttention, SampleAhead, last_states
 from burnish.engine.sampler import BLOCK
 from burnish.engine.sequence import Prefix
 from burnish.model.products import linear, multiplies, widened
@@ -118,11 +118,10 @@ class CpuAttention:
 
     def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
         self._cache, self._slots = cache, slots_of(runs, cache.size)
-        decoding = [(run, rows) for run, rows in placed(runs) if run.count == 1]
-        prompts = placed(runs)[len(decoding) :]
-        short = [(run, rows) for run, rows in prompts if run.count <= SHORT]
-        self._long = [(run, rows) for run, rows in prompts if run.count > SHORT]
-        self._shared = _prefixes(cache, [run for run, _ in decoding])
+        decoding = [run for run in runs if run.count == 1]
+        short = [run for run in runs if 1 < run.count <= SHORT]
+        self._long = [run for run in runs if run.count > SHORT]
+        self._shared = _prefixes(cache, decoding)
         self._prompts = RunAttention(cache, self._long)
         heads = cache.heads * cache.queries
         self._out = torch.empty(len(self._slots), heads * cache.width, dtype=cache.dtype)
@@ -146,10 +145,9 @@ class CpuAttention:
             self._prompts(layer, q, k, v, out.view(q.shape))
         return out
 
-    def _call(self, runs: Sequence[tuple[Run, slice]]) -> tuple[Any, ...]:
+    def _call(self, runs: Sequence[Run]) -> tuple[Any, ...]:
         """The rows of neighbouring runs, and arguments of the kernel that all layers share."""
-        rows = slice(runs[0][1].start, runs[-1][1].stop)
-        table = _flat_table([run for run, _ in runs], self._cache.size)
+        rows, table = slice(runs[0].first, runs[-1].rows.stop), _flat_table(runs, self._cache.size)
         rest = np.float32(self._cache.width**-0.5), torch.get_num_threads()
         return rows, *table, numbers(self._out)[rows], self._totals[rows], *rest
 
@@ -264,10 +262,10 @@ def mkl_packs(weight: Tensor) -> bool:
 
 
 def return_free_memory() -> None:
-    """Gives the system back what was freed, where the C library can.
+    """Gives freed memory back to the system, if the C library can.
 
-    MKL reserves several times what a packed weight fills. In new memory the rest costs nothing; in
-    memory that had been used before it would stay taken: up to 1.4 GB with 135M weights.
+    MKL reserves several times the memory that a packed weight fills. In new memory the rest costs
+    nothing; in memory that was used before, it would stay taken: up to 1.4 GB with 135M weights.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from burnish.engine import sampler
 from burnish.engine.cache import Cache, Run, slots_of
-from burnish.engine.plain import RunAttention, last_states, placed
+from burnish.engine.plain import RunAttention, last_states
 from burnish.engine.sequence import Sequence as Sample
 from burnish.model.transformer import Transformer
 
@@ -122,7 +122,7 @@ class PagedAttention:
         first = np.cumsum([0, *(len(run.sequence.pages) for run in decoding)])[:-1]
         pages = list(chain.from_iterable(run.sequence.pages for run in decoding))
         self._table = [cache.tensor(x) for x in (pages, first, [run.end for run in decoding])]
-        self._rest = RunAttention(cache, placed(runs)[len(decoding) :])
+        self._rest = RunAttention(cache, runs[len(decoding) :])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows, out = len(self._table[1]), torch.empty_like(q)

@@ -47,7 +47,7 @@ class EngineSettings:
     step_tokens: int = 1024
     """Tokens per step; longer prompts are computed in chunks."""
     on_update: Literal["keep", "recompute"] = "recompute"
-    """What `load` does to the caches of samples in flight."""
+    """Whether samples in flight keep their caches when weights are loaded."""
 
 
 class NativeEngine:
@@ -133,7 +133,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> tuple[list[Sequence], list[list[int]], list[list[float]]]:
-        """-> the samples that go on, and the tokens and log-probabilities that each has more."""
+        """-> samples that have new tokens, the tokens of each, and their log-probabilities."""
         if plan.copies:
             self._cache.copy(list(plan.copies.values()))
         steps, sample_ahead = self._ahead(plan), self._backend.sample_ahead
@@ -157,9 +157,9 @@ class NativeEngine:
     def _ahead(self, plan: Plan) -> int:
         """Tokens of each sample that are sampled before the next plan.
 
-        Several on a GPU, whose host would take longer than the model otherwise, where nothing but
-        decoding is planned, nobody waits for room to begin in, and nothing has to be read on the
-        way: no token is streamed, held back or left out. What comes after an end is dropped.
+        Several on a GPU, whose host would otherwise take longer than the model, if the plan only
+        decodes, no sample could begin, and no token has to be read on the way: none is streamed,
+        held back or left out. Tokens after an end are dropped.
         """
         if self._backend.sample_ahead is None or not self.scheduler.only_decodes(plan):
             return 1
@@ -180,7 +180,7 @@ class NativeEngine:
         taken = reader.take(tokens[:sound])
         if sound < len(tokens) and reader.finish is None:
             # Finite weights can still overflow. Only this sample is lost, and its pages are
-            # cleaned: whoever gets them next would read NaN even where it is masked.
+            # cleaned: their next holder would read NaN even where it is masked.
             holders = self.scheduler.pages.holders
             self._cache.clear([page for page in sequence.pages if holders[page] == 1])
             reader.finish = Finish.ABORT
@@ -220,7 +220,7 @@ def choose_backend(model: Transformer, cache: Cache, rows: int) -> Backend:
 
 
 def _points(ready: list[Sequence], steps: int) -> npt.NDArray[np.float64]:
-    """[samples, steps]: what inverts the cumulative distribution of their next tokens."""
+    """[samples, steps] in [0, 1): they choose the next tokens of each sample."""
     places = []
     for sequence in ready:
         request = sequence.group.request

@@ -1,7 +1,7 @@
 """The CPU's own kernels, compiled by numba when first called and kept in its cache on disk.
 
-They do in one pass over the data what takes PyTorch several operations each, read the cache's pages
-where they lie, and round where the model does. Rows run on PyTorch's own threads: numba's OpenMP
+Each does the work of several PyTorch operations in one pass over the data, reads the cache's pages
+where they lie, and rounds where the model does. Rows run on PyTorch's own threads: numba's OpenMP
 layer finds the library that PyTorch has loaded. bfloat16 arrives as its bits, uint16, because numba
 does not know it; arithmetic is in float32.
 
@@ -35,21 +35,21 @@ if numba.config.CPU_FEATURES is None:
     if _features.get("avx512f"):  # LLVM would keep to half of such a processor's vectors
         numba.config.CPU_FEATURES = _features.flatten() + ",-prefer-256-bit"
 EXACT = {"reassoc", "contract", "nsz"}
-"""Sums may be reordered, which vectors need; NaN and infinity stay what they are."""
+"""Sums may be reordered, which vectors need; NaN and infinity are kept."""
 F = np.float32
 AHEAD = 16
 """Tokens whose keys and values are fetched before they are needed."""
 PATIENCE = 600
 """Seconds that compiling a kernel may take; on a slow processor it takes ten."""
 compiles_here = False
-"""Whether this process is the one that compiles what is not on disk yet."""
+"""Whether this process compiles kernels that are not on disk yet."""
 
 
 def rows_kernel(name: str, *sizes: int) -> Callable[[Any], Any]:
     """Compiles a kernel over rows, which this module has by that name and sizes; run from disk.
 
     numba keeps another copy of a kernel than it runs after compiling it, optimised once more, and
-    on some processors their last bits differ: a run would not repeat what the first one did. So a
+    on some processors their last bits differ: a run would not repeat the first one's numbers. So a
     child process compiles, and every process, the first as well, runs the copy on disk.
     """
 
@@ -88,7 +88,7 @@ def _compile_aside(name: str, sizes: tuple[int, ...], signature: Any) -> None:
 
 
 def compile_here() -> None:
-    """What the child process does: standard input says which kernel, and of which types."""
+    """Runs in the child process: standard input names the kernel and the types of its arguments."""
     global compiles_here
     compiles_here = True
     name, sizes, signature = pickle.load(sys.stdin.buffer)
@@ -119,7 +119,7 @@ def _wide(x: Any) -> Any:
 
 
 def _stored(x: Any, like: Any) -> Any:
-    """float32 rounded, to nearest even, to what `like` stores."""
+    """float32 rounded, to nearest even, to the type that `like` stores."""
 
 
 @overload(_wide, inline="always")
@@ -167,7 +167,7 @@ def _fetch(pool, table, size, token):
 
 @njit(inline="always", cache=True)
 def _largest(row, tops):
-    """tops: room for maxima side by side, which is what runs on vectors. NaN is left out."""
+    """tops: room for maxima side by side, which run on vectors. NaN is left out."""
     width, end = tops.shape[0], row.shape[0]
     tops[:] = F(-np.inf)
     for start in range(0, end, width):
@@ -252,8 +252,8 @@ def join(out, totals, rows, real, part, part_totals):
 
 @rows_kernel("weigh")
 def weigh(logits, heat, peaks, sums, size):
-    """The largest of logits [M, V] / heat [M], and how much exp(logits / heat − that) there is in
-    each block of `size` of them: sums [M, blocks]."""
+    """peaks [M]: the largest of logits [M, V] / heat [M]; sums [M, blocks]: the sum of
+    exp(logits / heat − peak) over each block of `size` tokens."""
     for r in prange(logits.shape[0]):
         row, per = logits[r], F(1) / heat[r]
         peak = _largest(row, np.empty(64, F)) * per
@@ -268,7 +268,7 @@ def weigh(logits, heat, peaks, sums, size):
 def use_threads() -> None:
     """As many as PyTorch does; numba itself would take every core.
 
-    Here and not on import: what has started threads can't be forked any more.
+    Here and not on import: a process that has started threads can't be forked any more.
     """
     import torch
 

@@ -21,8 +21,8 @@ LEAST = 16
 def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[Tensor], size: int) -> Tensor:
     """q [S, Hq, D], keys and values [slots, Hkv, D] -> [S, Hq, D].
 
-    table: the rows' pages one after another, where those of each row begin [S], and how many
-    tokens it sees [S]; 0 where a row sees none.
+    table: the rows' pages one after another, the place of each row's first page among them [S],
+    and the number of tokens that the row sees [S], which may be 0.
     """
     q = q.contiguous()
     out = q.new_empty(q.shape)

@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who holds them, and what they hold. No tensors here."""
+"""Pages of the KV cache: their holders, and names for their contents. No tensors here."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,18 +64,10 @@ def last_states(
 ) -> Tensor:
     """Runs a body over the tokens of all runs, laid out by `order` -> see `Backend.hidden`."""
     ordered = order(runs)
-    tokens = [t for r in ordered for t in r.sequence.tokens[r.start : r.end]]
-    starts, counts = np.array([(r.start, r.count) for r in ordered]).T
-    before = np.cumsum(counts) - counts
-    positions = np.arange(counts.sum()) + (starts - before).repeat(counts)
-    hidden = body(
-        torch.tensor(tokens, device=cache.device),
-        torch.from_numpy(positions).to(cache.device),
-        attention(cache, ordered),
-    )
-    ends = (before + counts - 1).tolist()
-    last = {run.sequence: end for run, end in zip(ordered, ends, strict=True)}
-    return hidden[cache.tensor([last[run.sequence] for run in runs])]
+    tokens = [t for run in ordered for t in run.sequence.tokens[run.start : run.end]]
+    positions = [p for run in ordered for p in range(run.start, run.end)]
+    hidden = body(cache.tensor(tokens), cache.tensor(positions), attention(cache, ordered))
+    return hidden[cache.tensor([run.rows.stop - 1 for run in runs])]
 
 
 class PlainAttention:
@@ -84,7 +75,7 @@ class PlainAttention:
 
     def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
         self._cache, self._slots = cache, cache.tensor(slots_of(runs, cache.size))
-        self._attend = RunAttention(cache, placed(runs))
+        self._attend = RunAttention(cache, runs)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for pool, fresh in zip(self._cache.slots(layer), (k, v), strict=True):
@@ -94,35 +85,27 @@ class PlainAttention:
         return out
 
 
-def placed(runs: Sequence[Run]) -> list[tuple[Run, slice]]:
-    """Each run with the rows of its tokens."""
-    first = np.cumsum([0, *(run.count for run in runs)]).tolist()
-    return [(run, slice(*rows)) for run, *rows in zip(runs, first, first[1:], strict=False)]
-
-
 class RunAttention:
     """Attention of runs laid out by `order`: fresh prompts together, other runs one by one."""
 
-    def __init__(self, cache: Cache, runs: Sequence[tuple[Run, slice]]) -> None:
+    def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
         self._cache = cache
         self._fresh: list[tuple[slice, Attend]] = []
-        fresh = [(run, rows) for run, rows in runs if run.is_fresh]
+        fresh = [run for run in runs if run.is_fresh]
         if fresh:
-            rows = slice(fresh[0][1].start, fresh[-1][1].stop)
-            attend = causal([run.count for run, _ in fresh], cache.device, widens=False)
-            self._fresh = [(rows, attend)]
-        self._others = [
-            (run, rows, cache.tensor(run.sequence.pages)) for run, rows in runs if not run.is_fresh
-        ]
+            attend = causal([run.count for run in fresh], cache.device, widens=False)
+            self._fresh = [(slice(fresh[0].first, fresh[-1].rows.stop), attend)]
+        others = [run for run in runs if not run.is_fresh]
+        self._others = [(run, cache.tensor(run.sequence.pages)) for run in others]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """q and out [N, Hq, D], k and v [N, Hkv, D] of all the step's tokens."""
         for rows, attend in self._fresh:
             out[rows] = attend(layer, q[rows], k[rows], v[rows])
-        for run, rows, pages in self._others:
+        for run, pages in self._others:
             keys, values = self._cache.read(layer, pages, 1)
             seen = keys[0, : run.end], values[0, : run.end]
-            out[rows] = causal_attention(q[rows], *seen, run.start)
+            out[run.rows] = causal_attention(q[run.rows], *seen, run.start)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:

@@ -44,7 +44,7 @@ Event = TextEvent | Completion
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine really does; whoever builds a run calls `require`."""
+    """An engine's promises; a run is built only if they pass `require`."""
 
     model_logprobs: bool
     """Log-probabilities are the model's at the sampling temperature, before any truncation."""

@@ -87,8 +87,8 @@ def sample_whole(
 ) -> tuple[Tensor, Tensor]:
     """logits [M, V], points [M] in [0, 1) -> tokens and log-probabilities [M], nothing left out.
 
-    temperature [M], above 0; None: the likeliest tokens, with their log-probabilities at 1. As in
-    ``sample``, but it never waits for the device.
+    temperature [M], above 0; None if the likeliest tokens are taken, with log-probabilities at 1.
+    As ``sample``, but it never waits for the device.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     heat = torch.ones_like(points, dtype=wide) if temperature is None else temperature.to(wide)

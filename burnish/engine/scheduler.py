@@ -133,7 +133,7 @@ class Scheduler:
     def _fits(self, sequence: Sequence, found: int) -> bool:
         """Whether its tokens, and a page of growth for each running sequence, find room."""
         if not self.running:
-            return True  # alone it always fits; `_make_room` takes what is only held in reserve
+            return True  # alone it always fits; `_make_room` takes pages that are held in reserve
         prefix = sequence.group.prefix
         shared = prefix.whole if prefix else found
         growth = min(len(self.running), self.pages.count // 16)
@@ -174,7 +174,7 @@ class Scheduler:
             self.pages.share(pages)
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Pages for the next `count` tokens, the first not shared. False: it was evicted itself."""
+        """Finds pages for the next `count` tokens -> whether the sequence still has its pages."""
         pages = self.pages
         end = pages.needed(sequence.computed + count)
         first = sequence.computed // pages.size
@@ -198,7 +198,7 @@ class Scheduler:
         sequence.pages += [self.pages.allocate() for _ in range(end - len(sequence.pages))]
 
     def _reclaim(self, sequence: Sequence, plan: Plan) -> bool:
-        """Free something for the sequence; False when it was the sequence itself that gave way."""
+        """Frees pages for the sequence -> False if it had to give up its own."""
         for group in {s.group: None for s in self.waiting if s.group.prefix is not None}:
             if not any(mate.pages for mate in group.sequences):
                 self._drop_hold(group)

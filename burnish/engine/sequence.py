@@ -21,7 +21,7 @@ class Prefix:
     pages: tuple[int, ...]
     """They hold the whole prompt; the last one may be partly filled."""
     whole: int
-    """How many of the pages no sample ever writes to: decoding reads those once for all samples."""
+    """The number of pages that no sample writes to: decoding reads them once for all samples."""
 
 
 class RequestGroup:
@@ -47,8 +47,8 @@ class RequestGroup:
         return len(self.request.prompt)
 
     def page_names(self, size: int) -> list[bytes]:
-        """For each page before the prompt's last token, which always runs: what it holds and what
-        lies before it."""
+        """A hash of all tokens up to its end for each page before the prompt's last token, which
+        always runs."""
         if self.names is None:
             self.names, name = [], b""
             tokens = self.request.prompt.astype("int64")  # bytes of another width would mix up
@@ -59,7 +59,7 @@ class RequestGroup:
 
 
 class Sequence:
-    """One sample: prompt and response, what of it is in the cache, and what was recorded."""
+    """One sample: its tokens, its part in the cache, and the records of its response."""
 
     def __init__(self, group: RequestGroup, reader: Reader, index: int) -> None:
         """reader: turns the response into text and watches for its end."""
@@ -73,7 +73,7 @@ class Sequence:
         """Tokens whose keys and values are in the cache."""
         self.pages: list[int] = []
         self.prefix: Prefix | None = None
-        """The shared prompt that this sequence's first pages are."""
+        """The shared prompt in this sequence's first pages; None if it has pages of its own."""
 
     @property
     def pending(self) -> int:

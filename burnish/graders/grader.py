@@ -40,7 +40,7 @@ def make_grader(reward: str | Reward, limits: Limits | None = None) -> Grader:
     """
     source = find(reward)
     if source is not None:
-        return GraderPool(source, limits)
+        return GraderPool(source, limits).start()
     assert not isinstance(reward, str)
     return InProcess(reward)
 

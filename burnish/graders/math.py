@@ -28,7 +28,7 @@ class MathGrader:
 
     def grade(self, items: Items) -> list[Grade]:
         """The grades of (response, row) pairs, in their order; a row has its gold in "answer"."""
-        longest = self.checker.limits.characters
+        longest = self.checker.pool.limits.characters
         return self.checker.check(
             [
                 (self.extract(response) if len(response) <= longest else None, row["answer"])

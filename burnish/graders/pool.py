@@ -44,42 +44,47 @@ class _Supervisor(NamedTuple):
 
 
 class GraderPool:
-    """Grades by one reward in worker processes; close it, or use it in a ``with``."""
+    """Grades by one reward in worker processes; close it, or use it in a ``with``.
+
+    Workers start with the first grade, and again after ``close`` or in a fork of this process.
+    """
 
     def __init__(self, source: Source, limits: Limits | None = None) -> None:
-        """Returns when the workers have loaded the reward."""
-        if INSIDE in os.environ:
-            raise GraderError(
-                "a file that starts graders was loaded by a grader; put what the file does under "
-                'if __name__ == "__main__":'
-            )
         self.source = source
         self.limits = limits or Limits()
         self._lock = threading.Lock()
-        self._owner = os.getpid()
-        self._supervisors = [_start(source) for _ in range(self.limits.workers)]
-        self._finalizer = weakref.finalize(self, _end, self._supervisors, self._owner)
-        path = [os.path.abspath(entry) for entry in sys.path]
-        self._ask([(source, self.limits, path)] * self.limits.workers)
+        self._owner = 0
+        self._supervisors: list[_Supervisor] = []
 
     def __enter__(self) -> Self:
-        return self
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pool that is unpickled starts workers of its own."""
         return GraderPool, (self.source, self.limits)
 
-    @property
-    def closed(self) -> bool:
-        """Whether it can't grade any more; a fork of the process that opened it can't either."""
-        return not self._finalizer.alive or self._owner != os.getpid()
+    def start(self) -> Self:
+        """Starts the workers unless they run; returns when they have loaded the reward."""
+        if self._supervisors and self._owner == os.getpid():
+            return self
+        if INSIDE in os.environ:
+            raise GraderError(
+                "a file that starts graders was loaded by a grader; put what the file does under "
+                'if __name__ == "__main__":'
+            )
+        self._owner = os.getpid()
+        self._supervisors = [_start(self.source) for _ in range(self.limits.workers)]
+        self._end = weakref.finalize(self, _end, self._supervisors, self._owner)
+        path = [os.path.abspath(entry) for entry in sys.path]
+        self._ask([(self.source, self.limits, path)] * self.limits.workers)
+        return self
 
     def close(self) -> None:
         """Ends the workers and all that they started; a pool may be closed twice."""
-        self._finalizer()
+        if self._supervisors:
+            self._end()
 
     def grade(self, items: Items) -> list[Grade]:
         """The grades in the items' order."""
@@ -88,6 +93,7 @@ class GraderPool:
         short = [item for item in items if len(item[0]) <= longest]
         outcomes: list[Any] = [None] * len(short)
         with self._lock:
+            self.start()
             answers = self._ask([short[k::workers] for k in range(workers)])
         for k, answer in enumerate(answers):
             outcomes[k::workers] = answer
@@ -96,8 +102,6 @@ class GraderPool:
 
     def _ask(self, contents: Sequence[Any]) -> list[Any]:
         """The supervisors' answers, each to its own content."""
-        if self.closed:
-            raise GraderError(f"the graders of {self.source.spec} are closed")
         try:
             for supervisor, content in zip(self._supervisors, contents, strict=True):
                 supervisor.connection.send(content)
@@ -137,11 +141,12 @@ def _start(source: Source) -> _Supervisor:
     return _Supervisor(process, ours)
 
 
-def _end(supervisors: Sequence[_Supervisor], owner: int) -> None:
+def _end(supervisors: list[_Supervisor], owner: int) -> None:
     """Ends the supervisors' process groups: workers, and all processes that these started."""
     if os.getpid() != owner:  # a fork of the owner exits; the workers are not its own
         return
-    for process, connection in supervisors:
+    while supervisors:
+        process, connection = supervisors.pop()
         connection.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -32,9 +32,8 @@ class Source(NamedTuple):
     spec: str
     """A name in ``BUILT_IN``, or FILE.py:NAME."""
     module: str = "burnish_reward"
-    """What the file is called when it is imported; a package's module keeps its own name."""
-    definitions_only: bool = False
-    """For a running script: its imports, functions, classes and constants, not what it does."""
+    """The file's name as a module. Of a running script, "__main__", only the imports, functions,
+    classes and constants are run."""
     compares_answers: bool = False
     """For burnish's own comparisons. They take seconds to load, and a model's answer may keep them
     busy for ever: they are loaded once, before workers are forked, and such an answer scores 0."""
@@ -107,11 +106,9 @@ def find(reward: str | Reward) -> Source | None:
     if module is None or not file.endswith(".py") or getattr(module, name, None) is not reward:
         return None
     spec = f"{Path(file).resolve()}:{name}"
-    if module.__name__ != "__main__":
-        return Source(spec, module.__name__)
-    known_as = module.__spec__.name if module.__spec__ else "burnish_reward"
-    alone = scripts.stand_alone(scripts.definitions(Path(file)), module)
-    return Source(spec, known_as, True) if alone else None
+    if module.__name__ == "__main__" and not scripts.stands_alone(module, Path(file)):
+        return None
+    return Source(spec, module.__name__)
 
 
 def check(reward: str) -> None:
@@ -143,7 +140,8 @@ def load(source: Source) -> Reward:
     module = sys.modules[source.module] = ModuleType(source.module)
     module.__file__ = str(path)
     module.__package__ = source.module.rpartition(".")[0]
-    code = scripts.definitions(path) if source.definitions_only else path.read_bytes()
+    is_script = source.module == "__main__"
+    code = scripts.definitions(path) if is_script else path.read_bytes()
     try:
         exec(compile(code, path, "exec"), vars(module))
         reward: Reward = getattr(module, name)

@@ -23,12 +23,13 @@ def definitions(path: Path) -> ast.Module:
     return ast.Module(body=kept, type_ignores=[])
 
 
-def stand_alone(tree: ast.Module, script: ModuleType) -> bool:
-    """Whether definitions mean in a worker what they mean in the running script.
+def stands_alone(script: ModuleType, path: Path) -> bool:
+    """Whether a script's definitions mean in a worker what they mean in the running script.
 
     They don't if the script changed one of its constants, or if they read a name that only the
     rest of the script sets.
     """
+    tree = definitions(path)
     constants: list[ast.stmt] = [s for s in tree.body if isinstance(s, ASSIGNMENTS)]
     now, afresh = vars(script), dict(vars(script))
     exec(compile(ast.Module(body=constants, type_ignores=[]), "script", "exec"), afresh)

@@ -47,7 +47,7 @@ def make_gym(
         question=partial(ask_new, config, dataset, frozenset(held_out)),
         held_out=(ask(config, f"validation/{i}", e) for i, e in enumerate(held_out.values())),
         tokenizer=tokenizer,
-        grader=partial(GraderPool, SCORER, limits_of(config)),
+        grader=GraderPool(SCORER, limits_of(config)),
         room=room,
     )
 

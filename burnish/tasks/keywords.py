@@ -94,6 +94,6 @@ def make_keywords(
         question=partial(ask, config, train, seed, Purpose.TRAIN),
         held_out=map(held_out, range(config.validation_prompts)),
         tokenizer=tokenizer,
-        grader=partial(InProcess, keywords.REWARDS[config.reward]),
+        grader=InProcess(keywords.REWARDS[config.reward]),
         room=room,
     )

@@ -69,7 +69,7 @@ def make_math(
         question=hinted if config.hints else partial(ask_shuffled, train, seed),
         held_out=ask_all(validation),
         tokenizer=tokenizer,
-        grader=partial(MathGrader, cast(Format, config.answer_format), limits_of(config)),
+        grader=MathGrader(cast(Format, config.answer_format), limits_of(config)),
     )
     every = (*train, *validation)
     task.check_room(room, ((row.where, _longest(row, config.hints)) for row in every))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 from burnish.config import Asked, FilesTask, GymTask, KeywordsTask, MathTask
@@ -48,14 +47,13 @@ class TextTask:
         question: Callable[[int], Question],
         held_out: Iterable[Question],
         tokenizer: Tokenizer,
-        grader: Callable[[], Grader],
+        grader: Grader,
         room: Room | None = None,
     ) -> None:
-        """``question`` gives the question at a place of an endless order. ``grader`` starts the
-        grader, at the first grade. ``room`` is for the longest prompt; None if no model bounds it.
-        """
+        """``question`` gives the question at a place of an endless order. ``room`` is for the
+        longest prompt; None if no model bounds it."""
         self.config, self._question = config, question
-        self._tokenizer, self._start_grader = tokenizer, grader
+        self._tokenizer, self.grader = tokenizer, grader
         self._room = room if getattr(config, "long_prompts", "skip") == "cut" else None
         self.validation = [self.write(question) for question in held_out]
 
@@ -71,13 +69,8 @@ class TextTask:
             return EXTRACTORS[self.config.answer_format](response)
         return response.strip()
 
-    @cached_property
-    def grader(self) -> Grader:
-        return self._start_grader()
-
     def close(self) -> None:
-        if "grader" in vars(self):
-            self.grader.close()
+        self.grader.close()
 
     def write(self, question: Question) -> Prompt:
         """The prompt of a question; its beginning is cut off if it is too long and that is set."""

@@ -23,7 +23,6 @@ from burnish.graders.answers import checker as checkers
 from burnish.graders.answers.comparison import decide
 from burnish.graders.math import MathGrader
 from burnish.graders.pool import Limits
-from burnish.graders.rewards import Source
 from burnish.types import Status
 from tests.graders.hostile import hostile_strings
 
@@ -200,21 +199,6 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
     said = ["begins", "scored 1.0 None", "scored 1.0 None"]
     assert run.stdout.splitlines() == said, run.stderr
     assert run.stderr == ""
-
-
-def test_a_pool_that_was_closed_or_is_a_parents_is_replaced(monkeypatch):
-    light = Path(__file__).with_name("rewards_for_tests.py")
-    monkeypatch.setattr(checkers, "SYMBOLIC", Source(f"{light}:length"))
-    checker = AnswerChecker(Limits(workers=1))
-    first = checker._workers()
-    assert checker._workers() is first
-    first.close()
-    second = checker._workers()
-    assert second is not first
-    monkeypatch.setattr(second, "_owner", -1)
-    assert checker._workers() is not second
-    checker.close()
-    second.close()
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):

@@ -198,8 +198,19 @@ def test_closing_leaves_no_process_and_no_descriptor():
     pool.close()
     assert all(map(gone, pids))
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    with pytest.raises(GraderError, match="are closed"):
-        pool.grade([("1", {})])
+
+
+def test_a_pool_that_was_closed_or_is_a_parents_starts_other_workers(monkeypatch):
+    def worker():
+        return pool.grade([("pid", {})])[0].reward
+
+    with GraderPool(OBEDIENT, QUICK) as pool:
+        first = worker()
+        assert worker() == first
+        pool.close()
+        second = worker()
+        monkeypatch.setattr(pool, "_owner", -1)  # as after a fork
+        assert len({first, second, worker()}) == 3
 
 
 def test_a_forgotten_pool_ends_its_workers():
@@ -236,7 +247,7 @@ def test_what_does_not_load_is_said_at_once(tmp_path):
         (f"{other}:wrong", r"other.py has \['right'\], no function 'wrong'"),
     ]:
         with pytest.raises(DataError, match=message):
-            GraderPool(Source(spec), QUICK)
+            GraderPool(Source(spec), QUICK).start()
 
 
 def test_a_reward_that_never_loads_or_dies_loading(tmp_path):
@@ -244,10 +255,10 @@ def test_a_reward_that_never_loads_or_dies_loading(tmp_path):
     file.write_text("import time as f\nf.sleep(600)\n")
     limits = Limits(workers=1, start_seconds=0.3)
     with pytest.raises(GraderError, match=r"do not start: took more than 0.3 s \(to load it\)"):
-        GraderPool(Source(f"{file}:f"), limits)
+        GraderPool(Source(f"{file}:f"), limits).start()
     file.write_text("import os as f\nf._exit(5)\n")
     with pytest.raises(GraderError, match="do not start: the worker exited with 5"):
-        GraderPool(Source(f"{file}:f"), QUICK)
+        GraderPool(Source(f"{file}:f"), QUICK).start()
 
 
 def test_a_killed_supervisor_is_said(tmp_path):
@@ -255,8 +266,7 @@ def test_a_killed_supervisor_is_said(tmp_path):
         pool._supervisors[0].process.kill()
         with pytest.raises(GraderError, match="were killed"):
             pool.grade([("1", {})])
-        with pytest.raises(GraderError, match="are closed"):
-            pool.grade([("1", {})])
+        assert pool.grade([("1", {})])[0].reward == 1  # others have started
 
 
 def test_a_reward_imports_its_neighbours(tmp_path):
@@ -308,7 +318,7 @@ def test_a_file_that_starts_graders_is_not_run_again_and_again(tmp_path):
         from burnish.graders.pool import GraderPool
         from burnish.graders.rewards import Source
         def reward(response, row): return 1
-        GraderPool(Source(f"{__file__}:reward"))
+        GraderPool(Source(f"{__file__}:reward")).start()
         """,
     )
     assert "a file that starts graders was loaded by a grader" in output

@@ -79,9 +79,9 @@ def test_a_scripts_definitions(tmp_path, script, alone):
     file.write_text(script)
     running = types.ModuleType("burnish_script")
     exec(script, vars(running))
-    tree = scripts.definitions(file)
-    assert scripts.stand_alone(tree, running) == alone
+    assert scripts.stands_alone(running, file) == alone
     if alone:
+        tree = scripts.definitions(file)
         names: dict[str, object] = {}
         exec(compile(tree, "script", "exec"), names)
         assert names["f"]("", {})

@@ -7,7 +7,6 @@ import importlib.util
 import math
 import os
 import reprlib
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -52,13 +51,7 @@ class AnswerChecker:
     """Compares answers with gold answers in stages, from any thread; close it when done."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
-        self.pool: GraderPool | None = None
-        """None before the first algebra."""
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AnswerChecker, (self.limits,)
+        self.pool = GraderPool(SYMBOLIC, limits)
 
     def check(self, pairs: Sequence[tuple[str | None, Any]]) -> list[Grade]:
         """The grades of (answer, gold) pairs, in their order; an answer of None is missing."""
@@ -73,20 +66,14 @@ class AnswerChecker:
         ]
 
     def _workers(self) -> Grader:
-        """The pool; another one if it was closed by an error, or belongs to a parent process."""
         if importlib.util.find_spec("math_verify") is None:
             raise MissingExtra("math", "comparing expressions")
         if INSIDE in os.environ:  # this is a worker, and is held to a deadline itself
             return InProcess(importlib.import_module(SYMBOLIC.module).reward)
-        with self._lock:
-            if self.pool is None or self.pool.closed:
-                self.pool = GraderPool(SYMBOLIC, self.limits)
-            return self.pool
+        return self.pool
 
     def close(self) -> None:
-        """Ends the workers, if there are any."""
-        if self.pool is not None:
-            self.pool.close()
+        self.pool.close()
 
 
 def gold_texts(gold: Any) -> tuple[str, ...]:

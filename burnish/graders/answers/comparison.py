@@ -84,11 +84,9 @@ def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
 
 def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> Verdict:
     ours, theirs = list(answer.items), list(gold.items)
-    alike = answer.kind == gold.kind and len(ours) == len(theirs)
+    alike = answer.kind == gold.kind and len(ours) == len(theirs) <= MOST_PARTS
     if not alike or not _agree(answer.name, gold.name):
         return Verdict.DIFFERENT
-    if len(ours) > MOST_PARTS:
-        return Verdict.UNREADABLE
     if gold.kind in ("list", "or") and "…" not in theirs:
         return _compare_unordered(ours, theirs, algebra, deep)
     return max(_compare(*pair, algebra, deep) for pair in zip(ours, theirs, strict=True))
