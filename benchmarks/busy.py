@@ -28,11 +28,11 @@ THREADS = 2
 
 def serve(waiting: str) -> None:
     import burnish
-    from burnish import build
+    from burnish import api
     from burnish.progress import Progress
 
     if waiting == "default":
-        build.share_cores = lambda: None  # type: ignore[attr-defined]
+        api.share_cores = lambda: None  # type: ignore[attr-defined]
     turns = Turns()
 
     def show(progress: Progress) -> None:

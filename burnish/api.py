@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish import build, config, inputs, preflight
-from burnish.build import AnyPath, AnyRecipe, Prompts, Reward
-from burnish.config import (
-    FilesTask,
-    KeywordsTask,
-    Overrides,
-    Recipe,
-    Rows,
-    SorterConfig,
-    Table,
-)
+from burnish import config, inputs, preflight
+from burnish.config import KeywordsTask, Overrides, Recipe, SorterConfig, SortTask, Table
 from burnish.errors import ConfigError, RunError
+from burnish.preflight import Given, Prompts
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
-from burnish.runs import checkpoints, resuming
-from burnish.runs.directory import (
-    ENVIRONMENT,
-    PROMPTS,
-    RunDirectory,
-    claimed,
-    environment,
-    read_json,
-)
+from burnish.runs import checkpoints, directory, resuming
+from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows, read_rows
 from burnish.runs.run import Run
+from burnish.threads import share_cores
 
 if TYPE_CHECKING:
     from burnish.loops.generate import Answer
     from burnish.runs.results import Evaluation
-    from burnish.tasks.text import Messages
 
+AnyPath = str | os.PathLike[str]
+AnyRecipe = AnyPath | Table | Recipe
+"""A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
 Shown = Show | bool | None
 """What progress is shown to: a callable; None or True for a display on stderr; False for nobody."""
+TORCH = Progress("load", "loading torch")
+MEASURED = ("model", "task", "engine", "validation")
+"""Sections of a recipe that an evaluation depends on."""
 
 
 def train(
@@ -49,9 +41,8 @@ def train(
     *,
     prompts: Prompts = None,
     data: AnyPath | None = None,
-    reward: Reward | str | None = None,
+    reward: Given = None,
     overrides: Overrides = (),
-    seed: int | None = None,
     out: AnyPath | None = None,
     show: Shown = None,
     stop: Callable[[], bool] = lambda: False,
@@ -60,46 +51,49 @@ def train(
     """Runs a recipe and returns the run.
 
     ``recipe`` is a name that ``burnish recipes`` lists, a TOML file, a dict of sections or a
-    ``Recipe``. ``settings`` are sections to change, as in ``train={"steps": 10}``; ``overrides``
-    say the same as "train.steps=10", or as a dict. ``out`` is a new directory, by default
-    runs/NAME-1, runs/NAME-2, … ``prompts`` (texts, or rows with a "prompt") or ``data`` (a JSONL
-    file, or a directory with train.jsonl and validation.jsonl) and ``reward`` (a function of
+    ``Recipe``. ``settings`` are sections to change, as in ``train={"steps": 10}``, or ``seed=1``;
+    ``overrides`` say the same as "train.steps=10", or as a dict. ``out`` is a new directory, by
+    default runs/NAME-1, runs/NAME-2, … ``prompts`` (texts, or rows with a "prompt") or ``data`` (a
+    JSONL file, or a directory with train.jsonl and validation.jsonl) and ``reward`` (a function of
     response text and row, or "FILE.py:NAME") replace the recipe's task.
 
     Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
     every ``burnish.progress.Progress``; those of phase "step" carry a finished step's metrics.
     """
-    _check_given(prompts, data)
-    if isinstance(recipe, Recipe) and data is not None:
-        recipe = config.effective(recipe)
-    is_own = prompts is not None or data is not None or reward is not None
-    own: list[str] = []
-    if is_own and not isinstance(recipe, Recipe):
-        own = own_task(recipe, data=None if data is None else Path(data), reward=reward)
-    recipe = build.load_recipe(recipe, [*own, config.changed(overrides), settings], seed=seed)
+    if isinstance(prompts, str | Mapping):
+        raise ConfigError(
+            f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
+            f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
+        )
     rows = None if prompts is None else inputs.as_rows(prompts)
-    recipe = _as_given(recipe, rows, reward)
-    place = None if out is None else Path(out)
-    with claimed(place, recipe.name) as path, shown(show, path.name) as tell:
+    changes = [config.changed(overrides), settings]
+    recipe = recipe_of(recipe, changes, rows=rows, data=data, reward=reward)
+    with (
+        directory.claimed(None if out is None else Path(out), recipe.name) as path,
+        shown(show, path.name) as tell,
+    ):
         tell(Progress("check", "checking the recipe and its data"))
         is_new = not path.exists() or not any(path.iterdir())
         preflight.check(recipe, path, prompts=rows, reward=reward)
-        recipe = build.prepare(recipe, tell)
-        build.check_room(recipe, path, tell)
+        tell(TORCH)
+        from burnish import build
         from burnish.loops.recorder import record
 
-        read = _hashes(recipe, rows, reward, tell)
-        parts = build.build(recipe, prompts=rows, reward=reward, show=tell)
+        recipe = build.prepare(recipe, tell)
+        build.check_room(recipe, path, tell)
+        read = build.hashes(recipe, tell, rows=rows, reward=reward)
+        kept = None if rows is None else inputs.to_jsonl(rows)
         try:
-            kept = None if rows is None else inputs.to_jsonl(rows)
-            with RunDirectory(path, recipe, inputs=read, prompts=kept) as directory:
-                record(directory, parts, show=tell, stop=stop)
+            with (
+                closing(build.build(recipe, prompts=rows, reward=reward, show=tell)) as parts,
+                RunDirectory(path, recipe, inputs=read, prompts=kept) as opened,
+            ):
+                record(opened, parts, show=tell, stop=stop)
         except KeyboardInterrupt:
-            if is_new and not has_learned(path):
-                shutil.rmtree(path)
+            learned = any(row["step"] > 0 for row in iterate_rows(path / "metrics.jsonl"))
+            if is_new and not learned:
+                shutil.rmtree(path, ignore_errors=True)  # it may not be made yet
             raise
-        finally:
-            parts.close()
     return Run(path)
 
 
@@ -107,62 +101,55 @@ def sft(
     recipe: AnyRecipe = "sft",
     *,
     data: AnyPath | Iterable[Mapping[str, Any]] | None = None,
-    overrides: Overrides = (),
-    seed: int | None = None,
-    out: AnyPath | None = None,
-    show: Shown = None,
-    stop: Callable[[], bool] = lambda: False,
-    **settings: Any,
+    **how: Any,
 ) -> Run:
     """Learns written answers, prompt by prompt, and returns the run: a warm start for ``train``.
 
     ``data`` is a JSONL file of rows with "prompt" and "answer", a directory with train.jsonl and
-    validation.jsonl, or the rows themselves; the rest is as in ``train``.
+    validation.jsonl, or the rows themselves; ``how`` is as in ``train``.
     """
-    file, rows = None, None
+    how["task"] = {"name": "pairs"} | how.get("task", {})
     if isinstance(data, str | os.PathLike):
-        file = Path(data)
-    elif data is not None:
-        rows = list(data)
-    if not isinstance(recipe, Recipe):
-        recipe = config.load(recipe, own_pairs(recipe, data=file, is_given=rows is not None))
-    recipe = build.load_recipe(recipe, [config.changed(overrides), settings], seed=seed)
-    return train(recipe, prompts=rows, out=out, show=show, stop=stop)
+        return train(recipe, data=data, **how)
+    return train(recipe, prompts=data, **how)
 
 
-def _check_given(prompts: Prompts, data: AnyPath | None) -> None:
-    if isinstance(prompts, str | Mapping):
-        raise ConfigError(
-            f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
-            f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
-        )
-    if prompts is not None and data is not None:
+def recipe_of(
+    source: AnyRecipe,
+    changes: Sequence[str | Table] = (),
+    *,
+    rows: Prompts = None,
+    data: AnyPath | None = None,
+    reward: Given = None,
+) -> Recipe:
+    """The recipe of a run, whose task is replaced by prompts and a reward of one's own.
+
+    Without a reward, a keyword recipe keeps its own.
+    """
+    if rows is None and data is None and reward is None:
+        return config.load(source, changes)
+    if rows is not None and data is not None:
         raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
-
-
-def _as_given(recipe: Recipe, rows: list[Any] | None, reward: Reward | str | None) -> Recipe:
-    """The recipe without the rows and the reward that a script gives others for: they are not what
-    the run reads. (A task that takes none is refused later.)"""
-    changes: dict[str, Any] = {} if rows is None else {"train": None}
-    if reward is not None and isinstance(recipe.task, FilesTask):
-        changes["reward"] = reward if isinstance(reward, str) else None
-    if not isinstance(recipe.task, Rows):
-        return recipe
-    return recipe.model_copy(update={"task": recipe.task.model_copy(update=changes)})
-
-
-def _hashes(
-    recipe: Recipe, rows: list[Any] | None, reward: Reward | str | None, show: Show
-) -> dict[str, str]:
-    """Of all that a run reads, its model included."""
-    given = None if isinstance(reward, str) else reward
-    read = inputs.hashes(recipe, rows=rows, reward=given)
-    return read if (model := build.digest(recipe, show)) is None else read | {"model": model}
+    before = config.load(source).task
+    name = config.changed(changes).get("task.name", before.name)
+    own: dict[str, Any] = {"name": "pairs" if name == "pairs" else "files"}
+    if rows is not None:
+        own["train"] = None  # the run reads other rows
+    elif data is not None:
+        own["train"] = os.fspath(data)
+        if Path(data).is_dir():
+            own |= {name: str(Path(data) / f"{name}.jsonl") for name in ("train", "validation")}
+    if reward is not None:
+        own["reward"] = reward if isinstance(reward, str) else None
+    elif isinstance(before, KeywordsTask) and name != "pairs":
+        own |= {"reward": before.reward, "must_end": before.must_end}
+    return config.load(source, [{"task": own}, *changes])
 
 
 @contextmanager
 def shown(show: Shown, name: str) -> Iterator[Show]:
-    """What to call with progress inside the block."""
+    """What to call with progress inside the block, which may load torch."""
+    share_cores()
     if callable(show):
         with showing_compiles(show):
             yield show
@@ -178,62 +165,13 @@ def shown(show: Shown, name: str) -> Iterator[Show]:
             yield display
 
 
-def has_learned(run_path: Path) -> bool:
-    """Whether a run has finished a step."""
-    return any(row["step"] > 0 for row in iterate_rows(run_path / "metrics.jsonl"))
-
-
-def own_task(
-    recipe: AnyPath | Table, *, data: Path | None = None, reward: Reward | str | None = None
-) -> list[str]:
-    """Overrides that put prompts and a reward of one's own in the place of a recipe's task.
-
-    ``data`` is a JSONL file, or a directory with train.jsonl and validation.jsonl. Without a
-    reward, a keyword recipe keeps its own.
-    """
-    overrides = ["task.name=files"]
-    files = {} if data is None else _data_files(data)
-    overrides += [f"task.{key}={json.dumps(file)}" for key, file in files.items()]
-    if isinstance(reward, str):
-        overrides.append(f"task.reward={json.dumps(reward)}")
-    task = config.load(recipe).task
-    if reward is None and isinstance(task, KeywordsTask):
-        overrides += [f"task.reward={task.reward}", f"task.must_end={json.dumps(task.must_end)}"]
-    return overrides
-
-
-def own_pairs(
-    recipe: AnyPath | Table,
-    *,
-    data: Path | None = None,
-    model: str | None = None,
-    is_given: bool = False,
-) -> list[str]:
-    """Overrides that make a recipe a supervised one, on rows of one's own, from a model.
-
-    ``is_given``: a script passes the rows themselves.
-    """
-    files = {} if data is None else _data_files(data)
-    if data is None and not is_given and not config.load(recipe).is_supervised:
-        raise ConfigError(f"recipe {recipe} has no answers to learn; give --data FILE.jsonl")
-    overrides = ["task.name=pairs", *(f"task.{k}={json.dumps(v)}" for k, v in files.items())]
-    return overrides + ([] if model is None else [f"model.name={json.dumps(model)}"])
-
-
-def _data_files(data: Path) -> dict[str, str]:
-    """A JSONL file, or a directory with train.jsonl and validation.jsonl."""
-    if not data.is_dir():
-        return {"train": str(data)}
-    return {name: str(data / f"{name}.jsonl") for name in ("train", "validation")}
-
-
 def resume(
     run_path: AnyPath,
     *,
     overrides: Overrides = (),
     from_checkpoint: str | None = None,
     anyway: bool = False,
-    reward: Reward | str | None = None,
+    reward: Given = None,
     show: Shown = None,
     stop: Callable[[], bool] = lambda: False,
     **settings: Any,
@@ -247,29 +185,29 @@ def resume(
     it reads has changed.
     """
     path = Path(run_path)
-    with RunDirectory(path) as directory, shown(show, path.name) as tell:
+    with RunDirectory(path) as opened, shown(show, path.name) as tell:
         recipe = resuming.resumed_recipe(path, [config.changed(overrides), settings])
-        chosen = (
-            checkpoints.latest(path)
-            if from_checkpoint is None
-            else checkpoints.choose(path, from_checkpoint)
-        )
+        chosen = checkpoints.latest(path)
+        if from_checkpoint is not None:
+            chosen = checkpoints.choose(path, from_checkpoint)
         tell(Progress("check", "checking the recipe and its data"))
-        before = read_json(path / ENVIRONMENT)
+        before = directory.read_json(path / directory.ENVIRONMENT)
         resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
         rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
         preflight.check(recipe, prompts=rows, reward=reward)
-        recipe = build.prepare(recipe, tell, before.get("threads"))
-        now = environment(recipe) | {"inputs": _hashes(recipe, rows, reward, tell)}
-        resuming.check_environment(before, now, anyway=anyway)
-        build.check_room(recipe, path, tell)
+        tell(TORCH)
+        from burnish import build
         from burnish.learner.learner import State
         from burnish.loops.recorder import record
 
-        parts = build.build(recipe, prompts=rows, reward=reward, show=tell)
-        try:
-            start = 0
-            positions: dict[str, int] = {}
+        recipe = build.prepare(recipe, tell, before.get("threads"))
+        read = build.hashes(recipe, tell, rows=rows, reward=reward)
+        resuming.check_environment(
+            before, directory.environment(recipe) | {"inputs": read}, anyway=anyway
+        )
+        build.check_room(recipe, path, tell)
+        with closing(build.build(recipe, prompts=rows, reward=reward, show=tell)) as parts:
+            start, positions = 0, {}
             if chosen is not None:
                 tell(Progress("load", f"loading the checkpoint {chosen.name}"))
                 saved = checkpoints.load(chosen)
@@ -277,14 +215,12 @@ def resume(
                 if parts.prompts is not None:
                     parts.prompts.load_state(saved.state["prompts"])
                 start, positions = saved.step, saved.state["positions"]
-                directory.check_positions(positions)  # nothing is deleted before all is checked
+                opened.check_positions(positions)  # nothing is deleted before all is checked
                 checkpoints.return_to(path, chosen, keep=recipe.checkpoint.keep)
-            directory.cut_back(positions)
-            directory.write("recipe.toml", config.to_toml(config.effective(recipe)))
-            parts.learner.incarnation = directory.restart(start)
-            record(directory, parts, start=start, show=tell, stop=stop)
-        finally:
-            parts.close()
+            opened.cut_back(positions)
+            opened.write("recipe.toml", config.to_toml(config.effective(recipe)))
+            parts.learner.incarnation = opened.restart(start)
+            record(opened, parts, start=start, show=tell, stop=stop)
     return Run(path)
 
 
@@ -293,89 +229,108 @@ def evaluate(
     *,
     model: AnyPath | Table | None = None,
     overrides: Overrides = (),
-    seed: int | None = None,
     out: AnyPath | None = None,
     show: Shown = None,
     **settings: Any,
 ) -> Evaluation:
     """Measures a model on held-out prompts, as training measures it at its start.
 
-    ``recipe`` may also be a run, whose model is meant then, or a task's name; ``settings`` are
-    sections to change, as in ``train``. With ``out``, every response is kept in that directory,
-    with a report; what it holds of this very evaluation, begun before, is not sampled again.
+    ``recipe`` may also be a run, whose model is meant then; ``settings`` are sections to change, as
+    in ``train``. Every response is kept in the directory ``out``, with a report; the responses that
+    it holds of this very evaluation are not sampled again. By default it is runs/eval-NAME-HASH,
+    one directory for all that the results depend on.
     """
-    changes = [config.changed(overrides), settings]
-    recipe = build.evaluation_recipe(recipe, model=model, overrides=changes, seed=seed)
+    recipe = evaluation_recipe(recipe, model, [config.changed(overrides), settings])
     preflight.check(recipe)
-    with shown(show, recipe.name if out is None else Path(out).name) as tell:
-        recipe = build.prepare(recipe, tell)
+    with shown(show, recipe.name) as tell:
+        tell(TORCH)
+        from burnish import build
         from burnish.engine.protocol import require
-        from burnish.loops.evaluate import Evaluator, figures
+        from burnish.loops.evaluate import Evaluator
         from burnish.runs import results
 
+        recipe = build.prepare(recipe, tell)
+        depends = _evaluation_settings(recipe, build.hashes(recipe, tell))
+        digest = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
+        path = Path(out or f"runs/eval-{recipe.name}-{digest[:8]}")
         task, engine, decode = build.build_sampler(recipe, show=tell)
-        try:
+        with closing(task):
             require(engine.capabilities, repeats=False)
-            depends = build.evaluation_settings(recipe, show=tell)
             if not engine.capabilities.counter_draws:
                 depends["draws"] = "the engine's own"
             evaluator = Evaluator(recipe, task, engine, decode)
-            if out is None:
-                parts = evaluator.answered(show=tell)
-                rows: Any = [row for groups in parts for row in evaluator.rows(groups)]
-                return results.Evaluation(recipe.name, depends, figures(rows), rows, None)
-            path = Path(out)
             evaluator.evaluate_into(path, depends, show=tell)
-            tell(Progress("report", "writing the report"))
-            results.write_evaluation([path], path / "report.html")
-            return results.read(path)
-        finally:
-            task.close()
+        tell(Progress("report", "writing the report"))
+        results.write_evaluation([path], path / "report.html")
+        return results.read(path)
+
+
+def evaluation_recipe(
+    source: AnyRecipe, model: AnyPath | Table | None = None, changes: Sequence[str | Table] = ()
+) -> Recipe:
+    """The recipe of an evaluation: as given, or the recipe of a run."""
+    own: list[Table] = []
+    if isinstance(source, str | os.PathLike) and (Path(source) / "recipe.toml").is_file():
+        run, source = Path(source), Path(source) / "recipe.toml"
+        if isinstance(config.load(source).task, SortTask):
+            raise ConfigError(
+                f"{run} trained the sorting model, and `burnish eval` measures language models; "
+                f"{run}/report.html has what the run measured on held-out prompts"
+            )
+        own.append({"model": run})
+        if (run / PROMPTS).is_file():
+            own.append({"task": {"train": run / PROMPTS}})
+    if model is not None:
+        own.append({"model": model})
+    recipe = config.load(source, [*own, *changes])
+    if recipe.is_supervised:
+        raise ConfigError(f"{recipe.name} has answers to learn and none to grade; name another")
+    return recipe
+
+
+def _evaluation_settings(recipe: Recipe, read: Mapping[str, str]) -> dict[str, Any]:
+    """All that an evaluation's results depend on, with hashes of what it reads."""
+    table = {section: config.effective(recipe).get(section, {}) for section in MEASURED}
+    names = ("max_tokens", "min_tokens", "stop")
+    table["rollout"] = recipe.rollout.model_dump(include=set(names))
+    del table["validation"]["every"]
+    settings: dict[str, Any] = json.loads(json.dumps(config.flat(table)))
+    return settings | {"seed": recipe.seed} | {f"hash of {name}": read[name] for name in read}
 
 
 def generate(
-    prompts: str | Sequence[str | Messages],
+    prompts: str | Sequence[str],
     *,
     model: AnyPath = "smollm2-135m",
     n: int = 1,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int | None = None,
-    max_tokens: int = 128,
-    min_tokens: int = 0,
-    stop: Sequence[str] = (),
-    seed: int = 0,
     chat: bool = True,
-    dtype: str = "auto",
+    precision: str = "auto",
     device: str = "auto",
     show: Shown = None,
-    write: Callable[[str], object] = lambda text: None,
+    **sampling: Any,
 ) -> list[Answer]:
     """Samples ``n`` answers to each prompt, and returns them in the prompts' order.
 
-    ``model`` is a name, a directory, hf:ORG/NAME or a run; temperature 0 is greedy; ``chat`` puts
-    a prompt through the model's chat template where it has one. ``write`` gets the text of the
-    first answer, piece by piece, as it is sampled.
+    ``model`` is a name, a directory, hf:ORG/NAME or a run; ``chat`` puts a prompt through the
+    model's chat template where it has one. ``sampling`` may set ``temperature`` (0 is greedy),
+    ``top_p``, ``top_k``, ``max_tokens`` (128 by default), ``min_tokens``, ``stop`` and ``seed``.
     """
-    from burnish.loops import generate as loop
-    from burnish.types import SamplingParams
-
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        seed=seed,
-    )
+    named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
+    recipe = config.load(named | {"device": device})
+    preflight.check(recipe)
     with shown(show, os.fspath(model)) as tell:
-        engine, tokenizer = build.open_engine(model, dtype=dtype, device=device, show=tell)
+        tell(TORCH)
+        from burnish import build
+        from burnish.loops.generate import generate as answer
+        from burnish.types import SamplingParams
+
+        stop = sampling.pop("stop", ())
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        params = SamplingParams(**{"max_tokens": 128} | sampling, stop=stops)
+        engine, tokenizer = build.build_engine(build.prepare(recipe, tell), tell)
         report = begin(tell, "generate", f"sampling {n * len(texts)} responses", unit="responses")
-        return loop.generate(
-            engine, tokenizer, texts, n=n, params=params, chat=chat, write=write, report=report
-        )
+        return answer(engine, tokenizer, texts, n=n, params=params, chat=chat, report=report)
 
 
 def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown = None) -> Path:
@@ -392,10 +347,11 @@ def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown 
         raise RunError(f"{target} is not empty; choose another directory")
     chosen = checkpoints.choose(path, which)
     with shown(show, path.name) as tell:
-        tell(Progress("load", "loading torch"))
+        tell(TORCH)
+        from burnish import build
         from burnish.model import checkpoint as models
 
-        model, _, source = build.open_model(recipe, dtype="float32", show=tell)
+        model, _, source = build.open_model(recipe, show=tell)
         build.take_weights(model, chosen)
         tell(Progress("export", f"writing {target}"))
         models.save(model, target, source=source)

@@ -444,9 +444,14 @@ class Recipe(Section):
 
 
 def load(
-    source: str | os.PathLike[str] | Table, overrides: Overrides = (), *, seed: int | None = None
+    source: str | os.PathLike[str] | Table | Recipe,
+    overrides: Overrides = (),
+    *,
+    seed: int | None = None,
 ) -> Recipe:
-    """The recipe of a name, of a TOML file or of a table, with the overrides applied."""
+    """The recipe of a name, of a TOML file, of a table or as it is, with the overrides applied."""
+    if isinstance(source, Recipe):
+        source = effective(source)
     if isinstance(source, Mapping):
         given = flat(source)
     else:

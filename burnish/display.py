@@ -6,15 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
-from rich.text import Text
 
 from burnish.progress import STEP_PHASES, Progress
 
@@ -22,20 +21,15 @@ EVERY = 10.0
 """Seconds after which a line is written to a pipe although nothing new was reported."""
 REDRAWS = 5.0
 """Redraws of the live block per second."""
-PAUSE = 1.0
-"""Seconds between two lines about phases that begin in a run that has finished a step."""
-SHOWN = (
-    ("rollout/reward", "reward"),
-    ("train/loss", "loss"),
-    ("validation/reward", "held out"),
-    ("validation/loss", "held out"),
-    ("kl/initial_k1", "KL"),
-)
+SHOWN = {
+    "rollout/reward": "reward",
+    "train/loss": "loss",
+    "validation/reward": "held out",
+    "validation/loss": "held out",
+    "kl/initial_k1": "KL",
+}
 """Metrics of a step, and the words for them; the loss is left out where there is a reward."""
-TROUBLES = (
-    ("rollout/grades_timeout", "timed out"),
-    ("rollout/grades_error", "not graded"),
-)
+TROUBLES = {"rollout/grades_timeout": "timed out", "rollout/grades_error": "not graded"}
 """Shares of a step's responses that are shown as counts, where there are any."""
 
 
@@ -52,42 +46,35 @@ class Display:
         console: Console,
         *,
         quiet: bool = False,
-        every: float = EVERY,
-        redraws: float = REDRAWS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name, self._console, self._quiet = name, console, quiet
-        self._every, self._redraws, self._clock = every, redraws, clock
+        self._console, self._clock = console, clock
         self._began = self._written = self._told = clock()
-        self._now = Progress("load", "starting")
-        self._figures = ""
-        self._live: Live | None = None
-        self._spinner = Spinner("dots")
+        self._now, self._figures = Progress("load", "starting"), ""
+        self._title = Spinner("dots", f"[bold]{escape(name)}")
         self._ended = threading.Event()
-        self._beat: threading.Thread | None = None
-
-    def __enter__(self) -> Self:
-        if self._quiet:
-            return self
-        if self._console.is_terminal and self._console.file.isatty():  # CI may pretend to be one
+        self._live: Live | None = None
+        self._thread: threading.Thread | None = None
+        if quiet:
+            return
+        if console.is_terminal and console.file.isatty():  # CI may pretend to be one
             self._live = Live(
-                console=self._console,
+                console=console,
                 get_renderable=self._block,
-                refresh_per_second=self._redraws,
+                refresh_per_second=REDRAWS,
                 transient=True,
             )
-            self._live.start(refresh=True)
         else:
-            self._beat = threading.Thread(target=self._keep_writing, daemon=True)
-            self._beat.start()
+            self._thread = threading.Thread(target=self._keep_writing, daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start(refresh=True)
+        if self._thread is not None:
+            self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -95,69 +82,57 @@ class Display:
         self._ended.set()
         if self._live is not None:
             self._live.stop()
-        if self._beat is not None:
-            self._beat.join(1.0)
+        if self._thread is not None:
+            self._thread.join(1.0)
 
     def __call__(self, progress: Progress) -> None:
         if progress.phase == "note":
             self.say(progress.doing)
             return
         before, self._now, self._told = self._now, progress, self._clock()
+        is_early = not progress.step and progress.phase not in STEP_PHASES
         if progress.phase == "step":
             self._figures = figures(progress)
             if self._live is None:
                 self._write(f"step {progress.step}/{progress.steps}  {self._figures}{self._left()}")
-        elif self._beat is not None and progress.doing != before.doing and self._is_news():
-            self._write(self._line())
+        elif self._thread is not None and is_early and progress.doing != before.doing:
+            self.beat()
 
     def say(self, text: str) -> None:
         """A line of its own, above the block."""
         self._console.print(text, soft_wrap=True, markup=False)
 
-    def _is_news(self) -> bool:
-        """Whether a phase that begins is worth a line at once: those before the first step are."""
-        if self._now.phase in STEP_PHASES:
-            return False
-        return not self._now.step or self._clock() - self._written >= PAUSE
-
     def _keep_writing(self) -> None:
-        while not self._ended.wait(max(0.01, self._written + self._every - self._clock())):
-            if self._clock() - self._written >= self._every:
-                self._write(self._line())
+        while not self._ended.wait(max(0.01, self._written + EVERY - self._clock())):
+            if self._clock() - self._written >= EVERY:
+                self.beat()
+
+    def beat(self) -> None:
+        """Writes what is going on now."""
+        self._write(self._line())
 
     def _write(self, text: str) -> None:
         self._written = self._clock()
         self.say(text)
 
     def _line(self) -> str:
-        now = self._now
+        now, told = self._now, [self._now.doing]
+        if now.step is not None and now.phase in STEP_PHASES:
+            told = [f"step {now.step + 1}/{now.steps}: {now.doing}"]
+        if now.total:
+            told.append(f"{now.done:,}/{now.total:,} {now.unit}")
+        if now.tokens_per_second:
+            told.append(f"{now.tokens_per_second:,.0f} tokens/s")
+        if self._figures:
+            told.append(self._figures)
         passed = _clock(self._clock() - self._began)
-        in_step = now.step is not None and now.phase in STEP_PHASES
-        step = f"step {_underway(now)}: " if in_step else ""
-        told = (f"{step}{now.doing}", _counted(now), _speed(now), self._figures)
-        return f"[{passed}] {'  '.join(part for part in told if part)}{self._left()}"
+        return f"[{passed}] {'  '.join(told)}{self._left()}"
 
     def _block(self) -> RenderableType:
-        now = self._now
-        passed = _clock(self._clock() - self._began)
-        head = Table.grid(padding=(0, 1))
-        head.add_row(
-            self._spinner,
-            Text(self._name, style="bold"),
-            Text(now.doing, overflow="ellipsis", no_wrap=True),
-            passed,
-        )
-        bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            " ",
-            ProgressBar(total=now.total, completed=now.done, width=24, pulse=not now.total),
-            _counted(now),
-            _speed(now),
-        )
-        rows: list[RenderableType] = [head, bar]
-        if now.step is not None:
-            rows.append(Text(f"  step {_underway(now)}  {self._figures}{self._left()}"))
-        return Group(*rows)
+        now, head = self._now, Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=now.total, completed=now.done, width=24, pulse=not now.total)
+        head.add_row(self._title, bar)
+        return Group(head, escape(self._line()))
 
     def _left(self) -> str:
         """The time left, less what has passed since it was told; empty once it is used up."""
@@ -170,28 +145,13 @@ class Display:
 def figures(progress: Progress) -> str:
     """A step's metrics in one line."""
     metrics = progress.metrics
-    shown = [(key, word) for key, word in SHOWN if key in metrics]
-    if "rollout/reward" in metrics:
-        shown = [(key, word) for key, word in shown if key != "train/loss"]
+    without = "train/loss" if "rollout/reward" in metrics else ""
+    shown = [(key, word) for key, word in SHOWN.items() if key in metrics and key != without]
     told = [f"{word} {metrics[key]:z.3f}" for key, word in shown]
-    for key, word in TROUBLES:
+    for key, word in TROUBLES.items():
         count = round(metrics.get(key, 0.0) * metrics.get("rollout/responses", 0.0))
         told += [f"{count} {word}"] if count else []
     return "  ".join(told)
-
-
-def _underway(now: Progress) -> str:
-    """The step that is being done, or the last that is done while none is."""
-    assert now.step is not None
-    return f"{now.step + (now.phase in STEP_PHASES)}/{now.steps}"
-
-
-def _counted(now: Progress) -> str:
-    return f"{now.done:,}/{now.total:,} {now.unit}" if now.total else ""
-
-
-def _speed(now: Progress) -> str:
-    return f"{now.tokens_per_second:,.0f} tokens/s" if now.tokens_per_second else ""
 
 
 def _clock(seconds: float) -> str:

@@ -64,7 +64,7 @@ def _recipe(name: str, runs: Path, rates: dict[str, Rates]) -> str:
     """About how long the recipe takes here, and a line for each thing that it lacks."""
     recipe, size, lacks = build.look(config.load(name), runs / name, has_prompts=False)
     if first := preflight.first_run(recipe.source):  # it begins with another model of that size
-        size = build.measure(first, has_prompts=False)
+        size = build.measure(first)
     rate = rates.get(recipe.train.precision, rates["fp32"])
     time = f"{estimate.spoken(recipe, size, rate)}{'' if lacks else ', ready'}"
     return "\n".join([time, *(f"lacks: {problem}" for problem in lacks)])

@@ -1,5 +1,5 @@
-"""What a run or an evaluation reads that its recipe only names, each with a hash: rows, rewards,
-the code that grades. A resumed run and a repeated evaluation must read the same."""
+"""Hashes of what a run or an evaluation reads and its recipe only names: rows, rewards, the code
+that grades. A resumed run and a repeated evaluation must read the same."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from typing import Any
 from burnish.config import FilesTask, MathTask, MixtureTask, Recipe, Rows
 from burnish.errors import DataError
 from burnish.graders import rewards
+from burnish.preflight import Given
 from burnish.runs.directory import version_of
 
-Row = dict[str, Any]
 CODE = ("graders", "tasks")
 """Folders of the package that make prompts and grade responses."""
 PACKAGES = {"math": ("math-verify", "sympy"), "gym": ("reasoning-gym",)}
 """Packages that do the same, by the task's name."""
-DIGITS = 16
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 def hashes(
-    recipe: Recipe, *, rows: Iterable[Row] | None = None, reward: rewards.Reward | None = None
+    recipe: Recipe, *, rows: list[Any] | None = None, reward: Given = None
 ) -> dict[str, str]:
-    """Hashes and versions, by the setting that names what is read.
-
-    ``rows`` are "prompts" and ``reward`` is "reward": a script gave them.
-    """
+    """Hashes by the setting that names what is read; "prompts" and "reward" are a script's."""
     found = {"code": _of_code()}
-    for section, task in _sections(recipe):
+    tasks: dict[str, Any] = {"task": recipe.task}
+    if isinstance(recipe.task, MixtureTask):
+        tasks = {f"task.tasks.{name}": task for name, task in recipe.task.tasks.items()}
+    for section, task in tasks.items():
         found |= {f"{section}.{key}": value for key, value in _of_task(task)}
     if rows is not None:
         found["prompts"] = _hash(to_jsonl(rows).encode())
-    if reward is not None:
+    if callable(reward):
         found["reward"] = of_function(reward)
     return found
 
@@ -51,64 +50,59 @@ def of_files(files: Iterable[Path]) -> str:
     return _hash(b"".join(digests))
 
 
-def of_function(reward: rewards.Reward) -> str:
-    """A function's name and the hash of its own code, wherever it is defined.
+def of_function(function: rewards.Reward) -> str:
+    """A function's name and the hash of its own code, with the plain values that it holds.
 
     Comments, line numbers and the code of other functions that it calls do not count.
     """
-    given: list[Any] = []
-    call: Any = reward
-    while isinstance(call, partial):
-        given += [*call.args, *call.keywords.values()]
-        call = call.func
-    name = getattr(call, "__name__", type(call).__name__)
-    call = getattr(call, "__func__", call if hasattr(call, "__code__") else type(call).__call__)
+    if isinstance(function, partial):
+        given = repr((function.args, function.keywords))
+        return f"{of_function(function.func)} of {_hash(given.encode())}"
+    name = getattr(function, "__name__", type(function).__name__)
+    call: Any = function if hasattr(function, "__code__") else type(function).__call__
     if not hasattr(call, "__code__"):  # written in C
         return str(name)
-    given += [*(call.__defaults__ or ()), *(call.__kwdefaults__ or {}).values()]
-    given += [cell.cell_contents for cell in call.__closure__ or ()]
-    told = [repr(value) if isinstance(value, PLAIN) else type(value).__name__ for value in given]
-    return f"{name} ({_hash(repr((_told(call.__code__), told)).encode())})"
+    held = [*(call.__defaults__ or ()), *(cell.cell_contents for cell in call.__closure__ or ())]
+    values = [repr(value) if isinstance(value, PLAIN) else type(value).__name__ for value in held]
+    return f"{name} ({_hash(repr((_of_bytecode(call.__code__), values)).encode())})"
 
 
-def as_rows(prompts: Iterable[str | Mapping[str, Any]]) -> list[Row]:
+def _of_bytecode(code: CodeType) -> Any:
+    """A function's instructions in values that another process repeats."""
+    constants = [
+        _of_bytecode(value)
+        if isinstance(value, CodeType)
+        else sorted(map(repr, value if isinstance(value, frozenset) else [value]))
+        for value in code.co_consts
+    ]
+    return code.co_code, code.co_names, constants
+
+
+def as_rows(prompts: Iterable[str | Mapping[str, Any]]) -> list[Any]:
     """A script's prompts as a file would give them, since the run keeps them in a file."""
-    rows: list[Any] = []
-    for i, prompt in enumerate(prompts):
-        row = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        try:
-            rows.append(json.loads(json.dumps(dict(row) if isinstance(row, Mapping) else row)))
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"prompts[{i}] must hold texts, numbers, lists and dicts alone, since a run keeps "
-                f"its rows as JSON: {error}; change the row, or look the rest up in the reward"
-            ) from None
-    return rows
+    rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+    try:
+        return [json.loads(json.dumps(row, default=dict)) for row in rows]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            "prompts must hold texts, numbers, lists and dicts alone, since a run keeps its rows "
+            f"as JSON: {error}; change the row, or look the rest up in the reward"
+        ) from None
 
 
-def to_jsonl(rows: Iterable[Row]) -> str:
+def to_jsonl(rows: Iterable[Any]) -> str:
     return "".join(json.dumps(row, default=str) + "\n" for row in rows)
-
-
-def _sections(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    if isinstance(recipe.task, MixtureTask):
-        yield from ((f"task.tasks.{name}", task) for name, task in recipe.task.tasks.items())
-    else:
-        yield "task", recipe.task
 
 
 def _of_task(task: Any) -> Iterator[tuple[str, str]]:
     if isinstance(task, Rows | MathTask):
-        for key in ("train", "validation"):
-            source: str | None = getattr(task, key)
+        for key, source in (("train", task.train), ("validation", task.validation)):
             if source is not None:
                 yield key, _of_source(source)
-    file = isinstance(task, FilesTask) and task.reward and task.reward not in rewards.BUILT_IN
-    if file:
+    if isinstance(task, FilesTask) and task.reward and task.reward not in rewards.BUILT_IN:
         yield "reward", of_files([Path(task.reward.rpartition(":")[0])])
-    packages = PACKAGES.get(task.name, ())
-    if packages:
-        yield "packages", ", ".join(f"{name} {version_of(name)}" for name in packages)
+    for package in PACKAGES.get(task.name, ()):
+        yield package, str(version_of(package))
 
 
 def _of_source(source: str) -> str:
@@ -125,16 +119,5 @@ def _of_code() -> str:
     return of_files(sorted(file for file in files if file.suffix in (".py", ".txt")))
 
 
-def _told(code: CodeType) -> Any:
-    """What a function does, in values that another process repeats."""
-    return code.co_code, code.co_names, [_constant(value) for value in code.co_consts]
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, CodeType):
-        return _told(value)
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
-
-
 def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:DIGITS]
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -25,19 +24,13 @@ GRACE_S = 1.5
 class Interrupts:
     """Inside of the block, signals are requests to stop."""
 
-    def __init__(
-        self,
-        say: Callable[[str], None],
-        leave: Callable[[int], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, say: Callable[[str], None], leave: Callable[[int], None]) -> None:
         """``leave`` is given an exit code and must end the process, from another thread."""
         self.begun = False
         """Whether a step has begun, so that a first request lets it finish."""
         self.number: int | None = None
         """The first signal that came; None if none has."""
-        self._say, self._leave, self._clock = say, leave, clock
+        self._say, self._leave = say, leave
         self._first = 0.0
         self._at_once = self._raised = False
         self._heard, self._ended = threading.Event(), threading.Event()
@@ -52,12 +45,7 @@ class Interrupts:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -75,11 +63,11 @@ class Interrupts:
 
     def _take(self, number: int) -> None:
         if self.number is None:
-            self.number, self._first = number, self._clock()
+            self.number, self._first = number, time.monotonic()
             self._at_once = not self.begun
             if self.begun:
                 self._say("stopping after this step; once more to stop at once")
-        elif self._clock() - self._first > ONE_REQUEST_S:
+        elif time.monotonic() - self._first > ONE_REQUEST_S:
             self._at_once = True
 
     def _handle(self, number: int, frame: object) -> None:

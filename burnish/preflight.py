@@ -83,13 +83,6 @@ def problems(
     if path is not None:
         with _collecting(found):
             check_new(path)
-    takes = isinstance(recipe.task, FilesTask) or (recipe.is_supervised and reward is None)
-    if (prompts is not None or reward is not None) and not takes:
-        message = (
-            f"prompts and reward have no effect with task.name = '{recipe.task.name}'; load the "
-            "recipe with task.name = 'files', or pass its name"
-        )
-        return [*found, ConfigError(message)]
     absent = [*missing_extras(recipe), *missing_files(recipe, has_rows=prompts is not None)]
     if not absent:
         for task in recipe.tasks:

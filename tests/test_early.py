@@ -56,10 +56,8 @@ REFUSED = [
     (["train", "keywords", "--set", "model.name=nothing"], "no model 'nothing'; a model is"),
     (["train", "arithmetic"], "python examples/write_sums.py sums; burnish sft arithmetic-sft"),
     (["train", "math", "--set", "model.name=smollm2-135m"], "can't be read: no such file"),
-    (["eval", "files", "--set", "task.train=good.jsonl"], "there is no reward"),
-    (["generate", "--prompts", "none.txt"], "none.txt can't be read"),
+    (["eval", "keywords", "--set", "task={name = 'files', train = 'good.jsonl'}"], "no reward"),
     (["generate", "x", "--model", "nothing"], "no model 'nothing'"),
-    (["generate", "x", "--dtype", "int8"], "dtype must be auto, float32"),
     (["resume", "nowhere"], "nowhere is not a run directory"),
     (["resume", "words"], "words is not a run directory"),
 ]

@@ -1,4 +1,4 @@
-"""Scripts in examples/ that write rows for recipes."""
+"""Scripts in examples/: one step by hand, and scripts that write rows for recipes."""
 
 import importlib.util
 import sys
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import burnish
+from burnish import config
 from burnish.model import hub
 from burnish.tasks.rows import read_rows
 
@@ -29,6 +30,24 @@ def run(module, monkeypatch, *arguments):
 @pytest.fixture
 def tokenizer(smollm2, monkeypatch):
     monkeypatch.setattr(hub, "resolve", lambda name: smollm2)
+
+
+SCRATCH = {"name": "scratch", "layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
+
+
+@pytest.mark.parametrize("name", ["sort", "keywords"])
+def test_a_step_by_hand_is_the_first_step_of_a_run(name, tmp_path, smollm2):
+    changes = [{"train": {"steps": 1, "epochs": 1}}]
+    if name == "keywords":
+        sizes = {"model": SCRATCH | {"tokenizer": smollm2}, "task.validation_prompts": 1}
+        sizes |= {"rollout": {"batch": 8, "max_tokens": 4}, "train.batch": 8, "device": "cpu"}
+        changes.append(sizes)
+    recipe = config.load(name, changes)
+    groups, (taken,) = script("pieces").step(recipe)
+    run = burnish.train(recipe, out=tmp_path / "run", show=False)
+    assert taken.items() <= run.metrics[-1].items()
+    rewards = [reward for group in groups for reward in group.rewards]
+    assert sum(rewards) / len(rewards) == pytest.approx(run.metrics[-1]["rollout/reward"])
 
 
 def answering(good):

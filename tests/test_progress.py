@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from burnish import api
+from burnish import api, display
 from burnish.display import Display, figures
 from burnish.errors import BurnishError
 from burnish.loops.recorder import seconds_left
@@ -90,15 +90,15 @@ def test_status_says_where_a_run_is_and_how_it_ended(tmp_path):
             seen.append(status_of(path) | {"now": progress.doing})
 
     api.train("sort", overrides=["train.steps=2"], out=path, show=show, stop=lambda: True)
-    assert all(status["doing"] == status["now"] for status in seen)
-    keys = "state phase doing done total unit step steps tokens_per_second seconds_left started"
-    assert set(seen[0]) == {*keys.split(), "updated", "pid", "now"}
+    assert all(status["progress"]["doing"] == status["now"] for status in seen)
+    assert set(seen[0]) == {"state", "progress", "started", "updated", "pid", "now"}
     assert seen[0]["state"] == "running"
     assert seen[0]["pid"] == os.getpid()
     assert status_of(path)["state"] == "stopped"
     api.resume(path, show=False)
     assert status_of(path)["state"] == "finished"
-    assert (status_of(path)["step"], status_of(path)["steps"]) == (2, 2)
+    told = status_of(path)["progress"]
+    assert (told["step"], told["steps"]) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -139,33 +139,36 @@ def lines(console):
     return console.file.getvalue().splitlines()
 
 
-def test_sampling_outside_of_a_run_has_a_line_too():
+def test_sampling_outside_of_a_run_has_a_line_too(monkeypatch):
+    monkeypatch.setattr(display, "EVERY", 0.01)
     console = Console(file=StringIO(), width=200)
-    with Display("answers", console, every=0.01) as display:
-        display(Progress("generate", "sampling 2 responses", total=2, unit="responses"))
+    with Display("answers", console) as show:
+        show(Progress("generate", "sampling 2 responses", total=2, unit="responses"))
         time.sleep(0.1)
     assert "] sampling 2 responses  0/2 responses" in console.file.getvalue()
 
 
-def test_lines_of_a_pipe(tmp_path):
+def test_lines_of_a_pipe(monkeypatch):
+    monkeypatch.setattr(display, "EVERY", 1000)
     console, clock = Console(file=StringIO(), width=80), Clock()
-    with Display("run", console, every=1000, clock=clock) as display:
-        display(Progress("load", "loading torch"))
-        display(Progress("evaluate", "evaluating 64 prompts before the first step", 0, 64, step=0))
-        display(Progress("evaluate", "evaluating 64 prompts before the first step", 9, 64, step=0))
-        display(Progress("generate", "sampling", step=0, steps=3))
+    with Display("run", console, clock=clock) as show:
+        show(Progress("load", "loading torch"))
+        show(Progress("evaluate", "evaluating 64 prompts before the first step", 0, 64, step=0))
+        show(Progress("evaluate", "evaluating 64 prompts before the first step", 9, 64, step=0))
+        show(Progress("generate", "sampling", step=0, steps=3))
         metrics = {"rollout/reward": 0.5, "train/loss": 2.0, "validation/reward": 0.25}
-        display(Progress("step", "", step=1, steps=3, seconds_left=70, metrics=metrics))
-        display(Progress("checkpoint", "saving a checkpoint", step=1, steps=3))
+        show(Progress("step", "", step=1, steps=3, seconds_left=70, metrics=metrics))
+        show(Progress("checkpoint", "saving a checkpoint", step=1, steps=3))
         clock.now += 5
-        display(Progress("report", "writing the report", step=3, steps=3))
+        show.beat()
+        show(Progress("evaluate", "evaluating", step=3, steps=3, seconds_left=0.2))
         clock.now += 60
-        display(Progress("evaluate", "evaluating", step=3, steps=3, seconds_left=0.2))
+        show.beat()
     assert lines(console) == [
         "[0:00:00] loading torch",
         "[0:00:00] evaluating 64 prompts before the first step  0/64 ",
         "step 1/3  reward 0.500  held out 0.250  0:01:10 left",
-        "[0:00:05] writing the report  reward 0.500  held out 0.250",
+        "[0:00:05] saving a checkpoint  reward 0.500  held out 0.250",
         "[0:01:05] evaluating  reward 0.500  held out 0.250",
     ]
 
@@ -178,12 +181,13 @@ def test_responses_that_got_no_grade_or_ran_late_are_shown():
     assert shown == "reward 0.500  3 timed out  2 not graded"
 
 
-def test_a_quiet_display_writes_a_line_per_step():
+def test_a_quiet_display_writes_a_line_per_step(monkeypatch):
+    monkeypatch.setattr(display, "EVERY", 0.01)
     console = Console(file=StringIO())
-    with Display("run", console, quiet=True, every=0.01) as display:
-        display(Progress("load", "loading torch"))
+    with Display("run", console, quiet=True) as show:
+        show(Progress("load", "loading torch"))
         time.sleep(0.05)
-        display(Progress("step", "", step=1, steps=3, metrics={"train/loss": 2.0}))
+        show(Progress("step", "", step=1, steps=3, metrics={"train/loss": 2.0}))
     assert lines(console) == ["step 1/3  loss 2.000"]
 
 
@@ -197,11 +201,10 @@ def test_python_shows_on_stderr_unless_told_not_to(tmp_path, capfd):
 
 SLOW = """
 import sys, time
-from functools import partial
-from burnish import build, cli
+from burnish import cli, display, inputs
 
 pause, every, redraws, steps, first_only = map(float, sys.argv[1:6])
-quick_build, calls = build.build, []
+quick_hashes, calls = inputs.hashes, []
 
 def slow(owner, name):
     quick = getattr(owner, name)
@@ -212,7 +215,7 @@ def slow(owner, name):
         return quick(*given, **named)
     setattr(owner, name, slowed)
 
-def slow_build(*given, **named):
+def slow_hashes(*given, **named):  # of a run, before it is built
     from burnish.engine.sorter import SorterEngine
     from burnish.learner.learner import Learner
     from burnish.loops import recorder
@@ -223,10 +226,10 @@ def slow_build(*given, **named):
         (checkpoints, "save"), (recorder, "write_report"),
     ):
         slow(owner, name)
-    return quick_build(*given, **named)
+    return quick_hashes(*given, **named)
 
-build.build = slow_build
-cli.Display = partial(cli.Display, every=every, redraws=redraws)
+inputs.hashes = slow_hashes
+display.EVERY, display.REDRAWS = every, redraws
 sets = [f"train.steps={steps:.0f}", "train.epochs=1", "checkpoint.every=1", "validation.every=9"]
 sys.argv = ["burnish", "train", "sort", "--out", "run"]
 sys.argv += [flag for change in sets for flag in ("--set", change)]
@@ -317,8 +320,6 @@ def test_it_moves_while_a_phase_says_nothing(terminal, most, tmp_path):
 @pytest.mark.parametrize(("terminal", "pause", "most"), [(True, 6.0, 5.0), (False, 25.0, 20.0)])
 def test_it_is_never_silent_for_long(terminal, pause, most, tmp_path):
     """The intervals that users get, in a first evaluation that takes longer than they are."""
-    from burnish import display
-
     interval = {"every": display.EVERY, "redraws": display.REDRAWS}
     watched = watch_slow(tmp_path, terminal=terminal, pause=pause, first_only=True, **interval)
     assert watched.end() == 0, watched.text
@@ -333,8 +334,9 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.parametrize("moment", ["loading torch", "before the first step"])
-@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(
+    ("moment", "terminal"), [("loading torch", False), ("before the first step", True)]
+)
 def test_ctrl_c_before_the_first_step_ends_at_once(moment, terminal, tmp_path):
     watched = watch_slow(tmp_path, terminal=terminal, pause=60, every=5, redraws=5, first_only=True)
     watched.read(until=moment)
@@ -350,10 +352,9 @@ def test_ctrl_c_before_the_first_step_ends_at_once(moment, terminal, tmp_path):
 IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9) if len(calls) > 5 else time.sleep(pause)"
 
 
-@pytest.mark.parametrize("does", ["time.sleep(pause)", IN_C])
-def test_ctrl_c_twice_says_what_was_saved(does, tmp_path):
-    """Also where the second step is in a call that Python's own signal handling waits for."""
-    script = SLOW.replace("time.sleep(pause)", does).replace("import sys", "import hashlib, sys")
+def test_ctrl_c_twice_says_what_was_saved(tmp_path):
+    """The second step is in a call that Python's own signal handling waits for."""
+    script = SLOW.replace("time.sleep(pause)", IN_C).replace("import sys", "import hashlib, sys")
     wait = {"pause": 1.0, "every": 5, "redraws": 5}
     watched = watch_slow(tmp_path, script=script, terminal=False, steps=100, **wait)
     watched.read(until="step 1/100  reward")

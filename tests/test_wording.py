@@ -1,6 +1,6 @@
 import pytest
 
-from burnish.wording import counted, duration
+from burnish.wording import counted, duration, printable
 
 
 def test_one_is_singular():
@@ -25,3 +25,9 @@ def test_one_is_singular():
 )
 def test_a_span_of_time_has_one_unit(seconds, text):
     assert duration(seconds) == text
+
+
+def test_terminal_control_is_spelled_out():
+    assert printable("a\x1b[31m\x07\r\x9b\u202eb\n\t漢👩\u200d🚀") == (
+        "a\\x1b[31m\\x07\\r\\x9b\\u202eb\n\t漢👩\u200d🚀"
+    )

@@ -28,6 +28,8 @@ from burnish.types import Group, IntArray, Status
 
 TOGETHER = 512
 """Responses that are sampled together at least."""
+Decode = Callable[[IntArray], list[str]]
+"""Turns token ids into one text each."""
 Row = dict[str, Any]
 """A response as results.jsonl has it."""
 
@@ -39,8 +41,7 @@ class Evaluator:
     recipe: Recipe
     task: Task
     engine: Engine
-    decode: Callable[[IntArray], list[str]]
-    """Token ids as one text each."""
+    decode: Decode
 
     def answered(
         self, start: int = 0, *, show: Show = silent, when: str = ""

@@ -43,18 +43,18 @@ class Parts(NamedTuple):
     recipe: Recipe
     """It has the number of steps, which follows from the rows of a supervised recipe."""
     learner: Learner
-    prompts: PromptStream | None
-    """None if nothing is sampled."""
-    train: Callable[[Timers, int, Show], Iterator[Step]]
-    """The steps from the given one on."""
-    validate: Callable[[Show, str], tuple[list[Group], Metrics]]
+    train: Callable[..., Iterator[Step]]
+    """The steps from ``start`` on, with ``timers`` and ``show``."""
+    validate: Callable[..., tuple[list[Group], Metrics]]
     """Graded responses and figures of the published policy on held-out prompts; the text says when
     they are measured, such as "after step 10"."""
-    publish: Callable[[], None]
-    """Hands the policy as it is to the sampler."""
-    decode: Callable[[IntArray], list[str]]
+    prompts: PromptStream | None = None
+    """None if nothing is sampled."""
+    publish: Callable[[], None] = lambda: None
+    """Hands the policy as it is to the engine, if there is one."""
+    decode: Callable[[IntArray], list[str]] = lambda ids: []
     """Token ids as one text each."""
-    close: Callable[[], None]
+    close: Callable[[], None] = lambda: None
 
 
 def record(
@@ -88,7 +88,7 @@ def _run(directory: RunDirectory, parts: Parts, tell: _Teller, stop: Callable[[]
     if tell.done == 0:
         recorder.write_start()
     try:
-        for step in parts.train(recorder.timers, tell.done, tell):
+        for step in parts.train(timers=recorder.timers, start=tell.done, show=tell):
             stopping = stop()
             recorder.write(step, stopping)
             if stopping:
@@ -248,7 +248,7 @@ class _Recorder:
 
     def _validate(self, step: int) -> Metrics:
         when = f"after step {step}" if step else "before the first step"
-        groups, metrics = self.parts.validate(self.tell, when)
+        groups, metrics = self.parts.validate(show=self.tell, when=when)
         self._score = metrics.get("validation/reward")
         if "validation/loss" in metrics:
             self._score = -metrics["validation/loss"]  # the best is the highest

@@ -20,15 +20,6 @@ TILE = 2**18
 """Logits that a CPU takes through the softmax at a time, so that they stay in its cache."""
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, temperature: Tensor | float) -> Tensor:
-    """log softmax(logits / temperature) at the tokens, in float32 or better.
-
-    logits [M, V], tokens [M], temperature [M] or a number -> [M]
-    """
-    scaled = _scaled(logits, temperature)
-    return _chosen(scaled, tokens) - scaled.logsumexp(1)
-
-
 def token_logprobs(
     model: Transformer,
     hidden: Tensor,
@@ -74,7 +65,8 @@ class _Head(torch.autograd.Function):
                 x.sub_(highest[:, None])
                 p = x.exp()
                 mass = p.sum(1)
-                logprobs[tile] = _chosen(x, tokens[tile]) - mass.log()
+                at = torch.arange(len(x), device=x.device), tokens[tile]
+                logprobs[tile] = x[at] - mass.log()
                 entropy[tile] = mass.log() - p.mul_(x).sum(1) / mass
                 total[tile] = highest + mass.log()
         ctx.save_for_backward(hidden, weight, tokens, heat, total, entropy)
@@ -126,16 +118,7 @@ def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
         yield logits[piece], slice(rows.start + piece.start, rows.start + piece.stop)
 
 
-def _scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
-    """A copy in float32 or better."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    if isinstance(temperature, Tensor):
-        if bool((temperature == 1).all()):
-            return wide
-        temperature = temperature.to(wide.dtype)[:, None]
-    return wide.div_(temperature)
-
-
-def _chosen(scaled: Tensor, tokens: Tensor) -> Tensor:
-    # By index, not by gather, whose backward has no deterministic form on a GPU.
-    return scaled[torch.arange(len(tokens), device=tokens.device), tokens]
+def _scaled(logits: Tensor, heat: Tensor) -> Tensor:
+    """A copy in the precision of the temperatures, which is float32 or better."""
+    wide = logits.to(heat.dtype, copy=True)
+    return wide if bool((heat == 1).all()) else wide.div_(heat[:, None])

@@ -11,7 +11,7 @@ import numpy as np
 
 from burnish.config import Recipe
 from burnish.draws import Stream
-from burnish.engine.protocol import Engine, Event, Request
+from burnish.engine.protocol import Engine, Request
 from burnish.errors import DataError, EngineError
 from burnish.progress import Report, unheard
 from burnish.tasks.task import Task
@@ -35,7 +35,7 @@ def sample(
     asked: Asked,
     samples: int,
     params: SamplingParams,
-    stream: Stream,
+    stream: Stream = Stream.TRAIN,
     report: Report = unheard,
 ) -> list[tuple[Completion, ...]]:
     """``samples`` completions of each prompt."""
@@ -50,12 +50,11 @@ def complete(
     engine: Engine,
     requests: Sequence[Request],
     *,
-    see: Callable[[Event], None] = lambda event: None,
     report: Report = unheard,
     patience: float = PATIENCE,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[Completion, ...]]:
-    """The completions of each request; ``see`` gets every event.
+    """The completions of each request.
 
     All requests are submitted before the first step, so that the engine's batches, and with them
     the last bits of its logits, are the same whenever the same requests come. ``report`` is told
@@ -73,7 +72,6 @@ def complete(
             names = ", ".join(f"sample {i} of {name}" for name, i in list(missing)[:4])
             raise EngineError(f"the engine {late}; {len(missing)} of {total} are missing: {names}")
         for event in engine.step():
-            see(event)
             if isinstance(event, Completion):
                 done[event.request_id, event.sample_index] = event
                 missing.pop((event.request_id, event.sample_index), None)

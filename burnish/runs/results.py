@@ -47,8 +47,8 @@ class Evaluation(NamedTuple):
     figures: dict[str, float]
     rows: list[ResponseRow]
     """A row for each response."""
-    path: Path | None
-    """The directory with all of it; None if nothing was written."""
+    path: Path
+    """The directory with all of it."""
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())

@@ -15,7 +15,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.protocol import Engine, Request
 from burnish.model.attention import causal
-from burnish.model.logprobs import logprobs_of
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.types import Completion, SamplingParams, Weights
@@ -110,7 +109,9 @@ def learner_logprobs(
     positions = torch.arange(len(ids), device=ids.device)
     hidden = model(ids, positions, causal([len(ids)], ids.device))
     logits = model.logits(hidden[len(prompt) - 1 : -1])
-    return logprobs_of(logits, ids[len(prompt) :], temperature or 1.0).cpu().numpy()
+    scaled = logits.float() / (temperature or 1.0)
+    chosen = scaled.log_softmax(-1).gather(-1, ids[len(prompt) :, None])
+    return chosen.squeeze(-1).cpu().numpy()
 
 
 def assert_same(

@@ -224,7 +224,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(train, refresh, batch):
     torch.use_deterministic_algorithms(True)
     try:
         never = make_learner(make_policy(torch.float32), objective, **train)
-        rows = run(never, range(7))
+        rows = run(never, range(5))
         killed = make_learner(make_policy(torch.float32), objective, **train)
         run(killed, range(3))
         tensors, numbers = killed.state()
@@ -232,7 +232,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(train, refresh, batch):
         resumed = make_learner(make_policy(torch.float32), objective, **train)
         resumed.load_state(saved)
         assert resumed.version == killed.version
-        assert run(resumed, range(3, 7)) == rows[3:]
+        assert run(resumed, range(3, 5)) == rows[3:]
     finally:
         torch.use_deterministic_algorithms(False)
     a, b = never.state(), resumed.state()

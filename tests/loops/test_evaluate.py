@@ -32,7 +32,7 @@ def setting(tmp_path, smollm2, *more, rows=13):
         f"model.tokenizer={smollm2}", "device=cpu", "task.chat=false", "task.workers=1",
         f"task.train={tmp_path / 'rows.jsonl'}", f"task.validation={tmp_path / 'rows.jsonl'}",
         f"task.reward={tmp_path / 'reward.py'}:score", "validation.max_tokens=5",
-        "validation.samples=2", *more,
+        "validation.samples=2", "task.name=files", *more,
     ]  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     given = setting(tmp_path, smollm2, "engine.max_running=8")
     whole, out = tmp_path / "whole", tmp_path / "out"
     seen = []
-    figures = api.evaluate("files", overrides=given, out=whole, show=seen.append).figures
+    figures = api.evaluate("keywords", overrides=given, out=whole, show=seen.append).figures
     told = [progress for progress in seen if progress.phase == "evaluate"]
     assert {(p.doing, p.total, p.unit) for p in told} == {
         ("evaluating 14 prompts", 28, "responses")
@@ -60,44 +60,44 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     assert {"validation/accuracy_low", "validation/pass_at_2", "validation/majority_at_2"} <= set(
         figures
     )
-    assert figures == api.evaluate("files", overrides=given).figures  # as training measures it
+    recipe = config.load("keywords", given)
+    task, engine, decode = build.build_sampler(recipe)
+    assert figures == evaluate.evaluate(recipe, task, engine, decode)[1]  # as training measures it
+    task.close()
 
     def show(progress):
         if progress.phase == "evaluate" and progress.done > 16:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        api.evaluate("files", overrides=given, out=out, show=show)
+        api.evaluate("keywords", overrides=given, out=out, show=show)
     lines = (whole / "results.jsonl").read_text().splitlines(keepends=True)
     assert (out / "results.jsonl").read_text() == "".join(lines[:16])
     (out / "results.jsonl").write_text("".join(lines[:19]) + lines[19][:40])  # and a torn line
     sampled = []
     real = evaluate.sample
     monkeypatch.setattr(evaluate, "sample", lambda *a: sampled.append(a[1][0][0]) or real(*a))
-    assert api.evaluate("files", overrides=given, out=out).figures == figures
+    assert api.evaluate("keywords", overrides=given, out=out).figures == figures
     assert sampled == [8, 12]
     for name in FILES:
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert (
-        api.evaluate("files", overrides=given, out=out).figures == figures
+        api.evaluate("keywords", overrides=given, out=out).figures == figures
     )  # nothing is left to sample
     with pytest.raises(RunError, match=r"another evaluation \(validation.temperature: 1.0 → 0"):
-        api.evaluate("files", overrides=[*given, "validation.temperature=0"], out=out)
+        api.evaluate("keywords", overrides=[*given, "validation.temperature=0"], out=out)
 
 
 def test_another_gold_answer_reward_or_grader_is_another_evaluation(tmp_path, smollm2, monkeypatch):
     from burnish import inputs
 
     given, out = setting(tmp_path, smollm2), tmp_path / "out"
-    recipe = build.evaluation_recipe("files", overrides=given)
-    before = api.evaluate("files", overrides=given, out=out).figures
+    before = api.evaluate("keywords", overrides=given, out=out).figures
 
     def refused(what):
         with pytest.raises(RunError, match=rf"another evaluation \(hash of {what}: \w+ → \w+"):
-            api.evaluate("files", overrides=given, out=out)
-        places.append(build.evaluation_path(recipe))
+            api.evaluate("keywords", overrides=given, out=out)
 
-    places = [build.evaluation_path(recipe)]
     for name, old, new, what in (
         ("rows.jsonl", '"answer": "4"', '"answer": "5"', r"task\.train"),
         ("reward.py", "kind == 0", "kind == 1", r"task\.reward"),
@@ -106,17 +106,16 @@ def test_another_gold_answer_reward_or_grader_is_another_evaluation(tmp_path, sm
         (tmp_path / name).write_text(text.replace(old, new))
         refused(what)
         (tmp_path / name).write_text(text)
-    assert api.evaluate("files", overrides=given, out=out).figures == before
+    assert api.evaluate("keywords", overrides=given, out=out).figures == before
     monkeypatch.setattr(inputs, "CODE", ("graders",))
     refused("code")
-    assert len(set(places)) == len(places)
 
 
 def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
     given = setting(tmp_path, smollm2, rows=40)
     one, two = tmp_path / "one", tmp_path / "two"
-    api.evaluate("files", overrides=given, out=one)
-    api.evaluate("files", overrides=[*given, "validation.temperature=0.7"], out=two)
+    api.evaluate("keywords", overrides=given, out=one)
+    api.evaluate("keywords", overrides=[*given, "validation.temperature=0.7"], out=two)
     rows = read(one).rows
     parts = [name for name in CATEGORIES if name not in ("unparsed", "truncated", "timed out")]
     assert all(sum(CATEGORIES[name](row) for name in parts) == 1 for row in rows)
@@ -145,20 +144,20 @@ def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
 def test_an_evaluation_truncates_as_it_is_told(tmp_path, smollm2):
     given = setting(tmp_path, smollm2, rows=20)
     likeliest, greedy = (tmp_path / name for name in ("likeliest", "greedy"))
-    api.evaluate("files", overrides=[*given, "validation.top_k=1"], out=likeliest)
-    api.evaluate("files", overrides=[*given, "validation.temperature=0"], out=greedy)
+    api.evaluate("keywords", overrides=[*given, "validation.top_k=1"], out=likeliest)
+    api.evaluate("keywords", overrides=[*given, "validation.temperature=0"], out=greedy)
     responses = [[row["response"] for row in read(path).rows] for path in (likeliest, greedy)]
     assert responses[0] == responses[1]
     assert read(likeliest).settings["validation.top_k"] == 1
     assert "rollout.top_k" not in read(likeliest).settings
-    with pytest.raises(ConfigError, match=r"validation.top_k .*temperature = 0; remove it"):
+    with pytest.raises(ConfigError, match=r"validation.top_k .*greedy; remove it"):
         config.load("keywords", ["validation.temperature=0", "validation.top_k=3"])
 
 
 def test_few_shot_prompts_begin_with_solved_rows(tmp_path, smollm2):
     given = setting(tmp_path, smollm2)
-    zero, _, _ = build.build_sampler(config.load("keywords", ["task.name=files", *given]))
-    shots = ["task.name=files", *given, "validation.shots=2"]
+    zero, _, _ = build.build_sampler(config.load("keywords", given))
+    shots = [*given, "validation.shots=2"]
     two, _, _ = build.build_sampler(config.load("keywords", shots))
     solved = [zero.prompt(i) for i in range(2)]
     before = "".join(f"{p.text} {p.reference['answer']}\n\n" for p in solved)
@@ -182,16 +181,15 @@ def test_what_is_evaluated(tmp_path):
     (run / "recipe.toml").write_text(
         'name = "mine"\n[task]\nname = "keywords"\n[model]\nname = "x"\n'
     )
-    assert build.evaluation_recipe(str(run)).model.name == str(run)
-    assert build.evaluation_recipe(str(run), model="other").model.name == "other"
+    assert api.evaluation_recipe(str(run)).model.name == str(run)
+    assert api.evaluation_recipe(str(run), "other").model.name == "other"
     sorted_run = tmp_path / "sorted"
     sorted_run.mkdir()
     (sorted_run / "recipe.toml").write_text("")
     with pytest.raises(ConfigError, match=r"trained the sorting model, .*sorted/report\.html has"):
-        build.evaluation_recipe(sorted_run)
-    assert build.evaluation_recipe("files").name == "files"
-    assert build.evaluation_recipe("keywords", overrides=["seed=4"]).seed == 4
+        api.evaluation_recipe(sorted_run)
+    assert api.evaluation_recipe("keywords", changes=["seed=4"]).seed == 4
     with pytest.raises(ConfigError, match="sft has answers to learn and none to grade"):
-        build.evaluation_recipe("sft")
+        api.evaluation_recipe("sft")
     with pytest.raises(ConfigError, match="did you mean 'keywords'"):
-        build.evaluation_recipe("keyword")
+        api.evaluation_recipe("keyword")

@@ -437,7 +437,7 @@ def test_own_rewards_leave_the_same_whether_they_run_here_or_in_workers(smollm2,
 
 
 def test_prompts_for_a_task_that_has_its_own_are_refused():
-    with pytest.raises(ConfigError, match="prompts and reward have no effect with"):
+    with pytest.raises(ConfigError, match=r"'files' does not go with model\.name = 'sorter'"):
         api.train(config.load("sort"), prompts=["a"])
 
 

@@ -180,12 +180,12 @@ def test_what_has_no_effect_and_what_is_missing_is_refused(tmp_path):
     for setting in ("train.steps=3", "rollout.batch=8", "objective.kl=k3", "train.epochs=2"):
         with pytest.raises(ConfigError, match=r"has no effect with task\.name = 'pairs'"):
             config.load("sft", [setting])
-    with pytest.raises(ConfigError, match=r"recipe keywords has no answers to learn; give --data"):
-        api.own_pairs("keywords")
+    with pytest.raises(ConfigError, match="there are no prompts; give --data"):
+        api.sft("keywords", out=tmp_path / "none")
     with pytest.raises(ConfigError, match=r"needs train\.decay_steps .* above warmup_steps = 9"):
         config.with_steps(config.load("sft", ["train.warmup_steps=9"]), 9)
-    own = api.own_pairs("keywords", data=tmp_path, model="other")
-    recipe = config.load("keywords", [*own, "train.schedule=linear"])
+    changes = [{"task": "pairs", "model": "other"}, "train.schedule=linear"]
+    recipe = api.recipe_of("keywords", changes, data=tmp_path)
     assert (recipe.task.validation, recipe.model.name) == (f"{tmp_path}/validation.jsonl", "other")
     shown = str(plan(recipe, tmp_path))
     assert "1 × the rows, 32 at a time (AdamW, learning rate 4e-05, linear)" in shown

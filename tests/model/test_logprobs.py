@@ -6,7 +6,7 @@ from torch import Tensor
 
 from burnish.model import logprobs
 from burnish.model.attention import PackedAttention, causal
-from burnish.model.logprobs import logprobs_of, token_logprobs
+from burnish.model.logprobs import token_logprobs
 from burnish.model.transformer import ModelConfig, Transformer
 
 CONFIG = ModelConfig(vocab_size=37, n_layers=2, d_model=16, n_heads=4, d_ff=24, n_kv_heads=2)
@@ -84,12 +84,14 @@ def test_no_slots_is_an_empty_answer(model: Transformer) -> None:
         assert gradient.abs().sum() == 0
 
 
-def test_low_precision_logits_are_normalised_in_float32() -> None:
+def test_low_precision_logits_are_normalised_in_float32(model: Transformer) -> None:
     torch.manual_seed(0)
-    logits, tokens = torch.randn(5, 37).bfloat16(), torch.randint(37, (5,))
-    got = logprobs_of(logits, tokens, 0.7)
+    model.bfloat16()
+    hidden, slots, heat = torch.randn(5, 16).bfloat16(), torch.arange(5), torch.full((5,), 0.7)
+    tokens = torch.randint(37, (5,))
+    got, _ = token_logprobs(model, hidden, tokens, slots, slots, heat)
     assert got.dtype == torch.float32
-    want = (logits.double() / 0.7).log_softmax(-1)[torch.arange(5), tokens]
+    want, _ = whole(model, hidden, tokens, slots, heat.double())
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 

@@ -69,11 +69,6 @@ for level in ("token", "sequence", "geometric"):
     LOSSES[f"importance per {level}"] = lambda s, new, level=level: (
         importance(s, level) * losses.unclipped(token_ratio(s, new), s["advantages"])
     )
-REDUCTIONS = (
-    reduce.sequence_mean,
-    reduce.token_mean,
-    lambda mask: reduce.constant(mask, length=8),
-)
 
 
 def value_and_gradient(loss, given, weights):
@@ -83,14 +78,12 @@ def value_and_gradient(loss, given, weights):
     return value.detach(), new.grad
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_gradients(name, fill, reduction):
-    weights = reduction(MASK)
+def test_losses_and_gradients(name):
+    weights = reduce.sequence_mean(MASK)  # every reduction is 0 outside the mask
     value, gradient = value_and_gradient(LOSSES[name], streams(0.0), weights)
     assert gradient[MASK].any()
-    for which in (NAMES, *[(one,) for one in NAMES]):
+    for fill, which in itertools.product(FILLS, (NAMES, *[(one,) for one in NAMES])):
         got = value_and_gradient(LOSSES[name], streams(fill, which), weights)
         assert torch.equal(got[0], value)
         assert torch.equal(got[1], gradient)
@@ -136,8 +129,8 @@ SETTINGS = [
     for loss, ratio, estimator, correction in itertools.product(
         ("reinforce", "unclipped", "clip", "cispo"),
         ("token", "sequence"),
-        ("none", "k2", "k3"),
-        ("none", "truncate", "mask"),
+        ("none", "k3"),
+        ("none", "truncate"),
     )
 ]
 
