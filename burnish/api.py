@@ -18,7 +18,7 @@ from burnish.preflight import Given, Prompts
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoints, directory, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
-from burnish.runs.metrics import iterate_rows, read_rows
+from burnish.runs.metrics import iterate_rows
 from burnish.runs.run import Run
 from burnish.threads import share_cores
 
@@ -193,7 +193,8 @@ def resume(
         tell(Progress("check", "checking the recipe and its data"))
         before = directory.read_json(path / directory.ENVIRONMENT)
         resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
-        rows = read_rows(path / PROMPTS) if "prompts" in before.get("inputs", {}) else None
+        is_given = "prompts" in before.get("inputs", {})
+        rows = list(iterate_rows(path / PROMPTS)) if is_given else None
         preflight.check(recipe, prompts=rows, reward=reward)
         tell(TORCH)
         from burnish import build

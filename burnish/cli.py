@@ -141,9 +141,9 @@ def demo(
     with _waiting("demo", "loading torch and measuring this machine"):
         from burnish import demo
 
-        choice = demo.choose("full" if full else None, seed=seed)
-    _print_sections([("demo", demo.describe(choice))])
-    _run(choice.recipe, out, quiet=quiet)
+        recipe, lines = demo.choose(is_full=full, seed=seed)
+    _print_sections([("demo", lines)])
+    _run(recipe, out, quiet=quiet)
 
 
 def _run(recipe: Recipe, out: Path | None, *, quiet: bool) -> None:

@@ -1,7 +1,9 @@
-"""Recipes: pydantic models, TOML files that hold only what differs from the defaults, overrides.
+"""Recipes: pydantic models, TOML files that hold only settings that differ from the defaults, and
+overrides.
 
-``load`` is the one way from a recipe's name or file to a checked ``Recipe``. Whatever is wrong with
-it is one ``ConfigError`` that says the rule, the value and the remedy.
+``load`` is the one way from a recipe's name or file to a checked ``Recipe``. All problems of a
+recipe are one ``ConfigError`` that says the rule, the value and the remedy. Between its file and
+its model a recipe is a flat table of whole names, such as "train.steps".
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ SAMPLED = [
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
     *("validation.shots", *CUT),
 ]
-"""Settings that only a run reads that samples."""
+"""Settings that a supervised run does not read, since it samples nothing."""
 Table = Mapping[str, Any]
 """Settings as nested dicts."""
 Overrides = Sequence[str | Table] | Table
@@ -69,12 +71,11 @@ class KeywordsTask(Section):
     name: Literal["keywords"] = "keywords"
     least: int = Field(2, ge=1, description="keywords per prompt, at least")
     most: int = Field(4, ge=1, le=20, description="keywords per prompt, at most")
-    match: Literal["word", "substring"] = "word"
     reward: Literal["inclusion", "use"] = "inclusion"
     """use: a word counts outside lists, and at most twice."""
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
     chat: bool = Field(True, description="the prompt goes in as a user's chat message")
-    words: int | None = Field(None, ge=1, description="so many words of the list; none: all")
+    words: int | None = Field(None, ge=1, description="only so many words; None: all")
     validation_words: float = Field(0.2, ge=0, lt=1, description="share of words that is held out")
     validation_prompts: int = Field(256, ge=1)
     long_prompts: LongPrompts = "skip"
@@ -89,7 +90,6 @@ class Graded(Section):
     cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
     wall_seconds: float = Field(20.0, gt=0, description="per grade")
     memory_mb: int = Field(1024, ge=1, description="per worker, beyond what the reward loads")
-    characters: int = Field(100_000, ge=1, description="a longer response is unparsed, reward 0")
 
 
 class Rows(Section):
@@ -149,7 +149,7 @@ class Asked(Graded):
 
 
 class MathTask(Asked):
-    """Questions with an answer that can be checked: GSM8K, MATH and what is laid out like them."""
+    """Questions with an answer that can be checked: GSM8K, MATH and data laid out like them."""
 
     name: Literal["math"] = "math"
     train: str = Field(description="a JSONL file, or hf:ORG/NAME/SPLIT, hf:ORG/NAME/CONFIG/SPLIT")
@@ -187,7 +187,7 @@ AnyPart = Annotated[
 
 
 class MixtureTask(Section):
-    """Several tasks; each group's is drawn by weight."""
+    """Several tasks; the task of each group is drawn by weight."""
 
     name: Literal["mixture"] = "mixture"
     weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
@@ -260,7 +260,7 @@ class RolloutConfig(Section):
     stop: list[str] = Field([], description="texts that end a response")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
-    truncated: bool = Field(False, description="train on samples cut by top_p or top_k: meant")
+    truncated: bool = Field(False, description="top_p or top_k is meant in training, too")
     max_errors: float = Field(0.1, ge=0, le=1, description="share of grades that may be errors")
 
 
@@ -304,19 +304,19 @@ class TrainConfig(Section):
     micro_sequences: int | None = Field(None, ge=1, description="responses per forward pass")
     micro_tokens: int | None = Field(None, ge=1, description="tokens per forward pass")
     precision: Precision = Field("auto", description="of the forward and backward passes")
-    recompute: bool = Field(False, description="layers run again in the backward pass: memory")
+    recompute: bool = Field(False, description="layers run again backwards, to save memory")
     layers: int | None = Field(None, ge=1, description="only the last so many learn; None: all")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
-    decay_steps: int | None = Field(None, ge=1, description="down to the last rate; none: all")
-    final_rate: float | None = Field(None, ge=0, le=1, description="last / full rate; none: 0")
+    decay_steps: int | None = Field(None, ge=1, description="gradient steps to the last rate")
+    final_rate: float | None = Field(None, ge=0, le=1, description="last / full rate; None: 0")
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="of matrices alone")
     clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
-    max_skipped: int = Field(3, ge=1, description="steps in a row that may be not finite")
+    max_skipped: int = Field(3, ge=1, description="steps in a row that may fail: not finite")
     log_kl: bool = Field(False, description="KL to the initial model and the step before")
-    log_kl_responses: int | None = Field(None, ge=1, description="on how many; none: all")
+    log_kl_responses: int | None = Field(None, ge=1, description="on how many; None: all")
 
 
 class Recipe(Section):

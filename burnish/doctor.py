@@ -1,4 +1,5 @@
-"""What this machine is, what is installed on it, and what each recipe would take here."""
+"""This machine, the optional parts that are installed on it, and the time and the missing parts of
+each recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ SECONDS = 0.4
 
 
 def examine(runs: Path = Path("runs")) -> list[Section]:
-    """Sections of (what, how it is), made in a few seconds; ``runs`` is where runs would go."""
+    """Sections of (name, description), made in a few seconds; ``runs`` is the directory of runs."""
     rates = {name: machine.measure(SECONDS, precision=name) for name in ("fp32", "bf16")}
     return [
         ("machine", [*_machine(runs), *_rates(rates)]),

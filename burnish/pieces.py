@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from burnish.types import PackedBatch
 
 Function = Callable[..., Any] | str
-"""A function of a script; of a run that was recorded, only its name."""
+"""A function of a script, or its name alone if the recipe was read from a run."""
 
 
 class Piece(Section):
@@ -156,7 +156,7 @@ class OwnAdvantage(Advantage):
 
 
 class Loss(Piece):
-    """What the policy gains by moving further, per token and before its weight.
+    """The loss of each token before its weight: the gain of the policy if it moves further.
 
     It has the name of its function in ``rl.losses``, and its settings are keywords there.
     """
@@ -241,7 +241,7 @@ class OwnLoss(Loss):
 
 
 class Reduction(Piece):
-    """Which denominator a token has.
+    """The weight of each token: its denominator.
 
     It has the name of its function in ``rl.reduce``, and its settings are keywords there.
     """
@@ -276,7 +276,7 @@ class NoKL(Section):
 
 
 class KL(Section):
-    """How strongly the policy is pulled back to a reference."""
+    """A term that pulls the policy back to a reference."""
 
     name: Literal["k1", "k2", "k3"]
     coefficient: float = Field(0.01, gt=0, allow_inf_nan=False)
@@ -308,7 +308,7 @@ class NoImportance(Section):
 
 
 class Importance(Section):
-    """How a gap between sampler and learner is corrected."""
+    """A weight per token that corrects the gap between sampler and learner."""
 
     ordered: ClassVar[tuple[str, str] | None] = ("low", "high")
     name: Literal["truncate", "mask"]

@@ -190,7 +190,7 @@ class Need(NamedTuple):
 
 
 def needs(recipe: Recipe, size: Size) -> list[Need]:
-    """What the learner and the engine of a language model hold, and what a run writes at most."""
+    """The parts that learner and engine hold for a language model, and the files of a run."""
     train, engine, count = recipe.train, recipe.engine, size.parameters
     learned = count
     if train.layers is not None and size.layer:

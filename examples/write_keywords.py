@@ -64,13 +64,13 @@ def good(
         seed=args.seed + seed,
         chat=task.chat,
     )
-    reward, match = REWARDS[task.reward], task.match
+    reward = REWARDS[task.reward]
     for i, some in enumerate(words):
         for answer in answers[i * args.samples : (i + 1) * args.samples]:
             has_ended = answer.finish == "stop" or not task.must_end
-            if has_ended and reward(answer.text, {"keywords": some, "match": match})["reward"] > 0:
+            if has_ended and reward(answer.text, {"keywords": some})["reward"] > 0:
                 text = answer.text.strip()
-                yield {"prompt": answer.prompt, "answer": text, "keywords": some, "match": match}
+                yield {"prompt": answer.prompt, "answer": text, "keywords": some}
                 break
 
 

@@ -129,7 +129,7 @@ def figures(rows: Sequence[Row]) -> Metrics:
     prompts: dict[int, list[Outcome]] = {}
     for row in rows:
         if row["status"] != Status.ERROR:
-            outcome = Outcome(is_right(row["reward"], row["parts"]), row["answer"])
+            outcome = Outcome(is_right(row), row["answer"])
             prompts.setdefault(row["group"], []).append(outcome)
     found = averages(rows) | statistics.describe(list(prompts.values()))
     return {f"validation/{name}": value for name, value in found.items()}

@@ -186,7 +186,7 @@ def _prune(run: Path, keep: int) -> None:
     planned = [saved for saved in every if saved.planned]
     standing = planned if every[-1].planned else [*planned, every[-1]]
     kept = {_best(planned), *(saved.path for saved in standing[-keep:])}
-    unfinished = (run / "checkpoints").glob(".step-*")
+    unfinished = (run / "checkpoints").glob(".*")  # ours, and those of safetensors
     for path in (*unfinished, *(saved.path for saved in every)):
         if path not in kept:
             path.unlink()

@@ -63,15 +63,9 @@ def collect(rows: Iterable[Mapping[str, Any]]) -> Series:
     return series
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; a last line that a crash cut short is left out."""
-    if not path.is_file():
-        raise RunError(f"{path.parent} is not a run directory: it has no {path.name}")
-    return list(iterate_rows(path))
-
-
 def iterate_rows(path: Path, reach: int | None = None) -> Iterator[dict[str, Any]]:
-    """The same one by one, for files that may be large; none where there is no file.
+    """The rows of a JSONL file, which may be missing or empty; a last line that a crash cut short
+    is left out.
 
     reach: how many bytes are read at each end of the file, None for all of it.
     """

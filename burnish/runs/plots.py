@@ -12,7 +12,7 @@ import numpy as np
 from burnish.config import flat
 from burnish.errors import RunError
 from burnish.runs.directory import read_recipe
-from burnish.runs.metrics import end_means, read_rows, smooth
+from burnish.runs.metrics import end_means, iterate_rows, smooth
 from burnish.sections import nearest
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def draw_comparison(paths: Sequence[Path], out: Path, metrics: Sequence[str] = (
 def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     """The runs as curves, each named by the settings in which the runs differ."""
     recipes = [flat(read_recipe(path)) for path in paths]
-    rows = [read_rows(path / "metrics.jsonl") for path in paths]
+    rows = [list(iterate_rows(path / "metrics.jsonl")) for path in paths]
     ignored = {"seed", "description", "name"}
     keys = sorted({key for recipe in recipes for key in recipe} - ignored)
     # A setting that only some runs have belongs to a piece that differs; the piece says it all.

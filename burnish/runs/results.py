@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.runs import pages, statistics
+from burnish.runs import pages
 from burnish.runs.directory import read_json, replace_file
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.responses import ResponseRow
+from burnish.runs.statistics import is_right
 from burnish.types import ENDINGS, Status
-
-
-def is_right(row: ResponseRow) -> bool:
-    return statistics.is_right(row["reward"] or 0, row["parts"])
 
 
 def has_format(row: ResponseRow) -> bool:

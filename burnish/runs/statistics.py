@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import comb, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Z = 1.959963984540054
 """95% of a normal distribution lie within so many standard deviations."""
 
 
-def is_right(reward: float, parts: Mapping[str, float | None]) -> bool:
-    """Whether a response earned 1, or did all that a reward with partial credit asks: it sorted."""
-    return (parts.get("sorted", reward) or 0) >= 1
+def is_right(row: Mapping[str, Any]) -> bool:
+    """Whether a response, as a row of its file, earned 1, or did all that a reward with partial
+    credit asks: it sorted."""
+    return (row["parts"].get("sorted", row["reward"]) or 0) >= 1
 
 
 class Outcome(NamedTuple):

@@ -74,7 +74,7 @@ def ask(
         drawn = [left.pop(int(draw * len(left))) for draw in draws[1 : count + 1]]
         if config.validation_words or is_held_out(drawn) == (purpose is Purpose.VALIDATION):
             asked = instruction(drawn)
-            row = {"prompt": asked, "keywords": drawn, "match": config.match}
+            row = {"prompt": asked, "keywords": drawn}
             return Question(f"{purpose.name.lower()}/{number}", asked, row)
     raise ConfigError(
         f"task.words = {config.words} make too few sets of {least} to {most} words "
