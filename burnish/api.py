@@ -1,4 +1,4 @@
-"""What the CLI calls, and what a script calls: ``burnish.train`` and its kin."""
+"""The functions that scripts and the command line call: ``burnish.train`` and its kin."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AnyPath = str | os.PathLike[str]
 AnyRecipe = AnyPath | Table | Recipe
 """A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
 Shown = Show | bool | None
-"""What progress is shown to: a callable; None or True for a display on stderr; False for nobody."""
+"""How progress is shown: by a callable, on stderr if it is None or True, not at all if False."""
 TORCH = Progress("load", "loading torch")
 MEASURED = ("model", "task", "engine", "validation")
 """Sections of a recipe that an evaluation depends on."""
@@ -58,7 +58,7 @@ def train(
     response text and row, or "FILE.py:NAME") replace the recipe's task.
 
     Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
-    every ``burnish.progress.Progress``; those of phase "step" carry a finished step's metrics.
+    every ``burnish.progress.Progress``; one of phase "step" carries a finished step's metrics.
     """
     if isinstance(prompts, str | Mapping):
         raise ConfigError(
@@ -148,7 +148,7 @@ def recipe_of(
 
 @contextmanager
 def shown(show: Shown, name: str) -> Iterator[Show]:
-    """What to call with progress inside the block, which may load torch."""
+    """The function to call with progress inside the block, which may load torch."""
     share_cores()
     if callable(show):
         with showing_compiles(show):
@@ -178,11 +178,11 @@ def resume(
 ) -> Run:
     """Continues a run from its last checkpoint, bit for bit as if it had never stopped.
 
-    ``overrides`` and ``settings`` (see ``train``) may ask for more steps or another cadence; what
-    would change the mathematics is refused. ``from_checkpoint`` names another checkpoint of the
+    ``overrides`` and ``settings`` (see ``train``) may ask for more steps or another cadence; they
+    must not change the mathematics. ``from_checkpoint`` names another checkpoint of the
     run, such as "step-00000040". A function that was the run's ``reward`` is given again; a run
-    keeps its prompts itself. ``anyway`` resumes a run although its machine, its packages or what
-    it reads has changed.
+    keeps its prompts itself. ``anyway`` resumes a run although its machine, packages or
+    inputs have changed.
     """
     path = Path(run_path)
     with RunDirectory(path) as opened, shown(show, path.name) as tell:
@@ -273,7 +273,7 @@ def evaluation_recipe(
         if isinstance(config.load(source).task, SortTask):
             raise ConfigError(
                 f"{run} trained the sorting model, and `burnish eval` measures language models; "
-                f"{run}/report.html has what the run measured on held-out prompts"
+                f"{run}/report.html has the figures of its held-out prompts"
             )
         own.append({"model": run})
         if (run / PROMPTS).is_file():
@@ -287,7 +287,7 @@ def evaluation_recipe(
 
 
 def _evaluation_settings(recipe: Recipe, read: Mapping[str, str]) -> dict[str, Any]:
-    """All that an evaluation's results depend on, with hashes of what it reads."""
+    """All that an evaluation's results depend on, with the hashes of its inputs."""
     table = {section: config.effective(recipe).get(section, {}) for section in MEASURED}
     names = ("max_tokens", "min_tokens", "stop")
     table["rollout"] = recipe.rollout.model_dump(include=set(names))

@@ -297,8 +297,8 @@ def prepare(recipe: Recipe, show: Show = silent, threads: int | None = None) -> 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads or machine.cores())
     torch.use_deterministic_algorithms(True)
-    # That also fills all fresh memory with NaN, to show who reads what was never written. Nobody
-    # does (a test compares), and it is 5% or more of a gradient step.
+    # torch then also fills all fresh memory with NaN, so that a read before a write is seen. There
+    # is none (a test compares), and filling takes 5% or more of a gradient step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     preflight.raise_all(missing_device(recipe))
     chosen = settled(recipe)

@@ -141,9 +141,9 @@ def demo(
     with _waiting("demo", "loading torch and measuring this machine"):
         from burnish import demo
 
-        choice = demo.choose("full" if full else None, seed=seed)
-    _print_sections([("demo", demo.describe(choice))])
-    _run(choice.recipe, out, quiet=quiet)
+        recipe, lines = demo.choose(is_full=full, seed=seed)
+    _print_sections([("demo", lines)])
+    _run(recipe, out, quiet=quiet)
 
 
 def _run(recipe: Recipe, out: Path | None, *, quiet: bool) -> None:
@@ -210,7 +210,7 @@ def evaluate(
     max_tokens: Annotated[int | None, Option(help="per response")] = None,
     overrides: Overrides = None,
     seed: Seed = None,
-    out: Annotated[Path | None, Option(help="a directory; what was begun there goes on")] = None,
+    out: Annotated[Path | None, Option(help="a directory; continues an evaluation")] = None,
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
     asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
@@ -245,7 +245,7 @@ def compare(
     out: Annotated[Path, Option(help="the picture to write")] = Path("compare.png"),
     metric: Annotated[list[str] | None, Option(help="to draw; may be repeated")] = None,
 ) -> None:
-    """Overlay runs in one picture and tabulate what they came to; evaluations become one page.
+    """Overlay runs in one picture and tabulate their results; evaluations become one page.
 
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
     the last 10 steps, or over the last third of a short run; the rest is the last validation. The
@@ -261,7 +261,7 @@ def compare(
         raise RunError(f"{out.parent} is not a directory; choose another --out")
     if all((run / "results.jsonl").exists() for run in runs):
         if metric:
-            raise RunError("--metric draws what training runs measured; these are evaluations")
+            raise RunError("--metric draws metrics of training runs, and these are evaluations")
         return _say(f"report: {write_evaluation(runs, out.with_suffix('.html'))}")
     curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out, metric or ())]
     shown = [name for name in curves[0][1] if any(np.isfinite(e[name]).any() for _, e in curves)]
@@ -365,7 +365,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _left_of(path: Path) -> str:
-    """Words for what a run that was stopped at once leaves on the disk."""
+    """A sentence about the checkpoint that a run leaves if it is stopped at once."""
     if not (path / "recipe.toml").is_file():
         return "stopped before the first step was done: nothing was learned, and nothing is kept"
     saved, again = checkpoints.latest(path), f"burnish resume {path}"

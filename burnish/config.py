@@ -71,7 +71,6 @@ class KeywordsTask(Section):
     name: Literal["keywords"] = "keywords"
     least: int = Field(2, ge=1, description="keywords per prompt, at least")
     most: int = Field(4, ge=1, le=20, description="keywords per prompt, at most")
-    match: Literal["word", "substring"] = "word"
     reward: Literal["inclusion", "use"] = "inclusion"
     """use: a word counts outside lists, and at most twice."""
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
@@ -91,7 +90,6 @@ class Graded(Section):
     cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
     wall_seconds: float = Field(20.0, gt=0, description="per grade")
     memory_mb: int = Field(1024, ge=1, description="per worker, beyond what the reward loads")
-    characters: int = Field(100_000, ge=1, description="a longer response is unparsed, reward 0")
 
 
 class Rows(Section):

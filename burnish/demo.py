@@ -6,12 +6,8 @@ second measurement would say.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from burnish import build, config, estimate, machine
 from burnish.config import Recipe
-from burnish.errors import ConfigError
-from burnish.machine import Rates
 from burnish.plan import Lines, Size
 from burnish.wording import counted, duration
 
@@ -32,39 +28,24 @@ SIZE = Size(
 """The size of the default model, whose files may not be here yet."""
 
 
-class Choice(NamedTuple):
-    form: str
-    recipe: Recipe
-    """With no precision left open."""
-    seconds: float
-    """About how long the training takes here."""
-    rates: Rates
+def choose(*, is_full: bool = False, seed: int | None = None) -> tuple[Recipe, Lines]:
+    """Measures the machine and chooses the longest form that fits the budget, or the full one.
 
-
-def choose(form: str | None = None, *, seed: int | None = None) -> Choice:
-    """Measures the machine and chooses the longest form that fits the budget, or the one given."""
-    if form is not None and form not in FORMS:
-        raise ConfigError(f"--form must be {' or '.join(FORMS)}, got {form!r}")
+    Returns its recipe, with no precision left open, and lines about the machine, the form and the
+    time it takes.
+    """
     recipes = {name: build.settled(config.load(FORMS[name], seed=seed)) for name in FORMS}
     rates = machine.measure(SECONDS, precision=recipes["small"].train.precision)
     times = {name: estimate.seconds(recipe, SIZE, rates) for name, recipe in recipes.items()}
-    fits = [name for name, seconds in times.items() if seconds <= BUDGET_S]
-    chosen = form or (fits[-1] if fits else "small")
-    return Choice(chosen, recipes[chosen], times[chosen], rates)
-
-
-def describe(choice: Choice) -> Lines:
-    """Lines about the machine, the chosen form and the time it takes."""
-    rates, recipe = choice.rates, choice.recipe
+    fits = [name for name in FORMS if name == "small" or times[name] <= BUDGET_S]
+    form = "full" if is_full else fits[-1]
+    recipe, time = recipes[form], duration(times[form])
     known = machine.gpu() or ", ".join([machine.processor(), *machine.instructions()[:1]])
     speed = f"{rates.decode_gflops:,.0f} to {rates.learn_gflops:,.0f} GFLOP/s in {rates.precision}"
-    return [
+    steps = f"{recipe.train.steps} steps of {recipe.rollout.batch} responses"
+    return recipe, [
         ("machine", f"{known}, {counted(machine.cores(), 'core')}: {speed}"),
-        ("form", f"{choice.form} of {', '.join(FORMS)}: recipe {recipe.name}"),
+        ("form", f"{form} of {', '.join(FORMS)}: recipe {recipe.name}"),
         ("what it does", recipe.description),
-        (
-            "training",
-            f"{recipe.train.steps} steps of {recipe.rollout.batch} responses, "
-            f"about {duration(choice.seconds)}",
-        ),
+        ("training", f"{steps}, about {time}"),
     ]

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live block on a terminal, lines in a pipe or a file."""
+"""The display of a run: a live block on a terminal, lines in a pipe or a file."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Display:
                 self.beat()
 
     def beat(self) -> None:
-        """Writes what is going on now."""
+        """Writes the last state as a line."""
         self._write(self._line())
 
     def _write(self, text: str) -> None:
@@ -135,7 +135,7 @@ class Display:
         return Group(head, escape(self._line()))
 
     def _left(self) -> str:
-        """The time left, less what has passed since it was told; empty once it is used up."""
+        """The time left, less the time since it was told; empty once it is used up."""
         if self._now.seconds_left is None:
             return ""
         left = self._now.seconds_left - (self._clock() - self._told)

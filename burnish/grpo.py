@@ -71,8 +71,7 @@ def compute_group_normalized_rewards(
 def keyword_inclusion_reward_fn(response: str, keywords: Sequence[str]) -> dict[str, float]:
     """reward 1 if every keyword is a whole word of the response, case aside, else 0.
 
-    Also ``inclusion`` (the same) and ``fraction``, the share of the keywords that appear. For
-    substrings: ``burnish.graders.keywords.inclusion(response, keywords, "substring")``.
+    Also ``inclusion`` (the same) and ``fraction``, the share of the keywords that appear.
     """
     return keyword_grader.inclusion(response, keywords)
 
@@ -103,7 +102,7 @@ def compute_policy_gradient_loss(
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The per-token loss [B, T] that ``loss_type`` names, and what it has to report."""
+    """The per-token loss [B, T] that ``loss_type`` names, and its metadata."""
     if loss_type not in NEEDS:
         raise ValueError(f"loss_type must be one of {', '.join(NEEDS)}, got {loss_type!r}")
     given: dict[str, Any] = {"raw_rewards": raw_rewards, "advantages": advantages}
@@ -131,7 +130,7 @@ def masked_normalize(
     *,
     constant_normalizer: float | None = None,
 ) -> Tensor:
-    """The sum over the masked elements divided by a constant (which either keyword may give)."""
+    """The sum over the masked elements, divided by a constant; two keywords name the constant."""
     constant = normalize_constant if constant_normalizer is None else constant_normalizer
     kept = torch.where(mask.bool(), tensor, torch.zeros_like(tensor))
     return kept.sum(dim=dim) / constant

@@ -1,5 +1,5 @@
-"""Hashes of what a run or an evaluation reads and its recipe only names: rows, rewards, the code
-that grades. A resumed run and a repeated evaluation must read the same."""
+"""Hashes of the inputs that a recipe only names: rows, rewards, the code that grades. A resumed run
+and a repeated evaluation must read the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None))
 def hashes(
     recipe: Recipe, *, rows: list[Any] | None = None, reward: Given = None
 ) -> dict[str, str]:
-    """Hashes by the setting that names what is read; "prompts" and "reward" are a script's."""
+    """Hashes by the setting that names the input; "prompts" and "reward" are a script's."""
     found = {"code": _of_code()}
     tasks: dict[str, Any] = {"task": recipe.task}
     if isinstance(recipe.task, MixtureTask):

@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do to a run: the first lets a step finish, another stops it at once.
+"""Ctrl-C and SIGTERM in a run: the first lets a step finish, another stops it at once.
 
 Before the first step already the first one stops it at once. Python hands a signal to the main
 thread only between two of its own instructions, and a backward pass can take minutes; so a thread

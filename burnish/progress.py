@@ -19,7 +19,7 @@ STEP_PHASES = ("generate", "grade", "score", "learn", "publish")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is being done now, or, in phase "step", what a finished step came to."""
+    """The work that is being done now; in phase "step", the results of a finished step."""
 
     phase: str
     """check, load, download, convert, compile, evaluate, one of ``STEP_PHASES``, checkpoint,
@@ -30,7 +30,7 @@ class Progress:
     total: int | None = None
     """None if nobody knows how much there is to do."""
     unit: str = ""
-    """What ``done`` and ``total`` count."""
+    """The things that ``done`` and ``total`` count."""
     tokens_per_second: float | None = None
     """Sampled since the phase began; None if nothing is sampled."""
     step: int | None = None
@@ -72,7 +72,7 @@ def begin(
 ) -> Report:
     """Announces a phase and returns the function that reports how far it is.
 
-    A report may name another total. Its tokens are those that were sampled since the phase began.
+    A report may name another total. Its tokens were sampled since the phase began.
     """
     began, expected = clock(), total
 
@@ -86,7 +86,7 @@ def begin(
 
 
 def after(report: Report, done: int, tokens: int = 0) -> Report:
-    """The same report, for a part of the work that comes after ``done`` of it."""
+    """The same report for a later part of the work, which begins when ``done`` of it is done."""
     first, before = done, tokens
 
     def further(done: int, total: int | None = None, *, tokens: int = 0) -> None:

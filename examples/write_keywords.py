@@ -61,13 +61,13 @@ def good(
         seed=args.seed + seed,
         chat=task.config.chat,
     )
-    reward, match = REWARDS[task.config.reward], task.config.match
+    reward = REWARDS[task.config.reward]
     for i, some in enumerate(words):
         for answer in answers[i * args.samples : (i + 1) * args.samples]:
             has_ended = answer.finish == "stop" or not task.config.must_end
-            if has_ended and reward(answer.text, {"keywords": some, "match": match})["reward"] > 0:
+            if has_ended and reward(answer.text, {"keywords": some})["reward"] > 0:
                 text = answer.text.strip()
-                yield {"prompt": answer.prompt, "answer": text, "keywords": some, "match": match}
+                yield {"prompt": answer.prompt, "answer": text, "keywords": some}
                 break
 
 

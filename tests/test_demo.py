@@ -3,7 +3,6 @@
 import pytest
 
 from burnish import config, demo, machine
-from burnish.errors import ConfigError
 from burnish.machine import Rates
 
 
@@ -16,22 +15,17 @@ def rates(gflops, precision="fp32", device="cpu"):
 )
 def test_the_form_follows_the_machine(monkeypatch, gflops, form):
     monkeypatch.setattr(machine, "measure", rates(gflops))
-    choice = demo.choose(seed=3)
-    assert choice.form == form
-    assert choice.recipe.name == demo.FORMS[form]
-    assert choice.recipe.seed == 3
-    assert choice.recipe.train.precision != "auto"
-    assert (choice.seconds <= demo.BUDGET_S) == (gflops >= 120)
-    lines = dict(demo.describe(choice))
-    assert f"{form} of small, medium, full" in lines["form"]
-    assert "about" in lines["training"]
+    recipe, lines = demo.choose(seed=3)
+    assert recipe.name == demo.FORMS[form]
+    assert recipe.seed == 3
+    assert recipe.train.precision != "auto"
+    assert f"{form} of small, medium, full" in dict(lines)["form"]
+    assert "about" in dict(lines)["training"]
 
 
-def test_a_form_may_be_asked_for(monkeypatch):
+def test_the_full_form_may_be_asked_for(monkeypatch):
     monkeypatch.setattr(machine, "measure", rates(20))
-    assert demo.choose("full").recipe.name == "keywords"
-    with pytest.raises(ConfigError, match="--form must be small or medium or full, got 'large'"):
-        demo.choose("large")
+    assert demo.choose(is_full=True)[0].name == "keywords"
 
 
 @pytest.mark.parametrize("name", demo.FORMS.values())

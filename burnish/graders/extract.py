@@ -1,4 +1,4 @@
-"""Where a response says its answer; each function returns that text, or None if there is none."""
+"""The answer in a response: each function returns its text, or None if there is no answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([-+]?[0-9](?:[0-9.,/]*[0-9])?))")
-"""A box that is opened, or that holds a bare number; the word alone is none."""
+"""A box that is opened, or that holds a bare number; the word \\boxed alone is no box."""
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9])"
@@ -16,7 +16,7 @@ _NUMBER = re.compile(
 
 
 def answer_tags(response: str) -> str | None:
-    """Of "… </think> <answer>ANSWER</answer>", strictly.
+    """The answer in "… </think> <answer>ANSWER</answer>", strictly.
 
     The thinking is closed once, nothing but white space lies between it and the only pair of
     answer tags, and nothing but white space follows.
@@ -30,7 +30,7 @@ def answer_tags(response: str) -> str | None:
 
 
 def boxed(response: str) -> str | None:
-    r"""Of the last \boxed{ANSWER} or \fbox{ANSWER}, braces nested; one not closed is no answer."""
+    r"""The answer in the last \boxed{ANSWER} or \fbox{ANSWER}; None if that box is not closed."""
     boxes = list(_BOX.finditer(response))
     if not boxes or boxes[-1][1]:
         return boxes[-1][1] if boxes else None
@@ -43,7 +43,7 @@ def boxed(response: str) -> str | None:
 
 
 def hashes(response: str) -> str | None:
-    """Of the last line with "#### ANSWER", as GSM8K writes it."""
+    """The answer in the last line with "#### ANSWER", as GSM8K writes it."""
     _, mark, rest = response.rpartition("####")
     return (rest.strip().partition("\n")[0].strip() or None) if mark else None
 

@@ -1,4 +1,4 @@
-"""What grades the responses of a task: a pool of workers, or this process."""
+"""A task's responses are graded by a pool of workers, or in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Grader(Protocol):
 
 
 class InProcess:
-    """Grades in this process by the same rules, but no deadline and no bound on memory is kept."""
+    """Grades in this process by the same rules, but without deadlines and bounds on memory."""
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward

@@ -9,10 +9,9 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
-Match = Literal["word", "substring"]
 QUOTES = "\"'`“”„‟‘’‚‛«»"
 MOST_USES = 2
 """How often a response may use one word."""
@@ -20,31 +19,31 @@ _PUNCTUATION = r"(?:[\W_]+(?:and[\W_]+)*)?"
 """Nothing, or punctuation with "and" here and there."""
 
 
-def inclusion(response: str, keywords: Sequence[str], match: Match = "word") -> dict[str, float]:
+def inclusion(response: str, keywords: Sequence[str]) -> dict[str, float]:
     """inclusion = 1 if every keyword appears, case aside; fraction: how many of them do.
 
-    match: "word" wants whole words ("red" is not in "reduced"), "substring" takes any place.
+    Whole words count: "red" is not in "reduced".
     """
     if isinstance(keywords, str) or not keywords or not all(keywords):
         raise ValueError(f"keywords must be a list of at least one word, got {keywords!r}")
     text = plain(response)
-    found = sum(_pattern(word, match).search(text) is not None for word in keywords)
+    found = sum(re.search(_pattern(word), text) is not None for word in keywords)
     every, fraction = float(found == len(keywords)), found / len(keywords)
     return {"reward": every, "inclusion": every, "fraction": fraction}
 
 
-def use(response: str, keywords: Sequence[str], match: Match = "word") -> dict[str, float]:
+def use(response: str, keywords: Sequence[str]) -> dict[str, float]:
     """reward = 1 if every keyword is used and none comes more than twice; used: the share used.
 
     A keyword is used if it appears outside a list. A list is three or more keywords, or two with a
     comma, a colon or quotation marks, with nothing but punctuation and "and" between them: "the
     red apple" uses both of its words, "red, apple" uses neither.
     """
-    parts = inclusion(response, keywords, match)
+    parts = inclusion(response, keywords)
     words = {plain(word) for word in keywords}
     outside: set[str] = set()
     uses: Counter[str] = Counter()
-    for run, used_words in _runs(plain(response), words, match):
+    for run, used_words in _runs(plain(response), words):
         uses.update(used_words)
         if not _is_list(run, used_words):
             outside.update(used_words)
@@ -53,9 +52,9 @@ def use(response: str, keywords: Sequence[str], match: Match = "word") -> dict[s
     return parts | {"reward": float(earned), "used": used}
 
 
-def _runs(text: str, words: set[str], match: Match) -> Iterator[tuple[re.Match[str], list[str]]]:
+def _runs(text: str, words: set[str]) -> Iterator[tuple[re.Match[str], list[str]]]:
     """Words that follow each other with nothing but punctuation and "and" between them."""
-    word = "|".join(_pattern(word, match).pattern for word in sorted(words, key=len, reverse=True))
+    word = "|".join(_pattern(word) for word in sorted(words, key=len, reverse=True))
     for run in re.finditer(rf"(?:{word})(?:{_PUNCTUATION}(?:{word}))*", text):
         yield run, re.findall(word, run[0])
 
@@ -92,22 +91,18 @@ def lists(response: str, keywords: Sequence[str]) -> bool:
 def _graded(
     score: Callable[..., dict[str, float]], response: str, row: Mapping[str, Any]
 ) -> dict[str, float]:
-    """A built-in reward: reads the row's keywords and, if it has one, its match."""
+    """A built-in reward: reads the row's keywords."""
     if "keywords" not in row:
         raise ValueError("this reward needs rows with a field keywords, a list of words")
-    parts = score(response, row["keywords"], row.get("match", "word"))
+    parts = score(response, row["keywords"])
     return parts | {"listed": float(lists(response, row["keywords"]))}
 
 
 REWARDS = {"inclusion": partial(_graded, inclusion), "use": partial(_graded, use)}
 
 
-@lru_cache(maxsize=4096)
-def _pattern(word: str, match: Match) -> re.Pattern[str]:
-    if match not in ("word", "substring"):
-        raise ValueError(f"match must be word or substring, got {match!r}")
-    bare = re.escape(plain(word))
-    return re.compile(bare if match == "substring" else rf"(?<!\w){bare}(?!\w)")
+def _pattern(word: str) -> str:
+    return rf"(?<!\w){re.escape(plain(word))}(?!\w)"
 
 
 def plain(text: str) -> str:

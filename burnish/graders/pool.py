@@ -88,17 +88,14 @@ class GraderPool:
 
     def grade(self, items: Items) -> list[Grade]:
         """The grades in the items' order."""
-        longest, workers = self.limits.characters, self.limits.workers
-        too_long = Grade(0.0, status=Status.UNPARSED, message=f"longer than {longest} characters")
-        short = [item for item in items if len(item[0]) <= longest]
-        outcomes: list[Any] = [None] * len(short)
+        workers = self.limits.workers
+        outcomes: list[Any] = [None] * len(items)
         with self._lock:
             self.start()
-            answers = self._ask([short[k::workers] for k in range(workers)])
+            answers = self._ask([items[k::workers] for k in range(workers)])
         for k, answer in enumerate(answers):
             outcomes[k::workers] = answer
-        graded = map(as_grade, outcomes)
-        return [next(graded) if len(text) <= longest else too_long for text, _ in items]
+        return [as_grade(outcome) for outcome in outcomes]
 
     def _ask(self, contents: Sequence[Any]) -> list[Any]:
         """The supervisors' answers, each to its own content."""

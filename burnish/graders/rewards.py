@@ -1,4 +1,4 @@
-"""What a reward is: a function of (response text, row) that returns a number or a dict of parts.
+"""A reward is a function of (response text, row) that returns a number or a dict of parts.
 
 A dict has a "reward" and any other parts, all of them numbers; its "status" may say "unparsed" for
 a response that could not be read, which scores 0. Whatever else a function does is an error of the

@@ -42,8 +42,6 @@ class Limits:
     """To load the reward; no item's deadline runs before that."""
     memory_bytes: int = 1 << 30
     """Beyond what the loaded reward takes; Linux only."""
-    characters: int = 100_000
-    """A longer response is not looked at: unparsed, reward 0."""
 
 
 def main(descriptor: int) -> None:

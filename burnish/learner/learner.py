@@ -22,17 +22,17 @@ from burnish.types import LearnBatch, Measured, PackedBatch, Scores, Weights
 
 
 class Finished(NamedTuple):
-    """What is known of a rollout once its gradient steps are taken."""
+    """The log of a rollout whose gradient steps have been taken."""
 
     metrics: Metrics
-    """KL of the policy that sampled it to the initial model and to the policy one rollout before;
-    empty unless ``train.log_kl``."""
+    """KL of the policy that sampled the rollout to the initial model and to the policy one rollout
+    before; empty unless ``train.log_kl``."""
     logprobs: Tensor | None
-    """[N] of the policy before the first step; None if only the sampler scored all of them."""
+    """[N] of the policy before the first step; None if the learner did not score all of them."""
 
 
 class State(NamedTuple):
-    """All that a learner has become since it was made: tensors, and what JSON can hold.
+    """The changes of a learner since it was made: tensors, and values that JSON can hold.
 
     Names begin with the model that they belong to: "policy." today, "critic." once there is one.
     """
@@ -48,7 +48,7 @@ class _Passes:
     packs: list[Pack]
     """The packs that training will use, so that the numerics are the same."""
     report: Report
-    """Is told the packs that are done, of each pass anew."""
+    """Counts the packs that are done, from 0 in each pass."""
     lower: Tensor | None = None
     """[N, d] hidden states below the layers that learn; None if all layers learn."""
 
@@ -68,7 +68,7 @@ class _Passes:
 
 @dataclass
 class _Rollout:
-    """What the learner keeps of a rollout between its scores and its last gradient step."""
+    """The memory of a rollout between its scores and its last gradient step."""
 
     batch: PackedBatch
     lower: Tensor | None
@@ -117,10 +117,10 @@ class Learner:
     def score(
         self, batch: PackedBatch, parts: Sequence[Pack] | None = None, report: Report = unheard
     ) -> Scores:
-        """The forward passes that the program needs before the first step, and those of the log.
+        """Runs the forward passes that the program and ``train.log_kl`` need before the first step.
 
         ``parts`` are the train batches of the rollout, by default of ``train.batch`` responses.
-        ``report`` is told the packs that are done, of each pass anew.
+        ``report`` counts the packs that are done, from 0 in each pass.
         """
         parts = train_batches(batch, self.train.batch) if parts is None else parts
         passes = self._passes(parts, report)
@@ -133,9 +133,9 @@ class Learner:
         return scores
 
     def step(self, learn: LearnBatch, report: Report = unheard) -> Metrics:
-        """One gradient step on one train batch; one that is not finite is skipped and counted.
+        """Takes a gradient step on a train batch; a step that is not finite is skipped and counted.
 
-        ``report`` is told the packs that are done.
+        ``report`` counts the packs that are done.
         """
         measured, loss = self._accumulate(learn, report)
         self._keep_first(measured.logprobs)
@@ -155,7 +155,7 @@ class Learner:
         return metrics
 
     def finish(self) -> Finished:
-        """Ends the rollout that was scored last; its saved forward passes are dropped."""
+        """Ends the rollout that was scored last and forgets its forward passes."""
         rollout, self._rollout = self._rollout, None
         assert rollout is not None, "score comes before finish"
         is_own = rollout.logprobs is not rollout.batch.behavior_logprobs
@@ -168,7 +168,8 @@ class Learner:
 
     def held_out_drift(self, batch: PackedBatch, report: Report = unheard) -> Metrics:
         """KL of the policy as it is to the initial model, on responses that it sampled but does not
-        learn from. No metrics unless ``train.log_kl``, nor before the first step: it is 0."""
+        learn from. There are no metrics without ``train.log_kl``, nor before the first step, when
+        the KL is 0."""
         if self.initial is None or not self.version:
             return {}
         passes = self._passes(train_batches(batch, self.train.batch), report)
@@ -181,9 +182,10 @@ class Learner:
         return Weights(self.version, self.incarnation, tensors)
 
     def state(self) -> State:
-        """What `load_state` needs to go on bit for bit. The tensors are views: write them at once.
+        """The state from which `load_state` goes on bit for bit. Its tensors are views of the
+        learner's own: write them at once.
 
-        The initial model is not part of it; a learner is made from it again.
+        The initial model is not part of the state; a learner is made from that model again.
         """
         tensors, numbers = self.optimizer.state()
         learns = {name for name, p in self.policy.named_parameters() if p.requires_grad}
@@ -217,7 +219,7 @@ class Learner:
         self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
 
     def _accumulate(self, learn: LearnBatch, report: Report = unheard) -> tuple[Measured, float]:
-        """Adds up the gradients over the packs -> what was measured, and the loss."""
+        """Adds up the gradients over the packs -> log-probabilities and entropies, and the loss."""
         saved = None if self._rollout is None else self._rollout.lower
         parts, loss = [], 0.0
         packs = self._cut(learn.batch)
@@ -236,7 +238,7 @@ class Learner:
         return Measured(*_join(parts).unbind(1)), loss
 
     def _keep_first(self, logprobs: Tensor) -> None:
-        """A first step over a whole rollout has scored it as the policy was that sampled it."""
+        """The first step, if it runs over the whole rollout, has scored the policy before it."""
         rollout = self._rollout
         if rollout is None:
             return

@@ -35,8 +35,8 @@ def compile(objective: ObjectiveConfig) -> Program:
 
 @dataclass(frozen=True)
 class Program:
-    """What to compute before, in and after a gradient step. The loop calls ``advantages`` and
-    ``batches``, the learner the rest."""
+    """The computations before, in and after a gradient step. The loop calls ``advantages`` and
+    ``batches``, the learner calls the rest."""
 
     objective: ObjectiveConfig
 
@@ -82,7 +82,7 @@ class Program:
     def batches(
         self, batch: PackedBatch, advantages: Tensor, scores: Scores, parts: Sequence[Pack]
     ) -> list[LearnBatch]:
-        """What to learn in each part of a rollout, with the weights of its own denominator.
+        """A batch to learn from for each part of a rollout, weighed by its own denominator.
 
         If there are several parts, responses that teach nothing are left out of them.
         """
@@ -124,7 +124,7 @@ class Program:
         return loss
 
     def metrics(self, measured: Measured, learn: LearnBatch) -> Metrics:
-        """Figures of a train batch, from what was measured without gradient."""
+        """Figures of a train batch; ``measured`` carries no gradient."""
         logprobs, entropy = measured.logprobs, measured.entropy
         action = learn.batch.is_action
         ratio, advantage = self._ratio(logprobs, learn)[action], learn.advantages[action]

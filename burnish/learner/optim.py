@@ -22,7 +22,8 @@ from burnish.model.transformer import Transformer
 
 Policy = Transformer | Sorter
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""A run settles 'auto' before it makes a learner; one that a script makes itself takes fp32."""
+"""The precisions that need a copy. A run settles 'auto' before it makes a learner; a learner that a
+script makes takes it as fp32."""
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 """Steps in a row without overflow after which the loss scale doubles."""
@@ -60,7 +61,7 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
     def shrink(self) -> bool:
-        """Whether there was anything left to halve: a scale stays at 1 or above."""
+        """Halves the scale, which stays at 1 or above; false if there was nothing to halve."""
         self.good_steps = 0
         is_above = self.value > 1
         self.value /= 2 if is_above else 1
@@ -103,7 +104,7 @@ class Optimizer:
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def gradient_norm(self) -> float:
-        """Of the gradients as added up so far, without the loss scale."""
+        """The norm of the gradients that were added up so far, without the loss scale."""
         return nn.utils.get_total_norm(self._gradients()).item() / self.scale.value
 
     def step(self, number: int, norm: float) -> float:

@@ -109,8 +109,8 @@ class PackedAttention:
 
 
 class FlashPackedAttention:
-    """The same by one varlen flash kernel, on a GPU in 16 bits: its causal mask is aligned to the
-    ends of queries and keys, which is what a response after its prompt needs."""
+    """The same attention by one varlen flash kernel, on a GPU in 16 bits. The kernel aligns its
+    causal mask to the ends of queries and keys, as a response after its prompt needs it."""
 
     def __init__(self, segment_offsets: Tensor, segment_is_prompt: Tensor) -> None:
         """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`."""

@@ -21,13 +21,7 @@ from torch import Tensor
 from burnish.errors import ModelError
 from burnish.model.transformer import ModelConfig, Transformer
 
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+COMPANIONS = ("*token*.json", "chat_template.jinja", "generation_config.json")
 """Files of a model directory beside config and weights; `save` copies them from the source."""
 
 
@@ -51,9 +45,8 @@ def save(model: Transformer, directory: Path | str, *, source: Path | str | None
     if source is not None:
         given = _read_json(Path(source) / "config.json")
         hf |= {key: given[key] for key in given if key.endswith("_token_id")}
-        for name in COMPANIONS:
-            if (Path(source) / name).exists():
-                shutil.copyfile(Path(source) / name, directory / name)
+        for file in (file for name in COMPANIONS for file in Path(source).glob(name)):
+            shutil.copyfile(file, directory / file.name)
     (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 

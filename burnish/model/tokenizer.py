@@ -78,7 +78,7 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     def encode(self, text: str, *, add_special: bool = True) -> IntArray:
-        """-> [T]; add_special: with what the model puts around any text, such as Llama's BOS."""
+        """-> [T]; add_special: with the tokens that a model puts around any text: Llama's BOS."""
         return np.array(self._backend.encode(text, add_special_tokens=add_special).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | IntArray, *, skip_special: bool = False) -> str:
@@ -107,7 +107,7 @@ class Tokenizer:
             raise ModelError(f"the chat template refused these messages: {error}") from error
 
     def save(self, directory: Path | str) -> None:
-        """What transformers and `load` read back: tokenizer, chat template and end ids."""
+        """Writes tokenizer, chat template and end ids; transformers and `load` read them back."""
         directory = Path(directory)
         self._backend.save(str(directory / "tokenizer.json"))
         # The class that takes tokenizer.json as it is; a model's own class may rebuild it.
@@ -129,7 +129,7 @@ class Detokenizer:
         self._stream = decoders.DecodeStream(skip_special_tokens=skip_special)
         self._ids: list[int] = []
         self.text = ""
-        """All that is certain so far."""
+        """The text that is certain so far."""
 
     def push(self, *tokens: int) -> str:
         """-> the text that these tokens make certain, often none."""
@@ -137,7 +137,7 @@ class Detokenizer:
         return self._append(self._stream.step(self._backend, list(tokens)) or "")
 
     def flush(self) -> str:
-        """-> what is left when no token follows: a character cut short becomes U+FFFD."""
+        """-> the rest of the text if no token follows; a character cut short becomes U+FFFD."""
         whole = self._backend.decode(self._ids, skip_special_tokens=self._skip_special)
         return self._append(whole[len(self.text) :])
 

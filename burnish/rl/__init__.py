@@ -2,6 +2,6 @@
 
 Two layouts, one set of functions: *padded* tensors are [B, T] and each row is a sequence; *packed*
 tensors are [N] and come with ``sequence_ids`` [N] that say which sequence a token belongs to. A
-mask is true where the policy acted; what the other slots hold never matters. S is the number of
+mask is true where the policy acted; the values in other slots never matter. S is the number of
 sequences.
 """

@@ -19,7 +19,7 @@ def ids_like(mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
 
 
 def count_sequences(mask: Tensor, sequence_ids: Tensor | None) -> int:
-    """S, the sequences without any action among them."""
+    """S, which counts sequences without any action too."""
     if sequence_ids is None:
         return int(mask.shape[0])
     return int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
@@ -63,15 +63,13 @@ def to_tokens(per_sequence: Tensor, mask: Tensor, sequence_ids: Tensor | None = 
     return torch.where(mask.bool(), spread, torch.zeros_like(spread))
 
 
-def on_last_action(
-    per_sequence: Tensor, mask: Tensor, sequence_ids: Tensor | None = None
-) -> Tensor:
+def on_last_action(values: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
     """One value per sequence [S], written on its last action; 0 elsewhere. Shaped like mask."""
     rows = Rows(mask, sequence_ids)
-    values = per_sequence.new_zeros(rows.count, rows.width)
+    placed = values.new_zeros(rows.count, rows.width)
     acted = rows.lengths > 0
-    values[acted, rows.lengths[acted] - 1] = per_sequence[: rows.count][acted]
-    return rows.unpack(values)
+    placed[acted, rows.lengths[acted] - 1] = values[: rows.count][acted]
+    return rows.unpack(placed)
 
 
 class Rows:

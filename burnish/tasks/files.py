@@ -104,5 +104,4 @@ def limits_of(config: Graded) -> Limits:
         cpu_seconds=config.cpu_seconds,
         wall_seconds=config.wall_seconds,
         memory_bytes=config.memory_mb * 2**20,
-        characters=config.characters,
     )

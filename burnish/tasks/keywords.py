@@ -128,4 +128,4 @@ class Keywords:
         return found
 
     def _row(self, words: list[str]) -> dict[str, object]:
-        return {"prompt": instruction(words), "keywords": words, "match": self.config.match}
+        return {"prompt": instruction(words), "keywords": words}

@@ -6,26 +6,24 @@ from burnish.graders.keywords import REWARDS, inclusion, lists, use
 
 
 @pytest.mark.parametrize(
-    ("response", "words", "substrings"),
+    ("response", "found"),
     [
-        ("An apple is red.", 2, 2),
-        ("APPLE! Red?", 2, 2),
-        ("The apple's skin, well-red", 2, 2),
-        ("Pineapples were reduced", 0, 2),
-        ("red_apple", 0, 2),
-        ("red", 1, 1),
-        ("", 0, 0),
+        ("An apple is red.", 2),
+        ("APPLE! Red?", 2),
+        ("The apple's skin, well-red", 2),
+        ("Pineapples were reduced", 0),
+        ("red_apple", 0),
+        ("red", 1),
+        ("", 0),
     ],
 )
-def test_words_and_substrings(response, words, substrings):
-    keywords = ["apple", "Red"]
-    for match, found in (("word", words), ("substring", substrings)):
-        every = float(found == 2)
-        assert inclusion(response, keywords, match) == {
-            "reward": every,
-            "inclusion": every,
-            "fraction": found / 2,
-        }
+def test_whole_words(response, found):
+    every = float(found == 2)
+    assert inclusion(response, ["apple", "Red"]) == {
+        "reward": every,
+        "inclusion": every,
+        "fraction": found / 2,
+    }
 
 
 def test_letters_beyond_ascii():
@@ -40,11 +38,8 @@ def test_keywords_are_text_and_not_patterns():
 def test_the_row_says_what_to_look_for():
     for reward in REWARDS.values():
         assert reward("reduced", {"keywords": ["red"]})["reward"] == 0
-        assert reward("reduced", {"keywords": ["red"], "match": "substring"})["reward"] == 1
         with pytest.raises(ValueError, match="needs rows with a field keywords"):
             reward("red", {"prompt": "…"})
-        with pytest.raises(ValueError, match="match must be word or substring, got 'prefix'"):
-            reward("red", {"keywords": ["red"], "match": "prefix"})
 
 
 @pytest.mark.parametrize(

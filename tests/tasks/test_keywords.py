@@ -90,9 +90,8 @@ def test_words_that_make_a_single_set_are_refused():
 
 
 @pytest.mark.parametrize("must_end", [False, True])
-@pytest.mark.parametrize("match", ["word", "substring"])
-def test_grades(match, must_end):
-    task = make(match=match, must_end=must_end, least=2, most=2)
+def test_grades(must_end):
+    task = make(must_end=must_end, least=2, most=2)
     prompt = task.prompt(0)
     first, second = prompt.reference["keywords"]
     (base,) = make_group(0, [1], [[1]], [0]).completions
@@ -109,8 +108,8 @@ def test_grades(match, must_end):
     assert cut.reward == float(not must_end)
     assert cut.parts == {"inclusion": 1, "fraction": 1, "listed": 0, "ended": 0}
     inside = grade(f"{first} x{second}x", Finish.STOP)
-    assert inside.reward == float(match == "substring")
-    assert inside.parts["fraction"] == (1 if match == "substring" else 0.5)
+    assert inside.reward == 0
+    assert inside.parts["fraction"] == 0.5
 
 
 def test_what_is_held_out_is_the_same_for_every_seed():

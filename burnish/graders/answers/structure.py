@@ -63,7 +63,7 @@ def parts(text: str) -> Parts | None:
 
 
 def _several(pieces: list[str], *, either: bool) -> Parts:
-    """A list of values; x = 1, y = 2 as a tuple; statements of which one or all hold."""
+    """Pieces may be values, x = 1 and y = 2, or statements of which one holds ("or") or all."""
     names = {found[0] for piece in pieces if (found := equation(piece)) and found[0]}
     variables = {order.name for piece in pieces if (order := _inequality(piece))}
     several = len(names) > 1
@@ -75,7 +75,7 @@ def _several(pieces: list[str], *, either: bool) -> Parts:
 
 
 def _inequality(text: str) -> Parts | None:
-    """a < x ≤ b, x > a and the like as the interval of x."""
+    """The interval of x in a < x ≤ b, x > a and the like; None for other text."""
     pieces, signs = cut(text, _ORDER), "".join(re.findall("[<>≤≥]", text))
     if len(pieces) != len(signs) + 1 or len(pieces) not in (2, 3):
         return None
