@@ -227,8 +227,9 @@ def turn(qkv, cos, sin, slots, keys, values):
                 x = _wide(_stored(a * _wide(c[i]), left)) + b * _wide(s[i])
                 y = _wide(_stored(b * _wide(c[half + i]), left)) + a * _wide(s[half + i])
                 left[i], right[i] = _stored(x, left), _stored(y, left)
-        keys[slots[r]] = qkv[r, turned - held : turned]
-        values[slots[r]] = qkv[r, turned:]
+        key, value = keys[slots[r]], values[slots[r]]
+        for i in range(held):  # one by one: numba takes long to compile copies of slices
+            key[i], value[i] = qkv[r, turned - held + i], qkv[r, turned + i]
 
 
 @rows_kernel("join")
