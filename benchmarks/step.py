@@ -163,10 +163,10 @@ def start(trainer: str, precision: str, args: argparse.Namespace) -> Worker:
 def prompts(args: argparse.Namespace, steps: int) -> tuple[list[dict[str, Any]], str]:
     """What burnish's task asks in so many steps, as rows that TRL takes; and the lengths."""
     from burnish.model.tokenizer import Tokenizer
-    from burnish.tasks.keywords import Keywords
+    from burnish.tasks.keywords import make_keywords
 
     recipe = recipe_of(args)
-    task = Keywords(recipe.task, tokenizer=Tokenizer.load(args.model), seed=recipe.seed)
+    task = make_keywords(recipe.task, tokenizer=Tokenizer.load(args.model), seed=recipe.seed)
     made = [task.prompt(i) for i in range(PROMPTS * steps)]
     lengths = [len(prompt.token_ids) for prompt in made]
     rows = [

@@ -77,7 +77,7 @@ def train(
         preflight.check(recipe, path, prompts=rows, reward=reward)
         tell(TORCH)
         from burnish import build
-        from burnish.loops.run import run
+        from burnish.loops.recorder import record
 
         recipe = build.prepare(recipe, tell)
         build.check_room(recipe, path, tell)
@@ -88,7 +88,7 @@ def train(
                 closing(build.build(recipe, prompts=rows, reward=reward, show=tell)) as parts,
                 RunDirectory(path, recipe, inputs=read, prompts=kept) as opened,
             ):
-                run(opened, parts, show=tell, stop=stop)
+                record(opened, parts, show=tell, stop=stop)
         except KeyboardInterrupt:
             learned = any(row["step"] > 0 for row in iterate_rows(path / "metrics.jsonl"))
             if is_new and not learned:
@@ -199,7 +199,7 @@ def resume(
         tell(TORCH)
         from burnish import build
         from burnish.learner.learner import State
-        from burnish.loops.run import run
+        from burnish.loops.recorder import record
 
         recipe = build.prepare(recipe, tell, before.get("threads"))
         read = build.hashes(recipe, tell, rows=rows, reward=reward)
@@ -213,13 +213,15 @@ def resume(
                 tell(Progress("load", f"loading the checkpoint {chosen.name}"))
                 saved = checkpoints.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
+                if parts.prompts is not None:
+                    parts.prompts.load_state(saved.state["prompts"])
                 start, positions = saved.step, saved.state["positions"]
                 opened.check_positions(positions)  # nothing is deleted before all is checked
                 checkpoints.return_to(path, chosen, keep=recipe.checkpoint.keep)
             opened.cut_back(positions)
             opened.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = opened.restart(start)
-            run(opened, parts, start=start, show=tell, stop=stop)
+            record(opened, parts, start=start, show=tell, stop=stop)
     return Run(path)
 
 
@@ -245,7 +247,7 @@ def evaluate(
         tell(TORCH)
         from burnish import build
         from burnish.engine.protocol import require
-        from burnish.loops.evaluate import evaluate_into
+        from burnish.loops.evaluate import Evaluator
         from burnish.runs import results
 
         recipe = build.prepare(recipe, tell)
@@ -257,7 +259,8 @@ def evaluate(
             require(engine.capabilities, repeats=False)
             if not engine.capabilities.counter_draws:
                 depends["draws"] = "the engine's own"
-            evaluate_into(path, depends, recipe, task, engine, decode, show=tell)
+            evaluator = Evaluator(recipe, task, engine, decode)
+            evaluator.evaluate_into(path, depends, show=tell)
         tell(Progress("report", "writing the report"))
         results.write_evaluation([path], path / "report.html")
         return results.read(path)

@@ -21,8 +21,9 @@ from burnish.errors import BurnishError, ConfigError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Policy
-from burnish.loops import evaluate, supervised, sync
-from burnish.loops.run import Parts
+from burnish.loops import supervised, sync
+from burnish.loops.evaluate import Decode, Evaluator, figures
+from burnish.loops.recorder import Parts
 from burnish.model import checkpoint as models
 from burnish.model import hub, products
 from burnish.model.sorter import Sorter
@@ -35,7 +36,8 @@ from burnish.rollout.packing import pack
 from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
-from burnish.tasks import files, gym, keywords, math, mixture, pairs, shots, sorting
+from burnish.tasks import files, gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
 
@@ -57,19 +59,26 @@ def build(
     task, engine, decode = build_sampler(recipe, prompts=prompts, reward=reward, show=show)
     require(engine.capabilities, repeats=True)  # a resumed run draws the same
     learner = build_learner(recipe, show=show)
+    is_sorter = isinstance(recipe.task, SortTask)
+    stream = PromptStream(task, None if is_sorter else room(recipe, _measured(recipe)))
+    evaluator = Evaluator(recipe, task, engine, decode)
 
     def validate(show: Show, when: str) -> tuple[list[Group], Metrics]:
-        groups, figures = evaluate.evaluate(recipe, task, engine, decode, show=show, when=when)
+        groups = [group for part in evaluator.answered(show=show, when=when) for group in part]
+        found = figures(evaluator.rows(groups))
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
             report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
-            figures |= learner.held_out_drift(pack(whole).to(learner.device), report)
-        return groups, figures
+            found |= learner.held_out_drift(pack(whole).to(learner.device), report)
+        return groups, found
 
     return Parts(
         recipe=recipe,
         learner=learner,
-        train=partial(sync.train, recipe, task=task, engine=engine, learner=learner),
+        prompts=stream,
+        train=partial(
+            sync.train, recipe, prompts=stream, task=task, engine=engine, learner=learner
+        ),
         validate=validate,
         publish=lambda: engine.load(learner.weights()),
         decode=decode,
@@ -116,7 +125,7 @@ def build_learner(recipe: Recipe, *, show: Show = silent) -> Learner:
 
 def build_sampler(
     recipe: Recipe, *, prompts: Prompts = None, reward: Given = None, show: Show = silent
-) -> tuple[Task, Engine, evaluate.Decode]:
+) -> tuple[Task, Engine, Decode]:
     """A recipe's task and engine, and a function that turns token ids into a text each."""
     recipe = settled(recipe)
     if isinstance(recipe.task, SortTask):
@@ -126,7 +135,7 @@ def build_sampler(
     size = _measured(recipe)
     task = _language_task(recipe, tokenizer, size, prompts, reward)
     if recipe.validation.shots:
-        task = shots.FewShot(task, recipe.validation.shots, tokenizer)
+        task.validation = text.few_shot(task, recipe.validation.shots, tokenizer)
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
@@ -204,23 +213,26 @@ def _language_task(
     recipe: Recipe, tokenizer: Tokenizer, size: Size, prompts: Prompts, reward: Given
 ) -> Task:
     given: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed}
-    given["room"] = room(recipe, size)
+    given["room"] = bound = room(recipe, size)
 
     def make(task: Any) -> Any:
         if isinstance(task, config.FilesTask):
             return files.make_files(task, **given, prompts=prompts, reward=reward)
         kinds: dict[str, Any] = {
-            "keywords": keywords.Keywords,
+            "keywords": keywords.make_keywords,
             "math": math.make_math,
-            "gym": gym.Gym,
+            "gym": gym.make_gym,
         }
         return kinds[task.name](task, **given)
 
-    if not isinstance(recipe.task, config.MixtureTask):
-        made: Task = make(recipe.task)
-        return made
-    parts = {name: make(part) for name, part in recipe.task.tasks.items()}
-    return mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
+    made: Task
+    if isinstance(recipe.task, config.MixtureTask):
+        parts = {name: make(part) for name, part in recipe.task.tasks.items()}
+        made = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
+    else:
+        made = make(recipe.task)
+    made.validation = [prompt for prompt in made.validation if fits(prompt, bound)]
+    return made
 
 
 def measure(recipe: Recipe) -> Size | None:
@@ -261,12 +273,12 @@ def probe(recipe: Recipe, size: Size) -> Size:
         return size
     task = _language_task(recipe, _tokenizer(recipe), size, None, lambda response, row: 0.0)
     count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)
-    prompts = [*map(task.prompt, range(count)), *task.validation]
-    skipped, cut = task.too_long
+    stream = PromptStream(task, room(recipe, size))
+    prompts = [*(prompt for _, prompt in stream.take(count)), *task.validation]
     return size._replace(
-        longest_prompt=max((len(prompt.token_ids) for prompt in prompts), default=0),
-        looked_at=len(prompts) + skipped,
-        too_long=skipped + cut,
+        longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
+        looked_at=count + stream.skipped,
+        too_long=stream.skipped,
     )
 
 

@@ -179,7 +179,6 @@ class PairsTask(Rows):
     epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
     prompt: str = Field("{prompt}", pattern=r"\{prompt\}", description="how a row's text is asked")
     answer: str = Field("{answer}", pattern=r"\{answer\}", description="what is learned of it")
-    marks: bool = Field(False, description="keep GSM8K's calculator marks, <<48/2=24>>")
 
 
 AnyPart = Annotated[

@@ -134,7 +134,7 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
             told = f"{size.too_long:,} of {counted(size.looked_at, 'prompt')} that were looked at"
             why = room(recipe, size)
             left = f"have more than {why.tokens:,} tokens ({why.why})"
-            lines.append(("too long", f"{told} {left}; they are skipped or cut, as set"))
+            lines.append(("too long", f"{told} {left}; they are skipped"))
     return lines
 
 

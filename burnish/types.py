@@ -105,7 +105,11 @@ class Grade:
     """What the reward is made of: format, answer, length, …"""
     status: Status = Status.SCORED
     message: str | None = None
-    """What went wrong, where something did."""
+    """The grader's words for what went wrong; None if nothing did."""
+
+    @property
+    def is_error(self) -> bool:
+        return self.status is Status.ERROR
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ what comes of it in a run's directory.
 from burnish import build, config
 from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import grade, sample, sampling
+from burnish.tasks.stream import PromptStream
 
 
 def step(recipe):
@@ -17,10 +18,9 @@ def step(recipe):
     task, engine, _ = build.build_sampler(recipe)
     learner = build.build_learner(recipe)
 
-    prompts = [task.prompt(i) for i in range(recipe.prompts_per_rollout)]
-    size, params = recipe.rollout.group_size, sampling(recipe)
-    responses = sample(engine, prompts, first_group=0, samples=size, params=params)
-    groups = grade(task, prompts, responses, 0)
+    asked = PromptStream(task).take(recipe.prompts_per_rollout)
+    responses = sample(engine, asked, recipe.rollout.group_size, sampling(recipe))
+    groups = grade(task, asked, responses)
 
     batch = pack(groups).to(learner.device)
     parts = train_batches(batch, recipe.train.batch)

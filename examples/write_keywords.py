@@ -17,10 +17,10 @@ from typing import Any
 
 import burnish
 from burnish import config
+from burnish.config import KeywordsTask
+from burnish.draws import Purpose
 from burnish.graders.keywords import REWARDS
-from burnish.model import hub
-from burnish.model.tokenizer import Tokenizer
-from burnish.tasks.keywords import Keywords, instruction
+from burnish.tasks.keywords import HELD_OUT_SEED, ask, instruction, split_words
 
 AT_ONCE = 128
 """Prompts that are asked together, at least."""
@@ -29,10 +29,12 @@ PATIENCE = 200
 
 
 def rows_of(
-    task: Keywords, count: int, args: argparse.Namespace, *, validation: bool
+    task: KeywordsTask, count: int, args: argparse.Namespace, *, validation: bool
 ) -> list[dict[str, Any]]:
     """So many rows, each with a prompt, an answer that has the words, and the words."""
-    ask = task.validation_prompt if validation else task.prompt
+    words = split_words(task)[validation]
+    seed = HELD_OUT_SEED if validation else args.seed
+    purpose = Purpose.VALIDATION if validation else Purpose.TRAIN
     kept: list[dict[str, Any]] = []
     asked = 0
     while len(kept) < count:
@@ -42,14 +44,15 @@ def rows_of(
                 "has the words; sample more answers, or ask a better model"
             )
         more = range(asked, asked + max(AT_ONCE, count - len(kept)))
-        kept += good(task, [ask(i).reference["keywords"] for i in more], args, seed=asked)
+        drawn = [ask(task, words, seed, purpose, i).row["keywords"] for i in more]
+        kept += good(task, drawn, args, seed=asked)
         asked = more.stop
         print(f"{min(len(kept), count)} of {count} rows after {asked} prompts")
     return kept[:count]
 
 
 def good(
-    task: Keywords, words: list[list[str]], args: argparse.Namespace, *, seed: int
+    task: KeywordsTask, words: list[list[str]], args: argparse.Namespace, *, seed: int
 ) -> Iterator[dict[str, Any]]:
     """A row for each prompt that an answer earned the reward for."""
     answers = burnish.generate(
@@ -59,12 +62,12 @@ def good(
         temperature=args.temperature,
         max_tokens=args.max_tokens,
         seed=args.seed + seed,
-        chat=task.config.chat,
+        chat=task.chat,
     )
-    reward = REWARDS[task.config.reward]
+    reward = REWARDS[task.reward]
     for i, some in enumerate(words):
         for answer in answers[i * args.samples : (i + 1) * args.samples]:
-            has_ended = answer.finish == "stop" or not task.config.must_end
+            has_ended = answer.finish == "stop" or not task.must_end
             if has_ended and reward(answer.text, {"keywords": some})["reward"] > 0:
                 text = answer.text.strip()
                 yield {"prompt": answer.prompt, "answer": text, "keywords": some}
@@ -82,8 +85,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=48, help="of an answer (default: 48)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    tokenizer = Tokenizer.load(hub.resolve("smollm2-135m"))
-    task = Keywords(config.load(args.recipe).task, tokenizer=tokenizer, seed=args.seed)
+    task = config.load(args.recipe).task
+    assert isinstance(task, KeywordsTask), "the recipe asks for words"
     args.out.mkdir(parents=True)
     held_out = max(1, round(0.2 * args.rows))
     found = {

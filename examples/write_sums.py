@@ -18,7 +18,7 @@ from pathlib import Path
 from burnish import config
 from burnish.model import hub
 from burnish.model.tokenizer import Tokenizer
-from burnish.tasks.gym import Gym
+from burnish.tasks.gym import make_gym
 
 TRIES = 200
 """Questions that are looked at for each row, before there are too few different ones."""
@@ -57,7 +57,7 @@ def questions(count: int, seed: int) -> list[str]:
     """Different questions of the recipe, in the order of its training prompts."""
     recipe = config.load("arithmetic", seed=seed)
     tokenizer = Tokenizer.load(hub.resolve("smollm2-135m"))
-    task = Gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
+    task = make_gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
     found: dict[str, None] = {}
     for index in range(TRIES * count):
         found[task.prompt(index).reference["entry"]["question"]] = None

@@ -15,7 +15,7 @@ import torch
 import burnish
 from burnish import api, config
 from burnish.errors import BurnishError, ConfigError, DataError, RunError
-from tests.loops.test_run import fingerprint
+from tests.loops.test_recorder import fingerprint
 
 PUBLIC = ["Run", "evaluate", "export", "generate", "resume", "sft", "train"]
 SHORT = {"steps": 3}

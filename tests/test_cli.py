@@ -181,7 +181,7 @@ def test_a_stopped_run_is_saved_and_resumed(number, times, tmp_path, burnish):
     assert "stopped and saved; continue with: burnish resume run" in out
     done = burnish("resume", "run", "--set", "train.learning_rate=1")
     assert done.code == 1
-    assert "it alters what is computed" in done.err
+    assert "it alters the results" in done.err
     assert "report: run/report.html" in burnish("report", "run").out
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from burnish import api, display
 from burnish.display import Display, figures
 from burnish.errors import BurnishError
-from burnish.loops.run import seconds_left
+from burnish.loops.recorder import seconds_left
 from burnish.progress import Progress, after, announce_compile, begin, showing_compiles
 
 PHASES = ["check", "load", "evaluate", "generate", "grade", "score", "learn", "publish"]
@@ -218,12 +218,12 @@ def slow(owner, name):
 def slow_hashes(*given, **named):  # of a run, before it is built
     from burnish.engine.sorter import SorterEngine
     from burnish.learner.learner import Learner
-    from burnish.loops import run
+    from burnish.loops import recorder
     from burnish.runs import checkpoints
     print("LOADED", flush=True)
     for owner, name in (
         (SorterEngine, "step"), (Learner, "score"), (Learner, "step"),
-        (checkpoints, "save"), (run, "write_report"),
+        (checkpoints, "save"), (recorder, "write_report"),
     ):
         slow(owner, name)
     return quick_hashes(*given, **named)

@@ -10,7 +10,7 @@ from burnish.engine.protocol import Engine, Request
 from burnish.model.tokenizer import Tokenizer
 from burnish.progress import Report, unheard
 from burnish.rollout.rollout import complete
-from burnish.tasks.prompts import encode
+from burnish.tasks.text import encode
 from burnish.types import SamplingParams
 
 

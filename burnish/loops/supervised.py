@@ -45,7 +45,7 @@ def train(
             figures = learner.step(to_learn(learner, groups), report)
         metrics = {k: v for k, v in figures.items() if k not in CONSTANT}
         metrics |= {"train/version": learner.version, "train/tokens": count_tokens(groups)}
-        yield Step(number + 1, [], [], None, metrics)
+        yield Step(number + 1, metrics)
 
 
 def to_learn(learner: Learner, groups: list[Group]) -> LearnBatch:

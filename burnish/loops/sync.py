@@ -2,7 +2,7 @@
 
     for step = 1 … steps:
         every kl.refresh steps:  π_ref ← π
-        choose prompts; sample a group of responses to each        generate
+        take prompts; sample a group of responses to each          generate
         score the responses                                        grade
         log π_ref, and log π_prox if need be, of the tokens        score
         advantages relative to the group                           advantages
@@ -15,7 +15,7 @@ scores and steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,27 +32,30 @@ from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import describe, grade, sample, sampling
 from burnish.runs.metrics import Metrics, combine
 from burnish.runs.timers import Timers
+from burnish.tasks.stream import PromptStream
 from burnish.tasks.task import Task
 from burnish.types import FloatArray, Group, PackedBatch
 from burnish.wording import counted
 
 
 class Step(NamedTuple):
-    """What one round of the loop leaves to be written down."""
+    """One round of the loop, to be written down."""
 
     number: int
     """How many steps are done, this one included."""
-    groups: list[Group]
-    advantages: list[float]
-    """One per response, in the groups' order: the mean over its tokens."""
-    learner_logprobs: list[FloatArray] | None
-    """[C] per response: of the learner before its first step; None where it did not score all."""
     metrics: Metrics
+    groups: Sequence[Group] = ()
+    """The groups that were learned from."""
+    advantages: Sequence[float] = ()
+    """One per response, in the groups' order: the mean over its tokens."""
+    learner_logprobs: list[FloatArray] | None = None
+    """[C] per response, of the learner before its first step; None if it did not score them all."""
 
 
 def train(
     recipe: Recipe,
     *,
+    prompts: PromptStream,
     task: Task,
     engine: Engine,
     learner: Learner,
@@ -61,39 +64,28 @@ def train(
     show: Show = silent,
 ) -> Iterator[Step]:
     """Runs the loop from step ``start`` on, yielding after each step."""
-    params = sampling(recipe)
-    prompts_per_step = recipe.prompts_per_rollout
-    responses_per_step = recipe.rollout.batch
-    some = counted(responses_per_step, "response")
+    params, some = sampling(recipe), counted(recipe.rollout.batch, "response")
+    doing = f"sampling {some} to {recipe.prompts_per_rollout} prompts"
     engine.load(learner.weights())
     for number in range(start, recipe.train.steps):
         learner.begin(number)
-        first = number * prompts_per_step
-        skipped_before = task.too_long.skipped
-        prompts = [task.prompt(first + k) for k in range(prompts_per_step)]
-        skipped = task.too_long.skipped - skipped_before
+        skipped = prompts.skipped
+        asked = prompts.take(recipe.prompts_per_rollout)
         with timers("generate"):
-            doing = f"sampling {some} to {prompts_per_step} prompts"
-            report = begin(show, "generate", doing, total=responses_per_step, unit="responses")
-            responses = sample(
-                engine,
-                prompts,
-                first_group=first,
-                samples=recipe.rollout.group_size,
-                params=params,
-                stream=Stream.TRAIN,
-                report=report,
-            )
+            report = begin(show, "generate", doing, total=recipe.rollout.batch, unit="responses")
+            size = recipe.rollout.group_size
+            responses = sample(engine, asked, size, params, Stream.TRAIN, report)
         with timers("grade"):
             begin(show, "grade", f"grading {some}")
-            sampled = grade(task, prompts, responses, first)
+            sampled = grade(task, asked, responses)
             filters.check_errors(sampled, limit=recipe.rollout.max_errors)
             groups, dropped = filters.drop_errors(sampled)
         step = learn(recipe, learner, number + 1, groups, timers, show)
         with timers("publish"):
             begin(show, "publish", "handing the new weights to the sampler")
             engine.load(learner.weights())
-        yield step._replace(metrics=describe(sampled, skipped) | dropped | step.metrics)
+        rollout = describe(sampled, prompts.skipped - skipped) | dropped
+        yield step._replace(metrics=rollout | step.metrics)
 
 
 def learn(
@@ -110,8 +102,7 @@ def learn(
     """
     program, planned = learner.program, recipe.gradient_steps_per_rollout
     if not groups:
-        skipped = {"train/skipped": float(planned), "train/version": learner.version}
-        return Step(number, [], [], None, skipped)
+        return Step(number, {"train/skipped": float(planned), "train/version": learner.version})
     some = counted(sum(len(group.grades) for group in groups), "response")
     with timers("score"):
         report = begin(show, "score", f"scoring {some}", unit="packs")
@@ -131,7 +122,7 @@ def learn(
     metrics["train/skipped"] += planned - len(taken)
     metrics |= {"train/version": learner.version, "train/lag": lag}
     own = None if finished.logprobs is None else _by_response(batch, finished.logprobs)
-    return Step(number, groups, _per_response(batch, advantages), own, metrics)
+    return Step(number, metrics, groups, _per_response(batch, advantages), own)
 
 
 def _share(report: Report, index: int, count: int) -> Report:
@@ -153,10 +144,6 @@ def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:
 
 def _by_response(batch: PackedBatch, per_token: Tensor) -> list[FloatArray]:
     """The values of each response's slots."""
-    lengths = batch.segment_offsets.diff()
-    parts = torch.split(per_token.float().cpu(), lengths.tolist())
-    return [
-        part.numpy()
-        for part, is_prompt in zip(parts, batch.segment_is_prompt.tolist(), strict=True)
-        if not is_prompt
-    ]
+    parts = torch.split(per_token.float().cpu(), batch.segment_offsets.diff().tolist())
+    is_prompt = batch.segment_is_prompt.tolist()
+    return [part.numpy() for part, skip in zip(parts, is_prompt, strict=True) if not skip]

@@ -1,4 +1,4 @@
-"""What a rollout's groups lose before anything is learned from them, counted."""
+"""Samples and groups that a rollout loses before anything is learned from it, counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from reprlib import Repr
 
 from burnish.errors import GraderError
-from burnish.types import Completion, Grade, Group, Prompt, Status
+from burnish.types import Group
 
 SHOWN = 3
 """Messages that an error quotes."""
@@ -21,27 +21,24 @@ def check_errors(groups: Sequence[Group], *, limit: float) -> None:
 
     The error quotes each message with the first response, and its row, that it was said of.
     """
-    graded = [
-        (group.prompt, completion, grade)
-        for group in groups
-        for completion, grade in zip(group.completions, group.grades, strict=True)
-    ]
-    failed = [item for item in graded if _is_error(item[2])]
-    if len(failed) <= limit * len(graded):
-        return
-    first: dict[str, tuple[Prompt, Completion]] = {}
-    for prompt, completion, grade in failed:
-        first.setdefault(grade.message or "no message", (prompt, completion))
-    shown = [
-        f"response {completion.sample_index} to {prompt.prompt_id} "
-        f"({_SHORT.repr(completion.text)}, row {_SHORT.repr(prompt.reference)}): {message}"
-        for message, (prompt, completion) in list(first.items())[:SHOWN]
-    ]
-    raise GraderError(
-        f"{len(failed)} of {len(graded)} responses got no grade, more than a share of {limit:g}; "
-        "mend what the messages name, or raise rollout.max_errors. "
-        f"{'; '.join(shown)}{'; …' if len(first) > SHOWN else ''}"
-    )
+    first: dict[str, str] = {}
+    failed = total = 0
+    for group in groups:
+        row = _SHORT.repr(group.prompt.reference)
+        for completion, grade in zip(group.completions, group.grades, strict=True):
+            total += 1
+            failed += grade.is_error
+            said = grade.message or "no message"
+            if grade.is_error and said not in first:
+                text = _SHORT.repr(completion.text)
+                name = f"response {completion.sample_index} to {group.prompt.prompt_id}"
+                first[said] = f"{name} ({text}, row {row}): {said}"
+    if failed > limit * total:
+        raise GraderError(
+            f"{failed} of {total} responses got no grade, more than a share of {limit:g}; "
+            "mend what the messages name, or raise rollout.max_errors. "
+            f"{'; '.join(list(first.values())[:SHOWN])}{'; …' if len(first) > SHOWN else ''}"
+        )
 
 
 def drop_errors(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
@@ -53,22 +50,15 @@ def drop_errors(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]
     """
     kept = []
     for group in groups:
-        pairs = [
-            (completion, grade)
-            for completion, grade in zip(group.completions, group.grades, strict=True)
-            if not _is_error(grade)
-        ]
-        if len(pairs) == len(group.grades):
+        good = [k for k, grade in enumerate(group.grades) if not grade.is_error]
+        if len(good) == len(group.grades):
             kept.append(group)
-        elif len(pairs) >= 2:
-            completions, grades = zip(*pairs, strict=True)
+        elif len(good) >= 2:
+            completions = tuple(group.completions[k] for k in good)
+            grades = tuple(group.grades[k] for k in good)
             kept.append(replace(group, completions=completions, grades=grades))
     samples = sum(len(g.grades) for g in groups) - sum(len(g.grades) for g in kept)
     return kept, {
         "rollout/dropped_samples": float(samples),
         "rollout/dropped_groups": float(len(groups) - len(kept)),
     }
-
-
-def _is_error(grade: Grade) -> bool:
-    return grade.status is Status.ERROR

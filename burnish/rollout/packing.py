@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from burnish.errors import ConfigError
 from burnish.types import Group, LearnBatch, PackedBatch
 
-Arrays = dict[str, np.ndarray]
+STREAMS = {
+    "tokens": np.int64,
+    "is_action": np.bool_,
+    "behavior_logprobs": np.float32,
+    "temperature": np.float32,
+    "versions": np.int64,
+}
+"""Fields of a batch, [N] each, that do not follow from the lengths of its segments."""
 
 
 class Pack(NamedTuple):
@@ -29,22 +37,52 @@ class Pack(NamedTuple):
 
 def pack(groups: Sequence[Group], *, device: torch.device | str = "cpu") -> PackedBatch:
     """Lays the groups out one after the other, each as prompt, response 1, response 2, …"""
-    laid_out = []
-    slots = sequences = 0
-    for number, group in enumerate(groups):
-        arrays = _lay_out(group)
-        arrays["predecessor"] += slots
-        arrays["sequence_ids"] += sequences
-        arrays["group_ids"] += number
-        laid_out.append(arrays)
-        slots += len(arrays["tokens"])
-        sequences += len(group.completions)
-    joined = {
-        name: torch.from_numpy(np.concatenate([arrays[name] for arrays in laid_out])).to(device)
-        for name in laid_out[0]
+    segments = [segment for group in groups for segment in _segments(group)]
+    streams = {
+        name: torch.from_numpy(np.concatenate(values).astype(kind)).to(device)
+        for (name, kind), values in zip(STREAMS.items(), zip(*segments, strict=True), strict=True)
     }
-    offsets = torch.nn.functional.pad(joined.pop("segment_lengths").cumsum(0), (1, 0))
-    return PackedBatch(**joined, segment_offsets=offsets)
+    sizes = torch.tensor([len(group.completions) for group in groups])
+    is_prompt = torch.zeros(len(segments), dtype=torch.bool)
+    is_prompt[pad((sizes + 1).cumsum(0), (1, 0))[:-1]] = True
+    lengths = torch.tensor([len(tokens) for tokens, *_ in segments])
+    shape = _lay_out(lengths.to(device), is_prompt.to(device))
+    group_ids = torch.arange(len(groups)).repeat_interleave(sizes).to(device)
+    rewards = torch.from_numpy(np.concatenate([group.rewards for group in groups])).to(device)
+    return PackedBatch(**streams, **shape, group_ids=group_ids, rewards=rewards)
+
+
+def _segments(group: Group) -> Iterator[tuple[np.ndarray, ...]]:
+    """The streams of the prompt, and of each response."""
+    prompt = group.prompt.token_ids
+    nothing = np.zeros(len(prompt))
+    yield prompt, nothing > 0, nothing, nothing + 1, nothing
+    for c in group.completions:
+        temperature = np.full(len(c.token_ids), c.params.temperature)
+        yield c.token_ids, c.sampled, c.logprobs, temperature, c.versions
+
+
+def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:
+    """The fields of a batch that follow from its segments, [segments] each."""
+    offsets = pad(lengths.cumsum(0), (1, 0))
+    segment = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    slot = torch.arange(len(segment), device=lengths.device)
+    within = slot - offsets[segment]
+    in_prompt = is_prompt[segment]
+    prompt_lengths = lengths[is_prompt][is_prompt.cumsum(0) - 1]
+    prompt_ends = offsets[1:][is_prompt][is_prompt.cumsum(0) - 1]
+    # A response's first token follows the prompt's last; the prompt's first has no predecessor.
+    before_first = torch.where(in_prompt, slot, prompt_ends[segment] - 1)
+    # A prompt carries the number of the response after it: as many as lie before it.
+    owner = (~is_prompt).cumsum(0) - (~is_prompt).long()
+    return {
+        "positions": torch.where(in_prompt, within, prompt_lengths[segment] + within),
+        "predecessor": torch.where(within > 0, slot - 1, before_first),
+        "sequence_ids": owner[segment],
+        "in_prompt": in_prompt,
+        "segment_offsets": offsets,
+        "segment_is_prompt": is_prompt,
+    }
 
 
 def take(batch: PackedBatch, sequences: Tensor) -> Pack:
@@ -55,30 +93,12 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
     response_segments = (~batch.segment_is_prompt).nonzero().squeeze(1)[sequences]
     segments = torch.cat((prompt_segments, response_segments)).sort().values
     lengths = batch.segment_offsets.diff()[segments]
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    is_prompt = batch.segment_is_prompt[segments]
-    shift = (batch.segment_offsets[segments] - offsets[:-1]).repeat_interleave(lengths)
-    slots = torch.arange(len(shift), device=shift.device) + shift
-    place = torch.empty_like(batch.tokens)
-    place[slots] = torch.arange(len(slots), device=slots.device)
-    # A prompt carries the number of the response after it: as many as lie before it.
-    owner = (~is_prompt).cumsum(0) - (~is_prompt).long()
-    part = PackedBatch(
-        tokens=batch.tokens[slots],
-        positions=batch.positions[slots],
-        predecessor=place[batch.predecessor[slots]],
-        sequence_ids=owner.repeat_interleave(lengths),
-        in_prompt=batch.in_prompt[slots],
-        is_action=batch.is_action[slots],
-        behavior_logprobs=batch.behavior_logprobs[slots],
-        temperature=batch.temperature[slots],
-        versions=batch.versions[slots],
-        segment_offsets=offsets,
-        segment_is_prompt=is_prompt,
-        group_ids=new_group,
-        rewards=batch.rewards[sequences],
-    )
-    return Pack(part, slots)
+    shape = _lay_out(lengths, batch.segment_is_prompt[segments])
+    shift = batch.segment_offsets[segments] - shape["segment_offsets"][:-1]
+    slots = Pack.whole(batch).slots[: int(lengths.sum())] + shift.repeat_interleave(lengths)
+    streams = {name: getattr(batch, name)[slots] for name in STREAMS}
+    rewards = batch.rewards[sequences]
+    return Pack(PackedBatch(**streams, **shape, group_ids=new_group, rewards=rewards), slots)
 
 
 def train_batches(batch: PackedBatch, responses: int, *, count: int | None = None) -> list[Pack]:
@@ -121,15 +141,14 @@ def cut(
     room = limit
     for group, prompt in enumerate(prompts):
         members = (batch.group_ids == group).nonzero().squeeze(1).tolist()
-        whole = prompt + sum(responses[s] for s in members)
-        opened = whole <= room
-        if opened:
-            room -= prompt
+        if prompt + sum(responses[s] for s in members) > room:
+            parts.append([])
+            room = limit
+        room -= prompt
         for s in members:
-            if not opened or responses[s] > room:
-                if parts[-1]:
-                    parts.append([])
-                room, opened = limit - prompt, True
+            if responses[s] > room:
+                parts.append([])
+                room = limit - prompt
             if responses[s] > room:
                 raise ConfigError(
                     f"train.micro_{unit} = {limit} is below prompt and response of a sequence, "
@@ -139,38 +158,3 @@ def cut(
             room -= responses[s]
     device = batch.tokens.device
     return [take(batch, torch.tensor(part, device=device)) for part in parts if part]
-
-
-def _lay_out(group: Group) -> Arrays:
-    """One group's slots, numbered from 0."""
-    prompt, responses = group.prompt.token_ids, group.completions
-    start = len(prompt)
-    lengths = np.array([start, *(len(c.token_ids) for c in responses)])
-    segment = np.repeat(np.arange(len(lengths)), lengths)
-    slot = np.arange(len(segment))
-    within = slot - (np.cumsum(lengths) - lengths)[segment]
-    in_prompt = segment == 0
-    # A response's first token follows the prompt's last; the prompt's first has no predecessor.
-    before_first = np.where(in_prompt, slot, start - 1)
-    nothing = np.zeros(start)
-
-    def stream(before: np.ndarray, *after: np.ndarray) -> np.ndarray:
-        return np.concatenate([before, *after])
-
-    return {
-        "tokens": stream(prompt, *(c.token_ids for c in responses)).astype(np.int64),
-        "positions": np.where(in_prompt, within, start + within),
-        "predecessor": np.where(within > 0, slot - 1, before_first),
-        "sequence_ids": np.maximum(segment - 1, 0),
-        "in_prompt": in_prompt,
-        "is_action": stream(nothing > 0, *(c.sampled for c in responses)),
-        "behavior_logprobs": stream(nothing, *(c.logprobs for c in responses)).astype(np.float32),
-        "temperature": stream(
-            nothing + 1, *(np.full(len(c.token_ids), c.params.temperature) for c in responses)
-        ).astype(np.float32),
-        "versions": stream(nothing, *(c.versions for c in responses)).astype(np.int64),
-        "segment_lengths": lengths,
-        "segment_is_prompt": np.arange(len(lengths)) == 0,
-        "group_ids": np.zeros(len(responses), dtype=np.int64),
-        "rewards": group.rewards,
-    }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,26 +24,24 @@ ABORTED = Grade(
     "train.learning_rate, or set engine.precision to fp32",
 )
 """The grade of a sample that the engine aborted."""
-
-
 PATIENCE = 600.0
 """Seconds that an engine may take to its next token."""
+Asked = Sequence[tuple[int, Prompt]]
+"""Prompts, each after the index of its group in the run."""
 
 
 def sample(
     engine: Engine,
-    prompts: Sequence[Prompt],
-    *,
-    first_group: int,
+    asked: Asked,
     samples: int,
     params: SamplingParams,
     stream: Stream = Stream.TRAIN,
     report: Report = unheard,
 ) -> list[tuple[Completion, ...]]:
-    """``samples`` completions of each prompt; prompt k is the run's group first_group + k."""
+    """``samples`` completions of each prompt."""
     requests = [
         Request(f"group-{group}", prompt.token_ids, samples, params, group, stream, streamed=False)
-        for group, prompt in enumerate(prompts, first_group)
+        for group, prompt in asked
     ]
     return complete(engine, requests, report=report)
 
@@ -84,82 +83,77 @@ def complete(
 
 def sampling(recipe: Recipe) -> SamplingParams:
     """How training samples; the sorting model reads the temperature and the seed alone."""
-    rollout = recipe.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=rollout.max_tokens,
-        min_tokens=rollout.min_tokens,
-        stop=recipe.stop,
-        seed=recipe.seed,
-    )
+    names = {"temperature", "top_p", "top_k", "max_tokens", "min_tokens"}
+    settings = recipe.rollout.model_dump(include=names)
+    return SamplingParams(**settings, stop=recipe.stop, seed=recipe.seed)
 
 
-def grade(
-    task: Task, prompts: Sequence[Prompt], responses: Sequence[tuple[Completion, ...]], first: int
-) -> list[Group]:
-    """The groups with indices first, first + 1, …; the task does not see aborted samples."""
-    groups = list(zip(prompts, responses, strict=True))
-    whole = [(p, c) for p, completions in groups for c in completions if not is_aborted(c)]
+def grade(task: Task, asked: Asked, responses: Sequence[tuple[Completion, ...]]) -> list[Group]:
+    """The groups of the prompts and their responses; the task does not see aborted samples."""
+    given = list(zip(asked, responses, strict=True))
+    whole = [(p, c) for (_, p), completions in given for c in completions if not is_aborted(c)]
     grades = task.grade_all(whole)
     if len(grades) != len(whole):
         raise DataError(f"the task gave {len(grades)} grades for {len(whole)} responses")
-    given = iter(grades)
+    left = iter(grades)
     return [
-        Group(
-            first + k,
-            prompt,
-            completions,
-            tuple(ABORTED if is_aborted(c) else next(given) for c in completions),
-        )
-        for k, (prompt, completions) in enumerate(groups)
+        Group(index, prompt, cs, tuple(ABORTED if is_aborted(c) else next(left) for c in cs))
+        for (index, prompt), cs in given
     ]
 
 
 def is_aborted(completion: Completion) -> bool:
-    """Whether the engine gave the sample up: what it has of it is no response."""
+    """Whether the engine gave the sample up, so that its tokens are no response."""
     return completion.finish is Finish.ABORT
 
 
 def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, float]:
-    """What a rollout's groups look like, before anything is learned from them.
+    """A rollout's groups in figures, before anything is learned from them.
 
-    Rewards are those of grades that are not errors; without any there are no reward metrics.
     ``skipped_prompts`` were too long, so that others were asked instead.
     """
-    grades = [grade for group in groups for grade in group.grades]
-    by_group = [
-        np.array([g.reward for g in group.grades if g.status is not Status.ERROR])
-        for group in groups
-    ]
-    rewards = np.concatenate(by_group)
-    lengths = [len(c.token_ids) for group in groups for c in group.completions]
-    ends = [c.finish for group in groups for c in group.completions]
-    metrics = {
-        "rollout/length": float(np.mean(lengths)),
-        **{f"rollout/{name}": ends.count(end) / len(ends) for name, end in ENDINGS.items()},
-        "rollout/responses": float(len(grades)),
-    }
-    if skipped_prompts:
-        metrics["rollout/skipped_prompts"] = float(skipped_prompts)
-    if rewards.size:
-        dead = [np.ptp(scored) == 0 for scored in by_group if scored.size]
-        metrics |= {
-            "rollout/reward": float(rewards.mean()),
-            "rollout/reward_std": float(rewards.std()),
-            "rollout/reward_min": float(rewards.min()),
-            "rollout/reward_max": float(rewards.max()),
-            "rollout/dead_groups": float(np.mean(dead)),
+    responses = [
+        {
+            "tokens": completion.token_ids,
+            "finish": completion.finish,
+            "reward": grade.reward,
+            "parts": grade.parts,
+            "status": grade.status,
+            "part": group.prompt.part,
         }
-    for part in sorted({name for grade in grades for name in grade.parts}):
-        values = [grade.parts[part] for grade in grades if part in grade.parts]
-        metrics[f"rollout/part_{part}"] = float(np.mean(values))
-    for part in sorted({g.prompt.part for g in groups if g.prompt.part is not None}):
-        own = [r for g, r in zip(groups, by_group, strict=True) if g.prompt.part == part]
-        if any(scored.size for scored in own):
-            metrics[f"rollout/reward/{part}"] = float(np.concatenate(own).mean())
-    for status in Status:
-        count = sum(grade.status == status for grade in grades)
-        metrics[f"rollout/grades_{status}"] = count / len(grades)
-    return metrics
+        for group in groups
+        for completion, grade in zip(group.completions, group.grades, strict=True)
+    ]
+    by_group = [[g.reward for g in group.grades if not g.is_error] for group in groups]
+    scored = [own for own in by_group if own]
+    figures = averages(responses)
+    if skipped_prompts:
+        figures["skipped_prompts"] = float(skipped_prompts)
+    if scored:
+        rewards = np.concatenate(scored)
+        figures |= {
+            "reward_std": float(rewards.std()),
+            "reward_min": float(rewards.min()),
+            "reward_max": float(rewards.max()),
+            "dead_groups": float(np.mean([np.ptp(own) == 0 for own in scored])),
+        }
+    return {f"rollout/{name}": value for name, value in figures.items()}
+
+
+def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over responses, each with its tokens, finish, reward, parts, status and, in a mixture,
+    part.
+
+    A response whose grade is an error has no reward; without any reward there is no such mean.
+    """
+    scored = [r for r in responses if r["status"] != Status.ERROR]
+    columns: dict[str, list[float]] = {"length": [len(r["tokens"]) for r in responses]}
+    columns |= {name: [r["finish"] == end for r in responses] for name, end in ENDINGS.items()}
+    columns["reward"] = [r["reward"] for r in scored]
+    for part in sorted({r["part"] for r in scored if r.get("part") is not None}):
+        columns[f"reward/{part}"] = [r["reward"] for r in scored if r.get("part") == part]
+    for name in sorted({name for r in responses for name in r["parts"]}):
+        columns[f"part_{name}"] = [r["parts"][name] for r in responses if name in r["parts"]]
+    columns |= {f"grades_{s}": [r["status"] == s for r in responses] for s in Status}
+    means = {name: float(np.mean(values)) for name, values in columns.items() if values}
+    return means | {"responses": float(len(responses))}

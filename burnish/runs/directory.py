@@ -1,7 +1,7 @@
 """A run is a directory. Everything a plot or a report shows is read from there.
 
 recipe.toml       the resolved recipe; itself a recipe
-environment.json  versions, machine, threads, and hashes of what the run reads
+environment.json  versions, machine, threads, and hashes of the files that the run reads
 prompts.jsonl     the rows, if a script gave them
 metrics.jsonl     a row per step, the same for the same seed
 timings.jsonl     a row per step, wall clock
@@ -13,7 +13,7 @@ checkpoints/      the states from which a killed run resumes
 status.json       where it is while it runs, and how it ended; clocks, so no two are the same
 restarts.txt      a line for each time it was resumed
 summary.json      where it began and ended; a finished run has one
-report.html       all of it, to be looked at
+report.html       a page that shows the run
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far the policy moved from where it began, read against what it gained by that: in words."""
+"""Sentences about drift: how far the policy moved from its start, and which reward it gained."""
 
 from __future__ import annotations
 

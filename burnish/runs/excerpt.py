@@ -19,7 +19,7 @@ FILES = ("rollouts.jsonl", "evaluations.jsonl")
 ELSEWHERE = ("prompt", "prompt_id", "asked", "response")
 """Keys of a row that a page has elsewhere: a response is its tokens, unless they read otherwise."""
 AROUND = 40
-"""Bytes of a response's commas, its place in the list of prompts and in that of pairs."""
+"""Bytes of a response's commas and of its places in the lists of prompts and pairs."""
 GOLDEN = 0.6180339887
 """Multiples of this number, modulo 1, are spread evenly from the first on."""
 

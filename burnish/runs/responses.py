@@ -10,7 +10,7 @@ from typing import Any
 from burnish.types import FloatArray, Group, IntArray, Prompt
 
 ResponseRow = dict[str, Any]
-"""A row of rollouts.jsonl or evaluations.jsonl: one response. Its keys are those of ``rows``."""
+"""A row of rollouts.jsonl or evaluations.jsonl: one response; ``rows`` writes its keys."""
 READABLE = 512
 """Responses of a step in the readable log, in whole groups: a large rollout has megabytes."""
 

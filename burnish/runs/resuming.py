@@ -19,7 +19,7 @@ def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
     for key in changes:
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):
             raise ConfigError(
-                f"{key} can't change when a run is resumed: it alters what is computed; "
+                f"{key} can't change when a run is resumed: it alters the results; "
                 f"{', '.join(FREE[:4])} can. Start a new run with `burnish train`"
             )
     before, after = config.load(file), config.load(file, changes)

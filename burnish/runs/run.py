@@ -51,7 +51,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A row for each step, with step 0 for what was measured before the first."""
+        """A row for each step; the row of step 0 was measured before the first step."""
         return self._rows("metrics")
 
     @property

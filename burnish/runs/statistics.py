@@ -50,7 +50,7 @@ def interval(shares: Sequence[float], samples: int) -> tuple[float, float]:
 def pass_at_k(right: int, samples: int, k: int) -> float:
     """The chance that one of k samples is right, without bias (https://arxiv.org/abs/2107.03374).
 
-    1 − C(n − c, k) / C(n, k): of all choices of k of the n samples, those with one of the c.
+    1 − C(n − c, k) / C(n, k): the share of choices of k samples that hold a right one.
     """
     return 1 - comb(samples - right, k) / comb(samples, k)
 
@@ -67,7 +67,7 @@ def majority(outcomes: Sequence[Outcome]) -> bool:
 def describe(prompts: Sequence[Sequence[Outcome]]) -> dict[str, float]:
     """Accuracy with its interval; pass@k and majority@k for k = 2, 4, … and all samples.
 
-    Majority@k is that of the first k samples. Empty without an outcome.
+    Majority@k takes the first k samples. The figures are empty without an outcome.
     """
     given = [outcomes for outcomes in prompts if outcomes]
     if not given:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Timers:
-    """Seconds per phase since the last ``take``; what no phase claims is ``other``."""
+    """Seconds per phase since the last ``take``; time that no phase claims is ``other``."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

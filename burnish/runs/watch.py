@@ -5,9 +5,9 @@
     /run/NAME/status     how it stands, and which version of its data is the newest
     /run/NAME/data       its data
 
-The server listens on 127.0.0.1 and answers only those who call it by that name or as localhost: a
-foreign page whose own name points here (DNS rebinding) is refused. A name in an address is looked
-up among the runs that were found, and never becomes a path. What a run wrote is escaped.
+The server listens on 127.0.0.1 and answers only requests that call it by that name or as localhost:
+a foreign page whose own name points here (DNS rebinding) is refused. A name in an address is looked
+up among the runs that were found, and never becomes a path. Text that a run wrote is escaped.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +22,9 @@ from burnish.graders.answers import gold_texts, readable
 from burnish.graders.math import Format, MathGrader
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.tasks.files import Files, limits_of
-from burnish.tasks.pairs import MARKS
-from burnish.tasks.prompts import Writer, check_room
-from burnish.tasks.rows import DataRow, check_text, read_rows, split
-from burnish.types import Prompt
+from burnish.tasks.files import ask, ask_all, ask_shuffled, limits_of
+from burnish.tasks.rows import MARKS, DataRow, check_text, read_rows, split
+from burnish.tasks.text import Question, TextTask
 
 HELD_OUT_SEED = 0
 """The rows chosen of a validation file are the same whatever a run's seed, so that runs compare."""
@@ -39,36 +38,23 @@ _RESULT = re.compile(r"####|\\boxed\b")
 _BREAK = re.compile(r"=|\n")
 
 
-class Math(Files):
-    config: MathTask
-
-    def prompt(self, index: int) -> Prompt:
-        """A row's question. A share of the prompts, ``hints``, goes on with the beginning of the
-        row's worked answer, up to a break that is drawn: the rest is easier, and its reward says
-        more (reverse curriculum, https://arxiv.org/abs/2402.05808).
-        """
-        whole, hints = super().prompt(index), self.config.hints
-        if not hints:
-            return whole
-        begun = beginnings(whole.reference["solution"])
-        drawn, place = uniforms(self._seed, Stream.TASK, index, Purpose.HINT, [0, 1])
-        if not begun or drawn >= hints:
-            return replace(whole, part="whole")
-        cut = int(place * len(begun))
-        hinted = self._writer.extend(whole, begun[cut])
-        return replace(hinted, prompt_id=f"{whole.prompt_id}/{cut}", part="hinted")
-
-    def answer(self, prompt: Prompt, response: str) -> str | None:
-        return extract.EXTRACTORS[self.config.answer_format](response)
+def ask_hinted(rows: Sequence[DataRow], hints: float, seed: int, number: int) -> Question:
+    """A row's question. A share of the questions, ``hints``, goes on with the beginning of the
+    row's worked answer, up to a break that is drawn: the rest is easier, and its reward says more
+    (reverse curriculum, https://arxiv.org/abs/2402.05808)."""
+    whole = ask_shuffled(rows, seed, number)
+    begun = beginnings(whole.row["solution"])
+    drawn, place = uniforms(seed, Stream.TASK, number, Purpose.HINT, [0, 1])
+    if not begun or drawn >= hints:
+        return replace(whole, part="whole")
+    cut = int(place * len(begun))
+    return replace(whole, name=f"{whole.name}/{cut}", hint=begun[cut], part="hinted")
 
 
 def make_math(
     config: MathTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
-) -> Math:
-    """The task of a recipe's section.
-
-    room: for the longest prompt; None if no model bounds it.
-    """
+) -> TextTask:
+    """The task of a recipe's section."""
     train, validation = rows_of(config, seed=seed)
     for row in (*train, *validation):
         row["prompt"] = config.template.replace("{question}", row["question"])
@@ -77,19 +63,23 @@ def make_math(
             f"task.hints = {config.hints:g} needs worked answers, lines or equations before #### "
             f"or a box, and no row of {config.train} has one; leave it at 0"
         )
-    if room is not None:
-        writer = Writer(config.name, tokenizer, chat=config.chat)
-        every = ((row.where, _longest(row, writer, config)) for row in (*train, *validation))
-        check_room(every, room)
-    grader = MathGrader(cast(Format, config.answer_format), limits_of(config))
-    return Math(train, validation, config, tokenizer=tokenizer, grader=grader, seed=seed)
+    hinted = partial(ask_hinted, train, config.hints, seed)
+    task = TextTask(
+        config,
+        question=hinted if config.hints else partial(ask_shuffled, train, seed),
+        held_out=ask_all(validation),
+        tokenizer=tokenizer,
+        grader=MathGrader(cast(Format, config.answer_format), limits_of(config)),
+    )
+    every = (*train, *validation)
+    task.check_room(room, ((row.where, _longest(row, config.hints)) for row in every))
+    return task
 
 
-def _longest(row: DataRow, writer: Writer, config: MathTask) -> Prompt:
-    """The row's prompt with its longest hint."""
-    whole = writer.write("", row["prompt"], row)
-    begun = beginnings(row["solution"]) if config.hints else []
-    return writer.extend(whole, begun[-1]) if begun else whole
+def _longest(row: DataRow, hints: float) -> Question:
+    """The row's question with its longest hint."""
+    begun = beginnings(row["solution"]) if hints else []
+    return replace(ask(row), hint=begun[-1] if begun else "")
 
 
 def beginnings(solution: Any) -> list[str]:
@@ -109,17 +99,12 @@ def rows_of(config: MathTask, *, seed: int) -> tuple[list[DataRow], list[DataRow
     are left out.
     """
     drop, count = config.drop_bad, config.validation_rows
-    train = usable(read(config.train), config.train, drop=drop)
+    train = usable(read(config.train), drop=drop)
     if config.validation is None:
         train, validation = split(train, 0.1 if count is None else count, seed=seed)
     else:
-        validation = usable(read(config.validation), config.validation, drop=drop)
-        if count is not None and count > len(validation):
-            raise DataError(
-                f"task.validation_rows = {count} but {config.validation} has {len(validation)} "
-                "rows to use; ask for fewer"
-            )
-        if count is not None and count < len(validation):
+        validation = usable(read(config.validation), drop=drop)
+        if count is not None and count != len(validation):
             _, validation = split(validation, count, seed=HELD_OUT_SEED)
     return apart(train, validation, drop=drop), validation
 
@@ -174,21 +159,19 @@ def _gold(text: str, solved: bool) -> str | None:
     return extract.boxed(text) or (None if solved else text.strip())
 
 
-def usable(rows: Sequence[DataRow], source: str, *, drop: bool) -> list[DataRow]:
+def usable(rows: Sequence[DataRow], *, drop: bool) -> list[DataRow]:
     """The rows that have an answer which can be parsed, as far as its text tells."""
-    bad = [
-        i for i, row in enumerate(rows) if not (row["answer"] and all(map(readable, row["answer"])))
-    ]
+    good, bad = list[DataRow](), list[DataRow]()
+    for row in rows:
+        is_good = row["answer"] and all(map(readable, row["answer"]))
+        (good if is_good else bad).append(row)
     if bad and not drop:
-        named = [
-            f"row {i + 1}: {', '.join(rows[i]['answer'])[:40] or 'none'!r}" for i in bad[:NAMED]
-        ]
+        named = [f"{row.where}: {', '.join(row['answer'])[:40] or 'none'!r}" for row in bad[:NAMED]]
         raise DataError(
-            f"{source}: {len(bad)} of {len(rows)} rows have no answer that can be parsed "
+            f"{len(bad)} of {len(rows)} rows have no answer that can be parsed "
             f"({'; '.join(named)}); correct them, or leave them out with task.drop_bad = true"
         )
-    left_out = set(bad)
-    return [row for i, row in enumerate(rows) if i not in left_out]
+    return good
 
 
 def apart(train: Sequence[DataRow], validation: Sequence[DataRow], *, drop: bool) -> list[DataRow]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from burnish.draws import Purpose, Stream, uniforms
-from burnish.tasks.task import Task, TooLong
+from burnish.tasks.task import Task
 from burnish.types import Completion, Grade, Prompt
 
 
@@ -20,27 +20,19 @@ class Mixture:
     def __init__(
         self, parts: Mapping[str, Task], weights: Mapping[str, float], *, seed: int
     ) -> None:
+        """The prompts that are held out are those of all parts, whatever their weights."""
         self.parts = parts
         self._weights = tuple(weights[name] for name in parts)
         self._seed = seed
+        self.validation = [_named(name, p) for name, part in parts.items() for p in part.validation]
 
-    def prompt(self, index: int) -> Prompt:
-        """The next prompt of the part that is drawn for group ``index``; no prompt is left out."""
+    def prompt(self, number: int) -> Prompt:
+        """The next prompt of the part that is drawn for this place; no prompt is left out."""
         # Twice as many parts are drawn whenever there are too few.
-        drawn = _draw(self._seed, self._weights, 1 << index.bit_length())
-        before = int(np.count_nonzero(drawn[:index] == drawn[index]))
-        name = list(self.parts)[drawn[index]]
+        drawn = _draw(self._seed, self._weights, 1 << number.bit_length())
+        before = int(np.count_nonzero(drawn[:number] == drawn[number]))
+        name = list(self.parts)[drawn[number]]
         return _named(name, self.parts[name].prompt(before))
-
-    @property
-    def validation(self) -> list[Prompt]:
-        """The held-out prompts of all parts, whatever their weights."""
-        return [_named(name, p) for name, part in self.parts.items() for p in part.validation]
-
-    @property
-    def too_long(self) -> TooLong:
-        counts = [part.too_long for part in self.parts.values()]
-        return TooLong(sum(c.skipped for c in counts), sum(c.cut for c in counts))
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         """Each part grades its own responses in one call."""
@@ -65,7 +57,7 @@ def _named(name: str, prompt: Prompt) -> Prompt:
 
 @lru_cache(maxsize=8)
 def _draw(seed: int, weights: tuple[float, ...], count: int) -> npt.NDArray[np.intp]:
-    """The numbers of the parts of groups 0 … count − 1."""
+    """The numbers of the parts at places 0 … count − 1."""
     shares = np.cumsum(weights)
     drawn = uniforms(seed, Stream.TASK, np.arange(count), Purpose.PART, 0)
     return np.searchsorted(shares / shares[-1], drawn, side="right")

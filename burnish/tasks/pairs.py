@@ -7,8 +7,8 @@ call the prompt "question".
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,35 +16,19 @@ import numpy as np
 from burnish.config import PairsTask
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
-from burnish.tasks.prompts import encode
-from burnish.tasks.rows import DataRow, check_prompt, check_text, rows_of, shuffled
+from burnish.tasks.rows import MARKS, DataRow, check_prompt, check_text, rows_of, shuffled
+from burnish.tasks.text import encode
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
 
-MARKS = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")
-"""What GSM8K's authors had a calculator fill in; the text around it says the same."""
 
-
+@dataclass(frozen=True)
 class Pairs:
     """Rows as groups of one response each, as if the policy had sampled what is written."""
 
-    def __init__(
-        self,
-        rows: Sequence[DataRow],
-        validation: Sequence[DataRow],
-        config: PairsTask,
-        *,
-        tokenizer: Tokenizer,
-        seed: int,
-        longest: int,
-    ) -> None:
-        """longest: tokens that a prompt and its answer may have together."""
-        if not tokenizer.end_ids:
-            raise DataError("the model's tokenizer names no end token, so no answer could end")
-        self.config, self._tokenizer, self._longest = config, tokenizer, longest
-        self._seed = seed
-        self.rows = [self._group(f"pairs/train/{i}", row) for i, row in enumerate(rows)]
-        held_out = enumerate(validation)
-        self.validation = [self._group(f"pairs/validation/{i}", row) for i, row in held_out]
+    rows: list[Group]
+    validation: list[Group]
+    epochs: float
+    seed: int
 
     def steps(self, batch: int) -> int:
         return math.ceil(self._seen / batch)
@@ -52,40 +36,11 @@ class Pairs:
     def batch(self, number: int, size: int) -> list[Group]:
         """The groups of step ``number``, counted from 0: each row once in an epoch, shuffled."""
         places = range(number * size, min((number + 1) * size, self._seen))
-        return [self.rows[shuffled(place, len(self.rows), seed=self._seed)] for place in places]
+        return [self.rows[shuffled(place, len(self.rows), seed=self.seed)] for place in places]
 
     @property
     def _seen(self) -> int:
-        return max(1, round(self.config.epochs * len(self.rows)))
-
-    def _group(self, prompt_id: str, row: DataRow) -> Group:
-        config, asked = self.config, row["prompt"]
-        if isinstance(asked, str):
-            asked = config.prompt.replace("{prompt}", asked)
-        text, prompt = encode(self._tokenizer, asked, chat=config.chat)
-        written = row["answer"] if config.marks else MARKS.sub("", row["answer"])
-        written = config.answer.replace("{answer}", written)
-        answer = self._tokenizer.encode(written, add_special=False)
-        ids = np.append(answer, np.int32(self._tokenizer.end_ids[0]))
-        if len(prompt) + len(ids) > self._longest:
-            raise DataError(
-                f"{row.where}: prompt and answer are "
-                f"{len(prompt) + len(ids)} tokens, the model's context or train.micro_tokens is "
-                f"{self._longest}; shorten the row or leave it out"
-            )
-        completion = Completion(
-            request_id=prompt_id,
-            sample_index=0,
-            token_ids=ids,
-            logprobs=np.zeros(len(ids), np.float32),
-            versions=np.full(len(ids), -1, np.int32),  # no version of the policy sampled it
-            sampled=np.ones(len(ids), bool),
-            params=SamplingParams(),
-            finish=Finish.STOP,
-            stop=int(ids[-1]),
-            text=written,
-        )
-        return Group(0, Prompt(prompt_id, text, prompt, "pairs"), (completion,), (Grade(1.0),))
+        return max(1, round(self.epochs * len(self.rows)))
 
 
 def make_pairs(
@@ -96,9 +51,45 @@ def make_pairs(
     longest: int,
     rows: Iterable[str | Mapping[str, Any]] | None = None,
 ) -> Pairs:
-    """The pairs that a recipe's section describes; a script's rows come before its file."""
-    train, validation = rows_of(config, seed=seed, prompts=rows, check=check_pair)
-    return Pairs(train, validation, config, tokenizer=tokenizer, seed=seed, longest=longest)
+    """The pairs that a recipe's section describes; a script's rows come before its file.
+
+    longest: tokens that a prompt and its answer may have together.
+    """
+    if not tokenizer.end_ids:
+        raise DataError("the model's tokenizer names no end token, so no answer could end")
+    train, validation = (
+        [write_pair(row, config, tokenizer, longest) for row in part]
+        for part in rows_of(config, seed=seed, prompts=rows, check=check_pair)
+    )
+    return Pairs(train, validation, config.epochs, seed)
+
+
+def write_pair(row: DataRow, config: PairsTask, tokenizer: Tokenizer, longest: int) -> Group:
+    asked = row["prompt"]
+    if isinstance(asked, str):
+        asked = config.prompt.replace("{prompt}", asked)
+    text, prompt = encode(tokenizer, asked, chat=config.chat)
+    written = config.answer.replace("{answer}", MARKS.sub("", row["answer"]))
+    answer = tokenizer.encode(written, add_special=False)
+    ids = np.append(answer, np.int32(tokenizer.end_ids[0]))
+    if len(prompt) + len(ids) > longest:
+        raise DataError(
+            f"{row.where}: prompt and answer are {len(prompt) + len(ids)} tokens, the model's "
+            f"context or train.micro_tokens is {longest}; shorten the row or leave it out"
+        )
+    completion = Completion(
+        request_id=row.where,
+        sample_index=0,
+        token_ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        versions=np.full(len(ids), -1, np.int32),  # no version of the policy sampled it
+        sampled=np.ones(len(ids), bool),
+        params=SamplingParams(),
+        finish=Finish.STOP,
+        stop=int(ids[-1]),
+        text=written,
+    )
+    return Group(0, Prompt(row.where, text, prompt, "pairs"), (completion,), (Grade(1.0),))
 
 
 def check_pair(row: Any, where: str) -> DataRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,8 @@ from burnish.draws import Purpose, Stream, permutation
 from burnish.errors import ConfigError, DataError
 from burnish.sections import nearest
 
+MARKS = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")
+"""GSM8K's marks for a calculator, such as <<48/2=24>>; the text around them says the same."""
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that a chat message may have."""
 
@@ -78,17 +81,15 @@ def read_rows(path: Path, check: Check = check_prompt) -> list[DataRow]:
         raise DataError(f"{path} can't be read: {error.strerror}") from error
     if lines == [b""]:
         raise DataError(f"{path} holds no rows")
-    return [_row(line, f"{path}, line {number}", check) for number, line in enumerate(lines, 1)]
-
-
-def _row(line: bytes, where: str, check: Check) -> DataRow:
-    if not line.strip():
-        raise DataError(f"{where}: empty; every line must be a JSON object with a prompt")
-    try:
-        row = json.loads(line)
-    except ValueError as error:  # a UnicodeDecodeError is one as well
-        raise DataError(f"{where}: not JSON: {error}") from error
-    return check(row, where)
+    rows = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # a UnicodeDecodeError is one as well
+            raise DataError(f"{where}: not JSON: {error}") from error
+        rows.append(check(row, where))
+    return rows
 
 
 def rows_from(
@@ -132,8 +133,8 @@ def split(
     count = int(max(1, round(held_out * len(rows))) if share and held_out else held_out)
     if count >= len(rows):
         raise DataError(
-            f"{len(rows)} rows do not split: {count} for validation leave none to train on; give "
-            "more rows, hold out fewer, or give a validation file of their own"
+            f"{len(rows)} rows do not split: {count} for validation leave no others; give more "
+            "rows, hold out fewer, or give a validation file of their own"
         )
     chosen = set(permutation(seed, Stream.TASK, 0, Purpose.SPLIT, len(rows))[:count].tolist())
     train = [row for i, row in enumerate(rows) if i not in chosen]

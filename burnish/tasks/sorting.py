@@ -12,7 +12,6 @@ import numpy as np
 
 from burnish.config import SortTask
 from burnish.draws import Purpose, Stream, uniforms
-from burnish.tasks.task import TooLong
 from burnish.types import Completion, Grade, Prompt
 
 
@@ -42,8 +41,6 @@ REWARDS: dict[str, Callable[[Sequence[int], Sequence[int]], dict[str, float]]] =
 class Sorting:
     """The prompts, drawn once from the run's seed, and their grader."""
 
-    too_long = TooLong()
-
     def __init__(self, config: SortTask, *, seed: int) -> None:
         self.config = config
         rows = np.arange(config.prompts)[:, None]
@@ -55,15 +52,11 @@ class Sorting:
             )
             for i, row in enumerate(numbers)
         ]
+        self.validation = self.prompts  # nothing is held out
 
-    def prompt(self, index: int) -> Prompt:
-        """The prompt of the run's group number ``index``: the prompts in turn."""
-        return self.prompts[index % len(self.prompts)]
-
-    @property
-    def validation(self) -> list[Prompt]:
-        """The prompts themselves: nothing is held out."""
-        return self.prompts
+    def prompt(self, number: int) -> Prompt:
+        """The prompts in turn."""
+        return self.prompts[number % len(self.prompts)]
 
     def close(self) -> None:
         """Nothing to end."""

@@ -17,7 +17,7 @@ TASK = Sorting(SortTask(), seed=0)
 
 def generate(engine, prompts, first=0, samples=4, temperature=1.0, seed=3):
     params = SamplingParams(temperature=temperature, seed=seed)
-    return sample(engine, prompts, first_group=first, samples=samples, params=params, stream=0)
+    return sample(engine, list(enumerate(prompts, first)), samples, params, 0)
 
 
 def test_a_draw_does_not_depend_on_the_batch():

@@ -26,10 +26,9 @@ TASK = Sorting(SortTask(), seed=0)
 
 def rollout(model, temperature=1.0):
     params = SamplingParams(temperature=temperature, seed=1)
-    responses = sample(
-        SorterEngine(model), TASK.prompts, first_group=0, samples=6, params=params, stream=0
-    )
-    return pack(grade(TASK, TASK.prompts, responses, 0))
+    asked = list(enumerate(TASK.prompts))
+    responses = sample(SorterEngine(model), asked, 6, params, 0)
+    return pack(grade(TASK, asked, responses))
 
 
 def make_learner(seed=0, train=None, **objective):

@@ -8,7 +8,7 @@ from burnish import api, build, config
 from burnish.errors import ConfigError, DataError, RunError
 from burnish.loops import evaluate
 from burnish.runs.results import CATEGORIES, read, write_evaluation
-from tests.loops.test_run import one_thread  # noqa: F401
+from tests.loops.test_recorder import one_thread  # noqa: F401
 
 FILES = ("results.jsonl", "figures.json", "settings.json")
 REWARD = """
@@ -75,10 +75,10 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     assert (out / "results.jsonl").read_text() == "".join(lines[:16])
     (out / "results.jsonl").write_text("".join(lines[:19]) + lines[19][:40])  # and a torn line
     sampled = []
-    real = evaluate.answered
-    monkeypatch.setattr(evaluate, "answered", lambda *a, **k: sampled.append(k) or real(*a, **k))
+    real = evaluate.sample
+    monkeypatch.setattr(evaluate, "sample", lambda *a: sampled.append(a[1][0][0]) or real(*a))
     assert api.evaluate("keywords", overrides=given, out=out).figures == figures
-    assert [given["start"] for given in sampled] == [8]
+    assert sampled == [8, 12]
     for name in FILES:
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert (

@@ -19,16 +19,25 @@ from burnish.plan import plan
 from burnish.runs import checkpoints
 from burnish.runs.report import write_report
 from burnish.runs.timers import Timers
-from burnish.tasks.pairs import Pairs, check_pair
-from burnish.tasks.rows import read_rows, rows_from
-from tests.loops.test_run import fingerprint, one_thread, stopper  # noqa: F401
+from burnish.tasks.pairs import Pairs, check_pair, write_pair
+from burnish.tasks.rows import DataRow, read_rows, rows_from
+from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401
 
 ROWS = [{"prompt": f"Count to {n}", "answer": " ".join(map(str, range(n + 1)))} for n in range(9)]
 
 
 def make(rows, validation=(), *, longest=90, **settings):
     config = PairsTask(**{"chat": False} | settings)
-    return Pairs(rows, validation, config, tokenizer=small.tokenizer(), seed=3, longest=longest)
+    tokenizer = small.tokenizer()
+    parts = (
+        [write_pair(with_place(row), config, tokenizer, longest) for row in part]
+        for part in (rows, validation)
+    )
+    return Pairs(*parts, config.epochs, seed=3)
+
+
+def with_place(row):
+    return row if isinstance(row, DataRow) else check_pair(row, row["prompt"])
 
 
 def make_learner(dtype, **train):
@@ -101,8 +110,6 @@ def test_marks_templates_and_questions(tmp_path):
     (group,) = make([checked], prompt="Question: {prompt}\nAnswer:", answer=" {answer}").rows
     assert group.prompt.text == "Question: How many?\nAnswer:"
     assert group.completions[0].text == " 48/2 = 24 clips, a << b >> c\n#### 24"
-    (kept,) = make([checked], marks=True).rows
-    assert kept.completions[0].text == row["answer"]
 
 
 @pytest.mark.parametrize("answer", ['"answer": ""', '"answer": " "', '"answer": 3', '"x": 1'])

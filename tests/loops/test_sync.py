@@ -16,6 +16,7 @@ from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, pack, train_batches
 from burnish.runs.timers import Timers
 from burnish.tasks.sorting import Sorting
+from burnish.tasks.stream import PromptStream
 from burnish.types import Scores
 from tests.conftest import aborted, make_group
 
@@ -30,7 +31,8 @@ def run(*overrides, seed=0, name="sort", sampler=SorterEngine):
         Sorter(*size, seed=recipe.seed), objective.compile(recipe.objective), recipe.train
     )
     engine = sampler(Sorter(*size, seed=recipe.seed))
-    steps = sync.train(recipe, task=task, engine=engine, learner=learner, timers=Timers())
+    parts = {"prompts": PromptStream(task), "task": task, "engine": engine, "learner": learner}
+    steps = sync.train(recipe, **parts, timers=Timers())
     return list(steps), learner
 
 
@@ -245,7 +247,7 @@ def test_a_rollout_that_is_lost_is_counted_and_takes_no_gradient_step():
     assert [step.metrics["train/version"] for step in steps] == [10, 10, 20]
     assert [step.metrics["train/skipped"] for step in steps] == [0, 10, 0]
     empty = steps[1]
-    assert (empty.number, empty.groups, empty.advantages) == (2, [], [])
+    assert (empty.number, empty.groups, empty.advantages) == (2, (), ())
     assert empty.learner_logprobs is None
     assert empty.metrics["rollout/dropped_groups"] == 3
     assert empty.metrics["rollout/dropped_samples"] == 30

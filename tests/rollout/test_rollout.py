@@ -16,9 +16,9 @@ def test_grading_keeps_the_order_and_numbers_the_groups(two_groups):
         def grade_all(self, pairs):
             return [Grade(10 * len(p.token_ids) + len(c.token_ids)) for p, c in pairs]
 
-    prompts = [group.prompt for group in two_groups]
-    groups = grade(Lengths(), prompts, [group.completions for group in two_groups], 7)
-    assert [group.index for group in groups] == [7, 8]
+    asked = [(7, two_groups[0].prompt), (9, two_groups[1].prompt)]
+    groups = grade(Lengths(), asked, [group.completions for group in two_groups])
+    assert [group.index for group in groups] == [7, 9]
     assert [group.rewards.tolist() for group in groups] == [[22, 21], [33, 31, 32]]
     assert [group.oldest_version for group in groups] == [0, 1]
 
@@ -28,9 +28,9 @@ def test_a_task_that_forgets_a_grade_is_told(two_groups):
         def grade_all(self, pairs):
             return [Grade(0.0) for _ in pairs[1:]]
 
-    prompts = [group.prompt for group in two_groups]
+    asked = [(group.index, group.prompt) for group in two_groups]
     with pytest.raises(DataError, match="gave 4 grades for 5 responses"):
-        grade(Forgetful(), prompts, [group.completions for group in two_groups], 7)
+        grade(Forgetful(), asked, [group.completions for group in two_groups])
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -45,7 +45,7 @@ def test_a_sample_that_the_engine_aborted_is_not_graded_and_leaves_like_an_error
     given = make_group(0, [1, 2], [[3, 4], [5, 6], [7, 8]], [0, 0, 0])
     first, second, third = given.completions
     responses = [(first, aborted(second, tokens=tokens), third)]
-    groups = grade(Lengths(), [given.prompt], responses, 0)
+    groups = grade(Lengths(), [(0, given.prompt)], responses)
     assert seen == [0, 2]
     assert [g.status for g in groups[0].grades] == [Status.SCORED, Status.ERROR, Status.SCORED]
     assert "the engine aborted the sample" in groups[0].grades[1].message
@@ -64,7 +64,7 @@ def test_a_task_may_be_left_with_nothing_to_grade():
             return [Grade(1.0) for _ in pairs]
 
     given = make_group(0, [1, 2], [[3], [4]], [0, 0])
-    (group,) = grade(Together(), [given.prompt], [tuple(map(aborted, given.completions))], 0)
+    (group,) = grade(Together(), [(0, given.prompt)], [tuple(map(aborted, given.completions))])
     assert {g.status for g in group.grades} == {Status.ERROR}
     assert drop_errors([group])[0] == []
 

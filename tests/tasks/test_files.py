@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,16 +9,21 @@ from burnish.errors import ConfigError, DataError, GraderError
 from burnish.graders.grader import InProcess
 from burnish.rollout.filters import check_errors
 from burnish.rollout.rollout import grade
-from burnish.tasks.files import Files, make_files
+from burnish.tasks.files import ask_all, ask_shuffled, make_files
 from burnish.tasks.rows import DataRow, read_rows, rows_from, rows_of, split
+from burnish.tasks.text import TextTask
 from burnish.types import Status
 from tests.conftest import byte_tokenizer, make_group
 
 
 def make(rows, validation=(), **more):
-    grader = InProcess(lambda response, row: {"reward": len(response), "n": row["n"]})
-    config = FilesTask(**more)
-    return Files(rows, validation, config, tokenizer=byte_tokenizer(), grader=grader, seed=5)
+    return TextTask(
+        FilesTask(**more),
+        question=partial(ask_shuffled, rows, 5),
+        held_out=ask_all(validation),
+        tokenizer=byte_tokenizer(),
+        grader=InProcess(lambda text, row: {"reward": len(text), "n": row["n"]}),
+    )
 
 
 ROWS = [DataRow({"prompt": f"question {i}", "n": i}, f"row {i}") for i in range(7)]
@@ -40,8 +46,7 @@ def test_rows_come_back_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "line 2: empty; every line must be a JSON object with a prompt"),
-        ("  \r", "line 2: empty"),
+        ("", "line 2: not JSON: Expecting value"),
         ('{"prompt": "a"', "line 2: not JSON"),
         (b'{"prompt": "\xff"}', "line 2: not JSON: 'utf-8'"),
         ('["prompt"]', "line 2: must be an object with a prompt, got list"),
@@ -81,7 +86,7 @@ def test_a_reward_that_never_returns_is_an_error_that_halts_and_names_response_a
     task = make_files(config, tokenizer=byte_tokenizer(), seed=0, prompts=ROWS)
     completions = make_group(0, [1], [[12], [34]], [0, 0]).completions
     prompt = task.prompt(0)
-    groups = grade(task, [prompt], [completions], 0)
+    groups = grade(task, [(0, prompt)], [completions])
     task.close()
     assert [g.status for g in groups[0].grades] == [Status.ERROR] * 2
     with pytest.raises(GraderError) as caught:
@@ -150,7 +155,8 @@ def test_a_recipe_and_a_script_make_the_task(tmp_path):
     tokenizer = byte_tokenizer()
     (short, long) = make_group(0, [1], [[123], [1234]], [0, 0]).completions
     task = make_files(config, tokenizer=tokenizer, seed=0, prompts=ROWS)
-    assert (len(task.rows), len(task.validation)) == (5, 2)
+    assert len({task.prompt(i).prompt_id for i in range(5)}) == 5
+    assert len(task.validation) == 2
     prompt = task.prompt(0)
     grades = task.grade_all([(prompt, short), (prompt, long)])
     task.close()

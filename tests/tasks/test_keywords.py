@@ -5,13 +5,13 @@ import pytest
 
 from burnish.config import KeywordsTask
 from burnish.errors import ConfigError
-from burnish.tasks.keywords import Keywords, instruction, word_list
+from burnish.tasks.keywords import instruction, make_keywords, split_words, word_list
 from burnish.types import Finish
 from tests.conftest import byte_tokenizer, make_group
 
 
 def make(seed=0, **settings):
-    return Keywords(KeywordsTask(**settings), tokenizer=byte_tokenizer(), seed=seed)
+    return make_keywords(KeywordsTask(**settings), tokenizer=byte_tokenizer(), seed=seed)
 
 
 def draw(task, index):
@@ -34,7 +34,7 @@ def test_prompts_mix_two_to_four_words_and_come_from_the_seed():
     assert sum(counts) == 600
     assert min(counts) > 150
     assert all(len(set(words)) == len(words) for words in drawn)
-    assert len({word for words in drawn for word in words}) > 0.6 * len(task.words)
+    assert len({word for words in drawn for word in words}) > 0.6 * len(split_words(task.config)[0])
     assert [draw(make(), i) for i in range(5)] == drawn[:5]
     assert draw(make(seed=1), 0) != drawn[0]
     prompt = task.prompt(3)
@@ -51,13 +51,14 @@ def test_train_and_validation_share_no_word():
     assert len(task.validation) == 300
     assert len(validation) > 200
     assert not train & validation
-    assert not set(task.words) & set(task.validation_words)
-    assert len(task.words) + len(task.validation_words) == len(word_list())
+    words, held_out = split_words(task.config)
+    assert not set(words) & set(held_out)
+    assert len(words) + len(held_out) == len(word_list())
 
 
 def test_no_word_held_out_leaves_other_sets_of_the_same_words():
     task = make(validation_words=0)
-    assert task.words == task.validation_words == sorted(word_list())
+    assert split_words(task.config) == (sorted(word_list()), sorted(word_list()))
     train = {tuple(sorted(draw(task, i))) for i in range(500)}
     held_out = {tuple(sorted(p.reference["keywords"])) for p in task.validation}
     assert len(held_out) == 256
@@ -66,13 +67,14 @@ def test_no_word_held_out_leaves_other_sets_of_the_same_words():
 
 def test_few_words_are_some_of_the_list_and_their_sets_stay_apart():
     task = make(words=40, validation_words=0, least=1, most=2)
-    assert len(task.words) == 40
-    assert set(task.words) < set(word_list())
+    words, _ = split_words(task.config)
+    assert len(words) == 40
+    assert set(words) < set(word_list())
     train = {tuple(sorted(draw(task, i))) for i in range(2000)}
     held_out = {tuple(sorted(p.reference["keywords"])) for p in task.validation}
     assert not train & held_out
     assert 0.15 < len(held_out) / len(held_out | train) < 0.25
-    assert {word for words in train for word in words} == set(task.words)
+    assert {word for some in train for word in some} == set(words)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +86,8 @@ def test_too_few_or_too_many_words_are_refused(settings):
 
 
 def test_words_that_make_a_single_set_are_refused():
-    task = make(words=2, validation_words=0, least=2, most=2)
     with pytest.raises(ConfigError, match="too few sets of 2 to 2 words"):
-        [task.prompt(0), task.validation_prompt(0)]
+        make(words=2, validation_words=0, least=2, most=2).prompt(0)
 
 
 @pytest.mark.parametrize("must_end", [False, True])
@@ -114,6 +115,5 @@ def test_grades(must_end):
 
 def test_what_is_held_out_is_the_same_for_every_seed():
     one, other = make(seed=1), make(seed=2)
-    assert one.words == other.words
-    assert one.validation_prompt(3).text == other.validation_prompt(3).text
+    assert one.validation[3].text == other.validation[3].text
     assert draw(one, 3) != draw(other, 3)

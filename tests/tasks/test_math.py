@@ -12,7 +12,7 @@ from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.plan import plan
 from burnish.rollout.rollout import sampling
 from burnish.tasks.math import beginnings, check_row, make_math, read, rows_of
-from burnish.tasks.shots import FewShot
+from burnish.tasks.text import few_shot
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group
 
@@ -78,11 +78,9 @@ def test_answers_that_can_not_be_used_are_counted_or_left_out(tmp_path):
     with pytest.raises(DataError) as caught:
         rows_of(MathTask(train=train), seed=0)
     message = str(caught.value)
-    assert (
-        "train.jsonl: 3 of 6 rows have no answer that can be parsed (row 2: '???'; row 3:"
-        in message
-    )
-    assert "row 4: 'none'); correct them, or leave them out with task.drop_bad = true" in message
+    assert "3 of 6 rows have no answer that can be parsed" in message
+    assert "line 2: '???'; " in message
+    assert "line 4: 'none'); correct them, or leave them out with task.drop_bad = true" in message
     kept = rows_of(MathTask(train=train, drop_bad=True, validation_rows=1), seed=0)
     assert sorted(int(r["answer"][0]) for part in kept for r in part) == [3, 4, 8]
 
@@ -101,7 +99,7 @@ def test_split_by_seed_or_by_file(tmp_path):
     assert rows_of(some, seed=0)[1] == rows_of(some, seed=9)[1]  # runs compare
     for more in ({"validation_rows": 20}, {"validation": test, "validation_rows": 11}):
         with pytest.raises(
-            DataError, match=r"20 rows do not split|11 but .*test.jsonl has 10 rows"
+            DataError, match=r"(20 rows do not split: 20|10 rows do not split: 11) for validation"
         ):
             rows_of(MathTask(train=train, **more), seed=0)
 
@@ -188,7 +186,7 @@ def test_hints_go_on_with_the_beginning_of_the_worked_answer(tmp_path, chat):
         whole, found = plain.prompt(i), task.prompt(i)
         assert whole.part is None
         assert found.text == again.prompt(i).text
-        assert found.reference == task.rows[int(found.prompt_id.split("/")[2])]
+        assert found.reference == whole.reference
         if found.part == "whole":
             assert (found.text, found.prompt_id) == (whole.text, whole.prompt_id)
             continue
@@ -218,13 +216,12 @@ def test_few_shot_math_has_the_worked_answers_without_marks(tmp_path):
     }
     asked = MathTask(**files, prompt="Q: {question}\nA:", answer="hash", hints=1)
     tokenizer = byte_tokenizer()
-    task = FewShot(make_math(asked, tokenizer=tokenizer, seed=0), 1, tokenizer)
-    (held_out,) = task.validation
+    task = make_math(asked, tokenizer=tokenizer, seed=0)
+    (held_out,) = few_shot(task, 1, tokenizer)
     question = "Q: Ann has 1 pens and buys 2. How many?\nA:"
     worked = "Ann had 4 * 3 = 12.\nShe has 12-5=7 now.\n#### 7"
     assert held_out.text == f"{question} {worked}\n\n{question.replace('1', '2')}"
-    assert task.answer(held_out, "so\n#### 7") == "7"  # the task's own, found without __getattr__
-    assert "__getattr__" not in vars(FewShot)
+    assert task.answer(held_out, "so\n#### 7") == "7"
 
 
 def test_after_solved_rows_a_response_ends_where_the_next_question_would_begin():

@@ -6,10 +6,10 @@ import pytest
 from burnish import api, config
 from burnish.config import KeywordsTask, MathTask
 from burnish.errors import ConfigError
-from burnish.loops.evaluate import figures, to_rows
+from burnish.loops.evaluate import Evaluator, figures
 from burnish.plan import plan
 from burnish.rollout.rollout import describe, grade
-from burnish.tasks.keywords import Keywords
+from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.mixture import Mixture
 from tests.conftest import byte_tokenizer, make_group
@@ -27,7 +27,7 @@ def make(tmp_path, seed=0, weights=(3, 1)):
     asked = MathTask(train=write(tmp_path), prompt="question_only", answer="last_number")
     parts = {
         "sums": make_math(asked, **made),
-        "words": Keywords(KeywordsTask(validation_prompts=2), **made),
+        "words": make_keywords(KeywordsTask(validation_prompts=2), **made),
     }
     return Mixture(parts, dict(zip(parts, weights, strict=True)), seed=seed)
 
@@ -38,7 +38,7 @@ def test_groups_are_drawn_by_weight_and_no_row_is_skipped(tmp_path):
     names = [prompt.part for prompt in prompts]
     assert 260 < names.count("sums") < 340
     sums = [p for p in prompts if p.part == "sums"]
-    rows = len(task.parts["sums"].rows)
+    rows = 9
     for epoch in range(10):
         seen = {p.prompt_id for p in sums[epoch * rows : (epoch + 1) * rows]}
         assert len(seen) == rows
@@ -59,7 +59,7 @@ def test_each_part_grades_its_own_and_has_its_metrics(tmp_path):
     (right,) = prompts[1].reference["answer"]
     texts = [" ".join(prompts[0].reference["keywords"]), right, "nothing"]
     responses = [(dataclasses.replace(base, text=text),) for text in texts]
-    groups = grade(task, prompts, responses, 0)
+    groups = grade(task, list(enumerate(prompts)), responses)
     assert [group.grades[0].reward for group in groups] == [1, 1, 0]
     metrics = describe(groups)
     assert metrics["rollout/reward/sums"] == 1
@@ -75,7 +75,8 @@ def test_a_majority_counts_each_parts_own_answers(tmp_path):
     completions = make_group(0, [1], [[1], [2], [3]], [0, 0, 0]).completions
     said = [f"It is {right}", "0", f"so {right}"]
     texts = [dataclasses.replace(c, text=text) for c, text in zip(completions, said, strict=True)]
-    rows = to_rows(task, grade(task, [sums, words], [tuple(texts)] * 2, 0), decode=lambda ids: [""])
+    evaluator = Evaluator(config.load("keywords"), task, engine=None, decode=lambda ids: [""])
+    rows = evaluator.rows(grade(task, [(0, sums), (1, words)], [tuple(texts)] * 2))
     assert [row["answer"] for row in rows] == [right, "0", right, *said]
     assert figures(rows[:3])["validation/majority_at_3"] == 1
     task.close()

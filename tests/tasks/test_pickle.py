@@ -9,13 +9,13 @@ import pytest
 
 from burnish.config import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
 from burnish.plan import Room
+from burnish.tasks import text
 from burnish.tasks.files import make_files
-from burnish.tasks.gym import Gym
-from burnish.tasks.keywords import Keywords
+from burnish.tasks.gym import make_gym
+from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.mixture import Mixture
 from burnish.tasks.pairs import make_pairs
-from burnish.tasks.shots import FewShot
 from burnish.tasks.sorting import Sorting
 from tests.conftest import byte_tokenizer, make_group
 
@@ -39,16 +39,18 @@ def math(tmp_path, **more):
 
 
 def few_shot(tmp_path):
-    return FewShot(math(tmp_path, prompt="Q: {question}", answer="last_number"), 2, TOKENIZER)
+    task = math(tmp_path, prompt="Q: {question}", answer="last_number")
+    task.validation = text.few_shot(task, 2, TOKENIZER)
+    return task
 
 
 def keywords(tmp_path):
-    return Keywords(KeywordsTask(validation_prompts=4), **MADE, room=Room(90, "here"))
+    return make_keywords(KeywordsTask(validation_prompts=4), **MADE, room=Room(90, "here"))
 
 
 def gym(tmp_path):
     pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
-    return Gym(GymTask(generator="chain_sum", validation_prompts=4, workers=1), **MADE)
+    return make_gym(GymTask(generator="chain_sum", validation_prompts=4, workers=1), **MADE)
 
 
 def mixture(tmp_path):

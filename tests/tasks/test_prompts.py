@@ -1,7 +1,8 @@
 """Prompts that are too long: rows are refused with their place, others are skipped or cut."""
 
 import json
-from itertools import count
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +12,11 @@ from burnish.config import FilesTask, GymTask, KeywordsTask, MathTask
 from burnish.errors import ConfigError, DataError, ModelError
 from burnish.plan import Room, Size, plan, room
 from burnish.tasks.files import make_files
-from burnish.tasks.gym import Gym
-from burnish.tasks.keywords import Keywords
+from burnish.tasks.gym import make_gym
+from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
-from burnish.tasks.mixture import Mixture
-from burnish.tasks.prompts import Writer, encode
+from burnish.tasks.stream import PromptStream, fits
+from burnish.tasks.text import encode
 from burnish.types import Prompt
 from tests.conftest import byte_tokenizer
 
@@ -50,26 +51,34 @@ def prompts(*lengths):
     return [Prompt(f"p{i}", "x" * len(row), row, "t") for i, row in enumerate(ids)]
 
 
-def test_a_prompt_that_is_too_long_is_skipped_and_counted_or_cut():
-    tokenizer = MADE["tokenizer"]
+def stream_of(lengths, room=None):
+    """A stream over prompts of the given lengths, which come again and again."""
+    made = prompts(*lengths)
+    return PromptStream(SimpleNamespace(prompt=lambda number: made[number % len(made)]), room)
 
-    def writer(room, long_prompts="skip"):
-        return Writer("t", tokenizer, chat=False, room=room, long_prompts=long_prompts)
 
-    five = Room(5, "so")
-    skips, cuts = writer(five), writer(five, "cut")
-    assert skips.first_fitting(prompts(9, 6, 5, 4)).prompt_id == "p2"
-    assert skips.too_long == (2, 0)
-    (first, *_) = given = prompts(5, 4)
-    assert skips.first_fitting(given) is first
-    cut = cuts.first_fitting(prompts(9, 4))
-    assert cut.token_ids.tolist() == [69, 70, 71, 72, 73]
-    assert cut.text == tokenizer.decode(cut.token_ids)
-    assert cuts.too_long == (0, 1)
-    assert writer(None).first_fitting(prompts(9)).prompt_id == "p0"
-    assert skips.first_fitting([]) is None
-    with pytest.raises(DataError, match=r"2 prompts one after .* has 7 tokens, and so leaves 5"):
-        skips.first_fitting(prompts(8, 7))
+def names(asked):
+    return [(index, prompt.prompt_id) for index, prompt in asked]
+
+
+def test_a_stream_counts_groups_and_skips_prompts_that_are_too_long():
+    assert names(stream_of([3, 9, 4]).take(4)) == [(0, "p0"), (1, "p1"), (2, "p2"), (3, "p0")]
+    stream = stream_of([3, 9, 6, 5], Room(5, "so"))
+    assert names(stream.take(1)) == [(0, "p0")]
+    assert stream.skipped == 0
+    assert names(stream.take(2)) == [(1, "p3"), (2, "p0")]
+    assert stream.skipped == 2
+    with pytest.raises(DataError, match=r"100 prompts one after .* has 7 tokens, and so leaves 5"):
+        stream_of([8, 7], Room(5, "so")).take(1)
+
+
+def test_a_stream_goes_on_where_its_state_was_saved():
+    whole = stream_of([3, 9, 4], Room(5, "so"))
+    whole.take(3)
+    other = stream_of([3, 9, 4], Room(5, "so"))
+    other.load_state(json.loads(json.dumps(whole.state())))
+    assert other.skipped == whole.skipped == 1
+    assert names(other.take(5)) == names(whole.take(5))
 
 
 def test_text_messages_and_raw_prompts():
@@ -87,42 +96,38 @@ def test_text_messages_and_raw_prompts():
         encode(plain, "hi", chat=True)
 
 
-def make_gym(**more):
+def gym(**more):
     pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
     settings = {"min_terms": 2, "max_terms": 6}
-    return {"config": GymTask(generator="chain_sum", settings=settings, **more), "kind": Gym}
+    given = GymTask(generator="chain_sum", settings=settings, validation_prompts=20, **more)
+    return partial(make_gym, given, **MADE)
 
 
-def make_keywords(**more):
-    return {"config": KeywordsTask(**more), "kind": Keywords}
+def keywords(**more):
+    return partial(make_keywords, KeywordsTask(validation_prompts=20, **more), **MADE)
 
 
-@pytest.mark.parametrize("make", [make_gym, make_keywords])
+@pytest.mark.parametrize("make", [gym, keywords])
 def test_an_endless_task_asks_only_what_there_is_room_for(make):
-    made = make(validation_prompts=20)
-    kind, settings = made["kind"], made["config"]
-    free = kind(settings, **MADE)
+    free = make()()
     lengths = sorted(len(free.prompt(i).token_ids) for i in range(60))
     tight = Room(lengths[30], "here")
-    task = kind(settings, **MADE, room=tight)
-    skipped_before = task.too_long.skipped
-    asked = [task.prompt(i) for i in range(60)]
-    assert max(len(prompt.token_ids) for prompt in asked) <= tight.tokens
-    assert task.too_long.skipped - skipped_before >= 29
-    for i, prompt in enumerate(asked):
-        whole = free.prompt(i)
-        if len(whole.token_ids) <= tight.tokens:
-            assert prompt.text == whole.text
-        assert task.prompt(i).text == prompt.text  # a function of the index
-    assert len({prompt.prompt_id for prompt in task.validation}) == 20
-    assert max(len(prompt.token_ids) for prompt in task.validation) <= tight.tokens
-    cut = kind(make(validation_prompts=20, long_prompts="cut")["config"], **MADE, room=tight)
-    for i, prompt in zip(range(60), map(cut.prompt, count()), strict=False):
-        whole = free.prompt(i)
+    stream = PromptStream(make()(room=tight), tight)
+    asked = stream.take(60)
+    assert [index for index, _ in asked] == list(range(60))
+    assert max(len(prompt.token_ids) for _, prompt in asked) <= tight.tokens
+    assert stream.skipped >= 29
+    short = [p for p in map(free.prompt, range(60)) if fits(p, tight)]
+    assert [p.text for _, p in asked[: len(short)]] == [p.text for p in short]
+    assert 0 < sum(fits(prompt, tight) for prompt in free.validation) < 20
+    cut = make(long_prompts="cut")(room=tight)
+    for i in range(20):
+        whole, prompt = free.prompt(i), cut.prompt(i)
         assert prompt.token_ids.tolist() == whole.token_ids[-tight.tokens :].tolist()
+        assert prompt.text == MADE["tokenizer"].decode(prompt.token_ids)
         assert prompt.reference == whole.reference
     with pytest.raises(DataError, match="prompts one after another are too long"):
-        kind(settings, **MADE, room=Room(9, "here")).prompt(0)
+        PromptStream(free, Room(9, "here")).take(1)
 
 
 def write(path, rows):
@@ -139,7 +144,7 @@ def test_a_row_that_is_too_long_is_refused_with_its_file_and_line(tmp_path):
     said = r"rows\.jsonl, line 14: the prompt has 200 tokens, and here leaves 199 \(and 1 other"
     with pytest.raises(DataError, match=said):
         make_files(task, **given, room=Room(199, "here"))
-    assert make_files(task, **given, room=Room(200, "here")).rows
+    assert make_files(task, **given, room=Room(200, "here")).prompt(0)
     with pytest.raises(DataError, match=r"prompts\[0\]: the prompt has 99 tokens"):
         make_files(FilesTask(chat=False), **given, prompts=["b" * 99, "a"], room=Room(9, "here"))
 
@@ -159,24 +164,12 @@ def test_a_math_row_is_long_with_its_longest_hint(tmp_path):
     make_math(MathTask(**asked, hints=1.0), **MADE, room=bare._replace(tokens=longest)).close()
 
 
-def test_a_mixture_counts_what_its_parts_skip():
-    free = Keywords(KeywordsTask(), **MADE)
-    tight = Room(min(len(free.prompt(i).token_ids) for i in range(20)) + 5, "here")
-    parts = {name: Keywords(KeywordsTask(), **MADE, room=tight) for name in "ab"}
-    task = Mixture(parts, {"a": 1.0, "b": 1.0}, seed=0)
-    for i in range(20):
-        task.prompt(i)
-    skipped = [part.too_long.skipped for part in parts.values()]
-    assert task.too_long == (sum(skipped), 0)
-    assert min(skipped) > 0
-
-
 def test_a_plan_says_how_many_are_too_long(tmp_path):
     recipe = config.with_precision(config.load("keywords"), "fp32")
     some = SIZE._replace(looked_at=1003, too_long=3)
     lines = dict(dict(plan(recipe, tmp_path, some))["task"])
     assert lines["too long"] == (
         "3 of 1,003 prompts that were looked at have more than 199 tokens (the model's context of "
-        "200 tokens); they are skipped or cut, as set"
+        "200 tokens); they are skipped"
     )
     assert "too long" not in dict(dict(plan(recipe, tmp_path, SIZE))["task"])

@@ -173,7 +173,7 @@ function gap(row, k) {  /* sampler − learner; null where one of them is not kn
 }
 const DEEPEST = 6, textOf = row => row.response ?? row.tokens.join("");
 const meanLogprob = row => row.logprobs.reduce((a, v) => a + (v ?? 0), 0) / (row.logprobs.length || 1);
-function visible(text) {  /* what has no glyph, or would reorder its neighbours, is spelled out */
+function visible(text) {  /* characters without a glyph, and those that reorder their neighbours, are spelled out */
   return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, c => {
     const code = c.charCodeAt(0);
     return c === "\n" ? "↵\n" : c === "\t" ? "⇥\t" : `⟨${code.toString(16).toUpperCase().padStart(code < 256 ? 2 : 4, "0")}⟩`;
@@ -406,7 +406,7 @@ function section(id, isThere, part, build) {
   swap(known.element, isThere ? [h("h2", {}, titles[id]), ...build()] : []);
 }
 let responses = null, unread = false;
-function readRollouts() {  /* not while somebody reads or marks what stands there */
+function readRollouts() {  /* not while somebody reads or marks the responses */
   unread = responses !== null && responses.isRead();
   if (unread) return;
   take(data.rollouts);
@@ -439,15 +439,15 @@ function draw(fresh) {
     once.length ? h("details", { "data-key": "once" }, h("summary", {}, `${many(once.length, "metric")} measured once`), h("table", {}, once.map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", { class: "n" }, number(value)))))) : null]);
   nav.replaceChildren(...[...parts].filter(([, part]) => part.key).map(([id]) => h("a", { href: "#" + id }, titles[id])));
 }
-document.addEventListener("pointermove", event => { if (!event.target.closest?.("svg, .text")) hideTip(); });  /* what it was about may be gone */
+document.addEventListener("pointermove", event => { if (!event.target.closest?.("svg, .text")) hideTip(); });  /* the element that it described may be gone */
 
-/* Live: what the run is doing every few seconds, the rest when it has changed. */
+/* Live: the state every few seconds, the rest when it has changed. */
 async function ask(what) {
   const answer = await fetch(`${location.pathname}/${what}`);
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
 }
-function inPlace(change) {  /* what is looked at stays where it is, whatever grows above it */
+function inPlace(change) {  /* the section in view stays where it is, whatever grows above it */
   const top = element => element.getBoundingClientRect().top, seen = [...page.querySelectorAll("section, #pairs, #list")].filter(e => top(e) < innerHeight / 2).at(-1);
   const before = seen && top(seen);
   change();

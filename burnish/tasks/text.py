@@ -1,0 +1,141 @@
+"""The task of a language model: questions become prompts, a grader scores the responses' texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from burnish.config import Asked, FilesTask, GymTask, KeywordsTask, MathTask
+from burnish.errors import DataError
+from burnish.graders.extract import EXTRACTORS
+from burnish.graders.grader import Grader, grade_pairs
+from burnish.model.tokenizer import Tokenizer
+from burnish.plan import Room
+from burnish.tasks.rows import MARKS
+from burnish.tasks.task import Task
+from burnish.types import Completion, Grade, IntArray, Prompt
+
+Messages = Sequence[Mapping[str, Any]]
+TODAY = datetime(2026, 1, 1)
+"""The date for chat templates that write one: a run resumed tomorrow reads the same prompts."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of data, and the text or the messages that ask it."""
+
+    name: str
+    """Such as train/17; a prompt's id is the task's name and this one."""
+    asked: str | Messages
+    row: Mapping[str, Any]
+    """The grader sees it."""
+    hint: str = ""
+    """The beginning of a response that the prompt gives away."""
+    part: str | None = None
+    """A kind of question that metrics tell apart; None if there is one kind."""
+
+
+class TextTask:
+    """Asks questions through a tokenizer and grades by the response's text and the row."""
+
+    def __init__(
+        self,
+        config: KeywordsTask | FilesTask | MathTask | GymTask,
+        *,
+        question: Callable[[int], Question],
+        held_out: Iterable[Question],
+        tokenizer: Tokenizer,
+        grader: Grader,
+        room: Room | None = None,
+    ) -> None:
+        """``question`` gives the question at a place of an endless order. ``room`` is for the
+        longest prompt; None if no model bounds it."""
+        self.config, self._question = config, question
+        self._tokenizer, self.grader = tokenizer, grader
+        self._room = room if getattr(config, "long_prompts", "skip") == "cut" else None
+        self.validation = [self.write(question) for question in held_out]
+
+    def prompt(self, number: int) -> Prompt:
+        return self.write(self._question(number))
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+        return grade_pairs(self.grader, pairs, must_end=self.config.must_end)
+
+    def answer(self, prompt: Prompt, response: str) -> str | None:
+        """The answer as the task wants it said, or the whole text."""
+        if isinstance(self.config, Asked):
+            return EXTRACTORS[self.config.answer_format](response)
+        return response.strip()
+
+    def close(self) -> None:
+        self.grader.close()
+
+    def write(self, question: Question) -> Prompt:
+        """The prompt of a question; its beginning is cut off if it is too long and that is set."""
+        config, asked = self.config, shown(question.asked)
+        text, ids = encode(self._tokenizer, question.asked, chat=config.chat)
+        if question.hint:
+            hint = ("" if text[-1:].isspace() else " ") + question.hint
+            text, asked = text + hint, asked + hint
+            ids = self._tokenizer.encode(text, add_special=not config.chat)
+        if self._room is not None and len(ids) > self._room.tokens:
+            ids = ids[-self._room.tokens :]
+            text = self._tokenizer.decode(ids)
+        name, row = f"{config.name}/{question.name}", dict(question.row)
+        return Prompt(name, text, ids, config.name, row, question.part, asked)
+
+    def check_room(self, room: Room | None, questions: Iterable[tuple[str, Question]]) -> None:
+        """Raises if a prompt is too long. Each question comes after words for its row's place."""
+        if room is None:
+            return
+        lengths = ((where, len(self.write(question).token_ids)) for where, question in questions)
+        long = [(where, length) for where, length in lengths if length > room.tokens]
+        if long:
+            where, length = long[0]
+            others = f" (and {len(long) - 1} others are too long)" if long[1:] else ""
+            raise DataError(
+                f"{where}: the prompt has {length:,} tokens, and {room.why} leaves "
+                f"{room.tokens:,}{others}; shorten it or leave the row out, or make room"
+            )
+
+
+def encode(tokenizer: Tokenizer, asked: str | Messages, *, chat: bool) -> tuple[str, IntArray]:
+    """The model's input as text and ids; chat: a text goes in as one user's message."""
+    if isinstance(asked, str) and not chat:
+        return asked, tokenizer.encode(asked)
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    text = tokenizer.chat(messages, now=TODAY)
+    return text, tokenizer.encode(text, add_special=False)
+
+
+def shown(asked: str | Messages) -> str:
+    """A question as its writer wrote it; several messages are each put after their role."""
+    if isinstance(asked, str):
+        return asked
+    if len(asked) == 1:
+        return str(asked[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in asked)
+
+
+def few_shot(task: Task, shots: int, tokenizer: Tokenizer) -> list[Prompt]:
+    """The task's held-out prompts, each after the task's first training prompts with answers."""
+    before = "".join(_solved(task.prompt(i)) for i in range(shots))
+    texts = [before + prompt.text for prompt in task.validation]
+    return [
+        replace(prompt, text=text, token_ids=tokenizer.encode(text))
+        for prompt, text in zip(task.validation, texts, strict=True)
+    ]
+
+
+def _solved(prompt: Prompt) -> str:
+    row = prompt.reference
+    # In math rows, "answer" lists all that is right, and "solution" is a text that leads there.
+    answer = next((row[f] for f in ("answer", "solution") if isinstance(row.get(f), str)), None)
+    if answer is None:
+        raise DataError(
+            f"validation.shots needs training rows with a text 'answer', {prompt.prompt_id} has "
+            "none; use a task that has answers, or no shots"
+        )
+    return f"{row['prompt']} {MARKS.sub('', answer)}\n\n"
