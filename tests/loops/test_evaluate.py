@@ -152,7 +152,7 @@ def test_an_evaluation_truncates_as_it_is_told(tmp_path, smollm2):
     assert responses[0] == responses[1]
     assert read(likeliest).settings["validation.top_k"] == 1
     assert "rollout.top_k" not in read(likeliest).settings
-    with pytest.raises(ConfigError, match=r"validation.top_k .*greedy; remove it"):
+    with pytest.raises(ConfigError, match=r"validation.top_k has no effect with .*temperature = 0"):
         config.load("keywords", ["validation.temperature=0", "validation.top_k=3"])
 
 
