@@ -461,9 +461,9 @@ def load(
     merged = _without_replaced(given, changes) | changes
     if seed is not None:
         merged["seed"] = seed
-    recipe = _validate(merged)
-    for key, reason in _useless(merged, recipe).items():
-        if key in (changes or given):
+    before = _useless_alone(given)
+    for key, reason in _useless(merged, _validate(merged)).items():
+        if key in changes or key in before:
             raise ConfigError(f"{key} has no effect with {reason}; remove it")
         del merged[key]  # a setting of the recipe that an override deprived of its effect
     return _validate(merged)
@@ -682,6 +682,14 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         for part, reason in unused(recipe).items()
         if key == part or key.startswith(f"{part}.")
     }
+
+
+def _useless_alone(given: Table) -> dict[str, str]:
+    """The useless settings of a recipe before any change; none if it needs changes to be valid."""
+    try:
+        return _useless(given, _validate(given))
+    except ConfigError:
+        return {}
 
 
 def _check_decay(recipe: Recipe) -> None:

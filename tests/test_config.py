@@ -402,3 +402,12 @@ def test_a_model_is_measured_from_its_files(smollm2):
     assert size[:3] == (134_515_008, 2 * 30 * 3 * 64, 8192)
     assert build.measure(config.load("sort")) is None
     assert build.measure(config.load("keywords", ["model.name=hf:no/such"])) is None
+
+
+def test_a_files_setting_without_effect_is_refused_whatever_else_is_set():
+    table = {"task": "sort", "model": "sorter", "train": {"decay_steps": 9}}
+    for overrides in ([], ["seed=1"], ["train.learning_rate=1e-3"]):
+        with pytest.raises(ConfigError, match=r"train\.decay_steps has no effect"):
+            config.load(table, overrides)
+    decayed = {**table, "train": {"schedule": "linear", "decay_steps": 9}}
+    assert config.load(decayed, ["train.schedule=constant"]).train.schedule == "constant"
