@@ -41,6 +41,7 @@ def few_together(monkeypatch):
     monkeypatch.setattr(evaluate, "TOGETHER", 8)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_together")
 def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monkeypatch):
     given = setting(tmp_path, smollm2, "engine.max_running=8")
@@ -61,9 +62,10 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
         figures
     )
     recipe = config.load("keywords", given)
-    task, engine, decode = build.build_sampler(recipe)
-    assert figures == evaluate.evaluate(recipe, task, engine, decode)[1]  # as training measures it
-    task.close()
+    evaluator = evaluate.Evaluator(recipe, *build.build_sampler(recipe))
+    groups = [group for part in evaluator.answered() for group in part]
+    assert figures == evaluate.figures(evaluator.rows(groups))  # as training measures it
+    evaluator.task.close()
 
     def show(progress):
         if progress.phase == "evaluate" and progress.done > 16:

@@ -142,6 +142,7 @@ def settings(smollm2, tmp_path, *more):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
     given = settings(smollm2, tmp_path)
     whole = api.train("sft", overrides=given, out=tmp_path / "whole")
