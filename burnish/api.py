@@ -20,6 +20,7 @@ from burnish.runs import checkpoints, directory, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.run import Run
+from burnish.tasks.rows import DataRow, read_rows
 from burnish.threads import share_cores
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def resume(
         before = directory.read_json(path / directory.ENVIRONMENT)
         resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
         is_given = "prompts" in before.get("inputs", {})
-        rows = list(iterate_rows(path / PROMPTS)) if is_given else None
+        rows = read_rows(path / PROMPTS, DataRow) if is_given else None
         preflight.check(recipe, prompts=rows, reward=reward)
         tell(TORCH)
         from burnish import build

@@ -238,7 +238,7 @@ def test_the_kept_prompts_are_measured_and_checked(own_recipe, tmp_path, monkeyp
     with pytest.raises(RunError, match=r"inputs\.prompts: \w+ → \w+"):
         burnish.resume(run, train={"steps": 2})
     (run / "prompts.jsonl").unlink()
-    with pytest.raises(RunError, match=r"no prompts\.jsonl"):
+    with pytest.raises(DataError, match=r"prompts\.jsonl can't be read"):
         burnish.resume(run, train={"steps": 2})
     with pytest.raises(DataError, match="prompts must hold texts, numbers, lists and dicts"):
         burnish.train(own_recipe, prompts=["a", {"prompt": "b", "x": {1}}])

@@ -89,7 +89,7 @@ def load_hf_state(model: Transformer, state: Mapping[str, Tensor]) -> None:
             for some in (ours - theirs, theirs - ours)
         )
         raise ModelError(
-            f"the checkpoint does not fit its config: it lacks {missing}, and it has {more}"
+            f"the weights do not fit the model's config: missing {missing}; not expected {more}"
         )
     for name, view in views.items():
         view.copy_(given[name])

@@ -58,7 +58,7 @@ def read_mismatch(mean: Points, largest: Points, *, rounded: bool = False) -> li
 
 
 def _growth(steps: Array, kl: Array, unit: str) -> str:
-    first, last, peak = kl[0], kl[-1], kl.max()
+    first, last, peak = kl[0].round(5), kl[-1], kl.max()
     subject = "KL to the initial model"
     if peak < 1e-3:
         return f"{subject} stayed below {_say(peak)} {unit}: the policy hardly moved."

@@ -91,7 +91,7 @@ def test_state_is_a_view_and_loading_it_is_all_or_nothing() -> None:
     assert all(torch.equal(state[k], v) for k, v in other.exchange().items())
     broken = {k: v + 1 for k, v in state.items()}
     del broken["model.norm.weight"]
-    with pytest.raises(ModelError, match=r"lacks model\.norm\.weight \[8\], and it has nothing"):
+    with pytest.raises(ModelError, match=r"missing model\.norm\.weight \[8\]; not expected nothing"):
         checkpoint.load_hf_state(model, broken)
     assert all(torch.equal(state[k], v) for k, v in other.exchange().items())
 
@@ -109,15 +109,15 @@ def damaged(directory: Path, change: Any) -> Path:
     [
         (
             lambda state: state.pop("model.layers.1.mlp.up_proj.weight"),
-            "lacks model.layers.1.mlp.up_proj.weight",
+            "missing model.layers.1.mlp.up_proj.weight",
         ),
         (
             lambda state: state.update({"model.layers.2.extra.weight": torch.zeros(1)}),
-            "lacks nothing, and it has model.layers.2.extra.weight",
+            "missing nothing; not expected model.layers.2.extra.weight",
         ),
         (
             lambda state: state.update({"model.norm.weight": torch.zeros(5)}),
-            r"lacks model.norm.weight \[32\], and it has model.norm.weight \[5\]",
+            r"missing model.norm.weight \[32\]; not expected model.norm.weight \[5\]",
         ),
         (
             lambda state: state.update({"lm_head.weight": torch.zeros(96, 32)}),

@@ -322,7 +322,7 @@ function headlines({ series, kl }) {
     const line = series[name];
     if (!line) return;
     const [first, last] = averaged ? line.ends : [line.points[0][1], line.points.at(-1)[1]];
-    const notes = [line.count > 1 ? `from ${number(first)}` : "one measurement"];
+    const notes = [line.count > 1 ? `from ${number(Math.abs(first) < 1e-5 ? 0 : first)}` : "one measurement"];
     if (unit) notes.unshift(unit);
     if (name.startsWith("validation/") && line.count > 1) {
       const sign = name.endsWith("/loss") ? -1 : 1, [step, best] = line.points.reduce((a, b) => sign * b[1] > sign * a[1] ? b : a);
