@@ -23,8 +23,9 @@ types: $(READY)
 imports: $(READY)
 	$(BIN)/lint-imports
 
+# Tiny models keep one thread busy, so two processes share the tests; the proofs run with all threads.
 tests: $(READY)
-	$(BIN)/pytest -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
 
 proofs: $(READY)
 	$(BIN)/pytest -m slow

@@ -1,6 +1,7 @@
 """What several rooms of the tests share."""
 
 import dataclasses
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,9 @@ from burnish.errors import ModelError
 from burnish.model import hub
 from burnish.model.tokenizer import Tokenizer
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
+
+# A shell's background job ignores SIGINT, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def make_group(index, prompt, responses, rewards, *, version=0, temperature=1.0, sampled=None):
