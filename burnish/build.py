@@ -29,7 +29,7 @@ from burnish.model import hub, products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import PAGE, Need, Size, needs, room
+from burnish.plan import PAGE, Need, Room, Size, needs, room
 from burnish.preflight import Given, Prompts
 from burnish.progress import Progress, Show, begin, silent
 from burnish.rollout.packing import pack
@@ -136,11 +136,21 @@ def build_sampler(
     task = _language_task(recipe, tokenizer, size, prompts, reward)
     if recipe.validation.shots:
         task.validation = text.few_shot(task, recipe.validation.shots, tokenizer)
+        _check_shots(recipe, task, room(recipe, size))
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
 
     return task, engine, decode
+
+
+def _check_shots(recipe: Recipe, task: Task, bound: Room) -> None:
+    longest = max(len(prompt.token_ids) for prompt in task.validation)
+    if longest > bound.tokens:
+        raise ConfigError(
+            f"validation.shots = {recipe.validation.shots} makes held-out prompts of up to "
+            f"{longest:,} tokens, and {bound.why} leaves room for {bound.tokens:,}; use fewer"
+        )
 
 
 def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer]:

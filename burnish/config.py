@@ -206,7 +206,6 @@ AnyTask = Annotated[
     Field(discriminator="name"),
     named("sort"),
 ]
-TASKS = ("sort", "keywords", "files", "math", "gym", "pairs", "mixture")
 
 
 class SorterConfig(Section):

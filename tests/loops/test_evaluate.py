@@ -170,6 +170,10 @@ def test_few_shot_prompts_begin_with_solved_rows(tmp_path, smollm2):
     assert two.prompt(0).text == solved[0].text  # training prompts stay as they are
     zero.close()
     two.close()
+    longest = max(len(prompt.token_ids) for prompt in zero.validation)
+    micro = longest + config.load("keywords", given).rollout.max_tokens
+    with pytest.raises(ConfigError, match=r"shots = 2 makes .* train\.micro_tokens = .* use fewer"):
+        build.build_sampler(config.load("keywords", [*shots, f"train.micro_tokens={micro}"]))
     with pytest.raises(ConfigError, match=r"set task\.chat = false"):
         config.load("keywords", ["validation.shots=1"])
     recipe = config.load("keywords", ["task.chat=false", "validation.shots=1", *given[:8]])
