@@ -47,7 +47,8 @@ class Sorter(nn.Module):
         return Measured(*(zeros.masked_scatter(action, x) for x in (chosen, entropy(logits))))
 
     def lower(self, batch: PackedBatch) -> Tensor:
-        raise NotImplementedError
+        """The states below the layers that learn; the learner asks for them only if there are any."""
+        raise AssertionError("all layers of the sorting model learn")
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under the names that generators know, without gradient."""
