@@ -47,7 +47,7 @@ class Sorter(nn.Module):
         return Measured(*(zeros.masked_scatter(action, x) for x in (chosen, entropy(logits))))
 
     def lower(self, batch: PackedBatch) -> Tensor:
-        """The states below the layers that learn; the learner asks for them only if there are any."""
+        """The states below the layers that learn; nobody asks for them, since all layers learn."""
         raise AssertionError("all layers of the sorting model learn")
 
     def exchange(self) -> dict[str, Tensor]:
