@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from burnish import config, inputs, machine, preflight
-from burnish.config import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
+from burnish import config, inputs, machine, preflight, schema
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, ConfigError
@@ -36,6 +35,7 @@ from burnish.rollout.packing import pack
 from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
+from burnish.schema import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
 from burnish.tasks import files, gym, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
@@ -100,7 +100,7 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
 
 
 def _pairs(recipe: Recipe, rows: Prompts = None) -> pairs.Pairs:
-    assert isinstance(recipe.task, config.PairsTask)
+    assert isinstance(recipe.task, schema.PairsTask)
     context, tokenizer = _measured(recipe).context, _tokenizer(recipe)
     longest = min(context, recipe.train.micro_tokens or context)
     return pairs.make_pairs(
@@ -226,7 +226,7 @@ def _language_task(
     given["room"] = bound = room(recipe, size)
 
     def make(task: Any) -> Any:
-        if isinstance(task, config.FilesTask):
+        if isinstance(task, schema.FilesTask):
             return files.make_files(task, **given, prompts=prompts, reward=reward)
         kinds: dict[str, Any] = {
             "keywords": keywords.make_keywords,
@@ -236,7 +236,7 @@ def _language_task(
         return kinds[task.name](task, **given)
 
     made: Task
-    if isinstance(recipe.task, config.MixtureTask):
+    if isinstance(recipe.task, schema.MixtureTask):
         parts = {name: make(part) for name, part in recipe.task.tasks.items()}
         made = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
     else:

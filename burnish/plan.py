@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import estimate, pieces
-from burnish.config import MixtureTask, PairsTask, Recipe, SorterConfig
 from burnish.errors import ConfigError
 from burnish.pieces import KL
+from burnish.schema import MixtureTask, PairsTask, Recipe, SorterConfig
 from burnish.wording import counted
 
 if TYPE_CHECKING:

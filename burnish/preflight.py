@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish import config
-from burnish.config import (
+from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
+from burnish.graders import rewards
+from burnish.plan import Need, spell
+from burnish.runs import checkpoints
+from burnish.runs.directory import check_new
+from burnish.schema import (
     FilesTask,
     GymTask,
     LanguageConfig,
@@ -21,11 +26,6 @@ from burnish.config import (
     Rows,
     SorterConfig,
 )
-from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
-from burnish.graders import rewards
-from burnish.plan import Need, spell
-from burnish.runs import checkpoints
-from burnish.runs.directory import check_new
 
 Prompts = Iterable[str | Mapping[str, Any]] | None
 Given = rewards.Reward | str | None

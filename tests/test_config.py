@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish import api, build, config, pieces
+from burnish import api, build, config, pieces, schema
 from burnish.errors import ConfigError
 from burnish.plan import Size, needs, plan
 
@@ -26,7 +26,7 @@ def test_a_recipe_holds_only_what_differs_or_names_its_task(name):
     given = config.read_recipe(name)
     for section, values in given.items():
         if isinstance(values, dict) and section == "model":
-            kind = config.ScratchConfig if values.get("name") == "scratch" else config.SorterConfig
+            kind = schema.ScratchConfig if values.get("name") == "scratch" else schema.SorterConfig
             defaults = kind().model_dump() | {"name": ""}
             assert all(defaults[key] != value for key, value in values.items()), section
 
@@ -241,9 +241,9 @@ def test_a_group_of_one_is_fine_for_raw_rewards():
 def test_a_task_is_chosen_by_name_and_brings_its_own_settings():
     language = ["task.name=keywords", "model.name=smollm2-135m"]
     recipe = config.load("sort", [*language, "task.most=3"])
-    assert recipe.task == config.KeywordsTask(most=3)
-    assert config.load("sort", ["task.length=4"]).task == config.SortTask(length=4)
-    assert config.Recipe.model_validate({"task": {"length": 4}}).task == config.SortTask(length=4)
+    assert recipe.task == schema.KeywordsTask(most=3)
+    assert config.load("sort", ["task.length=4"]).task == schema.SortTask(length=4)
+    assert schema.Recipe.model_validate({"task": {"length": 4}}).task == schema.SortTask(length=4)
 
 
 def test_the_resolved_recipe_of_every_task_is_a_recipe(tmp_path):
@@ -308,7 +308,7 @@ def test_settings_of_a_language_model_have_no_effect_on_the_sorter():
 def test_a_model_from_scratch_is_made_from_a_recipe(tmp_path):
     size = ["model.name=scratch", "model.layers=2", "model.width=64", "model.heads=4"]
     recipe = config.load("keywords", size)
-    assert recipe.model == config.ScratchConfig(layers=2, width=64, heads=4)
+    assert recipe.model == schema.ScratchConfig(layers=2, width=64, heads=4)
     told = ("task", "keywords: reward = 'use', must_end = True")
     assert told in dict(plan(recipe, tmp_path))["task"]
 

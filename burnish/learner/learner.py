@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.config import TrainConfig
 from burnish.errors import BurnishError, RunError
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
 from burnish.progress import Report, unheard
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
+from burnish.schema import TrainConfig
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores, Weights
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.config import TrainConfig
 from burnish.model.sorter import Sorter
 from burnish.model.transformer import Transformer
+from burnish.schema import TrainConfig
 
 Policy = Transformer | Sorter
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.config import Recipe
 from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
@@ -28,6 +27,7 @@ from burnish.runs.metrics import Metrics
 from burnish.runs.report import write_report
 from burnish.runs.summary import summarise
 from burnish.runs.timers import Timers
+from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
 from burnish.types import Group, IntArray
 

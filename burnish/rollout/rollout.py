@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request
 from burnish.errors import DataError, EngineError
 from burnish.progress import Report, unheard
+from burnish.schema import Recipe
 from burnish.tasks.task import Task
 from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from burnish.config import Rows
 from burnish.draws import Purpose, Stream, permutation
 from burnish.errors import ConfigError, DataError
+from burnish.schema import Rows
 from burnish.sections import nearest
 
 MARKS = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")

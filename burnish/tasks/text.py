@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from burnish.config import Asked, FilesTask, GymTask, KeywordsTask, MathTask
 from burnish.errors import DataError
 from burnish.graders.extract import EXTRACTORS
 from burnish.graders.grader import Grader, grade_pairs
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
+from burnish.schema import Asked, FilesTask, GymTask, KeywordsTask, MathTask
 from burnish.tasks.rows import MARKS
 from burnish.tasks.task import Task
 from burnish.types import Completion, Grade, IntArray, Prompt

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from burnish.config import TrainConfig
 from burnish.learner import optim
 from burnish.learner.optim import LossScale, Optimizer, rate
 from burnish.model.sorter import Sorter
+from burnish.schema import TrainConfig
 
 
 def rates(steps, **settings):

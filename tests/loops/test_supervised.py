@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from burnish import api, config
-from burnish.config import PairsTask, TrainConfig
 from burnish.errors import ConfigError, DataError
 from burnish.learner.learner import Learner
 from burnish.loops import supervised
@@ -19,6 +18,7 @@ from burnish.plan import plan
 from burnish.runs import checkpoints
 from burnish.runs.report import write_report
 from burnish.runs.timers import Timers
+from burnish.schema import PairsTask, TrainConfig
 from burnish.tasks.pairs import Pairs, check_pair, write_pair
 from burnish.tasks.rows import DataRow, read_rows, rows_from
 from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401

@@ -4,11 +4,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from burnish.config import FilesTask
 from burnish.errors import ConfigError, DataError, GraderError
 from burnish.graders.grader import InProcess
 from burnish.rollout.filters import check_errors
 from burnish.rollout.rollout import grade
+from burnish.schema import FilesTask
 from burnish.tasks.files import ask_all, ask_shuffled, make_files
 from burnish.tasks.rows import DataRow, read_rows, rows_from, rows_of, split
 from burnish.tasks.text import TextTask

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from burnish import api, config
-from burnish.config import MathTask
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.plan import plan
 from burnish.rollout.rollout import sampling
+from burnish.schema import MathTask
 from burnish.tasks.math import beginnings, check_row, make_math, read, rows_of
 from burnish.tasks.text import few_shot
 from burnish.types import Finish, Status

@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from burnish.config import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
 from burnish.plan import Room
+from burnish.schema import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
 from burnish.tasks import text
 from burnish.tasks.files import make_files
 from burnish.tasks.gym import make_gym
