@@ -25,7 +25,6 @@ from burnish.sections import OWN, as_table, nearest
 RECIPES = Path(__file__).parent / "recipes"
 CHOSEN = ("task", "model", *(f"objective.{kind}" for kind in pieces.KINDS))
 """Sections that a recipe chooses by name, out of several."""
-DECAY = ["train.decay_steps", "train.final_rate"]
 CUT = ["validation.top_p", "validation.top_k"]
 LANGUAGE = [
     *("device", "engine", "train.recompute", "train.layers", "validation.shots"),
@@ -173,7 +172,7 @@ def unused(recipe: Recipe) -> dict[str, str]:
     no_ratio = "ratio" not in objective.loss.reads
     loss = f"objective.loss = '{objective.loss.name}'"
     rules = [
-        (train.schedule == "constant", "train.schedule = 'constant'", DECAY),
+        (train.schedule == "constant", "train.schedule = 'constant'", ["train.decay_steps"]),
         (not train.log_kl, "train.log_kl = false", ["train.log_kl_responses"]),
         (recipe.is_supervised, "task.name = 'pairs'", SAMPLED),
         (recipe.validation.temperature == 0, "validation.temperature = 0", CUT),

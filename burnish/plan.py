@@ -156,8 +156,7 @@ def _batches(recipe: Recipe) -> Lines:
         parts = math.ceil(train.batch / train.micro_sequences)
         micro = f", each in {parts} micro-batch{'es' * (parts > 1)}"
     if recipe.decay_steps is not None:
-        last = (train.final_rate or 0) * train.learning_rate
-        rate += f", {train.schedule} to {last:g} at gradient step {recipe.decay_steps:,}"
+        rate += f", {train.schedule} to 0 at gradient step {recipe.decay_steps:,}"
     lines = [
         (
             "rollout",

@@ -274,10 +274,9 @@ class TrainConfig(Section):
     recompute: bool = Field(False, description="layers run again backwards, to save memory")
     layers: int | None = Field(None, ge=1, description="only the last so many learn; None: all")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
-    decay_steps: int | None = Field(None, ge=1, description="gradient steps to the last rate")
-    final_rate: float | None = Field(None, ge=0, le=1, description="last / full rate; None: 0")
+    decay_steps: int | None = Field(None, ge=1, description="gradient steps down to 0")
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="of matrices alone")
     clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
