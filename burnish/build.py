@@ -28,7 +28,7 @@ from burnish.model import hub, products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import PAGE, Need, Room, Size, needs, room
+from burnish.plan import PAGE, Need, Size, needs, room
 from burnish.preflight import Given, Prompts
 from burnish.progress import Progress, Show, begin, silent
 from burnish.rollout.packing import pack
@@ -36,7 +36,7 @@ from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
 from burnish.schema import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
-from burnish.tasks import files, gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks import files, gym, keywords, math, mixture, pairs, sorting
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -132,25 +132,12 @@ def build_sampler(
         return sorting.Sorting(recipe.task, seed=recipe.seed), SorterEngine(_sorter(recipe)), spell
     engine, tokenizer = build_engine(recipe, show)
     show(Progress("load", "reading the prompts"))
-    size = _measured(recipe)
-    task = _language_task(recipe, tokenizer, size, prompts, reward)
-    if recipe.validation.shots:
-        task.validation = text.few_shot(task, recipe.validation.shots, tokenizer)
-        _check_shots(recipe, task, room(recipe, size))
+    task = _language_task(recipe, tokenizer, _measured(recipe), prompts, reward)
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
 
     return task, engine, decode
-
-
-def _check_shots(recipe: Recipe, task: Task, bound: Room) -> None:
-    longest = max(len(prompt.token_ids) for prompt in task.validation)
-    if longest > bound.tokens:
-        raise ConfigError(
-            f"validation.shots = {recipe.validation.shots} makes held-out prompts of up to "
-            f"{longest:,} tokens, and {bound.why} leaves room for {bound.tokens:,}; use fewer"
-        )
 
 
 def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer]:
@@ -205,7 +192,6 @@ def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
         n_layers=kind.layers,
         d_model=kind.width,
         n_heads=kind.heads,
-        n_kv_heads=kind.kv_heads,
         d_ff=kind.d_ff,
         context=kind.context,
         fp32_head=kind.fp32_head,

@@ -19,24 +19,21 @@ from pydantic import BaseModel, ValidationError
 
 from burnish import pieces
 from burnish.errors import ConfigError
-from burnish.schema import Recipe, SorterConfig, check_decay
+from burnish.schema import Recipe, SorterConfig
 from burnish.sections import OWN, as_table, nearest
 
 RECIPES = Path(__file__).parent / "recipes"
 CHOSEN = ("task", "model", *(f"objective.{kind}" for kind in pieces.KINDS))
 """Sections that a recipe chooses by name, out of several."""
-CUT = ["validation.top_p", "validation.top_k"]
 LANGUAGE = [
-    *("device", "engine", "train.recompute", "train.layers", "validation.shots"),
-    *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop", "rollout.truncated"),
-    *("rollout.top_p", "rollout.top_k", "validation.max_tokens", *CUT),
+    *("device", "engine", "train.recompute", "train.layers", "validation.max_tokens"),
+    *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
 ]
 """Settings that only a language model reads."""
 SAMPLED = [
     *("rollout", "engine", "objective", "log.rollouts"),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
-    *("validation.shots", *CUT),
 ]
 """Settings that a supervised run does not read, since it samples nothing."""
 Table = Mapping[str, Any]
@@ -90,9 +87,7 @@ def with_precision(recipe: Recipe, precision: str) -> Recipe:
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
     """A supervised recipe, once the number of its rows says how many steps its epochs are."""
     train = recipe.train.model_copy(update={"steps": steps})
-    counted = recipe.model_copy(update={"train": train})
-    check_decay(counted)
-    return counted
+    return recipe.model_copy(update={"train": train})
 
 
 def read_recipe(name: str) -> dict[str, Any]:
@@ -175,8 +170,6 @@ def unused(recipe: Recipe) -> dict[str, str]:
         (train.schedule == "constant", "train.schedule = 'constant'", ["train.decay_steps"]),
         (not train.log_kl, "train.log_kl = false", ["train.log_kl_responses"]),
         (recipe.is_supervised, "task.name = 'pairs'", SAMPLED),
-        (recipe.validation.temperature == 0, "validation.temperature = 0", CUT),
-        (getattr(recipe.task, "validation", None), "task.validation", ["task.validation_share"]),
         (isinstance(recipe.model, SorterConfig), "model.name = 'sorter'", LANGUAGE),
         (no_ratio, loss, ["objective.ratio"]),
         (no_ratio and not objective.reads_proximal_first, loss, ["objective.proximal"]),

@@ -151,10 +151,7 @@ def _batches(recipe: Recipe) -> Lines:
     if isinstance(recipe.task, PairsTask):
         steps = f"{recipe.task.epochs:g} × the rows, {train.batch} at a time"
         return [("gradient steps", f"{steps} ({rate}, {train.schedule})")]
-    batches, micro = recipe.train_batches, ""
-    if train.micro_sequences is not None:
-        parts = math.ceil(train.batch / train.micro_sequences)
-        micro = f", each in {parts} micro-batch{'es' * (parts > 1)}"
+    batches = recipe.train_batches
     if recipe.decay_steps is not None:
         rate += f", {train.schedule} to 0 at gradient step {recipe.decay_steps:,}"
     lines = [
@@ -167,7 +164,7 @@ def _batches(recipe: Recipe) -> Lines:
             "gradient steps",
             f"{recipe.gradient_steps_per_rollout} per rollout = {batches} train "
             f"batch{'es' * (batches > 1)} of {train.batch} responses × "
-            f"{counted(train.epochs, 'epoch')}{micro}",
+            f"{counted(train.epochs, 'epoch')}",
         ),
         (
             "in all",

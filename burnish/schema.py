@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from burnish.errors import ConfigError
 from burnish.pieces import ObjectiveConfig
 from burnish.sections import Section, named, nearest
 
@@ -52,7 +51,6 @@ class KeywordsTask(Section):
 class Graded(Section):
     """Settings of tasks whose responses are graded by worker processes."""
 
-    ordered: ClassVar[tuple[str, str] | None] = ("cpu_seconds", "wall_seconds")
     must_end: bool = Field(False, description="a response that does not end by itself earns 0")
     workers: int = Field(2, ge=1, description="grader processes")
     cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
@@ -64,8 +62,7 @@ class Rows(Section):
     """Rows of a JSONL file, each with a prompt, some of them held out."""
 
     train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
-    validation: str | None = Field(None, description="the same; None: rows of train are held out")
-    validation_share: float | None = Field(None, ge=0, lt=1, description="of train; None: 0.1")
+    validation: str | None = Field(None, description="the same; None: a tenth of train is held out")
     chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
 
 
@@ -191,7 +188,6 @@ class ScratchConfig(Section):
     layers: int = Field(4, ge=1)
     width: int = Field(512, ge=1, description="d_model")
     heads: int = Field(16, ge=1)
-    kv_heads: int | None = Field(None, ge=1, description="none: as many as heads")
     d_ff: int = Field(1344, ge=1)
     context: int = Field(256, ge=2)
     fp32_head: bool = Field(False, description="logits in float32 whatever the precision")
@@ -225,9 +221,6 @@ class RolloutConfig(Section):
     max_tokens: int = Field(48, ge=1, description="per response")
     min_tokens: int = Field(0, ge=0, description="no end before this many")
     stop: list[str] = Field([], description="texts that end a response")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
-    truncated: bool = Field(False, description="top_p or top_k is meant in training, too")
     max_errors: float = Field(0.1, ge=0, le=1, description="share of grades that may be errors")
 
 
@@ -245,10 +238,7 @@ class ValidationConfig(Section):
     every: int = Field(10, ge=1, description="steps; also before the first and after the last")
     samples: int = Field(1, ge=1, description="responses per prompt")
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1, description="none: as in training")
-    shots: int = Field(0, ge=0, description="solved training rows put before each prompt")
 
 
 class CheckpointConfig(Section):
@@ -258,7 +248,6 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     rollouts: int = Field(16, ge=0, description="responses per step that are kept whole")
-    tensorboard: bool | None = Field(None, description="events; none: if TensorBoard is installed")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -268,15 +257,14 @@ class TrainConfig(Section):
     steps: int = Field(100, ge=1, description="rollouts, each followed by its gradient steps")
     batch: int = Field(30, ge=1, description="responses per gradient step")
     epochs: int = Field(1, ge=1, description="passes over each rollout")
-    micro_sequences: int | None = Field(None, ge=1, description="responses per forward pass")
-    micro_tokens: int | None = Field(None, ge=1, description="tokens per forward pass")
+    micro_tokens: int | None = Field(None, ge=1, description="per forward pass; None: no bound")
     precision: Precision = Field("auto", description="of the forward and backward passes")
     recompute: bool = Field(False, description="layers run again backwards, to save memory")
     layers: int | None = Field(None, ge=1, description="only the last so many learn; None: all")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
     schedule: Literal["constant", "linear"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
-    decay_steps: int | None = Field(None, ge=1, description="gradient steps down to 0")
+    decay_steps: int | None = Field(None, ge=1, description="gradient steps to 0; None: all")
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="of matrices alone")
     clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
@@ -302,30 +290,14 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        task, model, rollout, train = self.task, self.model, self.rollout, self.train
+        task, model = self.task, self.model
         if isinstance(task, SortTask) != isinstance(model, SorterConfig):
             raise ValueError(
                 f"task.name = '{task.name}' does not go with model.name = '{model.name}': the "
                 "sorting task needs 'sorter', the others a language model such as 'smollm2-135m'"
             )
-        if (rollout.top_p < 1 or rollout.top_k is not None) and not rollout.truncated:
-            raise ValueError(
-                "rollout.top_p and top_k cut off what the learner believes was possible; sample "
-                "without them, or set rollout.truncated = true if it is meant"
-            )
-        if self.validation.shots and getattr(task, "chat", False):
-            raise ValueError(
-                f"validation.shots = {self.validation.shots} puts rows before a plain text, and "
-                "task.chat = true makes it a chat; set task.chat = false"
-            )
-        if None not in (train.micro_sequences, train.micro_tokens):
-            raise ValueError(
-                "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
-                f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
-            )
-        if not self.is_supervised:  # its steps are known with its rows, see with_steps
+        if not self.is_supervised:
             self._check_batches()
-            check_decay(self)
         return self
 
     def _check_batches(self) -> None:
@@ -354,15 +326,6 @@ class Recipe(Section):
         """Texts that end a response: the recipe's, and the one that answer tags call for."""
         tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in self.tasks)
         return tuple(dict.fromkeys([*self.rollout.stop, *["</answer>"] * tagged]))
-
-    @property
-    def validation_stop(self) -> tuple[str, ...]:
-        """Texts that end a response to a held-out prompt. After solved rows, a model would go on
-        with another row, so the beginning of a row ends the response."""
-        if not self.validation.shots:
-            return self.stop
-        begins = [getattr(t, "template", "").partition("{question}")[0] for t in self.tasks]
-        return (*self.stop, *dict.fromkeys(f"\n\n{text.strip()}" for text in begins))
 
     @property
     def tasks(self) -> list[Any]:
@@ -407,12 +370,3 @@ class Recipe(Section):
         if self.train.schedule == "constant":
             return None
         return self.train.decay_steps or self.gradient_steps
-
-
-def check_decay(recipe: Recipe) -> None:
-    train = recipe.train
-    if recipe.decay_steps is not None and recipe.decay_steps <= train.warmup_steps:
-        raise ConfigError(
-            f"train.schedule = '{train.schedule}' needs train.decay_steps (by default all gradient "
-            f"steps) above warmup_steps = {train.warmup_steps}, got {recipe.decay_steps}"
-        )

@@ -95,7 +95,7 @@ class Learner:
         return scores
 
     def step(self, learn: LearnBatch) -> Metrics:
-        """Takes a gradient step on a train batch; a step that is not finite is skipped and counted."""
+        """Takes a gradient step on a train batch; skips and counts a step that is not finite."""
         measured, loss = self._accumulate(learn)
         self._remember(measured.logprobs)
         norm = self.optimizer.gradient_norm()
@@ -181,7 +181,7 @@ class Learner:
         """Adds up the gradients over the packs -> log-probabilities and entropies, and the loss."""
         saved = None if self._rollout is None else self._rollout.lower
         parts, loss = [], 0.0
-        for pack in self._cut(learn.batch):
+        for pack in cut(learn.batch, self.train.micro_tokens):
             part = take_streams(learn, pack)
             lower = None if part.slots is None else at(part.slots, saved)
             measured = self.policy.score(pack.batch, lower)
@@ -239,11 +239,8 @@ class Learner:
         return [
             Pack(pack.batch, whole.slots[pack.slots])
             for whole in parts
-            for pack in self._cut(whole.batch)
+            for pack in cut(whole.batch, self.train.micro_tokens)
         ]
-
-    def _cut(self, batch: PackedBatch) -> list[Pack]:
-        return cut(batch, sequences=self.train.micro_sequences, tokens=self.train.micro_tokens)
 
     def _skip(self, loss: float, norm: float) -> None:
         self.optimizer.drop_gradients()

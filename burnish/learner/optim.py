@@ -40,8 +40,8 @@ def rate(train: TrainConfig, step: int) -> float:
     if train.schedule == "constant":
         return full
     assert train.decay_steps is not None, "Recipe.decay_steps"
-    done = (step - train.warmup_steps) / (train.decay_steps - train.warmup_steps)
-    return full * (1 - min(1.0, done))
+    falling = max(1, train.decay_steps - train.warmup_steps)
+    return full * (1 - min(1.0, (step - train.warmup_steps) / falling))
 
 
 class LossScale:

@@ -54,10 +54,8 @@ class Evaluator:
         params = replace(
             sampling(self.recipe),
             temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
             max_tokens=config.max_tokens or self.recipe.rollout.max_tokens,
-            stop=self.recipe.validation_stop,
+            stop=self.recipe.stop,
         )
         prompts = list(enumerate(self.task.validation))
         doing = f"evaluating {len(prompts)} prompts {when}".rstrip()

@@ -168,8 +168,7 @@ class _Recorder:
     def __init__(self, directory: RunDirectory, parts: Parts, tell: _Teller) -> None:
         self.directory, self.parts, self.tell = directory, parts, tell
         self.timers = Timers()
-        wanted = parts.recipe.log.tensorboard
-        self._has_events = find_spec("tensorboard") is not None if wanted is None else wanted
+        self._has_events = find_spec("tensorboard") is not None
         self._saved = tell.done
         """The step of the checkpoint that the run began from or saved last."""
         self._score: float | None = None

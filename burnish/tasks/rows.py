@@ -118,8 +118,7 @@ def rows_of(
         raise ConfigError("there are no prompts; give --data FILE.jsonl or set task.train")
     if config.validation is not None:
         return rows, read_rows(Path(config.validation), check)
-    share = 0.1 if config.validation_share is None else config.validation_share
-    return split(rows, share, seed=seed)
+    return split(rows, 0.1, seed=seed)
 
 
 def split(

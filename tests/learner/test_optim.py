@@ -23,6 +23,7 @@ def test_schedules():
     linear = {"schedule": "linear", "decay_steps": 10}
     assert rates([0, 5, 10, 11], **linear) == [2, 1, 0, 0]
     assert rates([1, 2, 6, 10], **linear, warmup_steps=2) == [2, 2, 1, 0]
+    assert rates([3, 9, 10], **linear, warmup_steps=10) == [0.8, 2, 2]  # it never falls
 
 
 @pytest.mark.parametrize("clip_norm", [math.inf, 1e9, 0.01])
