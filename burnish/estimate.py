@@ -35,7 +35,7 @@ def work(recipe: Recipe, size: Size) -> dict[str, float]:
     """The operations of a language model's run by phase; rows that are not here count as none."""
     forward, train = 2 * size.parameters, recipe.train
     prompt = size.longest_prompt or PROMPT
-    backward = 3 if train.recompute else 2
+    backward = 2
     if isinstance(recipe.task, PairsTask):
         seen = recipe.task.epochs * len(_read(recipe.task.train)) / BYTES
         return {"learn": (1 + backward) * forward * seen}

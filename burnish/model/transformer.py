@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from burnish.errors import ModelError
 from burnish.model.activations import RMSNorm, swiglu
@@ -177,8 +176,6 @@ class Transformer(nn.Module):
 
     lower_layers = 0
     """How many of the first layers do not learn; 0 if all weights learn."""
-    recompute = False
-    """Whether the backward pass makes the activations of a layer again, which are not kept then."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -206,9 +203,8 @@ class Transformer(nn.Module):
             return hidden.float(), weight.float()
         return hidden, weight
 
-    def learn(self, layers: int | None = None, *, recompute: bool = False) -> Transformer:
+    def learn(self, layers: int | None = None) -> Transformer:
         """Makes only the last ``layers`` and the final norm learn; None if all weights do."""
-        self.recompute = recompute
         if layers is not None:
             self.lower_layers = max(0, self.config.n_layers - layers)
             self.requires_grad_(False)
@@ -279,12 +275,6 @@ class Transformer(nn.Module):
     def _run(self, layers: nn.ModuleList, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """x [N, d] through some of the layers -> [N, d], before the final norm."""
         turn = rotation(self.config.rope, positions, self.config.head_width, x.dtype)
-        again = self.recompute and torch.is_grad_enabled()
         for layer in layers:
-            if again:
-                x = checkpoint(
-                    layer, x, turn, attend, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x = layer(x, turn, attend)
+            x = layer(x, turn, attend)
         return x
