@@ -23,7 +23,8 @@ LONGEST = 1_000
 MOST_PARTS, DEEPEST = 64, 8
 _UNION = re.compile(rf"{BRACKETS}|∪")
 _NAME = re.compile(
-    r"(?:[A-Za-z]|[A-Z]{2,3}|[A-Za-z]{4,})(?:_\w)?'?(?:\([a-z0-9]\))?|\\[a-z]+|\([a-z](?:, ?[a-z])+\)"
+    r"(?:[A-Za-z]|[A-Z]{2,3}|[A-Za-z]{4,})(?:_\w)?'?(?:\([a-z0-9]\))?|\\[a-z]+"
+    r"|\([a-z](?:, ?[a-z])+\)"
 )
 _MATRIX = re.compile(
     r"[\[(]? ?\\begin\{(?:[pbB]?matrix|array\}(?:\{[lcr| ]*)?)\}(?P<body>.*)\\end\{\w+\} ?[\])]?",
