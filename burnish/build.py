@@ -273,7 +273,6 @@ def probe(recipe: Recipe, size: Size) -> Size:
     prompts = [*(prompt for _, prompt in stream.take(count)), *task.validation]
     return size._replace(
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
-        looked_at=count + stream.skipped,
         too_long=stream.skipped,
     )
 
