@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
@@ -96,8 +95,9 @@ class Sequence:
         self.prefix: Prefix | None = None
         """The shared prompt in this sequence's first pages; None if all its pages are its own."""
         watched = group.tokenizer if group.request.params.stop else None
-        self._read = watched.stream(skip_special=True) if watched else None
-        self._cut: int | None = None
+        self._read = watched.stream() if watched else None
+        self._text = ""
+        """The text that was read so far, for stop strings alone, up to the end of one."""
 
     @property
     def pending(self) -> int:
@@ -127,9 +127,9 @@ class Sequence:
     @property
     def text(self) -> str:
         """The response up to the end of its stop string, without its end token."""
-        if self._read is not None and self._cut is not None:
-            return self._read.text[: self._cut]
-        told = self.response[:-1] if self.finish is Finish.STOP else self.response
+        if isinstance(self.stop, str):
+            return self._text
+        told = self.response if self.stop is None else self.response[:-1]
         tokenizer = self.group.tokenizer
         return tokenizer.decode(told, skip_special=True) if tokenizer else ""
 
@@ -140,7 +140,7 @@ class Sequence:
             count = next(i for i, t in enumerate(tokens[held:], held + 1) if t in end_ids)
             self.finish, self.stop = Finish.STOP, tokens[count - 1]
         if self._read is not None:
-            count = self._find_stop(tokens[:count], held)
+            count = self._watch(tokens[:count], held)
         self.tokens += tokens[:count]
         self.logprobs += logprobs[:count]
         self.versions += [version] * count
@@ -148,18 +148,22 @@ class Sequence:
             self.finish = Finish.LENGTH
         return count
 
-    def _find_stop(self, tokens: Several[int], held: int) -> int:
-        """Reads tokens up to a stop string -> their number; the string that begins first wins."""
+    def _watch(self, tokens: list[int], held: int) -> int:
+        """Reads tokens up to a stop string -> their number."""
         assert self._read is not None
-        for index, token in enumerate(tokens[: len(tokens) - (self.finish is Finish.STOP)]):
-            fresh = self._read.push(token)
-            if fresh and index >= held:
-                text, stops = self._read.text, self.group.request.params.stop
-                seen = len(text) - len(fresh)
-                found = [(text.find(s, max(0, seen - len(s) + 1)), -len(s), s) for s in stops]
-                hits = [hit for hit in found if hit[0] >= 0]
-                if hits:
-                    at, _, self.stop = min(hits)
-                    self.finish, self._cut = Finish.STOP, at + len(self.stop)
-                    return index + 1
+        for index, token in enumerate(tokens if self.stop is None else tokens[:-1]):
+            fresh = self._read(token) or ""
+            self._text += fresh
+            if fresh and index >= held and self._find_stop(len(self._text) - len(fresh)):
+                return index + 1
         return len(tokens)
+
+    def _find_stop(self, seen: int) -> bool:
+        """Whether a stop string ends after the `seen` characters; the first to begin wins."""
+        text, stops = self._text, self.group.request.params.stop
+        found = [(text.find(s, max(0, seen - len(s) + 1)), -len(s), s) for s in stops]
+        hits = [hit for hit in found if hit[0] >= 0]
+        if hits:
+            at, _, self.stop = min(hits)
+            self.finish, self._text = Finish.STOP, text[: at + len(self.stop)]
+        return bool(hits)
