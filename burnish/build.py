@@ -68,8 +68,8 @@ def build(
         found = figures(evaluator.rows(groups))
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
-            report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
-            found |= learner.held_out_drift(pack(whole).to(learner.device), report)
+            begin(show, "evaluate", f"measuring the KL {when}")
+            found |= learner.held_out_drift(pack(whole).to(learner.device))
         return groups, found
 
     return Parts(

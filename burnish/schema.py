@@ -262,7 +262,7 @@ class TrainConfig(Section):
     recompute: bool = Field(False, description="layers run again backwards, to save memory")
     layers: int | None = Field(None, ge=1, description="only the last so many learn; None: all")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
     decay_steps: int | None = Field(None, ge=1, description="gradient steps to 0; None: all")
     betas: tuple[Beta, Beta] = (0.9, 0.95)
