@@ -53,7 +53,7 @@ def _tokenizer(reader: GGUFReader) -> Tokenizer:
     """A byte-level BPE that splits digits: the pre-tokenizer that GGUF calls "smollm"."""
     given = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items()}
     tokens: list[str] = given["ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in given["ggml.merges"]]
+    merges = [tuple(merge.split(" ")) for merge in given.get("ggml.merges", ())]
     backend = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [

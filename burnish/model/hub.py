@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from burnish.errors import MissingExtra, ModelError
+from burnish.errors import ModelError
 from burnish.progress import Progress, Show, silent
 
 DEFAULT = "smollm2-135m"
@@ -54,9 +54,8 @@ def resolve(name: str, show: Show = silent) -> Path:
 
 
 def cache_directory() -> Path:
-    if "BURNISH_CACHE" in os.environ:
-        return Path(os.environ["BURNISH_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("BURNISH_CACHE") or caches / "burnish").expanduser()
 
 
 def default_directory() -> Path:
@@ -115,13 +114,10 @@ def _download(scratch: Path) -> Path:
 
 
 def _from_hugging_face(repository: str, show: Show) -> Path:
-    doing = f"fetching hf:{repository}, unless it is in Hugging Face's cache"
-    show(Progress("download", doing))
-    try:
-        import huggingface_hub
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-    except ImportError:
-        raise MissingExtra("hf", f"the model hf:{repository}") from None
+    show(Progress("download", f"fetching hf:{repository}, unless Hugging Face's cache has it"))
+    import huggingface_hub  # preflight has looked for it
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
     disable_progress_bars()  # they would be drawn over burnish's own
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja"]

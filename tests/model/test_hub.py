@@ -1,7 +1,6 @@
 """Names become paths: fetched once, atomically, by two processes at once, killed or offline."""
 
 import hashlib
-import sys
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from families import FAMILIES, SIZES, make, write
 from filelock import FileLock
 from texts import TEXTS, UNUSUAL_DIGITS
 
-from burnish.errors import MissingExtra, ModelError
+from burnish.errors import ModelError
 from burnish.model import checkpoint, hub
 from burnish.model.attention import causal
 from burnish.model.tokenizer import Tokenizer
@@ -170,9 +169,6 @@ def test_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(ModelError, match="hf:org/name is neither reachable"):
             hub.resolve("hf:org/name")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingExtra, match=r"hf:org/name needs.*burnish\[hf\]"):
-        hub.resolve("hf:org/name")
 
 
 @pytest.fixture(scope="session")
