@@ -36,7 +36,7 @@ from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
 from burnish.schema import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
-from burnish.tasks import files, gym, keywords, math, mixture, pairs, sorting
+from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -213,7 +213,7 @@ def _language_task(
 
     def make(task: Any) -> Any:
         if isinstance(task, schema.FilesTask):
-            return files.make_files(task, **given, prompts=prompts, reward=reward)
+            return text.make_files(task, **given, prompts=prompts, reward=reward)
         kinds: dict[str, Any] = {
             "keywords": keywords.make_keywords,
             "math": math.make_math,

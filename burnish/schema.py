@@ -62,7 +62,9 @@ class Rows(Section):
     """Rows of a JSONL file, each with a prompt, some of them held out."""
 
     train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
-    validation: str | None = Field(None, description="the same; None: a tenth of train is held out")
+    validation: str | None = Field(None, description="the same; None: rows of train are held out")
+    validation_rows: int | None = Field(None, ge=1)
+    """How many rows are held out; None if all of validation, or a tenth of train."""
     chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
 
 
@@ -109,16 +111,10 @@ class Asked(Graded):
         return self.answer or ("r1_zero" if self.prompt == "r1_zero" else "boxed")
 
 
-class MathTask(Asked):
+class MathTask(Asked, Rows):
     """Questions with an answer that can be checked: GSM8K, MATH and data laid out like them."""
 
     name: Literal["math"] = "math"
-    train: str = Field(description="a JSONL file, or hf:ORG/NAME/SPLIT, hf:ORG/NAME/CONFIG/SPLIT")
-    validation: str | None = Field(None, description="the same; None: rows of train are held out")
-    validation_rows: int | None = Field(None, ge=1)
-    """How many rows are held out; None if all of validation, or a tenth of train."""
-    drop_bad: bool = False
-    """Rows without a usable answer, or in train and validation both, are left out."""
     hints: float = Field(0.0, ge=0, le=1)
     """Share of the training prompts that go on with the beginning of the row's worked answer."""
 

@@ -11,12 +11,11 @@ from burnish import config
 from burnish.errors import ConfigError, DataError, ModelError
 from burnish.plan import Room, Size, plan, room
 from burnish.schema import FilesTask, GymTask, KeywordsTask, MathTask
-from burnish.tasks.files import make_files
 from burnish.tasks.gym import make_gym
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.stream import PromptStream, fits
-from burnish.tasks.text import encode
+from burnish.tasks.text import encode, make_files
 from burnish.types import Prompt
 from tests.conftest import byte_tokenizer
 
