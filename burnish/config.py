@@ -290,7 +290,6 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     rollouts: int = Field(16, ge=0, description="responses per step that are kept whole")
-    tensorboard: bool | None = Field(None, description="events; none: if TensorBoard is installed")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

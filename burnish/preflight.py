@@ -132,8 +132,6 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
             needed.append(("gym", f"the generator {task.generator}"))
     if source.startswith("hf:"):
         needed.append(("hf", f"the model {source}"))
-    if recipe.log.tensorboard:
-        needed.append(("tensorboard", "log.tensorboard = true"))
     absent = {name for name, extra in EXTRAS.items() if not is_installed(*extra.modules)}
     return [MissingExtra(extra, what) for extra, what in needed if extra in absent]
 
