@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish import config, inputs, preflight
-from burnish.config import KeywordsTask, Overrides, Recipe, SorterConfig, SortTask, Table
+from burnish.config import Overrides, Table
 from burnish.errors import ConfigError, RunError
 from burnish.preflight import Given, Prompts
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
@@ -20,6 +20,7 @@ from burnish.runs import checkpoints, directory, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.run import Run
+from burnish.schema import KeywordsTask, Recipe, SorterConfig, SortTask
 from burnish.tasks.rows import DataRow, read_rows
 from burnish.threads import share_cores
 

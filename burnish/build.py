@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from burnish import config, inputs, machine, preflight
-from burnish.config import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
+from burnish import config, inputs, machine, preflight, schema
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, ConfigError
@@ -29,14 +28,15 @@ from burnish.model import hub, products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import PAGE, Need, Room, Size, needs, room
+from burnish.plan import PAGE, Need, Size, needs, room
 from burnish.preflight import Given, Prompts
 from burnish.progress import Progress, Show, begin, silent
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
-from burnish.tasks import files, gym, keywords, math, mixture, pairs, sorting, text
+from burnish.schema import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
+from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -68,8 +68,8 @@ def build(
         found = figures(evaluator.rows(groups))
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
-            report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
-            found |= learner.held_out_drift(pack(whole).to(learner.device), report)
+            begin(show, "evaluate", f"measuring the KL {when}")
+            found |= learner.held_out_drift(pack(whole).to(learner.device))
         return groups, found
 
     return Parts(
@@ -100,7 +100,7 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
 
 
 def _pairs(recipe: Recipe, rows: Prompts = None) -> pairs.Pairs:
-    assert isinstance(recipe.task, config.PairsTask)
+    assert isinstance(recipe.task, schema.PairsTask)
     context, tokenizer = _measured(recipe).context, _tokenizer(recipe)
     longest = min(context, recipe.train.micro_tokens or context)
     return pairs.make_pairs(
@@ -132,25 +132,12 @@ def build_sampler(
         return sorting.Sorting(recipe.task, seed=recipe.seed), SorterEngine(_sorter(recipe)), spell
     engine, tokenizer = build_engine(recipe, show)
     show(Progress("load", "reading the prompts"))
-    size = _measured(recipe)
-    task = _language_task(recipe, tokenizer, size, prompts, reward)
-    if recipe.validation.shots:
-        task.validation = text.few_shot(task, recipe.validation.shots, tokenizer)
-        _check_shots(recipe, task, room(recipe, size))
+    task = _language_task(recipe, tokenizer, _measured(recipe), prompts, reward)
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
 
     return task, engine, decode
-
-
-def _check_shots(recipe: Recipe, task: Task, bound: Room) -> None:
-    longest = max(len(prompt.token_ids) for prompt in task.validation)
-    if longest > bound.tokens:
-        raise ConfigError(
-            f"validation.shots = {recipe.validation.shots} makes held-out prompts of up to "
-            f"{longest:,} tokens, and {bound.why} leaves room for {bound.tokens:,}; use fewer"
-        )
 
 
 def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer]:
@@ -205,7 +192,6 @@ def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
         n_layers=kind.layers,
         d_model=kind.width,
         n_heads=kind.heads,
-        n_kv_heads=kind.kv_heads,
         d_ff=kind.d_ff,
         context=kind.context,
         fp32_head=kind.fp32_head,
@@ -226,8 +212,8 @@ def _language_task(
     given["room"] = bound = room(recipe, size)
 
     def make(task: Any) -> Any:
-        if isinstance(task, config.FilesTask):
-            return files.make_files(task, **given, prompts=prompts, reward=reward)
+        if isinstance(task, schema.FilesTask):
+            return text.make_files(task, **given, prompts=prompts, reward=reward)
         kinds: dict[str, Any] = {
             "keywords": keywords.make_keywords,
             "math": math.make_math,
@@ -236,7 +222,7 @@ def _language_task(
         return kinds[task.name](task, **given)
 
     made: Task
-    if isinstance(recipe.task, config.MixtureTask):
+    if isinstance(recipe.task, schema.MixtureTask):
         parts = {name: make(part) for name, part in recipe.task.tasks.items()}
         made = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
     else:
@@ -287,7 +273,6 @@ def probe(recipe: Recipe, size: Size) -> Size:
     prompts = [*(prompt for _, prompt in stream.take(count)), *task.validation]
     return size._replace(
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
-        looked_at=count + stream.skipped,
         too_long=stream.skipped,
     )
 

@@ -20,7 +20,6 @@ from rich.table import Table
 from typer import Argument, Option
 
 from burnish import api, config, preflight
-from burnish.config import Recipe
 from burnish.display import Display
 from burnish.errors import BurnishError, RunError
 from burnish.interrupt import Interrupts
@@ -28,6 +27,7 @@ from burnish.plan import Section
 from burnish.plan import plan as make_plan
 from burnish.progress import STEP_PHASES, Progress, Show
 from burnish.runs import checkpoints, directory
+from burnish.schema import Recipe
 from burnish.threads import share_cores
 from burnish.wording import counted, printable
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from burnish.config import FilesTask, MathTask, MixtureTask, Recipe, Rows
 from burnish.errors import DataError
 from burnish.graders import rewards
 from burnish.preflight import Given
 from burnish.runs.directory import version_of
+from burnish.schema import FilesTask, MixtureTask, Recipe, Rows
 
 CODE = ("graders", "tasks")
 """Folders of the package that make prompts and grade responses."""
@@ -95,22 +95,14 @@ def to_jsonl(rows: Iterable[Any]) -> str:
 
 
 def _of_task(task: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(task, Rows | MathTask):
+    if isinstance(task, Rows):
         for key, source in (("train", task.train), ("validation", task.validation)):
             if source is not None:
-                yield key, _of_source(source)
+                yield key, of_files([Path(source)])
     if isinstance(task, FilesTask) and task.reward and task.reward not in rewards.BUILT_IN:
         yield "reward", of_files([Path(task.reward.rpartition(":")[0])])
     for package in PACKAGES.get(task.name, ()):
         yield package, str(version_of(package))
-
-
-def _of_source(source: str) -> str:
-    if not source.startswith("hf:"):
-        return of_files([Path(source)])
-    from burnish.tasks import math
-
-    return _hash(to_jsonl(math.read(source)).encode())
 
 
 def _of_code() -> str:

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish import config
-from burnish.config import (
+from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
+from burnish.graders import rewards
+from burnish.plan import Need, spell
+from burnish.runs import checkpoints
+from burnish.runs.directory import check_new
+from burnish.schema import (
     FilesTask,
     GymTask,
     LanguageConfig,
@@ -21,11 +26,6 @@ from burnish.config import (
     Rows,
     SorterConfig,
 )
-from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
-from burnish.graders import rewards
-from burnish.plan import Need, spell
-from burnish.runs import checkpoints
-from burnish.runs.directory import check_new
 
 Prompts = Iterable[str | Mapping[str, Any]] | None
 Given = rewards.Reward | str | None
@@ -46,7 +46,6 @@ EXTRAS = {
     ),
     "gym": Extra(("reasoning_gym",), "questions that a generator makes (arithmetic)"),
     "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME"),
-    "datasets": Extra(("datasets",), "rows by hf:ORG/NAME/SPLIT"),
     "tensorboard": Extra(("tensorboard",), "events of runs for TensorBoard; none is needed to run"),
     "ray": Extra(("ray",), "several machines; no recipe uses it yet"),
     "vllm": Extra(("vllm",), "another engine; no recipe uses it yet"),
@@ -102,16 +101,16 @@ def _collecting(found: list[BurnishError]) -> Iterator[None]:
 
 def _check_rows(task: Any, seed: int, prompts: Prompts, reward: Given) -> None:
     """Raises if a row lacks what its task needs, or if a reward is missing."""
-    from burnish.tasks import files, math, pairs, rows
+    from burnish.tasks import math, pairs, rows, text
 
     if isinstance(task, FilesTask):
-        chosen = files.reward_of(task, reward)
+        chosen = text.reward_of(task, reward)
         if isinstance(chosen, str):
             rewards.check(chosen)
         rows.rows_of(task, seed=seed, prompts=prompts)
     if isinstance(task, PairsTask) and prompts is None:
         rows.rows_of(task, seed=seed, check=pairs.check_pair)
-    if isinstance(task, MathTask) and len(_files_of(task)) == 2:  # none comes from a hub
+    if isinstance(task, MathTask):
         math.rows_of(task, seed=seed)
 
 
@@ -123,11 +122,7 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
     source, needed = origin(recipe).source, []  # (an extra, what needs it)
     for task in recipe.tasks:
         if isinstance(task, MathTask):
-            hubs = [rows for rows in (task.train, task.validation or "") if rows.startswith("hf:")]
-            needed += [
-                ("math", "task.name = 'math'"),
-                *(("datasets", f"reading {h}") for h in hubs),
-            ]
+            needed.append(("math", "task.name = 'math'"))
         if isinstance(task, GymTask):
             needed.append(("gym", f"the generator {task.generator}"))
     if source.startswith("hf:"):
@@ -204,11 +199,10 @@ def lacking(needs: Sequence[Need], free: Mapping[str, int]) -> list[BurnishError
 
 
 def _files_of(task: Any) -> dict[str, str | None]:
-    """The JSONL files of a task by their setting; rows from a hub are no files."""
-    if not isinstance(task, Rows | MathTask):
+    """The JSONL files of a task by their setting."""
+    if not isinstance(task, Rows):
         return {}
-    files = {"train": task.train, "validation": task.validation}
-    return {key: file for key, file in files.items() if not (file or "").startswith("hf:")}
+    return {"train": task.train, "validation": task.validation}
 
 
 def origin(recipe: Recipe) -> Recipe:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from burnish.config import Recipe
 from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
@@ -26,6 +25,7 @@ from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Metrics, Timers
 from burnish.runs.report import write_report
 from burnish.runs.run import summarise
+from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
 from burnish.types import Group, IntArray
 

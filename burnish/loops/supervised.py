@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from burnish.config import Recipe
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.loops.sync import Step
@@ -19,6 +18,7 @@ from burnish.pieces import ObjectiveConfig, Raw, Reinforce, TokenMean
 from burnish.progress import Show, begin, silent
 from burnish.rollout.packing import Pack, pack
 from burnish.runs.metrics import Metrics, Timers
+from burnish.schema import Recipe
 from burnish.tasks.pairs import Pairs
 from burnish.types import Group, LearnBatch, Scores
 
@@ -40,8 +40,8 @@ def train(
     for number in range(start, recipe.train.steps):
         groups = pairs.batch(number, recipe.train.batch)
         with timers("learn"):
-            report = begin(show, "learn", f"learning {len(groups)} answers", unit="packs")
-            figures = learner.step(to_learn(learner, groups), report)
+            begin(show, "learn", f"learning {len(groups)} answers")
+            figures = learner.step(to_learn(learner, groups))
         metrics = {k: v for k, v in figures.items() if k not in CONSTANT}
         metrics |= {"train/version": learner.version, "train/tokens": count_tokens(groups)}
         yield Step(number + 1, metrics)
@@ -60,10 +60,9 @@ def validate(
     """The mean over all held-out answer tokens; empty where nothing is held out."""
     if not pairs.validation:
         return [], {}
-    doing = f"evaluating {len(pairs.validation)} answers {when}".rstrip()
-    report = begin(show, "evaluate", doing, unit="packs")
+    begin(show, "evaluate", f"evaluating {len(pairs.validation)} answers {when}".rstrip())
     batch = pack(pairs.validation).to(learner.device)
-    loss = -learner.logprobs(batch, report)[batch.is_action].double().mean().item()
+    loss = -learner.logprobs(batch)[batch.is_action].double().mean().item()
     return [], {"validation/loss": loss}
 
 

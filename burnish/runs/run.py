@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from burnish import config
+from burnish import config, schema
 from burnish.errors import BurnishError, RunError
 from burnish.runs import checkpoints
 from burnish.runs.checkpoints import Saved
@@ -31,7 +31,7 @@ class Run:
         read_recipe(self.path)
 
     @property
-    def recipe(self) -> config.Recipe:
+    def recipe(self) -> schema.Recipe:
         """The recipe as it ran, every setting resolved."""
         return config.load(self.path / "recipe.toml")
 

@@ -7,16 +7,15 @@ import pickle
 import numpy as np
 import pytest
 
-from burnish.config import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
 from burnish.plan import Room
-from burnish.tasks import text
-from burnish.tasks.files import make_files
+from burnish.schema import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
 from burnish.tasks.gym import make_gym
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.mixture import Mixture
 from burnish.tasks.pairs import make_pairs
 from burnish.tasks.sorting import Sorting
+from burnish.tasks.text import make_files
 from tests.conftest import byte_tokenizer, make_group
 
 TOKENIZER = byte_tokenizer()
@@ -36,12 +35,6 @@ def math(tmp_path, **more):
     train = tmp_path / "rows.jsonl"
     train.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return make_math(MathTask(train=str(train), workers=1, hints=0.5, **more), **MADE)
-
-
-def few_shot(tmp_path):
-    task = math(tmp_path, prompt="Q: {question}", answer="last_number")
-    task.validation = text.few_shot(task, 2, TOKENIZER)
-    return task
 
 
 def keywords(tmp_path):
@@ -67,7 +60,7 @@ def told(prompts):
     return [field | {"token_ids": field["token_ids"].tolist()} for field in fields]
 
 
-@pytest.mark.parametrize("make", [files, math, few_shot, keywords, gym, mixture, sorting])
+@pytest.mark.parametrize("make", [files, math, keywords, gym, mixture, sorting])
 def test_a_pickled_task_asks_and_grades_the_same(make, tmp_path):
     task = make(tmp_path)
     for grades_before in (False, True):  # workers may be running, and stay behind
