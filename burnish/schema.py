@@ -127,7 +127,7 @@ class GymTask(Asked):
     """A generator of the package reasoning-gym, with its own scorer."""
 
     name: Literal["gym"] = "gym"
-    generator: str = Field(description="its name there: chain_sum, countdown, gsm_symbolic, …")
+    generator: str = Field(description="its name there: chain_sum, gsm_symbolic, …")
     settings: dict[str, Any] = Field({}, description="what its own configuration takes")
     validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
     long_prompts: LongPrompts = "skip"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from burnish.errors import ConfigError, DataError, GraderError
-from burnish.graders.grader import InProcess
+from burnish.graders.pool import InProcess
 from burnish.rollout.filters import check_errors
 from burnish.rollout.rollout import grade
 from burnish.schema import FilesTask
