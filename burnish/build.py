@@ -115,7 +115,7 @@ def build_learner(recipe: Recipe, *, show: Show = silent) -> Learner:
         policy = _sorter(recipe)
     else:
         model = open_model(recipe, show=show)[0].to(device_of(recipe))
-        policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
+        policy = model.learn(recipe.train.layers)
     show(Progress("load", "preparing the learner"))
     program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
     return Learner(
@@ -142,7 +142,8 @@ def build_sampler(
 
 def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer]:
     """The engine that samples from a recipe's language model, and the model's tokenizer."""
-    from burnish.engine.engine import EngineSettings, NativeEngine  # numba takes a second
+    from burnish.engine.engine import NativeEngine  # numba takes a second
+    from burnish.engine.scheduler import EngineSettings
 
     dtype, device = DTYPES[recipe.engine.precision], device_of(recipe)
     total, free = machine.memory(device)
@@ -179,9 +180,9 @@ def open_model(
 
 
 def take_weights(model: Transformer, chosen: Path) -> None:
-    saved = checkpoints.load(chosen)
+    tensors, _ = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(saved.tensors[f"policy.master.{name}"])
+        parameter.data.copy_(tensors[f"policy.master.{name}"])
 
 
 def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
@@ -283,8 +284,8 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
 
 def _local(name: str) -> Path | None:
     """The path of a model's files; None if they are not here, since a plan downloads nothing."""
-    if name in hub.PACKAGED:
-        return next((hub.cache_directory() / "models").glob(f"{name}-*"), None)
+    if name == hub.DEFAULT:
+        return hub.default_directory() if hub.default_directory().exists() else None
     if not name.startswith("hf:"):
         return hub.resolve(name)
     try:

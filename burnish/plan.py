@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from burnish import pieces
 from burnish.errors import ConfigError
 from burnish.pieces import KL
-from burnish.schema import MixtureTask, PairsTask, Recipe, SorterConfig
+from burnish.schema import PairsTask, Recipe, SorterConfig
 from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
@@ -110,17 +110,12 @@ def plan(
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
     task = recipe.task
-    lines = [("task", _settings(task))]
-    if isinstance(task, MixtureTask):
-        total = sum(task.weights.values())
-        lines = [
-            ("part", f"{label}, {task.weights[label] / total:.0%} of the groups: {_settings(part)}")
-            for label, part in task.tasks.items()
-        ]
+    given = task.model_dump(exclude_unset=True, exclude={"name"})
+    settings = [f"{key} = {value!r}" for key, value in given.items()]
+    known = "" if size is None else f": {size.parameters:,} parameters"
+    lines = [("task", ", ".join([task.name, *settings])), ("model", f"{recipe.model.name}{known}")]
     if recipe.stop:
         lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
-    known = "" if size is None else f": {size.parameters:,} parameters"
-    lines.append(("model", f"{recipe.model.name}{known}"))
     if size is not None and size.longest_prompt:
         told = f"{size.longest_prompt:,} tokens (the model's context: {size.context:,})"
         lines.append(("longest prompt", told))
@@ -129,12 +124,6 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
         told = f"have more than {bound.tokens:,} tokens ({bound.why}); they are skipped"
         lines.append(("too long", f"{counted(size.too_long, 'prompt')} {told}"))
     return lines
-
-
-def _settings(task: Any) -> str:
-    """A task's name and the settings that its recipe gives."""
-    given = task.model_dump(exclude_unset=True, exclude={"name"})
-    return ", ".join([task.name, *(f"{key} = {value!r}" for key, value in given.items())])
 
 
 def _batches(recipe: Recipe) -> Lines:
@@ -235,11 +224,10 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     to_sample, to_learn = REACHED[rates.device]
     sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
     learned_per_second = rates.learn_gflops * 1e9 * to_learn / (2 * size.parameters)
-    step = 4 if train.recompute else 3
     if isinstance(recipe.task, PairsTask):
         file = Path(recipe.task.train or "")
         written = file.stat().st_size / WRITTEN if file.is_file() else 0
-        return step * recipe.task.epochs * written / learned_per_second
+        return 3 * recipe.task.epochs * written / learned_per_second
     prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
     rollout = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
     rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks]
@@ -247,7 +235,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
     evaluations = 2 + (train.steps - 1) // validation.every
     upper = min(1.0, (train.layers or size.layers) / size.layers)
-    passes = 1 - upper + upper * (_scored(recipe) + step * train.epochs)
+    passes = 1 - upper + upper * (_scored(recipe) + 3 * train.epochs)
     sampled = train.steps * rollout + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 

@@ -53,10 +53,7 @@ def generate(
     """
     chat = chat and tokenizer.chat_template is not None
     asked = [encode(tokenizer, text, chat=chat)[1] for text in prompts]
-    requests = [
-        Request(str(i), ids, n, params, i, Stream.GENERATE, streamed=False)
-        for i, ids in enumerate(asked)
-    ]
+    requests = [Request(str(i), ids, n, params, i, Stream.GENERATE) for i, ids in enumerate(asked)]
     done = complete(engine, requests, report=report)
     return [
         Answer(

@@ -209,7 +209,6 @@ def test_grades(tmp_path):
     [
         (["task.prompt=r1zero"], "got 'r1zero'; did you mean 'r1_zero'?"),
         (["task.prompt=questions"], "task needs prompt = question_only or r1_zero or a text with"),
-        (["task.prompt={question}?"], "has a prompt of its own and needs answer"),
         (["task.answer=box"], "task.answer must be 'r1_zero', 'boxed'"),
         (["task.validation_rows=0"], "task.validation_rows must be greater than or equal to 1"),
         (["task.name=maths"], "got 'maths'; did you mean 'math'?"),
@@ -253,7 +252,7 @@ def test_the_recipe_runs_on_a_tiny_model_of_its_family(tmp_path):
 
     sizes = {"vocab_size": 256, "max_position_embeddings": 1024}
     model = families.save(families.make("qwen2.5", **sizes), tmp_path / "tiny")
-    byte_tokenizer()._backend.save(str(model / "tokenizer.json"))
+    byte_tokenizer().backend.save(str(model / "tokenizer.json"))
     files = {
         "train": write(tmp_path, [row(i) for i in range(8)]),
         "validation": write(tmp_path, [row(i) for i in range(20, 23)], "test.jsonl"),
