@@ -59,8 +59,8 @@ class NativeEngine:
     def submit(self, request: Request) -> None:
         config, pages = self._model.config, self.scheduler.pages
         assert request.request_id not in self._groups, f"{request.request_id} is in flight"
-        assert self._tokenizer or not request.params.stop, "stop strings need a tokenizer"
         protocol.check(request, vocab_size=config.vocab_size, context=config.context)
+        assert self._tokenizer or not request.params.stop, "stop strings need a tokenizer"
         group = RequestGroup(request, self._tokenizer, config.context)
         if pages.needed(group.prompt_length + group.limit - 1) > pages.count:
             raise EngineError(

@@ -287,7 +287,6 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "stop text": ("stop must hold texts", {"params": {"stop": "###"}}),
     "empty stop": ("stop must hold texts", {"params": {"stop": ("",)}}),
     "stop id": ("0 … 259", {"params": {"stop_ids": (260,)}}),
-    "no tokenizer": ("need a tokenizer", {"params": {"stop": ("x",)}}),
     "cache": ("must fit the cache of 64 tokens", {"params": {"max_tokens": 60}}),
 }
 
