@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from burnish.machine import Rates
 
 BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number; of one whose precision is not chosen yet, the most it can have."""
+"""Bytes of a number by its precision; a precision that is not chosen yet counts as the widest."""
 PAGE = 16
 """Tokens of a page of the engine's cache."""
 FILLED = 0.6
@@ -54,7 +54,7 @@ class Size(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The longest prompt that a run has room for."""
+    """The room of a prompt: the tokens that the longest may have."""
 
     tokens: int
     why: str
@@ -149,10 +149,10 @@ def _batches(recipe: Recipe) -> Lines:
 
 
 class Need(NamedTuple):
-    """Room that a run takes all the time."""
+    """Memory or disk that a run takes."""
 
     resource: str
-    """memory, cache (memory that fills as responses grow), or disk"""
+    """memory, cache (memory that fills as responses grow), or disk."""
     what: str
     size: int
     """Bytes."""
@@ -187,7 +187,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
 
 
 def _resources(found: list[Need]) -> Lines:
-    """Lines about memory, cache and disk. Activations of a pack are not known before it is run."""
+    """A line each about memory, cache and disk. Nobody knows the activations before a pack runs."""
     lines = []
     for resource in dict.fromkeys(need.resource for need in found):
         parts = [need for need in found if need.resource == resource]
@@ -224,11 +224,10 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     to_sample, to_learn = REACHED[rates.device]
     sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
     learned_per_second = rates.learn_gflops * 1e9 * to_learn / (2 * size.parameters)
-    step = 4 if train.recompute else 3
     if isinstance(recipe.task, PairsTask):
         file = Path(recipe.task.train or "")
         written = file.stat().st_size / WRITTEN if file.is_file() else 0
-        return step * recipe.task.epochs * written / learned_per_second
+        return 3 * recipe.task.epochs * written / learned_per_second
     prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
     rollout = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
     rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks]
@@ -236,7 +235,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
     evaluations = 2 + (train.steps - 1) // validation.every
     upper = min(1.0, (train.layers or size.layers) / size.layers)
-    passes = 1 - upper + upper * (_scored(recipe) + step * train.epochs)
+    passes = 1 - upper + upper * (_scored(recipe) + 3 * train.epochs)
     sampled = train.steps * rollout + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 
