@@ -320,8 +320,7 @@ def generate(
 
     ``model`` is a name, a directory, hf:ORG/NAME, a run or a pair as in ``train``; ``chat`` puts a
     prompt through the model's chat template where it has one. ``sampling`` may set ``temperature``
-    (0 is greedy), ``top_p``, ``top_k``, ``max_tokens`` (128 by default), ``min_tokens``, ``stop``
-    and ``seed``.
+    (0 is greedy), ``max_tokens`` (128 by default), ``min_tokens``, ``stop`` and ``seed``.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     model = hub.as_setting(model)
