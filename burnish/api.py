@@ -7,40 +7,47 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from burnish import config, inputs, preflight
 from burnish.config import KeywordsTask, Overrides, Recipe, SorterConfig, SortTask, Table
+from burnish.draws import Stream
 from burnish.errors import ConfigError, RunError
-from burnish.preflight import Given, Prompts
-from burnish.progress import Progress, Show, begin, showing_compiles, silent
+from burnish.graders.rewards import Reward
+from burnish.progress import Show, begin, showing, tell
 from burnish.runs import checkpoints, directory, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.run import Run
 from burnish.tasks.rows import DataRow, read_rows
 from burnish.threads import share_cores
+from burnish.types import SamplingParams
 
 if TYPE_CHECKING:
-    from burnish.loops.generate import Answer
     from burnish.runs.results import Evaluation
 
 AnyPath = str | os.PathLike[str]
 AnyRecipe = AnyPath | Table | Recipe
 """A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
-Shown = Show | bool | None
-"""How progress is shown: by a callable, on stderr if it is None or True, not at all if False."""
-TORCH = Progress("load", "loading torch")
-MEASURED = ("model", "task", "engine", "validation")
-"""Sections of a recipe that an evaluation depends on."""
+Prompts = Iterable[str | Mapping[str, Any]]
+Given = Reward | str | None
+"""A reward that a script gives; None if the recipe's own reward is meant."""
+Shown = Show | Literal[False] | None
+"""How progress is shown: by a callable, on stderr if it is None, not at all if it is False."""
+MEASURED = (
+    *("model", "task", "engine", "validation", "seed"),
+    *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
+)
+"""Settings and sections of a recipe that an evaluation depends on."""
 
 
 def train(
     recipe: AnyRecipe,
     *,
-    prompts: Prompts = None,
+    prompts: Prompts | None = None,
     data: AnyPath | None = None,
     reward: Given = None,
     overrides: Overrides = (),
@@ -61,35 +68,26 @@ def train(
     Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
     every ``burnish.progress.Progress``; one of phase "step" carries a finished step's metrics.
     """
-    if isinstance(prompts, str | Mapping):
-        raise ConfigError(
-            f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
-            f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
-        )
-    rows = None if prompts is None else inputs.as_rows(prompts)
     changes = [config.changed(overrides), settings]
-    recipe = recipe_of(recipe, changes, rows=rows, data=data, reward=reward)
-    with (
-        directory.claimed(None if out is None else Path(out), recipe.name) as path,
-        shown(show, path.name) as tell,
-    ):
-        tell(Progress("check", "checking the recipe and its data"))
+    recipe = recipe_of(recipe, changes, prompts=prompts, data=data, reward=reward)
+    claimed = directory.claimed(None if out is None else Path(out), recipe.name)
+    with claimed as path, shown(show, path.name):
+        tell("check", "checking the recipe and its data")
         is_new = not path.exists() or not any(path.iterdir())
-        preflight.check(recipe, path, prompts=rows, reward=reward)
-        tell(TORCH)
+        preflight.check(recipe, path)
+        tell("load", "loading torch")
         from burnish import build
         from burnish.loops.recorder import record
 
-        recipe = build.prepare(recipe, tell)
-        build.check_room(recipe, path, tell)
-        read = build.hashes(recipe, tell, rows=rows, reward=reward)
-        kept = None if rows is None else inputs.to_jsonl(rows)
+        recipe = build.prepare(recipe)
+        build.check_room(recipe, path)
+        read = build.hashes(recipe)
         try:
             with (
-                closing(build.build(recipe, prompts=rows, reward=reward, show=tell)) as parts,
-                RunDirectory(path, recipe, inputs=read, prompts=kept) as opened,
+                closing(build.build(recipe)) as parts,
+                RunDirectory(path, recipe, inputs=read) as opened,
             ):
-                record(opened, parts, show=tell, stop=stop)
+                record(opened, parts, stop=stop)
         except KeyboardInterrupt:
             learned = any(row["step"] > 0 for row in iterate_rows(path / "metrics.jsonl"))
             if is_new and not learned:
@@ -119,7 +117,7 @@ def recipe_of(
     source: AnyRecipe,
     changes: Sequence[str | Table] = (),
     *,
-    rows: Prompts = None,
+    prompts: Prompts | None = None,
     data: AnyPath | None = None,
     reward: Given = None,
 ) -> Recipe:
@@ -127,43 +125,39 @@ def recipe_of(
 
     Without a reward, a keyword recipe keeps its own.
     """
-    if rows is None and data is None and reward is None:
+    if prompts is None and data is None and reward is None:
         return config.load(source, changes)
-    if rows is not None and data is not None:
+    if prompts is not None and data is not None:
         raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
     before = config.load(source).task
     name = config.changed(changes).get("task.name", before.name)
     own: dict[str, Any] = {"name": "pairs" if name == "pairs" else "files"}
-    if rows is not None:
-        own["train"] = None  # the run reads other rows
+    if prompts is not None:
+        own |= {"train": None, "rows": inputs.as_rows(prompts)}
     elif data is not None:
         own["train"] = os.fspath(data)
         if Path(data).is_dir():
             own |= {name: str(Path(data) / f"{name}.jsonl") for name in ("train", "validation")}
     if reward is not None:
-        own["reward"] = reward if isinstance(reward, str) else None
+        own |= {"reward": None, "function" if callable(reward) else "reward": reward}
     elif isinstance(before, KeywordsTask) and name != "pairs":
         own |= {"reward": before.reward, "must_end": before.must_end}
     return config.load(source, [{"task": own}, *changes])
 
 
 @contextmanager
-def shown(show: Shown, name: str) -> Iterator[Show]:
-    """The function to call with progress inside the block, which may load torch."""
+def shown(show: Shown, name: str) -> Iterator[None]:
+    """Shows the progress of the block, which may load torch."""
     share_cores()
-    if callable(show):
-        with showing_compiles(show):
-            yield show
-    elif show is False:
-        yield silent
-    else:
+    display: AbstractContextManager[Show] = nullcontext(show or (lambda progress: None))
+    if show is None:
         from rich.console import Console
 
         from burnish.display import Display
 
-        console = Console(stderr=True, highlight=False)
-        with Display(name, console) as display, showing_compiles(display):
-            yield display
+        display = Display(name, Console(stderr=True, highlight=False))
+    with display as told, showing(told):
+        yield
 
 
 def resume(
@@ -186,32 +180,33 @@ def resume(
     inputs have changed.
     """
     path = Path(run_path)
-    with RunDirectory(path) as opened, shown(show, path.name) as tell:
+    with RunDirectory(path) as opened, shown(show, path.name):
+        tell("check", "checking the recipe and its data")
         recipe = resuming.resumed_recipe(path, [config.changed(overrides), settings])
         chosen = checkpoints.latest(path)
         if from_checkpoint is not None:
             chosen = checkpoints.choose(path, from_checkpoint)
-        tell(Progress("check", "checking the recipe and its data"))
         before = directory.read_json(path / directory.ENVIRONMENT)
-        resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
-        is_given = "prompts" in before.get("inputs", {})
-        rows = read_rows(path / PROMPTS, DataRow) if is_given else None
-        preflight.check(recipe, prompts=rows, reward=reward)
-        tell(TORCH)
+        read_before = before.get("inputs", {})
+        resuming.check_reward(path, recipe, read_before, reward)
+        if "prompts" in read_before:
+            recipe = config.load(recipe, {"task": {"rows": read_rows(path / PROMPTS, DataRow)}})
+        if "reward" in read_before:
+            recipe = config.load(recipe, {"task": {"function": reward}})
+        preflight.check(recipe)
+        tell("load", "loading torch")
         from burnish import build
         from burnish.learner.learner import State
         from burnish.loops.recorder import record
 
-        recipe = build.prepare(recipe, tell, before.get("threads"))
-        read = build.hashes(recipe, tell, rows=rows, reward=reward)
-        resuming.check_environment(
-            before, directory.environment(recipe) | {"inputs": read}, anyway=anyway
-        )
-        build.check_room(recipe, path, tell)
-        with closing(build.build(recipe, prompts=rows, reward=reward, show=tell)) as parts:
+        recipe = build.prepare(recipe, before.get("threads"))
+        now = directory.environment(recipe) | {"inputs": build.hashes(recipe)}
+        resuming.check_environment(before, now, anyway=anyway)
+        build.check_room(recipe, path)
+        with closing(build.build(recipe)) as parts:
             start, positions = 0, {}
             if chosen is not None:
-                tell(Progress("load", f"loading the checkpoint {chosen.name}"))
+                tell("load", f"loading the checkpoint {chosen.name}")
                 saved = checkpoints.load(chosen)
                 parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
                 if parts.prompts is not None:
@@ -222,7 +217,7 @@ def resume(
             opened.cut_back(positions)
             opened.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = opened.restart(start)
-            record(opened, parts, start=start, show=tell, stop=stop)
+            record(opened, parts, start=start, stop=stop)
     return Run(path)
 
 
@@ -244,25 +239,26 @@ def evaluate(
     """
     recipe = evaluation_recipe(recipe, model, [config.changed(overrides), settings])
     preflight.check(recipe)
-    with shown(show, recipe.name) as tell:
-        tell(TORCH)
+    with shown(show, recipe.name):
+        tell("load", "loading torch")
         from burnish import build
         from burnish.engine.protocol import require
         from burnish.loops.evaluate import Evaluator
         from burnish.runs import results
 
-        recipe = build.prepare(recipe, tell)
-        depends = _evaluation_settings(recipe, build.hashes(recipe, tell))
+        recipe = build.prepare(recipe)
+        settings = config.flat(config.effective(recipe))
+        depends = {key: value for key, value in settings.items() if key.startswith(MEASURED)}
+        depends |= {f"hash of {name}": value for name, value in build.hashes(recipe).items()}
         digest = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
         path = Path(out or f"runs/eval-{recipe.name}-{digest[:8]}")
-        task, engine, decode = build.build_sampler(recipe, show=tell)
+        task, engine, decode = build.build_sampler(recipe)
         with closing(task):
             require(engine.capabilities, repeats=False)
             if not engine.capabilities.counter_draws:
                 depends["draws"] = "the engine's own"
-            evaluator = Evaluator(recipe, task, engine, decode)
-            evaluator.evaluate_into(path, depends, show=tell)
-        tell(Progress("report", "writing the report"))
+            Evaluator(recipe, task, engine, decode).evaluate_into(path, depends)
+        tell("report", "writing the report")
         results.write_evaluation([path], path / "report.html")
         return results.read(path)
 
@@ -290,14 +286,19 @@ def evaluation_recipe(
     return recipe
 
 
-def _evaluation_settings(recipe: Recipe, read: Mapping[str, str]) -> dict[str, Any]:
-    """All that an evaluation's results depend on, with the hashes of its inputs."""
-    table = {section: config.effective(recipe).get(section, {}) for section in MEASURED}
-    names = ("max_tokens", "min_tokens", "stop")
-    table["rollout"] = recipe.rollout.model_dump(include=set(names))
-    del table["validation"]["every"]
-    settings: dict[str, Any] = json.loads(json.dumps(config.flat(table)))
-    return settings | {"seed": recipe.seed} | {f"hash of {name}": read[name] for name in read}
+@dataclass(frozen=True)
+class Answer:
+    """A text that a model wrote."""
+
+    prompt: str
+    sample: int
+    """Its number among the answers to the prompt."""
+    text: str
+    finish: str
+    """stop (the model ended it, or a stop text did), length, or abort (the model overflowed)."""
+    token_ids: list[int] = field(repr=False)
+    logprobs: list[float] = field(repr=False)
+    """Of each token, by the model at the sampling temperature."""
 
 
 def generate(
@@ -321,18 +322,32 @@ def generate(
     named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
     recipe = config.load(named | {"device": device})
     preflight.check(recipe)
-    with shown(show, os.fspath(model)) as tell:
-        tell(TORCH)
+    with shown(show, os.fspath(model)):
+        tell("load", "loading torch")
         from burnish import build
-        from burnish.loops.generate import generate as answer
-        from burnish.types import SamplingParams
+        from burnish.engine.protocol import Request
+        from burnish.rollout.rollout import complete
+        from burnish.tasks.text import encode
 
         stop = sampling.pop("stop", ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         params = SamplingParams(**{"max_tokens": 128} | sampling, stop=stops)
-        engine, tokenizer = build.build_engine(build.prepare(recipe, tell), tell)
-        report = begin(tell, "generate", f"sampling {n * len(texts)} responses", unit="responses")
-        return answer(engine, tokenizer, texts, n=n, params=params, chat=chat, report=report)
+        engine, tokenizer = build.build_engine(build.prepare(recipe))
+        chat = chat and tokenizer.chat_template is not None
+        asked = [encode(tokenizer, text, chat=chat)[1] for text in texts]
+        requests = [
+            Request(str(i), ids, n, params, i, Stream.GENERATE, streamed=False)
+            for i, ids in enumerate(asked)
+        ]
+        report = begin("generate", f"sampling {n * len(texts)} responses", unit="responses")
+        done = complete(engine, requests, report=report)
+    return [
+        Answer(
+            text, c.sample_index, c.text, str(c.finish), c.token_ids.tolist(), c.logprobs.tolist()
+        )
+        for text, completions in zip(texts, done, strict=True)
+        for c in completions
+    ]
 
 
 def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown = None) -> Path:
@@ -348,13 +363,13 @@ def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown 
     if target.exists() and any(target.iterdir()):
         raise RunError(f"{target} is not empty; choose another directory")
     chosen = checkpoints.choose(path, which)
-    with shown(show, path.name) as tell:
-        tell(TORCH)
+    with shown(show, path.name):
+        tell("load", "loading torch")
         from burnish import build
         from burnish.model import checkpoint as models
 
-        model, _, source = build.open_model(recipe, show=tell)
+        model, _, source = build.open_model(recipe)
         build.take_weights(model, chosen)
-        tell(Progress("export", f"writing {target}"))
+        tell("export", f"writing {target}")
         models.save(model, target, source=source)
     return chosen

@@ -1,12 +1,12 @@
 """A recipe becomes the parts of a run: task, engine, model and learner, on a device.
 
-Importing this module loads torch, so ``api`` imports it after all checks that need no torch.
+Each part is made from the recipe alone, so parts may be built in different processes. Importing
+this module loads torch, so ``api`` imports it after all checks that need no torch.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,8 @@ from burnish.model import hub, products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import PAGE, Need, Room, Size, needs, room
-from burnish.preflight import Given, Prompts
-from burnish.progress import Progress, Show, begin, silent
+from burnish.plan import PAGE, Need, Size, needs, room
+from burnish.progress import begin, tell
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
@@ -48,27 +47,31 @@ STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROBED = 1000
 """Training prompts that are looked at for the longest; all rows of a file are looked at before."""
+TASKS: dict[str, Any] = {
+    "files": files.make_files,
+    "keywords": keywords.make_keywords,
+    "math": math.make_math,
+    "gym": gym.make_gym,
+}
 
 
-def build(
-    recipe: Recipe, *, prompts: Prompts = None, reward: Given = None, show: Show = silent
-) -> Parts:
+def build(recipe: Recipe) -> Parts:
     """The parts of a recipe's run."""
     if recipe.is_supervised:
-        return _build_supervised(recipe, prompts, show)
-    task, engine, decode = build_sampler(recipe, prompts=prompts, reward=reward, show=show)
+        return _build_supervised(recipe)
+    task, engine, decode = build_sampler(recipe)
     require(engine.capabilities, repeats=True)  # a resumed run draws the same
-    learner = build_learner(recipe, show=show)
+    learner = build_learner(recipe)
     is_sorter = isinstance(recipe.task, SortTask)
     stream = PromptStream(task, None if is_sorter else room(recipe, _measured(recipe)))
     evaluator = Evaluator(recipe, task, engine, decode)
 
-    def validate(show: Show, when: str) -> tuple[list[Group], Metrics]:
-        groups = [group for part in evaluator.answered(show=show, when=when) for group in part]
+    def validate(when: str) -> tuple[list[Group], Metrics]:
+        groups = [group for part in evaluator.answered(when=when) for group in part]
         found = figures(evaluator.rows(groups))
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
-            report = begin(show, "evaluate", f"measuring the KL {when}", unit="packs")
+            report = begin("evaluate", f"measuring the KL {when}", unit="packs")
             found |= learner.held_out_drift(pack(whole).to(learner.device), report)
         return groups, found
 
@@ -86,11 +89,11 @@ def build(
     )
 
 
-def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
-    show(Progress("load", "reading the rows"))
-    answers = _pairs(recipe, rows)
+def _build_supervised(recipe: Recipe) -> Parts:
+    tell("load", "reading the rows")
+    answers = _pairs(recipe)
     recipe = config.with_steps(recipe, answers.steps(recipe.train.batch))
-    learner = build_learner(recipe, show=show)
+    learner = build_learner(recipe)
     return Parts(
         recipe=recipe,
         learner=learner,
@@ -99,61 +102,68 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     )
 
 
-def _pairs(recipe: Recipe, rows: Prompts = None) -> pairs.Pairs:
+def _pairs(recipe: Recipe) -> pairs.Pairs:
     assert isinstance(recipe.task, config.PairsTask)
     context, tokenizer = _measured(recipe).context, _tokenizer(recipe)
     longest = min(context, recipe.train.micro_tokens or context)
-    return pairs.make_pairs(
-        recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest, rows=rows
-    )
+    return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
 
 
-def build_learner(recipe: Recipe, *, show: Show = silent) -> Learner:
+def build_learner(recipe: Recipe) -> Learner:
     """The learner of a recipe's model, with the program of its objective."""
     policy: Policy
     if isinstance(recipe.task, SortTask):
         policy = _sorter(recipe)
     else:
-        model = open_model(recipe, show=show)[0].to(device_of(recipe))
+        model = open_model(recipe)[0].to(device_of(recipe))
         policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
-    show(Progress("load", "preparing the learner"))
+    tell("load", "preparing the learner")
     program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
     return Learner(
         policy, program, recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
     )
 
 
-def build_sampler(
-    recipe: Recipe, *, prompts: Prompts = None, reward: Given = None, show: Show = silent
-) -> tuple[Task, Engine, Decode]:
+def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
     """A recipe's task and engine, and a function that turns token ids into a text each."""
     recipe = settled(recipe)
     if isinstance(recipe.task, SortTask):
         return sorting.Sorting(recipe.task, seed=recipe.seed), SorterEngine(_sorter(recipe)), spell
-    engine, tokenizer = build_engine(recipe, show)
-    show(Progress("load", "reading the prompts"))
-    size = _measured(recipe)
-    task = _language_task(recipe, tokenizer, size, prompts, reward)
-    if recipe.validation.shots:
-        task.validation = text.few_shot(task, recipe.validation.shots, tokenizer)
-        _check_shots(recipe, task, room(recipe, size))
+    engine, tokenizer = build_engine(recipe)
+    tell("load", "reading the prompts")
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
 
-    return task, engine, decode
+    return build_task(recipe, tokenizer), engine, decode
 
 
-def _check_shots(recipe: Recipe, task: Task, bound: Room) -> None:
-    longest = max(len(prompt.token_ids) for prompt in task.validation)
-    if longest > bound.tokens:
-        raise ConfigError(
-            f"validation.shots = {recipe.validation.shots} makes held-out prompts of up to "
-            f"{longest:,} tokens, and {bound.why} leaves room for {bound.tokens:,}; use fewer"
-        )
+def build_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
+    """The task of a language model: its prompts and its grader."""
+    bound = room(recipe, _measured(recipe))
+
+    def make(part: Any) -> Any:
+        return TASKS[part.name](part, tokenizer=tokenizer, seed=recipe.seed, room=bound)
+
+    task: Task
+    if isinstance(recipe.task, config.MixtureTask):
+        parts = {name: make(part) for name, part in recipe.task.tasks.items()}
+        task = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
+    else:
+        task = make(recipe.task)
+    task.validation = [prompt for prompt in task.validation if fits(prompt, bound)]
+    if shots := recipe.validation.shots:
+        task.validation = text.few_shot(task, shots, tokenizer)
+        longest = max(len(prompt.token_ids) for prompt in task.validation)
+        if longest > bound.tokens:
+            raise ConfigError(
+                f"validation.shots = {shots} makes held-out prompts of up to {longest:,} tokens, "
+                f"and {bound.why} leaves room for {bound.tokens:,}; use fewer"
+            )
+    return task
 
 
-def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer]:
+def build_engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
     """The engine that samples from a recipe's language model, and the model's tokenizer."""
     from burnish.engine.engine import EngineSettings, NativeEngine  # numba takes a second
 
@@ -161,9 +171,9 @@ def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer
     total, free = machine.memory(device)
     cache = Need("cache", f"engine.kv_mb = {recipe.engine.kv_mb}", recipe.engine.kv_mb * 2**20)
     preflight.raise_all(preflight.lacking([cache], {"cache": total if device == "cpu" else free}))
-    model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
+    model, tokenizer, _ = open_model(recipe, dtype)
     settings = EngineSettings(
-        kv_bytes=recipe.engine.kv_mb * 2**20,
+        kv_bytes=cache.size,
         page_size=PAGE,
         max_running=recipe.engine.max_running,
         step_tokens=STEP_TOKENS[device.partition(":")[0]],
@@ -172,15 +182,15 @@ def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer
 
 
 def open_model(
-    recipe: Recipe, *, dtype: torch.dtype = torch.float32, show: Show = silent
+    recipe: Recipe, dtype: torch.dtype = torch.float32
 ) -> tuple[Transformer, Tokenizer, Path]:
     """The recipe's language model, its tokenizer, and where the tokenizer came from.
 
     A model's name may be a run's directory: then it is the run's best checkpoint.
     """
     origin = preflight.origin(recipe)
-    path = hub.resolve(origin.source, show)
-    show(Progress("load", f"loading {recipe.model.name} in {str(dtype).removeprefix('torch.')}"))
+    path = hub.resolve(origin.source)
+    tell("load", f"loading {recipe.model.name} in {str(dtype).removeprefix('torch.')}")
     tokenizer = Tokenizer.load(path)
     if isinstance(origin.model, LanguageConfig):
         model = models.load(path, dtype=dtype, fp32_head=origin.model.fp32_head)
@@ -219,32 +229,6 @@ def _sorter(recipe: Recipe) -> Sorter:
     return Sorter(task.numbers, task.length, model.width, seed=recipe.seed)
 
 
-def _language_task(
-    recipe: Recipe, tokenizer: Tokenizer, size: Size, prompts: Prompts, reward: Given
-) -> Task:
-    given: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed}
-    given["room"] = bound = room(recipe, size)
-
-    def make(task: Any) -> Any:
-        if isinstance(task, config.FilesTask):
-            return files.make_files(task, **given, prompts=prompts, reward=reward)
-        kinds: dict[str, Any] = {
-            "keywords": keywords.make_keywords,
-            "math": math.make_math,
-            "gym": gym.make_gym,
-        }
-        return kinds[task.name](task, **given)
-
-    made: Task
-    if isinstance(recipe.task, config.MixtureTask):
-        parts = {name: make(part) for name, part in recipe.task.tasks.items()}
-        made = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
-    else:
-        made = make(recipe.task)
-    made.validation = [prompt for prompt in made.validation if fits(prompt, bound)]
-    return made
-
-
 def measure(recipe: Recipe) -> Size | None:
     """The size of a recipe's language model; None if its files are not here yet."""
     if isinstance(recipe.model, SorterConfig):
@@ -281,10 +265,11 @@ def probe(recipe: Recipe, size: Size) -> Size:
     if recipe.is_supervised:
         _pairs(recipe)
         return size
-    task = _language_task(recipe, _tokenizer(recipe), size, None, lambda response, row: 0.0)
+    task = build_task(recipe, _tokenizer(recipe))
     count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)
     stream = PromptStream(task, room(recipe, size))
     prompts = [*(prompt for _, prompt in stream.take(count)), *task.validation]
+    task.close()
     return size._replace(
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
         looked_at=count + stream.skipped,
@@ -310,7 +295,7 @@ def _local(name: str) -> Path | None:
         return None
 
 
-def prepare(recipe: Recipe, show: Show = silent, threads: int | None = None) -> Recipe:
+def prepare(recipe: Recipe, threads: int | None = None) -> Recipe:
     """Sets torch up as bit-exactness needs it, before it touches a device.
 
     ``threads`` is None for one per core that this process may use. Returns the recipe as it will
@@ -326,12 +311,12 @@ def prepare(recipe: Recipe, show: Show = silent, threads: int | None = None) -> 
     chosen = settled(recipe)
     for precision in {chosen.engine.precision, chosen.train.precision} - {"fp32"}:
         if not machine.multiplies(precision, device_of(chosen)):
-            told = (
-                f"note: this processor has no {precision} products, so one takes "
-                f"{products.cost(DTYPES[precision]):.1f} times as long as in fp32; "
-                "precision = 'auto' takes fp32 here"
+            factor = products.cost(DTYPES[precision])
+            tell(
+                "note",
+                f"note: this processor has no {precision} products, so one takes {factor:.1f} "
+                "times as long as in fp32; precision = 'auto' takes fp32 here",
             )
-            show(Progress("note", told))
     return chosen
 
 
@@ -341,10 +326,10 @@ def settled(recipe: Recipe) -> Recipe:
     return config.with_precision(recipe, "bf16" if native else "fp32")
 
 
-def check_room(recipe: Recipe, path: Path, show: Show) -> None:
+def check_room(recipe: Recipe, path: Path) -> None:
     """Refuses a run whose model does not fit, once its files are here."""
     if not isinstance(recipe.model, SorterConfig):
-        hub.resolve(preflight.origin(recipe).source, show)
+        hub.resolve(preflight.origin(recipe).source)
         size = _measured(recipe)
         preflight.raise_all(lacking_room(recipe, path, size))
         if not recipe.is_supervised:
@@ -386,8 +371,8 @@ def missing_device(recipe: Recipe) -> list[BurnishError]:
     known = torch.cuda.device_count()
     if name != "cuda" or int(number or 0) < known:
         return []
-    found = f"finds cuda:0 to cuda:{known - 1} alone" if known else "finds no CUDA device"
-    return [ConfigError(f"device = '{recipe.device}' but torch {found}; use 'auto'")]
+    told = f"device = '{recipe.device}' but torch finds {known or 'no'} CUDA device"
+    return [ConfigError(f"{told}{'s' * (known > 1)}; use 'auto'")]
 
 
 def device_of(recipe: Recipe) -> str:
@@ -396,19 +381,17 @@ def device_of(recipe: Recipe) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def hashes(
-    recipe: Recipe, show: Show, *, rows: list[Any] | None = None, reward: Given = None
-) -> Mapping[str, str]:
+def hashes(recipe: Recipe) -> dict[str, str]:
     """Hashes of all that a run reads, by name; the sorting model, which its seed makes, has none.
 
     The hash of a model from scratch is the tokenizer's, the hash of a run its checkpoint's as well.
     """
-    read = inputs.hashes(recipe, rows=rows, reward=reward)
+    read = inputs.hashes(recipe)
     if isinstance(recipe.model, SorterConfig):
         return read
     origin = preflight.origin(recipe)
-    path = hub.resolve(origin.source, show)
-    show(Progress("load", f"hashing the files of {recipe.model.name}"))
+    path = hub.resolve(origin.source)
+    tell("load", f"hashing the files of {recipe.model.name}")
     is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
     kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
     read_from = sorted(file for file in path.glob("*") if file.suffix in kinds)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -96,6 +96,8 @@ class Rows(Section):
     """Rows of a JSONL file, each with a prompt, some of them held out."""
 
     train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
+    rows: list[dict[str, Any]] | None = Field(None, exclude=True)
+    """Rows that a script gives in the place of ``train``; a run keeps them in a file of its own."""
     validation: str | None = Field(None, description="the same; None: rows of train are held out")
     validation_share: float | None = Field(None, ge=0, lt=1, description="of train; None: 0.1")
     chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
@@ -106,6 +108,8 @@ class FilesTask(Rows, Graded):
 
     name: Literal["files"] = "files"
     reward: str | None = Field(None, description="FILE.py:NAME or a built-in name")
+    function: Callable[..., Any] | None = Field(None, exclude=True)
+    """A reward that a script gives in the place of ``reward``; no file keeps it."""
 
 
 R1_ZERO = (
@@ -450,8 +454,11 @@ def load(
 ) -> Recipe:
     """The recipe of a name, of a TOML file, of a table or as it is, with the overrides applied."""
     if isinstance(source, Recipe):
-        source = effective(source)
-    if isinstance(source, Mapping):
+        objects = {key: getattr(source.task, key, None) for key in ("rows", "function")}
+        given = flat(effective(source)) | {
+            f"task.{key}": value for key, value in objects.items() if value is not None
+        }
+    elif isinstance(source, Mapping):
         given = flat(source)
     else:
         name = os.fspath(source)

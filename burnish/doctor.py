@@ -55,10 +55,9 @@ def _rates(rates: dict[str, Rates]) -> Lines:
 
 
 def _extra(name: str) -> str:
-    extra = preflight.EXTRAS[name]
-    is_here = preflight.is_installed(*extra.modules)
+    is_here = preflight.is_installed(name)
     state = "installed" if is_here else f"pip install 'burnish[{name}]'"
-    return f"{state}: {extra.purpose}"
+    return f"{state}: {preflight.EXTRAS[name][1]}"
 
 
 def _recipe(name: str, runs: Path, rates: dict[str, Rates]) -> str:

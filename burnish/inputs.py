@@ -14,8 +14,7 @@ from typing import Any
 from burnish.config import FilesTask, MathTask, MixtureTask, Recipe, Rows
 from burnish.errors import DataError
 from burnish.graders import rewards
-from burnish.preflight import Given
-from burnish.runs.directory import version_of
+from burnish.runs.directory import to_jsonl, version_of
 
 CODE = ("graders", "tasks")
 """Folders of the package that make prompts and grade responses."""
@@ -24,20 +23,20 @@ PACKAGES = {"math": ("math-verify", "sympy"), "gym": ("reasoning-gym",)}
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
-def hashes(
-    recipe: Recipe, *, rows: list[Any] | None = None, reward: Given = None
-) -> dict[str, str]:
+def hashes(recipe: Recipe) -> dict[str, str]:
     """Hashes by the setting that names the input; "prompts" and "reward" are a script's."""
-    found = {"code": _of_code()}
-    tasks: dict[str, Any] = {"task": recipe.task}
-    if isinstance(recipe.task, MixtureTask):
-        tasks = {f"task.tasks.{name}": task for name, task in recipe.task.tasks.items()}
-    for section, task in tasks.items():
-        found |= {f"{section}.{key}": value for key, value in _of_task(task)}
-    if rows is not None:
-        found["prompts"] = _hash(to_jsonl(rows).encode())
-    if callable(reward):
-        found["reward"] = of_function(reward)
+    root, task = Path(__file__).parent, recipe.task
+    code = (file for folder in CODE for file in (root / folder).rglob("*"))
+    found = {"code": of_files(sorted(file for file in code if file.suffix in (".py", ".txt")))}
+    tasks: dict[str, Any] = {"task": task}
+    if isinstance(task, MixtureTask):
+        tasks = {f"task.tasks.{name}": part for name, part in task.tasks.items()}
+    for section, part in tasks.items():
+        found |= {f"{section}.{key}": value for key, value in _of_task(part)}
+    if isinstance(task, Rows) and task.rows is not None:
+        found["prompts"] = _hash(to_jsonl(task.rows).encode())
+    if isinstance(task, FilesTask) and task.function is not None:
+        found["reward"] = of_function(task.function)
     return found
 
 
@@ -80,6 +79,11 @@ def _of_bytecode(code: CodeType) -> Any:
 
 def as_rows(prompts: Iterable[str | Mapping[str, Any]]) -> list[Any]:
     """A script's prompts as a file would give them, since the run keeps them in a file."""
+    if isinstance(prompts, str | Mapping):
+        raise DataError(
+            f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
+            f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
+        )
     rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
     try:
         return [json.loads(json.dumps(row, default=dict)) for row in rows]
@@ -88,10 +92,6 @@ def as_rows(prompts: Iterable[str | Mapping[str, Any]]) -> list[Any]:
             "prompts must hold texts, numbers, lists and dicts alone, since a run keeps its rows "
             f"as JSON: {error}; change the row, or look the rest up in the reward"
         ) from None
-
-
-def to_jsonl(rows: Iterable[Any]) -> str:
-    return "".join(json.dumps(row, default=str) + "\n" for row in rows)
 
 
 def _of_task(task: Any) -> Iterator[tuple[str, str]]:
@@ -110,13 +110,7 @@ def _of_source(source: str) -> str:
         return of_files([Path(source)])
     from burnish.tasks import math
 
-    return _hash(to_jsonl(math.read(source)).encode())
-
-
-def _of_code() -> str:
-    root = Path(__file__).parent
-    files = (file for folder in CODE for file in (root / folder).rglob("*"))
-    return of_files(sorted(file for file in files if file.suffix in (".py", ".txt")))
+    return _hash(repr(math.read(source)).encode())
 
 
 def _hash(data: bytes) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from burnish import config
 from burnish.config import (
@@ -27,30 +27,16 @@ from burnish.plan import Need, spell
 from burnish.runs import checkpoints
 from burnish.runs.directory import check_new
 
-Prompts = Iterable[str | Mapping[str, Any]] | None
-Given = rewards.Reward | str | None
-"""A reward that a script gives; None if the recipe's own reward is meant."""
-
-
-class Extra(NamedTuple):
-    """An optional part of the package."""
-
-    modules: tuple[str, ...]
-    """The modules that it installs."""
-    purpose: str
-
-
 EXTRAS = {
-    "math": Extra(
-        ("math_verify", "latex2sympy2_extended", "antlr4"), "grading answers of math tasks"
-    ),
-    "gym": Extra(("reasoning_gym",), "questions that a generator makes (arithmetic)"),
-    "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME"),
-    "datasets": Extra(("datasets",), "rows by hf:ORG/NAME/SPLIT"),
-    "tensorboard": Extra(("tensorboard",), "events of runs for TensorBoard; none is needed to run"),
-    "ray": Extra(("ray",), "several machines; no recipe uses it yet"),
-    "vllm": Extra(("vllm",), "another engine; no recipe uses it yet"),
+    "math": ("math_verify", "grading answers of math tasks"),
+    "gym": ("reasoning_gym", "questions that a generator makes (arithmetic)"),
+    "hf": ("huggingface_hub", "models by hf:ORG/NAME"),
+    "datasets": ("datasets", "rows by hf:ORG/NAME/SPLIT"),
+    "tensorboard": ("tensorboard", "events of runs for TensorBoard; none is needed to run"),
+    "ray": ("ray", "several machines; no recipe uses it yet"),
+    "vllm": ("vllm", "another engine; no recipe uses it yet"),
 }
+"""The optional parts of the package: for each, a module that it installs, and its purpose."""
 MADE = {
     "sums": "python examples/write_sums.py sums",
     "sentences": "python examples/write_keywords.py sentences --recipe keywords-scratch",
@@ -65,16 +51,12 @@ REMEDIES = {
 _RUN = re.compile(r"runs/([\w.-]+)-\d+")
 
 
-def check(
-    recipe: Recipe, path: Path | None = None, *, prompts: Prompts = None, reward: Given = None
-) -> None:
+def check(recipe: Recipe, path: Path | None = None) -> None:
     """Raises if ``problems`` finds any."""
-    raise_all(problems(recipe, path, prompts=prompts, reward=reward))
+    raise_all(problems(recipe, path))
 
 
-def problems(
-    recipe: Recipe, path: Path | None = None, *, prompts: Prompts = None, reward: Given = None
-) -> list[BurnishError]:
+def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
     """Packages, files and models that are missing, and rows and rewards that are not usable.
 
     ``path`` is the directory of a new run; None if nothing is trained.
@@ -83,11 +65,11 @@ def problems(
     if path is not None:
         with _collecting(found):
             check_new(path)
-    absent = [*missing_extras(recipe), *missing_files(recipe, has_rows=prompts is not None)]
+    absent = [*missing_extras(recipe), *missing_files(recipe)]
     if not absent:
         for task in recipe.tasks:
             with _collecting(absent):
-                _check_rows(task, recipe.seed, prompts, reward)
+                _check_rows(task, recipe.seed)
     return [*found, *absent, *missing_model(recipe)]
 
 
@@ -100,51 +82,45 @@ def _collecting(found: list[BurnishError]) -> Iterator[None]:
         found.append(error)
 
 
-def _check_rows(task: Any, seed: int, prompts: Prompts, reward: Given) -> None:
-    """Raises if a row lacks what its task needs, or if a reward is missing."""
+def _check_rows(task: Any, seed: int) -> None:
+    """Raises if a row lacks a field that its task needs, or if a reward is missing."""
     from burnish.tasks import files, math, pairs, rows
 
     if isinstance(task, FilesTask):
-        chosen = files.reward_of(task, reward)
-        if isinstance(chosen, str):
-            rewards.check(chosen)
-        rows.rows_of(task, seed=seed, prompts=prompts)
-    if isinstance(task, PairsTask) and prompts is None:
+        reward = files.reward_of(task)
+        if isinstance(reward, str):
+            rewards.check(reward)
+        rows.rows_of(task, seed=seed)
+    if isinstance(task, PairsTask):
         rows.rows_of(task, seed=seed, check=pairs.check_pair)
     if isinstance(task, MathTask) and len(_files_of(task)) == 2:  # none comes from a hub
         math.rows_of(task, seed=seed)
 
 
-def is_installed(*modules: str) -> bool:
-    return all(importlib.util.find_spec(module) is not None for module in modules)
+def is_installed(extra: str) -> bool:
+    return importlib.util.find_spec(EXTRAS[extra][0]) is not None
 
 
 def missing_extras(recipe: Recipe) -> list[BurnishError]:
-    source, needed = origin(recipe).source, []  # (an extra, what needs it)
+    source, needed = origin(recipe).source, []  # (an extra, the setting that needs it)
     for task in recipe.tasks:
         if isinstance(task, MathTask):
+            needed.append(("math", "task.name = 'math'"))
             hubs = [rows for rows in (task.train, task.validation or "") if rows.startswith("hf:")]
-            needed += [
-                ("math", "task.name = 'math'"),
-                *(("datasets", f"reading {h}") for h in hubs),
-            ]
+            needed += [("datasets", f"reading {rows}") for rows in hubs]
         if isinstance(task, GymTask):
             needed.append(("gym", f"the generator {task.generator}"))
     if source.startswith("hf:"):
         needed.append(("hf", f"the model {source}"))
     if recipe.log.tensorboard:
         needed.append(("tensorboard", "log.tensorboard = true"))
-    absent = {name for name, extra in EXTRAS.items() if not is_installed(*extra.modules)}
-    return [MissingExtra(extra, what) for extra, what in needed if extra in absent]
+    return [MissingExtra(extra, what) for extra, what in needed if not is_installed(extra)]
 
 
-def missing_files(recipe: Recipe, *, has_rows: bool = False) -> list[BurnishError]:
+def missing_files(recipe: Recipe) -> list[BurnishError]:
     found: list[BurnishError] = []
     for task in recipe.tasks:
-        files = _files_of(task)
-        if has_rows:
-            files.pop("train", None)
-        absent = {key: file for key, file in files.items() if file and not Path(file).exists()}
+        absent = {key: file for key, file in _files_of(task).items() if not _exists(file)}
         if absent:
             told = " and ".join(f"task.{key} = {file!r}" for key, file in absent.items())
             remedy = _made(recipe) or ["give rows as JSONL files by these names"]
@@ -163,13 +139,13 @@ def missing_model(recipe: Recipe) -> list[BurnishError]:
         if checkpoints.latest(path) is None:
             return [RunError(f"{path} has no checkpoint yet; train on, or resume it")]
         return missing_model(origin(recipe))
-    with _collecting(found):
-        if first := first_run(name):
-            command = f"burnish {'sft' if first.is_supervised else 'train'} {first.name}"
-            made = "; ".join([*_made(first), command])
-            raise ModelError(f"{name} is a run that is not there yet; make it with: {made}")
-        if not path.exists():
-            hub.resolve(name)  # its error says what a model's name may be
+    if first := first_run(name):
+        command = f"burnish {'sft' if first.is_supervised else 'train'} {first.name}"
+        made = "; ".join([*_made(first), command])
+        return [ModelError(f"{name} is a run that is not there yet; make it with: {made}")]
+    if not path.exists():
+        with _collecting(found):
+            hub.resolve(name)  # its error lists the names that a model may have
     return found
 
 
@@ -183,9 +159,13 @@ def first_run(name: str) -> Recipe | None:
 
 def _made(recipe: Recipe) -> list[str]:
     """The commands that write the missing files of a recipe of the package."""
-    files = [file for task in recipe.tasks for file in _files_of(task).values() if file]
-    absent = [Path(file).parts[0] for file in files if not Path(file).exists()]
+    files = [file for task in recipe.tasks for file in _files_of(task).values()]
+    absent = [Path(file).parts[0] for file in files if file and not _exists(file)]
     return list(dict.fromkeys(MADE[folder] for folder in absent if folder in MADE))
+
+
+def _exists(file: str | None) -> bool:
+    return file is None or Path(file).exists()
 
 
 def lacking(needs: Sequence[Need], free: Mapping[str, int]) -> list[BurnishError]:
@@ -196,12 +176,8 @@ def lacking(needs: Sequence[Need], free: Mapping[str, int]) -> list[BurnishError
         needed = sum(size for size, _ in parts)
         if needed > there:
             most = ", ".join(f"{what} {spell(size)}" for size, what in reversed(parts[-3:]))
-            found.append(
-                RunError(
-                    f"the run needs {spell(needed)} of {resource} (the most: {most}), and "
-                    f"{spell(there)} are there; {REMEDIES[resource]}"
-                )
-            )
+            told = f"the run needs {spell(needed)} of {resource} (the most: {most}), and "
+            found.append(RunError(f"{told}{spell(there)} are there; {REMEDIES[resource]}"))
     return found
 
 

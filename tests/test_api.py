@@ -15,6 +15,7 @@ import torch
 import burnish
 from burnish import api, config
 from burnish.errors import BurnishError, ConfigError, DataError, RunError
+from burnish.progress import showing
 from tests.loops.test_recorder import fingerprint
 
 PUBLIC = ["Run", "evaluate", "export", "generate", "resume", "sft", "train"]
@@ -128,7 +129,7 @@ def test_a_recipe_by_its_name_by_a_table_and_by_settings_is_the_same(tmp_path):
         ({"prompts": "hello world"}, r"write prompts=\['hello world'\]"),
         ({"prompts": {"prompt": "hello"}}, "prompts must be a list of texts or rows"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(BurnishError, match=message):
             burnish.train("sort", out=tmp_path / "none", **settings)
     assert not (tmp_path / "none").exists()
 
@@ -292,10 +293,8 @@ def test_an_evaluation_has_figures_and_rows(language, tmp_path, monkeypatch):
 def test_generate_answers_in_python(smollm2, tmp_path):
     settings = {"model": smollm2, "max_tokens": 3, "seed": 5, "precision": "fp32", "device": "cpu"}
     (one,) = burnish.generate("Hello", **settings)
-    assert str(one) == one.text
     assert one.prompt == "Hello"
     assert len(one.token_ids) == len(one.logprobs) <= 3
-    assert one.logprob == pytest.approx(sum(one.logprobs))
     assert one.finish in ("stop", "length")
     many = burnish.generate(["Hello", "Tell me"], n=2, **settings)
     assert [(answer.prompt, answer.sample) for answer in many] == [
@@ -343,7 +342,8 @@ def test_a_precision_that_is_not_multiplied_is_said_with_what_it_costs(given, no
     monkeypatch.setattr(machine, "multiplies", lambda precision, device: precision == "fp32")
     sets = [f"train.precision={given}", f"engine.precision={given}", "device=cpu"]
     seen = []
-    recipe = build.prepare(config.load("keywords", sets), seen.append)
+    with showing(seen.append):
+        recipe = build.prepare(config.load("keywords", sets))
     said = [progress.doing for progress in seen if progress.phase == "note"]
     assert len(said) == notes
     assert all("no bf16 products" in note and "times as long as in fp32" in note for note in said)

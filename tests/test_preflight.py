@@ -18,7 +18,9 @@ def without(monkeypatch):
     """Makes modules seem not to be installed, and all others seem to be."""
 
     def hide(*modules):
-        monkeypatch.setattr(preflight, "is_installed", lambda *names: not {*names} & {*modules})
+        monkeypatch.setattr(
+            preflight, "is_installed", lambda extra: preflight.EXTRAS[extra][0] not in modules
+        )
 
     return hide
 
@@ -74,7 +76,8 @@ def test_missing_files_and_first_runs_name_the_command(tmp_path, monkeypatch):
     nothing = config.load("sft")
     with pytest.raises(ConfigError, match="there are no prompts"):
         preflight.check(nothing)
-    preflight.check(nothing, prompts=[{"prompt": "a", "answer": "b"}])
+    rows = [{"prompt": "a", "answer": "b"}] * 2
+    preflight.check(config.load("sft", {"task": {"rows": rows}}))
 
 
 def test_several_problems_are_said_together(tmp_path, monkeypatch, without):

@@ -23,7 +23,7 @@ from burnish import api, display
 from burnish.display import Display, figures
 from burnish.errors import BurnishError
 from burnish.loops.recorder import seconds_left
-from burnish.progress import Progress, after, announce_compile, begin, showing_compiles
+from burnish.progress import Progress, after, begin, showing, tell
 
 PHASES = ["check", "load", "evaluate", "generate", "grade", "score", "learn", "publish"]
 PHASES += ["checkpoint", "step", "report"]
@@ -41,7 +41,8 @@ class Clock:
 
 def test_a_phase_reports_how_far_it_is_and_how_fast():
     seen, clock = [], Clock()
-    report = begin(seen.append, "evaluate", "evaluating", total=8, unit="responses", clock=clock)
+    with showing(seen.append):
+        report = begin("evaluate", "evaluating", total=8, unit="responses", clock=clock)
     clock.now += 2.0
     report(3, tokens=50)
     after(report, 4, tokens=60)(1, 2, tokens=20)
@@ -125,14 +126,12 @@ def test_a_run_that_is_interrupted_before_it_learned_leaves_no_directory(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_kernels_are_announced_where_they_are_shown():
+def test_progress_is_shown_inside_a_block_alone():
     seen = []
-    with showing_compiles(seen.append):
-        announce_compile("norm")
-    announce_compile("gate")
-    (told,) = seen
-    assert told.phase == "compile"
-    assert "compiling the kernel norm" in told.doing
+    with showing(seen.append):
+        tell("compile", "compiling the kernel norm")
+    tell("compile", "compiling the kernel gate")
+    assert seen == [Progress("compile", "compiling the kernel norm")]
 
 
 def lines(console):
@@ -365,7 +364,7 @@ def test_ctrl_c_twice_says_what_was_saved(tmp_path):
     asked = time.monotonic()
     assert watched.end() == 130
     assert time.monotonic() - asked < 3
-    said = "the last checkpoint is step-00000001; continue from it with: burnish resume run"
+    said = "the last checkpoint is step-00000001; continue with: burnish resume run"
     assert said in watched.text
     assert status_of(tmp_path / "run")["state"] == "stopped"
 

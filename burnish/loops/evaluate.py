@@ -17,10 +17,10 @@ from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine
 from burnish.errors import RunError
-from burnish.progress import Show, after, begin, silent
+from burnish.progress import after, begin
 from burnish.rollout.rollout import averages, grade, sample, sampling
 from burnish.runs import responses, statistics
-from burnish.runs.directory import lock, replace_file
+from burnish.runs.directory import lock, replace_file, to_jsonl
 from burnish.runs.metrics import Metrics, iterate_rows
 from burnish.runs.statistics import Outcome, is_right
 from burnish.tasks.task import Task
@@ -43,9 +43,7 @@ class Evaluator:
     engine: Engine
     decode: Decode
 
-    def answered(
-        self, start: int = 0, *, show: Show = silent, when: str = ""
-    ) -> Iterator[list[Group]]:
+    def answered(self, start: int = 0, when: str = "") -> Iterator[list[Group]]:
         """Graded responses from prompt ``start`` on, some prompts at a time.
 
         ``when`` is shown, such as "after step 10".
@@ -61,7 +59,7 @@ class Evaluator:
         )
         prompts = list(enumerate(self.task.validation))
         doing = f"evaluating {len(prompts)} prompts {when}".rstrip()
-        report = begin(show, "evaluate", doing, total=samples * len(prompts), unit="responses")
+        report = begin("evaluate", doing, total=samples * len(prompts), unit="responses")
         for first in range(start, len(prompts), self.together):
             asked = prompts[first : first + self.together]
             further = after(report, samples * first, tokens)
@@ -90,9 +88,7 @@ class Evaluator:
             for row, (prompt, message) in zip(rows, grades, strict=True)
         ]
 
-    def evaluate_into(
-        self, directory: Path, settings: Mapping[str, Any], *, show: Show = silent
-    ) -> None:
+    def evaluate_into(self, directory: Path, settings: Mapping[str, Any]) -> None:
         """Keeps every response, and the figures, in a directory; an evaluation that was begun
         there goes on.
 
@@ -102,12 +98,12 @@ class Evaluator:
             _check_settings(directory / "settings.json", settings)
             file = directory / "results.jsonl"
             rows = self._kept(list(iterate_rows(file)))
-            replace_file(file, _jsonl(rows))
+            replace_file(file, to_jsonl(rows))
             done = len(rows) // self.recipe.validation.samples
-            for groups in self.answered(done, show=show):
+            for groups in self.answered(done):
                 fresh = self.rows(groups)
                 with file.open("a", encoding="utf-8") as out:
-                    out.write(_jsonl(fresh))
+                    out.write(to_jsonl(fresh))
                 rows += fresh
             replace_file(directory / "figures.json", json.dumps(figures(rows), indent=2) + "\n")
 
@@ -146,7 +142,3 @@ def _check_settings(file: Path, settings: Mapping[str, Any]) -> None:
         raise RunError(
             f"{file.parent} holds another evaluation ({told}); choose another --out or remove it"
         )
-
-
-def _jsonl(rows: Sequence[Row]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)

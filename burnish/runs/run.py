@@ -16,7 +16,7 @@ from burnish.runs.metrics import iterate_rows
 from burnish.runs.report import write_report
 
 if TYPE_CHECKING:
-    from burnish.loops.generate import Answer
+    from burnish.api import Answer
     from burnish.runs.results import Evaluation
 
 

@@ -103,15 +103,11 @@ def rows_from(
 
 
 def rows_of(
-    config: Rows,
-    *,
-    seed: int,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
-    check: Check = check_prompt,
+    config: Rows, *, seed: int, check: Check = check_prompt
 ) -> tuple[list[DataRow], list[DataRow]]:
     """Train and validation rows from a script or from the recipe's files."""
-    if prompts is not None:
-        rows = rows_from(prompts, check)
+    if config.rows is not None:
+        rows = rows_from(config.rows, check)
     elif config.train is not None:
         rows = read_rows(Path(config.train), check)
     else:

