@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish import config, inputs, preflight
-from burnish.config import KeywordsTask, Overrides, Recipe, SorterConfig, SortTask, Table
+from burnish.config import Overrides, Table
 from burnish.draws import Stream
 from burnish.errors import ConfigError, RunError
 from burnish.graders.rewards import Reward
@@ -22,6 +22,7 @@ from burnish.runs import checkpoints, directory, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.run import Run
+from burnish.schema import KeywordsTask, Recipe, SorterConfig, SortTask
 from burnish.tasks.rows import DataRow, read_rows
 from burnish.threads import share_cores
 from burnish.types import SamplingParams

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from burnish import config, inputs, machine, preflight
-from burnish.config import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
+from burnish import config, inputs, machine, preflight, schema
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, ConfigError
@@ -35,7 +34,8 @@ from burnish.rollout.packing import pack
 from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
-from burnish.tasks import files, gym, keywords, math, mixture, pairs, sorting, text
+from burnish.schema import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
+from burnish.tasks import files, gym, keywords, math, mixture, pairs, sorting
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -103,7 +103,7 @@ def _build_supervised(recipe: Recipe) -> Parts:
 
 
 def _pairs(recipe: Recipe) -> pairs.Pairs:
-    assert isinstance(recipe.task, config.PairsTask)
+    assert isinstance(recipe.task, schema.PairsTask)
     context, tokenizer = _measured(recipe).context, _tokenizer(recipe)
     longest = min(context, recipe.train.micro_tokens or context)
     return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
@@ -146,20 +146,12 @@ def build_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
         return TASKS[part.name](part, tokenizer=tokenizer, seed=recipe.seed, room=bound)
 
     task: Task
-    if isinstance(recipe.task, config.MixtureTask):
+    if isinstance(recipe.task, schema.MixtureTask):
         parts = {name: make(part) for name, part in recipe.task.tasks.items()}
         task = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
     else:
         task = make(recipe.task)
     task.validation = [prompt for prompt in task.validation if fits(prompt, bound)]
-    if shots := recipe.validation.shots:
-        task.validation = text.few_shot(task, shots, tokenizer)
-        longest = max(len(prompt.token_ids) for prompt in task.validation)
-        if longest > bound.tokens:
-            raise ConfigError(
-                f"validation.shots = {shots} makes held-out prompts of up to {longest:,} tokens, "
-                f"and {bound.why} leaves room for {bound.tokens:,}; use fewer"
-            )
     return task
 
 
@@ -215,7 +207,6 @@ def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
         n_layers=kind.layers,
         d_model=kind.width,
         n_heads=kind.heads,
-        n_kv_heads=kind.kv_heads,
         d_ff=kind.d_ff,
         context=kind.context,
         fp32_head=kind.fp32_head,

@@ -18,7 +18,6 @@ from rich.table import Table
 from typer import Argument, Option
 
 from burnish import api, config, preflight
-from burnish.config import Recipe
 from burnish.display import Display
 from burnish.errors import BurnishError, RunError
 from burnish.interrupt import Interrupts
@@ -26,6 +25,7 @@ from burnish.plan import Section
 from burnish.plan import plan as make_plan
 from burnish.progress import tell
 from burnish.runs import directory
+from burnish.schema import Recipe
 from burnish.threads import share_cores
 from burnish.wording import counted, printable
 

@@ -7,8 +7,8 @@ second measurement would say.
 from __future__ import annotations
 
 from burnish import build, config, estimate, machine
-from burnish.config import Recipe
 from burnish.plan import Lines, Size
+from burnish.schema import Recipe
 from burnish.wording import counted, duration
 
 FORMS = {"small": "demo-small", "medium": "demo-medium", "full": "keywords"}

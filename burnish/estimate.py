@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish import wording
-from burnish.config import PairsTask, Recipe, SorterConfig
 from burnish.pieces import KL
+from burnish.schema import PairsTask, Recipe, SorterConfig
 
 if TYPE_CHECKING:
     from burnish.machine import Rates

@@ -15,19 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from burnish.graders import keywords as keyword_grader
+from burnish.graders import keywords
 from burnish.graders.math import question_only_reward_fn as question_only_reward_fn
 from burnish.graders.math import r1_zero_reward_fn as r1_zero_reward_fn
 from burnish.rl import advantages as estimators
 from burnish.rl import losses, ratios, reduce
 
 LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
-NEEDS: dict[str, list[str]] = {
-    "no_baseline": ["raw_rewards"],
-    "reinforce_with_baseline": ["advantages"],
-    "grpo_clip": ["advantages", "old_log_probs", "cliprange"],
-}
-"""The arguments of ``compute_policy_gradient_loss`` that each loss needs."""
+keyword_inclusion_reward_fn = keywords.inclusion
+compute_entropy = losses.entropy
 
 
 def compute_group_normalized_rewards(
@@ -43,13 +39,10 @@ def compute_group_normalized_rewards(
     Returns advantages [N], raw rewards [N] and statistics of the raw rewards. The std is unbiased.
     """
     count = len(rollout_responses)
-    if len(repeated_ground_truths) != count:
-        raise ValueError(
-            f"needs one ground truth per response, got {len(repeated_ground_truths)} for {count}"
-        )
     if group_size < 1 or count % group_size:
         raise ValueError(f"{count} responses do not divide into groups of {group_size}")
-    scored = list(map(reward_fn, rollout_responses, repeated_ground_truths))
+    given = zip(rollout_responses, repeated_ground_truths, strict=True)
+    scored = [reward_fn(response, truth) for response, truth in given]
     raw = torch.tensor([float(score["reward"]) for score in scored])
     groups = torch.arange(count) // group_size
     if normalize_by_std:
@@ -66,14 +59,6 @@ def compute_group_normalized_rewards(
         if all(part in score for score in scored):
             metadata[f"{part}_mean"] = sum(float(score[part]) for score in scored) / count
     return advantages, raw, metadata
-
-
-def keyword_inclusion_reward_fn(response: str, keywords: Sequence[str]) -> dict[str, float]:
-    """reward 1 if every keyword is a whole word of the response, case aside, else 0.
-
-    Also ``inclusion`` (the same) and ``fraction``, the share of the keywords that appear.
-    """
-    return keyword_grader.inclusion(response, keywords)
 
 
 def compute_naive_policy_gradient_loss(
@@ -103,17 +88,20 @@ def compute_policy_gradient_loss(
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The per-token loss [B, T] that ``loss_type`` names, and its metadata."""
-    if loss_type not in NEEDS:
-        raise ValueError(f"loss_type must be one of {', '.join(NEEDS)}, got {loss_type!r}")
-    given: dict[str, Any] = {"raw_rewards": raw_rewards, "advantages": advantages}
-    given |= {"old_log_probs": old_log_probs, "cliprange": cliprange}
-    needed = {name: given[name] for name in NEEDS[loss_type]}
-    for name, value in needed.items():
+    clip = {"advantages": advantages, "old_log_probs": old_log_probs, "cliprange": cliprange}
+    needs: dict[str, dict[str, Any]] = {
+        "no_baseline": {"raw_rewards": raw_rewards},
+        "reinforce_with_baseline": {"advantages": advantages},
+        "grpo_clip": clip,
+    }
+    if loss_type not in needs:
+        raise ValueError(f"loss_type must be one of {', '.join(needs)}, got {loss_type!r}")
+    for name, value in needs[loss_type].items():
         if value is None:
             raise ValueError(f"loss_type {loss_type!r} needs {name}; pass {name}=…")
     if loss_type == "grpo_clip":
-        return compute_grpo_clip_loss(policy_log_probs=policy_log_probs, **needed)
-    (weight,) = needed.values()
+        return compute_grpo_clip_loss(policy_log_probs=policy_log_probs, **needs[loss_type])
+    (weight,) = needs[loss_type].values()
     return compute_naive_policy_gradient_loss(weight, policy_log_probs), {}
 
 
@@ -173,11 +161,6 @@ def sft_microbatch_train_step(
     return loss.detach(), {}
 
 
-def compute_entropy(logits: Tensor) -> Tensor:
-    """The entropy of the next-token distribution: [B, T, V] → [B, T]."""
-    return losses.entropy(logits)
-
-
 def get_response_log_probs(
     model: Callable[[Tensor], Any],
     input_ids: Tensor,
@@ -205,10 +188,6 @@ def tokenize_prompt_and_output(
     ``input_ids`` lacks the last column, ``labels`` the first; ``response_mask`` is true where a
     label is an output token. No special tokens are added: the strings are taken as complete.
     """
-    if len(prompt_strs) != len(output_strs):
-        raise ValueError(
-            f"needs one output per prompt, got {len(output_strs)} for {len(prompt_strs)}"
-        )
     # Padding is never learned from: the mask is made from lengths.
     pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in prompt_strs]

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from burnish.config import FilesTask, MathTask, MixtureTask, Recipe, Rows
 from burnish.errors import DataError
 from burnish.graders import rewards
 from burnish.runs.directory import to_jsonl, version_of
+from burnish.schema import FilesTask, MathTask, MixtureTask, Recipe, Rows
 
 CODE = ("graders", "tasks")
 """Folders of the package that make prompts and grade responses."""

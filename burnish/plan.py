@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import estimate, pieces
-from burnish.config import MixtureTask, PairsTask, Recipe, SorterConfig
 from burnish.errors import ConfigError
 from burnish.pieces import KL
+from burnish.schema import MixtureTask, PairsTask, Recipe, SorterConfig
 from burnish.wording import counted
 
 if TYPE_CHECKING:
@@ -151,13 +151,9 @@ def _batches(recipe: Recipe) -> Lines:
     if isinstance(recipe.task, PairsTask):
         steps = f"{recipe.task.epochs:g} × the rows, {train.batch} at a time"
         return [("gradient steps", f"{steps} ({rate}, {train.schedule})")]
-    batches, micro = recipe.train_batches, ""
-    if train.micro_sequences is not None:
-        parts = math.ceil(train.batch / train.micro_sequences)
-        micro = f", each in {parts} micro-batch{'es' * (parts > 1)}"
+    batches = recipe.train_batches
     if recipe.decay_steps is not None:
-        last = (train.final_rate or 0) * train.learning_rate
-        rate += f", {train.schedule} to {last:g} at gradient step {recipe.decay_steps:,}"
+        rate += f", {train.schedule} to 0 at gradient step {recipe.decay_steps:,}"
     lines = [
         (
             "rollout",
@@ -168,7 +164,7 @@ def _batches(recipe: Recipe) -> Lines:
             "gradient steps",
             f"{recipe.gradient_steps_per_rollout} per rollout = {batches} train "
             f"batch{'es' * (batches > 1)} of {train.batch} responses × "
-            f"{counted(train.epochs, 'epoch')}{micro}",
+            f"{counted(train.epochs, 'epoch')}",
         ),
         (
             "in all",

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from burnish import config
-from burnish.config import (
+from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
+from burnish.graders import rewards
+from burnish.plan import Need, spell
+from burnish.runs import checkpoints
+from burnish.runs.directory import check_new
+from burnish.schema import (
     FilesTask,
     GymTask,
     LanguageConfig,
@@ -21,11 +26,6 @@ from burnish.config import (
     Rows,
     SorterConfig,
 )
-from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
-from burnish.graders import rewards
-from burnish.plan import Need, spell
-from burnish.runs import checkpoints
-from burnish.runs.directory import check_new
 
 EXTRAS = {
     "math": ("math_verify", "grading answers of math tasks"),
@@ -112,8 +112,6 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
             needed.append(("gym", f"the generator {task.generator}"))
     if source.startswith("hf:"):
         needed.append(("hf", f"the model {source}"))
-    if recipe.log.tensorboard:
-        needed.append(("tensorboard", "log.tensorboard = true"))
     return [MissingExtra(extra, what) for extra, what in needed if not is_installed(extra)]
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import burnish
 from burnish import config
-from burnish.config import KeywordsTask
 from burnish.draws import Purpose
 from burnish.graders.keywords import REWARDS
+from burnish.schema import KeywordsTask
 from burnish.tasks.keywords import HELD_OUT_SEED, ask, instruction, split_words
 
 AT_ONCE = 128

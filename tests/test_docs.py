@@ -18,7 +18,7 @@ import typer
 from typer.testing import CliRunner
 
 import burnish
-from burnish import api, cli, config
+from burnish import api, cli, config, schema
 from burnish.graders import grader
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +96,7 @@ def resolves(dotted):
 
 
 def is_setting(dotted):
-    return dotted in set(config._keys(config.Recipe))
+    return dotted in set(config._keys(schema.Recipe))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.config import TrainConfig
 from burnish.errors import BurnishError, RunError
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
 from burnish.progress import Report, unheard
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
+from burnish.schema import TrainConfig
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores, Weights
 
 
@@ -222,7 +222,7 @@ class Learner:
         """Adds up the gradients over the packs -> log-probabilities and entropies, and the loss."""
         saved = None if self._rollout is None else self._rollout.lower
         parts, loss = [], 0.0
-        packs = self._cut(learn.batch)
+        packs = cut(learn.batch, self.train.micro_tokens)
         for done, pack in enumerate(packs, 1):
             part = take_streams(learn, pack)
             lower = None if part.slots is None else at(part.slots, saved)
@@ -288,11 +288,8 @@ class Learner:
         return [
             Pack(pack.batch, whole.slots[pack.slots])
             for whole in parts
-            for pack in self._cut(whole.batch)
+            for pack in cut(whole.batch, self.train.micro_tokens)
         ]
-
-    def _cut(self, batch: PackedBatch) -> list[Pack]:
-        return cut(batch, sequences=self.train.micro_sequences, tokens=self.train.micro_tokens)
 
     def _skip(self, loss: float, norm: float) -> None:
         self.optimizer.drop_gradients()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burnish.errors import ConfigError
 from burnish.pieces import KL, Importance, ObjectiveConfig
-from burnish.rl import kl, losses, ratios
+from burnish.rl import kl, ratios
 from burnish.rl.sequences import finite_gradient, sequence_sum
 from burnish.rollout.packing import Pack, take, take_streams
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores
@@ -119,8 +119,7 @@ class Program:
             term = self._kl.per_token(logprobs, learn.reference_logprobs)
             loss = loss + self._kl.coefficient * term
         if self.objective.entropy_coefficient:
-            bonus = losses.entropy_bonus(measured.entropy)
-            loss = loss + self.objective.entropy_coefficient * bonus
+            loss = loss - self.objective.entropy_coefficient * measured.entropy
         return loss
 
     def metrics(self, measured: Measured, learn: LearnBatch) -> Metrics:

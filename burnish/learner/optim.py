@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.config import TrainConfig
 from burnish.model.sorter import Sorter
 from burnish.model.transformer import Transformer
+from burnish.schema import TrainConfig
 
 Policy = Transformer | Sorter
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,8 +32,8 @@ GROWTH_INTERVAL = 2000
 def rate(train: TrainConfig, step: int) -> float:
     """The learning rate of gradient step ``step``, counted from 0.
 
-    It rises over the first ``warmup_steps``, which end at the full rate, then stays or falls to
-    ``final_rate`` of it at step ``decay_steps``.
+    It rises over the first ``warmup_steps``, which end at the full rate, then stays or falls to 0
+    at step ``decay_steps``.
     """
     full = train.learning_rate
     if step < train.warmup_steps:
@@ -41,10 +41,9 @@ def rate(train: TrainConfig, step: int) -> float:
     if train.schedule == "constant":
         return full
     assert train.decay_steps is not None, "Recipe.decay_steps"
-    last = train.final_rate or 0.0
-    done = min(1.0, (step - train.warmup_steps) / (train.decay_steps - train.warmup_steps))
-    left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return full * (last + (1 - last) * left)
+    falling = max(1, train.decay_steps - train.warmup_steps)
+    done = min(1.0, (step - train.warmup_steps) / falling)
+    return full * (1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
 
 
 class LossScale:

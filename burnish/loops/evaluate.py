@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine
 from burnish.errors import RunError
@@ -23,6 +22,7 @@ from burnish.runs import responses, statistics
 from burnish.runs.directory import lock, replace_file, to_jsonl
 from burnish.runs.metrics import Metrics, iterate_rows
 from burnish.runs.statistics import Outcome, is_right
+from burnish.schema import Recipe
 from burnish.tasks.task import Task
 from burnish.types import Group, IntArray, Status
 
@@ -52,10 +52,8 @@ class Evaluator:
         params = replace(
             sampling(self.recipe),
             temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
             max_tokens=config.max_tokens or self.recipe.rollout.max_tokens,
-            stop=self.recipe.validation_stop,
+            stop=self.recipe.stop,
         )
         prompts = list(enumerate(self.task.validation))
         doing = f"evaluating {len(prompts)} prompts {when}".rstrip()

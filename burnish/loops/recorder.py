@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.config import Recipe
 from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
@@ -28,6 +27,7 @@ from burnish.runs.metrics import Metrics
 from burnish.runs.report import write_report
 from burnish.runs.summary import summarise
 from burnish.runs.timers import Timers
+from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
 from burnish.types import Group, IntArray
 
@@ -167,8 +167,7 @@ class _Recorder:
     def __init__(self, directory: RunDirectory, parts: Parts, tell: _Teller) -> None:
         self.directory, self.parts, self.tell = directory, parts, tell
         self.timers = Timers()
-        wanted = parts.recipe.log.tensorboard
-        self._has_events = find_spec("tensorboard") is not None if wanted is None else wanted
+        self._has_events = find_spec("tensorboard") is not None
         self._saved = tell.done
         """The step of the checkpoint that the run began from or saved last."""
         self._score: float | None = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from burnish.config import Recipe
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.loops.sync import Step
@@ -20,6 +19,7 @@ from burnish.progress import begin
 from burnish.rollout.packing import Pack, pack
 from burnish.runs.metrics import Metrics
 from burnish.runs.timers import Timers
+from burnish.schema import Recipe
 from burnish.tasks.pairs import Pairs
 from burnish.types import Group, LearnBatch, Scores
 

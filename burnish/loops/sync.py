@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
@@ -32,6 +31,7 @@ from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import describe, grade, sample, sampling
 from burnish.runs.metrics import Metrics, combine
 from burnish.runs.timers import Timers
+from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
 from burnish.tasks.task import Task
 from burnish.types import FloatArray, Group, PackedBatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,22 @@ CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that text is never merged into."""
 
 
-def convert(
-    path: Path, config: Mapping[str, Any], directory: Path, progress: Callable[[int, int], None]
-) -> None:
+def convert(path: Path, config: Mapping[str, Any], directory: Path) -> None:
     """Writes a model of Llama's family in float32, and its byte-level tokenizer.
 
-    Rounding to less than float32 would be a second loss. ``config`` is the content of config.json;
-    ``progress(done, total)`` is called after each tensor.
+    Rounding to less than float32 would be a second loss. ``config`` is the content of config.json.
     """
     reader, model = GGUFReader(path), Transformer(ModelConfig.from_hf(config))
     known = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.n_layers)
     names = {known.get_name(name, (".weight", ".bias")): name for name in model.exchange()}
     state: dict[str, Tensor] = {}
-    for done, tensor in enumerate(reader.tensors, 1):
+    for tensor in reader.tensors:
         name = names.get(tensor.name, tensor.name)
         # A copy, because float32 comes as a view of the mapped file.
         values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         state[name] = torch.from_numpy(values)
         if ".q_proj." in name or ".k_proj." in name:
             state[name] = _halves(state[name], model.config.head_width)
-        progress(done, len(reader.tensors))
     checkpoint.load_hf_state(model, state)
     checkpoint.save(model, directory)
     _tokenizer(reader).save(directory)

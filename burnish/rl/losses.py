@@ -44,10 +44,6 @@ def clipped(
     https://arxiv.org/abs/1912.09729. ``low`` and ``high`` are distances from 1 and may
     be infinite, which takes that side away.
     """
-    if low < 0 or high < 0:
-        raise ValueError(f"clip distances must not be negative, got low={low}, high={high}")
-    if dual is not None and dual <= 1:
-        raise ValueError(f"the dual clip must be above 1, got {dual}")
     ratio = finite_gradient(ratio, advantages)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if dual is None:
@@ -78,8 +74,6 @@ def cispo(
     not distances: the paper's 1 + ε_high is ``cap``, 1 − ε_low is ``floor``; a floor of 0 caps from
     above only (as in ScaleRL, https://arxiv.org/abs/2510.13786, and TRL).
     """
-    if floor < 0 or cap < floor:
-        raise ValueError(f"needs 0 ≤ floor ≤ cap, got floor={floor}, cap={cap}")
     weight = -ratio.detach().clamp(floor, cap) * advantages
     return weight * finite_gradient(logprobs, weight)
 
@@ -92,8 +86,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     The value clip of PPO's implementations (Huang et al. 2022, "The 37 implementation details of
     PPO", detail 9). ``clip`` may be infinite: then plain squared error.
     """
-    if clip < 0:
-        raise ValueError(f"the value clip must not be negative, got {clip}")
     values = finite_gradient(values, old_values, returns)
     bounded = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
     return 0.5 * torch.maximum((values - returns) ** 2, (bounded - returns) ** 2)
@@ -110,14 +102,3 @@ def entropy(logits: Tensor) -> Tensor:
     logprobs = torch.log_softmax(logits, dim=-1)
     terms = logprobs.exp() * torch.where(logprobs.isinf(), torch.zeros_like(logprobs), logprobs)
     return -terms.sum(dim=-1)
-
-
-def entropy_bonus(token_entropy: Tensor) -> Tensor:
-    """A reward for staying undecided.
-
-        L_t = −H_t
-
-    Mnih et al. 2016, https://arxiv.org/abs/1602.01783; its coefficient multiplies it where losses
-    meet.
-    """
-    return -token_entropy

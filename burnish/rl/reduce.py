@@ -47,8 +47,6 @@ def constant(mask: Tensor, *, length: float, sequence_ids: Tensor | None = None)
     Liu et al. 2025, https://arxiv.org/abs/2503.20783 (Dr. GRPO); ``length`` is usually the largest
     response length. With length = 1 it is the mean over responses of their sums.
     """
-    if length <= 0:
-        raise ValueError(f"the constant length must be above 0, got {length}")
     lengths = sequence_lengths(mask, sequence_ids).double()
     weights = torch.full_like(lengths, 1.0) / (_count(lengths) * length)
     return to_tokens(weights, mask, sequence_ids)

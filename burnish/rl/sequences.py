@@ -10,11 +10,7 @@ def ids_like(mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
     """The sequence each slot of ``mask`` belongs to: its row if padded, else the given ids."""
     if sequence_ids is not None:
         return sequence_ids
-    if mask.dim() != 2:
-        raise ValueError(
-            f"without sequence_ids the tensors must be padded [B, T], got {list(mask.shape)}; "
-            "pass sequence_ids for packed tensors"
-        )
+    assert mask.dim() == 2, "packed tensors need sequence_ids"
     return torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(mask)
 
 

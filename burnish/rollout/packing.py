@@ -121,22 +121,17 @@ def take_streams(learn: LearnBatch, pack: Pack) -> LearnBatch:
     return replace(learn, batch=pack.batch, **streams)
 
 
-def cut(
-    batch: PackedBatch, *, sequences: int | None = None, tokens: int | None = None
-) -> list[Pack]:
-    """Packs of at most so many sequences, or so many tokens; neither: the batch as it is.
+def cut(batch: PackedBatch, limit: int | None) -> list[Pack]:
+    """Packs of at most ``limit`` tokens; the batch as it is if ``limit`` is None.
 
     A pack holds whole groups where they fit. A group that is too large alone is spread over packs
     that hold its prompt and some of its responses each.
     """
-    limit, unit = (sequences, "sequences") if tokens is None else (tokens, "tokens")
     if limit is None:
         return [Pack.whole(batch)]
     lengths = batch.segment_offsets.diff()
     responses: list[int] = lengths[~batch.segment_is_prompt].tolist()
     prompts: list[int] = lengths[batch.segment_is_prompt].tolist()
-    if tokens is None:
-        responses, prompts = [1] * len(responses), [0] * len(prompts)
     parts: list[list[int]] = [[]]
     room = limit
     for group, prompt in enumerate(prompts):
@@ -151,7 +146,7 @@ def cut(
                 room = limit - prompt
             if responses[s] > room:
                 raise ConfigError(
-                    f"train.micro_{unit} = {limit} is below prompt and response of a sequence, "
+                    f"train.micro_tokens = {limit} is below prompt and response of a sequence, "
                     f"{prompt + responses[s]}; use at least that much"
                 )
             parts[-1].append(s)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from burnish.config import Recipe
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request
 from burnish.errors import DataError, EngineError
 from burnish.progress import Report, unheard
+from burnish.schema import Recipe
 from burnish.tasks.task import Task
 from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
 
@@ -83,7 +83,7 @@ def complete(
 
 def sampling(recipe: Recipe) -> SamplingParams:
     """How training samples; the sorting model reads the temperature and the seed alone."""
-    names = {"temperature", "top_p", "top_k", "max_tokens", "min_tokens"}
+    names = {"temperature", "max_tokens", "min_tokens"}
     settings = recipe.rollout.model_dump(include=names)
     return SamplingParams(**settings, stop=recipe.stop, seed=recipe.seed)
 

@@ -33,8 +33,9 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from burnish import machine
-from burnish.config import Recipe, SorterConfig, effective, to_toml
+from burnish.config import effective, to_toml
 from burnish.errors import RunError
+from burnish.schema import Recipe, SorterConfig
 
 ENVIRONMENT, PROMPTS = "environment.json", "prompts.jsonl"
 APPENDED = ("metrics.jsonl", "timings.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import burnish
-from burnish import config
+from burnish import config, schema
 from burnish.errors import BurnishError, RunError
 from burnish.runs import checkpoints, directory, summary
 from burnish.runs.checkpoints import Saved
@@ -36,7 +36,7 @@ class Run:
         return self.path.name
 
     @property
-    def recipe(self) -> config.Recipe:
+    def recipe(self) -> schema.Recipe:
         """The recipe as it ran, every setting resolved."""
         return config.load(self.path / "recipe.toml")
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from burnish.config import FilesTask, Graded
 from burnish.errors import ConfigError
 from burnish.graders.grader import make_grader
 from burnish.graders.pool import Limits
 from burnish.graders.rewards import Reward
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
+from burnish.schema import FilesTask, Graded
 from burnish.tasks.rows import DataRow, rows_of, shuffled
 from burnish.tasks.text import Question, TextTask
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from burnish import graders
-from burnish.config import GymTask
 from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.graders.pool import GraderPool
 from burnish.graders.rewards import Source
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
+from burnish.schema import GymTask
 from burnish.tasks.files import limits_of
 from burnish.tasks.text import Question, TextTask
 

@@ -15,13 +15,13 @@ from zlib import crc32
 
 import numpy as np
 
-from burnish.config import KeywordsTask
 from burnish.draws import Purpose, Stream, permutation, uniforms
 from burnish.errors import ConfigError
 from burnish.graders import keywords
 from burnish.graders.grader import InProcess
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
+from burnish.schema import KeywordsTask
 from burnish.tasks.text import Question, TextTask
 
 WORDS = Path(__file__).with_name("words.txt")

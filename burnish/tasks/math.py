@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from burnish.config import MathTask
 from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import DataError, MissingExtra
 from burnish.graders import extract
@@ -22,6 +21,7 @@ from burnish.graders.answers import gold_texts, readable
 from burnish.graders.math import Format, MathGrader
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
+from burnish.schema import MathTask
 from burnish.tasks.files import ask, ask_all, ask_shuffled, limits_of
 from burnish.tasks.rows import MARKS, DataRow, check_text, read_rows, split
 from burnish.tasks.text import Question, TextTask

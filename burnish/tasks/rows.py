@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from burnish.config import Rows
 from burnish.draws import Purpose, Stream, permutation
 from burnish.errors import ConfigError, DataError
+from burnish.schema import Rows
 from burnish.sections import nearest
 
 MARKS = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")
@@ -114,8 +114,7 @@ def rows_of(
         raise ConfigError("there are no prompts; give --data FILE.jsonl or set task.train")
     if config.validation is not None:
         return rows, read_rows(Path(config.validation), check)
-    share = 0.1 if config.validation_share is None else config.validation_share
-    return split(rows, share, seed=seed)
+    return split(rows, 0.1, seed=seed)
 
 
 def split(

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from burnish.config import SortTask
 from burnish.draws import Purpose, Stream, uniforms
+from burnish.schema import SortTask
 from burnish.types import Completion, Grade, Prompt
 
 

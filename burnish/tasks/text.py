@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from burnish.config import Asked, FilesTask, GymTask, KeywordsTask, MathTask
 from burnish.errors import DataError
 from burnish.graders.extract import EXTRACTORS
 from burnish.graders.grader import Grader, grade_pairs
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.tasks.rows import MARKS
-from burnish.tasks.task import Task
+from burnish.schema import Asked, FilesTask, GymTask, KeywordsTask, MathTask
 from burnish.types import Completion, Grade, IntArray, Prompt
 
 Messages = Sequence[Mapping[str, Any]]
@@ -117,25 +115,3 @@ def shown(asked: str | Messages) -> str:
     if len(asked) == 1:
         return str(asked[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in asked)
-
-
-def few_shot(task: Task, shots: int, tokenizer: Tokenizer) -> list[Prompt]:
-    """The task's held-out prompts, each after the task's first training prompts with answers."""
-    before = "".join(_solved(task.prompt(i)) for i in range(shots))
-    texts = [before + prompt.text for prompt in task.validation]
-    return [
-        replace(prompt, text=text, token_ids=tokenizer.encode(text))
-        for prompt, text in zip(task.validation, texts, strict=True)
-    ]
-
-
-def _solved(prompt: Prompt) -> str:
-    row = prompt.reference
-    # In math rows, "answer" lists all that is right, and "solution" is a text that leads there.
-    answer = next((row[f] for f in ("answer", "solution") if isinstance(row.get(f), str)), None)
-    if answer is None:
-        raise DataError(
-            f"validation.shots needs training rows with a text 'answer', {prompt.prompt_id} has "
-            "none; use a task that has answers, or no shots"
-        )
-    return f"{row['prompt']} {MARKS.sub('', answer)}\n\n"

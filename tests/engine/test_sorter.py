@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config import SortTask
 from burnish.engine.protocol import Request
 from burnish.engine.sampler import search
 from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import EngineError
 from burnish.model.sorter import Sorter
 from burnish.rollout.rollout import sample
+from burnish.schema import SortTask
 from burnish.tasks.sorting import Sorting
 from burnish.types import Finish, SamplingParams, Weights
 

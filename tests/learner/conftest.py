@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config import TrainConfig
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.pieces import ObjectiveConfig
 from burnish.rollout.packing import Pack, pack
+from burnish.schema import TrainConfig
 from burnish.types import Scores
 from tests.conftest import make_group
 

@@ -26,7 +26,7 @@ OBJECTIVES = {
     "gspo": {"ratio": "sequence", "reduction": "token_mean"},
     "cispo, importance": {"loss": "cispo", "importance": "truncate"},
 }
-SPLITS = [{"micro_sequences": 1}, {"micro_sequences": 5}, {"micro_tokens": 17}]
+SPLITS = [{"micro_tokens": 17}, {"micro_tokens": 30}, {"micro_tokens": 60}]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
@@ -203,7 +203,7 @@ def test_steps_that_are_not_finite_are_counted_and_then_halt(batch):
 
 STATES = [
     {},
-    {"precision": "bf16", "micro_sequences": 3, "schedule": "cosine", "decay_steps": 9},
+    {"precision": "bf16", "micro_tokens": 30, "schedule": "cosine", "decay_steps": 9},
     {"precision": "fp16", "warmup_steps": 3, "log_kl": True},
 ]
 
@@ -329,7 +329,7 @@ def test_the_engine_samples_what_the_learner_learns_and_takes_its_weights():
 KEPT = {"kl": {"name": "k3", "coefficient": 0.3}, "entropy_coefficient": 0.1}
 
 
-@pytest.mark.parametrize("split", [{}, {"micro_sequences": 2}, {"batch": 5}], ids=str)
+@pytest.mark.parametrize("split", [{}, {"micro_tokens": 20}, {"batch": 5}], ids=str)
 def test_the_last_layers_learn_as_they_do_when_all_learn(split, batch):
     """Gradients and metrics of the layers that learn; the hidden states below them are shared."""
     every, some = (make_learner(make_policy(layers=n), KEPT, **split) for n in (None, 1))

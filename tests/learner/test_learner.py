@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from burnish.config import SortTask, TrainConfig
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError
 from burnish.learner.learner import Learner
@@ -12,6 +11,7 @@ from burnish.model.sorter import Sorter
 from burnish.pieces import ObjectiveConfig
 from burnish.rollout.packing import Pack, pack
 from burnish.rollout.rollout import grade, sample
+from burnish.schema import SortTask, TrainConfig
 from burnish.tasks.sorting import Sorting
 from burnish.types import SamplingParams
 

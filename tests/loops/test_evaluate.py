@@ -5,7 +5,7 @@ import json
 import pytest
 
 from burnish import api, build, config
-from burnish.errors import ConfigError, DataError, RunError
+from burnish.errors import ConfigError, RunError
 from burnish.loops import evaluate
 from burnish.runs.results import CATEGORIES, read, write_evaluation
 from tests.loops.test_recorder import one_thread  # noqa: F401
@@ -141,44 +141,6 @@ def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
     assert "<td>validation.samples</td>" not in both
     with pytest.raises(RunError, match=r"settings\.json can't be read"):
         write_evaluation([tmp_path], tmp_path / "none.html")
-
-
-def test_an_evaluation_truncates_as_it_is_told(tmp_path, smollm2):
-    given = setting(tmp_path, smollm2, rows=20)
-    likeliest, greedy = (tmp_path / name for name in ("likeliest", "greedy"))
-    api.evaluate("keywords", overrides=[*given, "validation.top_k=1"], out=likeliest)
-    api.evaluate("keywords", overrides=[*given, "validation.temperature=0"], out=greedy)
-    responses = [[row["response"] for row in read(path).rows] for path in (likeliest, greedy)]
-    assert responses[0] == responses[1]
-    assert read(likeliest).settings["validation.top_k"] == 1
-    assert "rollout.top_k" not in read(likeliest).settings
-    with pytest.raises(ConfigError, match=r"validation.top_k has no effect with .*temperature = 0"):
-        config.load("keywords", ["validation.temperature=0", "validation.top_k=3"])
-
-
-def test_few_shot_prompts_begin_with_solved_rows(tmp_path, smollm2):
-    given = setting(tmp_path, smollm2)
-    zero, _, _ = build.build_sampler(config.load("keywords", given))
-    shots = [*given, "validation.shots=2"]
-    two, _, _ = build.build_sampler(config.load("keywords", shots))
-    solved = [zero.prompt(i) for i in range(2)]
-    before = "".join(f"{p.text} {p.reference['answer']}\n\n" for p in solved)
-    for plain, prompt in zip(zero.validation, two.validation, strict=True):
-        assert prompt.text == before + plain.text
-        assert len(prompt.token_ids) > len(plain.token_ids)
-        assert (prompt.reference, prompt.prompt_id) == (plain.reference, plain.prompt_id)
-    assert two.prompt(0).text == solved[0].text  # training prompts stay as they are
-    zero.close()
-    two.close()
-    longest = max(len(prompt.token_ids) for prompt in zero.validation)
-    micro = longest + config.load("keywords", given).rollout.max_tokens
-    with pytest.raises(ConfigError, match=r"shots = 2 makes .* train\.micro_tokens = .* use fewer"):
-        build.build_sampler(config.load("keywords", [*shots, f"train.micro_tokens={micro}"]))
-    with pytest.raises(ConfigError, match=r"set task\.chat = false"):
-        config.load("keywords", ["validation.shots=1"])
-    recipe = config.load("keywords", ["task.chat=false", "validation.shots=1", *given[:8]])
-    with pytest.raises(DataError, match="needs training rows with a text 'answer'"):
-        build.build_sampler(recipe)
 
 
 def test_what_is_evaluated(tmp_path):

@@ -30,7 +30,7 @@ MANY = ["task.prompts=7", "rollout.group_size=2", "rollout.batch=6", "train.batc
 
 def tiny(smollm2, *more):
     """A small random transformer on the keyword task, bf16 over fp32 masters."""
-    size = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "d_ff": 48, "context": 128}
+    size = {"layers": 2, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
     model = [f"model.{key}={value}" for key, value in size.items()]
     return [
         "model.name=scratch", f"model.tokenizer={smollm2}", *model, "device=cpu",

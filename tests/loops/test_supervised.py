@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from burnish import api, config
-from burnish.config import PairsTask, TrainConfig
 from burnish.errors import ConfigError, DataError
 from burnish.learner.learner import Learner
 from burnish.loops import supervised
@@ -19,6 +18,7 @@ from burnish.plan import plan
 from burnish.runs import checkpoints
 from burnish.runs.report import write_report
 from burnish.runs.timers import Timers
+from burnish.schema import PairsTask, TrainConfig
 from burnish.tasks.pairs import Pairs, check_pair, write_pair
 from burnish.tasks.rows import DataRow, read_rows, rows_from
 from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401
@@ -61,7 +61,7 @@ def padded_loss(model, groups):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("micro", [{}, {"micro_tokens": 60}, {"micro_sequences": 2}])
+@pytest.mark.parametrize("micro", [{}, {"micro_tokens": 60}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_loss_is_the_cross_entropy_of_the_answers(dtype, micro):
     learner = make_learner(dtype, **micro)
@@ -133,7 +133,7 @@ def test_a_row_that_is_too_long_is_refused(tmp_path):
 def settings(smollm2, tmp_path, *more):
     rows = [json.dumps(row) + "\n" for row in ROWS * 4]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
-    size = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "d_ff": 48, "context": 128}
+    size = {"layers": 2, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
     model = [f"model.{key}={value}" for key, value in size.items()]
     return [
         "model.name=scratch", f"model.tokenizer={smollm2}", *model, "device=cpu",
@@ -183,8 +183,6 @@ def test_what_has_no_effect_and_what_is_missing_is_refused(tmp_path):
             config.load("sft", [setting])
     with pytest.raises(ConfigError, match="there are no prompts; give --data"):
         api.sft("keywords", out=tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"needs train\.decay_steps .* above warmup_steps = 9"):
-        config.with_steps(config.load("sft", ["train.warmup_steps=9"]), 9)
     changes = [{"task": "pairs", "model": "other"}, "train.schedule=linear"]
     recipe = api.recipe_of("keywords", changes, data=tmp_path)
     assert (recipe.task.validation, recipe.model.name) == (f"{tmp_path}/validation.jsonl", "other")

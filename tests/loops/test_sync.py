@@ -63,7 +63,7 @@ def test_a_larger_size_learns_too():
         ["objective.kl=k3", "objective.kl.refresh=2", "objective.entropy_coefficient=0.01"],
         ["objective.proximal=behavior", "objective.reduction=sequence_mean"],
         ["objective.reduction=constant", "objective.reduction.length=3", "train.batch=10"],
-        ["train.precision=bf16", "train.micro_sequences=4", "train.log_kl=true"],
+        ["train.precision=bf16", "train.micro_tokens=24", "train.log_kl=true"],
         ["train.precision=fp16", "train.schedule=cosine", "train.decay_steps=30"],
     ],
 )

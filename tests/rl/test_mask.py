@@ -94,7 +94,7 @@ def test_entropy(fill):
     logits = torch.randn(3, 4, 5, dtype=D, generator=torch.manual_seed(0))
     logits[0, 0, 1] = -math.inf  # a token that can't be drawn
     logits = torch.where(MASK[..., None], logits, fill).requires_grad_()
-    loss = losses.entropy_bonus(losses.entropy(logits))
+    loss = -losses.entropy(logits)
     reduce.weighted_sum(loss, reduce.token_mean(MASK)).backward()
     assert not logits.grad[~MASK].any()
     assert logits.grad[MASK].isfinite().all()

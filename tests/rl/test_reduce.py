@@ -49,12 +49,6 @@ def test_a_pack_of_nothing_has_no_weights(name):
     assert REDUCTIONS[name](nothing, sequence_ids=nothing).tolist() == []
 
 
-@pytest.mark.parametrize("length", [0, -1])
-def test_the_constant_must_be_positive(length):
-    with pytest.raises(ValueError, match=f"above 0, got {length}"):
-        reduce.constant(MASK, length=length)
-
-
 def test_what_weighs_nothing_may_hold_anything():
     objective = torch.tensor([2.0, torch.nan, torch.inf], requires_grad=True)
     loss = reduce.weighted_sum(objective, torch.tensor([0.5, 0.0, 0.0]))

@@ -65,28 +65,24 @@ def pieces(packs, whole):
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        ({}, [[0, 1, 2, 3, 4]]),
-        ({"sequences": 5}, [[0, 1, 2, 3, 4]]),
-        ({"sequences": 4}, [[0, 1], [2, 3, 4]]),  # whole groups
-        ({"sequences": 2}, [[0, 1], [2, 3], [4]]),  # the second group does not fit
-        ({"sequences": 1}, [[0], [1], [2], [3], [4]]),
-        ({"tokens": 14}, [[0, 1, 2, 3, 4]]),
-        ({"tokens": 13}, [[0, 1], [2, 3, 4]]),  # 5 tokens and 9
-        ({"tokens": 8}, [[0, 1], [2, 3], [4]]),  # prompt 3 + responses 3, 1 | prompt 3 + 2
-        ({"tokens": 6}, [[0, 1], [2], [3, 4]]),
+        (None, [[0, 1, 2, 3, 4]]),
+        (14, [[0, 1, 2, 3, 4]]),
+        (13, [[0, 1], [2, 3, 4]]),  # 5 tokens and 9
+        (8, [[0, 1], [2, 3], [4]]),  # prompt 3 + responses 3, 1 | prompt 3 + 2
+        (6, [[0, 1], [2], [3, 4]]),
     ],
 )
 def test_cut_keeps_groups_whole_where_they_fit(limit, expected, two_groups):
     whole = pack(two_groups)
-    packs = cut(whole, **limit)
+    packs = cut(whole, limit)
     assert pieces(packs, whole) == expected
     for part in packs:
-        assert len(part.batch.tokens) <= limit.get("tokens", 14)
+        assert len(part.batch.tokens) <= (limit or 14)
 
 
 def test_a_pack_is_what_packing_its_sequences_gives(two_groups):
     whole = pack(two_groups)
-    for part, sequences in zip(cut(whole, sequences=2), ([0, 1], [2, 3], [4]), strict=True):
+    for part, sequences in zip(cut(whole, 8), ([0, 1], [2, 3], [4]), strict=True):
         groups = []
         for group, first in zip(two_groups, (0, 2), strict=True):
             kept = [s - first for s in sequences if 0 <= s - first < len(group.completions)]
@@ -102,7 +98,7 @@ def test_a_pack_is_what_packing_its_sequences_gives(two_groups):
 
 def test_a_sequence_longer_than_the_limit_is_refused(two_groups):
     with pytest.raises(ConfigError, match=r"micro_tokens = 5 is below .* a sequence, 6; use"):
-        cut(pack(two_groups), tokens=5)
+        cut(pack(two_groups), 5)
 
 
 def test_train_batches_are_whole_groups(two_groups):
@@ -137,7 +133,7 @@ def test_streams_go_with_their_tokens(two_groups):
     whole = pack(two_groups)
     numbers = torch.arange(14.0)
     learn = LearnBatch(whole, numbers, numbers + 1, numbers + 2, importance=numbers + 3)
-    part = cut(whole, sequences=2)[2]  # prompt 1 2 3, response 8 9
+    part = cut(whole, 8)[2]  # prompt 1 2 3, response 8 9
     got = take_streams(learn, part)
     assert got.batch is part.batch
     assert got.advantages.tolist() == [5, 6, 7, 12, 13]

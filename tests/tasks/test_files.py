@@ -4,11 +4,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from burnish.config import FilesTask
 from burnish.errors import ConfigError, DataError, GraderError
 from burnish.graders.grader import InProcess
 from burnish.rollout.filters import check_errors
 from burnish.rollout.rollout import grade
+from burnish.schema import FilesTask
 from burnish.tasks.files import ask_all, ask_shuffled, make_files
 from burnish.tasks.rows import DataRow, read_rows, rows_from, rows_of, split
 from burnish.tasks.text import TextTask
@@ -153,12 +153,12 @@ def test_the_files_of_a_recipe(tmp_path):
 
 def test_a_recipe_and_a_script_make_the_task(tmp_path):
     (tmp_path / "mine.py").write_text("def f(response, row): return row['n'] + len(response)\n")
-    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1, validation_share=0.3, rows=ROWS)
+    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1, rows=ROWS)
     tokenizer = byte_tokenizer()
     (short, long) = make_group(0, [1], [[123], [1234]], [0, 0]).completions
     task = make_files(config, tokenizer=tokenizer, seed=0)
     assert len({task.prompt(i).prompt_id for i in range(5)}) == 5
-    assert len(task.validation) == 2
+    assert len(task.validation) == 1
     prompt = task.prompt(0)
     grades = task.grade_all([(prompt, short), (prompt, long)])
     task.close()

@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from burnish.config import GymTask
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.graders.pool import GraderPool, Limits
+from burnish.schema import GymTask
 from burnish.tasks.gym import SCORER, make_gym
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group

@@ -3,8 +3,8 @@ from itertools import pairwise
 
 import pytest
 
-from burnish.config import KeywordsTask
 from burnish.errors import ConfigError
+from burnish.schema import KeywordsTask
 from burnish.tasks.keywords import instruction, make_keywords, split_words, word_list
 from burnish.types import Finish
 from tests.conftest import byte_tokenizer, make_group

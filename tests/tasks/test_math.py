@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from burnish import api, config
-from burnish.config import MathTask
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.plan import plan
 from burnish.rollout.rollout import sampling
+from burnish.schema import MathTask
 from burnish.tasks.math import beginnings, check_row, make_math, read, rows_of
-from burnish.tasks.text import few_shot
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group
 
@@ -209,34 +208,6 @@ def test_hints_need_worked_answers(tmp_path):
         make_math(MathTask(train=train, hints=0.2), tokenizer=byte_tokenizer(), seed=0)
 
 
-def test_few_shot_math_has_the_worked_answers_without_marks(tmp_path):
-    files = {
-        "train": write(tmp_path, [row(1, answer=WORKED)]),
-        "validation": write(tmp_path, [row(2)], "v"),
-    }
-    asked = MathTask(**files, prompt="Q: {question}\nA:", answer="hash", hints=1)
-    tokenizer = byte_tokenizer()
-    task = make_math(asked, tokenizer=tokenizer, seed=0)
-    (held_out,) = few_shot(task, 1, tokenizer)
-    question = "Q: Ann has 1 pens and buys 2. How many?\nA:"
-    worked = "Ann had 4 * 3 = 12.\nShe has 12-5=7 now.\n#### 7"
-    assert held_out.text == f"{question} {worked}\n\n{question.replace('1', '2')}"
-    assert task.answer(held_out, "so\n#### 7") == "7"
-
-
-def test_after_solved_rows_a_response_ends_where_the_next_question_would_begin():
-    own = ["task.prompt=Question: {question}\nAnswer:", "task.answer=hash", "rollout.stop=['!']"]
-    recipe = config.load("math", [*own, "validation.shots=2"])
-    assert recipe.stop == ("!",)
-    assert recipe.validation_stop == ("!", "\n\nQuestion:")
-    assert config.load("math", own).validation_stop == ("!",)
-    tagged = config.load("math", ["validation.shots=2"]).validation_stop
-    assert tagged[0] == "</answer>"
-    assert tagged[1].startswith("\n\nA conversation between User and Assistant. ")
-    alone = config.load("math", ["task.prompt=question_only", "validation.shots=2"])
-    assert alone.validation_stop == ("\n\n",)
-
-
 def test_grades(tmp_path):
     files = {
         "train": write(tmp_path, [row(1), row(2)]),
@@ -289,7 +260,7 @@ def test_the_recipe_has_the_customary_settings(tmp_path):
     sections = {name: dict(lines) for name, lines in plan(recipe, tmp_path)}
     assert "256 responses = 32 prompts × 8 samples, temp" in sections["batches"]["rollout"]
     assert (
-        "1 per rollout = 1 train batch of 256 responses × 1 epoch, each in 128 micro"
+        "1 per rollout = 1 train batch of 256 responses × 1 epoch"
         in (sections["batches"]["gradient steps"])
     )
     assert (

@@ -7,9 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from burnish.config import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
 from burnish.plan import Room
-from burnish.tasks import text
+from burnish.schema import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
 from burnish.tasks.files import make_files
 from burnish.tasks.gym import make_gym
 from burnish.tasks.keywords import make_keywords
@@ -38,12 +37,6 @@ def math(tmp_path, **more):
     return make_math(MathTask(train=str(train), workers=1, hints=0.5, **more), **MADE)
 
 
-def few_shot(tmp_path):
-    task = math(tmp_path, prompt="Q: {question}", answer="last_number")
-    task.validation = text.few_shot(task, 2, TOKENIZER)
-    return task
-
-
 def keywords(tmp_path):
     return make_keywords(KeywordsTask(validation_prompts=4), **MADE, room=Room(90, "here"))
 
@@ -67,7 +60,7 @@ def told(prompts):
     return [field | {"token_ids": field["token_ids"].tolist()} for field in fields]
 
 
-@pytest.mark.parametrize("make", [files, math, few_shot, keywords, gym, mixture, sorting])
+@pytest.mark.parametrize("make", [files, math, keywords, gym, mixture, sorting])
 def test_a_pickled_task_asks_and_grades_the_same(make, tmp_path):
     task = make(tmp_path)
     for grades_before in (False, True):  # workers may be running, and stay behind

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from burnish import config
-from burnish.config import FilesTask, GymTask, KeywordsTask, MathTask
 from burnish.errors import ConfigError, DataError, ModelError
 from burnish.plan import Room, Size, plan, room
+from burnish.schema import FilesTask, GymTask, KeywordsTask, MathTask
 from burnish.tasks.files import make_files
 from burnish.tasks.gym import make_gym
 from burnish.tasks.keywords import make_keywords
