@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from burnish import config, inputs, preflight
+from burnish import config, preflight
 from burnish.config import Overrides, Table
 from burnish.draws import Stream
 from burnish.errors import ConfigError, RunError
@@ -82,7 +82,7 @@ def train(
 
         recipe = build.prepare(recipe)
         build.check_room(recipe, path)
-        read = build.hashes(recipe)
+        read = preflight.hashes(recipe)
         try:
             with (
                 closing(build.build(recipe)) as parts,
@@ -134,7 +134,7 @@ def recipe_of(
     name = config.changed(changes).get("task.name", before.name)
     own: dict[str, Any] = {"name": "pairs" if name == "pairs" else "files"}
     if prompts is not None:
-        own |= {"train": None, "rows": inputs.as_rows(prompts)}
+        own |= {"train": None, "rows": preflight.as_rows(prompts)}
     elif data is not None:
         own["train"] = os.fspath(data)
         if Path(data).is_dir():
@@ -201,7 +201,7 @@ def resume(
         from burnish.loops.recorder import record
 
         recipe = build.prepare(recipe, before.get("threads"))
-        now = directory.environment(recipe) | {"inputs": build.hashes(recipe)}
+        now = directory.environment(recipe) | {"inputs": preflight.hashes(recipe)}
         resuming.check_environment(before, now, anyway=anyway)
         build.check_room(recipe, path)
         with closing(build.build(recipe)) as parts:
@@ -234,9 +234,9 @@ def evaluate(
     """Measures a model on held-out prompts, as training measures it at its start.
 
     ``recipe`` may also be a run, whose model is meant then; ``settings`` are sections to change, as
-    in ``train``. Every response is kept in the directory ``out``, with a report; the responses that
-    it holds of this very evaluation are not sampled again. By default it is runs/eval-NAME-HASH,
-    one directory for all that the results depend on.
+    in ``train``. Every response is kept in the directory ``out``, with a report; an evaluation that
+    it holds already is not repeated. By default it is runs/eval-NAME-HASH, one directory for all
+    that the results depend on.
     """
     recipe = evaluation_recipe(recipe, model, [config.changed(overrides), settings])
     preflight.check(recipe)
@@ -250,7 +250,7 @@ def evaluate(
         recipe = build.prepare(recipe)
         settings = config.flat(config.effective(recipe))
         depends = {key: value for key, value in settings.items() if key.startswith(MEASURED)}
-        depends |= {f"hash of {name}": value for name, value in build.hashes(recipe).items()}
+        depends |= {f"hash of {name}": value for name, value in preflight.hashes(recipe).items()}
         digest = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
         path = Path(out or f"runs/eval-{recipe.name}-{digest[:8]}")
         task, engine, decode = build.build_sampler(recipe)

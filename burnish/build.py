@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from burnish import config, inputs, machine, preflight, schema
+from burnish import config, machine, preflight, schema
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
-from burnish.errors import BurnishError, ConfigError
+from burnish.errors import BurnishError, ConfigError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Policy
@@ -67,7 +67,7 @@ def build(recipe: Recipe) -> Parts:
     evaluator = Evaluator(recipe, task, engine, decode)
 
     def validate(when: str) -> tuple[list[Group], Metrics]:
-        groups = [group for part in evaluator.answered(when=when) for group in part]
+        groups = evaluator.answered(when)
         found = figures(evaluator.rows(groups))
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
@@ -347,7 +347,8 @@ def look(
     unknown = missing_device(recipe)
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
-    size = None if preflight.missing_model(recipe) else measure(recipe)
+    is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
+    size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:
         try:
             size = probe(recipe, size)
@@ -370,22 +371,3 @@ def device_of(recipe: Recipe) -> str:
     if recipe.device != "auto":
         return recipe.device
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def hashes(recipe: Recipe) -> dict[str, str]:
-    """Hashes of all that a run reads, by name; the sorting model, which its seed makes, has none.
-
-    The hash of a model from scratch is the tokenizer's, the hash of a run its checkpoint's as well.
-    """
-    read = inputs.hashes(recipe)
-    if isinstance(recipe.model, SorterConfig):
-        return read
-    origin = preflight.origin(recipe)
-    path = hub.resolve(origin.source)
-    tell("load", f"hashing the files of {recipe.model.name}")
-    is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
-    kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
-    read_from = sorted(file for file in path.glob("*") if file.suffix in kinds)
-    if origin is not recipe:
-        read_from.append(checkpoints.choose(Path(recipe.model.name), "best"))
-    return read | {"model": inputs.of_files(read_from)}

@@ -214,14 +214,13 @@ def evaluate(
     max_tokens: Annotated[int | None, Option(help="per response")] = None,
     overrides: Overrides = None,
     seed: Seed = None,
-    out: Annotated[Path | None, Option(help="a directory; continues an evaluation")] = None,
+    out: Annotated[Path | None, Option(help="a directory for the responses")] = None,
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
     asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
-    validation = {key: value for key, value in asked.items() if value is not None}
-    changes = _changes(overrides, validation=validation, seed=seed)
-    models: list[str | None] = [*model] if model else [None]
-    chosen = [api.evaluation_recipe(recipe, name, changes) for name in models]
+    named = {f"validation.{key}": value for key, value in asked.items()}
+    changes = _changes(overrides, seed=seed, **named)
+    chosen = [api.evaluation_recipe(recipe, name, changes) for name in model or (None,)]
     for one in chosen:  # before the first of them takes its time
         preflight.check(one)
     several = len(chosen) > 1
@@ -264,8 +263,6 @@ def compare(
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is not a directory; choose another --out")
     if all((run / "results.jsonl").exists() for run in runs):
-        if metric:
-            raise RunError("--metric draws metrics of training runs, and these are evaluations")
         return _say(f"report: {write_evaluation(runs, out.with_suffix('.html'))}")
     curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out, metric or ())]
     shown = [name for name in curves[0][1] if any(np.isfinite(e[name]).any() for _, e in curves)]

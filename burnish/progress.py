@@ -79,22 +79,15 @@ def tell(phase: str, doing: str, **more: Any) -> None:
     _show.get()(Progress(phase, doing, **more))
 
 
-def begin(
-    phase: str,
-    doing: str,
-    *,
-    total: int | None = None,
-    unit: str = "",
-    clock: Callable[[], float] = time.monotonic,
-) -> Report:
+def begin(phase: str, doing: str, *, total: int | None = None, unit: str = "") -> Report:
     """Announces a phase and returns the function that reports how far it is.
 
     A report may name another total. Its tokens were sampled since the phase began.
     """
-    began, expected, show = clock(), total, _show.get()
+    began, expected, show = time.monotonic(), total, _show.get()
 
     def report(done: int, total: int | None = None, *, tokens: int = 0) -> None:
-        speed = tokens / max(clock() - began, 1e-3) if tokens else None
+        speed = tokens / max(time.monotonic() - began, 1e-3) if tokens else None
         whole = expected if total is None else total
         show(Progress(phase, doing, done, whole, unit, tokens_per_second=speed))
 

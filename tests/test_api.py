@@ -248,7 +248,7 @@ def test_the_kept_prompts_are_measured_and_checked(own_recipe, tmp_path, monkeyp
 def test_a_function_is_known_by_its_code():
     from functools import partial
 
-    from burnish.inputs import of_function
+    from burnish.preflight import of_function
 
     def make(scale):
         return lambda response, row: scale * (row["a"] in {"x", "y", "z"})
@@ -261,7 +261,9 @@ def test_a_function_is_known_by_its_code():
     assert of_function(length) != of_function(halves)
     assert of_function(Judge()) == of_function(Judge())
     assert of_function(partial(make, 1)) != of_function(partial(make, 2))
-    code = f"from burnish.inputs import of_function\n# moved\n{LENGTH}\nprint(of_function(length))"
+    code = (
+        f"from burnish.preflight import of_function\n# moved\n{LENGTH}\nprint(of_function(length))"
+    )
     other = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=other)

@@ -15,11 +15,12 @@ import time
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from burnish import api, display
+from burnish import api, display, progress
 from burnish.display import Display, figures
 from burnish.errors import BurnishError
 from burnish.loops.recorder import seconds_left
@@ -39,10 +40,11 @@ class Clock:
         return self.now
 
 
-def test_a_phase_reports_how_far_it_is_and_how_fast():
+def test_a_phase_reports_how_far_it_is_and_how_fast(monkeypatch):
     seen, clock = [], Clock()
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
     with showing(seen.append):
-        report = begin("evaluate", "evaluating", total=8, unit="responses", clock=clock)
+        report = begin("evaluate", "evaluating", total=8, unit="responses")
     clock.now += 2.0
     report(3, tokens=50)
     after(report, 4, tokens=60)(1, 2, tokens=20)
@@ -200,10 +202,10 @@ def test_python_shows_on_stderr_unless_told_not_to(tmp_path, capfd):
 
 SLOW = """
 import sys, time
-from burnish import cli, display, inputs
+from burnish import cli, display, preflight
 
 pause, every, redraws, steps, first_only = map(float, sys.argv[1:6])
-quick_hashes, calls = inputs.hashes, []
+quick_hashes, calls = preflight.hashes, []
 
 def slow(owner, name):
     quick = getattr(owner, name)
@@ -227,7 +229,7 @@ def slow_hashes(*given, **named):  # of a run, before it is built
         slow(owner, name)
     return quick_hashes(*given, **named)
 
-inputs.hashes = slow_hashes
+preflight.hashes = slow_hashes
 display.EVERY, display.REDRAWS = every, redraws
 sets = [f"train.steps={steps:.0f}", "train.epochs=1", "checkpoint.every=1", "validation.every=9"]
 sys.argv = ["burnish", "train", "sort", "--out", "run"]
