@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.console import Console
+
 from burnish import config, preflight
 from burnish.config import Overrides, Table
+from burnish.display import Display
 from burnish.draws import Stream
 from burnish.errors import ConfigError, RunError
 from burnish.graders.rewards import Reward
@@ -152,10 +155,6 @@ def shown(show: Shown, name: str) -> Iterator[None]:
     share_cores()
     display: AbstractContextManager[Show] = nullcontext(show or (lambda progress: None))
     if show is None:
-        from rich.console import Console
-
-        from burnish.display import Display
-
         display = Display(name, Console(stderr=True, highlight=False))
     with display as told, showing(told):
         yield
@@ -310,14 +309,16 @@ def generate(
     chat: bool = True,
     precision: str = "auto",
     device: str = "auto",
+    stop: str | Sequence[str] = (),
     show: Shown = None,
     **sampling: Any,
 ) -> list[Answer]:
     """Samples ``n`` answers to each prompt, and returns them in the prompts' order.
 
     ``model`` is a name, a directory, hf:ORG/NAME or a run; ``chat`` puts a prompt through the
-    model's chat template where it has one. ``sampling`` may set ``temperature`` (0 is greedy),
-    ``top_p``, ``top_k``, ``max_tokens`` (128 by default), ``min_tokens``, ``stop`` and ``seed``.
+    model's chat template where it has one. ``stop`` texts end an answer. ``sampling`` may set
+    ``temperature`` (0 is greedy), ``top_p``, ``top_k``, ``max_tokens`` (128 by default),
+    ``min_tokens`` and ``seed``.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
@@ -330,9 +331,8 @@ def generate(
         from burnish.rollout.rollout import complete
         from burnish.tasks.text import encode
 
-        stop = sampling.pop("stop", ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        params = SamplingParams(**{"max_tokens": 128} | sampling, stop=stops)
+        params = SamplingParams(**sampling, stop=stops)
         engine, tokenizer = build.build_engine(build.prepare(recipe))
         chat = chat and tokenizer.chat_template is not None
         asked = [encode(tokenizer, text, chat=chat)[1] for text in texts]

@@ -17,25 +17,19 @@ SYSTEM = Path("/")
 """Where the files of the operating system are; tests have others."""
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
-    "avx512_fp16": "AVX-512 FP16",
     "avx512_bf16": "AVX-512 BF16",
     "avx512f": "AVX-512",
     "avx2": "AVX2",
-    "sve": "SVE",
     "bf16": "BF16",
     "asimd": "NEON",
 }
 """Flags of /proc/cpuinfo that decide how fast matrices are multiplied, and their names."""
-MULTIPLY = {"bf16": ("AMX", "AVX-512 BF16", "BF16"), "fp16": ("AVX-512 FP16",)}
-"""The instructions that multiply 16-bit numbers; without them numbers are widened to fp32."""
+MULTIPLY_BF16 = ("AMX", "AVX-512 BF16", "BF16")
+"""The instructions that multiply bf16; without them, as fp16 always is, it is widened to fp32."""
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 """oneDNN's own switch; burnish's kernels and its choice of precision follow it."""
 _ANY = ("DEFAULT", "ALL", "AMX")
-ALLOWED_BY = {
-    "AMX": _ANY,
-    "AVX-512 FP16": (*_ANY, "FP16", "AVX10"),
-    "AVX-512 BF16": (*_ANY, "FP16", "AVX10", "BF16"),
-}
+ALLOWED_BY = {"AMX": _ANY, "AVX-512 BF16": (*_ANY, "FP16", "AVX10", "BF16")}
 """For each instruction set that the switch can turn off: the words of its values that keep it."""
 WIDTHS = (576, 3072)
 """The widths of a product in the default model."""
@@ -135,7 +129,7 @@ def multiplies(precision: str, device: str) -> bool:
         import torch
 
         return precision == "fp16" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return any(name in MULTIPLY[precision] for name in instructions())
+    return precision == "bf16" and any(name in MULTIPLY_BF16 for name in instructions())
 
 
 def disk(path: Path) -> int:

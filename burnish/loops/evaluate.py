@@ -18,8 +18,9 @@ from burnish.errors import RunError
 from burnish.progress import after, begin
 from burnish.rollout.rollout import averages, grade, sample, sampling
 from burnish.runs import responses, statistics
-from burnish.runs.directory import lock, replace_file, to_jsonl
+from burnish.runs.directory import lock, read_json, replace_file, to_jsonl
 from burnish.runs.metrics import Metrics
+from burnish.runs.resuming import differences
 from burnish.runs.statistics import Outcome, is_right
 from burnish.schema import Recipe
 from burnish.tasks.task import Task
@@ -113,10 +114,7 @@ def _check_settings(file: Path, settings: Mapping[str, Any]) -> None:
     """Writes the settings of a new evaluation; raises if the directory holds another one."""
     if not file.exists():
         replace_file(file, json.dumps(settings, indent=2) + "\n")
-    before = json.loads(file.read_text(encoding="utf-8"))
-    changed = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
-    if changed:
-        told = "; ".join(f"{key}: {before.get(key)} → {settings.get(key)}" for key in changed)
+    if told := differences(read_json(file), settings):
         raise RunError(
             f"{file.parent} holds another evaluation ({told}); choose another --out or remove it"
         )
