@@ -29,13 +29,13 @@ from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.plan import PAGE, Need, Size, needs, room
-from burnish.progress import begin, tell
+from burnish.progress import tell
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
 from burnish.schema import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
-from burnish.tasks import files, gym, keywords, math, mixture, pairs, sorting
+from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -48,7 +48,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROBED = 1000
 """Training prompts that are looked at for the longest; all rows of a file are looked at before."""
 TASKS: dict[str, Any] = {
-    "files": files.make_files,
+    "files": text.make_files,
     "keywords": keywords.make_keywords,
     "math": math.make_math,
     "gym": gym.make_gym,
@@ -71,8 +71,8 @@ def build(recipe: Recipe) -> Parts:
         found = figures(evaluator.rows(groups))
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
-            report = begin("evaluate", f"measuring the KL {when}", unit="packs")
-            found |= learner.held_out_drift(pack(whole).to(learner.device), report)
+            tell("evaluate", f"measuring the KL {when}")
+            found |= learner.held_out_drift(pack(whole).to(learner.device))
         return groups, found
 
     return Parts(
@@ -263,7 +263,6 @@ def probe(recipe: Recipe, size: Size) -> Size:
     task.close()
     return size._replace(
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
-        looked_at=count + stream.skipped,
         too_long=stream.skipped,
     )
 

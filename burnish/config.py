@@ -1,9 +1,9 @@
-"""Recipes: pydantic models, TOML files that hold only settings that differ from the defaults, and
-overrides.
+"""Reading, changing, checking and writing recipes.
 
 ``load`` is the one way from a recipe's name or file to a checked ``Recipe``. All problems of a
-recipe are one ``ConfigError`` that says the rule, the value and the remedy. Between its file and
-its model a recipe is a flat table of whole names, such as "train.steps".
+recipe are one ``ConfigError`` that says the rule, the value and the remedy. A recipe file holds
+only settings that differ from the defaults. Between its file and its model a recipe is a flat table
+of whole names, such as "train.steps".
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SAMPLED = [
 """Settings that a supervised run does not read, since it samples nothing."""
 Table = Mapping[str, Any]
 """Settings as nested dicts."""
-Overrides = Sequence[str | Table] | Table
-"""Changes to a recipe: "section.key=value" texts and tables, or one table."""
+Overrides = str | Table | Sequence[str | Table]
+"""Changes to a recipe: "section.key=value" texts and tables, one or several."""
 
 
 def load(
@@ -48,7 +48,7 @@ def load(
     *,
     seed: int | None = None,
 ) -> Recipe:
-    """The recipe of a name, of a TOML file, of a table or as it is, with the overrides applied."""
+    """The recipe of a name, a TOML file, a table or a recipe, with the overrides applied."""
     if isinstance(source, Recipe):
         objects = {key: getattr(source.task, key, None) for key in ("rows", "function")}
         given = flat(effective(source)) | {
@@ -63,19 +63,21 @@ def load(
     merged = _without_replaced(given, changes) | changes
     if seed is not None:
         merged["seed"] = seed
-    before = _useless_alone(given)
-    for key, reason in _useless(merged, _validate(merged)).items():
-        if key in changes or key in before:
-            raise ConfigError(f"{key} has no effect with {reason}; remove it")
-        del merged[key]  # a setting of the recipe that an override deprived of its effect
-    return _validate(merged)
+    recipe = _validate(merged)
+    useless = _useless(merged, recipe)
+    for key, cause in useless.items():
+        # An override may deprive a setting of the recipe of its effect: then it is left out.
+        if key in changes or cause not in changes:
+            value = _toml(flat(recipe.model_dump())[cause])
+            raise ConfigError(f"{key} has no effect with {cause} = {value}; remove it")
+    return _validate({key: merged[key] for key in merged if key not in useless})
 
 
 def with_precision(recipe: Recipe, precision: str) -> Recipe:
     """The recipe with ``precision`` in the place of 'auto', as it is run and recorded.
 
-    A sampler whose precision is open takes the learner's: a policy that samples in another one
-    learns less. The sorting model has a few hundred weights and always learns in fp32.
+    A sampler whose precision is open takes the learner's, because a policy that samples in another
+    one learns less. The sorting model has a few hundred weights and always learns in fp32.
     """
     if isinstance(recipe.model, SorterConfig):
         precision = "fp32"
@@ -114,13 +116,8 @@ def list_recipes() -> list[str]:
 
 def changed(overrides: Overrides) -> dict[str, Any]:
     """The settings that overrides change, by their whole names."""
-    if isinstance(overrides, str):
-        raise ConfigError(
-            "overrides must be a list of 'section.key=value' or a dict of settings, got the text "
-            f"{overrides!r}; write overrides=[{overrides!r}]"
-        )
     result: dict[str, Any] = {}
-    for given in [overrides] if isinstance(overrides, Mapping) else overrides:
+    for given in [overrides] if isinstance(overrides, str | Mapping) else overrides:
         result |= flat(parse_override(given) if isinstance(given, str) else given)
     return result
 
@@ -164,22 +161,6 @@ def nested(settings: Table) -> dict[str, Any]:
     return result
 
 
-def unused(recipe: Recipe) -> dict[str, str]:
-    """Settings and sections that have no effect in this recipe, each with the reason."""
-    train, objective = recipe.train, recipe.objective
-    no_ratio = "ratio" not in objective.loss.reads
-    loss = f"objective.loss = '{objective.loss.name}'"
-    rules = [
-        (train.schedule == "constant", "train.schedule = 'constant'", ["train.decay_steps"]),
-        (not train.log_kl, "train.log_kl = false", ["train.log_kl_responses"]),
-        (recipe.is_supervised, "task.name = 'pairs'", SAMPLED),
-        (isinstance(recipe.model, SorterConfig), "model.name = 'sorter'", LANGUAGE),
-        (no_ratio, loss, ["objective.ratio"]),
-        (no_ratio and not objective.reads_proximal_first, loss, ["objective.proximal"]),
-    ]
-    return {key: reason for holds, reason, keys in rules if holds for key in keys}
-
-
 def effective(recipe: Recipe) -> dict[str, Any]:
     """The tables of a recipe, without settings that have no effect."""
     settings = flat(recipe.model_dump())
@@ -202,6 +183,37 @@ def _toml(value: Any) -> str:
         return repr(value)
     text = json.dumps(value, ensure_ascii=False, default=pieces.name_of)
     return text.replace("\x7f", "\\u007f")
+
+
+def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
+    """A recipe's settings, less those of each task, model or piece that the changes name anew."""
+    kept = dict(given)
+    for path in CHOSEN:
+        if changes.get(f"{path}.name") not in (None, given.get(f"{path}.name")):
+            kept = {key: kept[key] for key in kept if not key.startswith(f"{path}.")}
+    return kept
+
+
+def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
+    """The settings that have no effect in the recipe, each with the setting that is the cause."""
+    loss, train = recipe.objective.loss, recipe.train
+    ratio = [
+        "objective.ratio",
+        *["objective.proximal"] * (not recipe.objective.reads_proximal_first),
+    ]
+    causes = {
+        "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
+        "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
+        "task.name": SAMPLED if recipe.is_supervised else [],
+        "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
+        "objective.loss.name": [] if "ratio" in loss.reads else ratio,
+    }
+    return {
+        key: cause
+        for key in settings
+        for cause, parts in causes.items()
+        if any(key == part or key.startswith(f"{part}.") for part in parts)
+    }
 
 
 def _validate(settings: Table) -> Recipe:
@@ -245,46 +257,12 @@ def _place(loc: tuple[int | str, ...]) -> tuple[str, str | None]:
     return path, chosen
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for kind in _sections(field.annotation):
-            yield from _keys(kind, f"{prefix}{name}.")
-
-
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that an annotation names, one or those of a union."""
+def _keys(annotation: Any, prefix: str = "") -> Iterator[str]:
+    """The whole names of the settings of a section, or of the sections of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
+        for name, field in annotation.model_fields.items():
+            yield prefix + name
+            yield from _keys(field.annotation, f"{prefix}{name}.")
     else:
         for part in get_args(annotation):
-            yield from _sections(part)
-
-
-def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
-    """A recipe's settings without those of each task, model or piece that changes replace."""
-    kept = dict(given)
-    for path in CHOSEN:
-        before, now = given.get(f"{path}.name"), changes.get(f"{path}.name")
-        is_language = path == "model" and not {before, now} & {None, "sorter", "scratch"}
-        if now not in (None, before) and not is_language:
-            kept = {key: kept[key] for key in kept if not key.startswith(f"{path}.")}
-    return kept
-
-
-def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
-    """Those of the settings that have no effect in the recipe, and the reason."""
-    return {
-        key: reason
-        for key in settings
-        for part, reason in unused(recipe).items()
-        if key == part or key.startswith(f"{part}.")
-    }
-
-
-def _useless_alone(given: Table) -> dict[str, str]:
-    """The useless settings of a recipe before any change; none if it needs changes to be valid."""
-    try:
-        return _useless(given, _validate(given))
-    except ConfigError:
-        return {}
+            yield from _keys(part, prefix)

@@ -6,7 +6,7 @@ second measurement would say.
 
 from __future__ import annotations
 
-from burnish import build, config, estimate, machine
+from burnish import build, config, machine, plan
 from burnish.plan import Lines, Size
 from burnish.schema import Recipe
 from burnish.wording import counted, duration
@@ -29,7 +29,7 @@ def choose(*, is_full: bool = False, seed: int | None = None) -> tuple[Recipe, L
     """
     recipes = {name: build.settled(config.load(FORMS[name], seed=seed)) for name in FORMS}
     rates = machine.measure(SECONDS, precision=recipes["small"].train.precision)
-    times = {name: estimate.seconds(recipe, SIZE, rates) for name, recipe in recipes.items()}
+    times = {name: plan.seconds(recipe, SIZE, rates) for name, recipe in recipes.items()}
     fits = [name for name in FORMS if name == "small" or times[name] <= BUDGET_S]
     form = "full" if is_full else fits[-1]
     recipe, time = recipes[form], duration(times[form])

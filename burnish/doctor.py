@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from burnish import build, config, estimate, machine, preflight
+from burnish import build, config, machine, plan, preflight
 from burnish.machine import Rates
 from burnish.plan import Lines, Section, spell
 
@@ -61,5 +61,5 @@ def _recipe(name: str, runs: Path, rates: dict[str, Rates]) -> str:
     if first := preflight.first_run(recipe.source):  # it begins with another model of that size
         size = build.measure(first)
     rate = rates.get(recipe.train.precision, rates["fp32"])
-    time = f"{estimate.spoken(recipe, size, rate)}{'' if lacks else ', ready'}"
+    time = f"{plan.spoken(recipe, size, rate)}{'' if lacks else ', ready'}"
     return "\n".join([time, *(f"lacks: {problem}" for problem in lacks)])

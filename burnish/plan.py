@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from burnish import estimate, pieces
+from burnish import pieces
 from burnish.errors import ConfigError
 from burnish.pieces import KL
 from burnish.schema import MixtureTask, PairsTask, Recipe, SorterConfig
-from burnish.wording import counted
+from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
     from burnish.machine import Rates
@@ -19,6 +19,17 @@ BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number; of one whose precision is not chosen yet, the most it can have."""
 PAGE = 16
 """Tokens of a page of the engine's cache."""
+FILLED = 0.6
+"""The share of the allowed tokens that a response is taken to have, if a time is estimated."""
+PROMPT = 64
+"""Tokens that a prompt is taken to have if none was looked at."""
+HELD_OUT = 256
+"""Prompts that are taken to be held out if the recipe does not tell their number."""
+WRITTEN = 4
+"""Bytes of a JSONL file for each of its tokens."""
+REACHED = {"cpu": (0.65, 0.7), "cuda": (0.12, 0.25)}
+"""The share of the measured rates that sampling and learning reach: on a CPU as two AVX-512 cores
+did on the recipe demo-small, on a GPU as an H200 did on gsm8k, roughly."""
 Lines = list[tuple[str, str]]
 Section = tuple[str, Lines]
 
@@ -38,10 +49,8 @@ class Size(NamedTuple):
     """Weights of one layer; 0 if not known."""
     copied: int = 0
     """Bytes of a weight in the engine's own copy for matrix products; 0 if it makes none."""
-    looked_at: int = 0
-    """Prompts that were looked at, including those that are too long."""
     too_long: int = 0
-    """Prompts that were skipped or cut."""
+    """Prompts that were skipped because they are too long."""
 
 
 class Room(NamedTuple):
@@ -55,50 +64,41 @@ class Room(NamedTuple):
 def room(recipe: Recipe, size: Size) -> Room:
     """A prompt leaves room for a token of the response in the model's context, and for all of the
     response in the engine's cache and in a pack of ``train.micro_tokens``."""
-    bounds = [Room(size.context - 1, f"the model's context of {size.context:,} tokens")]
-    responses = {"rollout.max_tokens": recipe.rollout.max_tokens}
-    if recipe.validation.max_tokens is not None:
-        responses["validation.max_tokens"] = recipe.validation.max_tokens
-    for name, response in responses.items():
-        for what, tokens in _held(recipe, size, name).items():
-            if tokens <= min(response, size.context - 1):
-                raise ConfigError(
-                    f"{what} holds sequences of {tokens} tokens, and {name} = {response} leaves no "
-                    "room for a prompt; use more"
-                )
-            if tokens < size.context:
-                bounds.append(Room(tokens - response, f"{what} beside {name} = {response}"))
-    return min(bounds)
-
-
-def _held(recipe: Recipe, size: Size, name: str) -> dict[str, int]:
-    """The tokens that a sequence may have, by the setting that bounds it; ``name`` is the setting
-    of its response. Held-out sequences are packed where the learner scores them for its KL."""
     engine, micro = recipe.engine, recipe.train.micro_tokens
+    response = max(recipe.rollout.max_tokens, recipe.validation.max_tokens or 0)
     pages = engine.kv_mb * 2**20 // (PAGE * size.cached * BYTES[engine.precision])
-    found = {f"engine.kv_mb = {engine.kv_mb}": pages * PAGE + 1}  # the last is never read
-    if micro is not None and (recipe.train.log_kl or name == "rollout.max_tokens"):
-        found[f"train.micro_tokens = {micro}"] = micro
-    return found
+    held = {f"engine.kv_mb = {engine.kv_mb}": pages * PAGE + 1}  # the last token is never read
+    if micro is not None:
+        held[f"train.micro_tokens = {micro}"] = micro
+    bounds = [Room(size.context - 1, f"the model's context of {size.context:,} tokens")]
+    for setting, tokens in held.items():
+        if tokens <= min(response, size.context - 1):
+            raise ConfigError(
+                f"{setting} holds sequences of {tokens} tokens, and max_tokens = {response} leaves "
+                "no room for a prompt; use more"
+            )
+        if tokens < size.context:
+            bounds.append(Room(tokens - response, f"{setting} beside max_tokens = {response}"))
+    return min(bounds)
 
 
 def plan(
     recipe: Recipe, out: Path, size: Size | None = None, rates: Rates | None = None
 ) -> list[Section]:
-    """Sections of (what, how much).
+    """Sections of (name, description).
 
     ``size`` is None for the sorter, and if the model's files are not here; ``rates`` is None if the
     machine was not measured, and then no time is told.
     """
     resources: Lines = []
     if size is not None:
-        resources = [("precision", _precision(recipe)), *_room(recipe, size)]
+        learned, sampled = recipe.train.precision, recipe.engine.precision
+        resources = [("precision", f"{learned} to learn, {sampled} to sample")]
+        resources += _resources(needs(recipe, size))
     elif not isinstance(recipe.model, SorterConfig):
         resources = [("memory", "known once the model is here; `burnish train` downloads it")]
-    every = f"saved every {counted(recipe.checkpoint.every, 'step')}, validated every"
-    resources.append(("cadence", f"{every} {counted(recipe.validation.every, 'step')}"))
     if rates is not None:
-        resources.append(("time", estimate.spoken(recipe, size, rates)))
+        resources.append(("time", spoken(recipe, size, rates)))
     loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     return [
         ("task", _task(recipe, size)),
@@ -106,11 +106,6 @@ def plan(
         ("batches", _batches(recipe)),
         ("resources", [*resources, ("written to", str(out))]),
     ]
-
-
-def _precision(recipe: Recipe) -> str:
-    learned, sampled = recipe.train.precision, recipe.engine.precision
-    return learned if learned == sampled else f"{learned} to learn, {sampled} to sample"
 
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
@@ -125,52 +120,41 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
     if recipe.stop:
         lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
     known = "" if size is None else f": {size.parameters:,} parameters"
-    lines += [("model", f"{recipe.model.name}{known}"), ("seed", str(recipe.seed))]
-    if size is not None and not recipe.is_supervised:
-        longest = min(size.context, size.longest_prompt + recipe.rollout.max_tokens)
-        told = f"{longest} tokens, with a prompt of {size.longest_prompt}"
-        lines.append(("longest sequence", f"{told} (the model's context: {size.context:,})"))
-        if size.too_long:
-            told = f"{size.too_long:,} of {counted(size.looked_at, 'prompt')} that were looked at"
-            why = room(recipe, size)
-            left = f"have more than {why.tokens:,} tokens ({why.why})"
-            lines.append(("too long", f"{told} {left}; they are skipped"))
+    lines.append(("model", f"{recipe.model.name}{known}"))
+    if size is not None and size.longest_prompt:
+        told = f"{size.longest_prompt:,} tokens (the model's context: {size.context:,})"
+        lines.append(("longest prompt", told))
+    if size is not None and size.too_long:
+        bound = room(recipe, size)
+        told = f"have more than {bound.tokens:,} tokens ({bound.why}); they are skipped"
+        lines.append(("too long", f"{counted(size.too_long, 'prompt')} {told}"))
     return lines
 
 
 def _settings(task: Any) -> str:
     """A task's name and the settings that its recipe gives."""
     given = task.model_dump(exclude_unset=True, exclude={"name"})
-    told = ", ".join(f"{key} = {value!r}" for key, value in given.items())
-    return f"{task.name}: {told}" if told else task.name
+    return ", ".join([task.name, *(f"{key} = {value!r}" for key, value in given.items())])
 
 
 def _batches(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
-    rate = f"AdamW, learning rate {train.learning_rate:g}"
+    rate = f"AdamW, learning rate {train.learning_rate:g}, {train.schedule}"
     if isinstance(recipe.task, PairsTask):
         steps = f"{recipe.task.epochs:g} × the rows, {train.batch} at a time"
-        return [("gradient steps", f"{steps} ({rate}, {train.schedule})")]
-    batches = recipe.train_batches
+        return [("gradient steps", f"{steps} ({rate})")]
     if recipe.decay_steps is not None:
-        rate += f", {train.schedule} to 0 at gradient step {recipe.decay_steps:,}"
+        rate += f" to 0 at gradient step {recipe.decay_steps:,}"
+    prompts = counted(recipe.prompts_per_rollout, "prompt")
+    samples = f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}"
+    batches = f"{recipe.train_batches} train batch{'es' * (recipe.train_batches > 1)}"
+    steps = f"{batches} of {train.batch} responses × {counted(train.epochs, 'epoch')}"
+    every = f"{counted(train.steps, 'step')}: {train.steps * rollout.batch:,} responses sampled"
+    gradient_steps = counted(recipe.gradient_steps, "gradient step")
     lines = [
-        (
-            "rollout",
-            f"{rollout.batch} responses = {counted(recipe.prompts_per_rollout, 'prompt')} × "
-            f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}",
-        ),
-        (
-            "gradient steps",
-            f"{recipe.gradient_steps_per_rollout} per rollout = {batches} train "
-            f"batch{'es' * (batches > 1)} of {train.batch} responses × "
-            f"{counted(train.epochs, 'epoch')}",
-        ),
-        (
-            "in all",
-            f"{counted(train.steps, 'step')}: {train.steps * rollout.batch:,} responses sampled, "
-            f"{counted(recipe.gradient_steps, 'gradient step')} ({rate})",
-        ),
+        ("rollout", f"{rollout.batch} responses = {prompts} × {samples}"),
+        ("gradient steps", f"{recipe.gradient_steps_per_rollout} per rollout = {steps}"),
+        ("in all", f"{every}, {gradient_steps} ({rate})"),
     ]
     return lines if train.layers is None else [*lines, ("learning", f"last {train.layers} layers")]
 
@@ -188,45 +172,34 @@ class Need(NamedTuple):
 def needs(recipe: Recipe, size: Size) -> list[Need]:
     """The parts that learner and engine hold for a language model, and the files of a run."""
     train, engine, count = recipe.train, recipe.engine, size.parameters
-    learned = count
-    if train.layers is not None and size.layer:
-        learned = min(count, train.layers * size.layer)
-    low, copies, refreshes = BYTES[train.precision], *_frozen(recipe)
+    samples = not recipe.is_supervised
+    learned = min(count, train.layers * size.layer) if train.layers and size.layer else count
+    low, wide, cache = BYTES[train.precision], BYTES[engine.precision], engine.kv_mb * 2**20
+    kl, refreshes = recipe.objective.kl, getattr(recipe.objective.kl, "refresh", None) is not None
+    # The reference, the initial model and the previous policy. The initial model is the reference
+    # if there is one that is never refreshed.
+    copies = isinstance(kl, KL) + train.log_kl * (2 - (isinstance(kl, KL) and not refreshes))
+    tokens = f"{cache // (size.cached * wide):,} tokens (engine.kv_mb = {engine.kv_mb})"
+    kept = recipe.checkpoint.keep + 2  # the best, and the one that is being written
+    saves = math.ceil(train.steps / recipe.checkpoint.every) if samples else kept
+    each = 4 * count + (8 + (train.log_kl + refreshes) * low) * learned
+    files = counted(min(kept, saves), "checkpoint")
     found = [
         Need("memory", "fp32 masters", 4 * count),
         Need("memory", "gradients", 4 * learned),
         Need("memory", "Adam's moments", 8 * learned),
+        Need("memory", f"{train.precision} weights", 0 if low == 4 else low * count),
+        Need("memory", f"frozen copies ({copies})", copies * low * learned),
+        Need("memory", "the engine's weights", samples * (wide + size.copied) * count),
+        Need("cache", tokens, samples * cache),
+        Need("disk", f"{files} of {spell(each)}", min(kept, saves) * each),
     ]
-    if low != 4:
-        found.append(Need("memory", f"{train.precision} weights", low * count))
-    if copies:
-        found.append(Need("memory", f"frozen copies ({copies})", copies * low * learned))
-    files = recipe.checkpoint.keep + 2  # the best, and the one that is being written
-    if not recipe.is_supervised:
-        files = min(files, math.ceil(train.steps / recipe.checkpoint.every))
-        wide, cache = BYTES[engine.precision], engine.kv_mb * 2**20
-        tokens = f"{cache // (size.cached * wide):,} tokens (engine.kv_mb = {engine.kv_mb})"
-        found.append(Need("memory", "the engine's weights", (wide + size.copied) * count))
-        found.append(Need("cache", tokens, cache))
-    each = 4 * count + (8 + (train.log_kl + refreshes) * low) * learned
-    rows = train.steps * (2_500 + recipe.rollout.batch * 110 + recipe.log.rollouts * 3_000)
-    kept = f"{counted(files, 'checkpoint')} of {spell(each)}"
-    return [*found, Need("disk", kept, files * each), Need("disk", "rows", rows + 200_000)]
+    return [need for need in found if need.size]
 
 
-def _frozen(recipe: Recipe) -> tuple[int, bool]:
-    """Frozen policies that the learner holds, and whether the reference is refreshed now and then;
-    until then the initial model may serve as the reference."""
-    kl, logs = recipe.objective.kl, recipe.train.log_kl
-    if not isinstance(kl, KL):
-        return 2 * logs, False
-    refreshes = kl.refresh is not None
-    return 1 + logs + (logs and refreshes), refreshes
-
-
-def _room(recipe: Recipe, size: Size) -> Lines:
+def _resources(found: list[Need]) -> Lines:
     """Lines about memory, cache and disk. Activations of a pack are not known before it is run."""
-    found, lines = needs(recipe, size), []
+    lines = []
     for resource in dict.fromkeys(need.resource for need in found):
         parts = [need for need in found if need.resource == resource]
         told = ", ".join(f"{need.what} {spell(need.size)}" for need in parts)
@@ -241,3 +214,47 @@ def spell(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
+
+
+def spoken(recipe: Recipe, size: Size | None, rates: Rates) -> str:
+    """The time as somebody would say it: "about 9 minutes"; ``size`` is None for the sorting model,
+    and if the model's files are not here."""
+    if isinstance(recipe.model, SorterConfig):
+        return "about a minute"
+    told = 0.0 if size is None else seconds(recipe, size, rates)
+    return f"about {duration(told)}" if told else "not known before its model and rows are here"
+
+
+def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
+    """About how long a language model's run takes; 0 if it learns rows that are not here.
+
+    A forward pass takes two operations for each parameter and token, a backward pass four. Nobody
+    knows beforehand how long responses are, so the result is good within a factor of two or so.
+    """
+    train, validation = recipe.train, recipe.validation
+    to_sample, to_learn = REACHED[rates.device]
+    sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
+    learned_per_second = rates.learn_gflops * 1e9 * to_learn / (2 * size.parameters)
+    step = 4 if train.recompute else 3
+    if isinstance(recipe.task, PairsTask):
+        file = Path(recipe.task.train or "")
+        written = file.stat().st_size / WRITTEN if file.is_file() else 0
+        return step * recipe.task.epochs * written / learned_per_second
+    prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
+    rollout = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
+    rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks]
+    asked = FILLED * (validation.max_tokens or recipe.rollout.max_tokens)
+    held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
+    evaluations = 2 + (train.steps - 1) // validation.every
+    upper = min(1.0, (train.layers or size.layers) / size.layers)
+    passes = 1 - upper + upper * (_scored(recipe) + step * train.epochs)
+    sampled = train.steps * rollout + evaluations * held_out
+    return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
+
+
+def _scored(recipe: Recipe) -> float:
+    """Forward passes over a rollout before it is learned."""
+    objective, train, batch = recipe.objective, recipe.train, recipe.rollout.batch
+    logged = 2 * train.log_kl * min(batch, train.log_kl_responses or batch) / batch
+    again = objective.proximal == "recompute" and recipe.gradient_steps_per_rollout > 1
+    return isinstance(objective.kl, KL) + logged + again

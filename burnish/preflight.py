@@ -38,7 +38,6 @@ EXTRAS = {
     "math": ("math_verify", "grading answers of math tasks"),
     "gym": ("reasoning_gym", "questions that a generator makes (arithmetic)"),
     "hf": ("huggingface_hub", "models by hf:ORG/NAME"),
-    "datasets": ("datasets", "rows by hf:ORG/NAME/SPLIT"),
     "tensorboard": ("tensorboard", "events of runs for TensorBoard; none is needed to run"),
     "ray": ("ray", "several machines; no recipe uses it yet"),
     "vllm": ("vllm", "another engine; no recipe uses it yet"),
@@ -99,8 +98,6 @@ def check_extras(recipe: Recipe) -> None:
     for task in recipe.tasks:
         if isinstance(task, MathTask):
             needed.append(("math", "task.name = 'math'"))
-            hubs = [rows for rows in (task.train, task.validation or "") if rows.startswith("hf:")]
-            needed += [("datasets", f"reading {rows}") for rows in hubs]
         if isinstance(task, GymTask):
             needed.append(("gym", f"the generator {task.generator}"))
     if source.startswith("hf:"):
@@ -120,17 +117,17 @@ def check_files(recipe: Recipe) -> None:
 
 def check_rows(recipe: Recipe) -> None:
     """Raises if a row lacks a field that its task needs, or if a reward is missing."""
-    from burnish.tasks import files, math, pairs, rows
+    from burnish.tasks import math, pairs, rows, text
 
     for task in recipe.tasks:
         if isinstance(task, FilesTask):
-            reward = files.reward_of(task)
+            reward = text.reward_of(task)
             if isinstance(reward, str):
                 rewards.check(reward)
             rows.rows_of(task, seed=recipe.seed)
         if isinstance(task, PairsTask):
             rows.rows_of(task, seed=recipe.seed, check=pairs.check_pair)
-        if isinstance(task, MathTask) and len(_files_of(task)) == 2:  # none comes from a hub
+        if isinstance(task, MathTask):
             math.rows_of(task, seed=recipe.seed)
 
 
@@ -184,11 +181,10 @@ def lacking(needs: Sequence[Need], free: Mapping[str, int]) -> list[BurnishError
 
 
 def _files_of(task: Any) -> dict[str, str | None]:
-    """The JSONL files of a task by their setting; rows from a hub are no files."""
-    if not isinstance(task, Rows | MathTask):
+    """The JSONL files of a task by their setting."""
+    if not isinstance(task, Rows):
         return {}
-    files = {"train": task.train, "validation": task.validation}
-    return {key: file for key, file in files.items() if not (file or "").startswith("hf:")}
+    return {"train": task.train, "validation": task.validation}
 
 
 def origin(recipe: Recipe) -> Recipe:
@@ -303,22 +299,13 @@ def as_rows(prompts: Iterable[str | Mapping[str, Any]]) -> list[Any]:
 
 
 def _of_task(task: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(task, Rows | MathTask):
-        for key, source in (("train", task.train), ("validation", task.validation)):
-            if source is not None:
-                yield key, _of_source(source)
+    for key, file in _files_of(task).items():
+        if file is not None:
+            yield key, of_files([Path(file)])
     if isinstance(task, FilesTask) and task.reward and task.reward not in rewards.BUILT_IN:
         yield "reward", of_files([Path(task.reward.rpartition(":")[0])])
     for package in PACKAGES.get(task.name, ()):
         yield package, str(version_of(package))
-
-
-def _of_source(source: str) -> str:
-    if not source.startswith("hf:"):
-        return of_files([Path(source)])
-    from burnish.tasks import math
-
-    return _hash(repr(math.read(source)).encode())
 
 
 def _hash(data: bytes) -> str:

@@ -64,7 +64,9 @@ class Rows(Section):
     train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
     rows: list[dict[str, Any]] | None = Field(None, exclude=True)
     """Rows that a script gives in the place of ``train``; a run keeps them in a file of its own."""
-    validation: str | None = Field(None, description="the same; None: a tenth of train is held out")
+    validation: str | None = Field(None, description="the same; None: rows of train are held out")
+    validation_rows: int | None = Field(None, ge=1)
+    """How many rows are held out; None if all of validation, or a tenth of train."""
     chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
 
 
@@ -117,16 +119,10 @@ class Asked(Graded):
         return self.answer or ANSWERS[self.prompt]
 
 
-class MathTask(Asked):
+class MathTask(Asked, Rows):
     """Questions with an answer that can be checked: GSM8K, MATH and data laid out like them."""
 
     name: Literal["math"] = "math"
-    train: str = Field(description="a JSONL file, or hf:ORG/NAME/SPLIT, hf:ORG/NAME/CONFIG/SPLIT")
-    validation: str | None = Field(None, description="the same; None: rows of train are held out")
-    validation_rows: int | None = Field(None, ge=1)
-    """How many rows are held out; None if all of validation, or a tenth of train."""
-    drop_bad: bool = False
-    """Rows without a usable answer, or in train and validation both, are left out."""
     hints: float = Field(0.0, ge=0, le=1)
     """Share of the training prompts that go on with the beginning of the row's worked answer."""
 
@@ -266,7 +262,7 @@ class TrainConfig(Section):
     recompute: bool = Field(False, description="layers run again backwards, to save memory")
     layers: int | None = Field(None, ge=1, description="only the last so many learn; None: all")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
     decay_steps: int | None = Field(None, ge=1, description="gradient steps to 0; None: all")
     betas: tuple[Beta, Beta] = (0.9, 0.95)

@@ -76,6 +76,7 @@ def test_overrides_may_be_tables():
     )
     assert config.load("sort", {"train.steps": 3, "objective.loss": "reinforce"}) == expected
     assert config.load("sort", [texts[0], {"objective": {"loss": "reinforce"}}]) == expected
+    assert config.load("sort", texts[0]).train.steps == 3
     named = config.load("keywords", {"model": Path("some/run"), "train": {"micro_tokens": None}})
     assert named == config.load("keywords", ["model.name=some/run"])
     assert config.load("keywords", ["model=some/run"]) == named
@@ -98,7 +99,6 @@ def test_a_recipe_may_be_a_table():
         ({"steps": 3}, "unknown setting 'steps'; did you mean 'train.steps'?"),
         ({"train": 3}, "train must be a valid dictionary"),
         ({"model": 3}, "model must be a valid dictionary"),
-        ("train.steps=3", "write overrides=['train.steps=3']"),
     ],
 )
 def test_tables_are_refused_with_the_words_of_the_command_line(overrides, message):
@@ -149,7 +149,7 @@ def test_a_setting_without_effect_is_refused_with_the_reason():
     )
     reinforce = "objective.loss=reinforce"
     for setting in ("objective.ratio=sequence", "objective.proximal=behavior"):
-        assert "has no effect with objective.loss = 'reinforce'" in refused(reinforce, setting)
+        assert 'has no effect with objective.loss.name = "reinforce"' in refused(reinforce, setting)
     in_reward = ["objective.kl=k1", "objective.kl.where=reward", "objective.proximal=behavior"]
     assert config.load("sort", [reinforce, *in_reward])
     assert "must be greater than 0" in refused("objective.kl=k3", "objective.kl.coefficient=0")
@@ -211,10 +211,10 @@ def test_what_an_override_replaces_takes_its_settings_along():
             "objective.importance needs low at or below high, got 3 and 2",
         ),
         (["objective.importance=mask", "objective.proximal=behavior"], "it would always be 1"),
-        (["train.decay_steps=9"], "no effect with train.schedule = 'constant'"),
+        (["train.decay_steps=9"], 'no effect with train.schedule = "constant"'),
         (["train.betas=[0.9, 1.0]"], "train.betas.1 must be less than 1"),
         (["train.log_kl_responses=2"], "no effect with train.log_kl = false"),
-        (["train.recompute=true"], "no effect with model.name = 'sorter'"),
+        (["train.recompute=true"], 'no effect with model.name = "sorter"'),
     ],
 )
 def test_numbers_that_do_not_fit_say_which_do(overrides, message):
@@ -283,14 +283,14 @@ def test_a_language_models_settings_are_checked(overrides, message):
 
 def test_settings_of_a_language_model_have_no_effect_on_the_sorter():
     for setting in ("engine.kv_mb=10", "rollout.max_tokens=9", "device=cpu"):
-        assert "has no effect with model.name = 'sorter'" in refused(setting)
+        assert 'has no effect with model.name = "sorter"' in refused(setting)
 
 
 def test_a_model_from_scratch_is_made_from_a_recipe(tmp_path):
     size = ["model.name=scratch", "model.layers=2", "model.width=64", "model.heads=4"]
     recipe = config.load("keywords", size)
     assert recipe.model == schema.ScratchConfig(layers=2, width=64, heads=4)
-    told = ("task", "keywords: reward = 'use', must_end = True")
+    told = ("task", "keywords, reward = 'use', must_end = True")
     assert told in dict(plan(recipe, tmp_path))["task"]
 
 
@@ -333,7 +333,6 @@ def test_memory_and_disk_are_planned_part_by_part(tmp_path):
     without = dict(dict(plan(recipe, tmp_path, SIZE._replace(copied=0)))["resources"])
     assert without["memory"].endswith("the engine's weights 2 MB")
     assert "2 checkpoints of 14 MB" in lines["disk"]
-    assert lines["cadence"] == "saved every 21 steps, validated every 16 steps"
 
 
 def test_what_does_not_learn_takes_no_memory(tmp_path):

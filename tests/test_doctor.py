@@ -8,48 +8,49 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from burnish import cli, config, doctor, estimate, machine, preflight
+from burnish import cli, config, doctor, machine, preflight
 from burnish.machine import Rates
-from burnish.plan import Size, plan
+from burnish.plan import Size, plan, seconds
 
 SMOLLM2 = Size(parameters=134_515_008, cached=11_520, context=8192, longest_prompt=45)
 XEON = Rates("cpu", "fp32", 150.0, 228.0)
 """Two cores with AVX-512, as they were measured."""
 
 
-def test_operations_of_a_keyword_step_by_hand():
-    """128 responses of 0.6 × 64 tokens to 16 prompts of 45; the reference reads all of it, the
-    initial model and the step before 8 responses each. Of half of the layers the lower half is
-    run once and the upper half by each policy."""
-    recipe = config.load("keywords", ["train.steps=1", "task.validation_prompts=10"])
+def test_the_seconds_of_a_keyword_step_by_hand():
+    """128 responses of 0.6 × 64 tokens to 16 prompts of 45. They are sampled once; the reference
+    reads them, the initial model and the step before read 8 each, and a gradient takes as long as
+    three passes. Of half of the layers the lower half runs once and the upper half as before."""
+    rates = Rates("cpu", "fp32", 100.0, 200.0)
+    few, many = 100e9 * 0.65, 200e9 * 0.7
+
+    def told(*overrides):
+        sets = ["train.steps=1", "task.validation_prompts=10", *overrides]
+        return seconds(config.load("keywords", sets), SMOLLM2._replace(layers=30), rates)
+
     step = 2 * 134_515_008 * (128 * 0.6 * 64 + 16 * 45)
     held_out = 2 * 134_515_008 * 10 * (45 + 0.6 * 96)
-    done = estimate.work(recipe, SMOLLM2)
-    assert [*done.values()] == pytest.approx([step, 1.125 * step, 3 * step, 2 * held_out])
-    half = config.load("keywords", ["train.steps=1", "train.layers=15"])
-    done = estimate.work(half, SMOLLM2._replace(layers=30))
-    assert [*done.values()][1:3] == pytest.approx([(0.5 + 0.5625) * step, 1.5 * step])
-    again = config.load("keywords", ["train.steps=1", "train.recompute=true"])
-    assert estimate.work(again, SMOLLM2)["learn"] == pytest.approx(4 * step)
+    sampled = (step + 2 * held_out) / few
+    assert told() == pytest.approx(sampled + (1.125 + 3) * step / many)
+    upper = 0.5 + 0.5 * (1.125 + 3)
+    assert told("train.layers=15") == pytest.approx(sampled + upper * step / many)
+    assert told("train.recompute=true") == pytest.approx(sampled + (1.125 + 4) * step / many)
 
 
 def test_the_estimate_is_within_a_factor_of_two_of_a_measured_step():
     """demo-small on two AVX-512 cores: generate 10 s, score 8, learn 12."""
     recipe = config.load("demo-small", ["train.steps=100", "task.validation_prompts=1"])
-    told = estimate.seconds(recipe, SMOLLM2._replace(layers=30), XEON) / 100
+    told = seconds(recipe, SMOLLM2._replace(layers=30), XEON) / 100
     assert 30 / 2 < told < 30 * 2
 
 
 def test_rows_say_how_long_a_supervised_run_is(tmp_path):
     file = tmp_path / "rows.jsonl"
     recipe = config.load("sft", [f"task.train={file}", "task.epochs=2"])
-    assert estimate.work(recipe, SMOLLM2)["learn"] == 0
+    assert seconds(recipe, SMOLLM2, XEON) == 0
     file.write_text(json.dumps({"prompt": "a", "answer": "b"}) * 100)
     tokens = 2 * file.stat().st_size / 4
-    assert estimate.work(recipe, SMOLLM2)["learn"] == pytest.approx(6 * 134_515_008 * tokens)
-    held_out = config.load("gsm8k", [f"task.train={file}", f"task.validation={file}"])
-    file.write_text("{}\n" * 30)
-    assert estimate.work(held_out, SMOLLM2)["evaluate"] > 0
+    assert seconds(recipe, SMOLLM2, XEON) == pytest.approx(6 * 134_515_008 * tokens / (228e9 * 0.7))
 
 
 def test_a_plan_tells_the_time(tmp_path):
@@ -58,7 +59,7 @@ def test_a_plan_tells_the_time(tmp_path):
     lines = dict(plan(recipe, tmp_path, SMOLLM2, XEON)[-1][1])
     assert re.fullmatch(r"about \d+ minutes", lines["time"])
     missing = dict(plan(recipe, tmp_path, None, XEON)[-1][1])
-    assert missing["time"] == "not known before its model is here"
+    assert missing["time"] == "not known before its model and rows are here"
 
 
 def test_a_plan_says_what_is_missing(tmp_path, monkeypatch):

@@ -35,7 +35,6 @@ def test_the_extras_are_those_of_the_package():
     ("name", "overrides", "module", "extra"),
     [
         ("gsm8k", [], "math_verify", "math"),
-        ("gsm8k", ["task.train=hf:a/b/train"], "datasets", "datasets"),
         ("arithmetic", [], "reasoning_gym", "gym"),
         ("keywords", ["model.name=hf:a/b"], "huggingface_hub", "hf"),
     ],

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from burnish.errors import BurnishError, RunError
+from burnish.errors import BurnishError
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
-from burnish.progress import Report, unheard
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
 from burnish.schema import TrainConfig
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores, Weights
-
-
-class Finished(NamedTuple):
-    """The log of a rollout whose gradient steps have been taken."""
-
-    metrics: Metrics
-    """KL of the policy that sampled the rollout to the initial model and to the policy one rollout
-    before; empty unless ``train.log_kl``."""
-    logprobs: Tensor | None
-    """[N] of the policy before the first step; None if the learner did not score all of them."""
 
 
 class State(NamedTuple):
@@ -42,42 +31,18 @@ class State(NamedTuple):
 
 
 @dataclass
-class _Passes:
-    """Forward passes without gradient over a batch."""
-
-    packs: list[Pack]
-    """The packs that training will use, so that the numerics are the same."""
-    report: Report
-    """Counts the packs that are done, from 0 in each pass."""
-    lower: Tensor | None = None
-    """[N, d] hidden states below the layers that learn; None if all layers learn."""
-
-    def logprobs(self, policy: Policy) -> Tensor:
-        """[N]"""
-        return self.joined(lambda p: policy.score(p.batch, at(p.slots, self.lower)).logprobs)
-
-    @torch.no_grad()
-    def joined(self, values: Callable[[Pack], Tensor]) -> Tensor:
-        """[N, …] from the values of each pack."""
-        parts = []
-        for done, pack in enumerate(self.packs, 1):
-            parts.append((pack.slots, values(pack)))
-            self.report(done, len(self.packs))
-        return _join(parts)
-
-
-@dataclass
 class _Rollout:
     """The memory of a rollout between its scores and its last gradient step."""
 
     batch: PackedBatch
+    version: int
+    """The policy's version before the first step."""
     lower: Tensor | None
     """[N, d] hidden states below the layers that learn; None if all layers learn."""
-    logprobs: Tensor
-    """[N] of the policy before the first step; the sampler's until the learner has its own."""
-    drift: Callable[[Tensor], Metrics]
-    is_new: bool = True
-    """No gradient step was taken yet."""
+    logprobs: Tensor | None
+    """[N] of the policy before the first step; None if the learner has not scored all of them."""
+    others: dict[str, tuple[Pack, Tensor]]
+    """Policies that the policy is compared with: some responses and their log-probabilities [n]."""
 
 
 class Learner:
@@ -114,31 +79,25 @@ class Learner:
         if self.program.refresh is not None and number % self.program.refresh == 0:
             self._refresh_reference()
 
-    def score(
-        self, batch: PackedBatch, parts: Sequence[Pack] | None = None, report: Report = unheard
-    ) -> Scores:
+    def score(self, batch: PackedBatch, parts: Sequence[Pack] | None = None) -> Scores:
         """Runs the forward passes that the program and ``train.log_kl`` need before the first step.
 
         ``parts`` are the train batches of the rollout, by default of ``train.batch`` responses.
-        ``report`` counts the packs that are done, from 0 in each pass.
         """
         parts = train_batches(batch, self.train.batch) if parts is None else parts
-        passes = self._passes(parts, report)
+        packs = self._packs(parts)
+        lower = self._lower(packs)
         policies: dict[str, Any] = {"proximal": self.policy, "reference": self.reference}
         needed = self.program.passes(self.train.epochs * len(parts))
-        scores = Scores(**{name: passes.logprobs(policies[name]) for name in needed})
-        known = batch.behavior_logprobs if scores.proximal is None else scores.proximal
-        drift = self._drift(batch, passes, scores)
-        self._rollout = _Rollout(batch, passes.lower, known, drift)
+        scores = Scores(**{name: _logprobs(policies[name], packs, lower) for name in needed})
+        others = self._others(batch, packs, lower, scores)
+        self._rollout = _Rollout(batch, self.version, lower, scores.proximal, others)
         return scores
 
-    def step(self, learn: LearnBatch, report: Report = unheard) -> Metrics:
-        """Takes a gradient step on a train batch; a step that is not finite is skipped and counted.
-
-        ``report`` counts the packs that are done.
-        """
-        measured, loss = self._accumulate(learn, report)
-        self._keep_first(measured.logprobs)
+    def step(self, learn: LearnBatch) -> Metrics:
+        """Takes a gradient step on a train batch; skips and counts a step that is not finite."""
+        measured, loss = self._accumulate(learn)
+        self._remember(measured.logprobs)
         norm = self.optimizer.gradient_norm()
         metrics = self.program.metrics(measured, learn)
         metrics |= mismatch(measured.logprobs, learn.batch, self.version)
@@ -154,26 +113,34 @@ class Learner:
         self.skipped_in_a_row = 0
         return metrics
 
-    def finish(self) -> Finished:
-        """Ends the rollout that was scored last and forgets its forward passes."""
+    def finish(self) -> tuple[Metrics, Tensor | None]:
+        """Ends the rollout that was scored last and forgets its forward passes.
+
+        Returns the KL of the policy that sampled it to the initial model and to the policy one
+        rollout before (empty unless ``train.log_kl``), and the log-probabilities [N] of the policy
+        before the first step (None if the learner did not score all of them).
+        """
         rollout, self._rollout = self._rollout, None
         assert rollout is not None, "score comes before finish"
-        is_own = rollout.logprobs is not rollout.batch.behavior_logprobs
-        return Finished(rollout.drift(rollout.logprobs), rollout.logprobs if is_own else None)
+        own = rollout.batch.behavior_logprobs if rollout.logprobs is None else rollout.logprobs
+        metrics: Metrics = {}
+        for name, (part, logprobs) in rollout.others.items():
+            metrics |= describe_kl(name, own[part.slots], logprobs, part.batch)
+        return metrics, rollout.logprobs
 
-    def logprobs(self, batch: PackedBatch, report: Report = unheard) -> Tensor:
+    def logprobs(self, batch: PackedBatch) -> Tensor:
         """[N] of the policy as it is, without gradient."""
-        passes = self._passes(train_batches(batch, self.train.batch), report)
-        return passes.logprobs(self.policy)
+        return _logprobs(self.policy, self._packs(train_batches(batch, self.train.batch)))
 
-    def held_out_drift(self, batch: PackedBatch, report: Report = unheard) -> Metrics:
+    def held_out_drift(self, batch: PackedBatch) -> Metrics:
         """KL of the policy as it is to the initial model, on responses that it sampled but does not
         learn from. There are no metrics without ``train.log_kl``, nor before the first step, when
         the KL is 0."""
         if self.initial is None or not self.version:
             return {}
-        passes = self._passes(train_batches(batch, self.train.batch), report)
-        ours, initial = passes.logprobs(self.policy), passes.logprobs(self.initial)
+        packs = self._packs(train_batches(batch, self.train.batch))
+        lower = self._lower(packs)
+        ours, initial = (_logprobs(p, packs, lower) for p in (self.policy, self.initial))
         return describe_kl("held_out", ours, initial, batch)
 
     def weights(self) -> Weights:
@@ -204,26 +171,17 @@ class Learner:
         """Takes over the state of a learner that was made from the same model and recipe."""
         if state.numbers["refreshed"]:
             self._refresh_reference()
-        views = self.state().tensors
-        ours, given = ({(name, t.shape) for name, t in of.items()} for of in (views, state.tensors))
-        if ours != given:
-            raise RunError(
-                f"the checkpoint does not fit its recipe and model: {min(ours ^ given)[0]} is "
-                "missing in one of them or has another shape; resume with the recipe and the model "
-                "of the run"
-            )
-        for name, view in views.items():
+        for name, view in self.state().tensors.items():
             view.copy_(state.tensors[name])
         self.optimizer.load_numbers(state.numbers["policy"])
         self.version = state.numbers["version"]
         self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
 
-    def _accumulate(self, learn: LearnBatch, report: Report = unheard) -> tuple[Measured, float]:
+    def _accumulate(self, learn: LearnBatch) -> tuple[Measured, float]:
         """Adds up the gradients over the packs -> log-probabilities and entropies, and the loss."""
         saved = None if self._rollout is None else self._rollout.lower
         parts, loss = [], 0.0
-        packs = cut(learn.batch, self.train.micro_tokens)
-        for done, pack in enumerate(packs, 1):
+        for pack in cut(learn.batch, self.train.micro_tokens):
             part = take_streams(learn, pack)
             lower = None if part.slots is None else at(part.slots, saved)
             measured = self.policy.score(pack.batch, lower)
@@ -234,57 +192,50 @@ class Learner:
             self.optimizer.backward(part_loss)
             loss += part_loss.item()
             parts.append((pack.slots, torch.stack(measured, 1)))
-            report(done, len(packs))
         return Measured(*_join(parts).unbind(1)), loss
 
-    def _keep_first(self, logprobs: Tensor) -> None:
+    def _remember(self, logprobs: Tensor) -> None:
         """The first step, if it runs over the whole rollout, has scored the policy before it."""
         rollout = self._rollout
-        if rollout is None:
+        if rollout is None or rollout.version != self.version:
             return
-        if rollout.is_new and len(logprobs) == len(rollout.batch.tokens):
+        if len(logprobs) == len(rollout.batch.tokens):
             rollout.logprobs = logprobs
-        rollout.is_new = False
 
-    def _drift(
-        self, batch: PackedBatch, passes: _Passes, scores: Scores
-    ) -> Callable[[Tensor], Metrics]:
-        """KL to the initial model and to the policy one rollout before, as a function of the
-        policy's log-probabilities [N], which the first step may yet have to make.
-
-        The policy as it is becomes the next call's "previous".
-        """
+    def _others(
+        self, batch: PackedBatch, packs: list[Pack], lower: Tensor | None, scores: Scores
+    ) -> dict[str, tuple[Pack, Tensor]]:
+        """The policies to compare with, see `_Rollout`; the policy as it is becomes the next
+        call's "previous"."""
         if self.initial is None or self.previous is None:
-            return lambda logprobs: {}
+            return {}
         whole = part = Pack.whole(batch)
         if self.train.log_kl_responses is not None:
             some = min(self.train.log_kl_responses, len(batch.rewards))
             part = take(batch, torch.arange(some, device=batch.tokens.device))
             packs = self._packs(train_batches(part.batch, self.train.batch))
-            passes = _Passes(packs, passes.report, at(part.slots, passes.lower))
-        initial, scored = scores.reference, whole
-        if self.reference is not self.initial or initial is None:
-            initial, scored = passes.logprobs(self.initial), part
-        previous = passes.logprobs(self.previous)
+            lower = at(part.slots, lower)
+        others = {"previous": (part, _logprobs(self.previous, packs, lower))}
+        if scores.reference is not None and self.reference is self.initial:
+            others["initial"] = whole, scores.reference
+        else:
+            others["initial"] = part, _logprobs(self.initial, packs, lower)
         copy_weights(self.policy, self.previous)
-
-        def measure(logprobs: Tensor) -> Metrics:
-            metrics = describe_kl("previous", logprobs[part.slots], previous, part.batch)
-            return metrics | describe_kl("initial", logprobs[scored.slots], initial, scored.batch)
-
-        return measure
+        return others
 
     def _refresh_reference(self) -> None:
         """From now on the reference is the policy as it is."""
         self.reference, self.refreshed = self._frozen(), True
 
-    def _passes(self, parts: Sequence[Pack], report: Report) -> _Passes:
-        passes = _Passes(self._packs(parts), report)
-        if self.policy.lower_layers:
-            passes.lower = passes.joined(lambda pack: self.policy.lower(pack.batch))
-        return passes
+    @torch.no_grad()
+    def _lower(self, packs: list[Pack]) -> Tensor | None:
+        """[N, d] hidden states below the layers that learn; None if all layers learn."""
+        if not self.policy.lower_layers:
+            return None
+        return _join([(pack.slots, self.policy.lower(pack.batch)) for pack in packs])
 
     def _packs(self, parts: Sequence[Pack]) -> list[Pack]:
+        """The packs that training will use, so that the numerics are the same."""
         return [
             Pack(pack.batch, whole.slots[pack.slots])
             for whole in parts
@@ -308,6 +259,12 @@ class Learner:
         """A copy that shares the weights that never change."""
         shared = {id(p): p for p in self.policy.parameters() if not p.requires_grad}
         return copy.deepcopy(self.policy, shared).requires_grad_(False)
+
+
+@torch.no_grad()
+def _logprobs(policy: Policy, packs: list[Pack], lower: Tensor | None = None) -> Tensor:
+    """[N]; ``lower`` as in `_Rollout`."""
+    return _join([(p.slots, policy.score(p.batch, at(p.slots, lower)).logprobs) for p in packs])
 
 
 def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -9,7 +9,6 @@ backward pass has made it.
 from __future__ import annotations
 
 import copy
-import math
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ GROWTH_INTERVAL = 2000
 def rate(train: TrainConfig, step: int) -> float:
     """The learning rate of gradient step ``step``, counted from 0.
 
-    It rises over the first ``warmup_steps``, which end at the full rate, then stays or falls to 0
+    It rises over the first ``warmup_steps``, which end at the full rate, then stays, or falls to 0
     at step ``decay_steps``.
     """
     full = train.learning_rate
@@ -42,8 +41,7 @@ def rate(train: TrainConfig, step: int) -> float:
         return full
     assert train.decay_steps is not None, "Recipe.decay_steps"
     falling = max(1, train.decay_steps - train.warmup_steps)
-    done = min(1.0, (step - train.warmup_steps) / falling)
-    return full * (1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+    return full * (1 - min(1.0, (step - train.warmup_steps) / falling))
 
 
 class LossScale:

@@ -35,8 +35,8 @@ def train(
     for number in range(start, recipe.train.steps):
         groups = pairs.batch(number, recipe.train.batch)
         with timers("learn"):
-            report = begin("learn", f"learning {len(groups)} answers", unit="packs")
-            figures = learner.step(to_learn(learner, groups), report)
+            begin("learn", f"learning {len(groups)} answers")
+            figures = learner.step(to_learn(learner, groups))
         metrics = {k: v for k, v in figures.items() if k not in CONSTANT}
         metrics |= {"train/version": learner.version, "train/tokens": count_tokens(groups)}
         yield Step(number + 1, metrics)
@@ -53,10 +53,9 @@ def validate(pairs: Pairs, learner: Learner, when: str = "") -> tuple[list[Group
     """The mean over all held-out answer tokens; empty where nothing is held out."""
     if not pairs.validation:
         return [], {}
-    doing = f"evaluating {len(pairs.validation)} answers {when}".rstrip()
-    report = begin("evaluate", doing, unit="packs")
+    begin("evaluate", f"evaluating {len(pairs.validation)} answers {when}".rstrip())
     batch = pack(pairs.validation).to(learner.device)
-    loss = -learner.logprobs(batch, report)[batch.is_action].double().mean().item()
+    loss = -learner.logprobs(batch)[batch.is_action].double().mean().item()
     return [], {"validation/loss": loss}
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
-from burnish.progress import Report, begin
+from burnish.progress import begin
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
 from burnish.rollout.packing import pack, train_batches
@@ -99,34 +99,25 @@ def learn(
         return Step(number, {"train/skipped": float(planned), "train/version": learner.version})
     some = counted(sum(len(group.grades) for group in groups), "response")
     with timers("score"):
-        report = begin("score", f"scoring {some}", unit="packs")
+        begin("score", f"scoring {some}")
         batch = pack(groups).to(learner.device)
         parts = train_batches(batch, recipe.train.batch, count=recipe.train_batches)
-        scores = learner.score(batch, parts, report)
+        scores = learner.score(batch, parts)
     with timers("learn"):
-        report = begin("learn", f"learning from {some}", unit="packs")
+        report = begin("learn", f"learning from {some}", unit="gradient steps")
         lag = learner.version - min(group.oldest_version for group in groups)
         advantages = program.advantages(batch, scores)
         batches = program.batches(batch, advantages, scores, parts) * recipe.train.epochs
-        taken = [
-            learner.step(part, _share(report, k, len(batches))) for k, part in enumerate(batches)
-        ]
-    finished = learner.finish()
-    metrics = finished.metrics | combine(taken)
+        taken = []
+        for part in batches:
+            taken.append(learner.step(part))
+            report(len(taken), len(batches))
+    drift, logprobs = learner.finish()
+    metrics = drift | combine(taken)
     metrics["train/skipped"] += planned - len(taken)
     metrics |= {"train/version": learner.version, "train/lag": lag}
-    own = None if finished.logprobs is None else _by_response(batch, finished.logprobs)
+    own = None if logprobs is None else _by_response(batch, logprobs)
     return Step(number, metrics, groups, _per_response(batch, advantages), own)
-
-
-def _share(report: Report, index: int, count: int) -> Report:
-    """Reports the packs of gradient step ``index`` as a part of those of ``count`` steps."""
-
-    def further(done: int, total: int | None = None, *, tokens: int = 0) -> None:
-        assert total is not None
-        report(index * total + done, count * total)
-
-    return further
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:

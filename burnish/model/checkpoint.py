@@ -63,12 +63,11 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
     for file in sorted(directory / name for name in names):
         try:
             state |= load_file(file)
-        except FileNotFoundError:
+        except (OSError, SafetensorError) as error:
             raise ModelError(
-                f"{file} is missing; burnish reads safetensors, and never pickled weights"
-            ) from None
-        except SafetensorError as error:
-            raise ModelError(f"{file} is damaged ({error}); fetch it again") from error
+                f"{file} is missing or damaged ({error}); burnish reads safetensors, and never "
+                "pickled weights"
+            ) from error
     return state
 
 
@@ -98,8 +97,6 @@ def load_hf_state(model: Transformer, state: Mapping[str, Tensor]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model directory needs it") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read, and a model needs it: {error}") from error
     return content

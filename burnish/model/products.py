@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.benchmark import Timer
 
 from burnish import machine
 
@@ -27,20 +27,15 @@ def multiplies(dtype: torch.dtype, device: str) -> bool:
     return available and machine.multiplies(NAMES[dtype], device)
 
 
-def cost(dtype: torch.dtype, seconds: float = 0.2) -> float:
+def cost(dtype: torch.dtype) -> float:
     """How many times as long a product on this CPU takes as in float32, by a measurement."""
-    rows, wide, long = 256, 576, 3072
 
-    def fastest(kind: torch.dtype) -> float:
-        x, weight = torch.ones(rows, wide, dtype=kind), torch.ones(long, wide, dtype=kind)
-        times: list[float] = []
-        while len(times) < 3 or sum(times) < seconds / 2:
-            start = time.perf_counter()
-            linear(x, weight)
-            times.append(time.perf_counter() - start)
-        return min(times)
+    def seconds(kind: torch.dtype) -> float:
+        given = {"x": torch.ones(256, 576, dtype=kind), "weight": torch.ones(3072, 576, dtype=kind)}
+        timer = Timer("linear(x, weight)", globals=given | {"linear": linear})
+        return timer.blocked_autorange(min_run_time=0.1).median
 
-    return fastest(dtype) / fastest(torch.float32)
+    return seconds(dtype) / seconds(torch.float32)
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:

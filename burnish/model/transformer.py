@@ -8,7 +8,7 @@ the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -25,22 +25,8 @@ from burnish.types import Measured, PackedBatch
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """The class in transformers of each family, which is its `model_type` there."""
-HF_SETTINGS = {
-    "vocab_size": "vocab_size",
-    "n_layers": "num_hidden_layers",
-    "d_model": "hidden_size",
-    "n_heads": "num_attention_heads",
-    "d_ff": "intermediate_size",
-    "context": "max_position_embeddings",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-"""The key in config.json of each field of `ModelConfig`."""
-OPTIONAL = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "initializer_range")
-"""Keys that config.json may lack."""
+OPTIONAL = ("n_kv_heads", "head_dim", "tied", "init_std")
+"""Settings that config.json may lack."""
 SUPPORTED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -65,27 +51,32 @@ HF_MODULES = {
 """Hugging Face's modules in each module here, from its first row on."""
 
 
+def _hf(key: str, default: Any = MISSING) -> Any:
+    """A setting that config.json calls ``key``."""
+    return field(default=default, metadata={"hf": key})
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    vocab_size: int
-    n_layers: int = 4
-    d_model: int = 512
-    n_heads: int = 16
-    d_ff: int = 1344
-    context: int = 256
-    n_kv_heads: int | None = None
+    vocab_size: int = _hf("vocab_size")
+    n_layers: int = _hf("num_hidden_layers", 4)
+    d_model: int = _hf("hidden_size", 512)
+    n_heads: int = _hf("num_attention_heads", 16)
+    d_ff: int = _hf("intermediate_size", 1344)
+    context: int = _hf("max_position_embeddings", 256)
+    norm_eps: float = _hf("rms_norm_eps", 1e-5)
+    n_kv_heads: int | None = _hf("num_key_value_heads", None)
     """None if there are as many as n_heads."""
-    head_dim: int | None = None
+    head_dim: int | None = _hf("head_dim", None)
     """None if it is d_model / n_heads."""
+    tied: bool = _hf("tie_word_embeddings", True)
+    """The head is the embedding."""
+    init_std: float = _hf("initializer_range", 0.02)
     family: str = "llama"
     """llama (SmolLM2 too), qwen2 (bias on q, k, v; Qwen2.5 too) or qwen3 (norm on q, k)."""
     rope: Rope = field(default_factory=Rope)
-    norm_eps: float = 1e-5
-    tied: bool = True
-    """The head is the embedding."""
     fp32_head: bool = False
     """Logits are computed in float32 whatever the precision of the rest."""
-    init_std: float = 0.02
 
     def __post_init__(self) -> None:
         divides = self.head_dim is not None or self.d_model % self.n_heads == 0
@@ -119,18 +110,24 @@ class ModelConfig:
         if wrong:
             listed = ", ".join(f"{key} = {hf[key]!r}" for key in wrong)
             raise ModelError(f"config.json has settings that burnish can't run: {listed}")
-        absent = {name for name in HF_SETTINGS.values() if hf.get(name) is None}
+        given: dict[str, Any] = {name: hf.get(key) for name, key in cls.keys().items()}
+        absent = {name for name, value in given.items() if value is None}
         if absent - set(OPTIONAL):
-            raise ModelError(f"config.json lacks {', '.join(sorted(absent - set(OPTIONAL)))}")
-        given = {ours: hf[name] for ours, name in HF_SETTINGS.items() if name not in absent}
+            raise ModelError(f"config.json lacks {', '.join(cls.keys()[name] for name in absent)}")
+        given = {name: given[name] for name in given if name not in absent}
         return cls(family=family, rope=Rope.from_hf(hf), **{"tied": False} | given)
+
+    @classmethod
+    def keys(cls) -> dict[str, str]:
+        """The key in config.json of each field that has one."""
+        return {field.name: field.metadata["hf"] for field in fields(cls) if field.metadata}
 
     def to_hf(self) -> dict[str, Any]:
         return {
             "architectures": [FAMILIES[self.family]],
             "model_type": self.family,
             "hidden_act": "silu",
-            **{name: getattr(self, ours) for ours, name in HF_SETTINGS.items()},
+            **{key: getattr(self, name) for name, key in self.keys().items()},
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_width,
             **self.rope.to_hf(),
@@ -227,7 +224,7 @@ class Transformer(nn.Module):
         """
         attend = self._attend(batch)
         if lower is None:
-            lower = self._lower(batch, attend)
+            lower = self.lower(batch, attend)
         x = self._run(self.layers[self.lower_layers :], lower, batch.positions, attend)
         actions = batch.is_action.nonzero().squeeze(1)
         streams = batch.tokens, batch.predecessor, actions, batch.temperature
@@ -235,10 +232,11 @@ class Transformer(nn.Module):
         zeros = measured.logprobs.new_zeros(len(batch.tokens))
         return Measured(*(zeros.index_copy(0, actions, x) for x in measured))
 
-    @torch.no_grad()
-    def lower(self, batch: PackedBatch) -> Tensor:
+    def lower(self, batch: PackedBatch, attend: Attend | None = None) -> Tensor:
         """[N, d] hidden states below the layers that learn; copies of a policy share them."""
-        return self._lower(batch, self._attend(batch))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.lower_layers):
+            layers, embedded = self.layers[: self.lower_layers], self.embed(batch.tokens)
+            return self._run(layers, embedded, batch.positions, attend or self._attend(batch))
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under Hugging Face's names, without gradient; clone to keep."""
@@ -277,11 +275,6 @@ class Transformer(nn.Module):
     def _attend(self, batch: PackedBatch) -> Attend:
         dtype, width = self.embed.weight.dtype, self.config.head_width
         return packed(batch.segment_offsets, batch.segment_is_prompt, dtype, width)
-
-    def _lower(self, batch: PackedBatch, attend: Attend) -> Tensor:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.lower_layers):
-            lower = self.layers[: self.lower_layers]
-            return self._run(lower, self.embed(batch.tokens), batch.positions, attend)
 
     def _run(self, layers: nn.ModuleList, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """x [N, d] through some of the layers -> [N, d], before the final norm."""

@@ -20,8 +20,7 @@ from burnish.graders.rewards import Source
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
 from burnish.schema import GymTask
-from burnish.tasks.files import limits_of
-from burnish.tasks.text import Question, TextTask
+from burnish.tasks.text import Question, TextTask, limits_of
 
 SCORER = Source(
     f"{Path(graders.__file__).with_name('gym.py')}:reward",

@@ -1,8 +1,7 @@
 r"""Math with answers that can be checked: GSM8K, MATH, and rows that are laid out like theirs.
 
 A row has its question in "question" or "problem", and its answer in "expected_answer", in "answer"
-(GSM8K ends it with "#### N") or, boxed, in "solution". Rows come from a JSONL file, or through
-the package datasets as hf:ORG/NAME/SPLIT or hf:ORG/NAME/CONFIG/SPLIT.
+(GSM8K ends it with "#### N") or, boxed, in "solution".
 """
 
 from __future__ import annotations
@@ -11,25 +10,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 from burnish.draws import Purpose, Stream, uniforms
-from burnish.errors import DataError, MissingExtra
+from burnish.errors import DataError
 from burnish.graders import extract
 from burnish.graders.answers import gold_texts, readable
 from burnish.graders.math import Format, MathGrader
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
 from burnish.schema import MathTask
-from burnish.tasks.files import ask, ask_all, ask_shuffled, limits_of
-from burnish.tasks.rows import MARKS, DataRow, check_text, read_rows, split
-from burnish.tasks.text import Question, TextTask
+from burnish.tasks import rows
+from burnish.tasks.rows import MARKS, DataRow, check_text
+from burnish.tasks.text import Question, TextTask, ask, ask_all, ask_shuffled, limits_of
 
-HELD_OUT_SEED = 0
-"""The rows chosen of a validation file are the same whatever a run's seed, so that runs compare."""
-NAMED = 3
-"""Rows that an error names."""
 _PERCENT = re.compile(
     r"\b(?:what|which|how many)\b(?:\W+\w+){0,4}?\W+percent|\bas an? percent", re.IGNORECASE
 )
@@ -93,34 +87,18 @@ def beginnings(solution: Any) -> list[str]:
 
 
 def rows_of(config: MathTask, *, seed: int) -> tuple[list[DataRow], list[DataRow]]:
-    """Train and validation rows.
-
-    Rows without a usable answer, or in both, are an error that counts them; with ``drop_bad`` they
-    are left out.
-    """
-    drop, count = config.drop_bad, config.validation_rows
-    train = usable(read(config.train), drop=drop)
-    if config.validation is None:
-        train, validation = split(train, 0.1 if count is None else count, seed=seed)
-    else:
-        validation = usable(read(config.validation), drop=drop)
-        if count is not None and count != len(validation):
-            _, validation = split(validation, count, seed=HELD_OUT_SEED)
-    return apart(train, validation, drop=drop), validation
+    """Train and validation rows. Questions that are held out leave the training rows, white space
+    and case aside."""
+    train, validation = rows.rows_of(config, seed=seed, check=check_row)
+    held_out = {_plain(row["question"]) for row in validation}
+    kept = [row for row in train if _plain(row["question"]) not in held_out]
+    if not kept:
+        raise DataError("no row is left to train on; give others, or hold out fewer")
+    return kept, validation
 
 
-def read(source: str) -> list[DataRow]:
-    if not source.startswith("hf:"):
-        return read_rows(Path(source), check_row)
-    *name, chosen = source.removeprefix("hf:").split("/")
-    if len(name) not in (2, 3):
-        raise DataError(f"hf:ORG/NAME/SPLIT or hf:ORG/NAME/CONFIG/SPLIT is read, got {source!r}")
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra("datasets", f"reading {source}") from None
-    rows = datasets.load_dataset("/".join(name[:2]), *name[2:], split=chosen)
-    return [check_row(row, f"{source}, row {i}") for i, row in enumerate(rows)]
+def _plain(question: str) -> str:
+    return " ".join(question.casefold().split())
 
 
 def check_row(row: Any, where: str) -> DataRow:
@@ -133,8 +111,14 @@ def check_row(row: Any, where: str) -> DataRow:
     worked = fields.get("solution", fields.get("answer"))
     for text in (question, worked):
         check_text(str(text), where)
-    found = {"question": question, "answer": golds(fields, question), "solution": worked}
-    return DataRow(fields | found, where)
+    answer = golds(fields, question)
+    if not answer or not all(map(readable, answer)):
+        said = ", ".join(answer)[:40] or "none"
+        raise DataError(
+            f"{where}: the row needs an answer that can be parsed, got {said!r}; correct the row "
+            "or leave it out"
+        )
+    return DataRow(fields | {"question": question, "answer": answer, "solution": worked}, where)
 
 
 def golds(row: Mapping[str, Any], question: str) -> list[str]:
@@ -157,37 +141,3 @@ def _gold(text: str, solved: bool) -> str | None:
         marked = extract.hashes(text) or ""
         return marked.replace(",", "") if _NUMBER.fullmatch(marked) else marked
     return extract.boxed(text) or (None if solved else text.strip())
-
-
-def usable(rows: Sequence[DataRow], *, drop: bool) -> list[DataRow]:
-    """The rows that have an answer which can be parsed, as far as its text tells."""
-    good, bad = list[DataRow](), list[DataRow]()
-    for row in rows:
-        is_good = row["answer"] and all(map(readable, row["answer"]))
-        (good if is_good else bad).append(row)
-    if bad and not drop:
-        named = [f"{row.where}: {', '.join(row['answer'])[:40] or 'none'!r}" for row in bad[:NAMED]]
-        raise DataError(
-            f"{len(bad)} of {len(rows)} rows have no answer that can be parsed "
-            f"({'; '.join(named)}); correct them, or leave them out with task.drop_bad = true"
-        )
-    return good
-
-
-def apart(train: Sequence[DataRow], validation: Sequence[DataRow], *, drop: bool) -> list[DataRow]:
-    """The training rows whose question is not held out as well, white space and case aside."""
-    held_out = {_plain(row["question"]) for row in validation}
-    kept = [row for row in train if _plain(row["question"]) not in held_out]
-    shared = len(train) - len(kept)
-    if shared and not drop:
-        raise DataError(
-            f"{shared} of {len(train)} training questions are also held out for validation, which "
-            "would then measure memory; remove them, or leave them out with task.drop_bad = true"
-        )
-    if not kept:
-        raise DataError("no row is left to train on; give others, or hold out fewer")
-    return kept
-
-
-def _plain(question: str) -> str:
-    return " ".join(question.casefold().split())

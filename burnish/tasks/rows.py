@@ -19,6 +19,7 @@ from burnish.sections import nearest
 
 MARKS = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")
 """GSM8K's marks for a calculator, such as <<48/2=24>>; the text around them says the same."""
+HELD_OUT_SEED = 0
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that a chat message may have."""
 
@@ -105,27 +106,27 @@ def rows_from(
 def rows_of(
     config: Rows, *, seed: int, check: Check = check_prompt
 ) -> tuple[list[DataRow], list[DataRow]]:
-    """Train and validation rows from a script or from the recipe's files."""
+    """Train and validation rows from a script or from the recipe's files.
+
+    The rows chosen of a validation file are the same for every seed, so that runs compare.
+    """
     if config.rows is not None:
         rows = rows_from(config.rows, check)
     elif config.train is not None:
         rows = read_rows(Path(config.train), check)
     else:
         raise ConfigError("there are no prompts; give --data FILE.jsonl or set task.train")
-    if config.validation is not None:
-        return rows, read_rows(Path(config.validation), check)
-    return split(rows, 0.1, seed=seed)
+    count = config.validation_rows
+    if config.validation is None:
+        return split(rows, max(1, round(0.1 * len(rows))) if count is None else count, seed=seed)
+    validation = read_rows(Path(config.validation), check)
+    if count not in (None, len(validation)):
+        _, validation = split(validation, count, seed=HELD_OUT_SEED)
+    return rows, validation
 
 
-def split(
-    rows: Sequence[DataRow], held_out: float, *, seed: int
-) -> tuple[list[DataRow], list[DataRow]]:
-    """Train and validation rows, each in the file's order.
-
-    held_out: how many rows validate, or what share of them; a share above 0 is at least one row.
-    """
-    share = isinstance(held_out, float)
-    count = int(max(1, round(held_out * len(rows))) if share and held_out else held_out)
+def split(rows: Sequence[DataRow], count: int, *, seed: int) -> tuple[list[DataRow], list[DataRow]]:
+    """Train rows, and ``count`` validation rows, each in the file's order."""
     if count >= len(rows):
         raise DataError(
             f"{len(rows)} rows do not split: {count} for validation leave no others; give more "

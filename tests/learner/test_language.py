@@ -9,7 +9,7 @@ import torch
 
 from burnish.engine.engine import EngineSettings, NativeEngine
 from burnish.engine.protocol import Request
-from burnish.errors import BurnishError, RunError
+from burnish.errors import BurnishError
 from burnish.learner.learner import State
 from burnish.rollout.packing import Pack, pack, take_streams, train_batches
 from burnish.types import Completion, Grade, Group, SamplingParams
@@ -95,10 +95,10 @@ def test_a_single_step_needs_no_scores_of_the_policy(objective, precision, split
             whole = [Pack.whole(batch)]
             (learn,) = learner.program.batches(batch, advantages, scores, whole)
             metrics = learner.step(learn)
-            finished = learner.finish()
+            drift, logprobs = learner.finish()
             if recompute:
-                assert torch.equal(finished.logprobs, scores.proximal)
-            rows.append((metrics | finished.metrics, finished.logprobs.tolist()))
+                assert torch.equal(logprobs, scores.proximal)
+            rows.append((metrics | drift, logprobs.tolist()))
         outcomes.append((rows, masters(learner)))
     (rows, weights), (want, same) = outcomes
     assert rows == want
@@ -203,7 +203,7 @@ def test_steps_that_are_not_finite_are_counted_and_then_halt(batch):
 
 STATES = [
     {},
-    {"precision": "bf16", "micro_tokens": 30, "schedule": "cosine", "decay_steps": 9},
+    {"precision": "bf16", "micro_tokens": 30, "schedule": "linear", "decay_steps": 9},
     {"precision": "fp16", "warmup_steps": 3, "log_kl": True},
 ]
 
@@ -218,7 +218,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(train, refresh, batch):
         for number in steps:
             learner.begin(number)
             metrics = learner.step(make_learn_batch(learner, batch))
-            rows.append(learner.finish().metrics | metrics)
+            rows.append(learner.finish()[0] | metrics)
         return rows
 
     torch.use_deterministic_algorithms(True)
@@ -241,19 +241,6 @@ def test_a_loaded_state_goes_on_bit_for_bit(train, refresh, batch):
     assert all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
 
 
-def test_a_state_of_another_model_is_refused():
-    learner = make_learner(make_policy(torch.float32))
-    tensors, numbers = learner.state()
-    name = next(iter(tensors))
-    for broken in (
-        {k: v for k, v in tensors.items() if k != name},
-        tensors | {"more": torch.zeros(1)},
-        tensors | {name: torch.zeros(2, 2)},
-    ):
-        with pytest.raises(RunError, match="does not fit"):
-            learner.load_state(State(broken, numbers))
-
-
 def test_kl_to_the_initial_model_and_to_the_step_before(batch):
     learner = make_learner(make_policy(), log_kl=True, learning_rate=1e-3)
     history = []
@@ -263,7 +250,7 @@ def test_kl_to_the_initial_model_and_to_the_step_before(batch):
         learn = make_learn_batch(learner, batch)
         for _ in range(2):
             learner.step(learn)
-        rows.append(learner.finish().metrics)
+        rows.append(learner.finish()[0])
     assert set(rows[0].values()) == {0.0}
     action, ids = batch.is_action, batch.sequence_ids
     for step in (1, 2, 3):
@@ -285,7 +272,7 @@ def test_kl_on_some_responses_and_shared_with_the_reference(batch):
     assert learner.reference is learner.initial
     learner.step(make_learn_batch(learner, batch))
     scores = learner.score(batch)
-    got = learner.finish().metrics
+    got = learner.finish()[0]
     x = scores.proximal - scores.reference
     assert got["kl/initial_k1"] == pytest.approx(x[batch.is_action].mean().item(), rel=1e-9)
     assert got["kl/initial_k1"] == pytest.approx(
@@ -294,7 +281,7 @@ def test_kl_on_some_responses_and_shared_with_the_reference(batch):
     learner.begin(2)
     part = x[batch.is_action & (batch.sequence_ids < 5)]
     learner.score(batch)
-    again = learner.finish().metrics
+    again = learner.finish()[0]
     assert again["kl/initial_k1"] == pytest.approx(part.mean().item(), rel=1e-9)
     # In packs of other sizes: float64's last bits may differ.
     assert again["kl/previous_k1"] == pytest.approx(0, abs=1e-15)

@@ -23,9 +23,6 @@ def test_schedules():
     linear = {"schedule": "linear", "decay_steps": 10}
     assert rates([0, 5, 10, 11], **linear) == [2, 1, 0, 0]
     assert rates([1, 2, 6, 10], **linear, warmup_steps=2) == [2, 2, 1, 0]
-    cosine = {"schedule": "cosine", "decay_steps": 10}
-    assert rates([0, 5, 10], **cosine) == [2, 1, 0]
-    assert rates([2.5], **cosine) == [1 + math.cos(math.pi / 4)]
     assert rates([3, 9, 10], **linear, warmup_steps=10) == [0.8, 2, 2]  # it never falls
 
 

@@ -179,7 +179,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
 
 def test_what_has_no_effect_and_what_is_missing_is_refused(tmp_path):
     for setting in ("train.steps=3", "rollout.batch=8", "objective.kl=k3", "train.epochs=2"):
-        with pytest.raises(ConfigError, match=r"has no effect with task\.name = 'pairs'"):
+        with pytest.raises(ConfigError, match=r'has no effect with task\.name = "pairs"'):
             config.load("sft", [setting])
     with pytest.raises(ConfigError, match="there are no prompts; give --data"):
         api.sft("keywords", out=tmp_path / "none")

@@ -161,16 +161,16 @@ def test_configs_that_are_refused(change: dict[str, Any], message: str, tmp_path
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json is missing"):
+    with pytest.raises(ModelError, match=r"config\.json can't be read"):
         checkpoint.load(tmp_path)
     save(make("llama"), tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is missing or damaged"):
         checkpoint.load(tmp_path)
     weights.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="never pickled weights"):
         checkpoint.load(tmp_path)
     (tmp_path / "config.json").write_text("[")
-    with pytest.raises(ModelError, match="is not JSON"):
+    with pytest.raises(ModelError, match=r"config\.json can't be read"):
         checkpoint.load(tmp_path)

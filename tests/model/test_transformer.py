@@ -7,7 +7,7 @@ import torch
 
 from burnish.errors import ModelError
 from burnish.model.attention import causal
-from burnish.model.rope import Llama3, Rope
+from burnish.model.rope import Rope
 from burnish.model.transformer import ModelConfig, Transformer
 
 TINY = ModelConfig(vocab_size=37, n_layers=2, d_model=16, n_heads=4, d_ff=24, n_kv_heads=2)
@@ -75,6 +75,6 @@ def test_impossible_rope_is_refused() -> None:
 
 
 def test_hf_config_round_trip() -> None:
-    rope = Rope(500.0, Llama3(2.0, 1.0, 4.0, 32))
+    rope = Rope(500.0, (2.0, 1.0, 4.0, 32))
     config = replace(TINY, family="qwen3", head_dim=8, rope=rope)
     assert ModelConfig.from_hf(config.to_hf()) == config

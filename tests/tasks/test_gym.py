@@ -153,13 +153,13 @@ def test_countdown_takes_arithmetic_and_nothing_else(scorers, tmp_path):
     assert {grade.status for grade in results} <= {Status.SCORED, Status.TIMEOUT}
 
 
-@pytest.mark.parametrize("generator", ["n_queens", "spiral_matrix", "polynomial_multiplication"])
+@pytest.mark.parametrize("generator", ["n_queens", "spiral_matrix"])
 def test_scorers_that_evaluate_do_not(generator, scorers, tmp_path):
     task = make(generator, validation_prompts=1, scorers=scorers)
     (prompt,) = task.validation
     answer = prompt.reference["entry"]["answer"]
     as_list = str([row.split() for row in answer.split("\n")])
-    spelled = {"n_queens": as_list, "spiral_matrix": str(answer.split())}.get(generator, answer)
+    spelled = as_list if generator == "n_queens" else str(answer.split())
     mark = tmp_path / "mark"
     code = f"[__import__('pathlib').Path({str(mark)!r}).touch()]"
     right, listed, hostile = grades(task, prompt, answer, spelled, code)
@@ -167,6 +167,14 @@ def test_scorers_that_evaluate_do_not(generator, scorers, tmp_path):
     assert listed.reward > 0  # what their eval was for still works
     assert hostile.reward < 0.1
     assert not mark.exists()
+
+
+def test_a_scorer_that_would_have_to_evaluate_is_an_error(scorers):
+    task = make("polynomial_multiplication", validation_prompts=1, scorers=scorers)
+    (prompt,) = task.validation
+    (grade,) = grades(task, prompt, prompt.reference["entry"]["answer"])
+    assert grade.status is Status.ERROR
+    assert "choose another task.generator" in grade.message
 
 
 def test_the_scorers_module_is_the_packages_own():

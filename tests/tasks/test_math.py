@@ -2,16 +2,15 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from burnish import api, config
-from burnish.errors import ConfigError, DataError, MissingExtra
+from burnish.errors import ConfigError, DataError
 from burnish.plan import plan
 from burnish.rollout.rollout import sampling
 from burnish.schema import MathTask
-from burnish.tasks.math import beginnings, check_row, make_math, read, rows_of
+from burnish.tasks.math import beginnings, check_row, make_math, rows_of
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group
 
@@ -50,10 +49,6 @@ def write(tmp_path, rows, name="train.jsonl"):
         ({"question": "It costs $9 less 10%. How much?", "answer": "#### 50"}, ["50"]),
         ({"question": "They grow 5 percent. What is the sum?", "answer": "#### 5"}, ["5"]),
         ({"problem": "What percent?", "answer": "x"}, ["x"]),
-        ({"problem": "q", "solution": "nothing boxed"}, []),
-        ({"problem": "q", "answer": None}, []),
-        ({"problem": "q", "answer": "####"}, []),
-        ({"problem": "q"}, []),
     ],
 )  # fmt: skip
 def test_layouts_and_gold_answers(given, golds):
@@ -63,25 +58,19 @@ def test_layouts_and_gold_answers(given, golds):
     assert found["solution"] == given.get("solution", given.get("answer"))
 
 
-def test_rows_without_a_question(tmp_path):
-    with pytest.raises(DataError, match=r"train.jsonl, line 2: no text 'question' or 'problem', o"):
-        read(write(tmp_path, [row(1), {"answer": "#### 1"}]))
-    with pytest.raises(DataError, match="no text 'question' or 'problem', only none"):
-        read(write(tmp_path, [[1]]))
-
-
-def test_answers_that_can_not_be_used_are_counted_or_left_out(tmp_path):
-    bad = [row(3, answer="no mark"), row(4, answer="#### ???"), row(5, answer=r"#### \frac{1}{")]
-    bad.append({"problem": "p", "solution": "none"})
-    train = write(tmp_path, [row(1), *bad[1:], row(2), row(6)])
-    with pytest.raises(DataError) as caught:
-        rows_of(MathTask(train=train), seed=0)
-    message = str(caught.value)
-    assert "3 of 6 rows have no answer that can be parsed" in message
-    assert "line 2: '???'; " in message
-    assert "line 4: 'none'); correct them, or leave them out with task.drop_bad = true" in message
-    kept = rows_of(MathTask(train=train, drop_bad=True, validation_rows=1), seed=0)
-    assert sorted(int(r["answer"][0]) for part in kept for r in part) == [3, 4, 8]
+def test_rows_without_a_question_or_an_answer(tmp_path):
+    cases = [
+        ({"answer": "#### 1"}, r"train.jsonl, line 2: no text 'question' or 'problem', only 'answ"),
+        ([1], "no text 'question' or 'problem', only none"),
+        (row(4, answer="#### ???"), r"line 2: the row needs an answer .* got '\?\?\?'; correct"),
+        (row(5, answer=r"#### \frac{1}{"), "answer that can be parsed"),
+        (row(5, answer="####"), "answer that can be parsed, got 'none'"),
+        ({"problem": "p", "solution": "nothing boxed"}, "answer that can be parsed, got 'none'"),
+        ({"problem": "p"}, "answer that can be parsed, got 'none'"),
+    ]
+    for bad, message in cases:
+        with pytest.raises(DataError, match=message):
+            rows_of(MathTask(train=write(tmp_path, [row(1), bad])), seed=0)
 
 
 def test_split_by_seed_or_by_file(tmp_path):
@@ -103,34 +92,14 @@ def test_split_by_seed_or_by_file(tmp_path):
             rows_of(MathTask(train=train, **more), seed=0)
 
 
-def test_questions_in_train_and_validation_are_counted_or_left_out(tmp_path):
+def test_questions_that_are_held_out_are_not_trained_on(tmp_path):
     train = write(tmp_path, [row(i) for i in range(5)])
     again = [row(9), row(3, question="ANN has 3  pens and buys 2.\nHow many?"), row(4)]
     test = write(tmp_path, again, "test.jsonl")
-    with pytest.raises(DataError, match=r"^2 of 5 training questions are also held out .*drop_bad"):
-        rows_of(MathTask(train=train, validation=test), seed=0)
-    kept, held_out = rows_of(MathTask(train=train, validation=test, drop_bad=True), seed=0)
+    kept, held_out = rows_of(MathTask(train=train, validation=test), seed=0)
     assert (len(kept), len(held_out)) == (3, 3)
     with pytest.raises(DataError, match="no row is left to train on"):
-        rows_of(MathTask(train=train, validation=train, drop_bad=True), seed=0)
-
-
-def test_rows_through_datasets(monkeypatch):
-    asked = []
-
-    def load_dataset(*name, split):
-        asked.append((*name, split))
-        return [row(1)]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert read("hf:openai/gsm8k/main/train")[0]["answer"] == ["3"]
-    read("hf:a/b/test")
-    assert asked == [("openai/gsm8k", "main", "train"), ("a/b", "test")]
-    with pytest.raises(DataError, match=r"hf:ORG/NAME/SPLIT or .*, got 'hf:gsm8k'"):
-        read("hf:gsm8k")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtra, match=r"reading hf:a/b/test needs .* 'burnish\[datasets\]'"):
-        read("hf:a/b/test")
+        rows_of(MathTask(train=train, validation=train), seed=0)
 
 
 def test_prompts(tmp_path):
@@ -244,14 +213,12 @@ def test_grades(tmp_path):
         (["task.answer=box"], "task.answer must be 'r1_zero', 'boxed'"),
         (["task.validation_rows=0"], "task.validation_rows must be greater than or equal to 1"),
         (["task.name=maths"], "got 'maths'; did you mean 'math'?"),
-        (["task.name=math"], "task.train is missing: 'math' needs it"),
         (["task.promt=r1_zero"], "unknown setting 'task.promt'; did you mean 'task.prompt'?"),
     ],
 )
 def test_settings_that_are_wrong(overrides, message):
-    recipe = "math" if overrides != ["task.name=math"] else "keywords"
     with pytest.raises(ConfigError) as caught:
-        config.load(recipe, overrides)
+        config.load("math", overrides)
     assert message in str(caught.value)
 
 

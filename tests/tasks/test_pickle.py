@@ -9,13 +9,13 @@ import pytest
 
 from burnish.plan import Room
 from burnish.schema import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
-from burnish.tasks.files import make_files
 from burnish.tasks.gym import make_gym
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.mixture import Mixture
 from burnish.tasks.pairs import make_pairs
 from burnish.tasks.sorting import Sorting
+from burnish.tasks.text import make_files
 from tests.conftest import byte_tokenizer, make_group
 
 TOKENIZER = byte_tokenizer()

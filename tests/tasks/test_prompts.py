@@ -11,12 +11,11 @@ from burnish import config
 from burnish.errors import ConfigError, DataError, ModelError
 from burnish.plan import Room, Size, plan, room
 from burnish.schema import FilesTask, GymTask, KeywordsTask, MathTask
-from burnish.tasks.files import make_files
 from burnish.tasks.gym import make_gym
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.stream import PromptStream, fits
-from burnish.tasks.text import encode
+from burnish.tasks.text import encode, make_files
 from burnish.types import Prompt
 from tests.conftest import byte_tokenizer
 
@@ -32,15 +31,13 @@ def bound(*overrides, size=SIZE):
 def test_the_room_is_what_the_tightest_bound_leaves():
     assert bound() == (199, "the model's context of 200 tokens")
     micro = ["train.micro_tokens=100", "rollout.max_tokens=64"]
-    assert bound(*micro) == (36, "train.micro_tokens = 100 beside rollout.max_tokens = 64")
-    logged = [*micro, "train.log_kl=true"]
-    assert bound(*logged) == (10, "train.micro_tokens = 100 beside validation.max_tokens = 90")
+    assert bound(*micro) == (10, "train.micro_tokens = 100 beside max_tokens = 90")
     assert bound(*micro, size=SIZE._replace(context=100))[0] == 99  # no sequence is longer
     wide = SIZE._replace(cached=2**20 // 4 // 160)  # 160 tokens and a little in a megabyte
     assert bound("engine.kv_mb=1", size=wide) == (
-        71, "engine.kv_mb = 1 beside validation.max_tokens = 90"
+        71, "engine.kv_mb = 1 beside max_tokens = 90"
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"micro_tokens = 64 .*max_tokens = 64 leaves no room"):
+    with pytest.raises(ConfigError, match=r"micro_tokens = 64 .*max_tokens = 90 leaves no room"):
         bound("train.micro_tokens=64")
     with pytest.raises(ConfigError, match=r"engine\.kv_mb = 1 .* leaves no room .*; use more"):
         bound("engine.kv_mb=1", size=SIZE._replace(cached=2**20 // 4 // 48))
@@ -167,10 +164,9 @@ def test_a_math_row_is_long_with_its_longest_hint(tmp_path):
 
 def test_a_plan_says_how_many_are_too_long(tmp_path):
     recipe = config.with_precision(config.load("keywords"), "fp32")
-    some = SIZE._replace(looked_at=1003, too_long=3)
+    some = SIZE._replace(too_long=3)
     lines = dict(dict(plan(recipe, tmp_path, some))["task"])
     assert lines["too long"] == (
-        "3 of 1,003 prompts that were looked at have more than 199 tokens (the model's context of "
-        "200 tokens); they are skipped"
+        "3 prompts have more than 199 tokens (the model's context of 200 tokens); they are skipped"
     )
     assert "too long" not in dict(dict(plan(recipe, tmp_path, SIZE))["task"])

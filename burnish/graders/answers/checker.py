@@ -57,13 +57,15 @@ class AnswerChecker:
         """The grades of (answer, gold) pairs, in their order; an answer of None is missing."""
         golds = [gold_texts(gold) for _, gold in pairs]
         verdicts = [decide(a, texts) for (a, _), texts in zip(pairs, golds, strict=True)]
+        grades = [_grade(v, *pair) for v, pair in zip(verdicts, pairs, strict=True)]
         waiting = [i for i, verdict in enumerate(verdicts) if verdict is Verdict.UNDECIDED]
         asked = [(pairs[i][0] or "", {"golds": golds[i]}) for i in waiting]
-        compared = dict(zip(waiting, self._workers().grade(asked) if asked else [], strict=True))
-        return [
-            _translated(compared[i], *pair) if i in compared else _grade(verdict, *pair)
-            for i, (pair, verdict) in enumerate(zip(pairs, verdicts, strict=True))
-        ]
+        for i, found in zip(waiting, self._workers().grade(asked) if asked else [], strict=True):
+            if found.status is Status.SCORED:
+                grades[i] = _grade(Verdict(int(found.reward)), *pairs[i])
+            else:
+                grades[i] = replace(found, parts=grades[i].parts)
+        return grades
 
     def _workers(self) -> Grader:
         if importlib.util.find_spec("math_verify") is None:
@@ -85,15 +87,6 @@ def gold_texts(gold: Any) -> tuple[str, ...]:
 def _gold_text(gold: Any) -> str:
     text = str(gold) if isinstance(gold, str | Real | Decimal) else ""
     return text if isinstance(gold, str) or text[-1:].isdigit() else ""  # no infinity, no NaN
-
-
-def _translated(grade: Grade, answer: str | None, gold: Any) -> Grade:
-    """A worker's grade, whose reward is the number of a verdict, as the grade of the answer."""
-    if grade.status is Status.TIMEOUT:
-        return replace(grade, parts={"format": 1.0, "answer": 0.0})
-    if grade.status is Status.ERROR:
-        return grade
-    return _grade(Verdict(int(grade.reward)), answer, gold)
 
 
 def _grade(verdict: Verdict, answer: str | None, gold: Any) -> Grade:

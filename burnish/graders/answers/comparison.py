@@ -1,26 +1,36 @@
 """Whether an answer is the gold answer, in stages: text, numbers, parts, and last of all algebra.
 
 Equality is exact; ``quantity`` has the rules for numbers. Tuples, intervals and matrices are equal
-part by part, sets and lists in any order; an interval may be written as an inequality, and x = 5 as
-5. Only algebra is costly and risky to compare, so the function for it is an argument: workers pass
+part by part, sets and lists in any order, and x = 5 is 5. An inequality equals its own text alone.
+Only algebra is costly and risky to compare, so the function for it is an argument: workers pass
 ``symbolic.compare_algebra``; the process that trains passes none, and learns that it is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
-from burnish.graders.answers import structure
 from burnish.graders.answers.latex import latex
 from burnish.graders.answers.quantity import Quantity, quantity
-from burnish.graders.answers.spelling import normalise, squeezed
-from burnish.graders.answers.structure import Parts
+from burnish.graders.answers.spelling import BRACKETS, COMMA, closes, cut, normalise, squeezed
 
 LONGEST = 1_000
 """An answer with more characters is not read."""
 MOST_PARTS, DEEPEST = 64, 8
+_UNION = re.compile(rf"{BRACKETS}|∪")
+_NAME = re.compile(
+    r"(?:[A-Za-z]|[A-Z]{2,3}|[A-Za-z]{4,})(?:_\w)?'?(?:\([a-z0-9]\))?|\\[a-z]+"
+    r"|\([a-z](?:, ?[a-z])+\)"
+)
+_MATRIX = re.compile(
+    r"[\[(]? ?\\begin\{(?:[pbB]?matrix|array\}(?:\{[lcr| ]*)?)\}(?P<body>.*)\\end\{\w+\} ?[\])]?",
+    re.DOTALL,
+)
+_WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_][\w ,.:;]*")
 
 
 class Verdict(IntEnum):
@@ -34,6 +44,12 @@ class Verdict(IntEnum):
     DIFFERENT = 3
     BAD_GOLD = 4
     """The gold answer can't be parsed."""
+
+
+class Parts(NamedTuple):
+    kind: str
+    """The brackets; "list" for a set as well; ∪; for a matrix, the lengths of its rows."""
+    items: tuple[str, ...]
 
 
 Algebra = Callable[[str, str], Verdict]
@@ -59,10 +75,13 @@ def _decide(answer: str | None, gold: str, algebra: Algebra) -> Verdict:
 
 @lru_cache(maxsize=8192)
 def readable(gold: str) -> bool:
-    """Whether a gold answer can be parsed, as far as its text tells."""
+    """Whether a gold answer says something and closes its brackets."""
     text = normalise(gold) if len(gold) <= LONGEST else ""
-    plain = structure.words(text) is not None or quantity(text).value is not None
-    return plain or structure.well_formed(text)
+    says_something = re.search(r"[^\W_]|[∅∞π…]", text) is not None
+    return says_something and all(
+        sum(map(text.count, opening)) == sum(map(text.count, closing))
+        for opening, closing in (("([", ")]"), ("{", "}"), ("⦃", "⦄"))
+    )
 
 
 def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
@@ -73,27 +92,27 @@ def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
         return _verdict(ours.value == theirs.value and ours.same_unit(theirs))
     if deep == 0:
         return Verdict.UNREADABLE
-    left, right = structure.parts(answer), structure.parts(gold)
+    left, right = parts(answer), parts(gold)
     if left is not None and right is not None:
         return _compare_parts(left, right, algebra, deep - 1)
-    said, meant = structure.equation(answer), structure.equation(gold)
-    if said and meant and "=" in answer + gold and _agree(said[0], meant[0]):
-        return max(_compare(value, meant[1][-1], algebra, deep - 1) for value in said[1])
+    said, meant = assigned(answer), assigned(gold)
+    if "=" in answer + gold and said and meant:
+        alike = not said[0] or not meant[0] or said[0] == meant[0]
+        return _compare(said[1], meant[1], algebra, deep - 1) if alike else Verdict.DIFFERENT
     return Verdict.DIFFERENT if left or right else _compare_leaf(ours, theirs, algebra)
 
 
 def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> Verdict:
     ours, theirs = list(answer.items), list(gold.items)
-    alike = answer.kind == gold.kind and len(ours) == len(theirs) <= MOST_PARTS
-    if not alike or not _agree(answer.name, gold.name):
+    if answer.kind != gold.kind or not len(ours) == len(theirs) <= MOST_PARTS:
         return Verdict.DIFFERENT
-    if gold.kind in ("list", "or") and "…" not in theirs:
+    if gold.kind in ("list", "∪") and "…" not in theirs:
         return _compare_unordered(ours, theirs, algebra, deep)
     return max(_compare(*pair, algebra, deep) for pair in zip(ours, theirs, strict=True))
 
 
 def _compare_unordered(
-    answers: list[str], golds: Sequence[str], algebra: Algebra, deep: int
+    answers: list[str], golds: list[str], algebra: Algebra, deep: int
 ) -> Verdict:
     """Equality is transitive, so any equal pair may be taken; the golds left over decide."""
     left_over = [Verdict.EQUAL]
@@ -112,7 +131,7 @@ def _compare_leaf(answer: Quantity, gold: Quantity, algebra: Algebra) -> Verdict
 
     Up to three letters may also be a product of variables.
     """
-    said, expected = structure.words(answer.core), structure.words(gold.core)
+    said, expected = words(answer.core), words(gold.core)
     if said is not None and expected is not None:
         return _verdict(said == expected)
     if any(text and len(text) > 3 for text in (said, expected)) or not answer.same_unit(gold):
@@ -125,9 +144,50 @@ def _compare_leaf(answer: Quantity, gold: Quantity, algebra: Algebra) -> Verdict
     return Verdict.EQUAL if candidate == target else algebra(candidate, target)
 
 
-def _agree(name: str, other: str) -> bool:
-    """Whether two names of a variable, each of them empty if there is none, can be one."""
-    return not name or not other or squeezed(name) == squeezed(other)
+def parts(text: str) -> Parts | None:
+    """The parts of a list, set, tuple, interval, union or matrix; None for other text."""
+    matrix = _MATRIX.fullmatch(text)
+    if matrix and "\\begin" not in matrix["body"]:
+        body = matrix["body"].strip().removesuffix(r"\\")
+        rows = [row.split("&") for row in body.split(r"\\")]
+        kind = "×".join(str(len(row)) for row in rows)
+        return Parts(kind, tuple(normalise(cell) for row in rows for cell in row))
+    if text.count("±") == 1:
+        return Parts("list", (text.replace("±", "+"), text.replace("±", "-")))
+    if len(pieces := cut(text, COMMA)) > 1:
+        names = [piece.partition("=")[0].strip() for piece in pieces if "=" in piece]
+        in_order = names == sorted(set(names))  # x = 1, y = 2 is (1, 2)
+        return Parts("list" if len(set(names)) < 2 else "()" if in_order else "=", tuple(pieces))
+    if len(pieces := cut(text, _UNION)) > 1:
+        return Parts("∪", tuple(pieces))
+    items = tuple(cut(text[1:-1], COMMA)) if closes(text) else ()
+    if text[:1] == "⦃" and items:
+        return Parts("list", items)
+    kind = text[0] + text[-1] if len(items) == 2 else "()"
+    return Parts(kind, items) if len(items) > 1 else None
+
+
+def assigned(text: str) -> tuple[str, str] | None:
+    """The name and the value of x = 5; 5 has no name. None for another equation."""
+    name, *values = (side.strip() for side in text.split("="))
+    if not values:
+        return "", text
+    letters = re.sub(r"\\[a-z]+(?:\{[a-z]{3,}\})?", "", values[0])
+    is_value = len(values) == 1 and (len(name) > 1 or name not in letters)
+    return (name, values[0]) if is_value and _NAME.fullmatch(name) else None
+
+
+@lru_cache(maxsize=4096)
+def words(text: str) -> str | None:
+    """The words of a text answer, case and article aside; None for anything else.
+
+    Two letters that are no name stay as they are: a segment AB is not a product ab.
+    """
+    if not _WORDS.fullmatch(text):
+        return None
+    if len(text) == 2 and not (text.islower() or text.istitle()):
+        return text
+    return re.sub("^(?:the|an?) (?=.)", "", text.casefold())
 
 
 def _verdict(equal: bool) -> Verdict:

@@ -15,7 +15,7 @@ _TOKEN = re.compile(
     rf"\\(?:{FUNCTIONS})(?![A-Za-z])(?:[\^_](?:\{{[-+0-9A-Za-z/. ]*\}}|\w))*"
     rf"|\\(?:frac|sqrt|binom|[lr]floor|[lr]ceil|{_GREEK})(?![A-Za-z])"
     r"|(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<letter>[A-Za-z](?:_(?:\{\w+\}|\w))?)"
-    r"|[-+·/^!|(){}\[\]=<>≤≥π∞ ]",
+    r"|[-+·/^!|(){}\[\]=π∞ ]",
     re.ASCII,
 )
 _REFUSED = re.compile(  # 2 3, 1e5; powers and factorials without end; dy/dx, x^T; 2 to 1; sin x·y
@@ -26,7 +26,7 @@ _REFUSED = re.compile(  # 2 3, 1e5; powers and factorials without end; dy/dx, x^
     re.ASCII,
 )
 _ARGUMENT = re.compile(r"\( ?[-+]?[0-9]+(?:[./][0-9]+)? ?\)")
-_LATEX = {"π": r"\pi ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∞": r"\infty "}
+_LATEX = {"π": r"\pi ", "·": r"\cdot ", "∞": r"\infty "}
 
 
 @lru_cache(maxsize=4096)

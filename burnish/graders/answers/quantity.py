@@ -22,12 +22,12 @@ _NUMBER = re.compile(
 )
 _UNITS = """mm millimeter; cm centimeter; m meter; km kilometer; in inch inches; ft foot feet;
     mi mile; g gram; kg kilogram; oz ounce; lb lbs pound; ml mL milliliter; l L liter; cup; unit;
-    s sec second; min minute; h hr hrs hour; mi/h mph; dollar $ usd USD; euro €; £; cent ¢;
+    s sec second; min minute; h hr hrs hour; dollar $ usd USD; euro €; £; cent ¢;
     ° degree; radian; Hz; Pa; eV; nm; people; children"""
 _KNOWN = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 _WITH_UNIT = re.compile(
     r"(?P<core>.*[0-9.)}π])(?P<space> ?)(?P<power>(?:square |cubic )?)(?P<name>[A-Za-z]+|[°¢])\.?"
-    r"(?P<marked>(?: unit)?)(?P<exponent>(?:\^[23])?)(?:(?: per |/)(?P<per>[A-Za-z]+))?(?: old)?"
+    r"(?P<exponent>(?:\^[23])?)"
 )
 _PART_OF_ONE = re.compile(
     ".*(?:four|fif|six|seven|eigh|nin|ten|twelf|teen|tie|hundred|sand|lion)ths"
@@ -61,12 +61,10 @@ def quantity(text: str) -> Quantity:
         return Quantity(text, value, currency)
     value, currency = _number(found["core"])
     unit = _unit(found["name"], counted=value is not None and found["space"] != "")
-    unit = unit or (found["name"] if found["marked"] else None)
     if unit is None or currency or (unit == "°" and value is None):  # sin 30° is not sin 30
         return Quantity(text, None, "")
     power = {"square ": "^2", "cubic ": "^3"}.get(found["power"], found["exponent"])
-    per = f"/{_unit(found['per'], counted=True) or found['per']}" if found["per"] else ""
-    return Quantity(found["core"], value, unit + power + per)
+    return Quantity(found["core"], value, unit + power)
 
 
 def _number(text: str) -> tuple[Fraction | None, str]:

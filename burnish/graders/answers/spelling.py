@@ -26,9 +26,6 @@ _SIGN = re.compile(r"\\[A-Za-z]+|\\.|[<>!]=|(?<=[\w)} ])\*\*?(?=[\w(\\ -])|[^\x0
 _FONT = re.compile(
     r"\\(?:(?:text|math)(?!bb)[a-z]{0,3}|[mf]?box|boxed|operatorname|underline)\*?\s*\{([^{}]*)\}"
 )
-_UNIT = re.compile(
-    r"(?:(?<=[0-9)}])|(?<=\\pi))(?:\\[ ,;]|\s)*\\(?:text|mathrm|mbox) ?\{ ?([A-Za-z]) ?\}"
-)
 _GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3}(?![0-9]))")
 _RULES = [
     (re.compile(pattern), to)
@@ -64,7 +61,6 @@ def normalise(text: str) -> str:
     if _PLAIN.fullmatch(text):
         return text.replace(",", "")
     text = _GROUPED.sub("", text)
-    text = _UNIT.sub(r" \1 unit ", text)
     for _ in range(3):
         text = _FONT.sub(r" \1 ", text)
     text = text.replace(r"\times", "⨯") if r"\vec" in text else text
