@@ -36,8 +36,9 @@ def serve_burnish(model: str, dtype: str) -> Serve:
     import numpy as np
     import torch
 
-    from burnish.engine.engine import EngineSettings, NativeEngine
+    from burnish.engine.engine import NativeEngine
     from burnish.engine.protocol import Request
+    from burnish.engine.scheduler import EngineSettings
     from burnish.model.checkpoint import load
     from burnish.types import SamplingParams
 

@@ -28,7 +28,7 @@ from burnish.runs.run import Run
 from burnish.schema import KeywordsTask, Recipe, SorterConfig, SortTask
 from burnish.tasks.rows import DataRow, read_rows
 from burnish.threads import share_cores
-from burnish.types import SamplingParams
+from burnish.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from burnish.runs.results import Evaluation
@@ -327,21 +327,17 @@ def generate(
     with shown(show, os.fspath(model)):
         tell("load", "loading torch")
         from burnish import build
-        from burnish.engine.protocol import Request
-        from burnish.rollout.rollout import complete
+        from burnish.rollout.rollout import sample
         from burnish.tasks.text import encode
 
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         params = SamplingParams(**sampling, stop=stops)
         engine, tokenizer = build.build_engine(build.prepare(recipe))
         chat = chat and tokenizer.chat_template is not None
-        asked = [encode(tokenizer, text, chat=chat)[1] for text in texts]
-        requests = [
-            Request(str(i), ids, n, params, i, Stream.GENERATE, streamed=False)
-            for i, ids in enumerate(asked)
-        ]
+        inputs = [encode(tokenizer, text, chat=chat) for text in texts]
+        asked = [(i, Prompt(str(i), text, ids, "generate")) for i, (text, ids) in enumerate(inputs)]
         report = begin("generate", f"sampling {n * len(texts)} responses", unit="responses")
-        done = complete(engine, requests, report=report)
+        done = sample(engine, asked, n, params, Stream.GENERATE, report)
     return [
         Answer(
             text, c.sample_index, c.text, str(c.finish), c.token_ids.tolist(), c.logprobs.tolist()

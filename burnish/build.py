@@ -157,7 +157,8 @@ def build_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
 
 def build_engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
     """The engine that samples from a recipe's language model, and the model's tokenizer."""
-    from burnish.engine.engine import EngineSettings, NativeEngine  # numba takes a second
+    from burnish.engine.engine import NativeEngine  # numba takes a second
+    from burnish.engine.scheduler import EngineSettings
 
     dtype, device = DTYPES[recipe.engine.precision], device_of(recipe)
     total, free = machine.memory(device)

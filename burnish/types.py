@@ -55,11 +55,6 @@ class SamplingParams:
     """The run's seed; the draws are hashed from (seed, stream, group, sample, position)."""
 
 
-def truncates(temperature: float, top_p: float, top_k: int | None) -> bool:
-    """Whether sampling like this never draws some tokens that the model gives a chance."""
-    return temperature > 0 and (top_k is not None or top_p < 1)
-
-
 class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"

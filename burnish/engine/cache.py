@@ -15,26 +15,24 @@ import torch
 from torch import Tensor
 
 from burnish.engine.sequence import Sequence as Sample
-from burnish.model.transformer import ModelConfig
+from burnish.model.transformer import Transformer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Cache:
-    def __init__(
-        self, config: ModelConfig, pages: int, size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.size, self.dtype, self.device = size, dtype, device
+    def __init__(self, model: Transformer, kv_bytes: int, size: int) -> None:
+        """size: tokens per page."""
+        config, weight = model.config, model.embed.weight
+        self.size, self.dtype, self.device = size, weight.dtype, weight.device
         self.heads, self.width = config.kv_heads, config.head_width
         self.queries = config.n_heads // config.kv_heads
+        numbers = size * self.heads * self.width
+        self.count = kv_bytes // (2 * config.n_layers * numbers * weight.dtype.itemsize)
+        """Pages that fit into `kv_bytes`."""
         # Zeros, not whatever memory holds: a masked slot is still multiplied, and NaN · 0 is NaN.
-        shape = (config.n_layers, 2, pages, size * self.heads * self.width)
-        self._pool = torch.zeros(shape, dtype=dtype, device=device)
-        self._scratch = [torch.empty(0, shape[3], dtype=dtype, device=device) for _ in range(2)]
-
-    @staticmethod
-    def page_bytes(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
-        return 2 * config.n_layers * size * config.kv_heads * config.head_width * dtype.itemsize
+        self._pool = weight.new_zeros(config.n_layers, 2, self.count, numbers)
+        self._scratch = [weight.new_empty(0, numbers) for _ in range(2)]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """All pages are read before any is written, so one may be both source and target."""
@@ -93,26 +91,25 @@ class Run:
     @property
     def shared(self) -> int:
         """Pages that decoding may read once for the whole group."""
-        return self.sequence.prefix.whole if self.sequence.prefix and self.count == 1 else 0
+        prefix = self.sequence.prefix
+        return len(prefix.pages) if prefix and self.count == 1 else 0
 
     @property
-    def own(self) -> int:
-        """The number of pages after the shared ones."""
-        return len(self.sequence.pages) - self.shared
-
-    def own_pages(self) -> list[int]:
+    def own(self) -> list[int]:
+        """The pages after the shared ones."""
         return self.sequence.pages[self.shared :]
 
 
 def order(runs: Sequence[Run]) -> list[Run]:
     """Decoding rows, then fresh prompts, both from long to short, then prompts that go on, from
     few tokens to many: so the short prompts of both kinds lie side by side."""
-    decoding = [run for run in runs if run.count == 1]
-    decoding.sort(key=lambda run: -run.own)
-    fresh = [run for run in runs if run.is_fresh]
-    fresh.sort(key=lambda run: -run.count)
-    resumed = sorted((r for r in runs if r.count > 1 and r.start), key=lambda run: run.count)
-    ordered, first = decoding + fresh + resumed, 0
+
+    def place(run: Run) -> tuple[int, int]:
+        if run.count == 1:
+            return 0, -len(run.own)
+        return (1, -run.count) if run.is_fresh else (2, run.count)
+
+    ordered, first = sorted(runs, key=place), 0
     for run in ordered:
         run.first = first
         first += run.count

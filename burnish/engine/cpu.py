@@ -168,9 +168,9 @@ def _flat_table(runs: Sequence[Run], size: int) -> tuple[Array, Array, Array]:
     """The runs' own pages, the first of each token's pages, and the number of tokens that it sees
     in them: itself and its past."""
     counts = [run.count for run in runs]
-    first = np.cumsum([0, *(run.own for run in runs)])[:-1].repeat(counts)
+    first = np.cumsum([0, *(len(run.own) for run in runs)])[:-1].repeat(counts)
     seen = [np.arange(run.start, run.end) + 1 - run.shared * size for run in runs]
-    pages = np.concatenate([run.own_pages() for run in runs])
+    pages = np.concatenate([run.own for run in runs])
     return pages.astype(np.int64), first, np.concatenate(seen)
 
 
@@ -181,8 +181,8 @@ def _prefixes(cache: Cache, decoding: Sequence[Run]) -> list[_Shared]:
             assert run.sequence.prefix is not None
             rows_of.setdefault(run.sequence.prefix, []).append(row)
     buckets: list[list[Prefix]] = []
-    for prefix in sorted(rows_of, key=lambda prefix: -prefix.whole):
-        if buckets and 4 * prefix.whole >= 3 * buckets[-1][0].whole:
+    for prefix in sorted(rows_of, key=lambda prefix: -len(prefix.pages)):
+        if buckets and 4 * len(prefix.pages) >= 3 * len(buckets[-1][0].pages):
             buckets[-1].append(prefix)
         else:  # padding to the longest of the bucket would waste over a quarter
             buckets.append([prefix])
@@ -190,7 +190,7 @@ def _prefixes(cache: Cache, decoding: Sequence[Run]) -> list[_Shared]:
 
 
 def _shared(cache: Cache, rows_of: dict[Prefix, list[int]]) -> _Shared:
-    tables = [prefix.pages[: prefix.whole] for prefix in rows_of]
+    tables = [prefix.pages for prefix in rows_of]
     lengths = np.array([len(table) * cache.size for table in tables])
     beyond = torch.from_numpy(np.arange(lengths.max()) >= lengths[:, None])
     mask = torch.zeros(beyond.shape, dtype=cache.dtype).masked_fill_(beyond, -torch.inf)

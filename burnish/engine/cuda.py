@@ -52,7 +52,7 @@ class Cuda:
         return last_states(self._model, PagedAttention, self._cache, runs)
 
     def sample_ahead(
-        self, samples: Sequence[Sample], points: Tensor, temperature: Tensor | None
+        self, samples: Sequence[Sample], points: Tensor, heat: Tensor, limited: sampler.Limited
     ) -> tuple[Tensor, Tensor]:
         """The host does not wait for any of the tokens. Every sample has the pages for them."""
         count, steps = points.shape
@@ -63,7 +63,7 @@ class Cuda:
         found = []
         for step in range(steps):
             logits = self.logits(self._replay(rows)[:count])
-            found.append(sampler.sample_whole(logits, points[:, step], temperature))
+            found.append(sampler.sample(logits, points[:, step], heat, limited))
             token.copy_(found[-1][0])
             at += 1
             seen += 1

@@ -18,9 +18,9 @@ from burnish.model.attention import Attend, causal
 from burnish.model.products import attention
 from burnish.model.transformer import Transformer
 
-SampleAhead = Callable[[Sequence[Sample], Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""Samples, points [samples, steps] in [0, 1), temperature [samples] or None for greedy -> tokens
-and log-probabilities, shaped like the points."""
+SampleAhead = Callable[[Sequence[Sample], Tensor, Tensor, sampler.Limited], tuple[Tensor, Tensor]]
+"""Samples, and for `sampler.sample`: points [samples, steps], temperatures [samples] and limited
+rows -> tokens and log-probabilities, shaped like the points."""
 
 
 class Backend(Protocol):

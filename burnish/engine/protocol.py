@@ -1,10 +1,10 @@
-"""The protocol of every rollout engine: requests, events, weights between any two steps."""
+"""The protocol of every rollout engine: requests, completions, weights between any two steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ import numpy.typing as npt
 from burnish.draws import Stream
 from burnish.errors import EngineError
 from burnish.types import Completion, Finish, IntArray, SamplingParams, Weights
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,20 +29,6 @@ class Request:
     """The group's running number in the run; draws are hashed from it."""
     stream: Stream = Stream.TRAIN
     """Keeps the draws of training and of evaluation apart."""
-    streamed: bool = True
-    """Whether the text is told as it grows; a completion always is an event."""
-
-
-@dataclass(frozen=True)
-class TextEvent:
-    """A response has grown by this text: whole characters."""
-
-    request_id: str
-    sample_index: int
-    text: str
-
-
-Event = TextEvent | Completion
 
 
 @dataclass(frozen=True)
@@ -73,13 +62,13 @@ class Engine(Protocol):
 
     def submit(self, request: Request) -> None: ...
 
-    def step(self) -> list[Event]: ...
+    def step(self) -> list[Completion]: ...
 
     def load(self, weights: Weights) -> None:
         """Take new weights, or raise an error and keep the old ones."""
 
     def abort(self, request_id: str) -> None:
-        """End a request's unfinished samples; `step` returns their tokens so far."""
+        """End a request's unfinished samples, if it has any; `step` returns their tokens so far."""
 
 
 def require(found: Capabilities, *, repeats: bool) -> None:
@@ -109,12 +98,30 @@ def check(request: Request, *, vocab_size: int, context: int, has_text: bool) ->
         f"temperature must be 0 or more, got {p.temperature}": 0 <= p.temperature < float("inf"),
         f"top_p must lie in (0, 1], got {p.top_p}; 1 turns it off": 0 < p.top_p <= 1,
         f"top_k must be at least 1, got {p.top_k}": p.top_k is None or p.top_k >= 1,
-        f"stop must hold texts that are not empty, got {p.stop!r}": type(p.stop) is tuple
-        and all(p.stop),
+        f"stop must hold texts, got {p.stop!r}": type(p.stop) is tuple and all(p.stop),
         "stop strings need a tokenizer; use stop_ids": has_text or not p.stop,
     }
     if broken := _broken(rules):
         raise EngineError(f"request {request.request_id!r}: {'; '.join(broken)}")
+
+
+def check_weights(
+    weights: Weights, version: int, incarnation: int, dtype: torch.dtype | None = None
+) -> None:
+    """Refuse weights of an incarnation before the loaded one, or not finite once in `dtype`.
+
+    version: of the loaded weights; dtype: None if the weights are loaded as they are.
+    """
+    finite = all(
+        bool(x.to(dtype).isfinite()) for t in weights.tensors.values() for x in t.aminmax()
+    )
+    rules = {
+        f"the run was restarted: weights of incarnation {weights.incarnation} must not follow "
+        f"incarnation {incarnation}": weights.incarnation >= incarnation,
+        f"weights must be finite, and those of version {weights.version} are not": finite,
+    }
+    if broken := _broken(rules):
+        raise EngineError(f"{'; '.join(broken)}; version {version} stays loaded")
 
 
 def _broken(rules: Mapping[str, bool]) -> list[str]:

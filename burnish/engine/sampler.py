@@ -6,13 +6,12 @@ at the sampling temperature, before any mask or truncation. Legend: M rows, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from burnish.types import truncates
+from burnish.engine.sequence import GREEDY, Limits
 
 BLOCK = 256
 """Tokens whose weights are summed up together."""
@@ -28,28 +27,6 @@ Weigh = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 exp(logits / temperature − largest) over each block [M, blocks]."""
 
 
-class Draw(NamedTuple):
-    """How one row's token is drawn."""
-
-    uniform: float
-    """In [0, 1)."""
-    temperature: float = 1.0
-    """0 takes the likeliest token, with its log-probability at temperature 1."""
-    top_k: int | None = None
-    top_p: float = 1.0
-    banned: frozenset[int] = frozenset()
-    """Not to be drawn here: end ids before min_tokens."""
-
-    @property
-    def truncates(self) -> bool:
-        return truncates(self.temperature, self.top_p, self.top_k)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether any token may be drawn, by chance."""
-        return bool(self.temperature) and not self.banned and not self.truncates
-
-
 def weigh(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
     """As `Weigh`, by PyTorch's own operations."""
     vocab, found = logits.shape[1], []
@@ -63,50 +40,34 @@ def weigh(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(peaks), torch.cat(sums)
 
 
-@torch.no_grad()
-def sample(logits: Tensor, draws: Sequence[Draw], weigh: Weigh = weigh) -> tuple[Tensor, Tensor]:
-    """logits [M, V] -> tokens and log-probabilities [M], NaN where logits are not finite."""
-    wide, device = torch.promote_types(logits.dtype, torch.float32), logits.device
-    points = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=device)
-    heat = torch.tensor([draw.temperature or 1.0 for draw in draws], dtype=wide, device=device)
-    tokens, totals = _draw_any(logits, points, heat, weigh)
-    limited: dict[Draw, list[int]] = {}
-    for row, draw in enumerate(draws):
-        if not draw.is_plain:
-            limited.setdefault(draw._replace(uniform=0.0), []).append(row)
-    for kind, rows in limited.items():
-        for some in torch.split(torch.tensor(rows, device=device), FEW_ROWS):
-            left = _limited(logits[some], heat[some], kind)
-            given = left, points[some], heat[some]
-            if not kind.temperature:
-                tokens[some] = left.argmax(1)
-            elif kind.truncates:  # whole blocks are left out, whose sums must be exactly 0
-                tokens[some], _ = _draw_any(*given)
-            else:
-                tokens[some], _ = _draw_any(*given, weigh)
-    return tokens, _logprobs(logits, tokens, heat, totals)
+Limited = Mapping[Limits, Sequence[int]]
+"""The rows whose tokens are drawn within limits; any other row may draw any token, by chance."""
 
 
 @torch.no_grad()
-def sample_whole(
-    logits: Tensor, points: Tensor, temperature: Tensor | None
+def sample(
+    logits: Tensor, points: Tensor, heat: Tensor, limited: Limited, fast: Weigh = weigh
 ) -> tuple[Tensor, Tensor]:
-    """logits [M, V], points [M] in [0, 1) -> tokens and log-probabilities [M], nothing left out.
+    """logits [M, V] -> tokens and log-probabilities [M], NaN where logits are not finite.
 
-    temperature [M], above 0; None if the likeliest tokens are taken, with log-probabilities at 1.
-    As ``sample``, but it never waits for the device.
+    points [M] in [0, 1) choose the tokens; heat [M]: temperatures, 1 where a row is greedy; fast:
+    the device's own way to weigh. The host does not wait for the device if no row is limited or if
+    all are greedy.
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    heat = torch.ones_like(points, dtype=wide) if temperature is None else temperature.to(wide)
-    tokens, totals = _draw_any(logits, points, heat, weigh)
-    if temperature is None:
-        tokens = logits.argmax(1)
+    heat = heat.to(torch.promote_types(logits.dtype, torch.float32))
+    tokens, totals = _draw_any(logits, points, heat, fast)
+    if len(limited.get(GREEDY, ())) == len(logits):
+        tokens, limited = logits.argmax(1), {}
+    for limits, rows in limited.items():
+        for some in torch.split(torch.tensor(rows, device=logits.device), FEW_ROWS):
+            left = _limited(logits[some], heat[some], limits)
+            # Truncation leaves whole blocks out, whose sums must be exactly 0.
+            own = left, points[some], heat[some], weigh if limits.truncates else fast
+            tokens[some] = left.argmax(1) if limits.greedy else _draw_any(*own)[0]
     return tokens, _logprobs(logits, tokens, heat, totals)
 
 
-def _draw_any(
-    logits: Tensor, points: Tensor, heat: Tensor, weigh: Weigh = weigh
-) -> tuple[Tensor, Tensor]:
+def _draw_any(logits: Tensor, points: Tensor, heat: Tensor, by: Weigh) -> tuple[Tensor, Tensor]:
     """-> tokens [M] that the points [M] hit, and the logarithm of each row's weights' sum [M].
 
     The cumulative distribution is only summed up, in float64, over blocks and inside the block that
@@ -114,7 +75,7 @@ def _draw_any(
     token is hit when the sum up to it is the first above the point, so never at probability 0.
     """
     vocab = logits.shape[1]
-    peaks, sums = weigh(logits, heat)
+    peaks, sums = by(logits, heat)
     totals = peaks.double() + sums.sum(1, dtype=torch.float64).log()
     lost = ~totals.isfinite()[:, None]  # the model overflowed: any token will do
     block, inside = search(sums.masked_fill(lost, 1), points[:, None])
@@ -125,22 +86,22 @@ def _draw_any(
     return (block * BLOCK + token)[:, 0].clamp_(max=vocab - 1), totals
 
 
-def _limited(logits: Tensor, heat: Tensor, kind: Draw) -> Tensor:
+def _limited(logits: Tensor, heat: Tensor, limits: Limits) -> Tensor:
     """logits [M, V], which it changes -> the same with −∞ for tokens that may not be drawn.
 
     Of the likeliest top_k tokens, the smallest set of likeliest ones whose share reaches top_p is
     left.
     """
-    logits[:, list(kind.banned)] = -torch.inf
-    if not kind.truncates:
+    logits[:, list(limits.banned)] = -torch.inf
+    if not limits.truncates:
         return logits
     weights = torch.softmax(logits.to(heat.dtype) / heat[:, None], 1)
-    likeliest, ids = weights.topk(min(kind.top_k or CANDIDATES, weights.shape[1]), 1)
-    whole = (likeliest if kind.top_k else weights).sum(1, keepdim=True)
-    if bool((likeliest.sum(1, keepdim=True) < kind.top_p * whole).any()):
+    likeliest, ids = weights.topk(min(limits.top_k or CANDIDATES, weights.shape[1]), 1)
+    whole = (likeliest if limits.top_k else weights).sum(1, keepdim=True)
+    if bool((likeliest.sum(1, keepdim=True) < limits.top_p * whole).any()):
         likeliest, ids = weights.sort(1, descending=True)
     before = likeliest.double().cumsum(1) - likeliest
-    out = before >= kind.top_p * whole.double()
+    out = before >= limits.top_p * whole.double()
     out[:, 0] = False
     kept = logits.gather(1, ids).masked_fill(out, -torch.inf)
     return torch.full_like(logits, -torch.inf).scatter_(1, ids, kept)

@@ -9,9 +9,24 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from burnish.engine.pages import Pages
 from burnish.engine.sequence import Prefix, RequestGroup, Sequence
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    kv_bytes: int = 1 << 30
+    """Memory for keys and values; samples that do not fit wait, or are computed again later."""
+    page_size: int = 16
+    """Tokens per page, a multiple of 4."""
+    max_running: int = 128
+    """Samples that decode at once."""
+    step_tokens: int = 1024
+    """Tokens per step; longer prompts are computed in chunks."""
+    on_update: Literal["keep", "recompute"] = "recompute"
+    """Whether samples in flight keep their caches when weights are loaded."""
 
 
 @dataclass
@@ -25,10 +40,8 @@ class Plan:
 
 
 class Scheduler:
-    def __init__(self, pages: Pages, *, max_running: int, step_tokens: int, keep: bool) -> None:
-        """keep: an update leaves caches as they are; otherwise it has everything computed again."""
-        self.pages = pages
-        self.max_running, self.step_tokens, self.keep = max_running, step_tokens, keep
+    def __init__(self, settings: EngineSettings, pages: int) -> None:
+        self.settings, self.pages = settings, Pages(pages, settings.page_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -38,7 +51,7 @@ class Scheduler:
 
     def plan(self) -> Plan:
         plan = Plan()
-        budget = self.step_tokens
+        budget = self.settings.step_tokens
         decoding = [s for s in self.running if s.pending == 1]
         filling = [s for s in self.running if s.pending > 1]
         for sequence in decoding + filling:
@@ -55,7 +68,7 @@ class Scheduler:
 
         A count of 1 does not say so: a step's last token may go to a prompt that is far from done.
         """
-        some_begin = bool(self.waiting) and len(self.running) < self.max_running
+        some_begin = bool(self.waiting) and len(self.running) < self.settings.max_running
         return not some_begin and all(sequence.pending == 1 for sequence in plan.counts)
 
     def reserve(self, plan: Plan, steps: int) -> bool:
@@ -81,24 +94,22 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """The sequence is complete or aborted."""
         (self.waiting if sequence.waits else self.running).remove(sequence)
-        sequence.waits = False
         self._evict(sequence)
-        self._close(sequence.group)
 
     def update(self) -> None:
         """The weights have changed."""
         self.pages.forget_names()
-        if self.keep:
+        if self.settings.on_update == "keep":
             for sequence in self.running:
                 sequence.group.names = []
             return
         while self.running:
             self._requeue(self.running.pop())
         for sequence in self.waiting:
-            self._drop_hold(sequence.group)
+            self._evict(sequence)
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        slots = self.max_running - len(self.running)
+        slots = self.settings.max_running - len(self.running)
         if budget <= 0 or slots <= 0 or not self.waiting:
             return
         coming = {name for sequence in self.running for name in self._missing(sequence)}
@@ -106,36 +117,32 @@ class Scheduler:
             if budget <= 0 or slots <= 0:
                 return
             slots -= 1
-            group = sequence.group
-            names = group.page_names(self.pages.size) if group.prefix is None else []
-            found = self.pages.find(names)
-            if group.filler is not None or not coming.isdisjoint(names[len(found) :][:1]):
-                continue  # the prompt or its beginning is being computed: this one joins after that
-            if not self._fits(sequence, len(found)):
+            if not sequence.pages:
+                names = sequence.group.page_names(self.pages.size)
+                found = self.pages.find(names)
+                if sequence.group.filler or not coming.isdisjoint(names[len(found) :][:1]):
+                    continue  # its prompt, or the beginning, is being computed: it waits for that
+            if not self._fits(sequence, len(sequence.prefix.pages if sequence.prefix else found)):
                 return
-            self.waiting.remove(sequence)
-            sequence.waits = False
-            self.running.append(sequence)
-            if group.prefix is not None:
-                self._join(sequence, group.prefix)
-            else:
-                group.filler = sequence
+            if not sequence.pages:
+                sequence.group.filler = sequence
                 self.pages.share(found)
                 sequence.pages, sequence.computed = found, len(found) * self.pages.size
                 coming.update(self._missing(sequence))
+            self.waiting.remove(sequence)
+            sequence.waits = False
+            self.running.append(sequence)
             count = min(sequence.pending, budget)
             if not self._make_room(sequence, count, plan):
                 return
             plan.counts[sequence] = count
             budget -= count
-            self._close(group)
 
-    def _fits(self, sequence: Sequence, found: int) -> bool:
-        """Whether its tokens, and a page of growth for each running sequence, find room."""
+    def _fits(self, sequence: Sequence, shared: int) -> bool:
+        """Whether its tokens, and a page of growth for each running sequence, find room beside the
+        shared pages."""
         if not self.running:
             return True  # alone it always fits; `_make_room` takes pages that are held in reserve
-        prefix = sequence.group.prefix
-        shared = prefix.whole if prefix else found
         growth = min(len(self.running), self.pages.count // 16)
         return self.pages.free >= self.pages.needed(len(sequence.tokens)) - shared + growth
 
@@ -154,24 +161,20 @@ class Scheduler:
         for page, name in zip(sequence.pages[first:], names, strict=False):
             self.pages.name(page, name)
 
-    def _join(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Start from the group's prompt; its last token runs again, to predict the first sample."""
-        self.pages.share(prefix.pages)
-        sequence.pages = list(prefix.pages)
-        sequence.prefix = prefix
-        sequence.computed = sequence.group.prompt_length - 1
-
-    def _offer_prompt(self, sequence: Sequence) -> None:
-        """The filler has computed the prompt: the group holds it if samples wait to join."""
-        group = sequence.group
-        if group.filler is not sequence or sequence.computed < group.prompt_length:
+    def _offer_prompt(self, filler: Sequence) -> None:
+        """The filler has computed the prompt: samples that wait will start from its pages. The
+        prompt's last token runs again in each, to predict its first token."""
+        group, length = filler.group, filler.group.prompt_length
+        if group.filler is not filler or filler.computed < length:
             return
         group.filler = None
-        if any(mate.waits for mate in group.sequences):
-            pages = tuple(sequence.pages[: self.pages.needed(group.prompt_length)])
-            whole = (group.prompt_length - 1) // self.pages.size
-            group.prefix = sequence.prefix = Prefix(pages, whole)
-            self.pages.share(pages)
+        pages = filler.pages[: self.pages.needed(length)]
+        prefix = Prefix(pages[: (length - 1) // self.pages.size])
+        for sequence in group.sequences:
+            if sequence.waits and not sequence.pages:
+                self.pages.share(pages)
+                sequence.pages, sequence.computed = list(pages), length - 1
+                sequence.prefix = filler.prefix = prefix
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Finds pages for the next `count` tokens -> whether the sequence still has its pages."""
@@ -199,16 +202,12 @@ class Scheduler:
 
     def _reclaim(self, sequence: Sequence, plan: Plan) -> bool:
         """Frees pages for the sequence -> False if it had to give up its own."""
-        for group in {s.group: None for s in self.waiting if s.group.prefix is not None}:
-            if not any(mate.pages for mate in group.sequences):
-                self._drop_hold(group)
+        for waiting in reversed(self.waiting):
+            if waiting.pages:
+                self._evict(waiting)
                 return True
-        victim = self.running[-1]
-        if victim is sequence and len(self.running) == 1:
-            assert sequence.group.prefix is not None, "one sequence alone fits: submit checked it"
-            self._drop_hold(sequence.group)
-            return True
-        self._requeue(self.running.pop())
+        victim = self.running.pop()
+        self._requeue(victim)
         self.preemptions += 1
         plan.counts.pop(victim, None)
         plan.copies.pop(victim, None)
@@ -224,13 +223,3 @@ class Scheduler:
         sequence.pages, sequence.prefix, sequence.computed = [], None, 0
         if sequence.group.filler is sequence:
             sequence.group.filler = None
-
-    def _close(self, group: RequestGroup) -> None:
-        """Let go of the prompt once no sample waits to join."""
-        if group.prefix is not None and not any(s.waits for s in group.sequences):
-            self._drop_hold(group)
-
-    def _drop_hold(self, group: RequestGroup) -> None:
-        if group.prefix is not None:
-            self.pages.release(group.prefix.pages)
-            group.prefix = None

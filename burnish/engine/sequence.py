@@ -5,23 +5,39 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from burnish.engine.protocol import Request
-from burnish.engine.reader import Reader
+from burnish.types import Finish
 
 if TYPE_CHECKING:
     from burnish.model.tokenizer import Tokenizer
 
 
+class Limits(NamedTuple):
+    """How a token is drawn; by default any token may be, by chance."""
+
+    greedy: bool = False
+    """Whether the likeliest token is taken; its log-probability is the one at temperature 1."""
+    top_k: int | None = None
+    top_p: float = 1.0
+    banned: frozenset[int] = frozenset()
+    """Tokens that may not be drawn: end ids before min_tokens."""
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k is not None or self.top_p < 1
+
+
+ANY, GREEDY = Limits(), Limits(greedy=True)
+
+
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A group's prompt in the cache, once it has been computed."""
+    """The part of a group's prompt that decoding reads once for all samples."""
 
-    pages: tuple[int, ...]
-    """They hold the whole prompt; the last one may be partly filled."""
-    whole: int
-    """The number of pages that no sample writes to: decoding reads them once for all samples."""
+    pages: list[int]
+    """Whole pages, which no sample writes to."""
 
 
 class RequestGroup:
@@ -29,22 +45,20 @@ class RequestGroup:
         self, request: Request, tokenizer: Tokenizer | None = None, context: int = sys.maxsize
     ) -> None:
         """context: tokens that prompt and response may have together."""
-        self.request = request
-        self.sequences = [
-            Sequence(self, Reader(request, index, tokenizer, context), index)
-            for index in range(request.n)
-        ]
+        params, self.prompt_length = request.params, len(request.prompt)
+        self.request, self.tokenizer = request, tokenizer
+        self.limit = min(params.max_tokens, context - self.prompt_length)
+        """Tokens that a response has at most."""
+        self.end_ids = frozenset((*(tokenizer.end_ids if tokenizer else ()), *params.stop_ids))
+        by_chance = Limits(False, params.top_k, params.top_p)
+        self.limits = by_chance if params.temperature else GREEDY
+        """How tokens are drawn once a response may end."""
+        self.sequences = [Sequence(self, index) for index in range(request.n)]
         """The samples that are not complete."""
-        self.prefix: Prefix | None = None
-        """Held by the group itself while samples wait to join; one that joined has its own hold."""
         self.filler: Sequence | None = None
         """The sample that is computing the prompt for all; the others wait for it."""
         self.names: list[bytes] | None = None
         """Of its pages; None until `page_names` is called, empty if older weights filled some."""
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt)
 
     def page_names(self, size: int) -> list[bytes]:
         """A hash of all tokens up to its end for each page before the prompt's last token, which
@@ -59,21 +73,31 @@ class RequestGroup:
 
 
 class Sequence:
-    """One sample: its tokens, its part in the cache, and the records of its response."""
+    """One sample: its tokens, its pages in the cache, and its response with its records and end.
 
-    def __init__(self, group: RequestGroup, reader: Reader, index: int) -> None:
-        """reader: turns the response into text and watches for its end."""
-        self.group, self.reader, self.index = group, reader, index
-        self.tokens: list[int] = [int(token) for token in group.request.prompt]
+    A token at index t < min_tokens ends nothing: no end id is drawn there, and a stop string that
+    the token completes does not count.
+    """
+
+    def __init__(self, group: RequestGroup, index: int) -> None:
+        self.group, self.index = group, index
+        self.tokens: list[int] = group.request.prompt.tolist()
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.finish: Finish | None = None
+        self.stop: str | int | None = None
+        """The stop string or end id that ended the response; None if none did."""
         self.waits = True
         """In the scheduler's queue, not running."""
         self.computed = 0
         """Tokens whose keys and values are in the cache."""
         self.pages: list[int] = []
         self.prefix: Prefix | None = None
-        """The shared prompt in this sequence's first pages; None if it has pages of its own."""
+        """The shared prompt in this sequence's first pages; None if all its pages are its own."""
+        watched = group.tokenizer if group.request.params.stop else None
+        self._read = watched.stream() if watched else None
+        self._text = ""
+        """The text that was read so far, for stop strings alone, up to the end of one."""
 
     @property
     def pending(self) -> int:
@@ -83,3 +107,63 @@ class Sequence:
     @property
     def response(self) -> list[int]:
         return self.tokens[self.group.prompt_length :]
+
+    @property
+    def room(self) -> int:
+        """Tokens up to the response's limit."""
+        return self.group.limit - len(self.logprobs)
+
+    @property
+    def held(self) -> int:
+        """Tokens until the response may end."""
+        return max(0, self.group.request.params.min_tokens - len(self.logprobs))
+
+    @property
+    def limits(self) -> Limits:
+        """How the next token is drawn."""
+        limits = self.group.limits
+        return limits._replace(banned=self.group.end_ids) if self.held else limits
+
+    @property
+    def text(self) -> str:
+        """The response up to the end of its stop string, without its end token."""
+        if isinstance(self.stop, str):
+            return self._text
+        told = self.response if self.stop is None else self.response[:-1]
+        tokenizer = self.group.tokenizer
+        return tokenizer.decode(told, skip_special=True) if tokenizer else ""
+
+    def take(self, tokens: list[int], logprobs: list[float], version: int) -> int:
+        """The next tokens, up to the one that ends the response -> their number."""
+        end_ids, held, count = self.group.end_ids, self.held, min(len(tokens), self.room)
+        if not end_ids.isdisjoint(tokens[held:count]):
+            count = next(i for i, t in enumerate(tokens[held:], held + 1) if t in end_ids)
+            self.finish, self.stop = Finish.STOP, tokens[count - 1]
+        if self._read is not None:
+            count = self._watch(tokens[:count], held)
+        self.tokens += tokens[:count]
+        self.logprobs += logprobs[:count]
+        self.versions += [version] * count
+        if self.finish is None and not self.room:
+            self.finish = Finish.LENGTH
+        return count
+
+    def _watch(self, tokens: list[int], held: int) -> int:
+        """Reads tokens up to a stop string -> their number."""
+        assert self._read is not None
+        for index, token in enumerate(tokens if self.stop is None else tokens[:-1]):
+            fresh = self._read(token) or ""
+            self._text += fresh
+            if fresh and index >= held and self._find_stop(len(self._text) - len(fresh)):
+                return index + 1
+        return len(tokens)
+
+    def _find_stop(self, seen: int) -> bool:
+        """Whether a stop string ends after the `seen` characters; the first to begin wins."""
+        text, stops = self._text, self.group.request.params.stop
+        found = [(text.find(s, max(0, seen - len(s) + 1)), -len(s), s) for s in stops]
+        hits = [hit for hit in found if hit[0] >= 0]
+        if hits:
+            at, _, self.stop = min(hits)
+            self.finish, self._text = Finish.STOP, text[: at + len(self.stop)]
+        return bool(hits)

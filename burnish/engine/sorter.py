@@ -6,10 +6,8 @@ import numpy as np
 import torch
 
 from burnish.draws import uniforms
-from burnish.engine.protocol import Capabilities, Event, Request, completed
+from burnish.engine.protocol import Capabilities, Request, check_weights, completed
 from burnish.engine.sampler import search
-from burnish.engine.weights import check as check_weights
-from burnish.errors import EngineError
 from burnish.model.sorter import Sorter
 from burnish.types import Completion, Finish, IntArray, Weights
 
@@ -20,59 +18,50 @@ class SorterEngine:
     def __init__(self, model: Sorter) -> None:
         self.model = model
         self.version = self.sampled = self._incarnation = 0
-        self._waiting: list[Request] = []
+        self._waiting: dict[str, Request] = {}
         self._aborted: list[Completion] = []
 
     @property
     def unfinished(self) -> int:
-        return sum(request.n for request in self._waiting) + len(self._aborted)
+        return sum(request.n for request in self._waiting.values()) + len(self._aborted)
 
     def submit(self, request: Request) -> None:
-        self._waiting.append(request)
+        self._waiting[request.request_id] = request
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[Completion]:
         """Sample all waiting requests that are sampled like the first."""
-        events: list[Event] = [*self._aborted]
-        self._aborted = []
-        if self._waiting:
-            first = _kind(self._waiting[0])
-            alike = [request for request in self._waiting if _kind(request) == first]
-            self._waiting = [request for request in self._waiting if _kind(request) != first]
-            events += self._sample(alike)
-        return events
+        done, self._aborted = self._aborted, []
+        waiting = list(self._waiting.values())
+        alike = [request for request in waiting if _kind(request) == _kind(waiting[0])]
+        for request in alike:
+            del self._waiting[request.request_id]
+        return done + self._sample(alike) if alike else done
 
     def load(self, weights: Weights) -> None:
-        check_weights(weights, version=self.version, incarnation=self._incarnation)
+        check_weights(weights, self.version, self._incarnation)
         self.model.load_state_dict(weights.tensors)
         self.version, self._incarnation = weights.version, weights.incarnation
 
     def abort(self, request_id: str) -> None:
-        gone = [request for request in self._waiting if request.request_id == request_id]
-        if not gone:
-            raise EngineError(f"request {request_id!r} is not in flight; it can't be aborted")
-        self._waiting = [request for request in self._waiting if request not in gone]
-        self._aborted += [
-            completed(request, i, ([], [], []), Finish.ABORT, None, "")
-            for request in gone
-            for i in range(request.n)
-        ]
+        if request_id in self._waiting:
+            request, ended = self._waiting.pop(request_id), (Finish.ABORT, None, "")
+            for sample in range(request.n):
+                self._aborted.append(completed(request, sample, ([], [], []), *ended))
 
     @torch.no_grad()
     def _sample(self, requests: list[Request]) -> list[Completion]:
         """Temperature 0 takes the likeliest numbers."""
         params, samples = requests[0].params, requests[0].n
         tokens = torch.from_numpy(np.stack([request.prompt for request in requests])).long()
-        greedy = params.temperature == 0
-        logits = self.model(tokens) / (1.0 if greedy else params.temperature)
+        logits = self.model(tokens) / (params.temperature or 1.0)
         logprobs = torch.log_softmax(logits, -1)[:, None]
         logprobs = logprobs.expand(-1, samples, -1, -1)  # [requests, samples, length, numbers]
-        if greedy:
+        groups = np.array([request.group for request in requests])[:, None, None]
+        place = groups, np.arange(samples)[:, None], np.arange(self.model.length)
+        draws = torch.from_numpy(uniforms(params.seed, requests[0].stream, *place))
+        chosen = search(logprobs.double().exp(), draws[..., None])[0].squeeze(-1)
+        if params.temperature == 0:
             chosen = logprobs.argmax(-1)
-        else:
-            groups = np.array([request.group for request in requests])[:, None, None]
-            place = groups, np.arange(samples)[:, None], np.arange(self.model.length)
-            draws = torch.from_numpy(uniforms(params.seed, requests[0].stream, *place))
-            chosen = search(logprobs.double().exp(), draws[..., None])[0].squeeze(-1)
         picked = logprobs.gather(-1, chosen[..., None]).squeeze(-1).numpy()
         ids = chosen.numpy()
         self.sampled += ids.size

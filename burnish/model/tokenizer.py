@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,8 +84,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | IntArray, *, skip_special: bool = False) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def stream(self, *, skip_special: bool = False) -> Detokenizer:
-        return Detokenizer(self._backend, skip_special=skip_special)
+    def stream(self) -> Callable[[int], str | None]:
+        """A function of a text's tokens, one by one -> the text that a token makes certain, if any.
+
+        A character that straddles tokens appears when it is whole; special tokens have no text.
+        """
+        return partial(decoders.DecodeStream(skip_special_tokens=True).step, self._backend)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, now: datetime | None = None) -> str:
         """Messages through the model's chat template; `now` is the date that templates may write.
@@ -119,31 +123,6 @@ class Tokenizer:
         for name, content in files.items():
             text = json.dumps(content, indent=2, ensure_ascii=False)
             (directory / name).write_text(text + "\n")
-
-
-class Detokenizer:
-    """Text of tokens as they come: a character that straddles tokens appears when it is whole."""
-
-    def __init__(self, backend: tokenizers.Tokenizer, *, skip_special: bool) -> None:
-        self._backend, self._skip_special = backend, skip_special
-        self._stream = decoders.DecodeStream(skip_special_tokens=skip_special)
-        self._ids: list[int] = []
-        self.text = ""
-        """The text that is certain so far."""
-
-    def push(self, *tokens: int) -> str:
-        """-> the text that these tokens make certain, often none."""
-        self._ids += tokens
-        return self._append(self._stream.step(self._backend, list(tokens)) or "")
-
-    def flush(self) -> str:
-        """-> the rest of the text if no token follows; a character cut short becomes U+FFFD."""
-        whole = self._backend.decode(self._ids, skip_special_tokens=self._skip_special)
-        return self._append(whole[len(self.text) :])
-
-    def _append(self, fresh: str) -> str:
-        self.text += fresh
-        return fresh
 
 
 @lru_cache(maxsize=8)

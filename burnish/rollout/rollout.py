@@ -40,7 +40,7 @@ def sample(
 ) -> list[tuple[Completion, ...]]:
     """``samples`` completions of each prompt."""
     requests = [
-        Request(f"group-{group}", prompt.token_ids, samples, params, group, stream, streamed=False)
+        Request(f"group-{group}", prompt.token_ids, samples, params, group, stream)
         for group, prompt in asked
     ]
     return complete(engine, requests, report=report)
@@ -71,10 +71,10 @@ def complete(
             late = f"was silent for {patience:.0f} s" if engine.unfinished else "forgot samples"
             names = ", ".join(f"sample {i} of {name}" for name, i in list(missing)[:4])
             raise EngineError(f"the engine {late}; {len(missing)} of {total} are missing: {names}")
-        for event in engine.step():
-            if isinstance(event, Completion):
-                done[event.request_id, event.sample_index] = event
-                missing.pop((event.request_id, event.sample_index), None)
+        for completion in engine.step():
+            name = completion.request_id, completion.sample_index
+            done[name] = completion
+            missing.pop(name, None)
         report(len(done), total, tokens=engine.sampled - before)
         if (len(done), engine.sampled) != last:
             last, moved = (len(done), engine.sampled), clock()

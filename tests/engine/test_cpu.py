@@ -133,8 +133,7 @@ def test_what_is_not_a_number_stays_so(dtype: torch.dtype) -> None:
 def test_an_fp32_head_stays_fp32() -> None:
     model = tiny.model(fp32_head=True).to(torch.bfloat16)
     hidden = torch.randn(3, 32, dtype=torch.bfloat16)
-    cache = Cache(model.config, 1, 4, torch.bfloat16, hidden.device)
-    logits = cpu.Cpu(model, cache).logits(hidden)
+    logits = cpu.Cpu(model, Cache(model, kv_bytes=0, size=4)).logits(hidden)
     assert logits.dtype is torch.float32
     torch.testing.assert_close(logits, model.logits(hidden))
 

@@ -7,7 +7,6 @@ On a CPU the recorded graph is stood in for by the same forward pass, run as it 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,10 +18,11 @@ from torch import Tensor
 
 from burnish.engine import cuda, sampler
 from burnish.engine import engine as engines
-from burnish.engine.engine import EngineSettings, NativeEngine
+from burnish.engine.engine import NativeEngine
 from burnish.engine.plain import Plain, PlainAttention, causal_attention
 from burnish.engine.protocol import Request
-from burnish.engine.sequence import RequestGroup, Sequence
+from burnish.engine.scheduler import EngineSettings
+from burnish.engine.sequence import GREEDY, RequestGroup, Sequence
 from burnish.types import Completion, Finish, SamplingParams
 
 
@@ -100,7 +100,9 @@ def ahead(**settings: Any) -> tuple[NativeEngine, list[int]]:
     """An engine, and how many tokens each call took at once."""
     engine = tiny.engine(**settings)
     kind = Replayed if tiny.DEVICE == "cpu" else Counted
-    engine._backend = backend = kind(engine._model, engine._cache, engine.settings.max_running)
+    engine._backend = backend = kind(
+        engine._model, engine._cache, engine.scheduler.settings.max_running
+    )
     return engine, backend.steps
 
 
@@ -112,11 +114,10 @@ def one_by_one(**settings: Any) -> NativeEngine:
 
 def requests(**params: Any) -> list[Request]:
     given = [("a", 3, 2), ("b", 41, 3), ("c", 9, 1), ("d", 16, 4), ("e", 1, 2)]
-    made = [
+    return [
         tiny.request(name, length, n, group=i, max_tokens=20 + 3 * i, **params)
         for i, (name, length, n) in enumerate(given)
     ]
-    return [replace(one, streamed=False) for one in made]
 
 
 Done = dict[tuple[str, int], Completion]
@@ -156,7 +157,7 @@ def test_tokens_sampled_ahead_are_those_sampled_one_by_one(params: Any, settings
 def test_nothing_is_sampled_inside_a_prompt_that_gets_one_token_of_a_step() -> None:
     settings = {"step_tokens": 4}
     given = [tiny.request(name, 1, max_tokens=30, group=i) for i, name in enumerate("abc")]
-    given = [replace(one, streamed=False) for one in (*given, tiny.request("d", 21, group=3))]
+    given.append(tiny.request("d", 21, group=3))
     engine, steps = ahead(**settings)
     done = tiny.finish(engine, given)
     tiny.assert_same(tiny.finish(one_by_one(**settings), given), done)
@@ -164,21 +165,13 @@ def test_nothing_is_sampled_inside_a_prompt_that_gets_one_token_of_a_step() -> N
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"streamed": True},
-        {"params": {"top_k": 5}},
-        {"params": {"top_p": 0.9}},
-        {"params": {"min_tokens": 20}},
-        {"params": {"max_tokens": 2}},
-    ],
+    "params",
+    [{"top_k": 5}, {"top_p": 0.9}, {"min_tokens": 20, "stop_ids": (7,)}, {"max_tokens": 2}],
 )
-def test_what_has_to_be_read_on_the_way_is_sampled_one_by_one(change: dict[str, Any]) -> None:
+def test_what_has_to_be_read_on_the_way_is_sampled_one_by_one(params: dict[str, Any]) -> None:
     engine, steps = ahead()
-    params = {"max_tokens": 20, **change.get("params", {})}
-    one = tiny.request("a", n=3, **params)
-    done = tiny.finish(engine, [replace(one, streamed=change.get("streamed", False))])
-    tiny.assert_same(tiny.finish(one_by_one(), [one]), done)
+    one = tiny.request("a", n=3, **{"max_tokens": 20} | params)
+    tiny.assert_same(tiny.finish(one_by_one(), [one]), tiny.finish(engine, [one]))
     assert steps == []
 
 
@@ -230,20 +223,13 @@ def test_a_sample_whose_logits_overflow_is_lost_alone(
         assert key in lost or length == len(one.token_ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, None])
-def test_sampling_without_waiting_equals_sampling(dtype: Any, temperature: float | None) -> None:
-    logits = (torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    points = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    logits[7, 3], logits[9] = torch.inf, torch.nan
-    heat = None if temperature is None else torch.full((40,), temperature)
-    tokens, logprobs = sampler.sample_whole(logits, points, heat)
-    draws = [sampler.Draw(point, temperature or 0.0) for point in points.tolist()]
-    expected = sampler.sample(logits.clone(), draws)
-    fine = [row for row in range(40) if row not in (7, 9)]
-    assert torch.equal(tokens[fine], expected[0][fine])
-    np.testing.assert_array_equal(logprobs, expected[1])
-    assert logprobs[[7, 9]].isnan().all()
+def test_greedy_rows_alone_equal_greedy_rows_among_others() -> None:
+    logits = torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)) * 3
+    points, heat = torch.full((40,), 0.5, dtype=torch.float64), torch.ones(40)
+    alone = sampler.sample(logits, points, heat, {GREEDY: range(40)})
+    others = sampler.sample(logits, points, heat, {GREEDY: range(30)})
+    for a, b in zip(alone, others, strict=True):
+        assert torch.equal(a[:30], b[:30])
 
 
 @pytest.mark.gpu

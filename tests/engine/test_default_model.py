@@ -9,8 +9,9 @@ import pytest
 import tiny
 import torch
 
-from burnish.engine.engine import EngineSettings, NativeEngine
+from burnish.engine.engine import NativeEngine
 from burnish.engine.protocol import Request
+from burnish.engine.scheduler import EngineSettings
 from burnish.errors import ModelError
 from burnish.model import hub
 from burnish.model.checkpoint import load

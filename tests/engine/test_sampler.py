@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,15 +9,33 @@ import torch
 
 from burnish.draws import uniforms
 from burnish.engine import cpu, sampler
-from burnish.engine.sampler import Draw
+from burnish.engine.sequence import ANY, Limits
 
 Sample = Callable[..., tuple[list[int], list[float]]]
+
+
+class Draw(NamedTuple):
+    """How one row's token is drawn."""
+
+    point: float
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    banned: frozenset[int] = frozenset()
 
 
 @pytest.fixture(params=[sampler.weigh, cpu.weigh], ids=["plain", "cpu"])
 def sample(request: pytest.FixtureRequest) -> Sample:
     def found(logits: torch.Tensor, draws: list[Draw]) -> tuple[list[int], list[float]]:
-        tokens, logprobs = sampler.sample(logits.contiguous(), draws, request.param)
+        points = torch.tensor([draw.point for draw in draws], dtype=torch.float64)
+        heat = torch.tensor([draw.temperature or 1.0 for draw in draws])
+        limited: dict[Limits, list[int]] = {}
+        for row, (_, temperature, *rest) in enumerate(draws):
+            limits = Limits(not temperature, *rest)
+            if limits != ANY:
+                limited.setdefault(limits, []).append(row)
+        given = logits.contiguous(), points, heat, limited
+        tokens, logprobs = sampler.sample(*given, request.param)
         return tokens.tolist(), logprobs.tolist()
 
     return found

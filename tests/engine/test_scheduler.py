@@ -6,14 +6,14 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.engine.pages import Pages
 from burnish.engine.protocol import Request
-from burnish.engine.scheduler import Scheduler
+from burnish.engine.scheduler import EngineSettings, Scheduler
 from burnish.engine.sequence import RequestGroup, Sequence
 
 
@@ -39,8 +39,8 @@ class Simulation:
     def step(self) -> None:
         plan = self.scheduler.plan()
         size = self.scheduler.pages.size
-        assert sum(plan.counts.values()) <= self.scheduler.step_tokens
-        assert len(self.scheduler.running) <= self.scheduler.max_running
+        assert sum(plan.counts.values()) <= self.scheduler.settings.step_tokens
+        assert len(self.scheduler.running) <= self.scheduler.settings.max_running
         copied = {}
         for source, target in plan.copies.values():
             copied |= {(target, i): self.slots.get((source, i)) for i in range(size)}
@@ -82,20 +82,24 @@ class Simulation:
             page = sequence.pages[position // size]
             tokens, version = self.slots[page, position % size]
             assert tokens == tuple(sequence.tokens[: position + 1])
-            assert self.scheduler.keep or version == self.version
+            assert self.scheduler.settings.on_update == "keep" or version == self.version
 
     def check(self) -> None:
         """The holders of each page, counted afresh."""
         held: Counter[int] = Counter()
         for group in self.groups:
-            held.update(group.prefix.pages if group.prefix else ())
             for sequence in group.sequences:
                 held.update(sequence.pages)
                 assert sequence.waits == (sequence in self.scheduler.waiting)
-                assert not (sequence.waits and sequence.pages)
+                assert not (sequence.waits and sequence.pages) or sequence.prefix
         pages = self.scheduler.pages
         assert all(pages.holders[page] == held[page] for page in range(pages.count))
         assert pages.free == pages.count - len(held)
+
+
+def simulated(pages: int = 100, **settings: Any) -> Simulation:
+    given = {"page_size": 4, "max_running": 8, "on_update": "keep"} | settings
+    return Simulation(Scheduler(EngineSettings(**given), pages))
 
 
 EVENTS = st.one_of(
@@ -123,8 +127,10 @@ EVENTS = st.one_of(
 def test_random_schedules(
     events: list[tuple[str, *tuple[int, ...]]], pages: int, running: int, budget: int, keep: bool
 ) -> None:
-    scheduler = Scheduler(Pages(pages, 4), max_running=running, step_tokens=budget, keep=keep)
-    simulation = Simulation(scheduler)
+    on_update = "keep" if keep else "recompute"
+    given = {"max_running": running, "step_tokens": budget, "on_update": on_update}
+    simulation = simulated(pages, **given)
+    scheduler = simulation.scheduler
     for name, *numbers in events:
         match name:
             case "submit":
@@ -153,8 +159,7 @@ def test_planning_needs_no_torch() -> None:
 
 def decoding(samples: int, **settings: int) -> Simulation:
     """So many samples that have one token to run."""
-    given = {"max_running": 8, "step_tokens": 4} | settings
-    simulation = Simulation(Scheduler(Pages(100, 4), keep=True, **given))
+    simulation = simulated(**{"step_tokens": 4} | settings)
     for _ in range(samples):
         simulation.submit(prompt=1, n=1, length=20)
     simulation.step()
@@ -185,21 +190,19 @@ def test_who_waits_for_tokens_of_a_step_may_begin_and_who_waits_for_a_place_may_
 
 
 def test_a_group_is_computed_once_and_its_pages_are_shared() -> None:
-    scheduler = Scheduler(Pages(100, 4), max_running=8, step_tokens=64, keep=True)
-    simulation = Simulation(scheduler)
+    simulation = simulated(step_tokens=64)
     simulation.submit(prompt=18, n=4, length=6)
     simulation.step()
     simulation.step()
     whole = [tuple(s.pages[:4]) for s in simulation.groups[0].sequences]
     assert len(set(whole)) == 1
-    assert scheduler.pages.holders[whole[0][0]] == 4
+    assert simulation.scheduler.pages.holders[whole[0][0]] == 4
     last = [s.pages[4] for s in simulation.groups[0].sequences]
     assert len(set(last)) == 4
 
 
 def test_prompts_that_begin_the_same_share_the_pages_of_that() -> None:
-    scheduler = Scheduler(Pages(100, 4), max_running=8, step_tokens=64, keep=True)
-    simulation = Simulation(scheduler)
+    simulation = simulated(step_tokens=64)
     for _ in range(3):
         simulation.submit(prompt=18, n=1, length=6, common=10)
     simulation.step()
@@ -209,12 +212,11 @@ def test_prompts_that_begin_the_same_share_the_pages_of_that() -> None:
     assert [s.computed for s in others] == [18, 18]
     assert all(s.pages[:2] == first.pages[:2] for s in others)
     assert len({s.pages[2] for s in (first, *others)}) == 3
-    assert [scheduler.pages.holders[page] for page in first.pages[:3]] == [3, 3, 1]
+    assert [simulation.scheduler.pages.holders[page] for page in first.pages[:3]] == [3, 3, 1]
 
 
 def test_what_older_weights_computed_is_not_found_by_new_prompts() -> None:
-    scheduler = Scheduler(Pages(100, 4), max_running=8, step_tokens=10, keep=True)
-    simulation = Simulation(scheduler)
+    simulation = simulated(step_tokens=10)
     simulation.submit(prompt=18, n=1, length=6, common=18)
     simulation.step()  # 10 tokens under version 0
     simulation.update()

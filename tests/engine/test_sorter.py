@@ -102,7 +102,7 @@ def test_load_refuses_and_keeps_the_old_weights():
     engine = SorterEngine(Sorter(5, 3, 10, seed=0))
     good = dict(Sorter(5, 3, 10, seed=1).state_dict())
     engine.load(Weights(4, 2, good))
-    with pytest.raises(EngineError, match=r"incarnation 1 .* version 4 stays"):
+    with pytest.raises(EngineError, match=r"incarnation 1 .*version 4 stays"):
         engine.load(Weights(5, 1, good))
     with pytest.raises(EngineError, match=r"finite.*version 4 stays"):
         engine.load(Weights(5, 2, {name: x * torch.inf for name, x in good.items()}))

@@ -12,8 +12,9 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-from burnish.engine.engine import EngineSettings, NativeEngine
+from burnish.engine.engine import NativeEngine
 from burnish.engine.protocol import Engine, Request
+from burnish.engine.scheduler import EngineSettings
 from burnish.model.attention import causal
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
@@ -86,9 +87,8 @@ def finish(
         engine.submit(one)
     done: dict[tuple[str, int], Completion] = {}
     for step in range(limit):
-        for event in engine.step():
-            if isinstance(event, Completion):
-                done[event.request_id, event.sample_index] = event
+        for one in engine.step():
+            done[one.request_id, one.sample_index] = one
         if not engine.unfinished:
             return done
         between(step)

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.engine.engine import EngineSettings, NativeEngine
+from burnish.engine.engine import NativeEngine
 from burnish.engine.protocol import Request
+from burnish.engine.scheduler import EngineSettings
 from burnish.errors import BurnishError
 from burnish.learner.learner import State
 from burnish.rollout.packing import Pack, pack, take_streams, train_batches
-from burnish.types import Completion, Grade, Group, SamplingParams
+from burnish.types import Grade, Group, SamplingParams
 from tests.learner.conftest import (
     make_groups,
     make_learn_batch,
@@ -298,7 +299,7 @@ def test_the_engine_samples_what_the_learner_learns_and_takes_its_weights():
             engine.submit(Request(f"r{index}", np.array(prompt, np.int32), lengths, params, index))
             done = []
             while engine.unfinished:
-                done += [event for event in engine.step() if isinstance(event, Completion)]
+                done += engine.step()
             done.sort(key=lambda completion: completion.sample_index)
             grades = tuple(Grade(float(i)) for i in range(lengths))
             group = make_groups([(len(prompt), [1] * lengths)])[0]

@@ -89,18 +89,15 @@ def test_any_text_comes_back(text: str) -> None:
     assert ours.decode(ours.encode(text)) == text
 
 
-@given(ids=st.lists(st.integers(0, 720), max_size=30), skip=st.booleans())
+@given(ids=st.lists(st.integers(0, 720), max_size=30))
 @settings(deadline=None, max_examples=150)
-def test_streamed_text_equals_decoded_text(ids: list[int], skip: bool) -> None:
+def test_streamed_text_begins_the_decoded_text(ids: list[int]) -> None:
     """For any ids, also those that make no UTF-8 and those that the vocabulary lacks."""
     ours = byte_level()
-    stream = ours.stream(skip_special=skip)
-    pieces = [stream.push(token) for token in ids]
-    assert stream.text == "".join(pieces)
-    pieces.append(stream.flush())
-    assert "".join(pieces) == stream.text == ours.decode(ids, skip_special=skip)
-    at_once = ours.stream(skip_special=skip)
-    assert at_once.push(*ids) + at_once.flush() == stream.text
+    read, text = ours.stream(), ""
+    for token in ids:
+        text += read(token) or ""
+    assert ours.decode(ids, skip_special=True).startswith(text)
 
 
 _byte_level: list[Tokenizer] = []
@@ -116,23 +113,19 @@ def test_streamed_text_of_every_kind(pair: tuple[Tokenizer, Any]) -> None:
     ours, _ = pair
     for text in TEXTS:
         ids = ours.encode(text).tolist()
-        at_once = ours.stream()
-        assert at_once.push(*ids) + at_once.flush() == ours.decode(ids)
-        stream = ours.stream()
+        read, streamed = ours.stream(), ""
         for count, token in enumerate(ids, 1):
-            stream.push(token)
-            assert ours.decode(ids[:count]).startswith(stream.text)
-        stream.flush()
-        assert stream.text == ours.decode(ids)
+            streamed += read(token) or ""
+            assert ours.decode(ids[:count], skip_special=True).startswith(streamed)
+        assert streamed == ours.decode(ids, skip_special=True)
 
 
 def test_characters_appear_when_they_are_whole() -> None:
     ours = Tokenizer(trained("smollm", size=259))  # one token per byte
     tokens = ours.encode("é🙂!").tolist()
-    stream = ours.stream()
-    assert [stream.push(token) for token in tokens] == ["", "é", "", "", "", "🙂", "!"]
-    assert stream.push(tokens[2]) == ""
-    assert stream.flush() == "\ufffd"
+    read = ours.stream()
+    assert [read(token) for token in tokens] == [None, "é", None, None, None, "🙂", "!"]
+    assert read(tokens[2]) is None
 
 
 TEMPLATES = {
