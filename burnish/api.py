@@ -267,7 +267,7 @@ def evaluation_recipe(
     source: AnyRecipe, model: AnyPath | Table | None = None, changes: Sequence[str | Table] = ()
 ) -> Recipe:
     """The recipe of an evaluation: as given, or the recipe of a run."""
-    own: list[Table] = []
+    own: dict[str, Any] = {}
     if isinstance(source, str | os.PathLike) and (Path(source) / "recipe.toml").is_file():
         run, source = Path(source), Path(source) / "recipe.toml"
         if isinstance(config.load(source).task, SortTask):
@@ -275,12 +275,12 @@ def evaluation_recipe(
                 f"{run} trained the sorting model, and `burnish eval` measures language models; "
                 f"{run}/report.html has the figures of its held-out prompts"
             )
-        own.append({"model": run})
+        own["model"] = run
         if (run / PROMPTS).is_file():
-            own.append({"task": {"train": run / PROMPTS}})
+            own["task"] = {"train": run / PROMPTS}
     if model is not None:
-        own.append({"model": model})
-    recipe = config.load(source, [*own, *changes])
+        own["model"] = model
+    recipe = config.load(source, [own, *changes])
     if recipe.is_supervised:
         raise ConfigError(f"{recipe.name} has answers to learn and none to grade; name another")
     return recipe

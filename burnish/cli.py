@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 from typer import Argument, Option
 
@@ -340,7 +339,7 @@ def _show_end(path: Path) -> None:
         best = f"best {held['best']:z.3f} at step {held['best_step']}"
         _say(f"held out {held['first']:z.3f} → {held['last']:z.3f}{drift} ({best})")
     for pair in end["before_and_after"]:
-        out_console.print(Padding(escape(_line(pair["prompt"])), (0, 0, 0, 2)))
+        _say(f"  {_line(pair['prompt'])}")
         for side in ("before", "after"):
             reward, said = pair[f"reward_{side}"], _line(pair[side])
             mark = "no grade" if reward is None else f"{reward:zg}"

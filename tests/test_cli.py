@@ -108,7 +108,7 @@ def test_the_end_is_told_with_whole_prompts_singulars_and_no_negative_zero(tmp_p
     (tmp_path / "summary.json").write_text(json.dumps(end | more | seconds))
     cli._show_end(tmp_path)
     shown = capsys.readouterr().out
-    assert asked in " ".join(shown.split())  # whole, and broken between words alone
+    assert asked in shown
     assert f"before [0] {'y' * 200} …\n" in shown
     assert "reward 0.00 → 0.00, 1 response, 1 gradient step, 1.0 s" in shown
     assert "-0.0" not in shown

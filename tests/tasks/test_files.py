@@ -9,7 +9,7 @@ from burnish.graders.grader import InProcess
 from burnish.rollout.filters import check_errors
 from burnish.rollout.rollout import grade
 from burnish.schema import FilesTask
-from burnish.tasks.rows import DataRow, read_rows, rows_from, rows_of, split
+from burnish.tasks.rows import DataRow, read_rows, rows_of, split
 from burnish.tasks.text import TextTask, ask_all, ask_shuffled, make_files
 from burnish.types import Status
 from tests.conftest import byte_tokenizer, make_group
@@ -107,11 +107,11 @@ def test_files_that_are_not_there_or_empty(tmp_path):
 
 
 def test_rows_of_a_script():
-    assert rows_from(["a", {"prompt": "b", "n": 1}]) == [{"prompt": "a"}, {"prompt": "b", "n": 1}]
+    given = FilesTask(rows=[{"prompt": "a"}, {"text": "b"}])
     with pytest.raises(DataError, match=r"prompts\[1\]: no field 'prompt'"):
-        rows_from(["a", {"text": "b"}])
-    with pytest.raises(DataError, match="prompts is empty"):
-        rows_from([])
+        rows_of(given, seed=0)
+    with pytest.raises(DataError, match="0 rows do not split"):
+        rows_of(FilesTask(rows=[]), seed=0)
 
 
 def test_every_epoch_sees_every_row_once_in_an_order_of_its_own():
