@@ -207,13 +207,13 @@ def resume(
             start, positions = 0, {}
             if chosen is not None:
                 tell("load", f"loading the checkpoint {chosen.name}")
-                saved = checkpoints.load(chosen)
-                parts.learner.load_state(State(saved.tensors, saved.state["learner"]))
+                tensors, state = checkpoints.load(chosen)
+                parts.learner.load_state(State(tensors, state["learner"]))
                 if parts.prompts is not None:
-                    parts.prompts.load_state(saved.state["prompts"])
-                start, positions = saved.step, saved.state["positions"]
+                    parts.prompts.load_state(state["prompts"])
+                start, positions = state["step"], state["positions"]
                 opened.check_positions(positions)  # nothing is deleted before all is checked
-                checkpoints.return_to(path, chosen, keep=recipe.checkpoint.keep)
+                checkpoints.return_to(path, chosen, **recipe.checkpoint.model_dump())
             opened.cut_back(positions)
             opened.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = opened.restart(start)

@@ -195,9 +195,9 @@ def open_model(
 
 
 def take_weights(model: Transformer, chosen: Path) -> None:
-    saved = checkpoints.load(chosen)
+    tensors, _ = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(saved.tensors[f"policy.master.{name}"])
+        parameter.data.copy_(tensors[f"policy.master.{name}"])
 
 
 def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:

@@ -244,26 +244,24 @@ def evaluate(
 @app.command()
 def compare(
     runs: Annotated[list[Path], Argument(help="run directories")],
-    out: Annotated[Path, Option(help="the picture to write")] = Path("compare.png"),
-    metric: Annotated[list[str] | None, Option(help="to draw; may be repeated")] = None,
+    out: Annotated[Path, Option(help="the page to write")] = Path("compare.html"),
 ) -> None:
-    """Overlay runs in one picture and tabulate their results; evaluations become one page.
+    """Lay the curves of runs over each other in one page and tabulate their results; evaluations
+    stand side by side.
 
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
-    the last 10 steps, or over the last third of a short run; the rest is the last validation. The
-    picture has the reward and the KL, or the loss where not all runs measured a KL, or the metrics
-    that are named.
+    the last 10 steps, or over the last third of a short run; the rest is the last validation.
     """
     import numpy as np
 
-    from burnish.runs.plots import draw_comparison, ends
+    from burnish.runs.comparison import ends, write_comparison
     from burnish.runs.results import write_evaluation
 
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is not a directory; choose another --out")
     if all((run / "results.jsonl").exists() for run in runs):
-        return _say(f"report: {write_evaluation(runs, out.with_suffix('.html'))}")
-    curves = [(curve, ends(curve)) for curve in draw_comparison(runs, out, metric or ())]
+        return _say(f"report: {write_evaluation(runs, out)}")
+    curves = [(curve, ends(curve)) for curve in write_comparison(runs, out)]
     shown = [name for name in curves[0][1] if any(np.isfinite(e[name]).any() for _, e in curves)]
     rows: list[list[str]] = [["", *shown]]
     for curve, end in curves:
@@ -276,7 +274,7 @@ def compare(
             for name, over in (("mean", np.mean), ("std", np.std)):
                 rows.append([f"  {name}", *(f"{over(values):z.3f}" for values in columns)])
     _print_table(rows)
-    return _say(f"picture: {out}")
+    return _say(f"report: {out}")
 
 
 @app.command()

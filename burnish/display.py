@@ -11,9 +11,7 @@ from typing import Self
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
 
 from burnish.progress import STEP_PHASES, Progress
 
@@ -36,8 +34,8 @@ TROUBLES = {"rollout/grades_timeout": "timed out", "rollout/grades_error": "not 
 class Display:
     """Shows each ``Progress`` that it is called with, and moves while none comes.
 
-    A thread of its own redraws the block, or repeats the last state as a line with the seconds that
-    have passed. ``quiet`` leaves only a line per finished step.
+    A thread redraws the block on a terminal, or writes the last state as a line with the seconds
+    that have passed. ``quiet`` leaves only a line per finished step.
     """
 
     def __init__(
@@ -48,29 +46,25 @@ class Display:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self._clock = console, clock
+        self._console, self._clock, self._is_quiet = console, clock, quiet
         self._began = self._written = self._told = clock()
         self._now, self._figures = Progress("load", "starting"), ""
-        self._title = Spinner("dots", f"[bold]{escape(name)}")
+        self._spinner = Spinner("dots", f"[bold]{escape(name)}")
         self._ended = threading.Event()
-        self._live: Live | None = None
-        self._thread: threading.Thread | None = None
-        if quiet:
-            return
-        if console.is_terminal and console.file.isatty():  # CI may pretend to be one
-            self._live = Live(
-                console=console,
-                get_renderable=self._block,
-                refresh_per_second=REDRAWS,
-                transient=True,
-            )
-        else:
-            self._thread = threading.Thread(target=self._keep_writing, daemon=True)
+        self._live = Live(
+            console=console,
+            get_renderable=self._block,
+            refresh_per_second=REDRAWS,
+            transient=True,
+        )
+        # CI may pretend to be a terminal.
+        self._is_block = not quiet and console.is_terminal and console.file.isatty()
+        self._thread = threading.Thread(target=self._keep_writing, daemon=True)
 
     def __enter__(self) -> Self:
-        if self._live is not None:
+        if self._is_block:
             self._live.start(refresh=True)
-        if self._thread is not None:
+        elif not self._is_quiet:
             self._thread.start()
         return self
 
@@ -80,9 +74,8 @@ class Display:
     def close(self) -> None:
         """Ends the block or the lines; may be called twice."""
         self._ended.set()
-        if self._live is not None:
-            self._live.stop()
-        if self._thread is not None:
+        self._live.stop()
+        if self._thread.is_alive():
             self._thread.join(1.0)
 
     def __call__(self, progress: Progress) -> None:
@@ -93,9 +86,9 @@ class Display:
         is_early = not progress.step and progress.phase not in STEP_PHASES
         if progress.phase == "step":
             self._figures = figures(progress)
-            if self._live is None:
+            if not self._is_block:
                 self._write(f"step {progress.step}/{progress.steps}  {self._figures}{self._left()}")
-        elif self._thread is not None and is_early and progress.doing != before.doing:
+        elif self._thread.is_alive() and is_early and progress.doing != before.doing:
             self.beat()
 
     def say(self, text: str) -> None:
@@ -129,10 +122,7 @@ class Display:
         return f"[{passed}] {'  '.join(told)}{self._left()}"
 
     def _block(self) -> RenderableType:
-        now, head = self._now, Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=now.total, completed=now.done, width=24, pulse=not now.total)
-        head.add_row(self._title, bar)
-        return Group(head, escape(self._line()))
+        return Group(self._spinner, escape(self._line()))
 
     def _left(self) -> str:
         """The time left, less the time since it was told; empty once it is used up."""

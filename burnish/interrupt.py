@@ -18,7 +18,7 @@ from typing import NoReturn, Self
 
 from burnish.display import Display
 from burnish.progress import STEP_PHASES, Progress
-from burnish.runs import checkpoints, directory, status
+from burnish.runs import checkpoints, directory
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ONE_REQUEST_S = 1.0
@@ -108,7 +108,6 @@ class Interrupts:
             said = "stopped before the first step was done: nothing was learned, nothing is kept"
         elif saved is not None:
             said = f"stopped at once; the last checkpoint is {saved.name}; continue with: {again}"
-        status.mark_stopped(self._path)
         directory.unclaim(self._path)
         self._leave(said)
 

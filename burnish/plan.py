@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from burnish import pieces
 from burnish.errors import ConfigError
 from burnish.pieces import KL
-from burnish.schema import MixtureTask, PairsTask, Recipe, SorterConfig
+from burnish.schema import PairsTask, Recipe, SorterConfig
 from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
@@ -110,17 +110,12 @@ def plan(
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
     task = recipe.task
-    lines = [("task", _settings(task))]
-    if isinstance(task, MixtureTask):
-        total = sum(task.weights.values())
-        lines = [
-            ("part", f"{label}, {task.weights[label] / total:.0%} of the groups: {_settings(part)}")
-            for label, part in task.tasks.items()
-        ]
+    given = task.model_dump(exclude_unset=True, exclude={"name"})
+    settings = [f"{key} = {value!r}" for key, value in given.items()]
+    known = "" if size is None else f": {size.parameters:,} parameters"
+    lines = [("task", ", ".join([task.name, *settings])), ("model", f"{recipe.model.name}{known}")]
     if recipe.stop:
         lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
-    known = "" if size is None else f": {size.parameters:,} parameters"
-    lines.append(("model", f"{recipe.model.name}{known}"))
     if size is not None and size.longest_prompt:
         told = f"{size.longest_prompt:,} tokens (the model's context: {size.context:,})"
         lines.append(("longest prompt", told))
@@ -129,12 +124,6 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
         told = f"have more than {bound.tokens:,} tokens ({bound.why}); they are skipped"
         lines.append(("too long", f"{counted(size.too_long, 'prompt')} {told}"))
     return lines
-
-
-def _settings(task: Any) -> str:
-    """A task's name and the settings that its recipe gives."""
-    given = task.model_dump(exclude_unset=True, exclude={"name"})
-    return ", ".join([task.name, *(f"{key} = {value!r}" for key, value in given.items())])
 
 
 def _batches(recipe: Recipe) -> Lines:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from burnish.pieces import ObjectiveConfig
+from burnish.pieces import BY_NAME, ObjectiveConfig
 from burnish.sections import Section, named, nearest
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -87,8 +87,6 @@ R1_ZERO = (
     "</think> <answer> answer here </answer>.\nUser: {question}\nAssistant: <think>"
 )
 PROMPTS = {"question_only": "{question}", "r1_zero": R1_ZERO}
-ANSWERS = {"question_only": "boxed", "r1_zero": "r1_zero"}
-"""How a response to each of the prompts says its answer."""
 
 
 class Asked(Graded):
@@ -96,7 +94,7 @@ class Asked(Graded):
 
     prompt: str = Field("r1_zero", description="its name, or one's own text with {question} in it")
     answer: Literal["r1_zero", "boxed", "hash", "last_number"] | None = None
-    """How a response says its answer; None if as the named prompt wants it."""
+    """How a response says its answer; None: in tags after the prompt r1_zero, else in a box."""
     chat: bool = Field(False, description="the prompt goes in as a user's chat message")
 
     @model_validator(mode="after")
@@ -106,8 +104,6 @@ class Asked(Graded):
             raise ValueError(
                 f"needs prompt = {names} or a text with {{question}}, got {self.prompt!r}{near}"
             )
-        if self.answer is None and self.prompt not in PROMPTS:
-            raise ValueError("has a prompt of its own and needs answer: r1_zero, boxed, …")
         return self
 
     @property
@@ -116,7 +112,7 @@ class Asked(Graded):
 
     @property
     def answer_format(self) -> str:
-        return self.answer or ANSWERS[self.prompt]
+        return self.answer or ("r1_zero" if self.prompt == "r1_zero" else "boxed")
 
 
 class MathTask(Asked, Rows):
@@ -146,9 +142,7 @@ class PairsTask(Rows):
     answer: str = Field("{answer}", pattern=r"\{answer\}", description="what is learned of it")
 
 
-AnyPart = Annotated[
-    KeywordsTask | FilesTask | MathTask | GymTask, Field(discriminator="name"), named("keywords")
-]
+AnyPart = Annotated[KeywordsTask | FilesTask | MathTask | GymTask, BY_NAME]
 
 
 class MixtureTask(Section):
@@ -168,7 +162,7 @@ class MixtureTask(Section):
 
 AnyTask = Annotated[
     SortTask | KeywordsTask | FilesTask | MathTask | GymTask | PairsTask | MixtureTask,
-    Field(discriminator="name"),
+    BY_NAME,
     named("sort"),
 ]
 
@@ -309,11 +303,9 @@ class Recipe(Section):
                     f"batch holds whole groups; use {name}.batch = {batch // group * group + group}"
                 )
         if self.rollout.batch % self.train.batch:
-            prompts = self.prompts_per_rollout
-            fits = [str(n * group) for n in range(1, prompts + 1) if prompts % n == 0]
             raise ValueError(
                 f"train.batch = {self.train.batch} does not divide rollout.batch = "
-                f"{self.rollout.batch}; use one of {', '.join(fits)}"
+                f"{self.rollout.batch}; use rollout.batch / n with a whole number n"
             )
         if group < advantage.group:
             raise ValueError(

@@ -196,7 +196,7 @@ def test_what_an_override_replaces_takes_its_settings_along():
         (["rollout.batch=32"], "use rollout.batch = 40"),
         (["rollout.batch=5"], "use rollout.batch = 10"),
         (["train.batch=15"], "use train.batch = 20"),
-        (["train.batch=20"], "does not divide rollout.batch = 30; use one of 10, 30"),
+        (["train.batch=20"], "does not divide rollout.batch = 30; use rollout.batch / n"),
         (["rollout.group_size=1"], "use objective.advantage = 'raw'"),
         (
             ["objective.reduction=constant"],

@@ -242,6 +242,6 @@ def test_the_tutorial_runs(smollm2, tmp_path, monkeypatch):
         line = line.replace("--model smollm2-135m", "--model runs/mine-2")
         done = CliRunner().invoke(cli.app, shlex.split(line)[1:])
         assert done.exit_code == 0, f"{line}: {done.output} {done.exception}"
-    assert Path("compare.png").exists()
+    assert Path("compare.html").exists()
     runpy.run_path("mine.py", run_name="__main__")
     runpy.run_path("use.py", run_name="__main__")

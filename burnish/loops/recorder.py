@@ -12,21 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from burnish.errors import BurnishError, RunError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
-from burnish.progress import Progress, Show, current_show, showing
+from burnish.progress import Progress, current_show, showing
 from burnish.runs import checkpoints, responses, status
 from burnish.runs.directory import RunDirectory
-from burnish.runs.metrics import Metrics
+from burnish.runs.metrics import Metrics, Timers
 from burnish.runs.report import write_report
-from burnish.runs.summary import summarise
-from burnish.runs.timers import Timers
+from burnish.runs.run import summarise
 from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
 from burnish.types import Group, IntArray
@@ -34,7 +32,7 @@ from burnish.types import Group, IntArray
 EVALUATED = 64
 """Responses of an evaluation that are kept whole."""
 RECENT = 10
-"""Steps, and evaluations, whose mean says how long the next ones take."""
+"""Steps whose mean time says how long the next ones take."""
 
 
 class Parts(NamedTuple):
@@ -70,126 +68,93 @@ def record(
     phase "step", every finished step is shown; status.json says the same.
     """
     state: status.State = "failed"
-    tell = _Teller(directory.path, parts.recipe, start, current_show())
+    recorder = _Recorder(directory, parts, start)
     try:
-        with showing(tell):
-            _run(directory, parts, tell, stop)
-        state = "finished" if tell.done == parts.recipe.train.steps else "stopped"
+        with showing(recorder.tell):
+            recorder.run(stop)
+        state = "finished" if recorder.is_done else "stopped"
     except KeyboardInterrupt:
         state = "stopped"
         raise
     finally:
-        tell.write(state)
-
-
-def _run(directory: RunDirectory, parts: Parts, tell: _Teller, stop: Callable[[], bool]) -> None:
-    recorder = _Recorder(directory, parts, tell)
-    if tell.done == 0:
-        recorder.write_start()
-    try:
-        for step in parts.train(timers=recorder.timers, start=tell.done):
-            stopping = stop()
-            recorder.write(step, stopping)
-            if stopping:
-                break
-    except BurnishError:
-        recorder.save_halted()
-        raise
-    tell(Progress("report", "writing the report"))
-    if tell.done == parts.recipe.train.steps:
-        summary = summarise(directory.path)
-        directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
-    write_report(directory.path)
-
-
-@dataclass
-class _Teller:
-    """Adds the step and the time left to each report, shows it, and keeps status.json."""
-
-    path: Path
-    recipe: Recipe
-    done: int
-    """Steps."""
-    show: Show
-    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _evaluations: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _end: float | None = None
-    """When the run will end; None before its first step."""
-
-    def __post_init__(self) -> None:
-        self._started = time.time()
-        steps = self.recipe.train.steps
-        self._now = Progress("load", "starting", step=self.done, steps=steps)
-        self.write("running")
-
-    def __call__(self, progress: Progress) -> None:
-        now, before = time.time(), self._now.doing
-        left = None if self._end is None else max(0.0, self._end - now)
-        steps = self.recipe.train.steps
-        self._now = replace(progress, step=self.done, steps=steps, seconds_left=left)
-        if progress.doing != before or now - self._written >= 1.0:
-            self.write("running")
-        self.show(self._now)
-
-    def measure(self, timings: Metrics, *, is_step: bool = True) -> None:
-        """Estimates the run's end anew from the seconds of a step or of the first evaluation."""
-        seconds = timings.get("time/evaluate", 0.0)
-        if seconds:
-            self._evaluations.append(seconds)
-        if is_step:
-            self._steps.append(timings["time/step"] - seconds)
-            left = seconds_left(self.recipe, self.done, self._steps, self._evaluations)
-            self._end = time.time() + left
-
-    def write(self, state: status.State) -> None:
-        self._written = time.time()
-        with suppress(RunError):  # a full disk stops the run where a file matters
-            times = {"started": self._started, "updated": self._written}
-            status.write(self.path, state, self._now, **times)
-
-
-def seconds_left(
-    recipe: Recipe, done: int, steps: Sequence[float], evaluations: Sequence[float]
-) -> float:
-    """The steps left times the mean of recent ones, and the evaluations left likewise.
-
-    ``steps`` and ``evaluations`` are seconds; those of a step leave its evaluation out.
-    """
-    last, every = recipe.train.steps, recipe.validation.every
-    ahead = last // every - done // every + (done < last and last % every > 0)
-    total = (last - done) * sum(steps) / len(steps)
-    return total + (ahead * sum(evaluations) / len(evaluations) if evaluations else 0.0)
+        recorder.write_status(state)
 
 
 class _Recorder:
-    """Turns steps into files."""
+    """Turns steps into files, and tells how far the run is."""
 
-    def __init__(self, directory: RunDirectory, parts: Parts, tell: _Teller) -> None:
-        self.directory, self.parts, self.tell = directory, parts, tell
+    def __init__(self, directory: RunDirectory, parts: Parts, done: int) -> None:
+        self.directory, self.parts, self.recipe = directory, parts, parts.recipe
+        self.show = current_show()
+        self.done = self._saved = done
+        """The last finished step, and the step of the last checkpoint."""
         self.timers = Timers()
         self._has_events = find_spec("tensorboard") is not None
-        self._saved = tell.done
-        """The step of the checkpoint that the run began from or saved last."""
         self._score: float | None = None
-        """Of the last step, if it was validated."""
+        """Validation score of the last step; None if that step was not validated."""
+        self._times = deque([time.time()], maxlen=RECENT + 1)
+        """When the run began and when its last steps were finished."""
+        self._now = Progress("load", "starting", step=done, steps=self.recipe.train.steps)
+        self.write_status("running")
         self._note_state()
 
-    def write_start(self) -> None:
+    @property
+    def is_done(self) -> bool:
+        return self.done == self.recipe.train.steps
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        if self.done == 0:
+            self._write_start()
+        try:
+            for step in self.parts.train(timers=self.timers, start=self.done):
+                stopping = stop()
+                self._write(step, stopping)
+                if stopping:
+                    break
+        except BurnishError:
+            # A step that halted after it changed the model leaves nothing of the step before it.
+            if self.done > self._saved and self.parts.learner.version == self._version:
+                self._save()
+            raise
+        self.tell(Progress("report", "writing the report"))
+        if self.is_done:
+            summary = summarise(self.directory.path)
+            self.directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
+        write_report(self.directory.path)
+
+    def tell(self, progress: Progress) -> None:
+        """Shows progress with the step and the time left, and keeps status.json: a new phase is
+        written at once, the rest once a second."""
+        now, before, left = time.time(), self._now.doing, None
+        if len(self._times) > 1:
+            pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+            end = self._times[-1] + pace * (self.recipe.train.steps - self.done)
+            left = max(0.0, end - now)
+        steps = self.recipe.train.steps
+        self._now = replace(progress, step=self.done, steps=steps, seconds_left=left)
+        if progress.doing != before or now - self._written >= 1.0:
+            self.write_status("running")
+        self.show(self._now)
+
+    def write_status(self, state: status.State) -> None:
+        self._written = time.time()
+        with suppress(RunError):  # a full disk stops the run where a file matters
+            status.write(self.directory.path, state, self._now, now=self._written)
+
+    def _write_start(self) -> None:
         """Validates before the first step."""
         with self.timers("evaluate"):
             self.parts.publish()
             metrics = self._validate(0)
         if metrics:
-            timings = self.timers.take()
-            self._append(0, metrics, timings)
-            self.tell.measure(timings, is_step=False)
+            self._append(0, metrics, self.timers.take())
 
-    def write(self, step: Step, stopping: bool) -> None:
+    def _write(self, step: Step, stopping: bool) -> None:
         """Validates and saves a checkpoint if it is time, and writes the step's files."""
-        recipe, number, metrics = self.parts.recipe, step.number, step.metrics
-        is_last, self.tell.done, self._score = number == recipe.train.steps, number, None
+        recipe, number, metrics = self.recipe, step.number, step.metrics
+        self.done, self._score = number, None
         self._note_state()
-        if number % recipe.validation.every == 0 or is_last:
+        if number % recipe.validation.every == 0 or self.is_done:
             with self.timers("evaluate"):
                 metrics = metrics | self._validate(number)
         if step.groups:
@@ -202,39 +167,25 @@ class _Recorder:
             sampled = metrics["rollout/length"] * metrics["rollout/responses"]
             timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
         self._append(number, metrics, timings)
-        planned = number % recipe.checkpoint.every == 0 or is_last
-        if planned or stopping:
+        if number % recipe.checkpoint.every == 0 or self.is_done or stopping:
             with self.timers("checkpoint"):
-                self.save(planned=planned)
-        self.tell.measure(timings)
+                self._save()
+        self._times.append(time.time())
         self.tell(Progress("step", f"step {number} is done", metrics=metrics, timings=timings))
 
-    def save_halted(self) -> None:
-        """Saves the last step, if the step that halted after it has not learned anything yet."""
-        if self.tell.done > self._saved and self.parts.learner.version == self._version:
-            self.save(planned=False)
-
-    def save(self, *, planned: bool) -> None:
-        """planned: the recipe's cadence asks for this checkpoint, and not a stop or a halt."""
-        step, learner = self.tell.done, self.parts.learner
+    def _save(self) -> None:
+        step, learner = self.done, self.parts.learner
         self.tell(Progress("checkpoint", f"saving a checkpoint of step {step}"))
-        state = learner.state()
-        numbers = {
+        tensors, counters = learner.state()
+        state = {
             "step": step,
             "incarnation": learner.incarnation,
-            "learner": state.numbers,
+            "learner": counters,
             "prompts": self._prompts,
             "positions": self.directory.positions(),
         }
-        checkpoints.save(
-            self.directory.path,
-            step,
-            state.tensors,
-            numbers,
-            score=self._score,
-            keep=self.parts.recipe.checkpoint.keep,
-            planned=planned,
-        )
+        cadence = self.recipe.checkpoint.model_dump()
+        checkpoints.save(self.directory.path, step, tensors, state, score=self._score, **cadence)
         self._saved = step
 
     def _note_state(self) -> None:

@@ -17,8 +17,7 @@ from burnish.loops.sync import Step
 from burnish.pieces import ObjectiveConfig, Raw, Reinforce, TokenMean
 from burnish.progress import begin
 from burnish.rollout.packing import Pack, pack
-from burnish.runs.metrics import Metrics
-from burnish.runs.timers import Timers
+from burnish.runs.metrics import Metrics, Timers
 from burnish.schema import Recipe
 from burnish.tasks.pairs import Pairs
 from burnish.types import Group, LearnBatch, Scores

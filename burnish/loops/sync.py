@@ -29,8 +29,7 @@ from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout import filters
 from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import describe, grade, sample, sampling
-from burnish.runs.metrics import Metrics, combine
-from burnish.runs.timers import Timers
+from burnish.runs.metrics import Metrics, Timers, combine
 from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
 from burnish.tasks.task import Task

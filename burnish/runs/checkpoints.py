@@ -1,8 +1,8 @@
 """Checkpoints: tensors and counters from which a killed run goes on, bit for bit.
 
 checkpoints/step-00000040 is one safetensors file. Its tensors are the model and the optimizer; its
-metadata are "about" (as JSON: the step, its score, whether the recipe's cadence asked for it,
-counters, and positions in files and streams) and "sha256", of all of that.
+metadata are "about" (as JSON: the step's score, and counters and positions in files and streams)
+and "sha256", the hash of "about" and of the tensors.
 
 A checkpoint is whole or absent: it is written under a hidden name, flushed and renamed. Only the
 process that holds the run's lock writes; pickles are never read.
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Checkpoint(NamedTuple):
-    step: int
-    tensors: dict[str, Tensor]
-    state: dict[str, Any]
-    score: float | None
-    """The validation figure that it was saved with; None if that step was not validated."""
-
-
 class Saved(NamedTuple):
     """A checkpoint on the disk, not loaded."""
 
@@ -41,8 +33,6 @@ class Saved(NamedTuple):
     score: float | None
     """Reward on held-out prompts, or minus the loss; None if it was not measured at that step."""
     path: Path
-    planned: bool = True
-    """Whether the recipe's cadence asked for it, and not a stop or a halt."""
 
 
 def save(
@@ -53,12 +43,13 @@ def save(
     *,
     score: float | None = None,
     keep: int = 2,
-    planned: bool = True,
+    every: int = 1,
 ) -> Path:
     """Writes a checkpoint, then deletes all but the last ``keep`` and the one of highest score.
 
-    A checkpoint that is not ``planned``, because a stop or a halt asked for it, is deleted when the
-    next one is saved: a stopped and resumed run keeps the same checkpoints as one never stopped.
+    A checkpoint between the steps that ``every`` asks for, saved because the run stopped or halted,
+    is deleted when the next one is saved: a stopped and resumed run keeps the same checkpoints as
+    one never stopped.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -66,7 +57,7 @@ def save(
     folder = run / "checkpoints"
     final, temporary = folder / f"step-{step:08d}", folder / f".step-{step:08d}.new"
     finite = None if score is None or not math.isfinite(score) else score
-    about = json.dumps({"step": step, "score": finite, "planned": planned, "state": state})
+    about = json.dumps({"score": finite, "state": state})
     alone = {name: _alone(tensor) for name, tensor in tensors.items()}
     try:
         folder.mkdir(exist_ok=True)
@@ -77,19 +68,17 @@ def save(
         fsync(run)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
-        before = latest(run)
-        intact = "there is no earlier one" if before is None else f"{before} is intact"
         raise RunError(
-            f"can't save a checkpoint of step {step} in {folder}: {error}; {intact}; "
-            "make room there and continue with `burnish resume`"
+            f"can't save a checkpoint of step {step} in {folder}: {error}; earlier ones are "
+            "intact; make room there and continue with `burnish resume`"
         ) from error
-    _prune(run, keep)
+    _prune(run, keep, every)
     return final
 
 
 def all_of(run: Path) -> list[Path]:
     """The run's checkpoints, the oldest first."""
-    return sorted((run / "checkpoints").glob("step-*"), key=_step)
+    return sorted((run / "checkpoints").glob("step-*"), key=step_of)
 
 
 def latest(run: Path) -> Path | None:
@@ -97,8 +86,8 @@ def latest(run: Path) -> Path | None:
 
 
 def best(run: Path) -> Path | None:
-    """The checkpoint of highest score; the first of equals."""
-    return _best(describe(path) for path in all_of(run))
+    """The checkpoint of highest score, the first of equals; None if none has a score."""
+    return _best(map(describe, all_of(run)))
 
 
 def choose(run: Path, which: str) -> Path:
@@ -114,40 +103,46 @@ def choose(run: Path, which: str) -> Path:
 
 
 def describe(path: Path) -> Saved:
-    """A checkpoint by its metadata; if the file is damaged, loading it says so."""
+    """A checkpoint by its metadata; a damaged file has no score, and can't be loaded."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "numpy") as file:
-            about = json.loads(file.metadata()["about"])
+            score = json.loads(file.metadata()["about"])["score"]
     except (OSError, SafetensorError):
-        about = {}
-    return Saved(path.name, _step(path), about.get("score"), path, about.get("planned", True))
+        score = None
+    return Saved(path.name, step_of(path), score, path)
 
 
-def load(path: Path) -> Checkpoint:
-    """A checkpoint whose every byte is as it was written."""
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the state of a checkpoint; every byte is as it was written."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "torch") as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if _digest(metadata["about"], tensors) != metadata["sha256"]:
+            raise OSError("its SHA-256 is another one than when it was saved")
     except (OSError, SafetensorError) as error:
-        raise _damaged(path, str(error)) from error
-    if _digest(metadata["about"], tensors) != metadata["sha256"]:
-        raise _damaged(path, "it was changed, for its SHA-256 is another")
-    about = json.loads(metadata["about"])
-    return Checkpoint(about["step"], tensors, about["state"], about["score"])
+        raise RunError(
+            f"the checkpoint {path} is damaged: {error}; put it back, or resume from an earlier "
+            "one with --from"
+        ) from error
+    return tensors, json.loads(metadata["about"])["state"]
 
 
-def return_to(run: Path, path: Path, *, keep: int = 2) -> None:
-    """Deletes the checkpoints that were saved after ``path``, and all that a killed process had no
-    time to delete or to finish."""
+def return_to(run: Path, path: Path, *, keep: int = 2, every: int = 1) -> None:
+    """Deletes the checkpoints that were saved after ``path``, and files that a killed process had
+    no time to delete or to finish."""
     for later in all_of(run):
-        if _step(later) > _step(path):
+        if step_of(later) > step_of(path):
             later.unlink()
-    _prune(run, keep)
+    _prune(run, keep, every)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -166,27 +161,17 @@ def _digest(about: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _damaged(path: Path, why: str) -> RunError:
-    earlier = [other for other in all_of(path.parent.parent) if _step(other) < _step(path)]
-    remedy = f"resume with --from {earlier[-1].name}" if earlier else "start the run anew"
-    return RunError(f"the checkpoint {path} is damaged: {why}; put it back, or {remedy}")
-
-
 def _best(found: Iterable[Saved]) -> Path | None:
     scored = [(saved.score, saved.path) for saved in found if saved.score is not None]
     return max(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def _prune(run: Path, keep: int) -> None:
-    every = [describe(path) for path in all_of(run)]
-    planned = [saved for saved in every if saved.planned]
-    standing = planned if every[-1].planned else [*planned, every[-1]]
-    kept = {_best(planned), *(saved.path for saved in standing[-keep:])}
+def _prune(run: Path, keep: int, every: int) -> None:
+    paths = all_of(run)
+    planned = [path for path in paths if step_of(path) % every == 0]
+    newest = planned if paths[-1] in planned else [*planned, paths[-1]]
+    kept = {_best(map(describe, planned)), *newest[-keep:]}
     unfinished = (run / "checkpoints").glob(".*")  # ours, and those of safetensors
-    for path in (*unfinished, *(saved.path for saved in every)):
+    for path in (*unfinished, *paths):
         if path not in kept:
             path.unlink()

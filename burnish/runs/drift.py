@@ -13,6 +13,7 @@ Points = Sequence[tuple[float, float]]
 """(step, value), by step, all finite."""
 Array = npt.NDArray[np.float64]
 
+UNIT = "nats per token"
 FEWEST = 4
 """Steps below which no trend is read."""
 GAINED = 0.95
@@ -24,18 +25,19 @@ AGREED, ROUNDED = 1e-2, 0.1
 whose logits, of 10 to 30 and 8 bits or so, are up to 0.1 off by themselves."""
 
 
-def read_drift(reward: Points, initial: Points, *, unit: str = "nats") -> list[str]:
+def read_drift(reward: Points, initial: Points) -> list[str]:
     """Sentences: how KL to the initial model grew, whether reward followed, where it ran away.
 
-    ``initial`` is the KL to the initial model; ``reward`` may have been measured at other steps (a
-    validation). No KL, no sentence.
+    ``initial`` is the KL to the initial model (k1, nats per token: a single token that only the
+    initial model finds likely may be most of k3). ``reward`` may have been measured at other steps
+    (a validation). Without a KL there is no sentence.
     """
     if len(initial) < FEWEST:
         return ["Too few steps have been measured to read a trend."] if initial else []
     steps, kl = _columns(initial)
-    sentences = [_growth(steps, kl, unit)]
+    sentences = [_growth(steps, kl)]
     if len(reward) >= 2:
-        sentences += _company(steps, kl, np.interp(steps, *_columns(reward)), unit)
+        sentences += _company(steps, kl, np.interp(steps, *_columns(reward)))
     return sentences
 
 
@@ -57,23 +59,23 @@ def read_mismatch(mean: Points, largest: Points, *, rounded: bool = False) -> li
     ]
 
 
-def _growth(steps: Array, kl: Array, unit: str) -> str:
+def _growth(steps: Array, kl: Array) -> str:
     first, last, peak = kl[0].round(5), kl[-1], kl.max()
     subject = "KL to the initial model"
     if peak < 1e-3:
-        return f"{subject} stayed below {_say(peak)} {unit}: the policy hardly moved."
+        return f"{subject} stayed below {_say(peak)} {UNIT}: the policy hardly moved."
     if last < 0.7 * peak:
         at = f"at step {steps[kl.argmax()]:g}"
-        return f"{subject} rose to {_say(peak)} {unit} {at} and fell back to {_say(last)}."
+        return f"{subject} rose to {_say(peak)} {UNIT} {at} and fell back to {_say(last)}."
     if last - first < 0.1 * peak:
-        return f"{subject} stayed near {_say(last)} {unit}."
+        return f"{subject} stayed near {_say(last)} {UNIT}."
     late = (last - kl[len(kl) // 2]) / (last - first)
     pace = "ever faster" if late > 0.65 else "most of it early" if late < 0.35 else "evenly"
-    grown = f"from {_say(first)} to {_say(last)} {unit} by step {steps[-1]:g}"
+    grown = f"from {_say(first)} to {_say(last)} {UNIT} by step {steps[-1]:g}"
     return f"{subject} grew {grown}, {pace}."
 
 
-def _company(steps: Array, kl: Array, reward: Array, unit: str) -> list[str]:
+def _company(steps: Array, kl: Array, reward: Array) -> list[str]:
     """Whether the reward went along, and from where on it no longer did."""
     first, last, best = reward[0], reward[-1], reward.max()
     least = 0.01 * max(abs(first), abs(best), 1e-9)  # less than this is no gain
@@ -83,17 +85,15 @@ def _company(steps: Array, kl: Array, reward: Array, unit: str) -> list[str]:
         told = f"The reward {verb}: {_say(first)} at first, {_say(last)} at last."
         return [told] if moved >= 1e-3 else []
     made = int(np.argmax(reward >= first + GAINED * (best - first)))
-    followed = f"The reward followed, from {_say(first)} to {_say(reward[made])}"
-    if kl[made] - kl[0] > 1e-3:
-        rate = (reward[made] - first) / (kl[made] - kl[0])
-        followed += f" by step {steps[made]:g} ({_say(rate)} per nat)"
+    gain = f"from {_say(first)} to {_say(reward[made])} by step {steps[made]:g}"
+    followed = f"The reward followed, {gain}"
     grown = kl[made:].max() - kl[made]
     if len(kl) - made >= FEWEST and grown > max(RUNAWAY * kl[made], 0.1 * moved, 1e-3):
         peak = made + int(kl[made:].argmax())
         return [
             f"{followed}.",
             f"From step {steps[made]:g} on KL ran away: {_say(kl[made])} to {_say(kl[peak])} "
-            f"{unit} by step {steps[peak]:g}, while the reward went from {_say(reward[made])} to "
+            f"{UNIT} by step {steps[peak]:g}, while the reward went from {_say(reward[made])} to "
             f"{_say(reward[peak])}.",
         ]
     has_fallen = best - last > 0.2 * (best - first)

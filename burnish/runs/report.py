@@ -9,49 +9,36 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from burnish.runs import pages, status
 from burnish.runs.directory import APPENDED, read_recipe, replace_file
 from burnish.runs.drift import read_drift, read_mismatch
-from burnish.runs.excerpt import excerpt
 from burnish.runs.metrics import Series, collect, combine, end_means, iterate_rows, window
-from burnish.runs.pages import encode
+from burnish.runs.responses import excerpt
 
 LIMIT, REACH = 4_000_000, 100_000_000
-"""Bytes of a page, and bytes that are read at each end of a file with responses."""
+"""Bytes of a page's responses, and bytes that are read at each end of a file with responses."""
 POINTS = 400
 """Points of a line; longer runs are shown as means over several steps."""
 FILES = ("recipe.toml", "environment.json", "summary.json", *APPENDED[:-1])
 """A page is made of these."""
-REWARD, VALIDATION = "rollout/reward", "validation/reward"
 
 
-def write_report(run: Path, *, limit: int = LIMIT, clock: Callable[[], float] = time.time) -> Path:
-    """Makes the report of a run that runs, crashed or finished; at most ``limit`` bytes."""
+def write_report(run: Path, *, limit: int = LIMIT) -> Path:
+    """Makes the report of a run that runs, crashed or finished."""
     data = describe(run)
-    data["state"] = status.standing(run, data["done"], data["total"], now=clock())
-    data["rollouts"] = rollouts(run, data, limit=limit, reach=REACH)
-    replace_file(run / "report.html", pages.render("report", data=encode(data)))
+    data["state"] = status.standing(run, data["done"], data["total"], now=time.time())
+    data["rollouts"] = excerpt(run, limit, REACH)
+    replace_file(run / "report.html", pages.render("report", data=pages.encode(data)))
     return run / "report.html"
-
-
-def rollouts(run: Path, data: dict[str, Any], *, limit: int, reach: int) -> dict[str, Any]:
-    """The responses for which a page with these data has room if it may have ``limit`` bytes.
-
-    reach: bytes that are read at each end of the files with responses.
-    """
-    empty = len(pages.render("report", data=encode(data)).encode())
-    return excerpt(run, limit - empty - 1000, reach)
 
 
 def describe(run: Path) -> dict[str, Any]:
     """The data of a run's page, but for its state and its responses."""
     recipe = read_recipe(run)
     series = collect(iterate_rows(run / "metrics.jsonl"))
-    kl = drift_metric(series)
     return {
         "name": str(recipe.get("name", run.name)),
         "run": run.name,
@@ -60,12 +47,11 @@ def describe(run: Path) -> dict[str, Any]:
         "done": int(max((points[-1][0] for points in series.values()), default=0)),
         "total": recipe.get("train", {}).get("steps"),
         "asof": updated(run),
-        "kl": kl,
         "series": _outlines(series),
         "clocks": _outlines(collect(iterate_rows(run / "timings.jsonl"))),
-        "reading": _read_series(series, kl, recipe),
-        "recipe": _read_text(run / "recipe.toml"),
-        "environment": _read_text(run / "environment.json"),
+        "reading": _sentences(series, recipe),
+        "recipe": (run / "recipe.toml").read_text(encoding="utf-8"),
+        "environment": (run / "environment.json").read_text(encoding="utf-8"),
     }
 
 
@@ -75,13 +61,14 @@ def updated(run: Path) -> float:
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
-def drift_metric(series: Series) -> str:
-    """The KL to the initial model that is read: k1, per token if it was measured.
-
-    A single token that only the initial model finds likely may be most of k3.
-    """
-    names = [name for name in series if name.startswith("kl/initial")]
-    return min(names, key=lambda n: (n.endswith("_response"), "k1" not in n), default="")
+def _sentences(series: Series, recipe: dict[str, Any]) -> list[str]:
+    """Sentences about the drift, and about sampler and learner."""
+    held_out = series.get("validation/reward", [])
+    reward = held_out if len(held_out) > 3 else series.get("rollout/reward", [])
+    gaps = [series.get(f"mismatch/logprob_{name}", []) for name in ("mean", "max")]
+    is_rounded = recipe.get("engine", {}).get("precision") in ("bf16", "fp16")
+    drift = read_drift(reward, series.get("kl/initial_k1", []))
+    return drift + read_mismatch(*gaps, rounded=is_rounded)
 
 
 def _outlines(series: Series) -> dict[str, Any]:
@@ -106,24 +93,5 @@ def thin(name: str, points: list[tuple[float, float]]) -> list[tuple[float, floa
     return [(s[-1][0], _rounded(combine({name: v} for _, v in s)[name])) for s in stretches]
 
 
-def _read_series(series: Series, kl: str, recipe: dict[str, Any]) -> list[str]:
-    """Sentences about the drift, and about sampler and learner."""
-    held_out = series.get(VALIDATION, [])
-    reward = held_out if len(held_out) > 3 else series.get(REWARD, [])
-    unit = "nats per response" if kl.endswith("_response") else "nats per token"
-    return [
-        *read_drift(reward, series.get(kl, []), unit=unit),
-        *read_mismatch(
-            series.get("mismatch/logprob_mean", []),
-            series.get("mismatch/logprob_max", []),
-            rounded=recipe.get("engine", {}).get("precision") in ("bf16", "fp16"),
-        ),
-    ]
-
-
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -1,18 +1,29 @@
-"""Responses of a model: rows to be read back, and a readable log, step by step."""
+"""Responses of a model: rows of a file, a readable log, and the excerpt that a page shows."""
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from burnish.runs.metrics import iterate_rows
 from burnish.types import FloatArray, Group, IntArray, Prompt
 
 ResponseRow = dict[str, Any]
 """A row of rollouts.jsonl or evaluations.jsonl: one response; ``rows`` writes its keys."""
 READABLE = 512
 """Responses of a step in the readable log, in whole groups: a large rollout has megabytes."""
+FILES = ("rollouts.jsonl", "evaluations.jsonl")
+"""Files with responses; the source of a response in a page is its file's place here."""
+TOKENS, PAIRS = 2_000, 200
+"""Tokens of a response, and pairs of responses, in a page. Prompts are never cut: a prompt that has
+no room is left out."""
+ELSEWHERE = ("prompt", "prompt_id", "asked", "response")
+"""Keys of a row that a page has elsewhere: a response is its tokens, unless they read otherwise."""
 
 
 def rows(
@@ -112,3 +123,68 @@ def readable(step: int, groups: Sequence[Group], advantages: Sequence[float]) ->
 
 def _parts(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:zg}" for name, value in parts.items())
+
+
+def excerpt(run: Path, budget: int, reach: int) -> dict[str, Any]:
+    """Responses for a page, with their prompts at most ``budget`` characters of JSON: pairs before
+    and after first, then the newest step, then responses of all steps.
+
+    reach: how many bytes are read at each end of a file.
+    """
+    entries = _read(run, reach)
+    pairs = _pairs(entries)
+    prompts: dict[str, int] = {}
+    for entry in [*(entry for pair in pairs for entry in pair), *_in_order(entries)]:
+        asked = entry["asked"]
+        cost = len(entry["json"]) + (0 if asked in prompts else len(json.dumps(asked)))
+        if not entry["is_kept"] and cost <= budget:
+            budget -= cost
+            entry["is_kept"] = True
+            prompts.setdefault(asked, len(prompts))
+    kept = [entry for entry in entries if entry["is_kept"]]
+    for place, entry in enumerate(kept):
+        entry["place"] = place
+    files = [run / name for name in FILES if (run / name).exists()]
+    return {
+        "total": len(entries),
+        "ends": any(file.stat().st_size > 2 * reach for file in files),
+        "prompts": list(prompts),
+        "rows": [json.loads(entry["json"]) | {"prompt": prompts[entry["asked"]]} for entry in kept],
+        "pairs": [(a["place"], b["place"]) for a, b in pairs if a["is_kept"] and b["is_kept"]],
+    }
+
+
+def _read(run: Path, reach: int) -> list[dict[str, Any]]:
+    """An entry for each response: its JSON for the page, and the values that choose it."""
+    entries = []
+    for source, name in enumerate(FILES):
+        for row in iterate_rows(run / name, reach):
+            entry = {key: row[key] for key in ("step", "prompt_id", "sample", "asked")}
+            entry |= {"source": source, "is_kept": False}
+            entries.append(entry | {"json": json.dumps(_compact(row) | {"source": source})})
+    return entries
+
+
+def _pairs(entries: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The same prompt, first and last seen: in validation, else in training."""
+    held_out = first_and_last(entry for entry in entries if entry["source"] == 1)
+    found = held_out or first_and_last(entry for entry in entries if entry["source"] == 0)
+    return sorted(found, key=lambda pair: pair[0]["sample"])[:PAIRS]
+
+
+def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The newest step, then an order that looks random and that later responses do not change."""
+    newest = max((entry["step"] for entry in entries), default=0)
+    return sorted(entries, key=lambda e: (e["step"] < newest, zlib.crc32(e["json"].encode())))
+
+
+def _compact(row: ResponseRow) -> ResponseRow:
+    """A row for the page: without the prompt, and cut if it is long."""
+    compact = {key: value for key, value in row.items() if key not in ELSEWHERE}
+    for key in ("tokens", "logprobs", "learner_logprobs"):
+        compact[key] = (row[key] or [])[:TOKENS]
+    if "".join(row["tokens"]) != row["response"]:
+        compact["response"] = row["response"][: len("".join(compact["tokens"]))]
+    if len(row["tokens"]) > TOKENS:
+        compact["whole"] = [len(row["tokens"]), len(row["response"])]
+    return compact

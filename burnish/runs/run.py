@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import burnish
 from burnish import config, schema
 from burnish.errors import BurnishError, RunError
-from burnish.runs import checkpoints, directory, summary
+from burnish.runs import checkpoints
 from burnish.runs.checkpoints import Saved
-from burnish.runs.metrics import iterate_rows
+from burnish.runs.directory import read_recipe
+from burnish.runs.metrics import collect, end_means, iterate_rows
 from burnish.runs.report import write_report
+from burnish.runs.responses import first_and_last
 
-if TYPE_CHECKING:
-    from burnish.api import Answer
-    from burnish.runs.results import Evaluation
+PAIRS = 3
+"""Answers before and after in a summary."""
 
 
 class Run:
@@ -28,12 +28,7 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        directory.read_recipe(self.path)
-
-    @property
-    def name(self) -> str:
-        """The directory's name."""
-        return self.path.name
+        read_recipe(self.path)
 
     @property
     def recipe(self) -> schema.Recipe:
@@ -43,11 +38,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """Where the run began and where it ended, or has come to so far."""
-        if (self.path / "summary.json").is_file():
-            return directory.read_json(self.path / "summary.json")
-        if not any("train/version" in row for row in self.metrics):
-            raise RunError(f"{self.path} has no step yet, so there is nothing to sum up")
-        return summary.summarise(self.path)
+        return summarise(self.path)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -75,10 +66,9 @@ class Run:
         return [checkpoints.describe(path) for path in checkpoints.all_of(self.path)]
 
     @property
-    def best(self) -> Saved | None:
-        """The checkpoint of the best score, or the last if none has one; None if there is none."""
-        path = checkpoints.best(self.path) or checkpoints.latest(self.path)
-        return None if path is None else checkpoints.describe(path)
+    def best(self) -> Saved:
+        """The checkpoint of the best score, or the last if none has a score."""
+        return checkpoints.describe(checkpoints.choose(self.path, "best"))
 
     @property
     def model(self) -> str:
@@ -100,20 +90,6 @@ class Run:
         """Writes report.html and returns its path."""
         return write_report(self.path)
 
-    # The public functions, on this run. burnish hands them out; runs/ does not know them.
-
-    def export(self, out: str | os.PathLike[str], *, which: str = "best") -> Path:
-        """Writes the model as a Hugging Face directory; see ``burnish.export``."""
-        return burnish.export(self.path, out, which=which)
-
-    def generate(self, prompts: str | list[str], **sampling: Any) -> list[Answer]:
-        """Samples answers from the run's model; see ``burnish.generate``."""
-        return burnish.generate(prompts, model=self, **sampling)
-
-    def evaluate(self, **settings: Any) -> Evaluation:
-        """Measures the run's model on its held-out prompts; see ``burnish.evaluate``."""
-        return burnish.evaluate(self, **settings)
-
     def __fspath__(self) -> str:
         return str(self.path)
 
@@ -122,14 +98,58 @@ class Run:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Run) and self.path == other.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
-
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
     def _rows(self, table: str) -> list[dict[str, Any]]:
         return list(iterate_rows(self.path / f"{table}.jsonl"))
+
+
+def summarise(run: Path) -> dict[str, Any]:
+    """A run's two ends, its cost, and the model's answers before and after, from its files."""
+    recipe = read_recipe(run)
+    series = collect(iterate_rows(run / "metrics.jsonl"))
+    times = collect(iterate_rows(run / "timings.jsonl"))
+    if "train/version" not in series:
+        raise RunError(f"{run} has no step yet, so there is nothing to sum up")
+    is_sampled = "rollout/responses" in series
+    name, better = ("reward", max) if is_sampled else ("loss", min)
+    summary: dict[str, Any] = {
+        "recipe": recipe.get("name"),
+        "seed": recipe.get("seed", 0),
+        "steps": len(series["train/version"]),
+        "gradient_steps": int(series["train/version"][-1][1]),
+        "seconds": {
+            phase.removeprefix("time/"): sum(seconds for _, seconds in times[phase])
+            for phase in sorted(times)
+            if phase.startswith("time/")
+        },
+    }
+    if measured := series.get("rollout/reward" if is_sampled else "train/loss"):
+        ends = end_means([value for _, value in measured])
+        summary[f"{name}_first"], summary[f"{name}_last"] = ends
+    if is_sampled:
+        summary["responses"] = int(sum(count for _, count in series["rollout/responses"]))
+    if held_out := series.get(f"validation/{name}"):
+        step, best = better(held_out, key=lambda point: point[1])
+        first, last = held_out[0][1], held_out[-1][1]
+        summary["validation"] = {"first": first, "last": last, "best": best, "best_step": step}
+    if drift := series.get("kl/held_out_k1"):
+        summary["kl_held_out_k1"] = drift[-1][1]
+    return summary | {"before_and_after": _before_and_after(run)}
+
+
+def _before_and_after(run: Path) -> list[dict[str, Any]]:
+    """The first samples of a few validation prompts at the first and the last evaluation."""
+    pairs = first_and_last(iterate_rows(run / "evaluations.jsonl"))
+    return [
+        {
+            "prompt": first["asked"],
+            "before": first["response"],
+            "reward_before": first["reward"],
+            "after": last["response"],
+            "reward_after": last["reward"],
+        }
+        for first, last in pairs
+        if first["sample"] == 0
+    ][:PAIRS]

@@ -12,7 +12,6 @@ up among the runs that were found, and never becomes a path. Text that a run wro
 
 from __future__ import annotations
 
-import errno
 import json
 import sys
 import time
@@ -25,21 +24,16 @@ from urllib.parse import quote, unquote, urlsplit
 
 from burnish.errors import RunError
 from burnish.runs import pages, report, status
+from burnish.runs.responses import excerpt
 from burnish.wording import duration
 
 HOST, NAMES, PORT = "127.0.0.1", ("127.0.0.1", "localhost"), 8420
 EVERY = 2.0
 """Seconds between two looks of a page at its runs."""
 LIMIT, REACH = 1_000_000, 1_000_000
-"""Bytes of a page, and bytes that are read at each end of a file with responses."""
+"""Bytes of a page's responses, and bytes that are read at each end of a file with responses."""
 DAMAGE = (RunError, OSError, ValueError, LookupError, TypeError)
 """Errors that a damaged file, or one that has just gone, may raise."""
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 class Answer(NamedTuple):
@@ -59,13 +53,6 @@ def find(path: Path) -> dict[str, Path]:
     return {run.name: run for run in runs}
 
 
-def version(run: Path) -> str:
-    """Sizes and times of the files of a run's page: the page is drawn again if they change."""
-    files = (run / name for name in report.FILES)
-    stamps = (file.stat() for file in files if file.exists())
-    return " ".join(f"{stamp.st_size}.{stamp.st_mtime_ns}" for stamp in stamps)
-
-
 @lru_cache(maxsize=1000)
 def described(run: Path, version: str) -> dict[str, Any]:
     """The data of a run's page without its responses, read once for each version of the files."""
@@ -74,15 +61,19 @@ def described(run: Path, version: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def responses(run: Path, version: str) -> dict[str, Any]:
-    return report.rollouts(run, described(run, version), limit=LIMIT, reach=REACH)
+    return excerpt(run, LIMIT, REACH)
 
 
 def stand(run: Path, now: float) -> dict[str, Any]:
-    """How a run stands, and the version of its data; ``now`` is in seconds since 1970."""
-    newest = version(run)
-    data = described(run, newest)
+    """How a run stands, and the version of its data: sizes and times of the files of its page.
+
+    ``now`` is in seconds since 1970.
+    """
+    stamps = [file.stat() for name in report.FILES if (file := run / name).exists()]
+    version = " ".join(f"{stamp.st_size}.{stamp.st_mtime_ns}" for stamp in stamps)
+    data = described(run, version)
     state = status.standing(run, data["done"], data["total"], now=now)
-    return {"version": newest, "state": state}
+    return {"version": version, "state": state}
 
 
 def draw(run: Path, now: float, *, home: bool) -> dict[str, Any]:
@@ -92,22 +83,20 @@ def draw(run: Path, now: float, *, home: bool) -> dict[str, Any]:
     return data | told | {"live": {"home": home, "every": EVERY}}
 
 
-def list_run(name: str, run: Path, now: float) -> dict[str, Any]:
-    """A run's row in the list."""
-    age = now - report.updated(run)
-    row = {"name": name, "link": f"/{link(name)}", "age": age, "updated": duration(age)}
-    try:
-        told = stand(run, now)
-        return row | told | {"series": described(run, told["version"])["series"]}
-    except DAMAGE as error:
-        state = {"kind": "stopped", "text": f"can't be read: {error}", "doing": ""}
-        return row | {"state": state, "series": {}}
-
-
 def list_runs(path: Path, now: float) -> list[dict[str, Any]]:
     """A row for each run, the last updated first."""
-    rows = [list_run(name, run, now) for name, run in find(path).items()]
-    return sorted(rows, key=lambda row: float(row["age"]))
+    rows = []
+    for name, run in find(path).items():
+        age = now - report.updated(run)
+        row = {"name": name, "link": f"/{link(name)}", "age": age, "updated": duration(age)}
+        try:
+            row |= stand(run, now)
+            row["series"] = described(run, row["version"])["series"]
+        except DAMAGE as error:
+            row["state"] = {"kind": "stopped", "text": f"can't be read: {error}", "doing": ""}
+            row["series"] = {}
+        rows.append(row)
+    return sorted(rows, key=lambda row: row["age"])
 
 
 def link(name: str) -> str:
@@ -154,9 +143,8 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), Handler)
         except OSError as error:
-            why = "is taken" if error.errno == errno.EADDRINUSE else f"fails: {error.strerror}"
             raise RunError(
-                f"watch needs a free port, {port} {why}; choose another with --port, "
+                f"watch can't listen on port {port}: {error.strerror}; choose another with --port, "
                 "or any free one with --port 0"
             ) from error
 
@@ -174,23 +162,19 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Server
     timeout = 10
-    server_version = "burnish"
-    sys_version = ""
 
     def do_GET(self) -> None:
         hosts = self.headers.get_all("Host") or []
+        found = Answer("Call this server 127.0.0.1.", status=HTTPStatus.FORBIDDEN)
         if [host.rpartition(":")[0] or host for host in hosts] in [[name] for name in NAMES]:
-            self._send(answer(self.server.path, self.path))
-        else:
-            self._send(Answer("Call this server 127.0.0.1.", status=HTTPStatus.FORBIDDEN))
-
-    def _send(self, answer: Answer) -> None:
-        body = answer.text.encode("utf-8", "replace")
-        policy = f"{answer.policy}; frame-ancestors 'none'"
-        head = {"Content-Type": f"{answer.kind}; charset=utf-8", "Content-Length": str(len(body))}
-        self.send_response(answer.status)
-        for name, value in (head | HEADERS | {"Content-Security-Policy": policy}).items():
-            self.send_header(name, value)
+            found = answer(self.server.path, self.path)
+        body = found.text.encode("utf-8", "replace")
+        self.send_response(found.status)
+        self.send_header("Content-Type", f"{found.kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", f"{found.policy}; frame-ancestors 'none'")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)
 

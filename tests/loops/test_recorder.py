@@ -63,10 +63,10 @@ def steady(file):
     if file.name == "summary.json":
         return without(json.loads(file.read_text()), "seconds")
     if file.name.startswith("step-"):
-        saved = checkpoints.load(file)
-        state = without(saved.state, "incarnation")
+        tensors, state = checkpoints.load(file)
+        state = without(state, "incarnation")
         state |= {"positions": without(state["positions"], "timings.jsonl")}
-        bits = {name: t.numpy().tobytes() for name, t in saved.tensors.items()}
+        bits = {name: t.numpy().tobytes() for name, t in tensors.items()}
         return checkpoints.describe(file)[:3], state, bits
     if file.name == "report.html":
         page, _, rest = file.read_text().partition('id="data">')
@@ -132,11 +132,11 @@ def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     asked = SORT + more
     whole = api.train("sort", overrides=asked, out=tmp_path / "whole")
     path = api.train("sort", overrides=asked, out=tmp_path / "run", stop=stopper(stop_after))
-    assert checkpoints.load(checkpoints.latest(path)).step == stop_after
+    assert checkpoints.step_of(checkpoints.latest(path)) == stop_after
     assert not (path / "summary.json").exists()
     api.resume(path)
     assert fingerprint(path) == fingerprint(whole)
-    restarts = [checkpoints.load(checkpoints.latest(p)).state["incarnation"] for p in (whole, path)]
+    restarts = [checkpoints.load(checkpoints.latest(p))[1]["incarnation"] for p in (whole, path)]
     assert restarts == [0, 1]
 
 
@@ -241,8 +241,8 @@ def test_more_steps_may_be_asked_for_and_other_mathematics_not(tmp_path):
     longer = api.train("sort", overrides=[*SORT, "train.steps=8"], out=tmp_path / "longer")
     rows = (path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(9))
-    ours, theirs = (checkpoints.load(checkpoints.latest(p)) for p in (path, longer))
-    assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in ours.tensors)
+    ours, theirs = (checkpoints.load(checkpoints.latest(p))[0] for p in (path, longer))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_a_longer_run_decays_as_it_began_to(tmp_path):
@@ -355,7 +355,7 @@ def test_a_halted_run_keeps_what_it_had(tmp_path, monkeypatch):
     monkeypatch.setattr(Sorting, "grade_all", failing)
     with pytest.raises(BurnishError, match="the grader is gone"):
         api.train("sort", overrides=overrides, out=tmp_path / "run")
-    assert checkpoints.load(checkpoints.latest(tmp_path / "run")).step == 4
+    assert checkpoints.step_of(checkpoints.latest(tmp_path / "run")) == 4
     write_report(tmp_path / "run")
     monkeypatch.undo()
     api.resume(tmp_path / "run")

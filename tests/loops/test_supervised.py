@@ -16,8 +16,8 @@ from burnish.model.attention import causal
 from burnish.model.checkpoint import load
 from burnish.plan import plan
 from burnish.runs import checkpoints
+from burnish.runs.metrics import Timers
 from burnish.runs.report import write_report
-from burnish.runs.timers import Timers
 from burnish.schema import PairsTask, TrainConfig
 from burnish.tasks.pairs import Pairs, check_pair, write_pair
 from burnish.tasks.rows import DataRow, read_rows
@@ -156,15 +156,16 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
     api.resume(path)
     assert fingerprint(path) == fingerprint(whole)
     assert '"validation/loss":{' in write_report(path).read_text()
-    best = checkpoints.load(checkpoints.best(path))
-    assert -best.score == min(losses)
+    best = checkpoints.best(path)
+    assert -checkpoints.describe(best).score == min(losses)
     summary = json.loads((path / "summary.json").read_text())
     assert summary["validation"]["best"] == min(losses)
     assert summary["loss_first"] == pytest.approx(np.mean([r["train/loss"] for r in rows[1:3]]))
     api.export(path, tmp_path / "model")
     exported = dict(load(tmp_path / "model").named_parameters())
+    learned, _ = checkpoints.load(best)
     for name, tensor in exported.items():
-        assert torch.equal(tensor.data, best.tensors[f"policy.master.{name}"])
+        assert torch.equal(tensor.data, learned[f"policy.master.{name}"])
     small_run = ["rollout.batch=4", "rollout.group_size=2", "train.batch=4", "train.steps=1"]
     small_run += ["rollout.max_tokens=4", "task.validation_prompts=2", "device=cpu"]
     figures = []

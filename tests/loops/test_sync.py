@@ -14,7 +14,7 @@ from burnish.loops import sync
 from burnish.model.sorter import Sorter
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, pack, train_batches
-from burnish.runs.timers import Timers
+from burnish.runs.metrics import Timers
 from burnish.tasks.sorting import Sorting
 from burnish.tasks.stream import PromptStream
 from burnish.types import Scores

@@ -15,14 +15,11 @@ def test_reward_that_follows_kl():
     growth, company = read_drift(
         line([0.1 + 0.02 * s for s in range(40)]),
         line([-1.4e-7, *(0.01 * s for s in range(1, 40))]),  # rounding is no KL
-        unit="nats per token",
     )
     assert growth == (
         "KL to the initial model grew from 0 to 0.39 nats per token by step 39, evenly."
     )
-    assert company == (
-        "The reward followed, from 0.1 to 0.86 by step 38 (2 per nat); KL did not run away."
-    )
+    assert company == ("The reward followed, from 0.1 to 0.86 by step 38; KL did not run away.")
 
 
 def test_kl_that_runs_away_once_the_reward_is_made():
@@ -32,7 +29,7 @@ def test_kl_that_runs_away_once_the_reward_is_made():
     assert growth.endswith("by step 59, ever faster.")
     assert company.startswith("The reward followed, from ")
     assert runaway == (
-        "From step 18 on KL ran away: 0.36 to 3.5 nats by step 59, "
+        "From step 18 on KL ran away: 0.36 to 3.5 nats per token by step 59, "
         "while the reward went from 0.86 to 0.9."
     )
 
@@ -45,7 +42,11 @@ def test_kl_that_runs_away_once_the_reward_is_made():
         ([0.2] * 20, [1e-5 * s for s in range(20)], "the policy hardly moved"),
         ([0.1 * s for s in range(20)], [0.3] * 20, "stayed near 0.3"),
         ([0.1] * 20, saturating(20, 0.5, 2), "most of it early"),
-        ([0.1] * 9, [0, 1, 2, 3, 4, 3, 2, 1, 1], "rose to 4 nats at step 4 and fell back to 1."),
+        (
+            [0.1] * 9,
+            [0, 1, 2, 3, 4, 3, 2, 1, 1],
+            "at step 4 and fell back to 1.",
+        ),
         ([0, 1, 2, 3, 4, 4, 2, 1, 0], [0, 1, 2, 3, 4, 4, 4, 4, 4], "has since fallen to 0"),
     ],
 )

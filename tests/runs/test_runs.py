@@ -1,22 +1,18 @@
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from burnish import config
 from burnish.errors import RunError
-from burnish.runs import plots, responses
+from burnish.runs import comparison, responses
 from burnish.runs.directory import RunDirectory, check_new, claimed
-from burnish.runs.metrics import combine, iterate_rows, smooth, window
+from burnish.runs.metrics import Timers, combine, iterate_rows, smooth, window
 from burnish.runs.responses import readable
-from burnish.runs.timers import Timers
 from tests.conftest import make_group
+from tests.runs.test_report import data_of
 
 RECIPE = config.load("sort")
 
@@ -278,45 +274,51 @@ def make_run(path, rewards, *overrides, seed=0):
     recipe = config.load("sort", overrides, seed=seed)
     with RunDirectory(path, recipe) as run:
         for step, reward in enumerate(rewards):
-            run.append_row(
-                "metrics.jsonl", {"step": step, "rollout/reward": reward, "train/loss": 0}
-            )
+            row = {"step": step, "rollout/reward": reward, "train/version": step}
+            run.append_row("metrics.jsonl", row)
     return path
 
 
 def test_runs_that_differ_only_in_their_seed_share_a_curve(tmp_path):
     runs = [
         make_run(tmp_path / "a", [1.0, 2.0], "objective.advantage=raw"),
-        make_run(tmp_path / "b", [1.0, 4.0], "objective.advantage=raw", seed=1),
+        make_run(tmp_path / "b", [1.0, 4.0, 5.0], "objective.advantage=raw", seed=1),
         make_run(tmp_path / "c", [3.0, 3.0]),
     ]
-    out = tmp_path / "out.png"
-    curves = plots.draw_comparison(runs, out)
-    assert out.read_bytes().startswith(b"\x89PNG")
+    curves = comparison.write_comparison(runs, tmp_path / "out.html")
     labels = {curve.label: curve.seeds for curve in curves}
     assert labels == {"objective.advantage = raw": [0, 1], "objective.advantage = group_mean": [0]}
-    ends = plots.ends(curves[0])
-    assert ends["reward"] == [2.0, 4.0]
+    ends = comparison.ends(curves[0])
+    assert ends["reward"] == [2.0, 5.0]
     assert np.isnan(ends["KL k1"]).all()
-
-
-def test_long_labels_stay_inside_the_picture(tmp_path, monkeypatch):
-    runs = [
-        make_run(tmp_path / "a", [1.0, 2.0], "objective.advantage=raw", "train.epochs=4"),
-        make_run(tmp_path / "b", [1.0, 2.0], "objective.importance=truncate", "train.steps=7"),
+    data = data_of(tmp_path / "out.html")
+    assert data["labels"] == [
+        "objective.advantage = raw (2 seeds)",
+        "objective.advantage = group_mean",
     ]
-    made, legend = [], matplotlib.figure.Figure.legend
+    assert data["metrics"]["rollout/reward"] == [
+        {"points": [[0, 1], [1, 3]], "spread": [0, 1]},  # the steps that both seeds have
+        {"points": [[0, 3], [1, 3]], "spread": None},
+    ]
 
-    def watched(figure, *given, **style):
-        made.append((figure, legend(figure, *given, **style)))
 
-    monkeypatch.setattr(matplotlib.figure.Figure, "legend", watched)
-    curves = plots.draw_comparison(runs, tmp_path / "out.png", ["rollout/reward"])
-    ((figure, drawn),) = made
-    box = drawn.get_window_extent()
-    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
-    texts = [" ".join(text.get_text().split()) for text in drawn.get_texts()]
-    assert texts == [curve.label for curve in curves]
+@pytest.mark.parametrize("width", [390, 1300])
+def test_a_browser_lays_runs_over_each_other(browser, tmp_path, width):
+    evil = "<img src=x onerror=window.hacked=1>"
+    runs = [make_run(tmp_path / f"run {i}", range(9), seed=i % 2) for i in range(2)]
+    runs.append(make_run(tmp_path / evil, range(40), "train.epochs=2"))
+    with (runs[2] / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": s, f"custom/{evil}": 1}) + "\n" for s in (50, 51))
+    page = tmp_path / "out.html"
+    comparison.write_comparison(runs, page)
+    browser.check(page.as_uri(), width=width)
+    titles = "[...document.querySelectorAll('h3')].map(e => e.textContent)"
+    assert browser.evaluate(titles) == ["rollout/reward", f"custom/{evil}", "train/version"]
+    legend = "[...document.querySelector('.legend').children].map(e => e.textContent)"
+    assert browser.evaluate(legend) == ["train.epochs = 10 (2 seeds)", "train.epochs = 2"]
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate("window.hacked") is None
+    assert browser.problems == []
 
 
 @pytest.mark.parametrize(
@@ -326,18 +328,18 @@ def test_a_runs_ends_are_ten_steps_or_a_third_of_a_short_run(steps, wanted):
     assert window(steps) == wanted
 
 
-def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path, monkeypatch):
+def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
     run = make_run(tmp_path / "a", [])
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(21):
             row = {"step": step, "validation/reward": 0.5} if step % 10 == 0 else {"step": step}
             if step:
-                row |= {"rollout/reward": step, "train/loss": 0, "kl/initial_k1": step / 100}
+                row |= {"rollout/reward": step, "train/version": 0, "kl/initial_k1": step / 100}
             if step == 20:
                 row |= {"validation/part_inclusion": 0.75, "validation/ended": 0.5}
             file.write(json.dumps(row) + "\n")
-    (curve,) = plots.group_by_settings([run])
-    ends = {name: value for name, (value,) in plots.ends(curve).items()}
+    (curve,) = comparison.group_by_settings([run])
+    ends = {name: value for name, (value,) in comparison.ends(curve).items()}
     assert np.isnan(ends.pop("KL k3"))
     assert ends == {
         "reward": 17.5,  # the last third: steps 15 to 20
@@ -346,48 +348,15 @@ def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path, monkeypatch):
         "ended": 0.5,
         "KL k1": pytest.approx(0.175),
     }
-    other = make_run(tmp_path / "b", [1.0] * 3, "objective.advantage=raw")
-    drawn = []
-    monkeypatch.setattr(plots, "_draw", lambda curves, out, metrics: drawn.extend(metrics))
-    plots.draw_comparison([run, other], tmp_path / "loss.png")  # one of them measured no KL
-    plots.draw_comparison([run, run], tmp_path / "one.png")
-    assert drawn == ["rollout/reward", "train/loss", "rollout/reward", "kl/initial_k1"]
-
-
-def test_metrics_that_are_asked_for_are_drawn_where_they_were_measured(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "a", [1.0, 2.0, 3.0])
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 5, "validation/reward": 0.5}) + "\n")
-        file.write(json.dumps({"step": 9, "validation/reward": 0.7}) + "\n")
-    drawn, plot = [], matplotlib.axes.Axes.plot
-
-    def watched(axes, *data, **style):
-        drawn.append((list(data[0]), [round(float(y), 9) for y in data[1]]))
-        return plot(axes, *data, **style)
-
-    monkeypatch.setattr(matplotlib.axes.Axes, "plot", watched)
-    # The picture itself takes longest, and another test draws one.
-    monkeypatch.setattr(FigureCanvasAgg, "print_png", lambda canvas, path: Path(path).touch())
-    plots.draw_comparison([run], tmp_path / "out.png", ["validation/reward"])
-    assert drawn == [([5, 9], [0.5, 0.7])]
-    drawn.clear()
-    plots.draw_comparison([run], tmp_path / "out.png", ["rollout/reward", "train/loss"] * 2)
-    assert drawn[:2] == [([0, 1, 2], [1.0, 2.0, 3.0])] * 2  # as it is, and smoothed: too short
-    assert len(drawn) == 8
-    with pytest.raises(RunError, match=r"no run measured 'rollout/rewards'; did you mean 'rollout"):
-        plots.draw_comparison([run], tmp_path / "out.png", ["rollout/rewards"])
-    other = make_run(tmp_path / "b", [1.0], "objective.advantage=raw")
-    with pytest.raises(RunError, match="not every run measured 'validation/reward'"):
-        plots.draw_comparison([run, other], tmp_path / "out.png", ["validation/reward"])
 
 
 def test_a_run_without_steps_cannot_be_compared(tmp_path):
     run = make_run(tmp_path / "a", [])
     (run / "metrics.jsonl").touch()
     with pytest.raises(RunError, match="no finished step"):
-        plots.draw_comparison([run], tmp_path / "out.png")
+        comparison.group_by_settings([run])
     with pytest.raises(RunError, match=r"no recipe\.toml"):
-        plots.draw_comparison([tmp_path], tmp_path / "out.png")
+        comparison.group_by_settings([tmp_path])
 
 
 def test_smoothing_takes_as_many_neighbours_on_both_sides():

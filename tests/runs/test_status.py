@@ -1,7 +1,6 @@
-import json
-
 import pytest
 
+from burnish.errors import RunError
 from burnish.progress import Progress
 from burnish.runs import status
 
@@ -16,12 +15,11 @@ SAMPLING = Progress(
     step=3,
     steps=14,
     seconds_left=512.0,
-    metrics={"rollout/reward": float("nan")},
 )
 
 
 def write(run, state="running", progress=SAMPLING, *, age=2.0):
-    status.write(run, state, progress, started=NOW - 90, updated=NOW - age)
+    status.write(run, state, progress, now=NOW - age)
 
 
 def test_a_status_in_words(tmp_path):
@@ -61,18 +59,9 @@ def test_how_a_run_ended(tmp_path):
         write(tmp_path, state)
         told = status.standing(tmp_path, 2, 14, now=NOW)
         assert (told["kind"], told["text"]) == ("stopped", f"{text}, 2 of 14 steps")
-    write(tmp_path)
-    status.mark_stopped(tmp_path)
-    assert status.read(tmp_path).state == "stopped"
 
 
-@pytest.mark.parametrize("damaged", [b"", b"[]", b"\xff", b'{"state": "running", "updated": 1}'])
-def test_what_cannot_be_read_is_no_status(tmp_path, damaged):
-    assert status.read(tmp_path) is None
-    (tmp_path / status.FILE).write_bytes(damaged)
-    assert status.read(tmp_path) is None
-
-
-def test_a_status_file_has_no_metrics_and_no_number_that_json_lacks(tmp_path):
-    write(tmp_path)
-    assert json.loads((tmp_path / status.FILE).read_text())["progress"]["metrics"] == {}
+def test_a_damaged_status_is_an_error(tmp_path):
+    (tmp_path / status.FILE).write_bytes(b"{")
+    with pytest.raises(RunError, match=r"status\.json can't be read"):
+        status.standing(tmp_path, 2, 14, now=NOW)

@@ -50,7 +50,7 @@ def get(server, path, *, host=None, method="GET"):
 def tell(run, *progress, updated=None, **more):
     """The run says what it is doing."""
     now = time.time() if updated is None else updated
-    status.write(run, "running", Progress(*progress, **more), started=now, updated=now)
+    status.write(run, "running", Progress(*progress, **more), now=now)
 
 
 def append_step(run, step, **more):
@@ -72,7 +72,7 @@ def test_a_port_that_is_taken_is_one_message(tmp_path):
         watch.Server(tmp_path, 0) as server,
         pytest.raises(
             RunError,
-            match=rf"needs a free port, {server.server_port} is taken; choose another with --port",
+            match=rf"port {server.server_port}: Address already in use; choose another with --port",
         ),
     ):
         watch.Server(tmp_path, server.server_port)

@@ -209,7 +209,6 @@ def test_grades(tmp_path):
     [
         (["task.prompt=r1zero"], "got 'r1zero'; did you mean 'r1_zero'?"),
         (["task.prompt=questions"], "task needs prompt = question_only or r1_zero or a text with"),
-        (["task.prompt={question}?"], "has a prompt of its own and needs answer"),
         (["task.answer=box"], "task.answer must be 'r1_zero', 'boxed'"),
         (["task.validation_rows=0"], "task.validation_rows must be greater than or equal to 1"),
         (["task.name=maths"], "got 'maths'; did you mean 'math'?"),

@@ -1,118 +1,4 @@
-"use strict";
 let data;
-const page = document.getElementById("page"), tip = document.getElementById("tip");
-const SVG = "http://www.w3.org/2000/svg";
-
-/* Elements. Text enters the page as text nodes only. */
-function h(tag, attributes = {}, ...children) {
-  const svg = ["svg", "path", "line", "circle", "rect", "text", "g"].includes(tag);
-  const element = svg ? document.createElementNS(SVG, tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "style") Object.assign(element.style, value);
-    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value);
-  }
-  element.append(...children.flat().filter(child => child !== null && child !== undefined));
-  return element;
-}
-const colour = i => `var(--c${i % 8})`;
-const count = n => n.toLocaleString("en-US"), many = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
-const fixed = (v, digits) => (+v.toFixed(digits) || 0).toFixed(digits);  /* no -0.00 */
-function number(v) {
-  if (v === null || v === undefined) return "–";
-  const size = Math.abs(v);
-  if (v === 0) return "0";
-  if (size >= 1e5 || size < 1e-3) return v.toExponential(1).replace("e+", "e");
-  return String(+v.toPrecision(size >= 100 ? 4 : 3));
-}
-function showTip(event, text) {
-  tip.textContent = text;
-  tip.style.display = "block";
-  const box = tip.getBoundingClientRect(), pad = 14;
-  const x = event.clientX + pad + box.width > innerWidth ? event.clientX - box.width - pad : event.clientX + pad;
-  const y = event.clientY + pad + box.height > innerHeight ? event.clientY - box.height - pad : event.clientY + pad;
-  tip.style.left = Math.max(4, x) + "px";
-  tip.style.top = Math.max(4, y) + "px";
-}
-const hideTip = () => { tip.style.display = "none"; };
-
-/* Charts: redrawn at their true width; the step under the pointer is marked in all of them. */
-const charts = new Set();
-function mark(step) { for (const chart of charts) if (chart.svg.isConnected) chart.mark(step); else charts.delete(chart); }
-function ticks(low, high, most) {
-  const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw));
-  const unit = [1, 2, 2.5, 5, 10].find(m => m * power >= raw * 0.999) * power, found = [];
-  for (let i = Math.ceil(low / unit - 1e-9); i * unit <= high + unit * 1e-6; i++) found.push(+(i * unit).toPrecision(12));
-  return found;
-}
-function range(values, zero) {
-  let low = Math.min(...values), high = Math.max(...values);
-  if (zero) low = Math.min(low, 0);
-  if (low === high) { const room = Math.abs(low) / 2 || 0.5; return [low >= 0 ? Math.max(0, low - room) : low - room, high + room]; }
-  return [low >= 0 && low < (high - low) * 0.5 ? 0 : low - (high - low) * 0.06, high + (high - low) * 0.06];
-}
-function mean(points, width) {
-  return points.map((p, i) => { const part = points.slice(Math.max(0, i - width + 1), i + 1); return [p[0], part.reduce((a, q) => a + q[1], 0) / part.length]; });
-}
-function drawing(height, draw) {
-  const svg = h("svg", { height, role: "img" });
-  let last = 0;
-  new ResizeObserver(() => { const width = svg.clientWidth; if (width && width !== last) { last = width; svg.setAttribute("viewBox", `0 0 ${width} ${height}`); svg.replaceChildren(); draw(svg, width); } }).observe(svg);
-  return svg;
-}
-function axes(svg, width, height, [x0, x1], [y0, y1], label) {
-  const marks = ticks(y0, y1, height / 45), left = Math.max(...marks.map(v => number(v).length)) * 6.2 + 10;
-  const X = v => left + (v - x0) / (x1 - x0 || 1) * (width - left - 10), Y = v => height - 32 - (v - y0) / (y1 - y0) * (height - 42);
-  for (const v of marks) svg.append(h("line", { x1: left, x2: width - 10, y1: Y(v), y2: Y(v), stroke: "var(--line)" }), h("text", { x: left - 6, y: Y(v) + 4, "text-anchor": "end" }, number(v)));
-  const along = x1 > x0 ? ticks(x0, x1, Math.max(3, width / 75)) : [x0];
-  for (const v of label.endsWith("step") ? along.filter(Number.isInteger) : along) svg.append(h("text", { x: X(v), y: height - 17, "text-anchor": "middle" }, number(v)));
-  svg.append(h("text", { x: (left + width - 10) / 2, y: height - 3, "text-anchor": "middle" }, label));
-  return [X, Y];
-}
-const pathOf = (points, X, Y) => points.map((p, i) => `${i ? "L" : "M"}${X(p[0]).toFixed(1)} ${Y(p[1]).toFixed(1)}`).join("");
-const short = name => name.replace(/^rollout\/(part_|grades_)?|^train\/|^kl\/(initial_|previous_|reference_)?|^mismatch\//, "").replace(/^(kl\/held_out_|validation\/)(part_|grades_)?/, "held-out ").replaceAll("_", " ").replaceAll("/", " ");
-
-function chart({ title, lines, section }) {
-  const height = section === "reward" ? 250 : 190, xs = lines.flatMap(l => l.points.map(p => p[0])), ys = lines.flatMap(l => l.points.map(p => p[1]));
-  const span = [Math.min(...xs), Math.max(...xs)], steps = [...new Set(xs)].sort((a, b) => a - b), smooth = lines[0].name.startsWith("rollout/reward") || section === "reward";
-  const readout = h("div", { class: "legend" });
-  const legend = step => readout.replaceChildren(...lines.map((line, i) => {
-    const at = step === null ? line.points.at(-1) : line.points.find(p => p[0] === step);
-    const [label, value] = step === null && line.head || [short(line.name), at ? number(at[1]) : "–"];
-    return h("span", {}, h("i", { style: { background: colour(i) } }), `${label} `, h("b", {}, value));
-  }));
-  let cursor, X;
-  const svg = drawing(height, (svg, width) => {
-    let Y;
-    [X, Y] = axes(svg, width, height, span, range(ys), "step");
-    lines.forEach((line, i) => {
-      const sparse = line.points.length <= 24, soft = smooth && line.points.length > 24;
-      const stroke = { fill: "none", stroke: colour(i), "stroke-width": 1.8, "stroke-linejoin": "round" };
-      svg.append(h("path", { ...stroke, d: pathOf(line.points, X, Y), ...(soft ? { "stroke-width": 1, opacity: 0.45 } : {}) }));
-      if (soft) svg.append(h("path", { ...stroke, d: pathOf(mean(line.points, 5), X, Y) }));
-      if (sparse) for (const p of line.points) svg.append(h("circle", { cx: X(p[0]), cy: Y(p[1]), r: 3, fill: colour(i) }));
-    });
-    cursor = h("line", { y1: 8, y2: height - 32, stroke: "var(--soft)", "stroke-dasharray": "3 3", visibility: "hidden" });
-    svg.append(cursor);
-  });
-  svg.setAttribute("aria-label", `${title}, by step`);
-  svg.addEventListener("pointermove", event => {
-    const x = event.clientX - svg.getBoundingClientRect().left;
-    const step = steps.reduce((a, b) => Math.abs(X(b) - x) < Math.abs(X(a) - x) ? b : a);
-    mark(step);
-    showTip(event, [`step ${step}`, ...lines.map(l => [l, l.points.find(p => p[0] === step)]).filter(([, p]) => p).map(([l, p]) => `${short(l.name)}  ${number(p[1])}`)].join("\n"));
-  });
-  svg.addEventListener("pointerleave", () => { mark(null); hideTip(); });
-  charts.add({ svg, mark(step) {
-    legend(step);
-    if (!cursor) return;
-    const inside = step !== null && step >= span[0] && step <= span[1];
-    cursor.setAttribute("visibility", inside ? "visible" : "hidden");
-    if (inside) { cursor.setAttribute("x1", X(step)); cursor.setAttribute("x2", X(step)); }
-  } });
-  legend(null);
-  return h("div", { class: "card" }, h("h3", {}, title), readout, svg);
-}
 function frontier({ x, y, points }) {
   let places = [];
   const svg = drawing(190, (svg, width) => {
@@ -313,10 +199,10 @@ const PHASES = {
   checkpoint: "checkpointing",
   other: "unclaimed",
 };
-const unitOf = kl => kl.endsWith("_response") ? "nats per response" : "nats per token";
+const KL = "kl/initial_k1";
 
 /* Figures of the page's head, by metric: label, value, note. A curve's legend says the same. */
-function headlines({ series, kl }) {
+function headlines({ series }) {
   const found = new Map();
   function add(name, label, { averaged = false, unit = "" } = {}) {
     const line = series[name];
@@ -335,7 +221,7 @@ function headlines({ series, kl }) {
   add("validation/reward", "held-out reward");
   if (!series["rollout/reward"]) add("train/loss", "loss", { averaged: true });
   add("validation/loss", "held-out loss");
-  add(kl, `KL to the initial model, ${kl.match(/k\d/)}`, { unit: unitOf(kl) });
+  add(KL, "KL to the initial model, k1", { unit: "nats per token" });
   add("rollout/ended", "ended", { averaged: true });
   return found;
 }
@@ -362,15 +248,15 @@ function panelsOf(series, heads) {
 }
 
 /* Reward against KL, step by step. A point of a long run's KL stands for the steps up to its own. */
-function frontierOf({ series, kl }) {
-  const name = series["validation/reward"]?.points.length > 3 ? "validation/reward" : "rollout/reward", drift = series[kl];
+function frontierOf({ series }) {
+  const name = series["validation/reward"]?.points.length > 3 ? "validation/reward" : "rollout/reward", drift = series[KL];
   if (!series[name] || !drift) return null;
   const stride = Math.ceil(drift.count / drift.points.length), points = [];
   for (const [step, reward] of series[name].points) {
     const at = drift.points.find(p => p[0] >= step);
     if (at && at[0] - step < stride) points.push([step, at[1], reward]);
   }
-  return points.length > 2 ? { x: `${kl} (${unitOf(kl)})`, y: name, points } : null;
+  return points.length > 2 ? { x: `${KL} (nats per token)`, y: name, points } : null;
 }
 
 /* Seconds per phase, the largest first, in all and step by step. */
