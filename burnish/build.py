@@ -39,6 +39,7 @@ from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
+from burnish.wording import counted
 
 DRIFT = 128
 """Held-out prompts on whose responses the KL to the initial model is measured."""
@@ -298,7 +299,7 @@ def prepare(recipe: Recipe, threads: int | None = None) -> Recipe:
     # torch then also fills all fresh memory with NaN, so that a read before a write is seen. There
     # is none (a test compares), and filling takes 5% or more of a gradient step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    preflight.raise_all(missing_device(recipe))
+    check_device(recipe)
     chosen = settled(recipe)
     for precision in {chosen.engine.precision, chosen.train.precision} - {"fp32"}:
         if not machine.multiplies(precision, device_of(chosen)):
@@ -344,7 +345,7 @@ def look(
     recipe: Recipe, path: Path, *, has_prompts: bool = True
 ) -> tuple[Recipe, Size | None, list[BurnishError]]:
     """The recipe as it would run here, its size, and its problems: for a plan."""
-    unknown = missing_device(recipe)
+    unknown = preflight.problem_of(check_device, recipe)
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
@@ -357,14 +358,13 @@ def look(
     return recipe, size, [*lacks, *lacking_room(recipe, path, size)]
 
 
-def missing_device(recipe: Recipe) -> list[BurnishError]:
-    """A GPU that the recipe names and torch does not find."""
+def check_device(recipe: Recipe) -> None:
+    """Raises if torch does not find the GPU that the recipe names."""
     name, _, number = recipe.device.partition(":")
     known = torch.cuda.device_count()
-    if name != "cuda" or int(number or 0) < known:
-        return []
-    told = f"device = '{recipe.device}' but torch finds {known or 'no'} CUDA device"
-    return [ConfigError(f"{told}{'s' * (known > 1)}; use 'auto'")]
+    if name == "cuda" and int(number or 0) >= known:
+        told = counted(known, "CUDA device") if known else "no CUDA device"
+        raise ConfigError(f"device = '{recipe.device}' but torch finds {told}; use 'auto'")
 
 
 def device_of(recipe: Recipe) -> str:

@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from burnish import api, config, preflight
 from burnish.display import Display
-from burnish.errors import BurnishError, RunError
+from burnish.errors import BurnishError
 from burnish.interrupt import Interrupts
 from burnish.plan import Section
 from burnish.plan import plan as make_plan
@@ -257,8 +257,6 @@ def compare(
     from burnish.runs.comparison import ends, write_comparison
     from burnish.runs.results import write_evaluation
 
-    if not out.parent.is_dir():
-        raise RunError(f"{out.parent} is not a directory; choose another --out")
     if all((run / "results.jsonl").exists() for run in runs):
         return _say(f"report: {write_evaluation(runs, out)}")
     curves = [(curve, ends(curve)) for curve in write_comparison(runs, out)]

@@ -74,13 +74,13 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
 
     ``path`` is the directory of a new run; None if nothing is trained.
     """
-    found = [] if path is None else _problem(check_new, path)
+    found = [] if path is None else problem_of(check_new, path)
     for check in (check_extras, check_files, check_model):
-        found += _problem(check, recipe)
-    return found or _problem(check_rows, recipe)  # rows may need a package that is missing
+        found += problem_of(check, recipe)
+    return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
 
 
-def _problem(check: Callable[..., None], *given: Any) -> list[BurnishError]:
+def problem_of(check: Callable[..., None], *given: Any) -> list[BurnishError]:
     """The error that a check raises; empty if there is none."""
     try:
         check(*given)

@@ -142,7 +142,6 @@ def test_watch_serves_until_it_is_interrupted(tmp_path, burnish):
         (["train", "nothing"], "there is no recipe 'nothing'"),
         (["train", "keywords", "--data", "none.jsonl"], "no such file"),
         (["compare", "nowhere"], "nowhere is not a run directory"),
-        (["compare", "nowhere", "--out", "no/such/place.html"], "no/such is not a directory"),
         (["plan", "sort", "--set", "objective.advantage.gamma=0.9"], "has no effect"),
         (["generate", "x", "--model", "nothing"], "no model 'nothing'"),
     ],
