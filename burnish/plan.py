@@ -224,11 +224,10 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     to_sample, to_learn = REACHED[rates.device]
     sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
     learned_per_second = rates.learn_gflops * 1e9 * to_learn / (2 * size.parameters)
-    step = 4 if train.recompute else 3
     if isinstance(recipe.task, PairsTask):
         file = Path(recipe.task.train or "")
         written = file.stat().st_size / WRITTEN if file.is_file() else 0
-        return step * recipe.task.epochs * written / learned_per_second
+        return 3 * recipe.task.epochs * written / learned_per_second
     prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
     rollout = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
     rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks]
@@ -236,7 +235,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
     evaluations = 2 + (train.steps - 1) // validation.every
     upper = min(1.0, (train.layers or size.layers) / size.layers)
-    passes = 1 - upper + upper * (_scored(recipe) + step * train.epochs)
+    passes = 1 - upper + upper * (_scored(recipe) + 3 * train.epochs)
     sampled = train.steps * rollout + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 

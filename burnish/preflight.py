@@ -135,7 +135,7 @@ def check_model(recipe: Recipe) -> None:
     from burnish.model import hub
 
     name, path = recipe.source, Path(recipe.source).expanduser()
-    if not name or name in hub.PACKAGED or name.startswith("hf:"):
+    if not name or name == hub.DEFAULT or name.startswith("hf:"):
         return
     if (path / "recipe.toml").is_file():
         checkpoints.choose(path, "last")  # it raises if there is none

@@ -214,7 +214,7 @@ def test_what_an_override_replaces_takes_its_settings_along():
         (["train.decay_steps=9"], 'no effect with train.schedule = "constant"'),
         (["train.betas=[0.9, 1.0]"], "train.betas.1 must be less than 1"),
         (["train.log_kl_responses=2"], "no effect with train.log_kl = false"),
-        (["train.recompute=true"], 'no effect with model.name = "sorter"'),
+        (["train.layers=1"], 'no effect with model.name = "sorter"'),
     ],
 )
 def test_numbers_that_do_not_fit_say_which_do(overrides, message):

@@ -26,9 +26,8 @@ from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.progress import begin
 from burnish.rl.sequences import sequence_lengths, sequence_sum
-from burnish.rollout import filters
 from burnish.rollout.packing import pack, train_batches
-from burnish.rollout.rollout import describe, grade, sample, sampling
+from burnish.rollout.rollout import check_errors, describe, drop_errors, grade, sample, sampling
 from burnish.runs.metrics import Metrics, Timers, combine
 from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
@@ -76,8 +75,8 @@ def train(
         with timers("grade"):
             begin("grade", f"grading {some}")
             sampled = grade(task, asked, responses)
-            filters.check_errors(sampled, limit=recipe.rollout.max_errors)
-            groups, dropped = filters.drop_errors(sampled)
+            check_errors(sampled, limit=recipe.rollout.max_errors)
+            groups, dropped = drop_errors(sampled)
         step = learn(recipe, learner, number + 1, groups, timers)
         with timers("publish"):
             begin("publish", "handing the new weights to the sampler")

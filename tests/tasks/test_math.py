@@ -252,7 +252,7 @@ def test_the_recipe_runs_on_a_tiny_model_of_its_family(tmp_path):
 
     sizes = {"vocab_size": 256, "max_position_embeddings": 1024}
     model = families.save(families.make("qwen2.5", **sizes), tmp_path / "tiny")
-    byte_tokenizer()._backend.save(str(model / "tokenizer.json"))
+    byte_tokenizer().backend.save(str(model / "tokenizer.json"))
     files = {
         "train": write(tmp_path, [row(i) for i in range(8)]),
         "validation": write(tmp_path, [row(i) for i in range(20, 23)], "test.jsonl"),
