@@ -317,8 +317,7 @@ def generate(
 
     ``model`` is a name, a directory, hf:ORG/NAME or a run; ``chat`` puts a prompt through the
     model's chat template where it has one. ``stop`` texts end an answer. ``sampling`` may set
-    ``temperature`` (0 is greedy), ``top_p``, ``top_k``, ``max_tokens`` (128 by default),
-    ``min_tokens`` and ``seed``.
+    ``temperature`` (0 is greedy), ``max_tokens`` (128 by default), ``min_tokens`` and ``seed``.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     named = {"task": "keywords", "model": model, "engine": {"precision": precision}}

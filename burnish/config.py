@@ -236,7 +236,8 @@ def _explain(problem: Any) -> str:
     if kind == "value_error":  # a check in this package, which says the value itself
         return f"{where} {told}".strip()
     if kind != "extra_forbidden":
-        return f"{where} {told.replace('Input should be', 'must be')}, got {problem['input']!r}"
+        told = told.replace("Input should", "must").replace("String should", "must")
+        return f"{where} {told}, got {problem['input']!r}"
     keys = list(_keys(Recipe))
     if where in keys:
         section = where.rpartition(".")[0]

@@ -63,7 +63,7 @@ class Advantage(Piece):
         return partial(rl("advantages", self.name), **self.settings)
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
-        """[N], 0 outside of actions."""
+        """The advantage of every action, [N]; 0 in other slots."""
         per_response = self.estimator(rewards, batch.group_ids)
         return rl("sequences", "to_tokens")(per_response, batch.is_action, batch.sequence_ids)
 
@@ -159,7 +159,7 @@ class OwnAdvantage(Advantage):
 
 
 class Loss(Piece):
-    """The loss of each token before its weight: the gain of the policy if it moves further.
+    """The loss of each token, before its weight.
 
     It has the name of its function in ``rl.losses``, and its settings are keywords there.
     """
@@ -168,13 +168,13 @@ class Loss(Piece):
     """The streams that the function takes, out of logprobs, ratio and advantages."""
 
     def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """[N] of three streams [N]."""
+        """The loss [N] of three streams, [N] each."""
         streams = {"logprobs": logprobs, "ratio": ratio, "advantages": advantages}
         taken = (streams[name] for name in self.reads)
         return rl("losses", self.name)(*taken, **self.settings)
 
     def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """[N] bool: a bound is in force; None if the loss has none."""
+        """[N] bool: whether a bound is in force; None if the loss has no bounds."""
         return None
 
 
@@ -263,7 +263,9 @@ class Constant(Reduction):
     length: int = Field(ge=1, description="usually the largest response length")
 
 
-class NoKL(Section):
+class Absent(Section):
+    """The recipe has no piece of this kind."""
+
     name: Literal["none"] = "none"
 
 
@@ -290,10 +292,6 @@ class KL(Section):
     def per_token(self, logprobs: Tensor, reference: Tensor) -> Tensor:
         """[N]"""
         return rl("kl", self.name)(logprobs, reference)
-
-
-class NoImportance(Section):
-    name: Literal["none"] = "none"
 
 
 class Importance(Section):
@@ -324,8 +322,6 @@ PerResponse = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | OwnAdv
 AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae
 AnyLoss = Reinforce | Unclipped | Clip | Cispo | OwnLoss
 AnyReduction = SequenceMean | TokenMean | Constant
-AnyKL = NoKL | KL
-AnyImportance = NoImportance | Importance
 KINDS = ("advantage", "loss", "reduction", "kl", "importance")
 """Settings of an objective that choose a piece by its name."""
 RATIOS = {
@@ -346,8 +342,8 @@ class ObjectiveConfig(Section):
     ratio: Literal["token", "sequence"] = "token"
     loss: Annotated[AnyLoss, BY_NAME, named("clip")] = Clip()
     reduction: Annotated[AnyReduction, BY_NAME, named("sequence_mean")] = SequenceMean()
-    kl: Annotated[AnyKL, BY_NAME, named("none")] = NoKL()
-    importance: Annotated[AnyImportance, BY_NAME, named("none")] = NoImportance()
+    kl: Annotated[Absent | KL, BY_NAME, named("none")] = Absent()
+    importance: Annotated[Absent | Importance, BY_NAME, named("none")] = Absent()
     entropy_coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
     proximal: Literal["behavior", "recompute"] = "recompute"
 
@@ -372,20 +368,22 @@ class ObjectiveConfig(Section):
 
 
 def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
-    """The objective in lines of (what, formula)."""
+    """The objective as lines of (name, formula)."""
     kl, importance = objective.kl, objective.importance
     term = "v_t L_t" if isinstance(importance, Importance) else "L_t"
     if isinstance(kl, KL) and kl.where == "loss":
         term += f" + {kl.coefficient:g} {kl.name}_t"
     if objective.entropy_coefficient:
         term += f" − {objective.entropy_coefficient:g} H_t"
-    lines = [("loss", f"Σ w_(i,t) ({term})" if " " in term else f"Σ w_(i,t) {term}")]
-    lines.append(("objective", objective.loss.formula()))
+    lines = [
+        ("loss", f"Σ w_(i,t) ({term})" if " " in term else f"Σ w_(i,t) {term}"),
+        ("objective", objective.loss.formula()),
+        ("advantage", objective.advantage.formula()),
+        ("denominator", objective.reduction.formula()),
+    ]
     if "ratio" in objective.loss.reads:
         lines.append(("ratio", RATIOS[objective.ratio]))
         lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
-    lines.append(("advantage", objective.advantage.formula()))
-    lines.append(("denominator", objective.reduction.formula()))
     if isinstance(kl, KL):
         penalty = f",  r ← r − {kl.coefficient:g} Σ_t {kl.name}_t" if kl.where == "reward" else ""
         lines.append(("KL", kl.formula() + penalty))

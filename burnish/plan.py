@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from burnish.machine import Rates
 
 BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number; of one whose precision is not chosen yet, the most it can have."""
+"""Bytes of a number by its precision; a precision that is not chosen yet counts as the widest."""
 PAGE = 16
 """Tokens of a page of the engine's cache."""
 FILLED = 0.6
@@ -54,7 +54,7 @@ class Size(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The longest prompt that a run has room for."""
+    """The room of a prompt: the tokens that the longest may have."""
 
     tokens: int
     why: str
@@ -149,10 +149,10 @@ def _batches(recipe: Recipe) -> Lines:
 
 
 class Need(NamedTuple):
-    """Room that a run takes all the time."""
+    """Memory or disk that a run takes."""
 
     resource: str
-    """memory, cache (memory that fills as responses grow), or disk"""
+    """memory, cache (memory that fills as responses grow), or disk."""
     what: str
     size: int
     """Bytes."""
@@ -187,7 +187,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
 
 
 def _resources(found: list[Need]) -> Lines:
-    """Lines about memory, cache and disk. Activations of a pack are not known before it is run."""
+    """A line each about memory, cache and disk. Nobody knows the activations before a pack runs."""
     lines = []
     for resource in dict.fromkeys(need.resource for need in found):
         parts = [need for need in found if need.resource == resource]

@@ -47,7 +47,7 @@ class Plain:
 
     def __init__(self, model: Transformer, cache: Cache) -> None:
         self._model, self._cache = model, cache
-        self.logits, self.weigh = model.logits, sampler.weigh
+        self.logits, self.weigh = model.logits, sampler.plain_weigh
 
     def hidden(self, runs: Sequence[Run]) -> Tensor:
         return last_states(self._model, PlainAttention, self._cache, runs)

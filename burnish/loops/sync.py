@@ -4,7 +4,7 @@
         every kl.refresh steps:  π_ref ← π
         take prompts; sample a group of responses to each          generate
         score the responses                                        grade
-        log π_ref, and log π_prox if need be, of the tokens        score
+        log π_ref and, if needed, log π_prox of the tokens         score
         advantages relative to the group                           advantages
         for each of the gradient steps:  π ← step on the loss      learn
         hand the new weights to the engine                         publish
@@ -47,7 +47,8 @@ class Step(NamedTuple):
     advantages: Sequence[float] = ()
     """One per response, in the groups' order: the mean over its tokens."""
     learner_logprobs: list[FloatArray] | None = None
-    """[C] per response, of the learner before its first step; None if it did not score them all."""
+    """The learner's log-probabilities before its first step, [C] per response; None if it did not
+    score all responses."""
 
 
 def train(
