@@ -124,7 +124,6 @@ def test_a_recipe_by_its_name_by_a_table_and_by_settings_is_the_same(tmp_path):
     for settings, message in (
         ({"train": {"step": 3}}, r"unknown setting 'train\.step'; did you mean 'train\.steps'\?"),
         ({"steps": 3}, r"unknown setting 'steps'; did you mean 'train\.steps'\?"),
-        ({"overrides": "train.steps=3"}, r"write overrides=\['train\.steps=3'\]"),
         ({"prompts": "hello world"}, r"write prompts=\['hello world'\]"),
         ({"prompts": {"prompt": "hello"}}, "prompts must be a list of texts or rows"),
     ):
