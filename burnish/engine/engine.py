@@ -53,8 +53,7 @@ class NativeEngine:
 
     @property
     def unfinished(self) -> int:
-        queued = len(self.scheduler.waiting) + len(self.scheduler.running)
-        return queued + len(self._undelivered)
+        return sum(map(len, (self.scheduler.waiting, self.scheduler.running, self._undelivered)))
 
     def submit(self, request: Request) -> None:
         config, pages = self._model.config, self.scheduler.pages
