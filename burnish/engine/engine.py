@@ -53,7 +53,8 @@ class NativeEngine:
 
     @property
     def unfinished(self) -> int:
-        return sum(map(len, (self.scheduler.waiting, self.scheduler.running, self._undelivered)))
+        queued = len(self.scheduler.waiting) + len(self.scheduler.running)
+        return queued + len(self._undelivered)
 
     def submit(self, request: Request) -> None:
         config, pages = self._model.config, self.scheduler.pages
