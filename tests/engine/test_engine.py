@@ -78,6 +78,7 @@ def test_a_groups_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
         return hidden(runs)
 
     monkeypatch.setattr(engine._backend, "hidden", counting)
+    monkeypatch.setattr(engine._backend, "sample_ahead", None)
     tiny.finish(engine, [tiny.request("group", 40, n=6, max_tokens=5)])
     # The prompt once, its last token again for the five that join, then five decoding steps less
     # the last token, which nobody reads.
