@@ -1,6 +1,7 @@
 """A supervised run: the loss it claims, resumed bit for bit, handed on; and rows it refuses."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,7 +156,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
         file.write('{"step": 4, "tra')
     api.resume(path)
     assert fingerprint(path) == fingerprint(whole)
-    assert '"validation/loss":{' in write_report(path).read_text()
+    assert '"validation/loss":{' in write_report(path.path).read_text()
     best = checkpoints.best(path)
     assert -checkpoints.describe(best).score == min(losses)
     summary = json.loads((path / "summary.json").read_text())
@@ -171,7 +172,9 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
     figures = []
     for source in (path, tmp_path / "model"):
         named = [f"model.name={source}", *small_run]
-        trained = api.train("keywords", overrides=named, out=tmp_path / f"after-{source.name}")
+        trained = api.train(
+            "keywords", overrides=named, out=tmp_path / f"after-{Path(source).name}"
+        )
         figures.append((trained / "metrics.jsonl").read_text())
     assert figures[0] == figures[1]
 
