@@ -406,7 +406,7 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         app(args=arguments, prog_name="burnish")
-    except BurnishError as error:
+    except (BurnishError, OSError) as error:
         if "--debug" in sys.argv:
             raise
         err_console.print(f"[red]error:[/] {escape(printable(str(error)))}", soft_wrap=True)

@@ -16,14 +16,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from burnish.errors import BurnishError, RunError
+from burnish.errors import BurnishError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
 from burnish.progress import Progress, Show, showing_compiles, silent
-from burnish.runs import checkpoints, responses, status
+from burnish.runs import checkpoints, report, responses
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Metrics, Timers
-from burnish.runs.report import write_report
 from burnish.runs.run import summarise
 from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
@@ -68,7 +67,7 @@ def record(
     A step that has begun is finished, and saved, before ``stop`` is asked. ``show`` is told of
     every phase and, in phase "step", of every finished step; status.json says the same.
     """
-    state: status.State = "failed"
+    state: report.State = "failed"
     recorder = _Recorder(directory, parts, start, show)
     try:
         with showing_compiles(recorder.tell):
@@ -120,7 +119,7 @@ class _Recorder:
         if self.is_done:
             summary = summarise(self.directory.path)
             self.directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
-        write_report(self.directory.path)
+        report.write_report(self.directory.path)
 
     def tell(self, progress: Progress) -> None:
         """Shows progress with the step and the time left, and keeps status.json: a new phase is
@@ -136,10 +135,10 @@ class _Recorder:
             self.write_status("running")
         self.show(self._now)
 
-    def write_status(self, state: status.State) -> None:
+    def write_status(self, state: report.State) -> None:
         self._written = time.time()
-        with suppress(RunError):  # a full disk stops the run where a file matters
-            status.write(self.directory.path, state, self._now, now=self._written)
+        with suppress(OSError):  # a full disk stops the run where a file matters
+            report.write_status(self.directory.path, state, self._now, now=self._written)
 
     def _write_start(self) -> None:
         """Validates before the first step."""
@@ -157,11 +156,10 @@ class _Recorder:
         if number % recipe.validation.every == 0 or self.is_done:
             with self.timers("evaluate"):
                 metrics = metrics | self._validate(number)
-        if step.groups:
-            log = responses.readable(number, step.groups, step.advantages)
-            self.directory.append("log.txt", log)
         kept = {"advantages": step.advantages, "learner_logprobs": step.learner_logprobs}
-        self._keep("rollouts.jsonl", number, step.groups, limit=recipe.log.rollouts, **kept)
+        limit = recipe.log.rollouts
+        if rows := self._keep("rollouts.jsonl", number, step.groups, limit=limit, **kept):
+            self.directory.append("log.txt", responses.readable(rows))
         timings = self.timers.take()
         if "time/generate" in timings:
             sampled = metrics["rollout/length"] * metrics["rollout/responses"]
@@ -210,6 +208,11 @@ class _Recorder:
         if self._has_events:
             self.directory.append_scalars(step, metrics | timings)
 
-    def _keep(self, file: str, step: int, groups: Sequence[Group], **how: Any) -> None:
-        for row in responses.rows(step, groups, decode=self.parts.decode, **how):
+    def _keep(
+        self, file: str, step: int, groups: Sequence[Group], **how: Any
+    ) -> list[responses.ResponseRow]:
+        """Writes a step's responses to a file and returns their rows."""
+        rows = list(responses.rows(step, groups, decode=self.parts.decode, **how))
+        for row in rows:
             self.directory.append_row(file, row)
+        return rows
