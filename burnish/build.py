@@ -115,7 +115,7 @@ def build_learner(recipe: Recipe, *, show: Show = silent) -> Learner:
         policy = _sorter(recipe)
     else:
         model = open_model(recipe, show=show)[0].to(device_of(recipe))
-        policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
+        policy = model.learn(recipe.train.layers)
     show(Progress("load", "preparing the learner"))
     program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
     return Learner(
@@ -284,8 +284,8 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
 
 def _local(name: str) -> Path | None:
     """The path of a model's files; None if they are not here, since a plan downloads nothing."""
-    if name in hub.PACKAGED:
-        return next((hub.cache_directory() / "models").glob(f"{name}-*"), None)
+    if name == hub.DEFAULT:
+        return hub.default_directory() if hub.default_directory().exists() else None
     if not name.startswith("hf:"):
         return hub.resolve(name)
     try:

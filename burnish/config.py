@@ -26,7 +26,7 @@ RECIPES = Path(__file__).parent / "recipes"
 CHOSEN = ("task", "model", *(f"objective.{kind}" for kind in pieces.KINDS))
 """Sections that a recipe chooses by name, out of several."""
 LANGUAGE = [
-    *("device", "engine", "train.recompute", "train.layers", "validation.max_tokens"),
+    *("device", "engine", "train.layers", "validation.max_tokens"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
 ]
 """Settings that only a language model reads."""
@@ -233,7 +233,8 @@ def _explain(problem: Any) -> str:
     if kind == "value_error":  # a check in this package, which says the value itself
         return f"{where} {told}".strip()
     if kind != "extra_forbidden":
-        return f"{where} {told.replace('Input should be', 'must be')}, got {problem['input']!r}"
+        told = told.replace("Input should", "must").replace("String should", "must")
+        return f"{where} {told}, got {problem['input']!r}"
     keys = list(_keys(Recipe))
     if where in keys:
         section = where.rpartition(".")[0]

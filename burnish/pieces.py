@@ -1,28 +1,37 @@
 """The pieces of an objective: advantage × ratio × loss × reduction × KL × importance.
 
 A piece is one section here: its name, its settings, its formula, and the function in ``rl/`` that
-computes it. The function is imported when it is called, so that ``burnish plan`` can print an
-objective, and refuse a wrong one, without loading torch. ``learner/objective.py`` puts the pieces
-of a recipe together.
+computes it. ``learner/objective.py`` puts the pieces of a recipe together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from burnish.sections import OWN, Section, named
+from burnish.sections import Section, named
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from burnish.types import PackedBatch
 
-Function = Callable[..., Any] | str
+Function = Any
 """A function of a script, or its name alone if the recipe was read from a run."""
+
+
+def rl(module: str, name: str) -> Callable[..., Tensor]:
+    """The function ``name`` of a module in ``rl/``.
+
+    It is imported when a piece is computed, so that ``burnish plan`` prints an objective, and
+    refuses a wrong one, without loading torch.
+    """
+    function: Callable[..., Tensor] = getattr(import_module(f"burnish.rl.{module}"), name)
+    return function
 
 
 class Piece(Section):
@@ -45,22 +54,18 @@ class Advantage(Piece):
     """
 
     group: ClassVar[int] = 2
-    """The least responses that a group needs."""
+    """The smallest group that it takes."""
     over_time: ClassVar[bool] = False
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
 
     @property
     def estimator(self) -> Callable[..., Tensor]:
-        from burnish.rl import advantages
-
-        return partial(getattr(advantages, self.name), **self.settings)
+        return partial(rl("advantages", self.name), **self.settings)
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
-        """[N], 0 outside of actions."""
-        from burnish.rl.sequences import to_tokens
-
+        """The advantage of every action, [N]; 0 in other slots."""
         per_response = self.estimator(rewards, batch.group_ids)
-        return to_tokens(per_response, batch.is_action, batch.sequence_ids)
+        return rl("sequences", "to_tokens")(per_response, batch.is_action, batch.sequence_ids)
 
 
 class Raw(Advantage):
@@ -133,10 +138,8 @@ class Gae(Advantage):
         return f"A_t = δ_t + {self.gamma * self.lam:g} A_(t+1),  {delta}"
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
-        from burnish.rl.advantages import gae
-
         mask, ids = batch.is_action, batch.sequence_ids
-        values = _called(self.values)(batch)
+        gae, values = rl("advantages", "gae"), self.values(batch)
         return gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, sequence_ids=ids)[0]
 
 
@@ -152,11 +155,11 @@ class OwnAdvantage(Advantage):
 
     @property
     def estimator(self) -> Callable[..., Tensor]:
-        return _called(self.function)
+        return partial(self.function)
 
 
 class Loss(Piece):
-    """The loss of each token before its weight: the gain of the policy if it moves further.
+    """The loss of each token, before its weight.
 
     It has the name of its function in ``rl.losses``, and its settings are keywords there.
     """
@@ -165,16 +168,13 @@ class Loss(Piece):
     """The streams that the function takes, out of logprobs, ratio and advantages."""
 
     def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """[N] of three streams [N]."""
-        from burnish.rl import losses
-
+        """The loss [N] of three streams, [N] each."""
         streams = {"logprobs": logprobs, "ratio": ratio, "advantages": advantages}
         taken = (streams[name] for name in self.reads)
-        result: Tensor = getattr(losses, self.name)(*taken, **self.settings)
-        return result
+        return rl("losses", self.name)(*taken, **self.settings)
 
     def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """[N] bool: a bound is in force; None if the loss has none."""
+        """[N] bool: whether a bound is in force; None if the loss has no bounds."""
         return None
 
 
@@ -201,16 +201,12 @@ class Clip(Loss):
         return f"L_t = −min(ρ_t A_t, {clipped} A_t){dual}"
 
     def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        from burnish.rl.losses import clipped
-
-        return clipped(ratio, advantages, **self.settings)
+        return rl("losses", "clipped")(ratio, advantages, **self.settings)
 
     def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        from burnish.rl.losses import is_clipped, is_dual_clipped
-
-        found = is_clipped(ratio, advantages, low=self.low, high=self.high)
+        found = rl("losses", "is_clipped")(ratio, advantages, low=self.low, high=self.high)
         if self.dual is not None:
-            found |= is_dual_clipped(ratio, advantages, dual=self.dual)
+            found |= rl("losses", "is_dual_clipped")(ratio, advantages, dual=self.dual)
         return found
 
 
@@ -236,7 +232,7 @@ class OwnLoss(Loss):
         return f"L_t = {name_of(self.function)}(log π, ρ_t, A_t)"
 
     def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        result: Tensor = _called(self.function)(logprobs, ratio, advantages)
+        result: Tensor = self.function(logprobs, ratio, advantages)
         return result
 
 
@@ -248,11 +244,7 @@ class Reduction(Piece):
 
     def weights(self, mask: Tensor, sequence_ids: Tensor) -> Tensor:
         """[N] over a whole train batch."""
-        from burnish.rl import reduce
-
-        function = getattr(reduce, self.name)
-        result: Tensor = function(mask, sequence_ids=sequence_ids, **self.settings)
-        return result
+        return rl("reduce", self.name)(mask, sequence_ids=sequence_ids, **self.settings)
 
 
 class SequenceMean(Reduction):
@@ -271,7 +263,9 @@ class Constant(Reduction):
     length: int = Field(ge=1, description="usually the largest response length")
 
 
-class NoKL(Section):
+class Absent(Section):
+    """The recipe has no piece of this kind."""
+
     name: Literal["none"] = "none"
 
 
@@ -297,14 +291,7 @@ class KL(Section):
 
     def per_token(self, logprobs: Tensor, reference: Tensor) -> Tensor:
         """[N]"""
-        from burnish.rl import kl
-
-        result: Tensor = getattr(kl, self.name)(logprobs, reference)
-        return result
-
-
-class NoImportance(Section):
-    name: Literal["none"] = "none"
+        return rl("kl", self.name)(logprobs, reference)
 
 
 class Importance(Section):
@@ -324,13 +311,10 @@ class Importance(Section):
 
     def weights(self, proximal: Tensor, batch: PackedBatch) -> Tensor:
         """[N], without gradient."""
-        from burnish.rl import ratios
-
         behavior, mask, ids = batch.behavior_logprobs, batch.is_action, batch.sequence_ids
-        weights = ratios.importance_ratio(
-            proximal, behavior, mask, level=self.level, sequence_ids=ids
-        )
-        bound = ratios.truncate if self.name == "truncate" else ratios.keep_between
+        ratio = rl("ratios", "importance_ratio")
+        weights = ratio(proximal, behavior, mask, level=self.level, sequence_ids=ids)
+        bound = rl("ratios", "truncate" if self.name == "truncate" else "keep_between")
         return bound(weights, low=self.low, high=self.high)
 
 
@@ -338,8 +322,6 @@ PerResponse = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | OwnAdv
 AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae
 AnyLoss = Reinforce | Unclipped | Clip | Cispo | OwnLoss
 AnyReduction = SequenceMean | TokenMean | Constant
-AnyKL = NoKL | KL
-AnyImportance = NoImportance | Importance
 KINDS = ("advantage", "loss", "reduction", "kl", "importance")
 """Settings of an objective that choose a piece by its name."""
 RATIOS = {
@@ -360,8 +342,8 @@ class ObjectiveConfig(Section):
     ratio: Literal["token", "sequence"] = "token"
     loss: Annotated[AnyLoss, BY_NAME, named("clip")] = Clip()
     reduction: Annotated[AnyReduction, BY_NAME, named("sequence_mean")] = SequenceMean()
-    kl: Annotated[AnyKL, BY_NAME, named("none")] = NoKL()
-    importance: Annotated[AnyImportance, BY_NAME, named("none")] = NoImportance()
+    kl: Annotated[Absent | KL, BY_NAME, named("none")] = Absent()
+    importance: Annotated[Absent | Importance, BY_NAME, named("none")] = Absent()
     entropy_coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
     proximal: Literal["behavior", "recompute"] = "recompute"
 
@@ -385,48 +367,35 @@ class ObjectiveConfig(Section):
         return in_reward or isinstance(self.importance, Importance)
 
 
-def names(kind: str) -> list[str]:
-    """The names of the pieces of a kind that a recipe file may give."""
-    pieces = get_args(ObjectiveConfig.model_fields[kind].annotation)
-    found = (get_args(piece.model_fields["name"].annotation) for piece in pieces)
-    return [name for names in found for name in names if name != OWN]
-
-
 def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
-    """The objective in lines of (what, formula)."""
+    """The objective as lines of (name, formula)."""
     kl, importance = objective.kl, objective.importance
     term = "v_t L_t" if isinstance(importance, Importance) else "L_t"
     if isinstance(kl, KL) and kl.where == "loss":
         term += f" + {kl.coefficient:g} {kl.name}_t"
     if objective.entropy_coefficient:
         term += f" − {objective.entropy_coefficient:g} H_t"
-    lines = [("loss", f"Σ w_(i,t) ({term})" if " " in term else f"Σ w_(i,t) {term}")]
-    lines.append(("objective", objective.loss.formula()))
+    lines = [
+        ("loss", f"Σ w_(i,t) ({term})" if " " in term else f"Σ w_(i,t) {term}"),
+        ("objective", objective.loss.formula()),
+        ("advantage", objective.advantage.formula()),
+        ("denominator", objective.reduction.formula()),
+    ]
     if "ratio" in objective.loss.reads:
         lines.append(("ratio", RATIOS[objective.ratio]))
         lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
-    lines.append(("advantage", objective.advantage.formula()))
-    lines.append(("denominator", objective.reduction.formula()))
     if isinstance(kl, KL):
         penalty = f",  r ← r − {kl.coefficient:g} Σ_t {kl.name}_t" if kl.where == "reward" else ""
         lines.append(("KL", kl.formula() + penalty))
-        every = kl.refresh
-        reference = "the initial model" if every is None else f"refreshed every {every} steps"
+        reference = f"refreshed every {kl.refresh} steps" if kl.refresh else "the initial model"
         lines.append(("reference", f"π_ref: {reference}"))
     if isinstance(importance, Importance):
         lines.append(("importance", importance.formula()))
     return lines
 
 
-def _called(function: Function) -> Callable[..., Any]:
-    assert callable(function), "learner.objective.compile refuses a function that is not here"
-    return function
-
-
 def name_of(function: Function) -> str:
     """The name of a script's function, or of an object that is called like one."""
-    return (
-        function
-        if isinstance(function, str)
-        else getattr(function, "__name__", type(function).__name__)
-    )
+    if isinstance(function, str):
+        return function
+    return str(getattr(function, "__name__", type(function).__name__))

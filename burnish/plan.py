@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from burnish import pieces
 from burnish.errors import ConfigError
 from burnish.pieces import KL
-from burnish.schema import MixtureTask, PairsTask, Recipe, SorterConfig
+from burnish.schema import PairsTask, Recipe, SorterConfig
 from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
     from burnish.machine import Rates
 
 BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number; of one whose precision is not chosen yet, the most it can have."""
+"""Bytes of a number by its precision; a precision that is not chosen yet counts as the widest."""
 PAGE = 16
 """Tokens of a page of the engine's cache."""
 FILLED = 0.6
@@ -54,7 +54,7 @@ class Size(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The longest prompt that a run has room for."""
+    """The room of a prompt: the tokens that the longest may have."""
 
     tokens: int
     why: str
@@ -110,17 +110,12 @@ def plan(
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
     task = recipe.task
-    lines = [("task", _settings(task))]
-    if isinstance(task, MixtureTask):
-        total = sum(task.weights.values())
-        lines = [
-            ("part", f"{label}, {task.weights[label] / total:.0%} of the groups: {_settings(part)}")
-            for label, part in task.tasks.items()
-        ]
+    given = task.model_dump(exclude_unset=True, exclude={"name"})
+    settings = [f"{key} = {value!r}" for key, value in given.items()]
+    known = "" if size is None else f": {size.parameters:,} parameters"
+    lines = [("task", ", ".join([task.name, *settings])), ("model", f"{recipe.model.name}{known}")]
     if recipe.stop:
         lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
-    known = "" if size is None else f": {size.parameters:,} parameters"
-    lines.append(("model", f"{recipe.model.name}{known}"))
     if size is not None and size.longest_prompt:
         told = f"{size.longest_prompt:,} tokens (the model's context: {size.context:,})"
         lines.append(("longest prompt", told))
@@ -129,12 +124,6 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
         told = f"have more than {bound.tokens:,} tokens ({bound.why}); they are skipped"
         lines.append(("too long", f"{counted(size.too_long, 'prompt')} {told}"))
     return lines
-
-
-def _settings(task: Any) -> str:
-    """A task's name and the settings that its recipe gives."""
-    given = task.model_dump(exclude_unset=True, exclude={"name"})
-    return ", ".join([task.name, *(f"{key} = {value!r}" for key, value in given.items())])
 
 
 def _batches(recipe: Recipe) -> Lines:
@@ -160,10 +149,10 @@ def _batches(recipe: Recipe) -> Lines:
 
 
 class Need(NamedTuple):
-    """Room that a run takes all the time."""
+    """Memory or disk that a run takes."""
 
     resource: str
-    """memory, cache (memory that fills as responses grow), or disk"""
+    """memory, cache (memory that fills as responses grow), or disk."""
     what: str
     size: int
     """Bytes."""
@@ -198,7 +187,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
 
 
 def _resources(found: list[Need]) -> Lines:
-    """Lines about memory, cache and disk. Activations of a pack are not known before it is run."""
+    """A line each about memory, cache and disk. Nobody knows the activations before a pack runs."""
     lines = []
     for resource in dict.fromkeys(need.resource for need in found):
         parts = [need for need in found if need.resource == resource]
@@ -235,11 +224,10 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     to_sample, to_learn = REACHED[rates.device]
     sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
     learned_per_second = rates.learn_gflops * 1e9 * to_learn / (2 * size.parameters)
-    step = 4 if train.recompute else 3
     if isinstance(recipe.task, PairsTask):
         file = Path(recipe.task.train or "")
         written = file.stat().st_size / WRITTEN if file.is_file() else 0
-        return step * recipe.task.epochs * written / learned_per_second
+        return 3 * recipe.task.epochs * written / learned_per_second
     prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
     rollout = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
     rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks]
@@ -247,7 +235,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
     evaluations = 2 + (train.steps - 1) // validation.every
     upper = min(1.0, (train.layers or size.layers) / size.layers)
-    passes = 1 - upper + upper * (_scored(recipe) + step * train.epochs)
+    passes = 1 - upper + upper * (_scored(recipe) + 3 * train.epochs)
     sampled = train.steps * rollout + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 

@@ -150,7 +150,7 @@ def missing_model(recipe: Recipe) -> list[BurnishError]:
 
     name, found = recipe.source, list[BurnishError]()
     path = Path(name).expanduser()
-    if not name or name in hub.PACKAGED or name.startswith("hf:"):
+    if not name or name == hub.DEFAULT or name.startswith("hf:"):
         return []
     if (path / "recipe.toml").is_file():
         if checkpoints.latest(path) is None:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from burnish.pieces import ObjectiveConfig
-from burnish.sections import Section, named, nearest
+from burnish.pieces import BY_NAME, ObjectiveConfig
+from burnish.sections import Section, named
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 """auto: bf16 where the processor or GPU multiplies it, else fp32."""
@@ -28,7 +29,7 @@ class SortTask(Section):
 
 
 LongPrompts = Literal["skip", "cut"]
-"""A prompt that is too long is skipped, and another one asked, or cut to its end."""
+"""skip: another prompt is asked in place of one that is too long; cut: its beginning is cut off."""
 
 
 class KeywordsTask(Section):
@@ -83,28 +84,16 @@ R1_ZERO = (
     "</think> <answer> answer here </answer>.\nUser: {question}\nAssistant: <think>"
 )
 PROMPTS = {"question_only": "{question}", "r1_zero": R1_ZERO}
-ANSWERS = {"question_only": "boxed", "r1_zero": "r1_zero"}
-"""How a response to each of the prompts says its answer."""
 
 
 class Asked(Graded):
     """Settings of tasks that put a question into a prompt and read an answer from the response."""
 
-    prompt: str = Field("r1_zero", description="its name, or one's own text with {question} in it")
+    prompt: str = Field("r1_zero", pattern=r"^r1_zero$|^question_only$|\{question\}")
+    """A prompt's name, or a text of the user's own with {question} in it."""
     answer: Literal["r1_zero", "boxed", "hash", "last_number"] | None = None
-    """How a response says its answer; None if as the named prompt wants it."""
+    """How a response says its answer; None: in tags after the prompt r1_zero, else in a box."""
     chat: bool = Field(False, description="the prompt goes in as a user's chat message")
-
-    @model_validator(mode="after")
-    def _check_prompt(self) -> Self:
-        if "{question}" not in self.template:
-            near, names = nearest(self.prompt, PROMPTS), " or ".join(PROMPTS)
-            raise ValueError(
-                f"needs prompt = {names} or a text with {{question}}, got {self.prompt!r}{near}"
-            )
-        if self.answer is None and self.prompt not in PROMPTS:
-            raise ValueError("has a prompt of its own and needs answer: r1_zero, boxed, …")
-        return self
 
     @property
     def template(self) -> str:
@@ -112,7 +101,7 @@ class Asked(Graded):
 
     @property
     def answer_format(self) -> str:
-        return self.answer or ANSWERS[self.prompt]
+        return self.answer or ("r1_zero" if self.prompt == "r1_zero" else "boxed")
 
 
 class MathTask(Asked, Rows):
@@ -127,8 +116,8 @@ class GymTask(Asked):
     """A generator of the package reasoning-gym, with its own scorer."""
 
     name: Literal["gym"] = "gym"
-    generator: str = Field(description="its name there: chain_sum, countdown, gsm_symbolic, …")
-    settings: dict[str, Any] = Field({}, description="what its own configuration takes")
+    generator: str = Field(description="such as chain_sum, countdown or gsm_symbolic")
+    settings: dict[str, Any] = Field({}, description="of the generator, by their names there")
     validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
     long_prompts: LongPrompts = "skip"
 
@@ -139,12 +128,10 @@ class PairsTask(Rows):
     name: Literal["pairs"] = "pairs"
     epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
     prompt: str = Field("{prompt}", pattern=r"\{prompt\}", description="how a row's text is asked")
-    answer: str = Field("{answer}", pattern=r"\{answer\}", description="what is learned of it")
+    answer: str = Field("{answer}", pattern=r"\{answer\}", description="how its answer is written")
 
 
-AnyPart = Annotated[
-    KeywordsTask | FilesTask | MathTask | GymTask, Field(discriminator="name"), named("keywords")
-]
+AnyPart = Annotated[KeywordsTask | FilesTask | MathTask | GymTask, BY_NAME]
 
 
 class MixtureTask(Section):
@@ -164,7 +151,7 @@ class MixtureTask(Section):
 
 AnyTask = Annotated[
     SortTask | KeywordsTask | FilesTask | MathTask | GymTask | PairsTask | MixtureTask,
-    Field(discriminator="name"),
+    BY_NAME,
     named("sort"),
 ]
 
@@ -255,22 +242,20 @@ class TrainConfig(Section):
     epochs: int = Field(1, ge=1, description="passes over each rollout")
     micro_tokens: int | None = Field(None, ge=1, description="per forward pass; None: no bound")
     precision: Precision = Field("auto", description="of the forward and backward passes")
-    recompute: bool = Field(False, description="layers run again backwards, to save memory")
     layers: int | None = Field(None, ge=1, description="only the last so many learn; None: all")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
     schedule: Literal["constant", "linear"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")
     decay_steps: int | None = Field(None, ge=1, description="gradient steps to 0; None: all")
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="of matrices alone")
     clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
-    max_skipped: int = Field(3, ge=1, description="steps in a row that may fail: not finite")
+    max_skipped: int = Field(3, ge=1, description="gradient steps in a row that may not be finite")
     log_kl: bool = Field(False, description="KL to the initial model and the step before")
     log_kl_responses: int | None = Field(None, ge=1, description="on how many; None: all")
 
 
 class Recipe(Section):
-    name: str = Field("run", pattern=r"^[\w.-]+$", description="what its runs are called")
+    name: str = Field("run", pattern=r"^[\w.-]+$", description="the beginning of its runs' names")
     description: str = ""
     seed: int = Field(0, ge=0, lt=2**63)
     task: AnyTask = SortTask()
@@ -298,19 +283,14 @@ class Recipe(Section):
 
     def _check_batches(self) -> None:
         group, advantage = self.rollout.group_size, self.objective.advantage
-        for name, batch in (("rollout", self.rollout.batch), ("train", self.train.batch)):
-            if batch % group:
+        sizes = {"rollout.batch": self.rollout.batch, "train.batch": self.train.batch}
+        sizes["rollout.group_size"] = group
+        for (whole, size), (part, unit) in pairwise(sizes.items()):
+            if size % unit:
                 raise ValueError(
-                    f"{name}.batch = {batch} is not a multiple of rollout.group_size = {group}: a "
-                    f"batch holds whole groups; use {name}.batch = {batch // group * group + group}"
+                    f"{whole} = {size} must be a multiple of {part} = {unit}; "
+                    f"use {size // unit * unit + unit}"
                 )
-        if self.rollout.batch % self.train.batch:
-            prompts = self.prompts_per_rollout
-            fits = [str(n * group) for n in range(1, prompts + 1) if prompts % n == 0]
-            raise ValueError(
-                f"train.batch = {self.train.batch} does not divide rollout.batch = "
-                f"{self.rollout.batch}; use one of {', '.join(fits)}"
-            )
         if group < advantage.group:
             raise ValueError(
                 f"rollout.group_size must be at least 2 for objective.advantage = "
@@ -319,7 +299,7 @@ class Recipe(Section):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts that end a response: the recipe's, and the one that answer tags call for."""
+        """Texts that end a response: the recipe's own, and the closing tag of tagged answers."""
         tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in self.tasks)
         return tuple(dict.fromkeys([*self.rollout.stop, *["</answer>"] * tagged]))
 
@@ -330,8 +310,8 @@ class Recipe(Section):
 
     @property
     def source(self) -> str:
-        """The name of the model whose files are read: of a model from scratch its tokenizer's;
-        empty for the sorting model."""
+        """The name of the model whose files are read. A model from scratch reads its tokenizer's
+        files; the name is empty for the sorting model."""
         if isinstance(self.model, ScratchConfig):
             return self.model.tokenizer
         return self.model.name if isinstance(self.model, LanguageConfig) else ""

@@ -1,4 +1,4 @@
-"""What sections of a recipe share: the strict model, names that stand for tables, spelling."""
+"""The base of a recipe's sections, names that stand for tables, and the nearest right spelling."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def as_table(given: Any) -> Any:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Words for an error: the nearest right spelling, if there is one."""
+    """The end of an error's message: the nearest right spelling, or nothing if none is near."""
     matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""

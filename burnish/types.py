@@ -116,6 +116,10 @@ class Group:
     grades: tuple[Grade, ...]
 
     @property
+    def graded(self) -> list[tuple[Completion, Grade]]:
+        return list(zip(self.completions, self.grades, strict=True))
+
+    @property
     def rewards(self) -> FloatArray:
         return np.array([grade.reward for grade in self.grades], dtype=np.float32)
 

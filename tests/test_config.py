@@ -193,10 +193,9 @@ def test_what_an_override_replaces_takes_its_settings_along():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.batch=32"], "use rollout.batch = 40"),
-        (["rollout.batch=5"], "use rollout.batch = 10"),
-        (["train.batch=15"], "use train.batch = 20"),
-        (["train.batch=20"], "does not divide rollout.batch = 30; use one of 10, 30"),
+        (["rollout.batch=32"], "rollout.batch = 32 must be a multiple of train.batch = 30; use 60"),
+        (["train.batch=15"], "train.batch = 15 must be a multiple of rollout.group_size = 10; use"),
+        (["train.batch=20"], "rollout.batch = 30 must be a multiple of train.batch = 20; use 40"),
         (["rollout.group_size=1"], "use objective.advantage = 'raw'"),
         (
             ["objective.reduction=constant"],
@@ -214,7 +213,7 @@ def test_what_an_override_replaces_takes_its_settings_along():
         (["train.decay_steps=9"], 'no effect with train.schedule = "constant"'),
         (["train.betas=[0.9, 1.0]"], "train.betas.1 must be less than 1"),
         (["train.log_kl_responses=2"], "no effect with train.log_kl = false"),
-        (["train.recompute=true"], 'no effect with model.name = "sorter"'),
+        (["train.layers=1"], 'no effect with model.name = "sorter"'),
     ],
 )
 def test_numbers_that_do_not_fit_say_which_do(overrides, message):

@@ -22,8 +22,7 @@ from burnish.engine.plain import RunAttention, SampleAhead, last_states
 from burnish.engine.sampler import BLOCK
 from burnish.engine.sequence import Prefix
 from burnish.model.products import linear, multiplies, widened
-from burnish.model.rope import rotation
-from burnish.model.transformer import Layer, Transformer
+from burnish.model.transformer import Layer, Transformer, rotation
 
 ROWS = 64
 """For so many rows the weights of a matrix product are arranged; other numbers work as well."""

@@ -102,8 +102,8 @@ class Learner:
         metrics = self.program.metrics(measured, learn)
         metrics |= mismatch(measured.logprobs, learn.batch, self.version)
         metrics |= {"train/loss": loss, "train/grad_norm": norm, "train/skipped": 0.0}
-        if self.optimizer.scale.moves:
-            metrics["train/loss_scale"] = self.optimizer.scale.value
+        if self.optimizer.is_scaled:
+            metrics["train/loss_scale"] = self.optimizer.scale
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._skip(loss, norm)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -244,7 +244,7 @@ class Learner:
 
     def _skip(self, loss: float, norm: float) -> None:
         self.optimizer.drop_gradients()
-        if math.isfinite(loss) and self.optimizer.scale.shrink():
+        if math.isfinite(loss) and self.optimizer.shrink_scale():
             return  # fp16 is still looking for its loss scale: nothing is wrong yet
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.train.max_skipped:

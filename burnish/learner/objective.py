@@ -23,13 +23,13 @@ Pass = Literal["proximal", "reference"]
 
 def compile(objective: ObjectiveConfig) -> Program:
     """The program of an objective, whose own functions must be here and not only their names."""
-    for kind, key in (("advantage", "function"), ("advantage", "values"), ("loss", "function")):
-        name = getattr(getattr(objective, kind), key, None)
-        if isinstance(name, str):
-            raise ConfigError(
-                f"objective.{kind}.{key} is the function {name} of a script, and a run does not "
-                "keep functions, so it can't be resumed; begin a new run from Python"
-            )
+    for piece in (objective.advantage, objective.loss):
+        for name in (piece.settings.get(key) for key in ("function", "values")):
+            if isinstance(name, str):
+                raise ConfigError(
+                    f"the objective has the function {name} of a script, and a run does not keep "
+                    "functions, so it can't be resumed; begin a new run from Python"
+                )
     return Program(objective)
 
 

@@ -44,32 +44,14 @@ def rate(train: TrainConfig, step: int) -> float:
     return full * (1 - min(1.0, (step - train.warmup_steps) / falling))
 
 
-class LossScale:
-    """fp16's dynamic loss scale: a gradient too large halves it, a long run without doubles it."""
-
-    def __init__(self, precision: str) -> None:
-        self.moves = precision == "fp16"
-        self.value = FIRST_SCALE if self.moves else 1.0
-        self.good_steps = 0
-
-    def grow(self) -> None:
-        self.good_steps += self.moves
-        if self.good_steps == GROWTH_INTERVAL:
-            self.value, self.good_steps = self.value * 2, 0
-
-    def shrink(self) -> bool:
-        """Halves the scale, which stays at 1 or above; false if there was nothing to halve."""
-        self.good_steps = 0
-        is_above = self.value > 1
-        self.value /= 2 if is_above else 1
-        return is_above
-
-
 class Optimizer:
     def __init__(self, policy: Policy, train: TrainConfig) -> None:
         """The masters start as the policy's weights, so hand it over in fp32 (or better)."""
         self.train = train
-        self.scale = LossScale(train.precision)
+        self.is_scaled = train.precision == "fp16"
+        self.scale = FIRST_SCALE if self.is_scaled else 1.0
+        """The loss scale of fp16: a gradient too large halves it, a long run without doubles it."""
+        self.good_steps = 0
         self.masters = self.policy = policy
         self._learning = [p for p in policy.parameters() if p.requires_grad]
         """The masters of the weights that learn."""
@@ -79,16 +61,8 @@ class Optimizer:
             learning = (p for p in self.policy.parameters() if p.requires_grad)
             for low, master in zip(learning, self._learning, strict=True):
                 low.register_post_accumulate_grad_hook(partial(_fold, master))  # type: ignore[no-untyped-call]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in self._learning if p.ndim > 1]},
-            {"params": [p for p in self._learning if p.ndim < 2], "weight_decay": 0.0},
-        ]
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=train.learning_rate,
-            betas=train.betas,
-            weight_decay=train.weight_decay,
-            fused=True,
+            self._learning, train.learning_rate, train.betas, weight_decay=0.0, fused=True
         )
         # Now rather than at the first step: so the memory is known and the state is whole.
         for p in self._learning:
@@ -97,26 +71,35 @@ class Optimizer:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the loss's gradients to the masters'."""
-        scaled = loss * self.scale.value if self.scale.moves else loss
+        scaled = loss * self.scale if self.is_scaled else loss
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def gradient_norm(self) -> float:
         """The norm of the gradients that were added up so far, without the loss scale."""
-        return nn.utils.get_total_norm(self._gradients()).item() / self.scale.value
+        return nn.utils.get_total_norm(self._gradients()).item() / self.scale
 
     def step(self, number: int, norm: float) -> float:
         """Steps along the gradients, clipped given their norm; returns the learning rate."""
-        shrink = min(1.0, self.train.clip_norm / norm if norm else 1.0) / self.scale.value
+        shrink = min(1.0, self.train.clip_norm / norm if norm else 1.0) / self.scale
         if shrink != 1:
             torch._foreach_mul_(self._gradients(), shrink)
         learning_rate = rate(self.train, number)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
-        self.scale.grow()
+        self.good_steps += self.is_scaled
+        if self.good_steps == GROWTH_INTERVAL:
+            self.scale, self.good_steps = self.scale * 2, 0
         self.drop_gradients()
         self._refresh()
         return learning_rate
+
+    def shrink_scale(self) -> bool:
+        """Halves the loss scale, which stays at 1 or above; false if there was nothing to halve."""
+        self.good_steps = 0
+        is_above = self.scale > 1
+        self.scale /= 2 if is_above else 1
+        return is_above
 
     def drop_gradients(self) -> None:
         for p in (*self._learning, *self.policy.parameters()):
@@ -129,11 +112,11 @@ class Optimizer:
             tensors[f"master.{name}"] = p.detach()
             if p.requires_grad:
                 tensors |= {f"{key}.{name}": value for key, value in self.adamw.state[p].items()}
-        return tensors, {"loss_scale": self.scale.value, "good_steps": self.scale.good_steps}
+        return tensors, {"loss_scale": self.scale, "good_steps": self.good_steps}
 
     def load_numbers(self, numbers: dict[str, Any]) -> None:
         """To be called once the tensors of ``state`` have been written over."""
-        self.scale.value, self.scale.good_steps = numbers["loss_scale"], numbers["good_steps"]
+        self.scale, self.good_steps = numbers["loss_scale"], numbers["good_steps"]
         self._refresh()
 
     def _refresh(self) -> None:

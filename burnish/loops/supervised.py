@@ -3,8 +3,8 @@
     for step = 1 … steps:  π ← step on  −Σ log π(answer token) / number of answer tokens
 
 That is REINFORCE with an advantage of 1 on answers that someone else wrote, reduced by the token
-mean, so packing, precision, schedule and checkpoints are those of training. The prompt is context:
-what is learned, the end token included, is what ``Completion.sampled`` says.
+mean, so packing, precision, schedule and checkpoints are the same as in training. The prompt is
+context. The answer is learned, with its end token: ``Completion.sampled`` marks its tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from burnish.types import Group, LearnBatch, Scores
 
 PROGRAM = compile(ObjectiveConfig(advantage=Raw(), loss=Reinforce(), reduction=TokenMean()))
 CONSTANT = ("train/ratio_min", "train/ratio_max", "train/advantage_std")
-"""Metrics that say nothing here."""
+"""Metrics that are constant in a supervised run."""
 
 
 def train(
@@ -57,7 +57,7 @@ def to_learn(learner: Learner, groups: list[Group]) -> LearnBatch:
 def validate(
     pairs: Pairs, learner: Learner, *, show: Show = silent, when: str = ""
 ) -> tuple[list[Group], Metrics]:
-    """The mean over all held-out answer tokens; empty where nothing is held out."""
+    """The mean loss over all held-out answer tokens; empty if nothing is held out."""
     if not pairs.validation:
         return [], {}
     begin(show, "evaluate", f"evaluating {len(pairs.validation)} answers {when}".rstrip())

@@ -4,7 +4,7 @@
         every kl.refresh steps:  π_ref ← π
         take prompts; sample a group of responses to each          generate
         score the responses                                        grade
-        log π_ref, and log π_prox if need be, of the tokens        score
+        log π_ref and, if needed, log π_prox of the tokens         score
         advantages relative to the group                           advantages
         for each of the gradient steps:  π ← step on the loss      learn
         hand the new weights to the engine                         publish
@@ -26,9 +26,8 @@ from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.progress import Show, begin, silent
 from burnish.rl.sequences import sequence_lengths, sequence_sum
-from burnish.rollout import filters
 from burnish.rollout.packing import pack, train_batches
-from burnish.rollout.rollout import describe, grade, sample, sampling
+from burnish.rollout.rollout import check_errors, describe, drop_errors, grade, sample, sampling
 from burnish.runs.metrics import Metrics, Timers, combine
 from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
@@ -48,7 +47,8 @@ class Step(NamedTuple):
     advantages: Sequence[float] = ()
     """One per response, in the groups' order: the mean over its tokens."""
     learner_logprobs: list[FloatArray] | None = None
-    """[C] per response, of the learner before its first step; None if it did not score them all."""
+    """The learner's log-probabilities before its first step, [C] per response; None if it did not
+    score all responses."""
 
 
 def train(
@@ -77,8 +77,8 @@ def train(
         with timers("grade"):
             begin(show, "grade", f"grading {some}")
             sampled = grade(task, asked, responses)
-            filters.check_errors(sampled, limit=recipe.rollout.max_errors)
-            groups, dropped = filters.drop_errors(sampled)
+            check_errors(sampled, limit=recipe.rollout.max_errors)
+            groups, dropped = drop_errors(sampled)
         step = learn(recipe, learner, number + 1, groups, timers, show)
         with timers("publish"):
             begin(show, "publish", "handing the new weights to the sampler")

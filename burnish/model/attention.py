@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,17 +12,14 @@ from torch.nn import functional as F
 
 from burnish.model.products import attention
 
+_Segment = tuple[range, range]
+"""Slots of a segment, and of the prompt before it; none are before a prompt."""
+
 
 class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D], normed and rotated -> [N, Hq, D]."""
         ...
-
-
-class _Segment(NamedTuple):
-    own: range
-    prompt: range
-    """Empty for a prompt."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,12 @@ class _Block:
     @classmethod
     def of(cls, run: list[_Segment], device: torch.device) -> _Block:
         """From segments, the longest first."""
-        longest, before = len(run[0].own), len(run[0].prompt)
-        padded = [[*s.own, *[s.own[-1]] * (longest - len(s.own))] for s in run]
+        longest, before = map(len, run[0])
+        padded = [[*own, *[own[-1]] * (longest - len(own))] for own, _ in run]
         slots = torch.tensor(padded, device=device)
         if not before:
             return cls(slots, slots, None)
-        prompt = torch.tensor([[*s.prompt] for s in run], device=device)
+        prompt = torch.tensor([[*prompt] for _, prompt in run], device=device)
         mask = torch.ones(longest, before + longest, dtype=torch.bool, device=device).tril(before)
         return cls(slots, torch.cat((prompt, slots), dim=1), mask)
 
@@ -80,7 +77,7 @@ class PackedAttention:
             own = range(start, end)
             prompt = own if is_prompt else prompt
             before = range(0) if is_prompt else prompt
-            after.setdefault(len(before), []).append(_Segment(own, before))
+            after.setdefault(len(before), []).append((own, before))
         self._blocks = [
             _Block.of(run, device) for segments in after.values() for run in _runs(segments)
         ]
@@ -158,9 +155,9 @@ def causal(
 def _runs(segments: list[_Segment]) -> list[list[_Segment]]:
     """Segments sorted by length and cut where padding to the longest would waste over a quarter."""
     runs: list[list[_Segment]] = []
-    for segment in sorted(segments, key=lambda s: -len(s.own)):
-        length = len(segment.own)
-        if runs and 4 * length >= 3 * len(runs[-1][0].own):
+    for segment in sorted(segments, key=lambda segment: -len(segment[0])):
+        length = len(segment[0])
+        if runs and 4 * length >= 3 * len(runs[-1][0][0]):
             runs[-1].append(segment)
         elif length:
             runs.append([segment])

@@ -68,5 +68,4 @@ def _tokenizer(reader: GGUFReader) -> Tokenizer:
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {role: given.get(f"ggml.{name}_token_id") for name, role in roles.items()}
     special = {f"{role}_token": tokens[i] for role, i in ids.items() if i is not None}
-    ends, template = [given["ggml.eos_token_id"]], given.get("chat_template")
-    return Tokenizer(backend, end_ids=ends, special=special, chat_template=template)
+    return Tokenizer(backend, (given["ggml.eos_token_id"],), special, given.get("chat_template"))

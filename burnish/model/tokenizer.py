@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,25 +20,20 @@ from burnish.errors import ModelError
 from burnish.types import IntArray
 
 
+@dataclass(eq=False)
 class Tokenizer:
     """A `tokenizers` pipeline, a model's chat template, and the ids that end its responses."""
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        end_ids: Iterable[int] = (),
-        special: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
-    ) -> None:
-        """special: token strings by role, such as {"bos_token": "<s>"}, for templates."""
-        backend.no_truncation()
-        backend.no_padding()
-        self._backend = backend
-        self.end_ids = tuple(end_ids)
-        """Each of these ends a response."""
-        self.special = dict(special or {})
-        self.chat_template = chat_template
+    backend: tokenizers.Tokenizer
+    end_ids: tuple[int, ...] = ()
+    """Each of these ends a response."""
+    special: Mapping[str, str] = field(default_factory=dict)
+    """Token strings by role, such as {"bos_token": "<s>"}, for templates."""
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        self.backend.no_truncation()
+        self.backend.no_padding()
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
@@ -51,10 +47,9 @@ class Tokenizer:
                 f"{file} can't be read ({error}); burnish reads tokenizers in that form only"
             ) from error
 
-        def read(name: str) -> dict[str, Any]:
+        def read(name: str) -> Any:
             path = directory / name
-            content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-            return content
+            return json.loads(path.read_text()) if path.exists() else {}
 
         settings = read("tokenizer_config.json")
         special = {
@@ -69,27 +64,27 @@ class Tokenizer:
         said = [read(name).get("eos_token_id") for name in files]
         said.append(backend.token_to_id(special.get("eos_token", "")))
         ends: int | list[int] = next((end for end in said if end is not None), [])
-        end_ids = ends if isinstance(ends, list) else [ends]
-        return cls(backend, end_ids=end_ids, special=special, chat_template=template)
+        end_ids = tuple(ends) if isinstance(ends, list) else (ends,)
+        return cls(backend, end_ids, special, template)
 
     @property
     def vocab_size(self) -> int:
         """Tokens that have a text; a model's vocabulary may be padded beyond them."""
-        return self._backend.get_vocab_size()
+        return self.backend.get_vocab_size()
 
     def encode(self, text: str, *, add_special: bool = True) -> IntArray:
         """-> [T]; add_special: with the tokens that a model puts around any text: Llama's BOS."""
-        return np.array(self._backend.encode(text, add_special_tokens=add_special).ids, np.int32)
+        return np.array(self.backend.encode(text, add_special_tokens=add_special).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | IntArray, *, skip_special: bool = False) -> str:
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def stream(self) -> Callable[[int], str | None]:
         """A function of a text's tokens, one by one -> the text that a token makes certain, if any.
 
         A character that straddles tokens appears when it is whole; special tokens have no text.
         """
-        return partial(decoders.DecodeStream(skip_special_tokens=True).step, self._backend)
+        return partial(decoders.DecodeStream(skip_special_tokens=True).step, self.backend)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, now: datetime | None = None) -> str:
         """Messages through the model's chat template; `now` is the date that templates may write.
@@ -113,7 +108,7 @@ class Tokenizer:
     def save(self, directory: Path | str) -> None:
         """Writes tokenizer, chat template and end ids; transformers and `load` read them back."""
         directory = Path(directory)
-        self._backend.save(str(directory / "tokenizer.json"))
+        self.backend.save(str(directory / "tokenizer.json"))
         # The class that takes tokenizer.json as it is; a model's own class may rebuild it.
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special}
         if self.chat_template is not None:

@@ -7,24 +7,28 @@ the vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from burnish.errors import ModelError
 from burnish.model.activations import RMSNorm, swiglu
 from burnish.model.attention import Attend, packed
 from burnish.model.logprobs import token_logprobs
 from burnish.model.products import linear
-from burnish.model.rope import Rope, Rotation, rotate, rotation
 from burnish.types import Measured, PackedBatch
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """The class in transformers of each family, which is its `model_type` there."""
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin, each [N, 1, D]"""
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Hugging Face's names of the settings of Llama 3's stretched frequencies."""
 OPTIONAL = ("n_kv_heads", "head_dim", "tied", "init_std")
 """Settings that config.json may lack."""
 SUPPORTED = {
@@ -49,6 +53,42 @@ HF_MODULES = {
     "down": ["mlp.down_proj"],
 }
 """Hugging Face's modules in each module here, from its first row on."""
+
+
+class Rope(NamedTuple):
+    theta: float = 10000.0
+    llama3: tuple[float, ...] | None = None
+    """The numbers that `LLAMA3` names; None if the frequencies are not stretched."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Rope:
+        """From config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        kind = given.get("rope_type") or given.get("type") or "default"
+        theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
+        if kind not in ("default", "llama3"):
+            raise ModelError(f"rope_type must be default or llama3, got {kind!r}")
+        return cls(theta, tuple(given[key] for key in LLAMA3) if kind == "llama3" else None)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The older layout, which every reader knows."""
+        scaling = None
+        if self.llama3 is not None:
+            scaling = {"rope_type": "llama3", **dict(zip(LLAMA3, self.llama3, strict=True))}
+        return {"rope_theta": self.theta, "rope_scaling": scaling}
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """[head_dim / 2] float32, in radians per position.
+
+        Llama 3 keeps short wavelengths, stretches long ones by a factor, and blends those between.
+        """
+        inverse = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        if self.llama3 is None:
+            return inverse
+        factor, low, high, original = self.llama3
+        turns = original * inverse / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return keep * inverse + (1 - keep) * inverse / factor
 
 
 def _hf(key: str, default: Any = MISSING) -> Any:
@@ -134,6 +174,26 @@ class ModelConfig:
         }
 
 
+# Cached by value rather than kept as a buffer: `model.to(bfloat16)` would round a buffer.
+@lru_cache(maxsize=64)
+def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    return rope.frequencies(head_dim).to(device)
+
+
+def rotation(rope: Rope, positions: Tensor, head_dim: int, dtype: torch.dtype) -> Rotation:
+    """positions [N] -> the rotation of heads at these positions."""
+    angles = positions[:, None, None].float() * _frequencies(rope, head_dim, positions.device)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """x [N, H, D]: dimension i turns with i + D/2, as Hugging Face stores q and k."""
+    cos, sin = rotation
+    left, right = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((right, left), dim=-1), sin)
+
+
 class _Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -177,8 +237,6 @@ class Transformer(nn.Module):
 
     lower_layers = 0
     """How many of the first layers do not learn; 0 if all weights learn."""
-    recompute = False
-    """Whether the backward pass makes the activations of a layer again, which are not kept then."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -206,9 +264,8 @@ class Transformer(nn.Module):
             return hidden.float(), weight.float()
         return hidden, weight
 
-    def learn(self, layers: int | None = None, *, recompute: bool = False) -> Transformer:
+    def learn(self, layers: int | None = None) -> Transformer:
         """Makes only the last ``layers`` and the final norm learn; None if all weights do."""
-        self.recompute = recompute
         if layers is not None:
             self.lower_layers = max(0, self.config.n_layers - layers)
             self.requires_grad_(False)
@@ -279,12 +336,6 @@ class Transformer(nn.Module):
     def _run(self, layers: nn.ModuleList, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """x [N, d] through some of the layers -> [N, d], before the final norm."""
         turn = rotation(self.config.rope, positions, self.config.head_width, x.dtype)
-        again = self.recompute and torch.is_grad_enabled()
         for layer in layers:
-            if again:
-                x = checkpoint(
-                    layer, x, turn, attend, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x = layer(x, turn, attend)
+            x = layer(x, turn, attend)
         return x

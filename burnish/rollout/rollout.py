@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from reprlib import Repr
 from typing import Any
 
 import numpy as np
 
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request
-from burnish.errors import DataError, EngineError
+from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
 from burnish.schema import Recipe
 from burnish.tasks.task import Task
@@ -28,6 +30,10 @@ PATIENCE = 600.0
 """Seconds that an engine may take to its next token."""
 Asked = Sequence[tuple[int, Prompt]]
 """Prompts, each after the index of its group in the run."""
+QUOTED = 3
+"""Messages that an error quotes."""
+_SHORT = Repr()
+_SHORT.maxstring = 80
 
 
 def sample(
@@ -107,6 +113,51 @@ def is_aborted(completion: Completion) -> bool:
     return completion.finish is Finish.ABORT
 
 
+def check_errors(groups: Sequence[Group], *, limit: float) -> None:
+    """Raises once more than a share of ``limit`` of the grades are errors: the grader's own, or
+    the grades of samples that the engine aborted.
+
+    The error quotes each message with the first response, and its row, that the message is about.
+    """
+    graded = [(group.prompt, *pair) for group in groups for pair in group.graded]
+    errors = [given for given in graded if given[2].is_error]
+    if len(errors) <= limit * len(graded):
+        return
+    first: dict[str, str] = {}
+    for prompt, completion, grade in errors:
+        said = grade.message or "no message"
+        text, row = _SHORT.repr(completion.text), _SHORT.repr(prompt.reference)
+        name = f"response {completion.sample_index} to {prompt.prompt_id}"
+        first.setdefault(said, f"{name} ({text}, row {row}): {said}")
+    raise GraderError(
+        f"{len(errors)} of {len(graded)} responses got no grade, more than a share of {limit:g}; "
+        "mend what the messages name, or raise rollout.max_errors. "
+        f"{'; '.join(list(first.values())[:QUOTED])}{'; …' if len(first) > QUOTED else ''}"
+    )
+
+
+def drop_errors(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+    """The groups without samples whose grade is an error (see `check_errors`), and how many samples
+    and groups left.
+
+    A group that has fewer than two samples left has no statistics and goes as a whole; its good
+    samples count as dropped too. A group keeps its index.
+    """
+    kept = []
+    for group in groups:
+        good = [pair for pair in group.graded if not pair[1].is_error]
+        if len(good) == len(group.grades):
+            kept.append(group)
+        elif len(good) >= 2:
+            completions, grades = zip(*good, strict=True)
+            kept.append(replace(group, completions=completions, grades=grades))
+    samples = sum(len(g.grades) for g in groups) - sum(len(g.grades) for g in kept)
+    return kept, {
+        "rollout/dropped_samples": float(samples),
+        "rollout/dropped_groups": float(len(groups) - len(kept)),
+    }
+
+
 def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, float]:
     """A rollout's groups in figures, before anything is learned from them.
 
@@ -122,7 +173,7 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
             "part": group.prompt.part,
         }
         for group in groups
-        for completion, grade in zip(group.completions, group.grades, strict=True)
+        for completion, grade in group.graded
     ]
     by_group = [[g.reward for g in group.grades if not g.is_error] for group in groups]
     scored = [own for own in by_group if own]

@@ -18,7 +18,7 @@ from burnish.engine.cpu import numbers
 from burnish.engine.plain import causal_attention
 from burnish.errors import EngineError
 from burnish.model.attention import causal
-from burnish.model.rope import Rope, rotate, rotation
+from burnish.model.transformer import Rope, rotate, rotation
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE != "cpu", reason="the packed path is the CPU's")
 

@@ -7,8 +7,7 @@ import torch
 
 from burnish.errors import ModelError
 from burnish.model.attention import causal
-from burnish.model.rope import Rope
-from burnish.model.transformer import ModelConfig, Transformer
+from burnish.model.transformer import ModelConfig, Rope, Transformer
 
 TINY = ModelConfig(vocab_size=37, n_layers=2, d_model=16, n_heads=4, d_ff=24, n_kv_heads=2)
 

@@ -4,8 +4,7 @@ import math
 import pytest
 
 from burnish.errors import GraderError
-from burnish.rollout.filters import check_errors, drop_errors
-from burnish.rollout.rollout import describe
+from burnish.rollout.rollout import check_errors, describe, drop_errors
 from burnish.types import Grade, Status
 from tests.conftest import make_group
 

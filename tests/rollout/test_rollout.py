@@ -5,8 +5,7 @@ import pytest
 
 from burnish.engine.protocol import Request
 from burnish.errors import DataError, EngineError
-from burnish.rollout.filters import drop_errors
-from burnish.rollout.rollout import complete, describe, grade
+from burnish.rollout.rollout import complete, describe, drop_errors, grade
 from burnish.types import Grade, SamplingParams, Status
 from tests.conftest import aborted, make_group
 

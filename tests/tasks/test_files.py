@@ -6,8 +6,7 @@ import pytest
 
 from burnish.errors import ConfigError, DataError, GraderError
 from burnish.graders.grader import InProcess
-from burnish.rollout.filters import check_errors
-from burnish.rollout.rollout import grade
+from burnish.rollout.rollout import check_errors, grade
 from burnish.schema import FilesTask
 from burnish.tasks.rows import DataRow, read_rows, rows_from, rows_of, split
 from burnish.tasks.text import TextTask, ask_all, ask_shuffled, make_files

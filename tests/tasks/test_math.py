@@ -207,9 +207,7 @@ def test_grades(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["task.prompt=r1zero"], "got 'r1zero'; did you mean 'r1_zero'?"),
-        (["task.prompt=questions"], "task needs prompt = question_only or r1_zero or a text with"),
-        (["task.prompt={question}?"], "has a prompt of its own and needs answer"),
+        (["task.prompt=r1zero"], "task.prompt must match pattern '^r1_zero$|^question_only$|"),
         (["task.answer=box"], "task.answer must be 'r1_zero', 'boxed'"),
         (["task.validation_rows=0"], "task.validation_rows must be greater than or equal to 1"),
         (["task.name=maths"], "got 'maths'; did you mean 'math'?"),
@@ -231,7 +229,7 @@ def test_the_recipe_has_the_customary_settings(tmp_path):
         in (sections["batches"]["gradient steps"])
     )
     assert (
-        "200 steps: 51,200 responses sampled, 200 gradient steps (AdamW, learning rate 1e-05)"
+        "200 steps: 51,200 responses sampled, 200 gradient steps (AdamW, learning rate 1e-05, "
         in (sections["batches"]["in all"])
     )
     assert sections["objective"]["objective"] == "L_t = −A_t log π"
@@ -253,7 +251,7 @@ def test_the_recipe_runs_on_a_tiny_model_of_its_family(tmp_path):
 
     sizes = {"vocab_size": 256, "max_position_embeddings": 1024}
     model = families.save(families.make("qwen2.5", **sizes), tmp_path / "tiny")
-    byte_tokenizer()._backend.save(str(model / "tokenizer.json"))
+    byte_tokenizer().backend.save(str(model / "tokenizer.json"))
     files = {
         "train": write(tmp_path, [row(i) for i in range(8)]),
         "validation": write(tmp_path, [row(i) for i in range(20, 23)], "test.jsonl"),

@@ -121,7 +121,6 @@ def test_a_recipe_runs_and_its_rows_tell_the_parts_apart(smollm2, tmp_path):
     resolved = config.load(str(run / "recipe.toml"))
     assert resolved.task == config.load(str(file)).task
     lines = dict(plan(resolved, tmp_path))["task"]
-    assert any(told.startswith("sums, 75% of the groups: math: ") for _, told in lines)
     assert ("stops at", "'</answer>'") in lines
 
 
