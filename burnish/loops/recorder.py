@@ -91,8 +91,8 @@ class _Recorder:
         self._has_events = find_spec("tensorboard") is not None
         self._score: float | None = None
         """Validation score of the last step; None if that step was not validated."""
-        self._times = deque([time.time()], maxlen=RECENT + 1)
-        """When the run began and when its last steps were finished."""
+        self._times: deque[float] = deque(maxlen=RECENT + 1)
+        """When the first step began and when the last steps were finished."""
         self._now = Progress("load", "starting", step=done, steps=self.recipe.train.steps)
         self.write_status("running")
         self._note_state()
@@ -104,6 +104,7 @@ class _Recorder:
     def run(self, stop: Callable[[], bool]) -> None:
         if self.done == 0:
             self._write_start()
+        self._times.append(time.time())
         try:
             for step in self.parts.train(timers=self.timers, start=self.done, show=self.tell):
                 stopping = stop()
@@ -125,11 +126,10 @@ class _Recorder:
         """Shows progress with the step and the time left, and keeps status.json: a new phase is
         written at once, the rest once a second."""
         now, before, left = time.time(), self._now.doing, None
+        steps = self.recipe.train.steps
         if len(self._times) > 1:
             pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-            end = self._times[-1] + pace * (self.recipe.train.steps - self.done)
-            left = max(0.0, end - now)
-        steps = self.recipe.train.steps
+            left = max(0.0, self._times[-1] + pace * (steps - self.done) - now)
         self._now = replace(progress, step=self.done, steps=steps, seconds_left=left)
         if progress.doing != before or now - self._written >= 1.0:
             self.write_status("running")
