@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from burnish.graders.math import MathGrader
+from burnish.graders.answers import MathGrader
 from burnish.graders.pool import Limits
 
 THINKING = "Let us go through this step by step: first one thing, then the other. " * 17
@@ -35,7 +35,7 @@ ALGEBRA = {"algebra": lambda i: (rf"(x+{i})^2", f"x^2+{2 * i}x+{i * i}")}
 
 def burnish_rate(pairs: list[tuple[str, str]]) -> float:
     grader = MathGrader("r1_zero", Limits(workers=1))
-    grader.checker.check([("x+1", "1+x")])  # the worker starts
+    grader.check([("x+1", "1+x")])  # the worker starts
     items = [(f"{THINKING}</think> <answer>{a}</answer>", {"answer": gold}) for a, gold in pairs]
     began = time.perf_counter()
     grades = grader.grade(items)

@@ -116,7 +116,7 @@ class GymTask(Asked):
     """A generator of the package reasoning-gym, with its own scorer."""
 
     name: Literal["gym"] = "gym"
-    generator: str = Field(description="such as chain_sum, countdown or gsm_symbolic")
+    generator: str = Field(description="such as chain_sum or gsm_symbolic")
     settings: dict[str, Any] = Field({}, description="of the generator, by their names there")
     validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
     long_prompts: LongPrompts = "skip"

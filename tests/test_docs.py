@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import burnish
 from burnish import api, cli, config, schema
-from burnish.graders import grader
+from burnish.graders import pool as grader
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]

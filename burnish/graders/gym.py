@@ -1,20 +1,16 @@
 """Scores of reasoning-gym's own scorers; a worker's business, since some take long or for ever.
 
-Several of them pass the response to eval or to sympy's parser, which evaluates. Where this file is
-loaded those names stand for functions that read literals and arithmetic. A scorer that evaluates
-more (polynomials, integrals, code) makes an error.
+Several of them pass the response to eval. Where this file is loaded, eval reads literals alone. A
+scorer that evaluates more (the games of numbers, polynomials, integrals, code) makes an error.
 """
 
 from __future__ import annotations
 
 import ast
 import logging
-import operator
-import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from fractions import Fraction
+from collections.abc import Mapping
 from functools import lru_cache
 from json import dumps, loads
 from typing import Any
@@ -24,15 +20,6 @@ import sympy
 from sympy.parsing import sympy_parser
 
 from burnish.graders.extract import EXTRACTORS
-
-_OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
 
 
 def reward(response: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,27 +37,6 @@ def _scorer(generator: str, settings: str) -> Any:
     return reasoning_gym.create_dataset(generator, **loads(settings)).score_answer
 
 
-def arithmetic(text: str) -> Fraction:
-    """Stands for sympy's parser: the exact value of decimal numbers that are combined.
-
-    (Scorers count the numbers that they see: x/x, 0x10 or 1e1 would make others from nothing.)
-    """
-    if re.search(r"[A-Za-z_]", text):
-        raise ValueError("letters in arithmetic")
-    return _value(ast.parse(text.strip(), mode="eval").body)
-
-
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=int() | float() as number):
-            return Fraction(str(number))
-        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _OPERATORS:
-            return _OPERATORS[type(sign)](_value(operand))
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            return _OPERATORS[type(sign)](_value(left), _value(right))
-    raise ValueError(f"no arithmetic: {type(node).__name__}")
-
-
 def _closed(*_: Any, **__: Any) -> Any:
     """Raises what no scorer catches: a right answer must not earn 0."""
     raise SystemExit("this generator's scorer evaluates text; choose another task.generator")
@@ -84,5 +50,5 @@ for name, module in list(sys.modules.items()):
         if not name.startswith("reasoning_gym.arithmetic."):  # these evaluate their own questions
             vars(module).update(eval=ast.literal_eval)
         if vars(module).get("parse_expr") is sympy_parser.parse_expr:
-            vars(module)["parse_expr"] = arithmetic
+            vars(module).update(parse_expr=_closed)
 sympy.parse_expr = sympy_parser.parse_expr = sympy_parser.eval_expr = _closed

@@ -1,37 +1,13 @@
-"""Grades of responses whose answer can be checked: found in the text, compared with the gold."""
+"""The published reward functions of responses whose answer can be checked."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from burnish.errors import DataError
-from burnish.graders.answers import AnswerChecker, shared
+from burnish.graders.answers import Format, shared
 from burnish.graders.extract import EXTRACTORS
-from burnish.graders.pool import Items, Limits
-from burnish.types import Grade, Status
-
-Format = Literal["r1_zero", "boxed", "hash", "last_number"]
-
-
-class MathGrader:
-    """A ``Grader`` of responses whose answer can be checked; parts: format and answer.
-
-    reward = answer: 1 if the answer in the response is the row's gold answer, or one of its list,
-    and 0 if not, or if the format is wrong. A response without an answer, or with one that can't be
-    parsed, is unparsed; a comparison that missed its deadline is a timeout; a gold answer that
-    can't be parsed makes an error, which is neither right nor wrong.
-    """
-
-    def __init__(self, format: Format = "r1_zero", limits: Limits | None = None) -> None:
-        self.extract = EXTRACTORS[format]
-        self.checker = AnswerChecker(limits)
-
-    def grade(self, items: Items) -> list[Grade]:
-        """The grades of (response, row) pairs, in their order; a row has its gold in "answer"."""
-        return self.checker.check([(self.extract(text), row["answer"]) for text, row in items])
-
-    def close(self) -> None:
-        self.checker.close()
+from burnish.types import Status
 
 
 def r1_zero_reward_fn(response: str, ground_truth: Any) -> dict[str, float]:

@@ -3,11 +3,16 @@
 A dict has a "reward" and any other parts, all of them numbers; its "status" may say "unparsed" for
 a response that could not be read, which scores 0. Whatever else a function does is an error of the
 grader: a counted failure with a message, never a 0. (Workers import this file: no numpy.)
+
+A script that calls ``burnish.train`` at its top level, with no main guard, must not do so a second
+time in a worker. So of a running script a worker runs the definitions alone.
 """
 
 from __future__ import annotations
 
+import ast
 import math
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,13 +22,16 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from burnish.errors import DataError
-from burnish.graders import keywords, scripts
+from burnish.graders import keywords
 from burnish.wording import printable
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
 
 BUILT_IN: dict[str, Reward] = {**keywords.REWARDS}
 LONGEST_MESSAGE = 300
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
+ACTIONS = (ast.Call, ast.NamedExpr, ast.Await)
 
 
 class Source(NamedTuple):
@@ -106,7 +114,7 @@ def find(reward: str | Reward) -> Source | None:
     if module is None or not file.endswith(".py") or getattr(module, name, None) is not reward:
         return None
     spec = f"{Path(file).resolve()}:{name}"
-    if module.__name__ == "__main__" and not scripts.stands_alone(module, Path(file)):
+    if module.__name__ == "__main__" and not stands_alone(module, Path(file)):
         return None
     return Source(spec, module.__name__)
 
@@ -122,7 +130,7 @@ def check(reward: str) -> None:
         raise DataError(f"reward {source.spec}: there is no file {path}")
     try:
         code = path.read_text()
-        names = scripts.names_set(code)
+        names = names_set(code)
     except (SyntaxError, ValueError) as error:
         raise _unloadable(source, error) from error
     if not names & {name, "__getattr__"} and "import *" not in code:
@@ -141,7 +149,7 @@ def load(source: Source) -> Reward:
     module.__file__ = str(path)
     module.__package__ = source.module.rpartition(".")[0]
     is_script = source.module == "__main__"
-    code = scripts.definitions(path) if is_script else path.read_bytes()
+    code = definitions(path) if is_script else path.read_bytes()
     try:
         exec(compile(code, path, "exec"), vars(module))
         reward: Reward = getattr(module, name)
@@ -153,3 +161,38 @@ def load(source: Source) -> Reward:
 def _unloadable(source: Source, error: BaseException) -> DataError:
     said = "".join(traceback.format_exception_only(error)).strip()
     return DataError(f"reward {source.spec}: the file can't be loaded: {said}")
+
+
+def definitions(path: Path) -> ast.Module:
+    """The script's imports, functions, classes and constants (assignments that call nothing)."""
+    tree = ast.parse(path.read_bytes(), str(path))
+    kept = [s for s in tree.body if isinstance(s, DEFINITIONS) or _is_constant(s)]
+    return ast.Module(body=kept, type_ignores=[])
+
+
+def stands_alone(script: ModuleType, path: Path) -> bool:
+    """Whether a script's definitions mean in a worker what they mean in the running script.
+
+    They don't if the script changed one of its constants, or if they read a name that only the
+    rest of the script sets.
+    """
+    tree = definitions(path)
+    constants: list[ast.stmt] = [s for s in tree.body if isinstance(s, ASSIGNMENTS)]
+    now, afresh = vars(script), dict(vars(script))
+    exec(compile(ast.Module(body=constants, type_ignores=[]), "script", "exec"), afresh)
+    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    missing = (loaded & now.keys()) - names_set(ast.unparse(tree))
+    changed = [name for name in loaded & now.keys() if repr(afresh[name]) != repr(now[name])]
+    return not changed and all(name.startswith("__") for name in missing)
+
+
+def names_set(code: str) -> set[str]:
+    """The names that a module's code may set, also inside an if or a try."""
+    symbols = symtable.symtable(code, "code", "exec").get_symbols()
+    return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
+
+
+def _is_constant(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ASSIGNMENTS) or statement.value is None:
+        return False
+    return not any(isinstance(node, ACTIONS) for node in ast.walk(statement))

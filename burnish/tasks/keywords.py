@@ -18,7 +18,7 @@ import numpy as np
 from burnish.draws import Purpose, Stream, permutation, uniforms
 from burnish.errors import ConfigError
 from burnish.graders import keywords
-from burnish.graders.grader import InProcess
+from burnish.graders.pool import InProcess
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
 from burnish.schema import KeywordsTask

@@ -15,8 +15,7 @@ from typing import Any, cast
 from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import DataError
 from burnish.graders import extract
-from burnish.graders.answers import gold_texts, readable
-from burnish.graders.math import Format, MathGrader
+from burnish.graders.answers import Format, MathGrader, gold_texts, readable
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
 from burnish.schema import MathTask

@@ -14,8 +14,7 @@ from typing import Any
 
 from burnish.errors import ConfigError, DataError
 from burnish.graders.extract import EXTRACTORS
-from burnish.graders.grader import Grader, grade_pairs, make_grader
-from burnish.graders.pool import Limits
+from burnish.graders.pool import Grader, Limits, grade_pairs, make_grader
 from burnish.graders.rewards import Reward
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room

@@ -138,7 +138,7 @@ def test_what_is_easy_loads_no_library():
     code = """
 import sys
 import time
-from burnish.graders.math import MathGrader
+from burnish.graders.answers import MathGrader
 items = [(f"hm </think> <answer>{a}</answer>", {"answer": g}) for a, g in
          [("42", 42), ("1/2", "0.5"), ("Evelyn", "Evelyn"), ("(1, 2)", "(1,2)"), ("x>3", "x>4")]]
 print([grade.reward for grade in MathGrader().grade(items)])

@@ -1,9 +1,9 @@
 import dataclasses
 import math
+from contextlib import closing
 from pathlib import Path
 
-from burnish.graders.grader import InProcess, grade_pairs, make_grader
-from burnish.graders.pool import GraderPool, Limits
+from burnish.graders.pool import GraderPool, InProcess, Limits, grade_pairs, make_grader
 from burnish.types import Finish, Status
 from tests.conftest import make_group
 
@@ -20,7 +20,7 @@ def test_a_function_of_a_file_runs_in_workers_and_a_lambda_here():
     assert isinstance(here, InProcess)
     there = make_grader(f"{REWARDS}:length", Limits(workers=1))
     assert isinstance(there, GraderPool)
-    with there:
+    with closing(there):
         rewards = [grade.reward for grade in there.grade(items)]
     grades = here.grade(items)
     assert [grade.reward for grade in grades] == rewards == [2, 3]

@@ -18,10 +18,9 @@ import pytest
 from burnish import grpo
 from burnish.errors import DataError, MissingExtra
 from burnish.graders import math as module
-from burnish.graders.answers import AnswerChecker, Verdict, compare
+from burnish.graders.answers import MathGrader, Verdict, compare
 from burnish.graders.answers import checker as checkers
 from burnish.graders.answers.comparison import decide
-from burnish.graders.math import MathGrader
 from burnish.graders.pool import Limits
 from burnish.types import Status
 from tests.graders.hostile import hostile_strings
@@ -37,7 +36,7 @@ def tagged(text):
 @pytest.fixture(scope="module")
 def grader(checker):
     grader = MathGrader("r1_zero")
-    grader.checker = checker
+    grader.pool = checker.pool
     return grader
 
 
@@ -115,7 +114,7 @@ def test_a_ground_truth_that_cannot_be_parsed_is_said(truth):
 
 
 def test_the_door(quick, monkeypatch):
-    monkeypatch.setattr(checkers, "shared", lambda: quick.checker)
+    monkeypatch.setattr(checkers, "shared", lambda: quick)
     assert compare("x + 1", "1 + x") is Verdict.EQUAL
     assert compare("A", ["(A)", "(B)"]) is Verdict.EQUAL
     assert compare("0", "1e-9") is Verdict.DIFFERENT
@@ -182,13 +181,14 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
     file.write_text(
         textwrap.dedent(
             r"""
+            from contextlib import closing
             from burnish.graders.math import question_only_reward_fn
-            from burnish.graders.grader import make_grader
+            from burnish.graders.pool import make_grader
             from burnish.graders.pool import Limits
             print("begins")
             def mine(response, row):
                 return question_only_reward_fn(response, row["gold"])
-            with make_grader(mine, Limits(workers=1)) as grader:
+            with closing(make_grader(mine, Limits(workers=1))) as grader:
                 for grade in grader.grade([(r"\boxed{x+1}", {"gold": "1+x"})] * 2):
                     print(grade.status, grade.reward, grade.message)
             """
@@ -203,7 +203,7 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    checker = AnswerChecker()
+    checker = MathGrader()
     assert checker.check([("42", "42.0")])[0].reward == 1
     with pytest.raises(MissingExtra, match=r"burnish\[math\]"):
         checker.check([("x + 1", "1 + x")])
@@ -240,7 +240,7 @@ def withstand(grader, count, canary):
         assert grade.status is not Status.ERROR, grade
     assert {grade.status for grade in grades} == {Status.SCORED, Status.UNPARSED, Status.TIMEOUT}
     assert zombies() == []
-    for worker in grader.checker.pool._supervisors:
+    for worker in grader.pool._supervisors:
         status = Path(f"/proc/{worker.process.pid}/status").read_text()
         assert int(status.split("VmRSS:")[1].split()[0]) < 1 << 20  # kB
     assert not canary.exists()
@@ -261,7 +261,7 @@ def test_a_thousand_hostile_strings_leave_nothing(tmp_path):
     limits = Limits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 29)
     grader = MathGrader("r1_zero", limits)
     withstand(grader, 1000, tmp_path / "canary")
-    workers = [worker.process.pid for worker in grader.checker.pool._supervisors]
+    workers = [worker.process.pid for worker in grader.pool._supervisors]
     grader.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert len(os.listdir("/proc/self/fd")) == descriptors

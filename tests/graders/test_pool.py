@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ ERROR, TIMEOUT, SCORED, UNPARSED = Status.ERROR, Status.TIMEOUT, Status.SCORED, 
 
 @pytest.fixture(scope="module")
 def pool():
-    with GraderPool(OBEDIENT, QUICK) as pool:
+    with closing(GraderPool(OBEDIENT, QUICK).start()) as pool:
         yield pool
 
 
@@ -109,7 +110,7 @@ def test_order_is_kept_and_killed_workers_are_replaced():
     for place in (0, 200, 201, 599):
         responses[place] = "exit"
     responses[300] = "burn"
-    with GraderPool(OBEDIENT, Limits(workers=2, cpu_seconds=0.2)) as pool:
+    with closing(GraderPool(OBEDIENT, Limits(workers=2, cpu_seconds=0.2)).start()) as pool:
         grades = pool.grade([(response, {}) for response in responses])
     for i, (response, grade) in enumerate(zip(responses, grades, strict=True)):
         expected = ERROR if response in ("exit", "burn") else SCORED
@@ -120,7 +121,7 @@ def test_order_is_kept_and_killed_workers_are_replaced():
 def test_a_reward_that_leaks_gets_fresh_workers_and_no_zero():
     """4 MB a call under a bound of 64 MB: some 15 grades, then an error and another worker."""
     limits = Limits(workers=1, memory_bytes=64 << 20)
-    with GraderPool(Source(f"{REWARDS}:leaking"), limits) as pool:
+    with closing(GraderPool(Source(f"{REWARDS}:leaking"), limits).start()) as pool:
         grades = pool.grade([("", {})] * 60)
         errors = [grade for grade in grades if grade.status is ERROR]
         assert {grade.message for grade in errors} == {
@@ -143,7 +144,7 @@ def test_a_comparison_of_answers_scores_0_for_too_much():
         "2": (SCORED, 2.0),
     }
     limits = Limits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 28)
-    with GraderPool(Source(OBEDIENT.spec, compares_answers=True), limits) as pool:
+    with closing(GraderPool(Source(OBEDIENT.spec, compares_answers=True), limits).start()) as pool:
         asked = ["pid", *expected, "burn", "pid"]
         first, *grades, late, last = pool.grade([(response, {}) for response in asked])
         for grade, (status, reward) in zip(grades, expected.values(), strict=True):
@@ -159,14 +160,14 @@ def test_a_comparison_of_answers_scores_0_for_too_much():
 @pytest.mark.parametrize(("response", "code"), [("exit", 3), ("exit quietly", 0)])
 def test_a_comparison_that_exits_by_itself_is_an_error_and_not_late(response, code):
     limits = Limits(workers=1, wall_seconds=60)
-    with GraderPool(Source(OBEDIENT.spec, compares_answers=True), limits) as pool:
+    with closing(GraderPool(Source(OBEDIENT.spec, compares_answers=True), limits).start()) as pool:
         before, exited, after = pool.grade([("1", {}), (response, {}), ("2", {})])
         assert (before.reward, after.reward) == (1, 2)
         assert (exited.status, exited.message) == (ERROR, f"the worker exited with {code}")
 
 
 def test_a_comparison_of_answers_that_sleeps_scores_0():
-    with GraderPool(Source(OBEDIENT.spec, compares_answers=True), QUICK) as pool:
+    with closing(GraderPool(Source(OBEDIENT.spec, compares_answers=True), QUICK).start()) as pool:
         (grade,) = pool.grade([("sleep", {})])
         assert (grade.status, grade.reward) == (TIMEOUT, 0)
         assert grade.message == "took more than 1.5 s (task.wall_seconds)"
@@ -180,7 +181,7 @@ def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(pool):
 
 
 def test_the_cpu_deadline_is_each_items_own():
-    with GraderPool(OBEDIENT, Limits(workers=1, cpu_seconds=0.1)) as pool:
+    with closing(GraderPool(OBEDIENT, Limits(workers=1, cpu_seconds=0.1)).start()) as pool:
         grades = pool.grade([("burn a while", {})] * 4)  # 0.05 s each
         assert all(grade.status is SCORED for grade in grades)
 
@@ -200,7 +201,7 @@ def test_a_pool_that_was_closed_or_is_a_parents_starts_other_workers(monkeypatch
     def worker():
         return pool.grade([("pid", {})])[0].reward
 
-    with GraderPool(OBEDIENT, QUICK) as pool:
+    with closing(GraderPool(OBEDIENT, QUICK).start()) as pool:
         first = worker()
         assert worker() == first
         pool.close()
@@ -218,7 +219,7 @@ def test_a_forgotten_pool_ends_its_workers():
 
 def test_any_thread_may_grade():
     answers = {}
-    with GraderPool(OBEDIENT, Limits(workers=2)) as pool:
+    with closing(GraderPool(OBEDIENT, Limits(workers=2)).start()) as pool:
 
         def grade(thread):
             answers[thread] = pool.grade([(f"{thread}{i}", {}) for i in range(300)])
@@ -258,7 +259,7 @@ def test_a_reward_that_never_loads_or_dies_loading(tmp_path):
 
 
 def test_a_killed_supervisor_is_said(tmp_path):
-    with GraderPool(OBEDIENT, QUICK) as pool:
+    with closing(GraderPool(OBEDIENT, QUICK).start()) as pool:
         pool._supervisors[0].process.kill()
         with pytest.raises(GraderError, match="were killed"):
             pool.grade([("1", {})])
@@ -268,7 +269,7 @@ def test_a_killed_supervisor_is_said(tmp_path):
 def test_a_reward_imports_its_neighbours(tmp_path):
     (tmp_path / "neighbour.py").write_text("VALUE = 3\n")
     (tmp_path / "mine.py").write_text("import neighbour\ndef f(r, row): return neighbour.VALUE\n")
-    with GraderPool(Source(f"{tmp_path}/mine.py:f"), QUICK) as pool:
+    with closing(GraderPool(Source(f"{tmp_path}/mine.py:f"), QUICK).start()) as pool:
         assert pool.grade([("", {})])[0].reward == 3
 
 
@@ -287,7 +288,7 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
     output = script(
         tmp_path,
         """
-        from burnish.graders.grader import make_grader
+        from burnish.graders.pool import make_grader
         from burnish.graders.pool import Limits
         print("begins")
         BEST = 5
@@ -359,7 +360,7 @@ def test_throughput():
     own = time.process_time()
     assert all(BUILT_IN["inclusion"](text, row)["reward"] == 1 for text, row in items)
     direct = time.process_time() - own
-    with GraderPool(Source("inclusion"), Limits(workers=1)) as pool:
+    with closing(GraderPool(Source("inclusion"), Limits(workers=1)).start()) as pool:
         group = pool._supervisors[0].process.pid
         began, own = cpu_seconds(group), time.process_time()
         assert all(grade.reward == 1 for grade in pool.grade(items))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from burnish.errors import DataError
-from burnish.graders import scripts
+from burnish.graders import rewards
 from burnish.graders.rewards import Source, find, score
 from burnish.types import Status
 
@@ -79,9 +79,9 @@ def test_a_scripts_definitions(tmp_path, script, alone):
     file.write_text(script)
     running = types.ModuleType("burnish_script")
     exec(script, vars(running))
-    assert scripts.stands_alone(running, file) == alone
+    assert rewards.stands_alone(running, file) == alone
     if alone:
-        tree = scripts.definitions(file)
+        tree = rewards.definitions(file)
         names: dict[str, object] = {}
         exec(compile(tree, "script", "exec"), names)
         assert names["f"]("", {})

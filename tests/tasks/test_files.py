@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from burnish.errors import ConfigError, DataError, GraderError
-from burnish.graders.grader import InProcess
+from burnish.graders.pool import InProcess
 from burnish.rollout.rollout import check_errors, grade
 from burnish.schema import FilesTask
 from burnish.tasks.rows import DataRow, read_rows, rows_from, rows_of, split

@@ -1,5 +1,6 @@
 import dataclasses
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -23,7 +24,7 @@ def installed(request):
 @pytest.fixture(scope="module")
 def scorers():
     """Workers that several tests share: they take seconds to load, and know every generator."""
-    with GraderPool(SCORER, Limits(workers=1, cpu_seconds=0.5)) as pool:
+    with closing(GraderPool(SCORER, Limits(workers=1, cpu_seconds=0.5))) as pool:
         yield pool
 
 
@@ -100,9 +101,7 @@ def test_settings_that_are_wrong(generator, settings, message):
         make(generator, settings=settings)
 
 
-@pytest.mark.parametrize(
-    "generator", ["chain_sum", "basic_arithmetic", "countdown", "gsm_symbolic"]
-)
+@pytest.mark.parametrize("generator", ["chain_sum", "basic_arithmetic", "gsm_symbolic"])
 def test_own_scorers(generator, scorers):
     task = make(generator, validation_prompts=3, scorers=scorers)
     prompt = task.validation[0]
@@ -121,38 +120,6 @@ def test_own_scorers(generator, scorers):
     assert task.answer(prompt, "no answer") is None
 
 
-def test_countdown_takes_arithmetic_and_nothing_else(scorers, tmp_path):
-    task = make("countdown", validation_prompts=1, scorers=scorers)
-    (prompt,) = task.validation
-    numbers, target = (prompt.reference["entry"]["metadata"][k] for k in ("numbers", "target"))
-    zero = "*".join(f"({n}-{n})" for n in numbers)
-    all_of_them = "+".join(map(str, numbers))
-    mark = tmp_path / "mark"
-    made_up = [
-        str(target),
-        f"0*({all_of_them})+{target}",
-        f"{target}e0 + {zero}",
-        f"({all_of_them})*(x-x) + {target}.0",
-        f"({all_of_them})*(x-x) + " + "+".join(["x/x"] * target),
-        f"({all_of_them})*0x0 + {hex(target)}",
-        f"__import__('pathlib').Path({str(mark)!r}).touch()",
-        f"open({str(mark)!r}, 'w')",
-        "(lambda: 9)()",
-        "9**9**9**9",
-        "9**999**999",
-        "(" * 5000,
-        "-" * 9000 + "1",
-        "1+" * 4000 + "1",
-        "9" * 5000,
-        "\x00",
-        "𝟗𝟗",
-    ]
-    results = grades(task, prompt, *made_up)
-    assert not mark.exists()
-    assert all(grade.reward < 0.1 for grade in results)
-    assert {grade.status for grade in results} <= {Status.SCORED, Status.TIMEOUT}
-
-
 @pytest.mark.parametrize("generator", ["n_queens", "spiral_matrix"])
 def test_scorers_that_evaluate_do_not(generator, scorers, tmp_path):
     task = make(generator, validation_prompts=1, scorers=scorers)
@@ -169,8 +136,9 @@ def test_scorers_that_evaluate_do_not(generator, scorers, tmp_path):
     assert not mark.exists()
 
 
-def test_a_scorer_that_would_have_to_evaluate_is_an_error(scorers):
-    task = make("polynomial_multiplication", validation_prompts=1, scorers=scorers)
+@pytest.mark.parametrize("generator", ["countdown", "polynomial_multiplication"])
+def test_a_scorer_that_would_have_to_evaluate_is_an_error(generator, scorers):
+    task = make(generator, validation_prompts=1, scorers=scorers)
     (prompt,) = task.validation
     (grade,) = grades(task, prompt, prompt.reference["entry"]["answer"])
     assert grade.status is Status.ERROR

@@ -4,7 +4,7 @@ Text, exact numbers and parts are compared in the calling process, at a bounded 
 compared by workers with deadlines, which start when they are first needed. No torch.
 """
 
-from burnish.graders.answers.checker import AnswerChecker, compare, gold_texts, shared
+from burnish.graders.answers.checker import Format, MathGrader, compare, gold_texts, shared
 from burnish.graders.answers.comparison import Verdict, readable
 
-__all__ = ["AnswerChecker", "Verdict", "compare", "gold_texts", "readable", "shared"]
+__all__ = ["Format", "MathGrader", "Verdict", "compare", "gold_texts", "readable", "shared"]

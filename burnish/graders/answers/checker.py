@@ -1,4 +1,4 @@
-"""Verdicts on many answers at once, with workers for the algebra."""
+"""Grades of many answers at once, with workers for the algebra."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from decimal import Decimal
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from burnish.errors import MissingExtra
 from burnish.graders.answers.comparison import Verdict, decide
-from burnish.graders.grader import Grader, InProcess
-from burnish.graders.pool import INSIDE, GraderPool, Limits
+from burnish.graders.extract import EXTRACTORS
+from burnish.graders.pool import INSIDE, Grader, GraderPool, InProcess, Items, Limits
 from burnish.graders.rewards import Source
 from burnish.types import Grade, Status
 
+Format = Literal["r1_zero", "boxed", "hash", "last_number"]
 SYMBOLIC = Source(
     f"{Path(__file__).with_name('symbolic.py')}:reward",
     "burnish.graders.answers.symbolic",
@@ -42,16 +43,27 @@ def compare(answer: str, gold: Any) -> Verdict:
 
 
 @cache
-def shared() -> AnswerChecker:
+def shared() -> MathGrader:
     """One for the process; its single worker starts with the first algebra and ends with it."""
-    return AnswerChecker(Limits(workers=1))
+    return MathGrader(limits=Limits(workers=1))
 
 
-class AnswerChecker:
-    """Compares answers with gold answers in stages, from any thread; close it when done."""
+class MathGrader:
+    """A ``Grader`` of responses whose answer can be checked; parts: format and answer.
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    reward = answer: 1 if the answer in the response is the row's gold answer, or one of its list,
+    and 0 if not, or if the format is wrong. A response without an answer, or with one that can't be
+    parsed, is unparsed; a comparison that missed its deadline is a timeout; a gold answer that
+    can't be parsed makes an error, which is neither right nor wrong.
+    """
+
+    def __init__(self, format: Format = "r1_zero", limits: Limits | None = None) -> None:
+        self.extract = EXTRACTORS[format]
         self.pool = GraderPool(SYMBOLIC, limits)
+
+    def grade(self, items: Items) -> list[Grade]:
+        """The grades of (response, row) pairs, in their order; a row has its gold in "answer"."""
+        return self.check([(self.extract(text), row["answer"]) for text, row in items])
 
     def check(self, pairs: Sequence[tuple[str | None, Any]]) -> list[Grade]:
         """The grades of (answer, gold) pairs, in their order; an answer of None is missing."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from enum import IntEnum
+from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -92,14 +93,14 @@ def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
         return _verdict(ours.value == theirs.value and ours.same_unit(theirs))
     if deep == 0:
         return Verdict.UNREADABLE
-    left, right = parts(answer), parts(gold)
-    if left is not None and right is not None:
-        return _compare_parts(left, right, algebra, deep - 1)
     said, meant = assigned(answer), assigned(gold)
     if "=" in answer + gold and said and meant:
         alike = not said[0] or not meant[0] or said[0] == meant[0]
         return _compare(said[1], meant[1], algebra, deep - 1) if alike else Verdict.DIFFERENT
-    return Verdict.DIFFERENT if left or right else _compare_leaf(ours, theirs, algebra)
+    left, right = parts(answer), parts(gold)
+    if left is None or right is None:
+        return Verdict.DIFFERENT if left or right else _compare_leaf(ours, theirs, algebra)
+    return _compare_parts(left, right, algebra, deep - 1)
 
 
 def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> Verdict:
@@ -107,23 +108,13 @@ def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> V
     if answer.kind != gold.kind or not len(ours) == len(theirs) <= MOST_PARTS:
         return Verdict.DIFFERENT
     if gold.kind in ("list", "∪") and "…" not in theirs:
-        return _compare_unordered(ours, theirs, algebra, deep)
+        ours, theirs = sorted(ours, key=_place), sorted(theirs, key=_place)
     return max(_compare(*pair, algebra, deep) for pair in zip(ours, theirs, strict=True))
 
 
-def _compare_unordered(
-    answers: list[str], golds: list[str], algebra: Algebra, deep: int
-) -> Verdict:
-    """Equality is transitive, so any equal pair may be taken; the golds left over decide."""
-    left_over = [Verdict.EQUAL]
-    for gold in golds:
-        verdicts = [_compare(answer, gold, algebra, deep) for answer in answers]
-        best = min(verdicts)
-        if best is Verdict.EQUAL:
-            del answers[verdicts.index(best)]
-        else:
-            left_over.append(best)
-    return max(left_over)
+def _place(item: str) -> tuple[Fraction, str]:
+    """Where a set or list has the item: numbers by their value, other items by their text."""
+    return quantity(item).value or Fraction(0), squeezed(item)
 
 
 def _compare_leaf(answer: Quantity, gold: Quantity, algebra: Algebra) -> Verdict:
