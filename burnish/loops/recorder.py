@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from burnish.errors import BurnishError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
-from burnish.progress import Progress, Show, showing_compiles, silent
+from burnish.progress import Progress, current_show, showing
 from burnish.runs import checkpoints, report, responses
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Metrics, Timers
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
     """It has the number of steps, which follows from the rows of a supervised recipe."""
     learner: Learner
     train: Callable[..., Iterator[Step]]
-    """The steps from ``start`` on, with ``timers`` and ``show``."""
+    """The steps from ``start`` on, with ``timers``."""
     validate: Callable[..., tuple[list[Group], Metrics]]
     """Graded responses and figures of the published policy on held-out prompts; the text says when
     they are measured, such as "after step 10"."""
@@ -59,18 +59,17 @@ def record(
     parts: Parts,
     *,
     start: int = 0,
-    show: Show = silent,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Runs from step ``start`` to the end, or until ``stop`` says so.
 
-    A step that has begun is finished, and saved, before ``stop`` is asked. ``show`` is told of
-    every phase and, in phase "step", of every finished step; status.json says the same.
+    A step that has begun is finished, and saved, before ``stop`` is asked. Every phase and, in
+    phase "step", every finished step is shown; status.json says the same.
     """
     state: report.State = "failed"
-    recorder = _Recorder(directory, parts, start, show)
+    recorder = _Recorder(directory, parts, start)
     try:
-        with showing_compiles(recorder.tell):
+        with showing(recorder.tell):
             recorder.run(stop)
         state = "finished" if recorder.is_done else "stopped"
     except KeyboardInterrupt:
@@ -83,8 +82,9 @@ def record(
 class _Recorder:
     """Turns steps into files, and tells how far the run is."""
 
-    def __init__(self, directory: RunDirectory, parts: Parts, done: int, show: Show) -> None:
-        self.directory, self.parts, self.recipe, self.show = directory, parts, parts.recipe, show
+    def __init__(self, directory: RunDirectory, parts: Parts, done: int) -> None:
+        self.directory, self.parts, self.recipe = directory, parts, parts.recipe
+        self.show = current_show()
         self.done = self._saved = done
         """The last finished step, and the step of the last checkpoint."""
         self.timers = Timers()
@@ -106,7 +106,7 @@ class _Recorder:
             self._write_start()
         self._times.append(time.time())
         try:
-            for step in self.parts.train(timers=self.timers, start=self.done, show=self.tell):
+            for step in self.parts.train(timers=self.timers, start=self.done):
                 stopping = stop()
                 self._write(step, stopping)
                 if stopping:
@@ -195,7 +195,7 @@ class _Recorder:
 
     def _validate(self, step: int) -> Metrics:
         when = f"after step {step}" if step else "before the first step"
-        groups, metrics = self.parts.validate(show=self.tell, when=when)
+        groups, metrics = self.parts.validate(when)
         self._score = metrics.get("validation/reward")
         if "validation/loss" in metrics:
             self._score = -metrics["validation/loss"]  # the best is the highest

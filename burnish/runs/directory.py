@@ -23,7 +23,7 @@ import os
 import platform
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -53,13 +53,11 @@ class RunDirectory:
         recipe: Recipe | None = None,
         *,
         inputs: Mapping[str, str] | None = None,
-        prompts: str | None = None,
     ) -> None:
         """Begins a run. Without a recipe it opens the run that lies there and changes no file;
         call ``cut_back`` next.
 
-        ``inputs`` are hashes of the files that the run reads; ``prompts`` are a script's rows as
-        JSONL.
+        ``inputs`` are hashes of the files that the run reads.
         """
         self.path = path
         self._events: Any = None
@@ -71,8 +69,8 @@ class RunDirectory:
         self._lock = lock(path)
         found = environment(recipe) | {"inputs": dict(inputs or {})}
         self.write(ENVIRONMENT, json.dumps(found, indent=2) + "\n")
-        if prompts is not None:
-            self.write(PROMPTS, prompts)
+        if rows := getattr(recipe.task, "rows", None):
+            self.write(PROMPTS, to_jsonl(rows))
         self.write("recipe.toml", to_toml(effective(recipe)))  # the last: now it is a run
 
     def __enter__(self) -> Self:
@@ -176,6 +174,11 @@ def check_new(path: Path) -> None:
             f"{path} must be new or empty, it holds {held[0]}; choose another --out, or continue "
             f"a run with `burnish resume {path}`"
         )
+
+
+def to_jsonl(rows: Iterable[Any]) -> str:
+    """Rows of JSON, each on a line of its own."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def replace_file(path: Path, text: str) -> None:
