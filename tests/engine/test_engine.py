@@ -145,7 +145,7 @@ def test_after_an_update_recomputing_forgets_the_old_weights() -> None:
     one = tiny.request("a", 21, n=3, max_tokens=14)
 
     def update(step: int) -> None:
-        if step == 2:
+        if step == 1:
             engine.load(tiny.weights(tiny.model(1), 5))
 
     for done in tiny.finish(engine, [one], update).values():
@@ -162,7 +162,7 @@ def test_after_an_update_keeping_reads_the_old_cache() -> None:
     one = tiny.request("a", 21, n=2, max_tokens=14)
 
     def update(step: int) -> None:
-        if step == 2:
+        if step == 1:
             engine.load(tiny.weights(tiny.model(1), 5))
 
     for done in tiny.finish(engine, [one], update).values():
