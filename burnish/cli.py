@@ -355,6 +355,6 @@ def main() -> None:
     share_cores()
     try:
         app(prog_name="burnish")
-    except BurnishError as error:
+    except (BurnishError, OSError) as error:
         err_console.print(f"[red]error:[/] {escape(printable(str(error)))}", soft_wrap=True)
         sys.exit(1)
