@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from burnish import config, inputs, preflight
 from burnish.config import Overrides, Table
 from burnish.errors import ConfigError, RunError
+from burnish.model import hub
 from burnish.preflight import Given, Prompts
 from burnish.progress import Progress, Show, begin, showing_compiles, silent
 from burnish.runs import checkpoints, directory, resuming
@@ -57,7 +58,8 @@ def train(
     ``overrides`` say the same as "train.steps=10", or as a dict. ``out`` is a new directory, by
     default runs/NAME-1, runs/NAME-2, … ``prompts`` (texts, or rows with a "prompt") or ``data`` (a
     JSONL file, or a directory with train.jsonl and validation.jsonl) and ``reward`` (a function of
-    response text and row, or "FILE.py:NAME") replace the recipe's task.
+    response text and row, or "FILE.py:NAME") replace the recipe's task. ``model`` may be a pair of
+    objects, a model and its tokenizer, of burnish or of transformers.
 
     Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
     every ``burnish.progress.Progress``; one of phase "step" carries a finished step's metrics.
@@ -68,6 +70,8 @@ def train(
             f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
         )
     rows = None if prompts is None else inputs.as_rows(prompts)
+    if "model" in settings:
+        settings["model"] = hub.as_setting(settings["model"])
     changes = [config.changed(overrides), settings]
     recipe = recipe_of(recipe, changes, rows=rows, data=data, reward=reward)
     with (
@@ -230,7 +234,7 @@ def resume(
 def evaluate(
     recipe: AnyRecipe,
     *,
-    model: AnyPath | Table | None = None,
+    model: Any = None,
     overrides: Overrides = (),
     out: AnyPath | None = None,
     show: Shown = None,
@@ -243,7 +247,7 @@ def evaluate(
     it holds of this very evaluation are not sampled again. By default it is runs/eval-NAME-HASH,
     one directory for all that the results depend on.
     """
-    recipe = evaluation_recipe(recipe, model, [config.changed(overrides), settings])
+    recipe = evaluation_recipe(recipe, hub.as_setting(model), [config.changed(overrides), settings])
     preflight.check(recipe)
     with shown(show, recipe.name) as tell:
         tell(TORCH)
@@ -304,7 +308,7 @@ def _evaluation_settings(recipe: Recipe, read: Mapping[str, str]) -> dict[str, A
 def generate(
     prompts: str | Sequence[str],
     *,
-    model: AnyPath = "smollm2-135m",
+    model: Any = "smollm2-135m",
     n: int = 1,
     chat: bool = True,
     precision: str = "auto",
@@ -314,11 +318,12 @@ def generate(
 ) -> list[Answer]:
     """Samples ``n`` answers to each prompt, and returns them in the prompts' order.
 
-    ``model`` is a name, a directory, hf:ORG/NAME or a run; ``chat`` puts a prompt through the
-    model's chat template where it has one. ``sampling`` may set ``temperature`` (0 is greedy),
-    ``top_p``, ``top_k``, ``max_tokens`` (128 by default), ``min_tokens``, ``stop`` and ``seed``.
+    ``model`` is a name, a directory, hf:ORG/NAME, a run or a pair as in ``train``; ``chat`` puts a
+    prompt through the model's chat template where it has one. ``sampling`` may set ``temperature``
+    (0 is greedy), ``max_tokens`` (128 by default), ``min_tokens``, ``stop`` and ``seed``.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    model = hub.as_setting(model)
     named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
     recipe = config.load(named | {"device": device})
     preflight.check(recipe)

@@ -44,8 +44,6 @@ class Prompt:
 class SamplingParams:
     temperature: float = 1.0
     """0 is greedy; training on greedy samples is refused."""
-    top_p: float = 1.0
-    top_k: int | None = None
     max_tokens: int = 128
     min_tokens: int = 0
     """End ids and stop strings are held back before this many tokens."""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import burnish
 from burnish import api, config
-from burnish.errors import BurnishError, ConfigError, DataError, RunError
+from burnish.errors import BurnishError, ConfigError, DataError, ModelError, RunError
+from burnish.model import checkpoint, hub
+from burnish.model.tokenizer import Tokenizer
+from burnish.model.transformer import ModelConfig, Transformer
 from tests.loops.test_recorder import fingerprint
 
 PUBLIC = ["Run", "evaluate", "export", "generate", "resume", "sft", "train"]
@@ -362,3 +367,26 @@ def test_a_function_may_stand_for_a_piece_and_its_run_does_not_resume(tmp_path):
     assert own.metrics == known.metrics
     with pytest.raises(ConfigError, match=r"function baseline of a script.*can't be resumed"):
         burnish.resume(own.path, overrides=["train.steps=3"], show=False)
+
+
+def test_objects_stand_for_a_model_and_for_a_tokenizer(smollm2, tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    tokenizer, shape = Tokenizer.load(smollm2), {"n_layers": 1, "d_model": 32, "n_heads": 4}
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, d_ff=48, context=128, **shape)
+    model = Transformer(config).init_weights(0)
+    mine = small(smollm2, model=(model, tokenizer), train={"steps": 1, "batch": 8})
+    run = burnish.train("keywords", out=tmp_path / "run", **mine)
+    written = Path(run.recipe.model.name)
+    assert torch.equal(checkpoint.load(written).embed.weight, model.embed.weight)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(written)
+    theirs = hub.as_setting((peer, transformers.AutoTokenizer.from_pretrained(written)))
+    assert torch.equal(checkpoint.load(theirs).embed.weight, model.embed.weight)
+    shutil.rmtree(written)
+    with pytest.raises(BurnishError, match=f"no model '{written}'"):
+        burnish.resume(run, train={"steps": 2})
+    assert hub.as_setting((model, tokenizer)) == written  # equal objects have one directory
+    assert burnish.resume(run, train={"steps": 2}).metrics[-1]["step"] == 2
+    scratch = hub.as_setting({"name": "scratch", "tokenizer": tokenizer})
+    assert Tokenizer.load(scratch["tokenizer"]).end_ids == tokenizer.end_ids
+    with pytest.raises(ModelError, match=r"a pair of objects, got 1\.5"):
+        burnish.train("keywords", model=1.5)

@@ -176,8 +176,7 @@ def _flat_table(runs: Sequence[Run], size: int) -> tuple[Array, Array, Array]:
 def _prefixes(cache: Cache, decoding: Sequence[Run]) -> list[_Shared]:
     rows_of: dict[Prefix, list[int]] = {}
     for row, run in enumerate(decoding):
-        if run.shared:
-            assert run.sequence.prefix is not None
+        if run.sequence.prefix and run.shared:
             rows_of.setdefault(run.sequence.prefix, []).append(row)
     buckets: list[list[Prefix]] = []
     for prefix in sorted(rows_of, key=lambda prefix: -len(prefix.pages)):

@@ -19,6 +19,7 @@ from burnish.engine import sampler
 from burnish.engine.cache import Cache, Run, slots_of
 from burnish.engine.plain import RunAttention, last_states
 from burnish.engine.sequence import Sequence as Sample
+from burnish.model.attention import Attend
 from burnish.model.transformer import Transformer
 
 FIELDS = 5
@@ -39,7 +40,7 @@ class Cuda:
     def __init__(self, model: Transformer, cache: Cache, most: int) -> None:
         """most: samples that decode at once, at most."""
         self._model, self._cache = model, cache
-        self.logits, self.weigh = model.logits, sampler.weigh
+        self.logits, self.weigh = model.logits, sampler.plain_weigh
         pages = -(-model.config.context // cache.size)
         numbers = padded(most) * (FIELDS + pages)
         self._inputs = torch.zeros(numbers, dtype=torch.int64, device=cache.device)
@@ -96,10 +97,7 @@ class Cuda:
         fields.copy_(torch.tensor(EMPTY, device=fields.device)[:, None])
         tokens, positions, slots, firsts, counts = fields
         table = self._inputs[FIELDS * rows :], firsts, counts
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return write_and_attend(self._cache, layer, slots, table, q, k, v)
-
+        attend = decoding(self._cache, slots, table)
         current = torch.cuda.current_stream()
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(current)
@@ -117,35 +115,30 @@ class PagedAttention:
     """The model's `Attend` over pages. Decoding rows come first."""
 
     def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
-        self._cache, self._slots = cache, cache.tensor(slots_of(runs, cache.size))
-        decoding = [run for run in runs if run.count == 1]
-        first = np.cumsum([0, *(len(run.sequence.pages) for run in decoding)])[:-1]
-        pages = list(chain.from_iterable(run.sequence.pages for run in decoding))
-        self._table = [cache.tensor(x) for x in (pages, first, [run.end for run in decoding])]
-        self._rest = RunAttention(cache, runs[len(decoding) :])
+        first = [run for run in runs if run.count == 1]
+        pages = list(chain.from_iterable(run.sequence.pages for run in first))
+        places = np.cumsum([0, *(len(run.sequence.pages) for run in first)])[:-1]
+        table = [cache.tensor(x) for x in (pages, places, [run.end for run in first])]
+        self._decode = decoding(cache, cache.tensor(slots_of(runs, cache.size)), table)
+        self._rows, self._rest = len(first), RunAttention(cache, runs[len(first) :])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, out = len(self._table[1]), torch.empty_like(q)
-        out[:rows] = write_and_attend(self._cache, layer, self._slots, self._table, q[:rows], k, v)
+        out = torch.empty_like(q)
+        out[: self._rows] = self._decode(layer, q[: self._rows], k, v)
         self._rest(layer, q, k, v, out)
         return out
 
 
-def write_and_attend(
-    cache: Cache,
-    layer: int,
-    slots: Tensor,
-    table: Sequence[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
+def decoding(cache: Cache, slots: Tensor, table: Sequence[Tensor]) -> Attend:
     """k and v [N, Hkv, D] go to their slots [N]; q [S, Hq, D] of decoding rows attends to pages."""
     from burnish.engine import paged
 
-    pools = cache.slots(layer)
-    paged.write(*pools, slots, k, v)
-    return paged.attend(q, *pools, table, cache.size) if len(q) else q
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pools = cache.slots(layer)
+        paged.write(*pools, slots, k, v)
+        return paged.attend(q, *pools, table, cache.size) if len(q) else q
+
+    return attend
 
 
 EMPTY = (0, 0, -1, 0, 0)

@@ -58,12 +58,9 @@ class NativeEngine:
 
     def submit(self, request: Request) -> None:
         config, pages = self._model.config, self.scheduler.pages
-        if request.request_id in self._groups:
-            raise EngineError(f"request_id must be new, {request.request_id!r} is in flight")
-        has_text = self._tokenizer is not None
-        protocol.check(
-            request, vocab_size=config.vocab_size, context=config.context, has_text=has_text
-        )
+        assert request.request_id not in self._groups, f"{request.request_id} is in flight"
+        protocol.check(request, vocab_size=config.vocab_size, context=config.context)
+        assert self._tokenizer or not request.params.stop, "stop strings need a tokenizer"
         group = RequestGroup(request, self._tokenizer, config.context)
         if pages.needed(group.prompt_length + group.limit - 1) > pages.count:
             raise EngineError(
@@ -178,7 +175,7 @@ class NativeEngine:
             del self._groups[group.request.request_id]
         recorded = sequence.response, sequence.logprobs, sequence.versions
         ended = finish, sequence.stop, sequence.text
-        return protocol.completed(group.request, sequence.index, recorded, *ended)
+        return protocol.completed(group.request, sequence.index, recorded, ended)
 
 
 def choose_backend(model: Transformer, cache: Cache, rows: int) -> Backend:

@@ -77,14 +77,10 @@ def _compile_aside(name: str, sizes: tuple[int, ...], signature: Any) -> None:
     there = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     wanted = pickle.dumps((name, sizes, signature))
     command = [sys.executable, "-P", "-c", code]
-    try:
-        subprocess.run(
-            command, env=there, input=wanted, capture_output=True, check=True, timeout=PATIENCE
-        )
-    except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
-        reason = said[-1] if said else error
-        raise EngineError(f"the kernel {name} can't be compiled: {reason}") from None
+    done = subprocess.run(command, env=there, input=wanted, capture_output=True, timeout=PATIENCE)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise EngineError(f"the kernel {name} can't be compiled: {said}")
 
 
 def compile_here() -> None:

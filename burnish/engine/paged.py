@@ -26,22 +26,11 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[Tensor], siz
     """
     q = q.contiguous()
     out = q.new_empty(q.shape)
-    rows, heads, width = q.shape
-    repeat = heads // keys.shape[1]
-    _decode[rows, keys.shape[1]](
-        q,
-        keys,
-        values,
-        *table,
-        out,
-        width**-0.5,
-        HEADS=keys.shape[1],
-        REPEAT=repeat,
-        PADDED=max(LEAST, triton.next_power_of_2(repeat)),
-        WIDTH=width,
-        SIZE=size,
-        TOKENS=TOKENS,
-    )
+    (rows, _, width), heads = q.shape, keys.shape[1]
+    repeat = q.shape[1] // heads
+    padded = max(LEAST, triton.next_power_of_2(repeat))
+    sizes = {"HEADS": heads, "REPEAT": repeat, "PADDED": padded, "WIDTH": width, "SIZE": size}
+    _decode[rows, heads](q, keys, values, *table, out, width**-0.5, **sizes, TOKENS=TOKENS)
     return out
 
 

@@ -47,7 +47,7 @@ class Plain:
 
     def __init__(self, model: Transformer, cache: Cache) -> None:
         self._model, self._cache = model, cache
-        self.logits, self.weigh = model.logits, sampler.weigh
+        self.logits, self.weigh = model.logits, sampler.plain_weigh
 
     def hidden(self, runs: Sequence[Run]) -> Tensor:
         return last_states(self._model, PlainAttention, self._cache, runs)
@@ -57,12 +57,12 @@ class Plain:
 
 
 def last_states(
-    body: Callable[..., Tensor],
-    attention: Callable[[Cache, Sequence[Run]], Any],
-    cache: Cache,
-    runs: Sequence[Run],
+    body: Callable[..., Tensor], attention: Callable[..., Any], cache: Cache, runs: Sequence[Run]
 ) -> Tensor:
-    """Runs a body over the tokens of all runs, laid out by `order` -> see `Backend.hidden`."""
+    """Runs a body over the tokens of all runs, laid out by `order` -> see `Backend.hidden`.
+
+    attention(cache, runs) is how the tokens attend.
+    """
     ordered = order(runs)
     tokens = [t for run in ordered for t in run.sequence.tokens[run.start : run.end]]
     positions = [p for run in ordered for p in range(run.start, run.end)]

@@ -83,7 +83,7 @@ def require(found: Capabilities, *, repeats: bool) -> None:
         raise EngineError(f"the engine must give {'; and '.join(missing)}; use the native engine")
 
 
-def check(request: Request, *, vocab_size: int, context: int, has_text: bool) -> None:
+def check(request: Request, *, vocab_size: int, context: int) -> None:
     """Refuse a request that no engine can serve."""
     length, p = len(request.prompt), request.params
     ids = np.append(request.prompt, p.stop_ids)
@@ -96,10 +96,7 @@ def check(request: Request, *, vocab_size: int, context: int, has_text: bool) ->
         f"max_tokens must be at least 1, got {most}": most >= 1,
         f"min_tokens must lie in 0 … max_tokens, got {fewest}": 0 <= fewest <= max(most, 1),
         f"temperature must be 0 or more, got {p.temperature}": 0 <= p.temperature < float("inf"),
-        f"top_p must lie in (0, 1], got {p.top_p}; 1 turns it off": 0 < p.top_p <= 1,
-        f"top_k must be at least 1, got {p.top_k}": p.top_k is None or p.top_k >= 1,
         f"stop must hold texts, got {p.stop!r}": type(p.stop) is tuple and all(p.stop),
-        "stop strings need a tokenizer; use stop_ids": has_text or not p.stop,
     }
     if broken := _broken(rules):
         raise EngineError(f"request {request.request_id!r}: {'; '.join(broken)}")
@@ -128,17 +125,15 @@ def _broken(rules: Mapping[str, bool]) -> list[str]:
     return [rule for rule, holds in rules.items() if not holds]
 
 
-def completed(
-    request: Request,
-    sample: int,
-    recorded: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike],
-    finish: Finish,
-    stop: str | int | None,
-    text: str,
-) -> Completion:
-    """A request's sample, all of whose tokens were sampled; recorded: its tokens,
-    log-probabilities and versions."""
+Recorded = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
+"""A response's tokens, their log-probabilities and their versions."""
+Ended = tuple[Finish, str | int | None, str]
+"""How a response ended, the stop string or end id that ended it, and its text."""
+
+
+def completed(request: Request, sample: int, recorded: Recorded, ended: Ended) -> Completion:
+    """A request's sample, all of whose tokens were sampled."""
     tokens, logprobs, versions = recorded
     ids, stamps = np.array(tokens, dtype=np.int32), np.array(versions, dtype=np.int32)
     own = ids, np.array(logprobs, dtype=np.float32), stamps, np.ones(len(ids), dtype=np.bool_)
-    return Completion(request.request_id, sample, *own, request.params, finish, stop, text)
+    return Completion(request.request_id, sample, *own, request.params, *ended)

@@ -1,7 +1,7 @@
 """From logits to tokens: one uniform number per token inverts the cumulative distribution.
 
 The number comes from `draws.py` and does not depend on the batch. Log-probabilities are the model's
-at the sampling temperature, before any mask or truncation. Legend: M rows, V vocabulary.
+at the sampling temperature, before any mask. Legend: M rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ BLOCK = 256
 """Tokens whose weights are summed up together."""
 ROWS = 1024
 """Rows that are weighed at a time, so that a large batch on a GPU takes little memory."""
-FEW_ROWS = 64
-"""Rows at a time whose whole vocabulary is looked at."""
-CANDIDATES = 1024
-"""Tokens that top-p looks at before it sorts the whole vocabulary."""
 
 Weigh = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Logits [M, V], temperature [M] -> the largest of logits / temperature [M], and the sums of
 exp(logits / temperature − largest) over each block [M, blocks]."""
 
 
-def weigh(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
+def plain_weigh(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
     """As `Weigh`, by PyTorch's own operations."""
     vocab, found = logits.shape[1], []
     for some, hot in zip(torch.split(logits, ROWS), torch.split(heat, ROWS), strict=True):
@@ -46,28 +42,28 @@ Limited = Mapping[Limits, Sequence[int]]
 
 @torch.no_grad()
 def sample(
-    logits: Tensor, points: Tensor, heat: Tensor, limited: Limited, fast: Weigh = weigh
+    logits: Tensor, points: Tensor, heat: Tensor, limited: Limited, weigh: Weigh = plain_weigh
 ) -> tuple[Tensor, Tensor]:
     """logits [M, V] -> tokens and log-probabilities [M], NaN where logits are not finite.
 
-    points [M] in [0, 1) choose the tokens; heat [M]: temperatures, 1 where a row is greedy; fast:
-    the device's own way to weigh. The host does not wait for the device if no row is limited or if
-    all are greedy.
+    points [M] in [0, 1) choose the tokens; heat [M]: temperatures, 1 where a row is greedy. The
+    host does not wait for the device if no row is limited or if all are greedy.
     """
     heat = heat.to(torch.promote_types(logits.dtype, torch.float32))
-    tokens, totals = _draw_any(logits, points, heat, fast)
+    tokens, totals = _draw_any(logits, points, heat, weigh)
     if len(limited.get(GREEDY, ())) == len(logits):
         tokens, limited = logits.argmax(1), {}
     for limits, rows in limited.items():
-        for some in torch.split(torch.tensor(rows, device=logits.device), FEW_ROWS):
-            left = _limited(logits[some], heat[some], limits)
-            # Truncation leaves whole blocks out, whose sums must be exactly 0.
-            own = left, points[some], heat[some], weigh if limits.truncates else fast
-            tokens[some] = left.argmax(1) if limits.greedy else _draw_any(*own)[0]
-    return tokens, _logprobs(logits, tokens, heat, totals)
+        some = torch.tensor(rows, device=logits.device)
+        left = logits[some]
+        left[:, list(limits.banned)] = -torch.inf
+        own = left, points[some], heat[some], weigh
+        tokens[some] = left.argmax(1) if limits.greedy else _draw_any(*own)[0]
+    chosen = logits.gather(1, tokens[:, None])[:, 0].to(heat.dtype) / heat
+    return tokens, (chosen.double() - totals).masked_fill(~totals.isfinite(), torch.nan)
 
 
-def _draw_any(logits: Tensor, points: Tensor, heat: Tensor, by: Weigh) -> tuple[Tensor, Tensor]:
+def _draw_any(logits: Tensor, points: Tensor, heat: Tensor, weigh: Weigh) -> tuple[Tensor, Tensor]:
     """-> tokens [M] that the points [M] hit, and the logarithm of each row's weights' sum [M].
 
     The cumulative distribution is only summed up, in float64, over blocks and inside the block that
@@ -75,7 +71,7 @@ def _draw_any(logits: Tensor, points: Tensor, heat: Tensor, by: Weigh) -> tuple[
     token is hit when the sum up to it is the first above the point, so never at probability 0.
     """
     vocab = logits.shape[1]
-    peaks, sums = by(logits, heat)
+    peaks, sums = weigh(logits, heat)
     totals = peaks.double() + sums.sum(1, dtype=torch.float64).log()
     lost = ~totals.isfinite()[:, None]  # the model overflowed: any token will do
     block, inside = search(sums.masked_fill(lost, 1), points[:, None])
@@ -84,32 +80,6 @@ def _draw_any(logits: Tensor, points: Tensor, heat: Tensor, by: Weigh) -> tuple[
     weights = (scaled - peaks[:, None]).exp().masked_fill(lost, 1) * (at < vocab)
     token, _ = search(weights, inside)
     return (block * BLOCK + token)[:, 0].clamp_(max=vocab - 1), totals
-
-
-def _limited(logits: Tensor, heat: Tensor, limits: Limits) -> Tensor:
-    """logits [M, V], which it changes -> the same with −∞ for tokens that may not be drawn.
-
-    Of the likeliest top_k tokens, the smallest set of likeliest ones whose share reaches top_p is
-    left.
-    """
-    logits[:, list(limits.banned)] = -torch.inf
-    if not limits.truncates:
-        return logits
-    weights = torch.softmax(logits.to(heat.dtype) / heat[:, None], 1)
-    likeliest, ids = weights.topk(min(limits.top_k or CANDIDATES, weights.shape[1]), 1)
-    whole = (likeliest if limits.top_k else weights).sum(1, keepdim=True)
-    if bool((likeliest.sum(1, keepdim=True) < limits.top_p * whole).any()):
-        likeliest, ids = weights.sort(1, descending=True)
-    before = likeliest.double().cumsum(1) - likeliest
-    out = before >= limits.top_p * whole.double()
-    out[:, 0] = False
-    kept = logits.gather(1, ids).masked_fill(out, -torch.inf)
-    return torch.full_like(logits, -torch.inf).scatter_(1, ids, kept)
-
-
-def _logprobs(logits: Tensor, tokens: Tensor, heat: Tensor, totals: Tensor) -> Tensor:
-    chosen = logits.gather(1, tokens[:, None])[:, 0].to(heat.dtype) / heat
-    return (chosen.double() - totals).masked_fill(~totals.isfinite(), torch.nan)
 
 
 def search(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,14 +19,8 @@ class Limits(NamedTuple):
 
     greedy: bool = False
     """Whether the likeliest token is taken; its log-probability is the one at temperature 1."""
-    top_k: int | None = None
-    top_p: float = 1.0
     banned: frozenset[int] = frozenset()
     """Tokens that may not be drawn: end ids before min_tokens."""
-
-    @property
-    def truncates(self) -> bool:
-        return self.top_k is not None or self.top_p < 1
 
 
 ANY, GREEDY = Limits(), Limits(greedy=True)
@@ -50,9 +44,6 @@ class RequestGroup:
         self.limit = min(params.max_tokens, context - self.prompt_length)
         """Tokens that a response has at most."""
         self.end_ids = frozenset((*(tokenizer.end_ids if tokenizer else ()), *params.stop_ids))
-        by_chance = Limits(False, params.top_k, params.top_p)
-        self.limits = by_chance if params.temperature else GREEDY
-        """How tokens are drawn once a response may end."""
         self.sequences = [Sequence(self, index) for index in range(request.n)]
         """The samples that are not complete."""
         self.filler: Sequence | None = None
@@ -121,8 +112,8 @@ class Sequence:
     @property
     def limits(self) -> Limits:
         """How the next token is drawn."""
-        limits = self.group.limits
-        return limits._replace(banned=self.group.end_ids) if self.held else limits
+        greedy = self.group.request.params.temperature == 0
+        return Limits(greedy, self.group.end_ids if self.held else frozenset())
 
     @property
     def text(self) -> str:

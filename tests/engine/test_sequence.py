@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from burnish.engine.protocol import Request
-from burnish.engine.sequence import GREEDY, Limits, RequestGroup, Sequence
+from burnish.engine.sequence import ANY, GREEDY, Limits, RequestGroup, Sequence
 from burnish.types import Finish, SamplingParams
 
 EVERY_BYTE = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 0x800), 0xE000, 0xF000)))
@@ -82,11 +82,11 @@ def test_without_a_tokenizer() -> None:
 
 
 def test_limits_on_the_next_token() -> None:
-    sequence = sample(min_tokens=1, top_k=5, top_p=0.5, stop_ids=(7,))
-    assert sequence.limits == Limits(False, 5, 0.5, frozenset((tiny.END, 7)))
+    sequence = sample(min_tokens=1, stop_ids=(7,))
+    assert sequence.limits == Limits(False, frozenset((tiny.END, 7)))
     take(sequence, [1])
-    assert sequence.limits == Limits(False, 5, 0.5)
-    assert sample(temperature=0.0, top_k=5).limits == GREEDY
+    assert sequence.limits == ANY
+    assert sample(temperature=0.0).limits == GREEDY
 
 
 @pytest.mark.parametrize("size", [3, 8, 40])
