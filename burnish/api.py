@@ -7,16 +7,21 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from burnish import config, inputs, preflight
+from rich.console import Console
+
+from burnish import config, preflight
 from burnish.config import Overrides, Table
+from burnish.display import Display
+from burnish.draws import Stream
 from burnish.errors import ConfigError, RunError
+from burnish.graders.rewards import Reward
 from burnish.model import hub
-from burnish.preflight import Given, Prompts
-from burnish.progress import Progress, Show, begin, showing_compiles, silent
+from burnish.progress import Show, begin, showing, tell
 from burnish.runs import checkpoints, directory, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
@@ -24,25 +29,30 @@ from burnish.runs.run import Run
 from burnish.schema import KeywordsTask, Recipe, SorterConfig, SortTask
 from burnish.tasks.rows import DataRow, read_rows
 from burnish.threads import share_cores
+from burnish.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from burnish.loops.generate import Answer
     from burnish.runs.results import Evaluation
 
 AnyPath = str | os.PathLike[str]
 AnyRecipe = AnyPath | Table | Recipe
 """A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
-Shown = Show | bool | None
-"""How progress is shown: by a callable, on stderr if it is None or True, not at all if False."""
-TORCH = Progress("load", "loading torch")
-MEASURED = ("model", "task", "engine", "validation")
-"""Sections of a recipe that an evaluation depends on."""
+Prompts = Iterable[str | Mapping[str, Any]]
+Given = Reward | str | None
+"""A reward that a script gives; None if the recipe's own reward is meant."""
+Shown = Show | Literal[False] | None
+"""How progress is shown: by a callable, on stderr if it is None, not at all if it is False."""
+MEASURED = (
+    *("model", "task", "engine", "validation", "seed"),
+    *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
+)
+"""Settings and sections of a recipe that an evaluation depends on."""
 
 
 def train(
     recipe: AnyRecipe,
     *,
-    prompts: Prompts = None,
+    prompts: Prompts | None = None,
     data: AnyPath | None = None,
     reward: Given = None,
     overrides: Overrides = (),
@@ -64,37 +74,28 @@ def train(
     Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
     every ``burnish.progress.Progress``; one of phase "step" carries a finished step's metrics.
     """
-    if isinstance(prompts, str | Mapping):
-        raise ConfigError(
-            f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
-            f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
-        )
-    rows = None if prompts is None else inputs.as_rows(prompts)
     if "model" in settings:
         settings["model"] = hub.as_setting(settings["model"])
     changes = [config.changed(overrides), settings]
-    recipe = recipe_of(recipe, changes, rows=rows, data=data, reward=reward)
-    with (
-        directory.claimed(None if out is None else Path(out), recipe.name) as path,
-        shown(show, path.name) as tell,
-    ):
-        tell(Progress("check", "checking the recipe and its data"))
+    recipe = recipe_of(recipe, changes, prompts=prompts, data=data, reward=reward)
+    claimed = directory.claimed(None if out is None else Path(out), recipe.name)
+    with claimed as path, shown(show, path.name):
+        tell("check", "checking the recipe and its data")
         is_new = not path.exists() or not any(path.iterdir())
-        preflight.check(recipe, path, prompts=rows, reward=reward)
-        tell(TORCH)
+        preflight.check(recipe, path)
+        tell("load", "loading torch")
         from burnish import build
         from burnish.loops.recorder import record
 
-        recipe = build.prepare(recipe, tell)
-        build.check_room(recipe, path, tell)
-        read = build.hashes(recipe, tell, rows=rows, reward=reward)
-        kept = None if rows is None else inputs.to_jsonl(rows)
+        recipe = build.prepare(recipe)
+        build.check_room(recipe, path)
+        read = preflight.hashes(recipe)
         try:
             with (
-                closing(build.build(recipe, prompts=rows, reward=reward, show=tell)) as parts,
-                RunDirectory(path, recipe, inputs=read, prompts=kept) as opened,
+                closing(build.build(recipe)) as parts,
+                RunDirectory(path, recipe, inputs=read) as opened,
             ):
-                record(opened, parts, show=tell, stop=stop)
+                record(opened, parts, stop=stop)
         except KeyboardInterrupt:
             learned = any(row["step"] > 0 for row in iterate_rows(path / "metrics.jsonl"))
             if is_new and not learned:
@@ -124,7 +125,7 @@ def recipe_of(
     source: AnyRecipe,
     changes: Sequence[str | Table] = (),
     *,
-    rows: Prompts = None,
+    prompts: Prompts | None = None,
     data: AnyPath | None = None,
     reward: Given = None,
 ) -> Recipe:
@@ -132,43 +133,35 @@ def recipe_of(
 
     Without a reward, a keyword recipe keeps its own.
     """
-    if rows is None and data is None and reward is None:
+    if prompts is None and data is None and reward is None:
         return config.load(source, changes)
-    if rows is not None and data is not None:
+    if prompts is not None and data is not None:
         raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
     before = config.load(source).task
     name = config.changed(changes).get("task.name", before.name)
     own: dict[str, Any] = {"name": "pairs" if name == "pairs" else "files"}
-    if rows is not None:
-        own["train"] = None  # the run reads other rows
+    if prompts is not None:
+        own |= {"train": None, "rows": preflight.as_rows(prompts)}
     elif data is not None:
         own["train"] = os.fspath(data)
         if Path(data).is_dir():
             own |= {name: str(Path(data) / f"{name}.jsonl") for name in ("train", "validation")}
     if reward is not None:
-        own["reward"] = reward if isinstance(reward, str) else None
+        own |= {"reward": None, "function" if callable(reward) else "reward": reward}
     elif isinstance(before, KeywordsTask) and name != "pairs":
         own |= {"reward": before.reward, "must_end": before.must_end}
     return config.load(source, [{"task": own}, *changes])
 
 
 @contextmanager
-def shown(show: Shown, name: str) -> Iterator[Show]:
-    """The function to call with progress inside the block, which may load torch."""
+def shown(show: Shown, name: str) -> Iterator[None]:
+    """Shows the progress of the block, which may load torch."""
     share_cores()
-    if callable(show):
-        with showing_compiles(show):
-            yield show
-    elif show is False:
-        yield silent
-    else:
-        from rich.console import Console
-
-        from burnish.display import Display
-
-        console = Console(stderr=True, highlight=False)
-        with Display(name, console) as display, showing_compiles(display):
-            yield display
+    display: AbstractContextManager[Show] = nullcontext(show or (lambda progress: None))
+    if show is None:
+        display = Display(name, Console(stderr=True, highlight=False))
+    with display as told, showing(told):
+        yield
 
 
 def resume(
@@ -191,43 +184,44 @@ def resume(
     inputs have changed.
     """
     path = Path(run_path)
-    with RunDirectory(path) as opened, shown(show, path.name) as tell:
+    with RunDirectory(path) as opened, shown(show, path.name):
+        tell("check", "checking the recipe and its data")
         recipe = resuming.resumed_recipe(path, [config.changed(overrides), settings])
         chosen = checkpoints.latest(path)
         if from_checkpoint is not None:
             chosen = checkpoints.choose(path, from_checkpoint)
-        tell(Progress("check", "checking the recipe and its data"))
         before = directory.read_json(path / directory.ENVIRONMENT)
-        resuming.check_reward(path, recipe, before.get("inputs", {}), reward)
-        is_given = "prompts" in before.get("inputs", {})
-        rows = read_rows(path / PROMPTS, DataRow) if is_given else None
-        preflight.check(recipe, prompts=rows, reward=reward)
-        tell(TORCH)
+        read_before = before.get("inputs", {})
+        resuming.check_reward(path, recipe, read_before, reward)
+        if "prompts" in read_before:
+            recipe = config.load(recipe, {"task": {"rows": read_rows(path / PROMPTS, DataRow)}})
+        if "reward" in read_before:
+            recipe = config.load(recipe, {"task": {"function": reward}})
+        preflight.check(recipe)
+        tell("load", "loading torch")
         from burnish import build
         from burnish.learner.learner import State
         from burnish.loops.recorder import record
 
-        recipe = build.prepare(recipe, tell, before.get("threads"))
-        read = build.hashes(recipe, tell, rows=rows, reward=reward)
-        resuming.check_environment(
-            before, directory.environment(recipe) | {"inputs": read}, anyway=anyway
-        )
-        build.check_room(recipe, path, tell)
-        with closing(build.build(recipe, prompts=rows, reward=reward, show=tell)) as parts:
+        recipe = build.prepare(recipe, before.get("threads"))
+        now = directory.environment(recipe) | {"inputs": preflight.hashes(recipe)}
+        resuming.check_environment(before, now, anyway=anyway)
+        build.check_room(recipe, path)
+        with closing(build.build(recipe)) as parts:
             start, positions = 0, {}
             if chosen is not None:
-                tell(Progress("load", f"loading the checkpoint {chosen.name}"))
+                tell("load", f"loading the checkpoint {chosen.name}")
                 tensors, state = checkpoints.load(chosen)
                 parts.learner.load_state(State(tensors, state["learner"]))
                 if parts.prompts is not None:
                     parts.prompts.load_state(state["prompts"])
                 start, positions = state["step"], state["positions"]
-                opened.check_positions(positions)  # nothing is deleted before all is checked
+            opened.cut_back(positions)  # it checks all before it cuts, and before more is deleted
+            if chosen is not None:
                 checkpoints.return_to(path, chosen, **recipe.checkpoint.model_dump())
-            opened.cut_back(positions)
             opened.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = opened.restart(start)
-            record(opened, parts, start=start, show=tell, stop=stop)
+            record(opened, parts, start=start, stop=stop)
     return Run(path)
 
 
@@ -243,31 +237,32 @@ def evaluate(
     """Measures a model on held-out prompts, as training measures it at its start.
 
     ``recipe`` may also be a run, whose model is meant then; ``settings`` are sections to change, as
-    in ``train``. Every response is kept in the directory ``out``, with a report; the responses that
-    it holds of this very evaluation are not sampled again. By default it is runs/eval-NAME-HASH,
-    one directory for all that the results depend on.
+    in ``train``. Every response is kept in the directory ``out``, with a report; an evaluation that
+    it holds already is not repeated. By default it is runs/eval-NAME-HASH, one directory for all
+    that the results depend on.
     """
     recipe = evaluation_recipe(recipe, hub.as_setting(model), [config.changed(overrides), settings])
     preflight.check(recipe)
-    with shown(show, recipe.name) as tell:
-        tell(TORCH)
+    with shown(show, recipe.name):
+        tell("load", "loading torch")
         from burnish import build
         from burnish.engine.protocol import require
         from burnish.loops.evaluate import Evaluator
         from burnish.runs import results
 
-        recipe = build.prepare(recipe, tell)
-        depends = _evaluation_settings(recipe, build.hashes(recipe, tell))
+        recipe = build.prepare(recipe)
+        settings = config.flat(config.effective(recipe))
+        depends = {key: value for key, value in settings.items() if key.startswith(MEASURED)}
+        depends |= {f"hash of {name}": value for name, value in preflight.hashes(recipe).items()}
         digest = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
         path = Path(out or f"runs/eval-{recipe.name}-{digest[:8]}")
-        task, engine, decode = build.build_sampler(recipe, show=tell)
+        task, engine, decode = build.build_sampler(recipe)
         with closing(task):
             require(engine.capabilities, repeats=False)
             if not engine.capabilities.counter_draws:
                 depends["draws"] = "the engine's own"
-            evaluator = Evaluator(recipe, task, engine, decode)
-            evaluator.evaluate_into(path, depends, show=tell)
-        tell(Progress("report", "writing the report"))
+            Evaluator(recipe, task, engine, decode).evaluate_into(path, depends)
+        tell("report", "writing the report")
         results.write_evaluation([path], path / "report.html")
         return results.read(path)
 
@@ -276,7 +271,7 @@ def evaluation_recipe(
     source: AnyRecipe, model: AnyPath | Table | None = None, changes: Sequence[str | Table] = ()
 ) -> Recipe:
     """The recipe of an evaluation: as given, or the recipe of a run."""
-    own: list[Table] = []
+    own: dict[str, Any] = {}
     if isinstance(source, str | os.PathLike) and (Path(source) / "recipe.toml").is_file():
         run, source = Path(source), Path(source) / "recipe.toml"
         if isinstance(config.load(source).task, SortTask):
@@ -284,25 +279,30 @@ def evaluation_recipe(
                 f"{run} trained the sorting model, and `burnish eval` measures language models; "
                 f"{run}/report.html has the figures of its held-out prompts"
             )
-        own.append({"model": run})
+        own["model"] = run
         if (run / PROMPTS).is_file():
-            own.append({"task": {"train": run / PROMPTS}})
+            own["task"] = {"train": run / PROMPTS}
     if model is not None:
-        own.append({"model": model})
-    recipe = config.load(source, [*own, *changes])
+        own["model"] = model
+    recipe = config.load(source, [own, *changes])
     if recipe.is_supervised:
         raise ConfigError(f"{recipe.name} has answers to learn and none to grade; name another")
     return recipe
 
 
-def _evaluation_settings(recipe: Recipe, read: Mapping[str, str]) -> dict[str, Any]:
-    """All that an evaluation's results depend on, with the hashes of its inputs."""
-    table = {section: config.effective(recipe).get(section, {}) for section in MEASURED}
-    names = ("max_tokens", "min_tokens", "stop")
-    table["rollout"] = recipe.rollout.model_dump(include=set(names))
-    del table["validation"]["every"]
-    settings: dict[str, Any] = json.loads(json.dumps(config.flat(table)))
-    return settings | {"seed": recipe.seed} | {f"hash of {name}": read[name] for name in read}
+@dataclass(frozen=True)
+class Answer:
+    """A text that a model wrote."""
+
+    prompt: str
+    sample: int
+    """Its number among the answers to the prompt."""
+    text: str
+    finish: str
+    """stop (the model ended it, or a stop text did), length, or abort (the model overflowed)."""
+    token_ids: list[int] = field(repr=False)
+    logprobs: list[float] = field(repr=False)
+    """Of each token, by the model at the sampling temperature."""
 
 
 def generate(
@@ -313,32 +313,43 @@ def generate(
     chat: bool = True,
     precision: str = "auto",
     device: str = "auto",
+    stop: str | Sequence[str] = (),
     show: Shown = None,
     **sampling: Any,
 ) -> list[Answer]:
     """Samples ``n`` answers to each prompt, and returns them in the prompts' order.
 
     ``model`` is a name, a directory, hf:ORG/NAME, a run or a pair as in ``train``; ``chat`` puts a
-    prompt through the model's chat template where it has one. ``sampling`` may set ``temperature``
-    (0 is greedy), ``max_tokens`` (128 by default), ``min_tokens``, ``stop`` and ``seed``.
+    prompt through the model's chat template where it has one. ``stop`` texts end an answer.
+    ``sampling`` may set ``temperature`` (0 is greedy), ``max_tokens`` (128 by default),
+    ``min_tokens`` and ``seed``.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     model = hub.as_setting(model)
     named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
     recipe = config.load(named | {"device": device})
     preflight.check(recipe)
-    with shown(show, os.fspath(model)) as tell:
-        tell(TORCH)
+    with shown(show, os.fspath(model)):
+        tell("load", "loading torch")
         from burnish import build
-        from burnish.loops.generate import generate as answer
-        from burnish.types import SamplingParams
+        from burnish.rollout.rollout import sample
+        from burnish.tasks.text import encode
 
-        stop = sampling.pop("stop", ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        params = SamplingParams(**{"max_tokens": 128} | sampling, stop=stops)
-        engine, tokenizer = build.build_engine(build.prepare(recipe, tell), tell)
-        report = begin(tell, "generate", f"sampling {n * len(texts)} responses", unit="responses")
-        return answer(engine, tokenizer, texts, n=n, params=params, chat=chat, report=report)
+        params = SamplingParams(**sampling, stop=stops)
+        engine, tokenizer = build.build_engine(build.prepare(recipe))
+        chat = chat and tokenizer.chat_template is not None
+        inputs = [encode(tokenizer, text, chat=chat) for text in texts]
+        asked = [(i, Prompt(str(i), text, ids, "generate")) for i, (text, ids) in enumerate(inputs)]
+        report = begin("generate", f"sampling {n * len(texts)} responses", unit="responses")
+        done = sample(engine, asked, n, params, Stream.GENERATE, report)
+    return [
+        Answer(
+            text, c.sample_index, c.text, str(c.finish), c.token_ids.tolist(), c.logprobs.tolist()
+        )
+        for text, completions in zip(texts, done, strict=True)
+        for c in completions
+    ]
 
 
 def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown = None) -> Path:
@@ -354,13 +365,13 @@ def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown 
     if target.exists() and any(target.iterdir()):
         raise RunError(f"{target} is not empty; choose another directory")
     chosen = checkpoints.choose(path, which)
-    with shown(show, path.name) as tell:
-        tell(TORCH)
+    with shown(show, path.name):
+        tell("load", "loading torch")
         from burnish import build
         from burnish.model import checkpoint as models
 
-        model, _, source = build.open_model(recipe, show=tell)
+        model, _, source = build.open_model(recipe)
         build.take_weights(model, chosen)
-        tell(Progress("export", f"writing {target}"))
+        tell("export", f"writing {target}")
         models.save(model, target, source=source)
     return chosen

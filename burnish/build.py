@@ -1,22 +1,22 @@
 """A recipe becomes the parts of a run: task, engine, model and learner, on a device.
 
-Importing this module loads torch, so ``api`` imports it after all checks that need no torch.
+Each part is made from the recipe alone, so parts may be built in different processes. Importing
+this module loads torch, so ``api`` imports it after all checks that need no torch.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from burnish import config, inputs, machine, preflight, schema
+from burnish import config, machine, preflight, schema
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
-from burnish.errors import BurnishError, ConfigError
+from burnish.errors import BurnishError, ConfigError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Policy
@@ -29,8 +29,7 @@ from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.plan import PAGE, Need, Size, needs, room
-from burnish.preflight import Given, Prompts
-from burnish.progress import Progress, Show, begin, silent
+from burnish.progress import tell
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
@@ -40,6 +39,7 @@ from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
+from burnish.wording import counted
 
 DRIFT = 128
 """Held-out prompts on whose responses the KL to the initial model is measured."""
@@ -48,27 +48,31 @@ STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROBED = 1000
 """Training prompts that are looked at for the longest; all rows of a file are looked at before."""
+TASKS: dict[str, Any] = {
+    "files": text.make_files,
+    "keywords": keywords.make_keywords,
+    "math": math.make_math,
+    "gym": gym.make_gym,
+}
 
 
-def build(
-    recipe: Recipe, *, prompts: Prompts = None, reward: Given = None, show: Show = silent
-) -> Parts:
+def build(recipe: Recipe) -> Parts:
     """The parts of a recipe's run."""
     if recipe.is_supervised:
-        return _build_supervised(recipe, prompts, show)
-    task, engine, decode = build_sampler(recipe, prompts=prompts, reward=reward, show=show)
+        return _build_supervised(recipe)
+    task, engine, decode = build_sampler(recipe)
     require(engine.capabilities, repeats=True)  # a resumed run draws the same
-    learner = build_learner(recipe, show=show)
+    learner = build_learner(recipe)
     is_sorter = isinstance(recipe.task, SortTask)
     stream = PromptStream(task, None if is_sorter else room(recipe, _measured(recipe)))
     evaluator = Evaluator(recipe, task, engine, decode)
 
-    def validate(show: Show, when: str) -> tuple[list[Group], Metrics]:
-        groups = [group for part in evaluator.answered(show=show, when=when) for group in part]
+    def validate(when: str) -> tuple[list[Group], Metrics]:
+        groups = evaluator.answered(when)
         found = figures(evaluator.rows(groups))
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
-            begin(show, "evaluate", f"measuring the KL {when}")
+            tell("evaluate", f"measuring the KL {when}")
             found |= learner.held_out_drift(pack(whole).to(learner.device))
         return groups, found
 
@@ -86,11 +90,11 @@ def build(
     )
 
 
-def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
-    show(Progress("load", "reading the rows"))
-    answers = _pairs(recipe, rows)
+def _build_supervised(recipe: Recipe) -> Parts:
+    tell("load", "reading the rows")
+    answers = _pairs(recipe)
     recipe = config.with_steps(recipe, answers.steps(recipe.train.batch))
-    learner = build_learner(recipe, show=show)
+    learner = build_learner(recipe)
     return Parts(
         recipe=recipe,
         learner=learner,
@@ -99,48 +103,60 @@ def _build_supervised(recipe: Recipe, rows: Prompts, show: Show) -> Parts:
     )
 
 
-def _pairs(recipe: Recipe, rows: Prompts = None) -> pairs.Pairs:
+def _pairs(recipe: Recipe) -> pairs.Pairs:
     assert isinstance(recipe.task, schema.PairsTask)
     context, tokenizer = _measured(recipe).context, _tokenizer(recipe)
     longest = min(context, recipe.train.micro_tokens or context)
-    return pairs.make_pairs(
-        recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest, rows=rows
-    )
+    return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
 
 
-def build_learner(recipe: Recipe, *, show: Show = silent) -> Learner:
+def build_learner(recipe: Recipe) -> Learner:
     """The learner of a recipe's model, with the program of its objective."""
     policy: Policy
     if isinstance(recipe.task, SortTask):
         policy = _sorter(recipe)
     else:
-        model = open_model(recipe, show=show)[0].to(device_of(recipe))
+        model = open_model(recipe)[0].to(device_of(recipe))
         policy = model.learn(recipe.train.layers)
-    show(Progress("load", "preparing the learner"))
+    tell("load", "preparing the learner")
     program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
     return Learner(
         policy, program, recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
     )
 
 
-def build_sampler(
-    recipe: Recipe, *, prompts: Prompts = None, reward: Given = None, show: Show = silent
-) -> tuple[Task, Engine, Decode]:
+def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
     """A recipe's task and engine, and a function that turns token ids into a text each."""
     recipe = settled(recipe)
     if isinstance(recipe.task, SortTask):
         return sorting.Sorting(recipe.task, seed=recipe.seed), SorterEngine(_sorter(recipe)), spell
-    engine, tokenizer = build_engine(recipe, show)
-    show(Progress("load", "reading the prompts"))
-    task = _language_task(recipe, tokenizer, _measured(recipe), prompts, reward)
+    engine, tokenizer = build_engine(recipe)
+    tell("load", "reading the prompts")
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
 
-    return task, engine, decode
+    return build_task(recipe, tokenizer), engine, decode
 
 
-def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer]:
+def build_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
+    """The task of a language model: its prompts and its grader."""
+    bound = room(recipe, _measured(recipe))
+
+    def make(part: Any) -> Any:
+        return TASKS[part.name](part, tokenizer=tokenizer, seed=recipe.seed, room=bound)
+
+    task: Task
+    if isinstance(recipe.task, schema.MixtureTask):
+        parts = {name: make(part) for name, part in recipe.task.tasks.items()}
+        task = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
+    else:
+        task = make(recipe.task)
+    task.validation = [prompt for prompt in task.validation if fits(prompt, bound)]
+    return task
+
+
+def build_engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
     """The engine that samples from a recipe's language model, and the model's tokenizer."""
     from burnish.engine.engine import NativeEngine  # numba takes a second
     from burnish.engine.scheduler import EngineSettings
@@ -149,9 +165,9 @@ def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer
     total, free = machine.memory(device)
     cache = Need("cache", f"engine.kv_mb = {recipe.engine.kv_mb}", recipe.engine.kv_mb * 2**20)
     preflight.raise_all(preflight.lacking([cache], {"cache": total if device == "cpu" else free}))
-    model, tokenizer, _ = open_model(recipe, dtype=dtype, show=show)
+    model, tokenizer, _ = open_model(recipe, dtype)
     settings = EngineSettings(
-        kv_bytes=recipe.engine.kv_mb * 2**20,
+        kv_bytes=cache.size,
         page_size=PAGE,
         max_running=recipe.engine.max_running,
         step_tokens=STEP_TOKENS[device.partition(":")[0]],
@@ -160,15 +176,15 @@ def build_engine(recipe: Recipe, show: Show = silent) -> tuple[Engine, Tokenizer
 
 
 def open_model(
-    recipe: Recipe, *, dtype: torch.dtype = torch.float32, show: Show = silent
+    recipe: Recipe, dtype: torch.dtype = torch.float32
 ) -> tuple[Transformer, Tokenizer, Path]:
     """The recipe's language model, its tokenizer, and where the tokenizer came from.
 
     A model's name may be a run's directory: then it is the run's best checkpoint.
     """
     origin = preflight.origin(recipe)
-    path = hub.resolve(origin.source, show)
-    show(Progress("load", f"loading {recipe.model.name} in {str(dtype).removeprefix('torch.')}"))
+    path = hub.resolve(origin.source)
+    tell("load", f"loading {recipe.model.name} in {str(dtype).removeprefix('torch.')}")
     tokenizer = Tokenizer.load(path)
     if isinstance(origin.model, LanguageConfig):
         model = models.load(path, dtype=dtype, fp32_head=origin.model.fp32_head)
@@ -204,32 +220,6 @@ def _sorter(recipe: Recipe) -> Sorter:
     assert isinstance(task, SortTask)
     assert isinstance(model, SorterConfig)
     return Sorter(task.numbers, task.length, model.width, seed=recipe.seed)
-
-
-def _language_task(
-    recipe: Recipe, tokenizer: Tokenizer, size: Size, prompts: Prompts, reward: Given
-) -> Task:
-    given: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed}
-    given["room"] = bound = room(recipe, size)
-
-    def make(task: Any) -> Any:
-        if isinstance(task, schema.FilesTask):
-            return text.make_files(task, **given, prompts=prompts, reward=reward)
-        kinds: dict[str, Any] = {
-            "keywords": keywords.make_keywords,
-            "math": math.make_math,
-            "gym": gym.make_gym,
-        }
-        return kinds[task.name](task, **given)
-
-    made: Task
-    if isinstance(recipe.task, schema.MixtureTask):
-        parts = {name: make(part) for name, part in recipe.task.tasks.items()}
-        made = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
-    else:
-        made = make(recipe.task)
-    made.validation = [prompt for prompt in made.validation if fits(prompt, bound)]
-    return made
 
 
 def measure(recipe: Recipe) -> Size | None:
@@ -268,10 +258,11 @@ def probe(recipe: Recipe, size: Size) -> Size:
     if recipe.is_supervised:
         _pairs(recipe)
         return size
-    task = _language_task(recipe, _tokenizer(recipe), size, None, lambda response, row: 0.0)
+    task = build_task(recipe, _tokenizer(recipe))
     count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)
     stream = PromptStream(task, room(recipe, size))
     prompts = [*(prompt for _, prompt in stream.take(count)), *task.validation]
+    task.close()
     return size._replace(
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
         too_long=stream.skipped,
@@ -296,7 +287,7 @@ def _local(name: str) -> Path | None:
         return None
 
 
-def prepare(recipe: Recipe, show: Show = silent, threads: int | None = None) -> Recipe:
+def prepare(recipe: Recipe, threads: int | None = None) -> Recipe:
     """Sets torch up as bit-exactness needs it, before it touches a device.
 
     ``threads`` is None for one per core that this process may use. Returns the recipe as it will
@@ -308,16 +299,16 @@ def prepare(recipe: Recipe, show: Show = silent, threads: int | None = None) -> 
     # torch then also fills all fresh memory with NaN, so that a read before a write is seen. There
     # is none (a test compares), and filling takes 5% or more of a gradient step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    preflight.raise_all(missing_device(recipe))
+    check_device(recipe)
     chosen = settled(recipe)
     for precision in {chosen.engine.precision, chosen.train.precision} - {"fp32"}:
         if not machine.multiplies(precision, device_of(chosen)):
-            told = (
-                f"note: this processor has no {precision} products, so one takes "
-                f"{products.cost(DTYPES[precision]):.1f} times as long as in fp32; "
-                "precision = 'auto' takes fp32 here"
+            factor = products.cost(DTYPES[precision])
+            tell(
+                "note",
+                f"note: this processor has no {precision} products, so one takes {factor:.1f} "
+                "times as long as in fp32; precision = 'auto' takes fp32 here",
             )
-            show(Progress("note", told))
     return chosen
 
 
@@ -327,10 +318,10 @@ def settled(recipe: Recipe) -> Recipe:
     return config.with_precision(recipe, "bf16" if native else "fp32")
 
 
-def check_room(recipe: Recipe, path: Path, show: Show) -> None:
+def check_room(recipe: Recipe, path: Path) -> None:
     """Refuses a run whose model does not fit, once its files are here."""
     if not isinstance(recipe.model, SorterConfig):
-        hub.resolve(preflight.origin(recipe).source, show)
+        hub.resolve(preflight.origin(recipe).source)
         size = _measured(recipe)
         preflight.raise_all(lacking_room(recipe, path, size))
         if not recipe.is_supervised:
@@ -354,10 +345,11 @@ def look(
     recipe: Recipe, path: Path, *, has_prompts: bool = True
 ) -> tuple[Recipe, Size | None, list[BurnishError]]:
     """The recipe as it would run here, its size, and its problems: for a plan."""
-    unknown = missing_device(recipe)
+    unknown = preflight.problem_of(check_device, recipe)
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
-    size = None if preflight.missing_model(recipe) else measure(recipe)
+    is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
+    size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:
         try:
             size = probe(recipe, size)
@@ -366,38 +358,16 @@ def look(
     return recipe, size, [*lacks, *lacking_room(recipe, path, size)]
 
 
-def missing_device(recipe: Recipe) -> list[BurnishError]:
-    """A GPU that the recipe names and torch does not find."""
+def check_device(recipe: Recipe) -> None:
+    """Raises if torch does not find the GPU that the recipe names."""
     name, _, number = recipe.device.partition(":")
     known = torch.cuda.device_count()
-    if name != "cuda" or int(number or 0) < known:
-        return []
-    found = f"finds cuda:0 to cuda:{known - 1} alone" if known else "finds no CUDA device"
-    return [ConfigError(f"device = '{recipe.device}' but torch {found}; use 'auto'")]
+    if name == "cuda" and int(number or 0) >= known:
+        told = counted(known, "CUDA device") if known else "no CUDA device"
+        raise ConfigError(f"device = '{recipe.device}' but torch finds {told}; use 'auto'")
 
 
 def device_of(recipe: Recipe) -> str:
     if recipe.device != "auto":
         return recipe.device
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def hashes(
-    recipe: Recipe, show: Show, *, rows: list[Any] | None = None, reward: Given = None
-) -> Mapping[str, str]:
-    """Hashes of all that a run reads, by name; the sorting model, which its seed makes, has none.
-
-    The hash of a model from scratch is the tokenizer's, the hash of a run its checkpoint's as well.
-    """
-    read = inputs.hashes(recipe, rows=rows, reward=reward)
-    if isinstance(recipe.model, SorterConfig):
-        return read
-    origin = preflight.origin(recipe)
-    path = hub.resolve(origin.source, show)
-    show(Progress("load", f"hashing the files of {recipe.model.name}"))
-    is_whole = origin is recipe and isinstance(origin.model, LanguageConfig)
-    kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
-    read_from = sorted(file for file in path.glob("*") if file.suffix in kinds)
-    if origin is not recipe:
-        read_from.append(checkpoints.choose(Path(recipe.model.name), "best"))
-    return read | {"model": inputs.of_files(read_from)}

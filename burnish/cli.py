@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 from typer import Argument, Option
 
 from burnish import api, config, preflight
 from burnish.display import Display
-from burnish.errors import BurnishError, RunError
+from burnish.errors import BurnishError
 from burnish.interrupt import Interrupts
 from burnish.plan import Section
 from burnish.plan import plan as make_plan
-from burnish.progress import STEP_PHASES, Progress, Show
-from burnish.runs import checkpoints, directory
+from burnish.progress import tell
+from burnish.runs import directory
 from burnish.schema import Recipe
 from burnish.threads import share_cores
 from burnish.wording import counted, printable
@@ -61,9 +58,8 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[bool, Option("--version", callback=_print_version, is_eager=True)] = False,
-    debug: Annotated[bool, Option("--debug", help="show tracebacks of errors")] = False,
 ) -> None:
-    """Global options; ``main`` reads --debug itself, wherever it stands."""
+    """Options without a command."""
 
 
 @app.command()
@@ -78,8 +74,9 @@ def plan(
 ) -> None:
     """Print what a recipe will compute, about how long it takes here, and what it lacks."""
     loaded = config.load(recipe, _changes(overrides, seed=seed))
-    rates, doing = None, "loading torch to measure the model and the machine"
-    with directory.claimed(out, loaded.name) as where, _waiting(loaded.name, doing):
+    rates = None
+    with directory.claimed(out, loaded.name) as where, api.shown(None, loaded.name):
+        tell("load", "loading torch to measure the model and the machine")
         from burnish import build, machine
 
         loaded, size, lacks = build.look(loaded, where)
@@ -94,7 +91,8 @@ def plan(
 @app.command()
 def doctor() -> None:
     """Describe this machine, the optional parts, and what each recipe would take here."""
-    with _waiting("doctor", "loading torch and measuring the machine"):
+    with api.shown(None, "doctor"):
+        tell("load", "loading torch and measuring the machine")
         from burnish import doctor
 
         sections = doctor.examine()
@@ -138,7 +136,8 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Watch a language model learn, in the form that this machine finishes in minutes."""
-    with _waiting("demo", "loading torch and measuring this machine"):
+    with api.shown(None, "demo"):
+        tell("load", "loading torch and measuring this machine")
         from burnish import demo
 
         recipe, lines = demo.choose(is_full=full, seed=seed)
@@ -148,8 +147,8 @@ def demo(
 
 def _run(recipe: Recipe, out: Path | None, *, quiet: bool) -> None:
     with directory.claimed(out, recipe.name) as path:
-        with _live(path, quiet=quiet) as (show, stop):
-            api.train(recipe, out=path, show=show, stop=stop)
+        with _live(path, quiet=quiet) as live:
+            api.train(recipe, out=path, show=live.show, stop=live.is_asked)
         _show_end(path)
 
 
@@ -162,10 +161,14 @@ def resume(
     quiet: Quiet = False,
 ) -> None:
     """Continue a run from its last checkpoint, bit for bit."""
-    with _live(run, quiet=quiet) as (show, stop):
-        changes = overrides or ()
+    with _live(run, quiet=quiet) as live:
         api.resume(
-            run, overrides=changes, from_checkpoint=checkpoint, anyway=anyway, show=show, stop=stop
+            run,
+            overrides=overrides or (),
+            from_checkpoint=checkpoint,
+            anyway=anyway,
+            show=live.show,
+            stop=live.is_asked,
         )
     _show_end(run)
 
@@ -210,14 +213,13 @@ def evaluate(
     max_tokens: Annotated[int | None, Option(help="per response")] = None,
     overrides: Overrides = None,
     seed: Seed = None,
-    out: Annotated[Path | None, Option(help="a directory; continues an evaluation")] = None,
+    out: Annotated[Path | None, Option(help="a directory for the responses")] = None,
 ) -> None:
     """Measure models on held-out prompts; every response is kept, and a report is written."""
     asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
-    validation = {key: value for key, value in asked.items() if value is not None}
-    changes = _changes(overrides, validation=validation, seed=seed)
-    models: list[str | None] = [*model] if model else [None]
-    chosen = [api.evaluation_recipe(recipe, name, changes) for name in models]
+    named = {f"validation.{key}": value for key, value in asked.items()}
+    changes = _changes(overrides, seed=seed, **named)
+    chosen = [api.evaluation_recipe(recipe, name, changes) for name in model or (None,)]
     for one in chosen:  # before the first of them takes its time
         preflight.check(one)
     several = len(chosen) > 1
@@ -255,8 +257,6 @@ def compare(
     from burnish.runs.comparison import ends, write_comparison
     from burnish.runs.results import write_evaluation
 
-    if not out.parent.is_dir():
-        raise RunError(f"{out.parent} is not a directory; choose another --out")
     if all((run / "results.jsonl").exists() for run in runs):
         return _say(f"report: {write_evaluation(runs, out)}")
     curves = [(curve, ends(curve)) for curve in write_comparison(runs, out)]
@@ -317,76 +317,25 @@ def _print_sections(sections: Iterable[Section]) -> None:
         _print_table((f"  {escape(what)}", escape(value)) for what, value in rows)
 
 
-@contextmanager
-def _waiting(name: str, doing: str) -> Iterator[None]:
-    """A display of one thing that is done."""
-    with Display(name, err_console) as display:
-        display(Progress("load", doing))
-        yield
-
-
-@contextmanager
-def _live(path: Path, *, quiet: bool) -> Iterator[tuple[Show, Callable[[], bool]]]:
-    """A display of a run, and whether a signal asks the run to stop (see ``interrupt``)."""
-    with Display(path.name, out_console, quiet=quiet) as display:
-
-        def stop_at_once(code: int) -> NoReturn:
-            display.close()
-            _say(_left_of(path))
-            directory.unclaim(path)
-            _leave(code)
-
-        with Interrupts(display.say, stop_at_once) as interrupts:
-
-            def show(progress: Progress) -> None:
-                interrupts.begun |= progress.phase in STEP_PHASES
-                display(progress)
-
-            try:
-                yield show, lambda: interrupts.number is not None
-            except KeyboardInterrupt:
-                stop_at_once(128 + (interrupts.number or signal.SIGINT))
-    if interrupts.number is not None and not (path / "summary.json").exists():
-        _say(f"stopped and saved; continue with: burnish resume {path}")
-        _leave(128 + interrupts.number)
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends the process now: the usual way out waits for a download's threads and takes torch apart,
-    which can take seconds."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _left_of(path: Path) -> str:
-    """A sentence about the checkpoint that a run leaves if it is stopped at once."""
-    if not (path / "recipe.toml").is_file():
-        return "stopped before the first step was done: nothing was learned, and nothing is kept"
-    saved, again = checkpoints.latest(path), f"burnish resume {path}"
-    if saved is None:
-        return f"stopped at once; no checkpoint was saved yet; begin again with: {again}"
-    return f"stopped at once; the last checkpoint is {saved.name}; continue from it with: {again}"
+def _live(path: Path, *, quiet: bool) -> Interrupts:
+    return Interrupts(path, Display(path.name, out_console, quiet=quiet))
 
 
 def _show_end(path: Path) -> None:
     end = directory.read_json(path / "summary.json")
-    seconds: dict[str, float] = end["seconds"]
     measure = "reward" if "responses" in end else "loss"
     sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
     first, last = (end.get(f"{measure}_{which}") for which in ("first", "last"))
     moved = "no response was graded" if first is None else f"{measure} {first:z.2f} → {last:z.2f}"
     taken = counted(end["gradient_steps"], "gradient step")
-    _say(f"{moved}, {sampled}{taken}, {seconds['step']:.1f} s")
+    _say(f"{moved}, {sampled}{taken}, {end['seconds']['step']:.1f} s")
     if "validation" in end:
         held, kl = end["validation"], end.get("kl_held_out_k1")
         drift = "" if kl is None else f" at {kl:z.2f} nats per token"
         best = f"best {held['best']:z.3f} at step {held['best_step']}"
         _say(f"held out {held['first']:z.3f} → {held['last']:z.3f}{drift} ({best})")
-    split = sorted(((s, name) for name, s in seconds.items() if name != "step"), reverse=True)
-    _say("time: " + ", ".join(f"{name} {s / seconds['step']:.0%}" for s, name in split if s > 0))
     for pair in end["before_and_after"]:
-        out_console.print(Padding(escape(_line(pair["prompt"])), (0, 0, 0, 2)))
+        _say(f"  {_line(pair['prompt'])}")
         for side in ("before", "after"):
             reward, said = pair[f"reward_{side}"], _line(pair[side])
             mark = "no grade" if reward is None else f"{reward:zg}"
@@ -403,11 +352,8 @@ def _line(text: str) -> str:
 def main() -> None:
     """Runs the command line; an error the user can act on is one message, not a traceback."""
     share_cores()
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        app(args=arguments, prog_name="burnish")
-    except BurnishError as error:
-        if "--debug" in sys.argv:
-            raise
+        app(prog_name="burnish")
+    except (BurnishError, OSError) as error:
         err_console.print(f"[red]error:[/] {escape(printable(str(error)))}", soft_wrap=True)
         sys.exit(1)

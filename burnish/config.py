@@ -50,8 +50,11 @@ def load(
 ) -> Recipe:
     """The recipe of a name, a TOML file, a table or a recipe, with the overrides applied."""
     if isinstance(source, Recipe):
-        source = effective(source)
-    if isinstance(source, Mapping):
+        objects = {key: getattr(source.task, key, None) for key in ("rows", "function")}
+        given = flat(effective(source)) | {
+            f"task.{key}": value for key, value in objects.items() if value is not None
+        }
+    elif isinstance(source, Mapping):
         given = flat(source)
     else:
         name = os.fspath(source)

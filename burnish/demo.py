@@ -17,14 +17,7 @@ BUDGET_S = 540.0
 """Seconds that the training may take, so that set-up, download and training end in 12 minutes."""
 SECONDS = 1.0
 """How long the machine is measured."""
-SIZE = Size(
-    parameters=134_515_008,
-    cached=2 * 30 * 3 * 64,
-    context=8192,
-    longest_prompt=45,
-    layers=30,
-    layer=3_540_096,
-)
+SIZE = Size(parameters=134_515_008, cached=11_520, context=8192, longest_prompt=45, layers=30)
 """The size of the default model, whose files may not be here yet."""
 
 

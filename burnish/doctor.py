@@ -17,21 +17,21 @@ def examine(runs: Path = Path("runs")) -> list[Section]:
     """Sections of (name, description), made in a few seconds; ``runs`` is the directory of runs."""
     rates = {name: machine.measure(SECONDS, precision=name) for name in ("fp32", "bf16")}
     return [
-        ("machine", [*_machine(runs), *_rates(rates)]),
+        (
+            "machine",
+            [*_machine(runs), *((f"{name} products", _rate(name, rates[name])) for name in rates)],
+        ),
         ("optional parts", [(name, _extra(name)) for name in preflight.EXTRAS]),
         ("recipes", [(name, _recipe(name, runs, rates)) for name in config.list_recipes()]),
     ]
 
 
 def _machine(runs: Path) -> Lines:
-    known = ", ".join(machine.instructions()) or "not told by this system"
-    has_bf16 = machine.multiplies("bf16", "cpu")
-    bf16 = "bf16 in hardware" if has_bf16 else "no bf16 in hardware: fp32 is as fast or faster"
     gpu = machine.gpu()
     return [
         ("processor", machine.processor()),
         ("cores", f"{machine.cores()} for this process"),
-        ("instructions", f"{known} ({bf16})"),
+        ("instructions", ", ".join(machine.instructions()) or "not told by this system"),
         ("memory", _free("cpu")),
         ("GPU", "none that torch finds" if gpu is None else f"{gpu}, {_free('cuda')}"),
         ("disk", f"{spell(machine.disk(runs))} free in {runs.absolute()}"),
@@ -43,22 +43,16 @@ def _free(device: str) -> str:
     return f"{spell(free)} of {spell(total)} free"
 
 
-def _rates(rates: dict[str, Rates]) -> Lines:
-    return [
-        (
-            f"{name} products",
-            f"{rate.decode_gflops:,.0f} GFLOP/s while sampling, {rate.learn_gflops:,.0f} while "
-            f"learning{'' if rate.precision == name else ' (computed in fp32)'}",
-        )
-        for name, rate in rates.items()
-    ]
+def _rate(name: str, rates: Rates) -> str:
+    _, precision, sampling, learning = rates
+    note = "" if precision == name else " (computed in fp32)"
+    return f"{sampling:,.0f} GFLOP/s while sampling, {learning:,.0f} while learning{note}"
 
 
 def _extra(name: str) -> str:
-    extra = preflight.EXTRAS[name]
-    is_here = preflight.is_installed(*extra.modules)
-    state = "installed" if is_here else f"pip install 'burnish[{name}]'"
-    return f"{state}: {extra.purpose}"
+    _, purpose = preflight.EXTRAS[name]
+    state = "installed" if preflight.is_installed(name) else f"pip install 'burnish[{name}]'"
+    return f"{state}: {purpose}"
 
 
 def _recipe(name: str, runs: Path, rates: dict[str, Rates]) -> str:

@@ -136,8 +136,8 @@ def grpo_microbatch_train_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Per-sequence masked mean, batch mean, over the accumulation steps; backward inside.
 
-    Gradients add to what the parameters hold. A row without response tokens leaves the batch mean
-    instead of making it NaN. Returns the scaled loss and the loss's metadata.
+    Gradients add to the gradients of the parameters. A row without response tokens leaves the batch
+    mean instead of making it NaN. Returns the scaled loss and the loss's metadata.
     """
     per_token, metadata = compute_policy_gradient_loss(
         policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange

@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,25 +17,19 @@ SYSTEM = Path("/")
 """Where the files of the operating system are; tests have others."""
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
-    "avx512_fp16": "AVX-512 FP16",
     "avx512_bf16": "AVX-512 BF16",
     "avx512f": "AVX-512",
     "avx2": "AVX2",
-    "sve": "SVE",
     "bf16": "BF16",
     "asimd": "NEON",
 }
 """Flags of /proc/cpuinfo that decide how fast matrices are multiplied, and their names."""
-MULTIPLY = {"bf16": ("AMX", "AVX-512 BF16", "BF16"), "fp16": ("AVX-512 FP16",)}
-"""The instructions that multiply 16-bit numbers; without them numbers are widened to fp32."""
+MULTIPLY_BF16 = ("AMX", "AVX-512 BF16", "BF16")
+"""The instructions that multiply bf16; without them, as fp16 always is, it is widened to fp32."""
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 """oneDNN's own switch; burnish's kernels and its choice of precision follow it."""
 _ANY = ("DEFAULT", "ALL", "AMX")
-ALLOWED_BY = {
-    "AMX": _ANY,
-    "AVX-512 FP16": (*_ANY, "FP16", "AVX10"),
-    "AVX-512 BF16": (*_ANY, "FP16", "AVX10", "BF16"),
-}
+ALLOWED_BY = {"AMX": _ANY, "AVX-512 BF16": (*_ANY, "FP16", "AVX10", "BF16")}
 """For each instruction set that the switch can turn off: the words of its values that keep it."""
 WIDTHS = (576, 3072)
 """The widths of a product in the default model."""
@@ -103,17 +96,12 @@ def measure(seconds: float = 1.0, *, precision: str = "fp32", device: str | None
 
 def cores() -> int:
     """Cores that this process may use: its affinity, and at most a container's quota."""
-    if hasattr(os, "sched_getaffinity"):
-        usable = len(os.sched_getaffinity(0))
-    else:
-        usable = os.cpu_count() or 1
-    for group in _groups("cpu"):
-        quota = _read(group / "cpu.max").split() or [
-            _read(group / "cpu.cfs_quota_us"),
-            _read(group / "cpu.cfs_period_us"),
-        ]
-        if all(part.isdigit() for part in quota) and int(quota[1]):
-            usable = min(usable, max(1, int(quota[0]) // int(quota[1])))
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
+    usable = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    for group in _groups():
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+        if quota.isdigit():
+            usable = min(usable, max(1, int(quota) // int(period)))
     return usable
 
 
@@ -141,7 +129,7 @@ def multiplies(precision: str, device: str) -> bool:
         import torch
 
         return precision == "fp16" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return any(name in MULTIPLY[precision] for name in instructions())
+    return precision == "bf16" and any(name in MULTIPLY_BF16 for name in instructions())
 
 
 def disk(path: Path) -> int:
@@ -164,10 +152,9 @@ def memory(device: str = "cpu") -> tuple[int, int]:
         total, free = (int(told[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     else:
         total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for group in _groups("memory"):
-        limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
-        used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
-        if limit.isdigit() and used.isdigit() and int(limit) < total:
+    for group in _groups():
+        limit, used = (_read(group / f"memory.{name}") for name in ("max", "current"))
+        if limit.isdigit() and int(limit) < total:
             caches = dict(line.split() for line in _read(group / "memory.stat").splitlines())
             held = int(used) - int(caches.get("inactive_file", 0))
             total, free = int(limit), min(free, int(limit) - held)
@@ -182,17 +169,11 @@ def _cpuinfo(key: str) -> str:
     return ""
 
 
-def _groups(controller: str) -> Iterator[Path]:
-    """The control groups that bound this process, of both versions, from the outermost in."""
-    for line in _read(SYSTEM / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        root = SYSTEM / "sys/fs/cgroup"
-        if controllers and controller not in controllers.split(","):
-            continue
-        if controllers:
-            root /= controller
-        own = root / path.strip("/")
-        yield from (group for group in (*reversed(own.parents), own) if group.is_relative_to(root))
+def _groups() -> list[Path]:
+    """The control groups (version 2) that bound this process, from the outermost in."""
+    root, lines = SYSTEM / "sys/fs/cgroup", _read(SYSTEM / "proc/self/cgroup").splitlines()
+    own = root / next((line[4:] for line in lines if line.startswith("0::/")), "")
+    return [group for group in (*reversed(own.parents), own) if group.is_relative_to(root)]
 
 
 def _read(path: Path) -> str:

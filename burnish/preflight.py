@@ -1,55 +1,48 @@
-"""Problems that would make a run fail, found before its first second: packages that are not
-installed, files and first runs that are missing, too little disk or memory. No torch is loaded."""
+"""The inputs of a run before its first second: whether they are there, and their hashes.
+
+Problems that would make a run fail are packages that are not installed, files and first runs that
+are missing, and too little disk or memory. No torch is loaded.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import Any
 
 from burnish import config
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
 from burnish.graders import rewards
 from burnish.plan import Need, spell
+from burnish.progress import tell
 from burnish.runs import checkpoints
-from burnish.runs.directory import check_new
+from burnish.runs.directory import check_new, to_jsonl, version_of
 from burnish.schema import (
     FilesTask,
     GymTask,
     LanguageConfig,
     MathTask,
+    MixtureTask,
     PairsTask,
     Recipe,
     Rows,
-    SorterConfig,
 )
 
-Prompts = Iterable[str | Mapping[str, Any]] | None
-Given = rewards.Reward | str | None
-"""A reward that a script gives; None if the recipe's own reward is meant."""
-
-
-class Extra(NamedTuple):
-    """An optional part of the package."""
-
-    modules: tuple[str, ...]
-    """The modules that it installs."""
-    purpose: str
-
-
 EXTRAS = {
-    "math": Extra(
-        ("math_verify", "latex2sympy2_extended", "antlr4"), "grading answers of math tasks"
-    ),
-    "gym": Extra(("reasoning_gym",), "questions that a generator makes (arithmetic)"),
-    "hf": Extra(("transformers", "huggingface_hub"), "models by hf:ORG/NAME"),
-    "tensorboard": Extra(("tensorboard",), "events of runs for TensorBoard; none is needed to run"),
-    "ray": Extra(("ray",), "several machines; no recipe uses it yet"),
-    "vllm": Extra(("vllm",), "another engine; no recipe uses it yet"),
+    "math": ("math_verify", "grading answers of math tasks"),
+    "gym": ("reasoning_gym", "questions that a generator makes (arithmetic)"),
+    "hf": ("huggingface_hub", "models by hf:ORG/NAME"),
+    "tensorboard": ("tensorboard", "events of runs for TensorBoard; none is needed to run"),
+    "ray": ("ray", "several machines; no recipe uses it yet"),
+    "vllm": ("vllm", "another engine; no recipe uses it yet"),
 }
+"""The optional parts of the package: for each, a module that it installs, and its purpose."""
 MADE = {
     "sums": "python examples/write_sums.py sums",
     "sentences": "python examples/write_keywords.py sentences --recipe keywords-scratch",
@@ -61,65 +54,47 @@ REMEDIES = {
     "disk": "make room, choose another --out, or lower checkpoint.keep",
 }
 """What to do about too little of each resource."""
+CODE = ("graders", "tasks")
+"""Folders of the package that make prompts and grade responses."""
+PACKAGES = {"math": ("math-verify", "sympy"), "gym": ("reasoning-gym",)}
+"""Packages that do the same, by the task's name."""
+PLAIN = (str, bytes, int, float, complex, bool, type(None))
+"""Types of values whose text is the same in every process."""
 _RUN = re.compile(r"runs/([\w.-]+)-\d+")
 
 
-def check(
-    recipe: Recipe, path: Path | None = None, *, prompts: Prompts = None, reward: Given = None
-) -> None:
+def check(recipe: Recipe, path: Path | None = None) -> None:
     """Raises if ``problems`` finds any."""
-    raise_all(problems(recipe, path, prompts=prompts, reward=reward))
+    raise_all(problems(recipe, path))
 
 
-def problems(
-    recipe: Recipe, path: Path | None = None, *, prompts: Prompts = None, reward: Given = None
-) -> list[BurnishError]:
-    """Packages, files and models that are missing, and rows and rewards that are not usable.
+def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
+    """The first problem of each kind: packages, files and models that are missing, and rows and
+    rewards that are not usable.
 
     ``path`` is the directory of a new run; None if nothing is trained.
     """
-    found: list[BurnishError] = []
-    if path is not None:
-        with _collecting(found):
-            check_new(path)
-    absent = [*missing_extras(recipe), *missing_files(recipe, has_rows=prompts is not None)]
-    if not absent:
-        for task in recipe.tasks:
-            with _collecting(absent):
-                _check_rows(task, recipe.seed, prompts, reward)
-    return [*found, *absent, *missing_model(recipe)]
+    found = [] if path is None else problem_of(check_new, path)
+    for check in (check_extras, check_files, check_model):
+        found += problem_of(check, recipe)
+    return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
 
 
-@contextmanager
-def _collecting(found: list[BurnishError]) -> Iterator[None]:
-    """Keeps an error of the block instead of raising it."""
+def problem_of(check: Callable[..., None], *given: Any) -> list[BurnishError]:
+    """The error that a check raises; empty if there is none."""
     try:
-        yield
+        check(*given)
     except BurnishError as error:
-        found.append(error)
+        return [error]
+    return []
 
 
-def _check_rows(task: Any, seed: int, prompts: Prompts, reward: Given) -> None:
-    """Raises if a row lacks what its task needs, or if a reward is missing."""
-    from burnish.tasks import math, pairs, rows, text
-
-    if isinstance(task, FilesTask):
-        chosen = text.reward_of(task, reward)
-        if isinstance(chosen, str):
-            rewards.check(chosen)
-        rows.rows_of(task, seed=seed, prompts=prompts)
-    if isinstance(task, PairsTask) and prompts is None:
-        rows.rows_of(task, seed=seed, check=pairs.check_pair)
-    if isinstance(task, MathTask):
-        math.rows_of(task, seed=seed)
+def is_installed(extra: str) -> bool:
+    return importlib.util.find_spec(EXTRAS[extra][0]) is not None
 
 
-def is_installed(*modules: str) -> bool:
-    return all(importlib.util.find_spec(module) is not None for module in modules)
-
-
-def missing_extras(recipe: Recipe) -> list[BurnishError]:
-    source, needed = origin(recipe).source, []  # (an extra, what needs it)
+def check_extras(recipe: Recipe) -> None:
+    source, needed = origin(recipe).source, []  # (an extra, the setting that needs it)
     for task in recipe.tasks:
         if isinstance(task, MathTask):
             needed.append(("math", "task.name = 'math'"))
@@ -127,43 +102,50 @@ def missing_extras(recipe: Recipe) -> list[BurnishError]:
             needed.append(("gym", f"the generator {task.generator}"))
     if source.startswith("hf:"):
         needed.append(("hf", f"the model {source}"))
-    absent = {name for name, extra in EXTRAS.items() if not is_installed(*extra.modules)}
-    return [MissingExtra(extra, what) for extra, what in needed if extra in absent]
+    for extra, what in needed:
+        if not is_installed(extra):
+            raise MissingExtra(extra, what)
 
 
-def missing_files(recipe: Recipe, *, has_rows: bool = False) -> list[BurnishError]:
-    found: list[BurnishError] = []
+def check_files(recipe: Recipe) -> None:
+    absent = _missing_files(recipe)
+    if absent:
+        told = " and ".join(f"task.{key} = {file!r}" for key, file in absent.items())
+        remedy = [*_made(recipe), "give rows as JSONL files by these names"][0]
+        raise DataError(f"{told} can't be read: no such file; first: {remedy}")
+
+
+def check_rows(recipe: Recipe) -> None:
+    """Raises if a row lacks a field that its task needs, or if a reward is missing."""
+    from burnish.tasks import math, pairs, rows, text
+
     for task in recipe.tasks:
-        files = _files_of(task)
-        if has_rows:
-            files.pop("train", None)
-        absent = {key: file for key, file in files.items() if file and not Path(file).exists()}
-        if absent:
-            told = " and ".join(f"task.{key} = {file!r}" for key, file in absent.items())
-            remedy = _made(recipe) or ["give rows as JSONL files by these names"]
-            found.append(DataError(f"{told} can't be read: no such file; first: {remedy[0]}"))
-    return found
+        if isinstance(task, FilesTask):
+            reward = text.reward_of(task)
+            if isinstance(reward, str):
+                rewards.check(reward)
+            rows.rows_of(task, seed=recipe.seed)
+        if isinstance(task, PairsTask):
+            rows.rows_of(task, seed=recipe.seed, check=pairs.check_pair)
+        if isinstance(task, MathTask):
+            math.rows_of(task, seed=recipe.seed)
 
 
-def missing_model(recipe: Recipe) -> list[BurnishError]:
+def check_model(recipe: Recipe) -> None:
     from burnish.model import hub
 
-    name, found = recipe.source, list[BurnishError]()
-    path = Path(name).expanduser()
+    name, path = recipe.source, Path(recipe.source).expanduser()
     if not name or name == hub.DEFAULT or name.startswith("hf:"):
-        return []
+        return
     if (path / "recipe.toml").is_file():
-        if checkpoints.latest(path) is None:
-            return [RunError(f"{path} has no checkpoint yet; train on, or resume it")]
-        return missing_model(origin(recipe))
-    with _collecting(found):
-        if first := first_run(name):
-            command = f"burnish {'sft' if first.is_supervised else 'train'} {first.name}"
-            made = "; ".join([*_made(first), command])
-            raise ModelError(f"{name} is a run that is not there yet; make it with: {made}")
-        if not path.exists():
-            hub.resolve(name)  # its error says what a model's name may be
-    return found
+        checkpoints.choose(path, "last")  # it raises if there is none
+        check_model(origin(recipe))
+    elif first := first_run(name):
+        command = f"burnish {'sft' if first.is_supervised else 'train'} {first.name}"
+        made = "; ".join([*_made(first), command])
+        raise ModelError(f"{name} is a run that is not there yet; make it with: {made}")
+    elif not path.exists():
+        hub.resolve(name)  # its error lists the names that a model may have
 
 
 def first_run(name: str) -> Recipe | None:
@@ -176,9 +158,13 @@ def first_run(name: str) -> Recipe | None:
 
 def _made(recipe: Recipe) -> list[str]:
     """The commands that write the missing files of a recipe of the package."""
-    files = [file for task in recipe.tasks for file in _files_of(task).values() if file]
-    absent = [Path(file).parts[0] for file in files if not Path(file).exists()]
-    return list(dict.fromkeys(MADE[folder] for folder in absent if folder in MADE))
+    folders = [Path(file).parts[0] for file in _missing_files(recipe).values()]
+    return list(dict.fromkeys(MADE[folder] for folder in folders if folder in MADE))
+
+
+def _missing_files(recipe: Recipe) -> dict[str, str]:
+    files = {key: file for task in recipe.tasks for key, file in _files_of(task).items()}
+    return {key: file for key, file in files.items() if file and not Path(file).exists()}
 
 
 def lacking(needs: Sequence[Need], free: Mapping[str, int]) -> list[BurnishError]:
@@ -189,12 +175,8 @@ def lacking(needs: Sequence[Need], free: Mapping[str, int]) -> list[BurnishError
         needed = sum(size for size, _ in parts)
         if needed > there:
             most = ", ".join(f"{what} {spell(size)}" for size, what in reversed(parts[-3:]))
-            found.append(
-                RunError(
-                    f"the run needs {spell(needed)} of {resource} (the most: {most}), and "
-                    f"{spell(there)} are there; {REMEDIES[resource]}"
-                )
-            )
+            told = f"the run needs {spell(needed)} of {resource} (the most: {most}), and "
+            found.append(RunError(f"{told}{spell(there)} are there; {REMEDIES[resource]}"))
     return found
 
 
@@ -211,7 +193,7 @@ def origin(recipe: Recipe) -> Recipe:
     if not isinstance(model, LanguageConfig) or not file.is_file():
         return recipe
     first = origin(config.load(file))
-    if isinstance(first.model, SorterConfig):
+    if first.model.name == "sorter":
         raise ConfigError(f"{model.name} trained the sorting model, which is not a language model")
     made = first.model.model_copy(update={"fp32_head": model.fp32_head})
     return first.model_copy(update={"model": made})
@@ -223,3 +205,108 @@ def raise_all(found: Sequence[BurnishError]) -> None:
         raise found[0]
     if found:
         raise RunError("\n".join(["this run can't start:", *(f"- {error}" for error in found)]))
+
+
+def hashes(recipe: Recipe) -> dict[str, str]:
+    """Hashes of the inputs that a recipe only names, by setting. A resumed run and a repeated
+    evaluation must read the same.
+
+    "prompts" and "reward" are a script's. The hash of a model from scratch is the tokenizer's, the
+    hash of a run its checkpoint's as well; the sorting model, which its seed makes, has none.
+    """
+    root, task = Path(__file__).parent, recipe.task
+    code = (file for folder in CODE for file in (root / folder).rglob("*"))
+    found = {"code": of_files(sorted(file for file in code if file.suffix in (".py", ".txt")))}
+    tasks: dict[str, Any] = {"task": task}
+    if isinstance(task, MixtureTask):
+        tasks = {f"task.tasks.{name}": part for name, part in task.tasks.items()}
+    for section, part in tasks.items():
+        found |= {f"{section}.{key}": value for key, value in _of_task(part)}
+    if isinstance(task, Rows) and task.rows is not None:
+        found["prompts"] = _hash(to_jsonl(task.rows).encode())
+    if isinstance(task, FilesTask) and task.function is not None:
+        found["reward"] = of_function(task.function)
+    if recipe.source:
+        files = _files_of_model(recipe)
+        tell("load", f"hashing the files of {recipe.model.name}")
+        found["model"] = of_files(files)
+    return found
+
+
+def _files_of_model(recipe: Recipe) -> list[Path]:
+    from burnish.model import hub
+
+    first = origin(recipe)
+    is_whole = first is recipe and isinstance(recipe.model, LanguageConfig)
+    kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
+    files = sorted(f for f in hub.resolve(first.source).glob("*") if f.suffix in kinds)
+    run = Path(recipe.model.name)
+    return files if first is recipe else [*files, checkpoints.choose(run, "best")]
+
+
+def of_files(files: Iterable[Path]) -> str:
+    """One hash of several files' contents."""
+    digests = []
+    for file in files:
+        with file.open("rb") as opened:
+            digests.append(hashlib.file_digest(opened, "sha256").digest())
+    return _hash(b"".join(digests))
+
+
+def of_function(function: rewards.Reward) -> str:
+    """A function's name and the hash of its own code, with the plain values that it holds.
+
+    Comments, line numbers and the code of other functions that it calls do not count.
+    """
+    if isinstance(function, partial):
+        given = repr((function.args, function.keywords))
+        return f"{of_function(function.func)} of {_hash(given.encode())}"
+    name = getattr(function, "__name__", type(function).__name__)
+    call: Any = function if hasattr(function, "__code__") else type(function).__call__
+    if not hasattr(call, "__code__"):  # written in C
+        return str(name)
+    held = [*(call.__defaults__ or ()), *(cell.cell_contents for cell in call.__closure__ or ())]
+    values = [repr(value) if isinstance(value, PLAIN) else type(value).__name__ for value in held]
+    return f"{name} ({_hash(repr((_of_bytecode(call.__code__), values)).encode())})"
+
+
+def _of_bytecode(code: CodeType) -> Any:
+    """A function's instructions in values that another process repeats."""
+    constants = [
+        _of_bytecode(value)
+        if isinstance(value, CodeType)
+        else sorted(map(repr, value if isinstance(value, frozenset) else [value]))
+        for value in code.co_consts
+    ]
+    return code.co_code, code.co_names, constants
+
+
+def as_rows(prompts: Iterable[str | Mapping[str, Any]]) -> list[Any]:
+    """A script's prompts as a file would give them, since the run keeps them in a file."""
+    if isinstance(prompts, str | Mapping):
+        raise DataError(
+            f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
+            f"prompts=[{prompts!r}], or give the name of a JSONL file as data"
+        )
+    rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+    try:
+        return [json.loads(json.dumps(row, default=dict)) for row in rows]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            "prompts must hold texts, numbers, lists and dicts alone, since a run keeps its rows "
+            f"as JSON: {error}; change the row, or look the rest up in the reward"
+        ) from None
+
+
+def _of_task(task: Any) -> Iterator[tuple[str, str]]:
+    for key, file in _files_of(task).items():
+        if file is not None:
+            yield key, of_files([Path(file)])
+    if isinstance(task, FilesTask) and task.reward and task.reward not in rewards.BUILT_IN:
+        yield "reward", of_files([Path(task.reward.rpartition(":")[0])])
+    for package in PACKAGES.get(task.name, ()):
+        yield package, str(version_of(package))
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

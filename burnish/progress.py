@@ -1,7 +1,8 @@
-"""How far the work is: one small record, and the callables that carry it to whoever shows it.
+"""How far the work is: one small record, and the function that shows it.
 
-Functions are handed a ``Show`` or a ``Report`` and call it often; a call must cost next to nothing,
-so a display keeps the last record and draws it when it likes.
+Work of any depth calls ``tell`` or ``begin``, which find the function that ``showing`` has set.
+They are called often and must cost next to nothing, so a display keeps the last record and draws it
+when it likes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 STEP_PHASES = ("generate", "grade", "score", "learn", "publish")
 """Phases of a step; all others come before the first step or between two steps."""
@@ -45,6 +46,7 @@ class Progress:
 
 
 Show = Callable[[Progress], None]
+_show: ContextVar[Show] = ContextVar("_show", default=lambda progress: None)
 
 
 class Report(Protocol):
@@ -53,35 +55,43 @@ class Report(Protocol):
     def __call__(self, done: int, total: int | None = None, *, tokens: int = 0) -> None: ...
 
 
-def silent(progress: Progress) -> None:
-    """Shows nothing."""
-
-
 def unheard(done: int, total: int | None = None, *, tokens: int = 0) -> None:
     """Reports to nobody."""
 
 
-def begin(
-    show: Show,
-    phase: str,
-    doing: str,
-    *,
-    total: int | None = None,
-    unit: str = "",
-    clock: Callable[[], float] = time.monotonic,
-) -> Report:
+@contextmanager
+def showing(show: Show) -> Iterator[None]:
+    """Progress inside the block is shown by ``show``."""
+    token = _show.set(show)
+    try:
+        yield
+    finally:
+        _show.reset(token)
+
+
+def current_show() -> Show:
+    """The function that shows progress here."""
+    return _show.get()
+
+
+def tell(phase: str, doing: str, **more: Any) -> None:
+    """Shows a ``Progress`` of these fields."""
+    _show.get()(Progress(phase, doing, **more))
+
+
+def begin(phase: str, doing: str, *, total: int | None = None, unit: str = "") -> Report:
     """Announces a phase and returns the function that reports how far it is.
 
     A report may name another total. Its tokens were sampled since the phase began.
     """
-    began, expected = clock(), total
+    began, expected, show = time.monotonic(), total, _show.get()
 
     def report(done: int, total: int | None = None, *, tokens: int = 0) -> None:
-        speed = tokens / max(clock() - began, 1e-3) if tokens else None
+        speed = tokens / max(time.monotonic() - began, 1e-3) if tokens else None
         whole = expected if total is None else total
         show(Progress(phase, doing, done, whole, unit, tokens_per_second=speed))
 
-    show(Progress(phase, doing, 0, expected, unit))
+    report(0)
     return report
 
 
@@ -93,25 +103,3 @@ def after(report: Report, done: int, tokens: int = 0) -> Report:
         report(first + done, tokens=before + tokens)
 
     return further
-
-
-_compiling: ContextVar[Show] = ContextVar("_compiling", default=silent)
-
-
-@contextmanager
-def showing_compiles(show: Show) -> Iterator[None]:
-    """Kernels that are compiled inside the block are announced to ``show``.
-
-    This is a context and not an argument because numba calls the code that compiles a kernel, and
-    passes nothing on to it.
-    """
-    token = _compiling.set(show)
-    try:
-        yield
-    finally:
-        _compiling.reset(token)
-
-
-def announce_compile(kernel: str) -> None:
-    doing = f"compiling the kernel {kernel} (once; later runs find it on the disk)"
-    _compiling.get()(Progress("compile", doing))

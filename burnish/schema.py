@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -63,6 +63,8 @@ class Rows(Section):
     """Rows of a JSONL file, each with a prompt, some of them held out."""
 
     train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
+    rows: list[dict[str, Any]] | None = Field(None, exclude=True)
+    """Rows that a script gives in the place of ``train``; a run keeps them in a file of its own."""
     validation: str | None = Field(None, description="the same; None: rows of train are held out")
     validation_rows: int | None = Field(None, ge=1)
     """How many rows are held out; None if all of validation, or a tenth of train."""
@@ -74,6 +76,8 @@ class FilesTask(Rows, Graded):
 
     name: Literal["files"] = "files"
     reward: str | None = Field(None, description="FILE.py:NAME or a built-in name")
+    function: Callable[..., Any] | None = Field(None, exclude=True)
+    """A reward that a script gives in the place of ``reward``; no file keeps it."""
 
 
 R1_ZERO = (

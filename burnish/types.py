@@ -33,7 +33,7 @@ class Prompt:
     task: str
     """Names the grader."""
     reference: Any = None
-    """What the grader compares with; opaque to everything else."""
+    """The gold answer or row for the grader; opaque to everything else."""
     part: str | None = None
     """The part of a mixture, or another kind that metrics tell apart; None if there are none."""
     asked: str | None = None
@@ -95,10 +95,10 @@ class Grade:
     reward: float
     """NaN where the status is error, so that nothing can take it for a score."""
     parts: dict[str, float] = field(default_factory=dict)
-    """What the reward is made of: format, answer, length, …"""
+    """Parts of the reward: format, answer, length, …"""
     status: Status = Status.SCORED
     message: str | None = None
-    """The grader's words for what went wrong; None if nothing did."""
+    """The grader's message about an error; None if there was none."""
 
     @property
     def is_error(self) -> bool:
@@ -128,7 +128,7 @@ class Group:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """What happened: each group laid out as prompt, response 1, response 2, …"""
+    """A record of what happened: each group laid out as prompt, response 1, response 2, …"""
 
     tokens: Tensor
     """[N] int64"""
@@ -179,7 +179,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class LearnBatch:
-    """What to learn: a ``PackedBatch`` and the per-token streams the learner executes, all [N]."""
+    """A ``PackedBatch`` with the streams that the learner learns from, all [N]."""
 
     batch: PackedBatch
     advantages: Tensor

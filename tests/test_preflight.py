@@ -18,7 +18,9 @@ def without(monkeypatch):
     """Makes modules seem not to be installed, and all others seem to be."""
 
     def hide(*modules):
-        monkeypatch.setattr(preflight, "is_installed", lambda *names: not {*names} & {*modules})
+        monkeypatch.setattr(
+            preflight, "is_installed", lambda extra: preflight.EXTRAS[extra][0] not in modules
+        )
 
     return hide
 
@@ -40,40 +42,36 @@ def test_the_extras_are_those_of_the_package():
 def test_a_missing_extra_is_named_with_its_command(name, overrides, module, extra, without):
     recipe = config.load(name, overrides)
     without(module)
-    (error,) = preflight.missing_extras(recipe)
-    assert isinstance(error, MissingExtra)
-    assert f"pip install 'burnish[{extra}]'" in str(error)
+    with pytest.raises(MissingExtra, match=rf"pip install 'burnish\[{extra}\]'"):
+        preflight.check_extras(recipe)
     without()
-    assert not preflight.missing_extras(recipe)
+    preflight.check_extras(recipe)
 
 
 def test_missing_files_and_first_runs_name_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (sums,) = preflight.missing_files(config.load("arithmetic-sft"))
-    assert isinstance(sums, DataError)
     both = "task.train = 'sums/train.jsonl' and task.validation = 'sums/validation.jsonl'"
-    assert (
-        str(sums) == f"{both} can't be read: no such file; first: "
-        "python examples/write_sums.py sums"
-    )
-    (first,) = preflight.missing_model(config.load("arithmetic"))
-    assert isinstance(first, ModelError)
-    asked = "make it with: python examples/write_sums.py sums; burnish sft arithmetic-sft"
-    assert str(first).endswith(asked)
+    write = "python examples/write_sums.py sums"
+    with pytest.raises(DataError) as caught:
+        preflight.check_files(config.load("arithmetic-sft"))
+    assert str(caught.value) == f"{both} can't be read: no such file; first: {write}"
+    with pytest.raises(ModelError, match=f"make it with: {write}; burnish sft arithmetic-sft$"):
+        preflight.check_model(config.load("arithmetic"))
     Path("sums").mkdir()
     for name in ("train", "validation"):
         Path(f"sums/{name}.jsonl").touch()
-    assert not preflight.missing_files(config.load("arithmetic-sft"))
-    (first,) = preflight.missing_model(config.load("arithmetic"))
-    assert str(first).endswith("make it with: burnish sft arithmetic-sft")
+    preflight.check_files(config.load("arithmetic-sft"))
+    with pytest.raises(ModelError, match=r"make it with: burnish sft arithmetic-sft$"):
+        preflight.check_model(config.load("arithmetic"))
     Path("runs/arithmetic-sft-1").mkdir(parents=True)
-    assert not preflight.missing_model(config.load("arithmetic"))
-    (other,) = preflight.missing_model(config.load("keywords", ["model.name=elsewhere"]))
-    assert "no model 'elsewhere'" in str(other)
+    preflight.check_model(config.load("arithmetic"))
+    with pytest.raises(ModelError, match="no model 'elsewhere'"):
+        preflight.check_model(config.load("keywords", ["model.name=elsewhere"]))
     nothing = config.load("sft")
     with pytest.raises(ConfigError, match="there are no prompts"):
         preflight.check(nothing)
-    preflight.check(nothing, prompts=[{"prompt": "a", "answer": "b"}])
+    rows = [{"prompt": "a", "answer": "b"}] * 2
+    preflight.check(config.load("sft", {"task": {"rows": rows}}))
 
 
 def test_several_problems_are_said_together(tmp_path, monkeypatch, without):

@@ -15,14 +15,15 @@ import time
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from burnish import api, display
+from burnish import api, display, progress
 from burnish.display import Display, figures
 from burnish.errors import BurnishError
-from burnish.progress import Progress, after, announce_compile, begin, showing_compiles
+from burnish.progress import Progress, after, begin, showing, tell
 
 PHASES = ["check", "load", "evaluate", "generate", "grade", "score", "learn", "publish"]
 PHASES += ["checkpoint", "step", "report"]
@@ -38,9 +39,11 @@ class Clock:
         return self.now
 
 
-def test_a_phase_reports_how_far_it_is_and_how_fast():
+def test_a_phase_reports_how_far_it_is_and_how_fast(monkeypatch):
     seen, clock = [], Clock()
-    report = begin(seen.append, "evaluate", "evaluating", total=8, unit="responses", clock=clock)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
+    with showing(seen.append):
+        report = begin("evaluate", "evaluating", total=8, unit="responses")
     clock.now += 2.0
     report(3, tokens=50)
     after(report, 4, tokens=60)(1, 2, tokens=20)
@@ -113,14 +116,12 @@ def test_a_run_that_is_interrupted_before_it_learned_leaves_no_directory(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_kernels_are_announced_where_they_are_shown():
+def test_progress_is_shown_inside_a_block_alone():
     seen = []
-    with showing_compiles(seen.append):
-        announce_compile("norm")
-    announce_compile("gate")
-    (told,) = seen
-    assert told.phase == "compile"
-    assert "compiling the kernel norm" in told.doing
+    with showing(seen.append):
+        tell("compile", "compiling the kernel norm")
+    tell("compile", "compiling the kernel gate")
+    assert seen == [Progress("compile", "compiling the kernel norm")]
 
 
 def lines(console):
@@ -189,10 +190,10 @@ def test_python_shows_on_stderr_unless_told_not_to(tmp_path, capfd):
 
 SLOW = """
 import sys, time
-from burnish import cli, display, inputs
+from burnish import cli, display, preflight
 
 pause, every, redraws, steps, first_only = map(float, sys.argv[1:6])
-quick_hashes, calls = inputs.hashes, []
+quick_hashes, calls = preflight.hashes, []
 
 def slow(owner, name):
     quick = getattr(owner, name)
@@ -206,17 +207,16 @@ def slow(owner, name):
 def slow_hashes(*given, **named):  # of a run, before it is built
     from burnish.engine.sorter import SorterEngine
     from burnish.learner.learner import Learner
-    from burnish.loops import recorder
-    from burnish.runs import checkpoints
+    from burnish.runs import checkpoints, report
     print("LOADED", flush=True)
     for owner, name in (
         (SorterEngine, "step"), (Learner, "score"), (Learner, "step"),
-        (checkpoints, "save"), (recorder, "write_report"),
+        (checkpoints, "save"), (report, "write_report"),
     ):
         slow(owner, name)
     return quick_hashes(*given, **named)
 
-inputs.hashes = slow_hashes
+preflight.hashes = slow_hashes
 display.EVERY, display.REDRAWS = every, redraws
 sets = [f"train.steps={steps:.0f}", "train.epochs=1", "checkpoint.every=1", "validation.every=9"]
 sys.argv = ["burnish", "train", "sort", "--out", "run"]
@@ -353,7 +353,7 @@ def test_ctrl_c_twice_says_what_was_saved(tmp_path):
     asked = time.monotonic()
     assert watched.end() == 130
     assert time.monotonic() - asked < 3
-    said = "the last checkpoint is step-00000001; continue from it with: burnish resume run"
+    said = "the last checkpoint is step-00000001; continue with: burnish resume run"
     assert said in watched.text
 
 

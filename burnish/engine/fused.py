@@ -28,7 +28,7 @@ from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array
 
 from burnish.errors import EngineError
-from burnish.progress import announce_compile
+from burnish.progress import tell
 
 if numba.config.CPU_FEATURES is None:
     _features = llvmlite.binding.get_host_cpu_features()
@@ -61,7 +61,8 @@ def rows_kernel(name: str, *sizes: int) -> Callable[[Any], Any]:
         def load_or_compile(signature: Any, context: Any) -> Any:
             found = load(signature, context)
             if found is None and not compiles_here:
-                announce_compile(name)
+                doing = f"compiling the kernel {name} (once; later runs find it on the disk)"
+                tell("compile", doing)
                 _compile_aside(name, sizes, signature)
                 found = load(signature, context)
             return found

@@ -197,10 +197,9 @@ class Learner:
     def _remember(self, logprobs: Tensor) -> None:
         """The first step, if it runs over the whole rollout, has scored the policy before it."""
         rollout = self._rollout
-        if rollout is None or rollout.version != self.version:
-            return
-        if len(logprobs) == len(rollout.batch.tokens):
-            rollout.logprobs = logprobs
+        if rollout is not None and rollout.version == self.version:
+            is_whole = len(logprobs) == len(rollout.batch.tokens)
+            rollout.logprobs = logprobs if is_whole else rollout.logprobs
 
     def _others(
         self, batch: PackedBatch, packs: list[Pack], lower: Tensor | None, scores: Scores

@@ -160,7 +160,7 @@ class Program:
 def live(learn: LearnBatch) -> LearnBatch:
     """Without the responses whose advantages are all 0: their loss is 0 whatever the policy.
 
-    The denominator stays that of the whole batch. A batch in which nothing is left stays as it is.
+    The denominator still counts the whole batch. A batch in which nothing is left stays as it is.
     """
     batch = learn.batch
     moved = sequence_sum((learn.advantages != 0).float(), batch.is_action, batch.sequence_ids) > 0

@@ -1,14 +1,13 @@
 """Evaluation: held-out prompts, sampling of their own, and draws that every evaluation shares.
 
 Prompts are answered some at a time, and always the same ones together, since a batch decides the
-last bits of its logits. An evaluation in a directory of its own appends each answer to
-results.jsonl. If it is killed, the next one answers the rest, and its figures are the same.
+last bits of its logits.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,17 @@ from typing import Any
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine
 from burnish.errors import RunError
-from burnish.progress import Show, after, begin, silent
+from burnish.progress import after, begin
 from burnish.rollout.rollout import averages, grade, sample, sampling
-from burnish.runs import responses, statistics
-from burnish.runs.directory import lock, replace_file
-from burnish.runs.metrics import Metrics, iterate_rows
-from burnish.runs.statistics import Outcome, is_right
+from burnish.runs import responses, results
+from burnish.runs.directory import lock, read_json, replace_file, to_jsonl
+from burnish.runs.metrics import Metrics
+from burnish.runs.resuming import differences
 from burnish.schema import Recipe
 from burnish.tasks.task import Task
 from burnish.types import Group, IntArray, Status
 
+FIGURES = "figures.json"
 TOGETHER = 512
 """Responses that are sampled together at least."""
 Decode = Callable[[IntArray], list[str]]
@@ -43,14 +43,9 @@ class Evaluator:
     engine: Engine
     decode: Decode
 
-    def answered(
-        self, start: int = 0, *, show: Show = silent, when: str = ""
-    ) -> Iterator[list[Group]]:
-        """Graded responses from prompt ``start`` on, some prompts at a time.
-
-        ``when`` is shown, such as "after step 10".
-        """
-        config, samples, tokens = self.recipe.validation, self.recipe.validation.samples, 0
+    def answered(self, when: str = "") -> list[Group]:
+        """Graded responses to all prompts; ``when`` is shown, such as "after step 10"."""
+        config, samples = self.recipe.validation, self.recipe.validation.samples
         params = replace(
             sampling(self.recipe),
             temperature=config.temperature,
@@ -59,19 +54,16 @@ class Evaluator:
         )
         prompts = list(enumerate(self.task.validation))
         doing = f"evaluating {len(prompts)} prompts {when}".rstrip()
-        report = begin(show, "evaluate", doing, total=samples * len(prompts), unit="responses")
-        for first in range(start, len(prompts), self.together):
-            asked = prompts[first : first + self.together]
+        report = begin("evaluate", doing, total=samples * len(prompts), unit="responses")
+        together = max(1, max(TOGETHER, self.recipe.engine.max_running) // samples)
+        groups: list[Group] = []
+        for first in range(0, len(prompts), together):
+            asked = prompts[first : first + together]
+            tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
             further = after(report, samples * first, tokens)
             completions = sample(self.engine, asked, samples, params, Stream.EVALUATION, further)
-            tokens += sum(len(c.token_ids) for group in completions for c in group)
-            yield grade(self.task, asked, completions)
-
-    @property
-    def together(self) -> int:
-        """Prompts that are sampled together."""
-        config = self.recipe.validation
-        return max(1, max(TOGETHER, self.recipe.engine.max_running) // config.samples)
+            groups += grade(self.task, asked, completions)
+        return groups
 
     def rows(self, groups: Sequence[Group]) -> list[Row]:
         """Every response as a row of rollouts, with the answer that it votes for, its grader's
@@ -88,33 +80,17 @@ class Evaluator:
             for row, (prompt, message) in zip(rows, grades, strict=True)
         ]
 
-    def evaluate_into(
-        self, directory: Path, settings: Mapping[str, Any], *, show: Show = silent
-    ) -> None:
-        """Keeps every response, and the figures, in a directory; an evaluation that was begun
-        there goes on.
+    def evaluate_into(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        """Keeps every response, and the figures, in a directory, unless it has them already.
 
         ``settings`` are all that the results depend on.
         """
         with lock(directory):
             _check_settings(directory / "settings.json", settings)
-            file = directory / "results.jsonl"
-            rows = self._kept(list(iterate_rows(file)))
-            replace_file(file, _jsonl(rows))
-            done = len(rows) // self.recipe.validation.samples
-            for groups in self.answered(done, show=show):
-                fresh = self.rows(groups)
-                with file.open("a", encoding="utf-8") as out:
-                    out.write(_jsonl(fresh))
-                rows += fresh
-            replace_file(directory / "figures.json", json.dumps(figures(rows), indent=2) + "\n")
-
-    def _kept(self, rows: list[Row]) -> list[Row]:
-        """The rows of prompts that were sampled together and are all there."""
-        samples, size = self.recipe.validation.samples, self.together
-        count = len(rows) // samples
-        is_whole = count == len(self.task.validation)
-        return rows[: (count if is_whole else count // size * size) * samples]
+            if not (directory / FIGURES).exists():
+                rows = self.rows(self.answered())
+                replace_file(directory / "results.jsonl", to_jsonl(rows))
+                replace_file(directory / FIGURES, json.dumps(figures(rows), indent=2) + "\n")
 
 
 def figures(rows: Sequence[Row]) -> Metrics:
@@ -124,12 +100,11 @@ def figures(rows: Sequence[Row]) -> Metrics:
     """
     if not rows:
         return {}
-    prompts: dict[int, list[Outcome]] = {}
+    prompts: dict[int, list[Row]] = {}
     for row in rows:
         if row["status"] != Status.ERROR:
-            outcome = Outcome(is_right(row), row["answer"])
-            prompts.setdefault(row["group"], []).append(outcome)
-    found = averages(rows) | statistics.describe(list(prompts.values()))
+            prompts.setdefault(row["group"], []).append(row)
+    found = averages(rows) | results.accuracy(list(prompts.values()))
     return {f"validation/{name}": value for name, value in found.items()}
 
 
@@ -137,14 +112,7 @@ def _check_settings(file: Path, settings: Mapping[str, Any]) -> None:
     """Writes the settings of a new evaluation; raises if the directory holds another one."""
     if not file.exists():
         replace_file(file, json.dumps(settings, indent=2) + "\n")
-    before = json.loads(file.read_text(encoding="utf-8"))
-    changed = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
-    if changed:
-        told = "; ".join(f"{key}: {before.get(key)} → {settings.get(key)}" for key in changed)
+    if told := differences(read_json(file), settings):
         raise RunError(
             f"{file.parent} holds another evaluation ({told}); choose another --out or remove it"
         )
-
-
-def _jsonl(rows: Sequence[Row]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)

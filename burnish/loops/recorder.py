@@ -16,14 +16,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from burnish.errors import BurnishError, RunError
+from burnish.errors import BurnishError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
-from burnish.progress import Progress, Show, showing_compiles, silent
-from burnish.runs import checkpoints, responses, status
+from burnish.progress import Progress, current_show, showing
+from burnish.runs import checkpoints, report, responses
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Metrics, Timers
-from burnish.runs.report import write_report
 from burnish.runs.run import summarise
 from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
@@ -42,7 +41,7 @@ class Parts(NamedTuple):
     """It has the number of steps, which follows from the rows of a supervised recipe."""
     learner: Learner
     train: Callable[..., Iterator[Step]]
-    """The steps from ``start`` on, with ``timers`` and ``show``."""
+    """The steps from ``start`` on, with ``timers``."""
     validate: Callable[..., tuple[list[Group], Metrics]]
     """Graded responses and figures of the published policy on held-out prompts; the text says when
     they are measured, such as "after step 10"."""
@@ -60,18 +59,17 @@ def record(
     parts: Parts,
     *,
     start: int = 0,
-    show: Show = silent,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Runs from step ``start`` to the end, or until ``stop`` says so.
 
-    A step that has begun is finished, and saved, before ``stop`` is asked. ``show`` is told of
-    every phase and, in phase "step", of every finished step; status.json says the same.
+    A step that has begun is finished, and saved, before ``stop`` is asked. Every phase and, in
+    phase "step", every finished step is shown; status.json says the same.
     """
-    state: status.State = "failed"
-    recorder = _Recorder(directory, parts, start, show)
+    state: report.State = "failed"
+    recorder = _Recorder(directory, parts, start)
     try:
-        with showing_compiles(recorder.tell):
+        with showing(recorder.tell):
             recorder.run(stop)
         state = "finished" if recorder.is_done else "stopped"
     except KeyboardInterrupt:
@@ -84,16 +82,17 @@ def record(
 class _Recorder:
     """Turns steps into files, and tells how far the run is."""
 
-    def __init__(self, directory: RunDirectory, parts: Parts, done: int, show: Show) -> None:
-        self.directory, self.parts, self.recipe, self.show = directory, parts, parts.recipe, show
+    def __init__(self, directory: RunDirectory, parts: Parts, done: int) -> None:
+        self.directory, self.parts, self.recipe = directory, parts, parts.recipe
+        self.show = current_show()
         self.done = self._saved = done
         """The last finished step, and the step of the last checkpoint."""
         self.timers = Timers()
         self._has_events = find_spec("tensorboard") is not None
         self._score: float | None = None
         """Validation score of the last step; None if that step was not validated."""
-        self._times = deque([time.time()], maxlen=RECENT + 1)
-        """When the run began and when its last steps were finished."""
+        self._times: deque[float] = deque(maxlen=RECENT + 1)
+        """When the first step began and when the last steps were finished."""
         self._now = Progress("load", "starting", step=done, steps=self.recipe.train.steps)
         self.write_status("running")
         self._note_state()
@@ -105,8 +104,9 @@ class _Recorder:
     def run(self, stop: Callable[[], bool]) -> None:
         if self.done == 0:
             self._write_start()
+        self._times.append(time.time())
         try:
-            for step in self.parts.train(timers=self.timers, start=self.done, show=self.tell):
+            for step in self.parts.train(timers=self.timers, start=self.done):
                 stopping = stop()
                 self._write(step, stopping)
                 if stopping:
@@ -120,26 +120,25 @@ class _Recorder:
         if self.is_done:
             summary = summarise(self.directory.path)
             self.directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
-        write_report(self.directory.path)
+        report.write_report(self.directory.path)
 
     def tell(self, progress: Progress) -> None:
         """Shows progress with the step and the time left, and keeps status.json: a new phase is
         written at once, the rest once a second."""
         now, before, left = time.time(), self._now.doing, None
+        steps = self.recipe.train.steps
         if len(self._times) > 1:
             pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-            end = self._times[-1] + pace * (self.recipe.train.steps - self.done)
-            left = max(0.0, end - now)
-        steps = self.recipe.train.steps
+            left = max(0.0, self._times[-1] + pace * (steps - self.done) - now)
         self._now = replace(progress, step=self.done, steps=steps, seconds_left=left)
         if progress.doing != before or now - self._written >= 1.0:
             self.write_status("running")
         self.show(self._now)
 
-    def write_status(self, state: status.State) -> None:
+    def write_status(self, state: report.State) -> None:
         self._written = time.time()
-        with suppress(RunError):  # a full disk stops the run where a file matters
-            status.write(self.directory.path, state, self._now, now=self._written)
+        with suppress(OSError):  # a full disk stops the run where a file matters
+            report.write_status(self.directory.path, state, self._now, now=self._written)
 
     def _write_start(self) -> None:
         """Validates before the first step."""
@@ -157,11 +156,10 @@ class _Recorder:
         if number % recipe.validation.every == 0 or self.is_done:
             with self.timers("evaluate"):
                 metrics = metrics | self._validate(number)
-        if step.groups:
-            log = responses.readable(number, step.groups, step.advantages)
-            self.directory.append("log.txt", log)
         kept = {"advantages": step.advantages, "learner_logprobs": step.learner_logprobs}
-        self._keep("rollouts.jsonl", number, step.groups, limit=recipe.log.rollouts, **kept)
+        limit = recipe.log.rollouts
+        if rows := self._keep("rollouts.jsonl", number, step.groups, limit=limit, **kept):
+            self.directory.append("log.txt", responses.readable(rows))
         timings = self.timers.take()
         if "time/generate" in timings:
             sampled = metrics["rollout/length"] * metrics["rollout/responses"]
@@ -197,7 +195,7 @@ class _Recorder:
 
     def _validate(self, step: int) -> Metrics:
         when = f"after step {step}" if step else "before the first step"
-        groups, metrics = self.parts.validate(show=self.tell, when=when)
+        groups, metrics = self.parts.validate(when)
         self._score = metrics.get("validation/reward")
         if "validation/loss" in metrics:
             self._score = -metrics["validation/loss"]  # the best is the highest
@@ -210,6 +208,11 @@ class _Recorder:
         if self._has_events:
             self.directory.append_scalars(step, metrics | timings)
 
-    def _keep(self, file: str, step: int, groups: Sequence[Group], **how: Any) -> None:
-        for row in responses.rows(step, groups, decode=self.parts.decode, **how):
+    def _keep(
+        self, file: str, step: int, groups: Sequence[Group], **how: Any
+    ) -> list[responses.ResponseRow]:
+        """Writes a step's responses to a file and returns their rows."""
+        rows = list(responses.rows(step, groups, decode=self.parts.decode, **how))
+        for row in rows:
             self.directory.append_row(file, row)
+        return rows

@@ -15,7 +15,7 @@ from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.loops.sync import Step
 from burnish.pieces import ObjectiveConfig, Raw, Reinforce, TokenMean
-from burnish.progress import Show, begin, silent
+from burnish.progress import begin
 from burnish.rollout.packing import Pack, pack
 from burnish.runs.metrics import Metrics, Timers
 from burnish.schema import Recipe
@@ -28,19 +28,13 @@ CONSTANT = ("train/ratio_min", "train/ratio_max", "train/advantage_std")
 
 
 def train(
-    recipe: Recipe,
-    *,
-    pairs: Pairs,
-    learner: Learner,
-    timers: Timers,
-    start: int = 0,
-    show: Show = silent,
+    recipe: Recipe, *, pairs: Pairs, learner: Learner, timers: Timers, start: int = 0
 ) -> Iterator[Step]:
     """Learns from step ``start`` on, yielding after each step; ``learner`` has ``PROGRAM``."""
     for number in range(start, recipe.train.steps):
         groups = pairs.batch(number, recipe.train.batch)
         with timers("learn"):
-            begin(show, "learn", f"learning {len(groups)} answers")
+            begin("learn", f"learning {len(groups)} answers")
             figures = learner.step(to_learn(learner, groups))
         metrics = {k: v for k, v in figures.items() if k not in CONSTANT}
         metrics |= {"train/version": learner.version, "train/tokens": count_tokens(groups)}
@@ -54,13 +48,11 @@ def to_learn(learner: Learner, groups: list[Group]) -> LearnBatch:
     return learn
 
 
-def validate(
-    pairs: Pairs, learner: Learner, *, show: Show = silent, when: str = ""
-) -> tuple[list[Group], Metrics]:
+def validate(pairs: Pairs, learner: Learner, when: str = "") -> tuple[list[Group], Metrics]:
     """The mean loss over all held-out answer tokens; empty if nothing is held out."""
     if not pairs.validation:
         return [], {}
-    begin(show, "evaluate", f"evaluating {len(pairs.validation)} answers {when}".rstrip())
+    begin("evaluate", f"evaluating {len(pairs.validation)} answers {when}".rstrip())
     batch = pack(pairs.validation).to(learner.device)
     loss = -learner.logprobs(batch)[batch.is_action].double().mean().item()
     return [], {"validation/loss": loss}

@@ -24,7 +24,7 @@ from torch import Tensor
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
-from burnish.progress import Show, begin, silent
+from burnish.progress import begin
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import check_errors, describe, drop_errors, grade, sample, sampling
@@ -60,7 +60,6 @@ def train(
     learner: Learner,
     timers: Timers,
     start: int = 0,
-    show: Show = silent,
 ) -> Iterator[Step]:
     """Runs the loop from step ``start`` on, yielding after each step."""
     params, some = sampling(recipe), counted(recipe.rollout.batch, "response")
@@ -71,29 +70,24 @@ def train(
         skipped = prompts.skipped
         asked = prompts.take(recipe.prompts_per_rollout)
         with timers("generate"):
-            report = begin(show, "generate", doing, total=recipe.rollout.batch, unit="responses")
+            report = begin("generate", doing, total=recipe.rollout.batch, unit="responses")
             size = recipe.rollout.group_size
             responses = sample(engine, asked, size, params, Stream.TRAIN, report)
         with timers("grade"):
-            begin(show, "grade", f"grading {some}")
+            begin("grade", f"grading {some}")
             sampled = grade(task, asked, responses)
             check_errors(sampled, limit=recipe.rollout.max_errors)
             groups, dropped = drop_errors(sampled)
-        step = learn(recipe, learner, number + 1, groups, timers, show)
+        step = learn(recipe, learner, number + 1, groups, timers)
         with timers("publish"):
-            begin(show, "publish", "handing the new weights to the sampler")
+            begin("publish", "handing the new weights to the sampler")
             engine.load(learner.weights())
         rollout = describe(sampled, prompts.skipped - skipped) | dropped
         yield step._replace(metrics=rollout | step.metrics)
 
 
 def learn(
-    recipe: Recipe,
-    learner: Learner,
-    number: int,
-    groups: list[Group],
-    timers: Timers,
-    show: Show = silent,
+    recipe: Recipe, learner: Learner, number: int, groups: list[Group], timers: Timers
 ) -> Step:
     """Takes a rollout's gradient steps; ``train/skipped`` counts planned steps that were not taken.
 
@@ -104,12 +98,12 @@ def learn(
         return Step(number, {"train/skipped": float(planned), "train/version": learner.version})
     some = counted(sum(len(group.grades) for group in groups), "response")
     with timers("score"):
-        begin(show, "score", f"scoring {some}")
+        begin("score", f"scoring {some}")
         batch = pack(groups).to(learner.device)
         parts = train_batches(batch, recipe.train.batch, count=recipe.train_batches)
         scores = learner.score(batch, parts)
     with timers("learn"):
-        report = begin(show, "learn", f"learning from {some}", unit="gradient steps")
+        report = begin("learn", f"learning from {some}", unit="gradient steps")
         lag = learner.version - min(group.oldest_version for group in groups)
         advantages = program.advantages(batch, scores)
         batches = program.batches(batch, advantages, scores, parts) * recipe.train.epochs

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 TILE = 2**17
-"""Numbers that are normed at a time, so that what is made of them stays in the cache."""
+"""Numbers that are normed at a time, so that they and their products stay in the cache."""
 
 
 class RMSNorm(nn.RMSNorm):

@@ -27,7 +27,7 @@ class _Block:
     """Segments of about one length, after prompts of one length, attended in one call."""
 
     queries: Tensor
-    """[B, L] slots; a shorter segment repeats its last slot, and those rows are dropped later."""
+    """[B, L] slots; a shorter segment repeats its last slot, and the repeated rows are dropped."""
     context: Tensor
     """[B, P + L] slots: the prompt's, then the segment's own."""
     mask: Tensor | None
@@ -82,7 +82,7 @@ class PackedAttention:
             _Block.of(run, device) for segments in after.values() for run in _runs(segments)
         ]
         # One gather for all blocks, not one each: the backward pass of a gather writes a tensor
-        # as large as what was gathered from.
+        # as large as the tensor that was gathered from.
         self._queries = torch.cat([block.queries.flatten() for block in self._blocks])
         self._context = torch.cat([block.context.flatten() for block in self._blocks])
         self._sizes = [block.queries.numel() for block in self._blocks]

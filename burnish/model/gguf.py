@@ -18,8 +18,8 @@ from burnish.model import checkpoint
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 
-CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens that text is never merged into."""
+CONTROL = 3
+"""The type of tokens that text is never merged into."""
 
 
 def convert(path: Path, config: Mapping[str, Any], directory: Path) -> None:
@@ -63,8 +63,8 @@ def _tokenizer(reader: GGUFReader) -> Tokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, given["ggml.token_type"], strict=True):
-        if kind in (CONTROL, USER_DEFINED):
-            backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)])
+        if kind == CONTROL:
+            backend.add_tokens([AddedToken(token, special=True, normalized=False)])
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {role: given.get(f"ggml.{name}_token_id") for name, role in roles.items()}
     special = {f"{role}_token": tokens[i] for role, i in ids.items() if i is not None}

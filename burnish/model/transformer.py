@@ -80,7 +80,7 @@ class Rope(NamedTuple):
     def frequencies(self, head_dim: int) -> Tensor:
         """[head_dim / 2] float32, in radians per position.
 
-        Llama 3 keeps short wavelengths, stretches long ones by a factor, and blends those between.
+        Llama 3 keeps short wavelengths, stretches long ones by a factor, and blends the others.
         """
         inverse = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         if self.llama3 is None:
@@ -225,7 +225,7 @@ class Layer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split(self.heads[:2], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        # Both at once: with few tokens, the number of operations is what costs.
+        # Both at once: with few tokens, time goes by the number of operations.
         q, k = torch.split(rotate(qk, turn), self.heads[:2], dim=1)
         x = x + self.out(attend(self.index, q, k, v).reshape(x.shape[0], -1))
         out: Tensor = x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))

@@ -143,7 +143,7 @@ def gae(
 
     Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16. By the alignment law
     ``values[t]`` is the value before token t. ``bootstrap`` [S] is the value after the last action:
-    give it for responses that were truncated and 0 for those that ended; None means 0 for all.
+    give it for truncated responses and 0 for ended ones; None means 0 for all.
     Tokens that are not actions are skipped: the step goes from one action to the next, and a reward
     written on another token is ignored. Not whitened. All shaped like the mask; 0 outside it.
     """

@@ -1,9 +1,8 @@
 """Estimators of KL(π ‖ π_ref) from tokens that π sampled. Elementwise: any shape.
 
 With x = log π − log π_ref on a sampled token, E[x] is the KL itself. The value of an estimator and
-its gradient are two things: used in a loss, what matters is whether the *gradient's* mean is that
-of the KL. Schulman 2020, "Approximating KL divergence"; Tang & Munos 2025,
-https://arxiv.org/abs/2506.09477.
+its gradient are two things: in a loss, the mean of its *gradient* must be the gradient of the KL.
+Schulman 2020, "Approximating KL divergence"; Tang & Munos 2025, https://arxiv.org/abs/2506.09477.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def importance_ratio(
     level: Level = "token",
     sequence_ids: Tensor | None = None,
 ) -> Tensor:
-    """How likely the learner finds what the sampler drew, against how likely the sampler found it.
+    """How likely a sampled token is to the learner, against how likely it was to the sampler.
 
         token:     w_t = π_prox(token_t) / π_behavior(token_t)
         sequence:  w_i = Π_t w_t            (the sequence's own importance weight)

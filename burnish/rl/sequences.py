@@ -28,7 +28,7 @@ def sum_by(values: Tensor, ids: Tensor, count: int) -> Tensor:
 
 
 def finite_gradient(x: Tensor, *others: Tensor) -> Tensor:
-    """x, as a constant in those slots where it or one of the others is not finite.
+    """x, as a constant in the slots where it or one of the others is not finite.
 
     A slot outside the mask may hold anything. ``reduce.weighted_sum`` leaves its loss out, but the
     gradient is a product, and 0 × NaN is NaN. Inside the mask a NaN still shows in the loss.

@@ -86,7 +86,7 @@ def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:
 
 
 def take(batch: PackedBatch, sequences: Tensor) -> Pack:
-    """The given sequences (ids in rising order), each group of theirs after its prompt."""
+    """The given sequences (ids in rising order), each group after its prompt."""
     groups, new_group = torch.unique_consecutive(batch.group_ids[sequences], return_inverse=True)
     # Segments are numbered through: every group has its prompt's before its responses'.
     prompt_segments = batch.segment_is_prompt.nonzero().squeeze(1)[groups]
@@ -116,7 +116,7 @@ def train_batches(batch: PackedBatch, responses: int, *, count: int | None = Non
 
 
 def take_streams(learn: LearnBatch, pack: Pack) -> LearnBatch:
-    """The part of what to learn that goes with a pack's tokens."""
+    """The streams of a batch to learn from, cut to the tokens of a pack."""
     streams = {k: v[pack.slots] for k, v in vars(learn).items() if isinstance(v, Tensor)}
     return replace(learn, batch=pack.batch, **streams)
 

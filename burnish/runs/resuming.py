@@ -52,14 +52,15 @@ def check_reward(path: Path, recipe: Recipe, read: Mapping[str, str], reward: ob
 
 def check_environment(before: Table, now: Table, *, anyway: bool) -> None:
     """Raises if anything has changed that bit-exactness depends on; ``anyway`` accepts that."""
-    was, found = config.flat(before), config.flat(now)
-    changed = [
-        f"{key}: {was.get(key)} → {found.get(key)}"
-        for key in {**was, **found}
-        if was.get(key) != found.get(key)
-    ]
+    changed = differences(config.flat(before), config.flat(now))
     if changed and not anyway:
         raise RunError(
-            f"the run began under other conditions ({'; '.join(changed)}), so it would not go on "
+            f"the run began under other conditions ({changed}), so it would not go on "
             "bit for bit; restore them, or resume with --anyway"
         )
+
+
+def differences(before: Table, now: Table) -> str:
+    """The settings that differ, each with both of its values; empty if none does."""
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return "; ".join(f"{key}: {before.get(key)} → {now.get(key)}" for key in keys)

@@ -7,7 +7,7 @@ call the prompt "question".
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +43,8 @@ class Pairs:
         return max(1, round(self.epochs * len(self.rows)))
 
 
-def make_pairs(
-    config: PairsTask,
-    *,
-    tokenizer: Tokenizer,
-    seed: int,
-    longest: int,
-    rows: Iterable[str | Mapping[str, Any]] | None = None,
-) -> Pairs:
-    """The pairs that a recipe's section describes; a script's rows come before its file.
+def make_pairs(config: PairsTask, *, tokenizer: Tokenizer, seed: int, longest: int) -> Pairs:
+    """The pairs that a recipe's section describes.
 
     longest: tokens that a prompt and its answer may have together.
     """
@@ -59,7 +52,7 @@ def make_pairs(
         raise DataError("the model's tokenizer names no end token, so no answer could end")
     train, validation = (
         [write_pair(row, config, tokenizer, longest) for row in part]
-        for part in rows_of(config, seed=seed, prompts=rows, check=check_pair)
+        for part in rows_of(config, seed=seed, check=check_pair)
     )
     return Pairs(train, validation, config.epochs, seed)
 

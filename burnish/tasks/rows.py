@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -93,29 +93,15 @@ def read_rows(path: Path, check: Check = check_prompt) -> list[DataRow]:
     return rows
 
 
-def rows_from(
-    prompts: Iterable[str | Mapping[str, Any]], check: Check = check_prompt
-) -> list[DataRow]:
-    """Rows that a script passes: objects with a prompt, or prompts alone."""
-    given = [{"prompt": p} if isinstance(p, str) else p for p in prompts]
-    if not given:
-        raise DataError("prompts is empty; give at least one")
-    return [check(row, f"prompts[{i}]") for i, row in enumerate(given)]
-
-
 def rows_of(
-    config: Rows,
-    *,
-    seed: int,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
-    check: Check = check_prompt,
+    config: Rows, *, seed: int, check: Check = check_prompt
 ) -> tuple[list[DataRow], list[DataRow]]:
     """Train and validation rows from a script or from the recipe's files.
 
     The rows chosen of a validation file are the same for every seed, so that runs compare.
     """
-    if prompts is not None:
-        rows = rows_from(prompts, check)
+    if config.rows is not None:
+        rows = [check(row, f"prompts[{i}]") for i, row in enumerate(config.rows)]
     elif config.train is not None:
         rows = read_rows(Path(config.train), check)
     else:

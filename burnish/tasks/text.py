@@ -138,17 +138,11 @@ def ask_all(rows: Sequence[DataRow]) -> list[Question]:
 
 
 def make_files(
-    config: FilesTask,
-    *,
-    tokenizer: Tokenizer,
-    seed: int,
-    prompts: Iterable[str | Mapping[str, Any]] | None = None,
-    reward: Reward | str | None = None,
-    room: Room | None = None,
+    config: FilesTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
 ) -> TextTask:
-    """The task of a recipe's section; prompts and reward replace the recipe's if they are given."""
-    chosen = reward_of(config, reward)
-    rows, validation = rows_of(config, seed=seed, prompts=prompts)
+    """The task of a recipe's section."""
+    chosen = reward_of(config)
+    rows, validation = rows_of(config, seed=seed)
     task = TextTask(
         config,
         question=partial(ask_shuffled, rows, seed),
@@ -160,9 +154,9 @@ def make_files(
     return task
 
 
-def reward_of(config: FilesTask, reward: Reward | str | None) -> Reward | str:
+def reward_of(config: FilesTask) -> Reward | str:
     """A script's reward, or the recipe's."""
-    chosen = config.reward if reward is None else reward
+    chosen = config.function or config.reward
     if chosen is None:
         raise ConfigError("there is no reward; give --reward FILE.py:NAME or set task.reward")
     return chosen

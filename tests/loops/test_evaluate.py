@@ -63,9 +63,9 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     )
     recipe = config.load("keywords", given)
     evaluator = evaluate.Evaluator(recipe, *build.build_sampler(recipe))
-    groups = [group for part in evaluator.answered() for group in part]
-    assert figures == evaluate.figures(evaluator.rows(groups))  # as training measures it
+    again = evaluate.figures(evaluator.rows(evaluator.answered()))
     evaluator.task.close()
+    assert figures == again  # as training measures it
 
     def show(progress):
         if progress.phase == "evaluate" and progress.done > 16:
@@ -73,25 +73,17 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
 
     with pytest.raises(KeyboardInterrupt):
         api.evaluate("keywords", overrides=given, out=out, show=show)
-    lines = (whole / "results.jsonl").read_text().splitlines(keepends=True)
-    assert (out / "results.jsonl").read_text() == "".join(lines[:16])
-    (out / "results.jsonl").write_text("".join(lines[:19]) + lines[19][:40])  # and a torn line
-    sampled = []
-    real = evaluate.sample
-    monkeypatch.setattr(evaluate, "sample", lambda *a: sampled.append(a[1][0][0]) or real(*a))
     assert api.evaluate("keywords", overrides=given, out=out).figures == figures
-    assert sampled == [8, 12]
     for name in FILES:
         assert (out / name).read_bytes() == (whole / name).read_bytes()
-    assert (
-        api.evaluate("keywords", overrides=given, out=out).figures == figures
-    )  # nothing is left to sample
+    monkeypatch.setattr(evaluate, "sample", None)  # nothing is left to sample
+    assert api.evaluate("keywords", overrides=given, out=out).figures == figures
     with pytest.raises(RunError, match=r"another evaluation \(validation.temperature: 1.0 → 0"):
         api.evaluate("keywords", overrides=[*given, "validation.temperature=0"], out=out)
 
 
 def test_another_gold_answer_reward_or_grader_is_another_evaluation(tmp_path, smollm2, monkeypatch):
-    from burnish import inputs
+    from burnish import preflight
 
     given, out = setting(tmp_path, smollm2), tmp_path / "out"
     before = api.evaluate("keywords", overrides=given, out=out).figures
@@ -109,7 +101,7 @@ def test_another_gold_answer_reward_or_grader_is_another_evaluation(tmp_path, sm
         refused(what)
         (tmp_path / name).write_text(text)
     assert api.evaluate("keywords", overrides=given, out=out).figures == before
-    monkeypatch.setattr(inputs, "CODE", ("graders",))
+    monkeypatch.setattr(preflight, "CODE", ("graders",))
     refused("code")
 
 
@@ -135,12 +127,8 @@ def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
         file.write(json.dumps(hostile) + "\n")
     both = write_evaluation([one, two], tmp_path / "both.html").read_text()
     assert "<img" not in both
-    assert "only one is right: " in both
-    assert "only two is right: " in both
     assert "<td>validation.temperature</td><td>1.0</td><td>0.7</td>" in both
     assert "<td>validation.samples</td>" not in both
-    with pytest.raises(RunError, match=r"settings\.json can't be read"):
-        write_evaluation([tmp_path], tmp_path / "none.html")
 
 
 def test_what_is_evaluated(tmp_path):

@@ -18,7 +18,7 @@ from burnish.errors import ModelError
 from burnish.model import checkpoint, hub
 from burnish.model.attention import causal
 from burnish.model.tokenizer import Tokenizer
-from burnish.progress import Progress
+from burnish.progress import Progress, Show, showing
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -57,11 +57,16 @@ def left_behind() -> list[str]:
     return [name for name in names if name == ".tiny"]
 
 
+def resolve_shown(name: str, show: Show) -> Path:
+    with showing(show):
+        return hub.resolve(name)
+
+
 def test_fetched_once_and_then_offline(
     packaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Progress] = []
-    path = hub.resolve("tiny", seen.append)
+    path = resolve_shown("tiny", seen.append)
     phases = [(p.phase, p.doing) for p in seen]
     assert phases == [("download", "downloading tiny"), ("convert", "converting tiny")]
     assert path.parent == tmp_path / "cache" / "models"
@@ -109,7 +114,7 @@ def test_another_process_prepares_it(packaged: str) -> None:
     begun = threading.Event()
     with ThreadPoolExecutor() as pool:
         with FileLock(models / ".tiny.lock"):
-            waiting = pool.submit(hub.resolve, "tiny", lambda progress: begun.set())
+            waiting = pool.submit(resolve_shown, "tiny", lambda progress: begun.set())
             assert begun.wait(timeout=60)
             made = models / f"tiny-{packaged[:8]}"
             made.mkdir()
@@ -159,7 +164,7 @@ def test_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "snapshot_download", download)
         seen: list[Progress] = []
-        assert hub.resolve("hf:org/name", seen.append) == tmp_path
+        assert resolve_shown("hf:org/name", seen.append) == tmp_path
         assert seen[-1].doing.startswith("fetching hf:org/name")
         assert asked["repository"] == "org/name"
         assert not any("bin" in pattern for pattern in asked["allow_patterns"])

@@ -8,7 +8,7 @@ from burnish.errors import ConfigError, DataError, GraderError
 from burnish.graders.pool import InProcess
 from burnish.rollout.rollout import check_errors, grade
 from burnish.schema import FilesTask
-from burnish.tasks.rows import DataRow, read_rows, rows_from, rows_of, split
+from burnish.tasks.rows import DataRow, read_rows, rows_of, split
 from burnish.tasks.text import TextTask, ask_all, ask_shuffled, make_files
 from burnish.types import Status
 from tests.conftest import byte_tokenizer, make_group
@@ -80,8 +80,10 @@ def test_a_page_shows_what_was_asked_without_the_template():
 
 def test_a_reward_that_never_returns_is_an_error_that_halts_and_names_response_and_row(tmp_path):
     (tmp_path / "mine.py").write_text("def f(response, row):\n    while True: pass\n")
-    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1, cpu_seconds=0.1, wall_seconds=5)
-    task = make_files(config, tokenizer=byte_tokenizer(), seed=0, prompts=ROWS)
+    config = FilesTask(
+        reward=f"{tmp_path}/mine.py:f", workers=1, cpu_seconds=0.1, wall_seconds=5, rows=ROWS
+    )
+    task = make_files(config, tokenizer=byte_tokenizer(), seed=0)
     completions = make_group(0, [1], [[12], [34]], [0, 0]).completions
     prompt = task.prompt(0)
     groups = grade(task, [(0, prompt)], [completions])
@@ -104,11 +106,11 @@ def test_files_that_are_not_there_or_empty(tmp_path):
 
 
 def test_rows_of_a_script():
-    assert rows_from(["a", {"prompt": "b", "n": 1}]) == [{"prompt": "a"}, {"prompt": "b", "n": 1}]
+    given = FilesTask(rows=[{"prompt": "a"}, {"text": "b"}])
     with pytest.raises(DataError, match=r"prompts\[1\]: no field 'prompt'"):
-        rows_from(["a", {"text": "b"}])
-    with pytest.raises(DataError, match="prompts is empty"):
-        rows_from([])
+        rows_of(given, seed=0)
+    with pytest.raises(DataError, match="0 rows do not split"):
+        rows_of(FilesTask(rows=[]), seed=0)
 
 
 def test_every_epoch_sees_every_row_once_in_an_order_of_its_own():
@@ -147,20 +149,21 @@ def test_the_files_of_a_recipe(tmp_path):
 
 def test_a_recipe_and_a_script_make_the_task(tmp_path):
     (tmp_path / "mine.py").write_text("def f(response, row): return row['n'] + len(response)\n")
-    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1)
+    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1, rows=ROWS)
     tokenizer = byte_tokenizer()
     (short, long) = make_group(0, [1], [[123], [1234]], [0, 0]).completions
-    task = make_files(config, tokenizer=tokenizer, seed=0, prompts=ROWS)
+    task = make_files(config, tokenizer=tokenizer, seed=0)
     assert len({task.prompt(i).prompt_id for i in range(5)}) == 5
     assert len(task.validation) == 1
     prompt = task.prompt(0)
     grades = task.grade_all([(prompt, short), (prompt, long)])
     task.close()
     assert [grade.reward for grade in grades] == [prompt.reference["n"] + n for n in (3, 4)]
-    own = make_files(config, tokenizer=tokenizer, seed=0, prompts=ROWS, reward=lambda r, row: 9)
+    given = config.model_copy(update={"function": lambda r, row: 9})
+    own = make_files(given, tokenizer=tokenizer, seed=0)
     assert own.grade_all([(prompt, short)])[0].reward == 9
     with pytest.raises(ConfigError, match="there is no reward; give --reward"):
-        make_files(FilesTask(), tokenizer=tokenizer, seed=0, prompts=ROWS)
+        make_files(FilesTask(rows=ROWS), tokenizer=tokenizer, seed=0)
 
 
 def test_grades_see_the_row_and_the_end():

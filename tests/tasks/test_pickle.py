@@ -25,8 +25,8 @@ MADE = {"tokenizer": TOKENIZER, "seed": 3}
 def files(tmp_path):
     (tmp_path / "mine.py").write_text("def f(response, row): return row['n'] + len(response)\n")
     prompts = [{"prompt": f"question {i}", "n": i} for i in range(9)]
-    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1)
-    return make_files(config, **MADE, prompts=prompts, room=Room(100, "here"))
+    config = FilesTask(reward=f"{tmp_path}/mine.py:f", workers=1, rows=prompts)
+    return make_files(config, **MADE, room=Room(100, "here"))
 
 
 def math(tmp_path, **more):
@@ -89,7 +89,7 @@ def test_pickled_pairs_teach_the_same():
     tokenizer = byte_tokenizer()
     tokenizer.end_ids = (0,)
     rows = [{"prompt": f"question {i}", "answer": f"answer {i}"} for i in range(9)]
-    task = make_pairs(PairsTask(), tokenizer=tokenizer, seed=3, longest=100, rows=rows)
+    task = make_pairs(PairsTask(rows=rows), tokenizer=tokenizer, seed=3, longest=100)
     other = pickle.loads(pickle.dumps(task))
     for one, same in zip(task.batch(1, 3), other.batch(1, 3), strict=True):
         assert one.prompt.text == same.prompt.text

@@ -136,14 +136,15 @@ def test_a_row_that_is_too_long_is_refused_with_its_file_and_line(tmp_path):
     """Whichever side of the split it falls on."""
     rows = [{"prompt": "short", "n": i} for i in range(20)]
     rows[13] = rows[17] = {"prompt": "long " * 40}
-    task = FilesTask(train=write(tmp_path / "rows.jsonl", rows), chat=False)
-    given = {**MADE, "reward": lambda response, row: 0.0}
+    given = {"function": lambda response, row: 0.0, "chat": False}
+    task = FilesTask(train=write(tmp_path / "rows.jsonl", rows), **given)
     said = r"rows\.jsonl, line 14: the prompt has 200 tokens, and here leaves 199; shorten"
     with pytest.raises(DataError, match=said):
-        make_files(task, **given, room=Room(199, "here"))
-    assert make_files(task, **given, room=Room(200, "here")).prompt(0)
+        make_files(task, **MADE, room=Room(199, "here"))
+    assert make_files(task, **MADE, room=Room(200, "here")).prompt(0)
+    both = [{"prompt": "b" * 99}, {"prompt": "a"}]
     with pytest.raises(DataError, match=r"prompts\[0\]: the prompt has 99 tokens"):
-        make_files(FilesTask(chat=False), **given, prompts=["b" * 99, "a"], room=Room(9, "here"))
+        make_files(FilesTask(rows=both, **given), **MADE, room=Room(9, "here"))
 
 
 def test_a_math_row_is_long_with_its_longest_hint(tmp_path):
