@@ -1,4 +1,4 @@
-"""Evaluation: held-out prompts, sampling of their own, and draws that every evaluation shares.
+"""Evaluation: held-out prompts, with settings of their own and the same draws every time.
 
 Prompts are answered some at a time, and always the same ones together, since a batch decides the
 last bits of its logits.
