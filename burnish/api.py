@@ -216,9 +216,9 @@ def resume(
                 if parts.prompts is not None:
                     parts.prompts.load_state(state["prompts"])
                 start, positions = state["step"], state["positions"]
-                opened.check_positions(positions)  # nothing is deleted before all is checked
+            opened.cut_back(positions)  # it checks all before it cuts, and before more is deleted
+            if chosen is not None:
                 checkpoints.return_to(path, chosen, **recipe.checkpoint.model_dump())
-            opened.cut_back(positions)
             opened.write("recipe.toml", config.to_toml(config.effective(recipe)))
             parts.learner.incarnation = opened.restart(start)
             record(opened, parts, start=start, stop=stop)

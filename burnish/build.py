@@ -47,7 +47,7 @@ STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens that the engine runs at once, by device."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROBED = 1000
-"""Training prompts that are looked at for the longest; all rows of a file are looked at before."""
+"""Training prompts among which a plan looks for the longest; all rows of a file are checked."""
 TASKS: dict[str, Any] = {
     "files": text.make_files,
     "keywords": keywords.make_keywords,
@@ -180,7 +180,7 @@ def open_model(
 ) -> tuple[Transformer, Tokenizer, Path]:
     """The recipe's language model, its tokenizer, and where the tokenizer came from.
 
-    A model's name may be a run's directory: then it is the run's best checkpoint.
+    If the model's name is a run's directory, the model is the run's best checkpoint.
     """
     origin = preflight.origin(recipe)
     path = hub.resolve(origin.source)

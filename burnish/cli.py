@@ -38,7 +38,7 @@ out_console = Console(highlight=False)
 err_console = Console(highlight=False, stderr=True)
 
 SAID = 200
-"""Characters of a response that are shown where a run ends."""
+"""Characters of a response that are shown at the end of a run."""
 
 RecipeName = Annotated[str, Argument(help="a name from `burnish recipes`, or a .toml file")]
 Overrides = Annotated[list[str] | None, Option("--set", metavar="A.B=C", help="may be repeated")]
@@ -322,6 +322,7 @@ def _live(path: Path, *, quiet: bool) -> Interrupts:
 
 
 def _show_end(path: Path) -> None:
+    """Prints how a run went, some answers before and after, and where its report is."""
     end = directory.read_json(path / "summary.json")
     measure = "reward" if "responses" in end else "loss"
     sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
@@ -354,6 +355,6 @@ def main() -> None:
     share_cores()
     try:
         app(prog_name="burnish")
-    except BurnishError as error:
+    except (BurnishError, OSError) as error:
         err_console.print(f"[red]error:[/] {escape(printable(str(error)))}", soft_wrap=True)
         sys.exit(1)

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Self
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.markup import escape
-from rich.spinner import Spinner
 
 from burnish.progress import STEP_PHASES, Progress
 
@@ -49,22 +47,17 @@ class Display:
         self._console, self._clock, self._is_quiet = console, clock, quiet
         self._began = self._written = self._told = clock()
         self._now, self._figures = Progress("load", "starting"), ""
-        self._spinner = Spinner("dots", f"[bold]{escape(name)}")
-        self._ended = threading.Event()
-        self._live = Live(
-            console=console,
-            get_renderable=self._block,
-            refresh_per_second=REDRAWS,
-            transient=True,
-        )
+        self._name = f"[bold]{escape(name)}[/]"
         # CI may pretend to be a terminal.
         self._is_block = not quiet and console.is_terminal and console.file.isatty()
-        self._thread = threading.Thread(target=self._keep_writing, daemon=True)
+        self._block = console.status(self._name, refresh_per_second=REDRAWS)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_moving, daemon=True)
 
     def __enter__(self) -> Self:
         if self._is_block:
-            self._live.start(refresh=True)
-        elif not self._is_quiet:
+            self._block.start()
+        if not self._is_quiet:
             self._thread.start()
         return self
 
@@ -74,9 +67,9 @@ class Display:
     def close(self) -> None:
         """Ends the block or the lines; may be called twice."""
         self._ended.set()
-        self._live.stop()
         if self._thread.is_alive():
             self._thread.join(1.0)
+        self._block.stop()
 
     def __call__(self, progress: Progress) -> None:
         if progress.phase == "note":
@@ -88,21 +81,25 @@ class Display:
             self._figures = figures(progress)
             if not self._is_block:
                 self._write(f"step {progress.step}/{progress.steps}  {self._figures}{self._left()}")
-        elif self._thread.is_alive() and is_early and progress.doing != before.doing:
+        elif is_early and progress.doing != before.doing and not self._is_quiet:
             self.beat()
 
     def say(self, text: str) -> None:
         """A line of its own, above the block."""
         self._console.print(text, soft_wrap=True, markup=False)
 
-    def _keep_writing(self) -> None:
-        while not self._ended.wait(max(0.01, self._written + EVERY - self._clock())):
-            if self._clock() - self._written >= EVERY:
+    def _keep_moving(self) -> None:
+        pause = 1 / REDRAWS if self._is_block else min(EVERY, 1.0)
+        while not self._ended.wait(pause):
+            if self._is_block or self._clock() - self._written >= EVERY:
                 self.beat()
 
     def beat(self) -> None:
-        """Writes the last state as a line."""
-        self._write(self._line())
+        """Shows the last state: in the block, or as a line."""
+        if self._is_block:
+            self._block.update(f"{self._name} {escape(self._line())}")
+        else:
+            self._write(self._line())
 
     def _write(self, text: str) -> None:
         self._written = self._clock()
@@ -120,9 +117,6 @@ class Display:
             told.append(self._figures)
         passed = _clock(self._clock() - self._began)
         return f"[{passed}] {'  '.join(told)}{self._left()}"
-
-    def _block(self) -> RenderableType:
-        return Group(self._spinner, escape(self._line()))
 
     def _left(self) -> str:
         """The time left, less the time since it was told; empty once it is used up."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from burnish.graders import keywords
-from burnish.graders.math import question_only_reward_fn as question_only_reward_fn
-from burnish.graders.math import r1_zero_reward_fn as r1_zero_reward_fn
+from burnish.graders.answers.checker import question_only_reward_fn as question_only_reward_fn
+from burnish.graders.answers.checker import r1_zero_reward_fn as r1_zero_reward_fn
 from burnish.rl import advantages as estimators
 from burnish.rl import losses, ratios, reduce
 

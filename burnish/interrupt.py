@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM in a run: the first lets a step finish, another stops it at once.
 
-Before the first step already the first one stops it at once. Python hands a signal to the main
-thread only between two of its own instructions, and a backward pass can take minutes; so a thread
-listens as well, and ends the process if the main thread has not done so in time.
+Before the first step, the first signal stops the run at once. Python hands a signal to the main
+thread only between two of its own instructions, and a backward pass can take minutes. So a thread
+listens as well, and ends the process if the main thread has not ended it in time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The machine that a run would use: its cores, what they multiply, its memory, disk and GPU.
+"""The machine that a run would use: its cores, their instructions, its memory, disk and GPU.
 
 Reading it takes milliseconds and no torch, but for the GPU and for ``measure``, which multiplies
 matrices for about a second.
@@ -27,7 +27,7 @@ INSTRUCTIONS = {
 MULTIPLY_BF16 = ("AMX", "AVX-512 BF16", "BF16")
 """The instructions that multiply bf16; without them, as fp16 always is, it is widened to fp32."""
 LIMIT = "ONEDNN_MAX_CPU_ISA"
-"""oneDNN's own switch; burnish's kernels and its choice of precision follow it."""
+"""The switch of oneDNN, which burnish's choice of precision follows as well."""
 _ANY = ("DEFAULT", "ALL", "AMX")
 ALLOWED_BY = {"AMX": _ANY, "AVX-512 BF16": (*_ANY, "FP16", "AVX10", "BF16")}
 """For each instruction set that the switch can turn off: the words of its values that keep it."""
@@ -47,7 +47,7 @@ class Rates(NamedTuple):
 
     device: str
     precision: str
-    """What was multiplied: fp32 stands for bf16 where the processor widens bf16."""
+    """The precision of the products: fp32 in the place of bf16 if the processor widens bf16."""
     decode_gflops: float
     """With few rows, as when text is sampled."""
     learn_gflops: float
@@ -62,8 +62,8 @@ def gpu() -> str | None:
 
 
 def measure(seconds: float = 1.0, *, precision: str = "fp32", device: str | None = None) -> Rates:
-    """Multiplies matrices of the default model's shapes for about that long, and tells the rates of
-    a machine that does nothing else.
+    """Multiplies matrices of the default model's shapes for about ``seconds``. The rates are those
+    of a machine that does nothing else.
 
     ``device`` is cpu or cuda; None takes a GPU if there is one, as device = 'auto' does.
     """
@@ -110,7 +110,8 @@ def processor() -> str:
 
 
 def instructions() -> tuple[str, ...]:
-    """What the processor has and ``ONEDNN_MAX_CPU_ISA`` allows, the strongest first."""
+    """Instruction sets that the processor has and ``ONEDNN_MAX_CPU_ISA`` allows, the strongest
+    first."""
     flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
     limit = os.environ.get(LIMIT, "DEFAULT").upper()
     known = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
@@ -139,8 +140,8 @@ def disk(path: Path) -> int:
 
 
 def memory(device: str = "cpu") -> tuple[int, int]:
-    """Bytes of a device in all and bytes that are available; of the processor both at most those
-    that a container grants."""
+    """All bytes of a device, and the bytes that are free. For the processor, both are at most the
+    limit of its container."""
     if device != "cpu":
         import torch
 

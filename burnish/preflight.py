@@ -53,7 +53,7 @@ REMEDIES = {
     "cache": "lower engine.kv_mb",
     "disk": "make room, choose another --out, or lower checkpoint.keep",
 }
-"""What to do about too little of each resource."""
+"""Remedies for too little of each resource."""
 CODE = ("graders", "tasks")
 """Folders of the package that make prompts and grade responses."""
 PACKAGES = {"math": ("math-verify", "sympy"), "gym": ("reasoning-gym",)}

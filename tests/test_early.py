@@ -43,8 +43,8 @@ OWN = ["train", "keywords", "--data", "good.jsonl", "--reward"]
 
 
 REFUSED = [
-    (["train", "sort", "--out", "run"], "run already holds a run; continue it with"),
-    (["train", "sort", "--out", "."], "must be new or empty, it holds bad.jsonl, …"),
+    (["train", "sort", "--out", "run"], "run must be new or empty, it holds"),
+    (["train", "sort", "--out", "."], "must be new or empty, it holds bad.jsonl; choose"),
     (["train", "bad.toml"], "bad.toml is not a TOML file"),
     (["train", "keywords", "--data", "none.jsonl"], "can't be read: no such file"),
     (["train", "keywords", "--data", "bad.jsonl"], "bad.jsonl, line 21: not JSON"),
@@ -139,5 +139,5 @@ def test_a_directory_that_a_killed_run_only_locked_is_new(tmp_path):
     (tmp_path / ".lock").write_text("")
     check_new(tmp_path)
     (tmp_path / "recipe.toml").write_text("")
-    with pytest.raises(RunError, match="already holds a run"):
+    with pytest.raises(RunError, match="must be new or empty"):
         check_new(tmp_path)

@@ -207,12 +207,11 @@ def slow(owner, name):
 def slow_hashes(*given, **named):  # of a run, before it is built
     from burnish.engine.sorter import SorterEngine
     from burnish.learner.learner import Learner
-    from burnish.loops import recorder
-    from burnish.runs import checkpoints
+    from burnish.runs import checkpoints, report
     print("LOADED", flush=True)
     for owner, name in (
         (SorterEngine, "step"), (Learner, "score"), (Learner, "step"),
-        (checkpoints, "save"), (recorder, "write_report"),
+        (checkpoints, "save"), (report, "write_report"),
     ):
         slow(owner, name)
     return quick_hashes(*given, **named)

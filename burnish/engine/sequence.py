@@ -44,6 +44,9 @@ class RequestGroup:
         self.limit = min(params.max_tokens, context - self.prompt_length)
         """Tokens that a response has at most."""
         self.end_ids = frozenset((*(tokenizer.end_ids if tokenizer else ()), *params.stop_ids))
+        greedy = params.temperature == 0
+        self.limits, self.held_limits = Limits(greedy), Limits(greedy, self.end_ids)
+        """How tokens are drawn once a response may end, and before that."""
         self.sequences = [Sequence(self, index) for index in range(request.n)]
         """The samples that are not complete."""
         self.filler: Sequence | None = None
@@ -112,8 +115,7 @@ class Sequence:
     @property
     def limits(self) -> Limits:
         """How the next token is drawn."""
-        greedy = self.group.request.params.temperature == 0
-        return Limits(greedy, self.group.end_ids if self.held else frozenset())
+        return self.group.held_limits if self.held else self.group.limits
 
     @property
     def text(self) -> str:

@@ -1,7 +1,8 @@
-"""A pool of grader workers: hard deadlines, bounded memory, answers in order.
+"""Responses are graded by a pool of workers, or in this process by the same rules.
 
-``GraderPool.grade`` returns when it has every answer. Each worker has a supervisor, a process that
-never calls the reward and keeps the deadlines:
+A pool has hard deadlines and bounded memory, and answers in order. ``GraderPool.grade`` returns
+when it has every answer. Each worker has a supervisor, a process that never calls the reward and
+keeps the deadlines:
 
     waits for                 at most          then
     a worker that starts      start_seconds    GraderError
@@ -35,7 +36,7 @@ from burnish.graders.worker import Limits as Limits
 from burnish.types import Completion, Finish, Grade, Prompt, Status
 
 Items = Sequence[tuple[str, Mapping[str, Any]]]
-"""(response, row) of each."""
+"""Responses, each with the row that its prompt was made from."""
 INSIDE = "BURNISH_GRADER_WORKER"
 
 
@@ -184,7 +185,7 @@ def grade_pairs(
 ) -> list[Grade]:
     """Grades each response by its text and its prompt's row, ``Prompt.reference``.
 
-    The part "ended" is 1 if the response ended by itself; must_end: it earns 0 otherwise.
+    The part "ended" is 1 if the response ended by itself. If ``must_end``, other responses earn 0.
     """
     grades = grader.grade([(c.text, p.reference) for p, c in pairs])
     return [_with_end(g, c, must_end) for g, (_, c) in zip(grades, pairs, strict=True)]

@@ -1,4 +1,4 @@
-"""Evaluation: held-out prompts, sampling of their own, and draws that every evaluation shares.
+"""Evaluation: held-out prompts, with settings of their own and the same draws every time.
 
 Prompts are answered some at a time, and always the same ones together, since a batch decides the
 last bits of its logits.
@@ -17,11 +17,10 @@ from burnish.engine.protocol import Engine
 from burnish.errors import RunError
 from burnish.progress import after, begin
 from burnish.rollout.rollout import averages, grade, sample, sampling
-from burnish.runs import responses, statistics
+from burnish.runs import responses, results
 from burnish.runs.directory import lock, read_json, replace_file, to_jsonl
 from burnish.runs.metrics import Metrics
 from burnish.runs.resuming import differences
-from burnish.runs.statistics import Outcome, is_right
 from burnish.schema import Recipe
 from burnish.tasks.task import Task
 from burnish.types import Group, IntArray, Status
@@ -101,12 +100,11 @@ def figures(rows: Sequence[Row]) -> Metrics:
     """
     if not rows:
         return {}
-    prompts: dict[int, list[Outcome]] = {}
+    prompts: dict[int, list[Row]] = {}
     for row in rows:
         if row["status"] != Status.ERROR:
-            outcome = Outcome(is_right(row), row["answer"])
-            prompts.setdefault(row["group"], []).append(outcome)
-    found = averages(rows) | statistics.describe(list(prompts.values()))
+            prompts.setdefault(row["group"], []).append(row)
+    found = averages(rows) | results.accuracy(list(prompts.values()))
     return {f"validation/{name}": value for name, value in found.items()}
 
 

@@ -16,14 +16,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from burnish.errors import BurnishError, RunError
+from burnish.errors import BurnishError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step
 from burnish.progress import Progress, current_show, showing
-from burnish.runs import checkpoints, responses, status
+from burnish.runs import checkpoints, report, responses
 from burnish.runs.directory import RunDirectory
 from burnish.runs.metrics import Metrics, Timers
-from burnish.runs.report import write_report
 from burnish.runs.run import summarise
 from burnish.schema import Recipe
 from burnish.tasks.stream import PromptStream
@@ -67,7 +66,7 @@ def record(
     A step that has begun is finished, and saved, before ``stop`` is asked. Every phase and, in
     phase "step", every finished step is shown; status.json says the same.
     """
-    state: status.State = "failed"
+    state: report.State = "failed"
     recorder = _Recorder(directory, parts, start)
     try:
         with showing(recorder.tell):
@@ -92,8 +91,8 @@ class _Recorder:
         self._has_events = find_spec("tensorboard") is not None
         self._score: float | None = None
         """Validation score of the last step; None if that step was not validated."""
-        self._times = deque([time.time()], maxlen=RECENT + 1)
-        """When the run began and when its last steps were finished."""
+        self._times: deque[float] = deque(maxlen=RECENT + 1)
+        """When the first step began and when the last steps were finished."""
         self._now = Progress("load", "starting", step=done, steps=self.recipe.train.steps)
         self.write_status("running")
         self._note_state()
@@ -105,6 +104,7 @@ class _Recorder:
     def run(self, stop: Callable[[], bool]) -> None:
         if self.done == 0:
             self._write_start()
+        self._times.append(time.time())
         try:
             for step in self.parts.train(timers=self.timers, start=self.done):
                 stopping = stop()
@@ -120,26 +120,25 @@ class _Recorder:
         if self.is_done:
             summary = summarise(self.directory.path)
             self.directory.write("summary.json", json.dumps(summary, indent=2) + "\n")
-        write_report(self.directory.path)
+        report.write_report(self.directory.path)
 
     def tell(self, progress: Progress) -> None:
         """Shows progress with the step and the time left, and keeps status.json: a new phase is
         written at once, the rest once a second."""
         now, before, left = time.time(), self._now.doing, None
+        steps = self.recipe.train.steps
         if len(self._times) > 1:
             pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-            end = self._times[-1] + pace * (self.recipe.train.steps - self.done)
-            left = max(0.0, end - now)
-        steps = self.recipe.train.steps
+            left = max(0.0, self._times[-1] + pace * (steps - self.done) - now)
         self._now = replace(progress, step=self.done, steps=steps, seconds_left=left)
         if progress.doing != before or now - self._written >= 1.0:
             self.write_status("running")
         self.show(self._now)
 
-    def write_status(self, state: status.State) -> None:
+    def write_status(self, state: report.State) -> None:
         self._written = time.time()
-        with suppress(RunError):  # a full disk stops the run where a file matters
-            status.write(self.directory.path, state, self._now, now=self._written)
+        with suppress(OSError):  # a full disk stops the run where a file matters
+            report.write_status(self.directory.path, state, self._now, now=self._written)
 
     def _write_start(self) -> None:
         """Validates before the first step."""
@@ -157,11 +156,10 @@ class _Recorder:
         if number % recipe.validation.every == 0 or self.is_done:
             with self.timers("evaluate"):
                 metrics = metrics | self._validate(number)
-        if step.groups:
-            log = responses.readable(number, step.groups, step.advantages)
-            self.directory.append("log.txt", log)
         kept = {"advantages": step.advantages, "learner_logprobs": step.learner_logprobs}
-        self._keep("rollouts.jsonl", number, step.groups, limit=recipe.log.rollouts, **kept)
+        limit = recipe.log.rollouts
+        if rows := self._keep("rollouts.jsonl", number, step.groups, limit=limit, **kept):
+            self.directory.append("log.txt", responses.readable(rows))
         timings = self.timers.take()
         if "time/generate" in timings:
             sampled = metrics["rollout/length"] * metrics["rollout/responses"]
@@ -210,6 +208,11 @@ class _Recorder:
         if self._has_events:
             self.directory.append_scalars(step, metrics | timings)
 
-    def _keep(self, file: str, step: int, groups: Sequence[Group], **how: Any) -> None:
-        for row in responses.rows(step, groups, decode=self.parts.decode, **how):
+    def _keep(
+        self, file: str, step: int, groups: Sequence[Group], **how: Any
+    ) -> list[responses.ResponseRow]:
+        """Writes a step's responses to a file and returns their rows."""
+        rows = list(responses.rows(step, groups, decode=self.parts.decode, **how))
+        for row in rows:
             self.directory.append_row(file, row)
+        return rows

@@ -16,14 +16,14 @@ from burnish.runs.metrics import Series, collect, end_means, iterate_rows
 from burnish.runs.report import thin
 
 ENDS = {
-    "reward": ("rollout/reward", True),
-    "held out": ("validation/reward", False),
-    "inclusion": ("validation/part_inclusion", False),
-    "ended": ("validation/ended", False),
-    "KL k1": ("kl/initial_k1", True),
-    "KL k3": ("kl/initial_k3", True),
+    "reward": "rollout/reward",
+    "held out": "validation/reward",
+    "inclusion": "validation/part_inclusion",
+    "ended": "validation/ended",
+    "KL k1": "kl/initial_k1",
+    "KL k3": "kl/initial_k3",
 }
-"""Columns of a comparison: a metric, and whether the mean over the run's last steps is taken."""
+"""Columns of a comparison: the last validation, or the mean of a metric over the last steps."""
 
 
 class Curve(NamedTuple):
@@ -79,12 +79,12 @@ def _short(key: str) -> str:
 
 def ends(curve: Curve) -> dict[str, list[float]]:
     """The figures of ``ENDS``, a value for each run; NaN where it was not measured."""
+    return {name: [_last(run, metric) for run in curve.runs] for name, metric in ENDS.items()}
 
-    def last(run: Series, metric: str, is_averaged: bool) -> float:
-        values = [value for _, value in run.get(metric, ())] or [float("nan")]
-        return end_means(values)[1] if is_averaged else values[-1]
 
-    return {name: [last(run, *column) for run in curve.runs] for name, column in ENDS.items()}
+def _last(run: Series, metric: str) -> float:
+    values = [value for _, value in run.get(metric, ())] or [float("nan")]
+    return values[-1] if metric.startswith("validation/") else end_means(values)[1]
 
 
 def _line(curve: Curve, metric: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ metrics.jsonl     a row per step, the same for the same seed
 timings.jsonl     a row per step, wall clock
 rollouts.jsonl    a row per response, with its tokens and log-probabilities
 evaluations.jsonl the same for validation
-log.txt           prompts, responses, rewards and advantages, to be read
+log.txt           the responses of rollouts.jsonl, to be read
 events.…          the metrics for TensorBoard, a file for each restart
 checkpoints/      the states from which a killed run resumes
 status.json       where it is while it runs, and how it ended; clocks, so no two are the same
@@ -63,19 +63,15 @@ class RunDirectory:
         self._events: Any = None
         if recipe is None:
             read_recipe(path)
-            self._lock = lock(path, "watch it with `burnish watch`, or wait until it ends")
+            self._lock = lock(path)
             return
+        check_new(path)
         self._lock = lock(path)
-        try:
-            _check_empty(path)
-            found = environment(recipe) | {"inputs": dict(inputs or {})}
-            self.write(ENVIRONMENT, json.dumps(found, indent=2) + "\n")
-            if rows := getattr(recipe.task, "rows", None):
-                self.write(PROMPTS, to_jsonl(rows))
-            self.write("recipe.toml", to_toml(effective(recipe)))  # the last: now it is a run
-        except RunError:
-            self._lock.release()
-            raise
+        found = environment(recipe) | {"inputs": dict(inputs or {})}
+        self.write(ENVIRONMENT, json.dumps(found, indent=2) + "\n")
+        if rows := getattr(recipe.task, "rows", None):
+            self.write(PROMPTS, to_jsonl(rows))
+        self.write("recipe.toml", to_toml(effective(recipe)))  # the last: now it is a run
 
     def __enter__(self) -> Self:
         return self
@@ -88,8 +84,7 @@ class RunDirectory:
     def append(self, name: str, text: str) -> None:
         """Adds to a file and hands it to the operating system, so that a crash loses no line."""
         assert name in APPENDED, name  # another file would not be cut back
-        path, remedy = self.path / name, "make room and continue with `burnish resume`"
-        with _writing(path, remedy), path.open("a", encoding="utf-8") as file:
+        with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(text)
 
     def append_row(self, name: str, row: Mapping[str, Any]) -> None:
@@ -120,8 +115,13 @@ class RunDirectory:
             fsync(path)
         return {file.name: file.stat().st_size for file in files}
 
-    def check_positions(self, positions: Mapping[str, int]) -> None:
-        """Raises where a file is shorter than when a checkpoint was saved."""
+    def cut_back(self, positions: Mapping[str, int]) -> None:
+        """Undoes everything that was written after a checkpoint: each file ends where it ended
+        then, and a file that the checkpoint does not name goes.
+
+        All files are looked at before the first is cut: a file that is shorter than it was then is
+        an error.
+        """
         sizes = self.positions()
         for name, length in positions.items():
             if sizes.get(name, 0) < length:
@@ -130,15 +130,7 @@ class RunDirectory:
                     f"recorded {length:,}: it was cut or replaced; put it back, or resume from "
                     "an earlier checkpoint with --from"
                 )
-
-    def cut_back(self, positions: Mapping[str, int]) -> None:
-        """Undoes everything that was written after a checkpoint: each file ends where it ended
-        then, and a file that the checkpoint does not name goes.
-
-        All files are looked at before the first is cut.
-        """
-        self.check_positions(positions)
-        for name in self.positions():
+        for name in sizes:
             if name in positions:
                 os.truncate(self.path / name, positions[name])
             else:
@@ -167,34 +159,20 @@ def read_recipe(run: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file} can't be read: {error}") from error
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
 def check_new(path: Path) -> None:
-    """Raises where a new run can't begin: a run lies there, or anything else that is not hidden."""
+    """Raises where a new run can't begin: a directory that can't be written to, or that holds a
+    file that is not hidden."""
     folder = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise RunError(f"can't write to {folder}: a file or read-only; choose another --out")
-    _check_empty(path)
-
-
-def _check_empty(path: Path) -> None:
-    # A run that was killed before it began has left the first two files.
-    early = (ENVIRONMENT, PROMPTS)
-    held = sorted(p.name for p in path.glob("[!.]*") if p.name not in early)
-    if "recipe.toml" in held:
+    if held := sorted(file.name for file in path.glob("[!.]*")):
         raise RunError(
-            f"{path} already holds a run; continue it with `burnish resume {path}`, "
-            "choose another --out or remove it"
-        )
-    if held:
-        more = ", …" if held[1:] else ""
-        raise RunError(
-            f"{path} must be new or empty, it holds {held[0]}{more}; choose another --out"
+            f"{path} must be new or empty, it holds {held[0]}; choose another --out, or continue "
+            f"a run with `burnish resume {path}`"
         )
 
 
@@ -206,17 +184,8 @@ def to_jsonl(rows: Iterable[Any]) -> str:
 def replace_file(path: Path, text: str) -> None:
     """Writes a file as a whole: a reader sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}.new")
-    with _writing(path, "make room there"):
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-
-
-@contextmanager
-def _writing(path: Path, remedy: str = "choose another --out") -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"can't write to {path}: {error.strerror}; {remedy}") from error
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def fsync(path: Path) -> None:
@@ -228,16 +197,17 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(path: Path, remedy: str = "choose another --out") -> FileLock:
+def lock(path: Path) -> FileLock:
     """Makes the directory if there is none, and keeps other processes out of it until the lock is
-    released. ``remedy`` ends the message of the error if another process has it."""
+    released."""
+    path.mkdir(parents=True, exist_ok=True)
     held = FileLock(path / ".lock", timeout=0)
-    with _writing(path):
-        path.mkdir(parents=True, exist_ok=True)
-        try:
-            held.acquire()
-        except Timeout:
-            raise RunError(f"{path} is in use by another run; {remedy}") from None
+    try:
+        held.acquire()
+    except Timeout:
+        raise RunError(
+            f"{path} is in use by another run; watch it with `burnish watch`, or wait until it ends"
+        ) from None
     return held
 
 
@@ -246,7 +216,11 @@ def claimed(out: Path | None, name: str, root: Path = Path("runs")) -> Iterator[
     """The directory of a new run: ``out``, or the first of root/name-1, root/name-2, … that this
     process makes, so that no other can take it. If nothing was written there in the end, it goes
     again."""
-    path = out or _make_next(root, name)
+    path, numbers = out, count(1)
+    while path is None:
+        with suppress(FileExistsError):
+            (made := root / f"{name}-{next(numbers)}").mkdir(parents=True)
+            path = made
     try:
         yield path
     finally:
@@ -259,15 +233,6 @@ def unclaim(path: Path) -> None:
     with suppress(OSError):
         path.rmdir()
         path.parent.rmdir()
-
-
-def _make_next(root: Path, name: str) -> Path:
-    for number in count(1):
-        path = root / f"{name}-{number}"
-        with _writing(path), suppress(FileExistsError):
-            path.mkdir(parents=True)
-            break
-    return path
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:

@@ -67,38 +67,26 @@ def _growth(steps: Array, kl: Array) -> str:
     if last < 0.7 * peak:
         at = f"at step {steps[kl.argmax()]:g}"
         return f"{subject} rose to {_say(peak)} {UNIT} {at} and fell back to {_say(last)}."
-    if last - first < 0.1 * peak:
-        return f"{subject} stayed near {_say(last)} {UNIT}."
-    late = (last - kl[len(kl) // 2]) / (last - first)
-    pace = "ever faster" if late > 0.65 else "most of it early" if late < 0.35 else "evenly"
-    grown = f"from {_say(first)} to {_say(last)} {UNIT} by step {steps[-1]:g}"
-    return f"{subject} grew {grown}, {pace}."
+    return f"{subject} went from {_say(first)} to {_say(last)} {UNIT} by step {steps[-1]:g}."
 
 
 def _company(steps: Array, kl: Array, reward: Array) -> list[str]:
     """Whether the reward went along, and from where on it no longer did."""
     first, last, best = reward[0], reward[-1], reward.max()
-    least = 0.01 * max(abs(first), abs(best), 1e-9)  # less than this is no gain
-    moved = kl.max() - kl[0]
-    if best - first <= least:
-        verb = "fell" if last < first - least else "did not follow"
-        told = f"The reward {verb}: {_say(first)} at first, {_say(last)} at last."
-        return [told] if moved >= 1e-3 else []
+    if best - first <= 0.01 * max(abs(first), abs(best)):  # less than this is no gain
+        return [f"The reward did not follow: {_say(first)} at first, {_say(last)} at last."]
     made = int(np.argmax(reward >= first + GAINED * (best - first)))
-    gain = f"from {_say(first)} to {_say(reward[made])} by step {steps[made]:g}"
-    followed = f"The reward followed, {gain}"
+    at = f"{_say(reward[made])} by step {steps[made]:g}"
+    sentences = [f"The reward followed, from {_say(first)} to {at}, and ended at {_say(last)}."]
     grown = kl[made:].max() - kl[made]
-    if len(kl) - made >= FEWEST and grown > max(RUNAWAY * kl[made], 0.1 * moved, 1e-3):
+    if len(kl) - made >= FEWEST and grown > max(RUNAWAY * kl[made], 0.1 * np.ptp(kl), 1e-3):
         peak = made + int(kl[made:].argmax())
-        return [
-            f"{followed}.",
+        sentences.append(
             f"From step {steps[made]:g} on KL ran away: {_say(kl[made])} to {_say(kl[peak])} "
             f"{UNIT} by step {steps[peak]:g}, while the reward went from {_say(reward[made])} to "
-            f"{_say(reward[peak])}.",
-        ]
-    has_fallen = best - last > 0.2 * (best - first)
-    end = f"the reward has since fallen to {_say(last)}" if has_fallen else "KL did not run away"
-    return [f"{followed}; {end}."]
+            f"{_say(reward[peak])}."
+        )
+    return sentences
 
 
 def _columns(points: Points) -> tuple[Array, Array]:

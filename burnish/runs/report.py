@@ -1,22 +1,29 @@
-"""``report.html``: one file that shows a run, made from its directory at any time.
+"""``report.html``: one file that shows a run, made from its directory at any time, and
+``status.json``, which says where a run is while it runs, and how it ended.
 
 The page is a template (templates/report.html with its script) and one block of JSON: the curves and
 their figures. Which curves stand together, and under which words, is the script's affair. Model
 text is data: it is escaped in the JSON, and the script puts it into the page as text only.
+
+The status is replaced as a whole. A resumed run does not cut it back: it holds clocks, and nothing
+that a run goes on from.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from burnish.runs import pages, status
-from burnish.runs.directory import APPENDED, read_recipe, replace_file
+from burnish.progress import Progress
+from burnish.runs import checkpoints, pages
+from burnish.runs.directory import APPENDED, read_json, read_recipe, replace_file
 from burnish.runs.drift import read_drift, read_mismatch
 from burnish.runs.metrics import Series, collect, combine, end_means, iterate_rows, window
 from burnish.runs.responses import excerpt
+from burnish.wording import counted, duration
 
 LIMIT, REACH = 4_000_000, 100_000_000
 """Bytes of a page's responses, and bytes that are read at each end of a file with responses."""
@@ -24,12 +31,16 @@ POINTS = 400
 """Points of a line; longer runs are shown as means over several steps."""
 FILES = ("recipe.toml", "environment.json", "summary.json", *APPENDED[:-1])
 """A page is made of these."""
+STATUS = "status.json"
+State = Literal["running", "finished", "stopped", "failed"]
+SILENCE = 60.0
+"""Seconds without a new status after which a run no longer counts as running."""
 
 
 def write_report(run: Path, *, limit: int = LIMIT) -> Path:
     """Makes the report of a run that runs, crashed or finished."""
     data = describe(run)
-    data["state"] = status.standing(run, data["done"], data["total"], now=time.time())
+    data["state"] = standing(run, data["done"], data["total"], now=time.time())
     data["rollouts"] = excerpt(run, limit, REACH)
     replace_file(run / "report.html", pages.render("report", data=pages.encode(data)))
     return run / "report.html"
@@ -57,7 +68,7 @@ def describe(run: Path) -> dict[str, Any]:
 
 def updated(run: Path) -> float:
     """When a run last wrote something, in seconds since 1970."""
-    files = (run / name for name in (*FILES, status.FILE))
+    files = (run / name for name in (*FILES, STATUS))
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
@@ -95,3 +106,47 @@ def thin(name: str, points: list[tuple[float, float]]) -> list[tuple[float, floa
 
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
+
+
+def write_status(run: Path, state: State, progress: Progress, *, now: float) -> None:
+    """Writes a run's status; ``now`` is in seconds since 1970."""
+    share = progress.done / progress.total if progress.total else None
+    told = {"state": state, "updated": now, "doing": sentence(progress), "share": share}
+    replace_file(run / STATUS, json.dumps(told | {"steps": progress.steps}) + "\n")
+
+
+def sentence(progress: Progress) -> str:
+    """The phase and how far it is, in words."""
+    words = [": ".join(filter(None, (progress.phase, progress.doing)))]
+    if progress.total:
+        words.append(f"{progress.done:,} of {progress.total:,} {progress.unit}".strip())
+    if progress.tokens_per_second is not None:
+        words.append(f"{progress.tokens_per_second:,.0f} tokens per second")
+    if progress.seconds_left is not None:
+        words.append(f"about {duration(progress.seconds_left)} left")
+    return ", ".join(filter(None, words))
+
+
+def standing(run: Path, done: int, total: int | None, *, now: float) -> dict[str, Any]:
+    """How a run stands, for a page: the kind of its state, the state and the steps in words, and,
+    while it runs, the sentence of its progress and the share of the phase that is done.
+
+    ``now`` is in seconds since 1970. ``total`` is None if only the status says how many steps the
+    run has.
+    """
+    told = read_json(run / STATUS) if (run / STATUS).exists() else {}
+    kind, doing, share, note = "stopped", "", None, ""
+    state, age = told.get("state"), now - told.get("updated", now)
+    if (run / "summary.json").exists():
+        kind = state = "finished"
+    elif state != "running":
+        state = "failed" if state == "failed" else "stopped early"
+    elif age > SILENCE:
+        kind, state = "silent", f"no sign of life for {duration(age)}"
+    else:
+        kind, doing, share = "running", told["doing"], told["share"]
+    total = told.get("steps") if total is None else total
+    steps = f"{done:,} of {counted(total, 'step')}" if total else counted(done, "step")
+    if kind in ("stopped", "silent") and (last := checkpoints.latest(run)):
+        note = f"; resumes from {last.name}"
+    return {"kind": kind, "text": f"{state}, {steps}{note}", "doing": doing, "share": share}

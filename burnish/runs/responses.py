@@ -15,15 +15,13 @@ from burnish.types import FloatArray, Group, IntArray, Prompt
 
 ResponseRow = dict[str, Any]
 """A row of rollouts.jsonl or evaluations.jsonl: one response; ``rows`` writes its keys."""
-READABLE = 512
-"""Responses of a step in the readable log, in whole groups: a large rollout has megabytes."""
 FILES = ("rollouts.jsonl", "evaluations.jsonl")
 """Files with responses; the source of a response in a page is its file's place here."""
 TOKENS, PAIRS = 2_000, 200
 """Tokens of a response, and pairs of responses, in a page. Prompts are never cut: a prompt that has
 no room is left out."""
-ELSEWHERE = ("prompt", "prompt_id", "asked", "response")
-"""Keys of a row that a page has elsewhere: a response is its tokens, unless they read otherwise."""
+ELSEWHERE = ("prompt", "prompt_id", "response")
+"""Keys of a row that a page does without: a response is its tokens, unless they read otherwise."""
 
 
 def rows(
@@ -98,49 +96,36 @@ def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def readable(step: int, groups: Sequence[Group], advantages: Sequence[float]) -> str:
-    """One step as text; equal responses to a prompt are one line with their count."""
-    lines = [f"step {step}"]
-    given, written = iter(advantages), 0
-    for number, group in enumerate(groups):
-        written += len(group.grades)
-        if number and written > READABLE:
-            lines.append(f"  and {len(groups) - number} more prompts")
-            break
-        lines.append(f"  prompt {_asked(group.prompt)!r}")
-        rows = Counter(
-            (grade.reward, next(given), completion.text, _parts(grade.parts), grade.status)
-            for completion, grade in zip(group.completions, group.grades, strict=True)
-        )
-        for (reward, advantage, text, parts, status), count in sorted(rows.items(), reverse=True):
-            note = "" if status == "scored" else f"  [{status}]"
-            lines.append(
-                f"    {count:3d} × {text!r}  reward {reward:zg} ({parts})"
-                f"  advantage {advantage:+z.4f}{note}"
-            )
+def readable(rows: Sequence[ResponseRow]) -> str:
+    """The rows of one step as text; equal responses to a prompt are one line with their count."""
+    lines, asked = [f"step {rows[0]['step']}"], None
+    for (prompt, line), count in Counter((row["asked"], _line(row)) for row in rows).items():
+        if prompt != asked:
+            lines.append(f"  prompt {prompt!r}")
+        lines.append(f"    {count:3d} × {line}")
+        asked = prompt
     return "\n".join(lines) + "\n"
 
 
-def _parts(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:zg}" for name, value in parts.items())
+def _line(row: ResponseRow) -> str:
+    figures = {"reward": row["reward"], **row["parts"], "advantage": row["advantage"]}
+    told = ", ".join(f"{name} {value:z.4g}" for name, value in figures.items() if value is not None)
+    note = "" if row["status"] == "scored" else f"  [{row['status']}]"
+    return f"{row['response']!r}  {told}{note}"
 
 
 def excerpt(run: Path, budget: int, reach: int) -> dict[str, Any]:
-    """Responses for a page, with their prompts at most ``budget`` characters of JSON: pairs before
-    and after first, then the newest step, then responses of all steps.
+    """Responses for a page, at most ``budget`` characters of JSON: pairs before and after first,
+    then the newest step, then responses of all steps.
 
     reach: how many bytes are read at each end of a file.
     """
     entries = _read(run, reach)
     pairs = _pairs(entries)
-    prompts: dict[str, int] = {}
     for entry in [*(entry for pair in pairs for entry in pair), *_in_order(entries)]:
-        asked = entry["asked"]
-        cost = len(entry["json"]) + (0 if asked in prompts else len(json.dumps(asked)))
-        if not entry["is_kept"] and cost <= budget:
-            budget -= cost
+        if not entry["is_kept"] and len(entry["json"]) <= budget:
+            budget -= len(entry["json"])
             entry["is_kept"] = True
-            prompts.setdefault(asked, len(prompts))
     kept = [entry for entry in entries if entry["is_kept"]]
     for place, entry in enumerate(kept):
         entry["place"] = place
@@ -148,8 +133,7 @@ def excerpt(run: Path, budget: int, reach: int) -> dict[str, Any]:
     return {
         "total": len(entries),
         "ends": any(file.stat().st_size > 2 * reach for file in files),
-        "prompts": list(prompts),
-        "rows": [json.loads(entry["json"]) | {"prompt": prompts[entry["asked"]]} for entry in kept],
+        "rows": [json.loads(entry["json"]) for entry in kept],
         "pairs": [(a["place"], b["place"]) for a, b in pairs if a["is_kept"] and b["is_kept"]],
     }
 
@@ -159,7 +143,7 @@ def _read(run: Path, reach: int) -> list[dict[str, Any]]:
     entries = []
     for source, name in enumerate(FILES):
         for row in iterate_rows(run / name, reach):
-            entry = {key: row[key] for key in ("step", "prompt_id", "sample", "asked")}
+            entry = {key: row[key] for key in ("step", "prompt_id", "sample")}
             entry |= {"source": source, "is_kept": False}
             entries.append(entry | {"json": json.dumps(_compact(row) | {"source": source})})
     return entries
@@ -179,7 +163,7 @@ def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _compact(row: ResponseRow) -> ResponseRow:
-    """A row for the page: without the prompt, and cut if it is long."""
+    """A row for the page, cut if its response is long."""
     compact = {key: value for key, value in row.items() if key not in ELSEWHERE}
     for key in ("tokens", "logprobs", "learner_logprobs"):
         compact[key] = (row[key] or [])[:TOKENS]

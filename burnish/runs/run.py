@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish import config, schema
-from burnish.errors import BurnishError, RunError
+from burnish.errors import RunError
 from burnish.runs import checkpoints
 from burnish.runs.checkpoints import Saved
 from burnish.runs.directory import read_recipe
@@ -77,14 +77,7 @@ class Run:
 
     def frame(self, table: str = "metrics") -> Any:
         """The rows of metrics, timings, rollouts or evaluations as a pandas DataFrame."""
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError:
-            raise BurnishError(
-                "a DataFrame needs pandas; install it with: pip install pandas (or use "
-                f"run.{table}, the same rows as a list of dicts)"
-            ) from None
-        return pandas.DataFrame(getattr(self, table))
+        return importlib.import_module("pandas").DataFrame(getattr(self, table))
 
     def report(self) -> Path:
         """Writes report.html and returns its path."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from burnish.errors import RunError
-from burnish.runs import pages, report, status
+from burnish.runs import pages, report
 from burnish.runs.responses import excerpt
 from burnish.wording import duration
 
@@ -72,7 +72,7 @@ def stand(run: Path, now: float) -> dict[str, Any]:
     stamps = [file.stat() for name in report.FILES if (file := run / name).exists()]
     version = " ".join(f"{stamp.st_size}.{stamp.st_mtime_ns}" for stamp in stamps)
     data = described(run, version)
-    state = status.standing(run, data["done"], data["total"], now=now)
+    state = report.standing(run, data["done"], data["total"], now=now)
     return {"version": version, "state": state}
 
 

@@ -72,7 +72,7 @@ def ask_new(config: GymTask, dataset: Any, held_out: frozenset[str], number: int
 
 
 def hold_out(config: GymTask) -> dict[str, Any]:
-    """Entries by their question."""
+    """The entries that are held out, by their question."""
     dataset = make_dataset(config, HELD_OUT_SEED, Purpose.VALIDATION)
     count, found = config.validation_prompts, dict[str, Any]()
     for place in range(min(len(dataset), PATIENCE * count)):

@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import DataError
 from burnish.graders import extract
-from burnish.graders.answers import Format, MathGrader, gold_texts, readable
+from burnish.graders.answers import MathGrader, gold_texts, readable
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
 from burnish.schema import MathTask
@@ -62,7 +62,7 @@ def make_math(
         question=hinted if config.hints else partial(ask_shuffled, train, seed),
         held_out=ask_all(validation),
         tokenizer=tokenizer,
-        grader=MathGrader(cast(Format, config.answer_format), limits_of(config)),
+        grader=MathGrader(config.answer_format, limits_of(config)),
     )
     every = (*train, *validation)
     task.check_room(room, ((row.where, _longest(row, config.hints)) for row in every))
@@ -101,7 +101,8 @@ def _plain(question: str) -> str:
 
 
 def check_row(row: Any, where: str) -> DataRow:
-    """The row with "question", "answer" (all that is right) and "solution" (how, where it says)."""
+    """The row with "question", "answer" (a list of right answers) and "solution" (the worked answer
+    if the row has one)."""
     fields = row if isinstance(row, dict) else {}
     question = fields.get("question", fields.get("problem"))
     if not isinstance(question, str) or not question.strip():
@@ -121,7 +122,7 @@ def check_row(row: Any, where: str) -> DataRow:
 
 
 def golds(row: Mapping[str, Any], question: str) -> list[str]:
-    """What is right: the answer, and for a question about a percentage N as well as N%.
+    """The right answers: the row's own, and for a question about a percentage both N and N%.
 
     (The grader itself takes a percentage for its hundredth, and 50 for something else than 50%.)
     """

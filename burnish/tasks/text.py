@@ -92,18 +92,17 @@ class TextTask:
         return Prompt(name, text, ids, config.name, row, question.part, asked)
 
     def check_room(self, room: Room | None, questions: Iterable[tuple[str, Question]]) -> None:
-        """Raises if a prompt is too long. Each question comes after words for its row's place."""
+        """Raises if a prompt is too long. ``questions`` are pairs: a row's place in words, and the
+        question that the row asks."""
         if room is None:
             return
-        lengths = ((where, len(self.write(question).token_ids)) for where, question in questions)
-        long = [(where, length) for where, length in lengths if length > room.tokens]
-        if long:
-            where, length = long[0]
-            others = f" (and {len(long) - 1} others are too long)" if long[1:] else ""
-            raise DataError(
-                f"{where}: the prompt has {length:,} tokens, and {room.why} leaves "
-                f"{room.tokens:,}{others}; shorten it or leave the row out, or make room"
-            )
+        for where, question in questions:
+            length = len(self.write(question).token_ids)
+            if length > room.tokens:
+                raise DataError(
+                    f"{where}: the prompt has {length:,} tokens, and {room.why} leaves "
+                    f"{room.tokens:,}; shorten it or leave the row out, or make room"
+                )
 
 
 def encode(tokenizer: Tokenizer, asked: str | Messages, *, chat: bool) -> tuple[str, IntArray]:

@@ -17,7 +17,6 @@ import pytest
 
 from burnish import grpo
 from burnish.errors import DataError, MissingExtra
-from burnish.graders import math as module
 from burnish.graders.answers import MathGrader, Verdict, compare
 from burnish.graders.answers import checker as checkers
 from burnish.graders.answers.comparison import decide
@@ -51,8 +50,7 @@ def quick():
 @pytest.fixture(autouse=True)
 def one_pool(checker, monkeypatch):
     """The plain functions use the tests' pool."""
-    for user in (checkers, module):
-        monkeypatch.setattr(user, "shared", lambda: checker)
+    monkeypatch.setattr(checkers, "shared", lambda: checker)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +180,7 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
         textwrap.dedent(
             r"""
             from contextlib import closing
-            from burnish.graders.math import question_only_reward_fn
+            from burnish.graders.answers.checker import question_only_reward_fn
             from burnish.graders.pool import make_grader
             from burnish.graders.pool import Limits
             print("begins")

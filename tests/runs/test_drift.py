@@ -16,17 +16,15 @@ def test_reward_that_follows_kl():
         line([0.1 + 0.02 * s for s in range(40)]),
         line([-1.4e-7, *(0.01 * s for s in range(1, 40))]),  # rounding is no KL
     )
-    assert growth == (
-        "KL to the initial model grew from 0 to 0.39 nats per token by step 39, evenly."
-    )
-    assert company == ("The reward followed, from 0.1 to 0.86 by step 38; KL did not run away.")
+    assert growth == ("KL to the initial model went from 0 to 0.39 nats per token by step 39.")
+    assert company == ("The reward followed, from 0.1 to 0.86 by step 38, and ended at 0.88.")
 
 
 def test_kl_that_runs_away_once_the_reward_is_made():
     reward = line(saturating(60, 0.9, 4))
     kl = line([0.02 * s if s < 30 else 0.6 + 0.1 * (s - 30) for s in range(60)])
     growth, company, runaway = read_drift(reward, kl)
-    assert growth.endswith("by step 59, ever faster.")
+    assert growth.endswith("by step 59.")
     assert company.startswith("The reward followed, from ")
     assert runaway == (
         "From step 18 on KL ran away: 0.36 to 3.5 nats per token by step 59, "
@@ -38,16 +36,19 @@ def test_kl_that_runs_away_once_the_reward_is_made():
     ("reward", "kl", "expected"),
     [
         ([0.5] * 20, [0.1 * s for s in range(20)], "did not follow: 0.5 at first, 0.5 at last"),
-        ([1 - 0.05 * s for s in range(20)], [0.1 * s for s in range(20)], "The reward fell"),
+        (
+            [1 - 0.05 * s for s in range(20)],
+            [0.1 * s for s in range(20)],
+            "not follow: 1 at",
+        ),
         ([0.2] * 20, [1e-5 * s for s in range(20)], "the policy hardly moved"),
-        ([0.1 * s for s in range(20)], [0.3] * 20, "stayed near 0.3"),
-        ([0.1] * 20, saturating(20, 0.5, 2), "most of it early"),
+        ([0.1 * s for s in range(20)], [0.3] * 20, "from 0.3 to 0.3 nats"),
         (
             [0.1] * 9,
             [0, 1, 2, 3, 4, 3, 2, 1, 1],
             "at step 4 and fell back to 1.",
         ),
-        ([0, 1, 2, 3, 4, 4, 2, 1, 0], [0, 1, 2, 3, 4, 4, 4, 4, 4], "has since fallen to 0"),
+        ([0, 1, 2, 3, 4, 4, 2, 1, 0], [0, 1, 2, 3, 4, 4, 4, 4, 4], "ended at 0."),
     ],
 )
 def test_what_else_may_happen(reward, kl, expected):

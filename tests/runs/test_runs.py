@@ -41,10 +41,10 @@ def test_timers_account_for_every_second():
 def test_a_directory_belongs_to_one_run(tmp_path):
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         with pytest.raises(RunError, match="in use by another run"):
-            RunDirectory(tmp_path / "run", RECIPE)
+            RunDirectory(tmp_path / "run")
         run.append_row("metrics.jsonl", {"step": 0})
         assert list(iterate_rows(tmp_path / "run" / "metrics.jsonl")) == [{"step": 0}]
-    with pytest.raises(RunError, match="already holds a run"):
+    with pytest.raises(RunError, match=r"must be new or empty.* with `burnish resume .*run`"):
         RunDirectory(tmp_path / "run", RECIPE)
 
 
@@ -84,22 +84,8 @@ def test_a_directory_is_taken_at_once_and_left_again_if_nothing_came_of_it(tmp_p
         assert path == tmp_path / "mine"
     assert not path.exists()
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(RunError, match=r"can't write to .*choose another --out"),
-        claimed(None, "sort", tmp_path / "file"),
-    ):
+    with pytest.raises(NotADirectoryError), claimed(None, "sort", tmp_path / "file"):
         pass
-
-
-def test_a_run_that_was_killed_before_it_began_is_begun_again(tmp_path):
-    (tmp_path / "environment.json").write_text("{}")
-    (tmp_path / "prompts.jsonl").write_text("{}")
-    with RunDirectory(tmp_path, RECIPE):
-        pass
-    (tmp_path / "recipe.toml").unlink()
-    (tmp_path / "mine.txt").touch()
-    with pytest.raises(RunError, match=r"must be new or empty, it holds mine\.txt"):
-        RunDirectory(tmp_path, RECIPE)
 
 
 def test_rows_of_a_crashed_run_are_read_up_to_the_crash(tmp_path):
@@ -111,37 +97,31 @@ def test_rows_of_a_crashed_run_are_read_up_to_the_crash(tmp_path):
         list(iterate_rows(file))
 
 
-def test_the_readable_log_of_a_large_step_ends_with_whole_groups():
-    groups = [make_group(i, [1], [[2]] * 200, [0] * 200) for i in range(4)]
-    lines = readable(1, groups, [0.0] * 800).splitlines()
-    assert sum(line.startswith("  prompt ") for line in lines) == 2
-    assert lines[-1] == "  and 2 more prompts"
-    alone = [make_group(0, [1], [[2]] * 600, [0] * 600)]
-    assert "more prompts" not in readable(1, alone, [0.0] * 600)
+def read(groups, advantages):
+    decode = lambda ids: [str(i) for i in ids]  # noqa: E731
+    return readable(list(responses.rows(4, groups, decode=decode, advantages=advantages)))
 
 
 def test_readable_counts_equal_responses_and_escapes_text():
     group = make_group(0, [1], [[2], [2], [3]], [1.0, 1.0, 0.0])
-    text = readable(4, [group], [0.5, 0.5, -1.0])
-    assert text.splitlines() == [
+    assert read([group], [0.5, 0.5, -1.0]).splitlines() == [
         "step 4",
         "  prompt '1'",
-        "      2 × '2'  reward 1 ()  advantage +0.5000",
-        "      1 × '3'  reward 0 ()  advantage -1.0000",
+        "      2 × '2'  reward 1, advantage 0.5",
+        "      1 × '3'  reward 0, advantage -1",
     ]
 
 
 def test_the_readable_log_has_what_was_asked():
     group = make_group(0, [1], [[2]], [1.0])
     asked = replace(group.prompt, text="<|user|>Sort it<|end|>", asked="Sort it")
-    text = readable(1, [replace(group, prompt=asked)], [0.0])
-    assert text.splitlines()[1] == "  prompt 'Sort it'"
+    assert read([replace(group, prompt=asked)], [0.0]).splitlines()[1] == "  prompt 'Sort it'"
 
 
-def test_the_readable_log_has_no_negative_zero():
-    text = readable(1, [make_group(0, [1], [[2], [3]], [-0.0, 1.0])], [-1e-9, 0.5])
-    assert "reward 0 ()  advantage +0.0000" in text
-    assert "-0" not in text
+def test_the_readable_log_has_no_negative_zero_and_no_grade_that_is_missing():
+    text = read([make_group(0, [1], [[2], [3]], [-0.0, float("nan")])], [-0.0, 0.5])
+    assert "'2'  reward 0, advantage 0\n" in text
+    assert "'3'  advantage 0.5\n" in text
 
 
 def test_rows_say_what_a_response_was(tmp_path):
@@ -261,13 +241,6 @@ def test_only_a_run_can_be_reopened(tmp_path):
     with pytest.raises(RunError, match=r"no recipe\.toml"):
         RunDirectory(tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-def test_a_full_disk_is_a_clear_error(tmp_path):
-    with RunDirectory(tmp_path, RECIPE) as run:
-        (tmp_path / "log.txt").symlink_to("/dev/full")
-        with pytest.raises(RunError, match=r"can't write .*log\.txt: No space left on device"):
-            run.append("log.txt", "a line\n")
 
 
 def make_run(path, rewards, *overrides, seed=0):

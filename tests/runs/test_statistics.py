@@ -5,7 +5,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from burnish.runs.statistics import Outcome, Z, describe, interval, majority, pass_at_k, wilson
+from burnish.runs.results import Z, accuracy, interval, majority, pass_at_k, wilson
+
+
+def row(right, answer):
+    return {"reward": float(right), "parts": {}, "answer": answer}
 
 
 @pytest.mark.parametrize(("right", "samples"), [(0, 4), (1, 4), (3, 7), (7, 7), (2, 2)])
@@ -49,7 +53,7 @@ def test_the_interval_holds_the_truth_19_times_in_20():
 
 def test_majority():
     def vote(*answers):
-        return majority([Outcome(a == "7", a) for a in answers])
+        return majority([row(a == "7", a) for a in answers])
 
     assert vote("7", "7", "3")
     assert not vote("3", "3", "7")
@@ -57,21 +61,20 @@ def test_majority():
     assert not vote("3", "7")
     assert vote(None, None, "7")
     assert not vote(None)
-    assert majority([Outcome(False, ""), Outcome(False, "")]) is False
+    assert majority([row(False, ""), row(False, "")]) is False
 
 
 def test_figures():
     rows = [
-        [Outcome(True, "1"), Outcome(False, "2"), Outcome(False, "2")],
-        [Outcome(True, "1"), Outcome(True, "1"), Outcome(False, "2")],
-        [],  # graders failed on all of it
+        [row(True, "1"), row(False, "2"), row(False, "2")],
+        [row(True, "1"), row(True, "1"), row(False, "2")],
     ]
-    found = describe(rows)
+    found = accuracy(rows)
     assert found["accuracy"] == pytest.approx(0.5)
     assert found["pass_at_2"] == pytest.approx((2 / 3 + 1) / 2)
     assert (found["pass_at_3"], found["majority_at_2"], found["majority_at_3"]) == (1, 1, 0.5)
     assert found.keys() == {"accuracy", "accuracy_low", "accuracy_high"} | {
         f"{name}_at_{k}" for name in ("pass", "majority") for k in (2, 3)
     }
-    assert describe([[]]) == {}
-    assert describe([[Outcome(True, "x")]]).keys() == {"accuracy", "accuracy_low", "accuracy_high"}
+    assert accuracy([]) == {}
+    assert accuracy([[row(True, "x")]]).keys() == {"accuracy", "accuracy_low", "accuracy_high"}

@@ -1,8 +1,7 @@
 import pytest
 
-from burnish.errors import RunError
 from burnish.progress import Progress
-from burnish.runs import status
+from burnish.runs import report
 
 NOW = 1_000_000.0
 SAMPLING = Progress(
@@ -19,12 +18,12 @@ SAMPLING = Progress(
 
 
 def write(run, state="running", progress=SAMPLING, *, age=2.0):
-    status.write(run, state, progress, now=NOW - age)
+    report.write_status(run, state, progress, now=NOW - age)
 
 
 def test_a_status_in_words(tmp_path):
     write(tmp_path)
-    assert status.standing(tmp_path, 2, 14, now=NOW) == {
+    assert report.standing(tmp_path, 2, 14, now=NOW) == {
         "kind": "running",
         "text": "running, 2 of 14 steps",
         "doing": "generate: sampling 64 responses, 1,234 of 4,096 tokens, 210 tokens per second, "
@@ -32,36 +31,30 @@ def test_a_status_in_words(tmp_path):
         "share": pytest.approx(0.3013, abs=1e-4),
     }
     write(tmp_path, progress=Progress("learn", ""))
-    told = status.standing(tmp_path, 1, None, now=NOW)
+    told = report.standing(tmp_path, 1, None, now=NOW)
     assert (told["text"], told["doing"], told["share"]) == ("running, 1 step", "learn", None)
 
 
 def test_a_run_that_says_nothing_for_a_minute_is_not_called_running(tmp_path):
     write(tmp_path, age=59)
-    assert status.standing(tmp_path, 2, 14, now=NOW)["kind"] == "running"
+    assert report.standing(tmp_path, 2, 14, now=NOW)["kind"] == "running"
     write(tmp_path, age=180)
-    told = status.standing(tmp_path, 2, 14, now=NOW)
+    told = report.standing(tmp_path, 2, 14, now=NOW)
     assert told["text"] == "no sign of life for 3 minutes, 2 of 14 steps"
     assert (told["kind"], told["doing"], told["share"]) == ("silent", "", None)
     (tmp_path / "summary.json").write_text("{}")
-    assert status.standing(tmp_path, 2, 14, now=NOW)["text"] == "finished, 2 of 14 steps"
+    assert report.standing(tmp_path, 2, 14, now=NOW)["text"] == "finished, 2 of 14 steps"
 
 
 def test_the_steps_of_a_supervised_run_are_those_it_says(tmp_path):
-    assert status.standing(tmp_path, 2, None, now=NOW)["text"] == "stopped early, 2 steps"
+    assert report.standing(tmp_path, 2, None, now=NOW)["text"] == "stopped early, 2 steps"
     write(tmp_path)
-    assert status.standing(tmp_path, 2, None, now=NOW)["text"] == "running, 2 of 14 steps"
-    assert status.standing(tmp_path, 2, 20, now=NOW)["text"] == "running, 2 of 20 steps"
+    assert report.standing(tmp_path, 2, None, now=NOW)["text"] == "running, 2 of 14 steps"
+    assert report.standing(tmp_path, 2, 20, now=NOW)["text"] == "running, 2 of 20 steps"
 
 
 def test_how_a_run_ended(tmp_path):
     for state, text in (("failed", "failed"), ("stopped", "stopped early")):
         write(tmp_path, state)
-        told = status.standing(tmp_path, 2, 14, now=NOW)
+        told = report.standing(tmp_path, 2, 14, now=NOW)
         assert (told["kind"], told["text"]) == ("stopped", f"{text}, 2 of 14 steps")
-
-
-def test_a_damaged_status_is_an_error(tmp_path):
-    (tmp_path / status.FILE).write_bytes(b"{")
-    with pytest.raises(RunError, match=r"status\.json can't be read"):
-        status.standing(tmp_path, 2, 14, now=NOW)

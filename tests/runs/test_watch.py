@@ -12,7 +12,7 @@ import pytest
 
 from burnish.errors import RunError
 from burnish.progress import Progress
-from burnish.runs import status, watch
+from burnish.runs import report, watch
 from burnish.runs.metrics import iterate_rows
 from tests.runs.test_report import HOSTILE, make_run, rollout
 
@@ -50,7 +50,7 @@ def get(server, path, *, host=None, method="GET"):
 def tell(run, *progress, updated=None, **more):
     """The run says what it is doing."""
     now = time.time() if updated is None else updated
-    status.write(run, "running", Progress(*progress, **more), now=now)
+    report.write_status(run, "running", Progress(*progress, **more), now=now)
 
 
 def append_step(run, step, **more):

@@ -138,7 +138,7 @@ def test_a_row_that_is_too_long_is_refused_with_its_file_and_line(tmp_path):
     rows[13] = rows[17] = {"prompt": "long " * 40}
     given = {"function": lambda response, row: 0.0, "chat": False}
     task = FilesTask(train=write(tmp_path / "rows.jsonl", rows), **given)
-    said = r"rows\.jsonl, line 14: the prompt has 200 tokens, and here leaves 199 \(and 1 other"
+    said = r"rows\.jsonl, line 14: the prompt has 200 tokens, and here leaves 199; shorten"
     with pytest.raises(DataError, match=said):
         make_files(task, **MADE, room=Room(199, "here"))
     assert make_files(task, **MADE, room=Room(200, "here")).prompt(0)

@@ -1,4 +1,4 @@
-"""Grades of many answers at once, with workers for the algebra."""
+"""Grades of responses whose answer can be checked, with workers for the algebra."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from decimal import Decimal
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from burnish.errors import MissingExtra
+from burnish.errors import DataError, MissingExtra
 from burnish.graders.answers.comparison import Verdict, decide
 from burnish.graders.extract import EXTRACTORS
 from burnish.graders.pool import INSIDE, Grader, GraderPool, InProcess, Items, Limits
 from burnish.graders.rewards import Source
 from burnish.types import Grade, Status
 
-Format = Literal["r1_zero", "boxed", "hash", "last_number"]
 SYMBOLIC = Source(
     f"{Path(__file__).with_name('symbolic.py')}:reward",
     "burnish.graders.answers.symbolic",
@@ -33,7 +32,7 @@ SYMBOLIC = Source(
 def compare(answer: str, gold: Any) -> Verdict:
     """The verdict on an answer; UNDECIDED if it took too long.
 
-    gold is text, a number, or several of them, each of which is right.
+    ``gold`` is a text, a number, or a list of them, each of which is right.
     """
     (grade,) = shared().check([(answer, gold)])
     if grade.status is Status.SCORED:
@@ -44,7 +43,7 @@ def compare(answer: str, gold: Any) -> Verdict:
 
 @cache
 def shared() -> MathGrader:
-    """One for the process; its single worker starts with the first algebra and ends with it."""
+    """The process's own grader. Its one worker starts with the first algebra that is compared."""
     return MathGrader(limits=Limits(workers=1))
 
 
@@ -57,7 +56,7 @@ class MathGrader:
     can't be parsed makes an error, which is neither right nor wrong.
     """
 
-    def __init__(self, format: Format = "r1_zero", limits: Limits | None = None) -> None:
+    def __init__(self, format: str = "r1_zero", limits: Limits | None = None) -> None:
         self.extract = EXTRACTORS[format]
         self.pool = GraderPool(SYMBOLIC, limits)
 
@@ -88,6 +87,37 @@ class MathGrader:
 
     def close(self) -> None:
         self.pool.close()
+
+
+def r1_zero_reward_fn(response: str, ground_truth: Any) -> dict[str, float]:
+    """reward, format_reward and answer_reward of "… </think> <answer>ANSWER</answer>".
+
+    format_reward is 1 if the thinking is closed once, then comes the only pair of answer tags, and
+    nothing but white space between and after them; reward = answer_reward is 1 if the answer is
+    also the ground truth: text, a number, or a list of accepted ones. A ground truth that can't be
+    parsed is a DataError; a comparison that takes too long scores 0.
+
+    Differs from the published grader, which looks for "</think> <answer>" and "</answer>" anywhere
+    and takes the last answer: there tags may be repeated, and text may follow. The comparison is
+    another one too.
+    """
+    return _rewards("r1_zero", response, ground_truth)
+
+
+def question_only_reward_fn(response: str, ground_truth: Any) -> dict[str, float]:
+    r"""The same three rewards of the last \boxed{ANSWER}, whatever stands around it.
+
+    format_reward is 1 if there is one. Differs from the published grader in the comparison alone.
+    """
+    return _rewards("boxed", response, ground_truth)
+
+
+def _rewards(format: str, response: str, ground_truth: Any) -> dict[str, float]:
+    (grade,) = shared().check([(EXTRACTORS[format](response), ground_truth)])
+    if grade.status is Status.ERROR:
+        raise DataError(grade.message)
+    parts = {f"{name}_reward": grade.parts[name] for name in ("format", "answer")}
+    return {"reward": grade.reward, **parts}
 
 
 def gold_texts(gold: Any) -> tuple[str, ...]:

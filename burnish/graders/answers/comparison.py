@@ -35,7 +35,7 @@ _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_][\w ,.:;]*")
 
 
 class Verdict(IntEnum):
-    """In the order in which the best of several golds, and the worst of several parts, decides."""
+    """Of several golds the smallest verdict counts, of several parts the largest."""
 
     EQUAL = 0
     UNDECIDED = 1

@@ -45,11 +45,11 @@ function timeCard({ phases, whole, steps }) {
     h("table", { id: "times" }, h("tr", {}, h("th", {}, "phase"), h("th", { class: "n" }, "seconds"), h("th", { class: "n" }, "share"), h("th", { class: "n" }, "s / step"), h("th", {})), phases.map((p, i) => line(p.label, p.seconds, p.share, i)), line("whole step", whole, 1, null))));
 }
 
-/* Rollouts: rows of the run's files, less the prompt, which is a place in the list of prompts. A row has its response
+/* Rollouts: rows of the run's files. A row has its response
    only where the tokens do not spell it, and its whole size, in tokens and characters, only where it is cut. */
-let rows = [], prompts = [], pairs = [], total = 0, ends = false, widest = 0, mode = "logprob";
+let rows = [], pairs = [], total = 0, ends = false, widest = 0, mode = "logprob";
 function take(rollouts) {
-  ({ rows = [], prompts = [], pairs = [], total, ends } = rollouts);
+  ({ rows = [], pairs = [], total, ends } = rollouts);
   const gaps = rows.flatMap(row => row.learner_logprobs.map((_, k) => Math.abs(gap(row, k) ?? 0))).sort((a, b) => a - b);
   widest = gaps[Math.floor(gaps.length * 0.99)] || gaps.at(-1) || 0;
 }
@@ -104,7 +104,7 @@ function response(row) {
     row.whole ? h("div", { class: "small soft" }, `cut here: ${count(row.tokens.length)} of ${many(row.whole[0], "token")}, ${many(row.whole[1], "character")} in all`) : null);
 }
 function prompt(row) {  /* whole; a long one opens with a click */
-  const text = visible(prompts[row.prompt]).replaceAll("↵\n", "\n"), start = text.slice(0, 240).replace(/\s+\S*$/, "");
+  const text = visible(row.asked).replaceAll("↵\n", "\n"), start = text.slice(0, 240).replace(/\s+\S*$/, "");
   if (text.length <= 600 && text.split("\n").length <= 12) return h("div", { class: "prompt" }, text);
   const head = h("summary", {}, h("span", { class: "start" }, `${start} … `), `(${many(text.length, "character")})`);
   return h("div", { class: "prompt" }, h("details", { "data-key": `${row.source} ${row.step} ${row.group} ${row.sample}` }, head, text));
@@ -128,7 +128,7 @@ function browser() {
     const wanted = inputs.text.value.toLowerCase(), isBound = input => input.value !== "";
     const within = (value, low, high) => !(isBound(low) || isBound(high)) || (value !== null && (!isBound(low) || value >= +low.value) && (!isBound(high) || value <= +high.value));
     const found = rows.filter(row => (source.value === "" || String(row.source) === source.value) && within(row.reward, inputs.low, inputs.high) && within(row.step, inputs.from, inputs.to)
-      && (!wanted || prompts[row.prompt].toLowerCase().includes(wanted) || textOf(row).toLowerCase().includes(wanted)));
+      && (!wanted || row.asked.toLowerCase().includes(wanted) || textOf(row).toLowerCase().includes(wanted)));
     if (order.value) { const key = keys[order.value.replace("-", "")], sign = order.value[0] === "-" ? -1 : 1; found.sort((a, b) => sign * (key(a) - key(b))); }
     counts.textContent = `${count(Math.min(size, found.length))} shown, ${count(found.length)} match, ${count(rows.length)} in this page` + (rows.length < total ? `, sampled from the ${count(total)} ${ends ? "at both ends of the run's files" : "on disk to bound the file's size"}.` : ends ? ", those at both ends of the run's files." : ", all that are on disk.");
     swap(shown, found.slice(0, size).map(r => h("div", { class: "card" }, prompt(r), response(r))));
