@@ -25,8 +25,8 @@ Function = Any
 
 
 def rl(module: str, name: str) -> Callable[..., Tensor]:
-    """The function ``name`` of a module in ``rl/``. It is imported when a piece is computed, so that
-    ``burnish plan`` prints an objective, and refuses a wrong one, without loading torch."""
+    """The function ``name`` of a module in ``rl/``. It is imported when a piece is computed, so
+    that ``burnish plan`` prints an objective, and refuses a wrong one, without loading torch."""
     function: Callable[..., Tensor] = getattr(import_module(f"burnish.rl.{module}"), name)
     return function
 
