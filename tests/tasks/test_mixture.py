@@ -131,7 +131,7 @@ def test_a_recipe_runs_and_its_rows_tell_the_parts_apart(smollm2, tmp_path):
         (["task.weights.other=1"], "got tasks sums, words, weights sums, words, other"),
         (["task.tasks.sums.name=sort"], "task.tasks.sums.name must be keywords or files or math"),
         (["task.tasks.sums.name=mth"], "got 'mth'; did you mean 'math'?"),
-        (["task.tasks.sums.prompt=r1zero"], "task.tasks.sums needs prompt"),
+        (["task.tasks.sums.prompt=r1zero"], "task.tasks.sums.prompt must match"),
         (["task.tasks.sums.workers=0"], "task.tasks.sums.workers must be greater"),
     ],
 )
