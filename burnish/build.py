@@ -117,7 +117,7 @@ def build_learner(recipe: Recipe) -> Learner:
         policy = _sorter(recipe)
     else:
         model = open_model(recipe)[0].to(device_of(recipe))
-        policy = model.learn(recipe.train.layers)
+        policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     tell("load", "preparing the learner")
     program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
     return Learner(

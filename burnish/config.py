@@ -26,8 +26,9 @@ RECIPES = Path(__file__).parent / "recipes"
 CHOSEN = ("task", "model", *(f"objective.{kind}" for kind in pieces.KINDS))
 """Sections that a recipe chooses by name, out of several."""
 LANGUAGE = [
-    *("device", "engine", "train.layers", "validation.max_tokens"),
+    *("device", "engine", "train.layers", "train.recompute", "validation.max_tokens"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
+    *("rollout.top_p", "rollout.top_k", "rollout.truncated"),
 ]
 """Settings that only a language model reads."""
 SAMPLED = [

@@ -8,11 +8,11 @@ when it likes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 STEP_PHASES = ("generate", "grade", "score", "learn", "publish")
 """Phases of a step; all others come before the first step or between two steps."""
@@ -45,6 +45,7 @@ class Progress:
     timings: Mapping[str, float] = field(default_factory=dict)
 
 
+T = TypeVar("T")
 Show = Callable[[Progress], None]
 _show: ContextVar[Show] = ContextVar("_show", default=lambda progress: None)
 
@@ -57,6 +58,10 @@ class Report(Protocol):
 
 def unheard(done: int, total: int | None = None, *, tokens: int = 0) -> None:
     """Reports to nobody."""
+
+
+_report: ContextVar[Report] = ContextVar("_report", default=unheard)
+"""Of the phase that was announced last."""
 
 
 @contextmanager
@@ -91,8 +96,16 @@ def begin(phase: str, doing: str, *, total: int | None = None, unit: str = "") -
         whole = expected if total is None else total
         show(Progress(phase, doing, done, whole, unit, tokens_per_second=speed))
 
+    _report.set(report)
     report(0)
     return report
+
+
+def each(items: Sequence[T]) -> Iterator[T]:
+    """The items one after another; the phase is told how many are done."""
+    for done, item in enumerate(items, 1):
+        yield item
+        _report.get()(done, len(items))
 
 
 def after(report: Report, done: int, tokens: int = 0) -> Report:

@@ -208,6 +208,9 @@ class RolloutConfig(Section):
     max_tokens: int = Field(48, ge=1, description="per response")
     min_tokens: int = Field(0, ge=0, description="no end before this many")
     stop: list[str] = Field([], description="texts that end a response")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    truncated: bool = Field(False, description="top_p or top_k is meant in training, too")
     max_errors: float = Field(0.1, ge=0, le=1, description="share of grades that may be errors")
 
 
@@ -244,7 +247,9 @@ class TrainConfig(Section):
     steps: int = Field(100, ge=1, description="rollouts, each followed by its gradient steps")
     batch: int = Field(30, ge=1, description="responses per gradient step")
     epochs: int = Field(1, ge=1, description="passes over each rollout")
+    micro_sequences: int | None = Field(None, ge=1, description="responses per forward pass")
     micro_tokens: int | None = Field(None, ge=1, description="per forward pass; None: no bound")
+    recompute: bool = Field(False, description="layers run again backwards, to save memory")
     precision: Precision = Field("auto", description="of the forward and backward passes")
     layers: int | None = Field(None, ge=1, description="only the last so many learn; None: all")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
@@ -280,6 +285,17 @@ class Recipe(Section):
             raise ValueError(
                 f"task.name = '{task.name}' does not go with model.name = '{model.name}': the "
                 "sorting task needs 'sorter', the others a language model such as 'smollm2-135m'"
+            )
+        rollout, train = self.rollout, self.train
+        if (rollout.top_p < 1 or rollout.top_k is not None) and not rollout.truncated:
+            raise ValueError(
+                "rollout.top_p and top_k cut off tokens that the learner takes for possible; "
+                "sample without them, or set rollout.truncated = true if it is meant"
+            )
+        if None not in (train.micro_sequences, train.micro_tokens):
+            raise ValueError(
+                "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
+                f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
             )
         if not self.is_supervised:
             self._check_batches()

@@ -44,6 +44,10 @@ class Prompt:
 class SamplingParams:
     temperature: float = 1.0
     """0 is greedy; training on greedy samples is refused."""
+    top_p: float = 1.0
+    """The likeliest tokens that have this share of the chances together; 1 is all."""
+    top_k: int | None = None
+    """So many of the likeliest tokens; None is all."""
     max_tokens: int = 128
     min_tokens: int = 0
     """End ids and stop strings are held back before this many tokens."""

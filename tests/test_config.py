@@ -270,7 +270,8 @@ def test_tasks_and_models_must_go_together():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.top_p=0.9"], "unknown setting 'rollout.top_p'"),
+        (["rollout.top_p=0.9"], "set rollout.truncated = true if it is meant"),
+        (["train.micro_tokens=9", "train.micro_sequences=2"], "in sequences or in tokens"),
         (["rollout.min_tokens=70"], "rollout needs min_tokens at or below max_tokens, got 70 and"),
         (["device=gpu"], "device"),
         (["model.layers=3"], "model.layers has no effect with model = 'language'"),

@@ -96,6 +96,8 @@ def check(request: Request, *, vocab_size: int, context: int) -> None:
         f"max_tokens must be at least 1, got {most}": most >= 1,
         f"min_tokens must lie in 0 … max_tokens, got {fewest}": 0 <= fewest <= max(most, 1),
         f"temperature must be 0 or more, got {p.temperature}": 0 <= p.temperature < float("inf"),
+        f"top_p must lie in (0, 1], got {p.top_p}; 1 turns it off": 0 < p.top_p <= 1,
+        f"top_k must be at least 1, got {p.top_k}": p.top_k is None or p.top_k >= 1,
         f"stop must hold texts, got {p.stop!r}": type(p.stop) is tuple and all(p.stop),
     }
     if broken := _broken(rules):

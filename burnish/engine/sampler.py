@@ -1,7 +1,7 @@
 """From logits to tokens: one uniform number per token inverts the cumulative distribution.
 
 The number comes from `draws.py` and does not depend on the batch. Log-probabilities are the model's
-at the sampling temperature, before any mask. Legend: M rows, V vocabulary.
+at the sampling temperature, before any mask or truncation. Legend: M rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -55,12 +55,31 @@ def sample(
         tokens, limited = logits.argmax(1), {}
     for limits, rows in limited.items():
         some = torch.tensor(rows, device=logits.device)
-        left = logits[some]
-        left[:, list(limits.banned)] = -torch.inf
-        own = left, points[some], heat[some], weigh
+        left = _limit(logits[some], heat[some], limits)
+        # Blocks that are left out as a whole must have sums of exactly 0.
+        how = weigh if limits.top_p == 1 and limits.top_k is None else plain_weigh
+        own = left, points[some], heat[some], how
         tokens[some] = left.argmax(1) if limits.greedy else _draw_any(*own)[0]
     chosen = logits.gather(1, tokens[:, None])[:, 0].to(heat.dtype) / heat
     return tokens, (chosen.double() - totals).masked_fill(~totals.isfinite(), torch.nan)
+
+
+def _limit(logits: Tensor, heat: Tensor, limits: Limits) -> Tensor:
+    """logits [M, V], which it changes -> the same with −∞ for tokens that may not be drawn.
+
+    Of the likeliest top_k tokens, the smallest set of likeliest ones whose share reaches top_p is
+    left.
+    """
+    logits[:, list(limits.banned)] = -torch.inf
+    if limits.top_p == 1 and limits.top_k is None:
+        return logits
+    weights = torch.softmax(logits.to(heat.dtype) / heat[:, None], 1)
+    likeliest, ids = weights.topk(min(limits.top_k or weights.shape[1], weights.shape[1]), 1)
+    before = likeliest.double().cumsum(1) - likeliest
+    out = before >= limits.top_p * likeliest.double().sum(1, keepdim=True)
+    out[:, 0] = False
+    kept = logits.gather(1, ids).masked_fill(out, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter_(1, ids, kept)
 
 
 def _draw_any(logits: Tensor, points: Tensor, heat: Tensor, weigh: Weigh) -> tuple[Tensor, Tensor]:

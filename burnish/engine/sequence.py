@@ -21,6 +21,8 @@ class Limits(NamedTuple):
     """Whether the likeliest token is taken; its log-probability is the one at temperature 1."""
     banned: frozenset[int] = frozenset()
     """Tokens that may not be drawn: end ids before min_tokens."""
+    top_p: float = 1.0
+    top_k: int | None = None
 
 
 ANY, GREEDY = Limits(), Limits(greedy=True)
@@ -44,8 +46,10 @@ class RequestGroup:
         self.limit = min(params.max_tokens, context - self.prompt_length)
         """Tokens that a response has at most."""
         self.end_ids = frozenset((*(tokenizer.end_ids if tokenizer else ()), *params.stop_ids))
-        greedy = params.temperature == 0
-        self.limits, self.held_limits = Limits(greedy), Limits(greedy, self.end_ids)
+        self.limits = Limits(top_p=params.top_p, top_k=params.top_k)
+        if params.temperature == 0:
+            self.limits = GREEDY
+        self.held_limits = self.limits._replace(banned=self.end_ids)
         """How tokens are drawn once a response may end, and before that."""
         self.sequences = [Sequence(self, index) for index in range(request.n)]
         """The samples that are not complete."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from burnish.errors import BurnishError
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
+from burnish.progress import each
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
 from burnish.schema import TrainConfig
@@ -181,7 +182,7 @@ class Learner:
         """Adds up the gradients over the packs -> log-probabilities and entropies, and the loss."""
         saved = None if self._rollout is None else self._rollout.lower
         parts, loss = [], 0.0
-        for pack in cut(learn.batch, self.train.micro_tokens):
+        for pack in each(self._cut(learn.batch)):
             part = take_streams(learn, pack)
             lower = None if part.slots is None else at(part.slots, saved)
             measured = self.policy.score(pack.batch, lower)
@@ -231,14 +232,17 @@ class Learner:
         """[N, d] hidden states below the layers that learn; None if all layers learn."""
         if not self.policy.lower_layers:
             return None
-        return _join([(pack.slots, self.policy.lower(pack.batch)) for pack in packs])
+        return _join([(pack.slots, self.policy.lower(pack.batch)) for pack in each(packs)])
+
+    def _cut(self, batch: PackedBatch) -> list[Pack]:
+        return cut(batch, self.train.micro_tokens, self.train.micro_sequences)
 
     def _packs(self, parts: Sequence[Pack]) -> list[Pack]:
         """The packs that training will use, so that the numerics are the same."""
         return [
             Pack(pack.batch, whole.slots[pack.slots])
             for whole in parts
-            for pack in cut(whole.batch, self.train.micro_tokens)
+            for pack in self._cut(whole.batch)
         ]
 
     def _skip(self, loss: float, norm: float) -> None:
@@ -263,7 +267,8 @@ class Learner:
 @torch.no_grad()
 def _logprobs(policy: Policy, packs: list[Pack], lower: Tensor | None = None) -> Tensor:
     """[N]; ``lower`` as in `_Rollout`."""
-    return _join([(p.slots, policy.score(p.batch, at(p.slots, lower)).logprobs) for p in packs])
+    scored = ((p.slots, policy.score(p.batch, at(p.slots, lower)).logprobs) for p in each(packs))
+    return _join(list(scored))
 
 
 def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

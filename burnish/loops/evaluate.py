@@ -49,6 +49,8 @@ class Evaluator:
         params = replace(
             sampling(self.recipe),
             temperature=config.temperature,
+            top_p=1.0,
+            top_k=None,
             max_tokens=config.max_tokens or self.recipe.rollout.max_tokens,
             stop=self.recipe.stop,
         )

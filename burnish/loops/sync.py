@@ -98,19 +98,16 @@ def learn(
         return Step(number, {"train/skipped": float(planned), "train/version": learner.version})
     some = counted(sum(len(group.grades) for group in groups), "response")
     with timers("score"):
-        begin("score", f"scoring {some}")
+        begin("score", f"scoring {some}", unit="packs")
         batch = pack(groups).to(learner.device)
         parts = train_batches(batch, recipe.train.batch, count=recipe.train_batches)
         scores = learner.score(batch, parts)
     with timers("learn"):
-        report = begin("learn", f"learning from {some}", unit="gradient steps")
+        begin("learn", f"learning from {some}", unit="packs")
         lag = learner.version - min(group.oldest_version for group in groups)
         advantages = program.advantages(batch, scores)
         batches = program.batches(batch, advantages, scores, parts) * recipe.train.epochs
-        taken = []
-        for part in batches:
-            taken.append(learner.step(part))
-            report(len(taken), len(batches))
+        taken = [learner.step(part) for part in batches]
     drift, logprobs = learner.finish()
     metrics = drift | combine(taken)
     metrics["train/skipped"] += planned - len(taken)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from burnish.errors import ModelError
 from burnish.model.activations import RMSNorm, swiglu
@@ -237,6 +238,8 @@ class Transformer(nn.Module):
 
     lower_layers = 0
     """How many of the first layers do not learn; 0 if all weights learn."""
+    recompute = False
+    """Whether the backward pass makes the activations of a layer again, which are not kept then."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -264,8 +267,9 @@ class Transformer(nn.Module):
             return hidden.float(), weight.float()
         return hidden, weight
 
-    def learn(self, layers: int | None = None) -> Transformer:
+    def learn(self, layers: int | None = None, *, recompute: bool = False) -> Transformer:
         """Makes only the last ``layers`` and the final norm learn; None if all weights do."""
+        self.recompute = recompute
         if layers is not None:
             self.lower_layers = max(0, self.config.n_layers - layers)
             self.requires_grad_(False)
@@ -336,6 +340,12 @@ class Transformer(nn.Module):
     def _run(self, layers: nn.ModuleList, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """x [N, d] through some of the layers -> [N, d], before the final norm."""
         turn = rotation(self.config.rope, positions, self.config.head_width, x.dtype)
+        again = self.recompute and torch.is_grad_enabled()
         for layer in layers:
-            x = layer(x, turn, attend)
+            if again:
+                x = checkpoint(
+                    layer, x, turn, attend, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = layer(x, turn, attend)
         return x

@@ -121,17 +121,20 @@ def take_streams(learn: LearnBatch, pack: Pack) -> LearnBatch:
     return replace(learn, batch=pack.batch, **streams)
 
 
-def cut(batch: PackedBatch, limit: int | None) -> list[Pack]:
-    """Packs of at most ``limit`` tokens; the batch as it is if ``limit`` is None.
+def cut(batch: PackedBatch, tokens: int | None, sequences: int | None = None) -> list[Pack]:
+    """Packs of at most so many tokens, or so many sequences; the batch as it is if both are None.
 
     A pack holds whole groups where they fit. A group that is too large alone is spread over packs
     that hold its prompt and some of its responses each.
     """
+    limit = sequences if tokens is None else tokens
     if limit is None:
         return [Pack.whole(batch)]
     lengths = batch.segment_offsets.diff()
     responses: list[int] = lengths[~batch.segment_is_prompt].tolist()
     prompts: list[int] = lengths[batch.segment_is_prompt].tolist()
+    if tokens is None:
+        responses, prompts = [1] * len(responses), [0] * len(prompts)
     parts: list[list[int]] = [[]]
     room = limit
     for group, prompt in enumerate(prompts):

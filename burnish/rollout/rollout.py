@@ -89,7 +89,7 @@ def complete(
 
 def sampling(recipe: Recipe) -> SamplingParams:
     """How training samples; the sorting model reads the temperature and the seed alone."""
-    names = {"temperature", "max_tokens", "min_tokens"}
+    names = {"temperature", "top_p", "top_k", "max_tokens", "min_tokens"}
     settings = recipe.rollout.model_dump(include=names)
     return SamplingParams(**settings, stop=recipe.stop, seed=recipe.seed)
 

@@ -20,6 +20,8 @@ class Draw(NamedTuple):
     point: float
     temperature: float = 1.0
     banned: frozenset[int] = frozenset()
+    top_p: float = 1.0
+    top_k: int | None = None
 
 
 @pytest.fixture(params=[sampler.plain_weigh, cpu.weigh], ids=["plain", "cpu"])
@@ -29,7 +31,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
         heat = torch.tensor([draw.temperature or 1.0 for draw in draws])
         limited: dict[Limits, list[int]] = {}
         for row, draw in enumerate(draws):
-            limits = Limits(not draw.temperature, draw.banned)
+            limits = Limits(not draw.temperature, *draw[2:])
             if limits != ANY:
                 limited.setdefault(limits, []).append(row)
         given = logits.contiguous(), points, heat, limited
@@ -46,14 +48,32 @@ CASES: dict[str, dict[str, Any]] = {
     "cold": {"temperature": 0.4},
     "banned": {"banned": frozenset({3, 6})},
     "banned, warm": {"banned": frozenset({3}), "temperature": 1.5},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.7},
+    "both, warm": {"top_k": 5, "top_p": 0.8, "temperature": 1.5},
+    "banned, top_k": {"banned": frozenset({3}), "top_k": 2},
 }
 
 
-def expected(temperature: float = 1.0, banned: frozenset[int] = frozenset()) -> np.ndarray:
-    """By the definition."""
+def expected(
+    temperature: float = 1.0,
+    banned: frozenset[int] = frozenset(),
+    top_p: float = 1.0,
+    top_k: int | None = None,
+) -> np.ndarray:
+    """By the definition: one token after another."""
     logits = LOGITS.double().numpy() / temperature
     logits[list(banned)] = -np.inf
-    return np.exp(logits) / np.exp(logits).sum()
+    p = np.exp(logits) / np.exp(logits).sum()
+    ranked = sorted(range(len(p)), key=lambda i: -p[i])[:top_k]
+    whole = sum(p[i] for i in ranked)
+    kept: list[int] = []
+    for i in ranked:
+        if sum(p[j] for j in kept) < top_p * whole:
+            kept.append(i)
+    out = np.zeros_like(p)
+    out[kept] = p[kept]
+    return out / out.sum()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -123,6 +123,28 @@ def test_chunks_change_nothing(chunk, batch, monkeypatch):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_recomputed_activations_change_no_gradient(batch):
+    plain, other = make_policy(), make_policy(recompute=True)
+    for policy in (plain, other):
+        policy.score(batch)[0].sum().backward()
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_recomputation_keeps_no_activations(batch):
+    """What the graph saves, counted: without recomputation every layer's insides are in it."""
+
+    def saved(policy):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel()) or t, lambda t: t
+        ):
+            policy.score(batch)
+        return sum(sizes)
+
+    assert saved(make_policy(recompute=True)) < 0.5 * saved(make_policy())
+
+
 def test_exchange_names_are_those_the_engine_reads():
     policy, other = make_policy(), make_policy()
     with torch.no_grad():

@@ -65,19 +65,21 @@ def pieces(packs, whole):
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (None, [[0, 1, 2, 3, 4]]),
-        (14, [[0, 1, 2, 3, 4]]),
-        (13, [[0, 1], [2, 3, 4]]),  # 5 tokens and 9
-        (8, [[0, 1], [2, 3], [4]]),  # prompt 3 + responses 3, 1 | prompt 3 + 2
-        (6, [[0, 1], [2], [3, 4]]),
+        ((None,), [[0, 1, 2, 3, 4]]),
+        ((None, 4), [[0, 1], [2, 3, 4]]),  # whole groups
+        ((None, 2), [[0, 1], [2, 3], [4]]),  # the second group does not fit
+        ((14,), [[0, 1, 2, 3, 4]]),
+        ((13,), [[0, 1], [2, 3, 4]]),  # 5 tokens and 9
+        ((8,), [[0, 1], [2, 3], [4]]),  # prompt 3 + responses 3, 1 | prompt 3 + 2
+        ((6,), [[0, 1], [2], [3, 4]]),
     ],
 )
 def test_cut_keeps_groups_whole_where_they_fit(limit, expected, two_groups):
     whole = pack(two_groups)
-    packs = cut(whole, limit)
+    packs = cut(whole, *limit)
     assert pieces(packs, whole) == expected
     for part in packs:
-        assert len(part.batch.tokens) <= (limit or 14)
+        assert len(part.batch.tokens) <= (limit[0] or 14)
 
 
 def test_a_pack_is_what_packing_its_sequences_gives(two_groups):
