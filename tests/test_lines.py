@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 LINES = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "lines.py"))
-LIMIT = 10_436
+LIMIT = 9_205
 """Of code lines. Whoever deletes lowers it; the aim is 8,500."""
 
 
