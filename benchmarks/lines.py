@@ -44,6 +44,18 @@ def _docstring_lines(path: Path) -> set[int]:
     return lines
 
 
+DISTRIBUTED = (
+    *("actors", "distribute.py", "strategy.py", "chaos.py", "loops/asynchronous.py"),
+    *("loops/free.py", "rollout/buffer.py", "rollout/pace.py", "rollout/saved.py"),
+    "runs/ledger.py",
+)
+"""Files and folders that are there for Ray and for learning from old tokens."""
+
+
+def is_distributed(path: Path) -> bool:
+    return path.as_posix().startswith(DISTRIBUTED)
+
+
 def count() -> dict[Path, int]:
     """The code lines of every file of the package."""
     files = sorted(PACKAGE.rglob("*.py"))
@@ -55,11 +67,13 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="one line per file")
     by_file = parser.parse_args().files
     counts = Counter[str]()
+    apart = sum(lines for path, lines in count().items() if is_distributed(path))
     for path, lines in count().items():
         counts[str(path) if by_file else path.parts[0]] += lines
     for name, lines in counts.most_common():
         print(f"{lines:6,}  {name}")
-    print(f"{sum(counts.values()):6,}  in all")
+    whole = sum(counts.values())
+    print(f"{whole:6,}  in all: {whole - apart:,} of the core, {apart:,} for Ray and old tokens")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from burnish.threads import share_cores
 from burnish.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from burnish.loops.recorder import Parts
     from burnish.runs.results import Evaluation
 
 AnyPath = str | os.PathLike[str]
@@ -92,7 +93,7 @@ def train(
         read = preflight.hashes(recipe)
         try:
             with (
-                closing(build.build(recipe)) as parts,
+                closing(_parts(recipe)) as parts,
                 RunDirectory(path, recipe, inputs=read) as opened,
             ):
                 record(opened, parts, stop=stop)
@@ -102,6 +103,17 @@ def train(
                 shutil.rmtree(path, ignore_errors=True)  # it may not be made yet
             raise
     return Run(path)
+
+
+def _parts(recipe: Recipe) -> Parts:
+    """The parts of a run, in this process or in Ray's actors."""
+    if recipe.runtime.name == "ray":
+        from burnish import distribute
+
+        return distribute.build(recipe)
+    from burnish import build
+
+    return build.build(recipe)
 
 
 def sft(
@@ -200,27 +212,15 @@ def resume(
         preflight.check(recipe)
         tell("load", "loading torch")
         from burnish import build
-        from burnish.learner.learner import State
-        from burnish.loops.recorder import record
+        from burnish.loops.recorder import go_back, record
 
         recipe = build.prepare(recipe, before.get("threads"))
         now = directory.environment(recipe) | {"inputs": preflight.hashes(recipe)}
         resuming.check_environment(before, now, anyway=anyway)
         build.check_room(recipe, path)
-        with closing(build.build(recipe)) as parts:
-            start, positions = 0, {}
-            if chosen is not None:
-                tell("load", f"loading the checkpoint {chosen.name}")
-                tensors, state = checkpoints.load(chosen)
-                parts.learner.load_state(State(tensors, state["learner"]))
-                if parts.prompts is not None:
-                    parts.prompts.load_state(state["prompts"])
-                start, positions = state["step"], state["positions"]
-            opened.cut_back(positions)  # it checks all before it cuts, and before more is deleted
-            if chosen is not None:
-                checkpoints.return_to(path, chosen, **recipe.checkpoint.model_dump())
+        with closing(_parts(recipe)) as parts:
+            start = go_back(opened, parts, chosen)
             opened.write("recipe.toml", config.to_toml(config.effective(recipe)))
-            parts.learner.incarnation = opened.restart(start)
             record(opened, parts, start=start, stop=stop)
     return Run(path)
 
@@ -337,7 +337,8 @@ def generate(
 
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         params = SamplingParams(**sampling, stop=stops)
-        engine, tokenizer = build.build_engine(build.prepare(recipe))
+        recipe = build.prepare(recipe)
+        engine, tokenizer = build.build_engine(recipe), build.open_tokenizer(recipe)
         chat = chat and tokenizer.chat_template is not None
         inputs = [encode(tokenizer, text, chat=chat) for text in texts]
         asked = [(i, Prompt(str(i), text, ids, "generate")) for i, (text, ids) in enumerate(inputs)]

@@ -7,6 +7,7 @@ this module loads torch, so ``api`` imports it after all checks that need no tor
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from burnish.errors import BurnishError, ConfigError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Policy
-from burnish.loops import supervised, sync
+from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, Evaluator, figures
 from burnish.loops.recorder import Parts
 from burnish.model import checkpoint as models
@@ -30,6 +31,7 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.plan import PAGE, Need, Size, needs, room
 from burnish.progress import tell
+from burnish.rollout.buffer import Buffer
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
@@ -63,8 +65,53 @@ def build(recipe: Recipe) -> Parts:
     task, engine, decode = build_sampler(recipe)
     require(engine.capabilities, repeats=True)  # a resumed run draws the same
     learner = build_learner(recipe)
+    stream, buffer = stream_of(recipe, task), buffer_of(recipe)
+
+    def drift(groups: list[Group]) -> Metrics:
+        return learner.held_out_drift(pack(groups).to(learner.device))
+
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine)
+    train: Callable[..., Iterator[sync.Step]]
+    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
+    if recipe.is_stale:
+        local = asynchronous.LocalLearner(recipe, learner, engine)
+        train = partial(asynchronous.train, recipe, rollouts=rollouts, learner=local, buffer=buffer)
+    return Parts(
+        recipe=recipe,
+        learner=learner,
+        prompts=stream,
+        train=partial(train, prompts=stream),
+        validate=validation(recipe, task, engine, decode, drift),
+        listen=rollouts.listen if recipe.is_stale else None,
+        in_flight=rollouts.in_flight,
+        restore=rollouts.restore,
+        buffer=buffer,
+        publish=lambda: engine.load(learner.weights()),
+        decode=decode,
+        close=task.close,
+    )
+
+
+def buffer_of(recipe: Recipe) -> Buffer | None:
+    if recipe.buffer is None:
+        return None
+    return Buffer(**recipe.buffer.model_dump(), seed=recipe.seed)
+
+
+def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
-    stream = PromptStream(task, None if is_sorter else room(recipe, _measured(recipe)))
+    return PromptStream(task, None if is_sorter else room(recipe, _measured(recipe)))
+
+
+def validation(
+    recipe: Recipe,
+    task: Task,
+    engine: Engine,
+    decode: Decode,
+    drift: Callable[[list[Group]], Metrics],
+) -> Callable[[str], tuple[list[Group], Metrics]]:
+    """The function that measures a policy on held-out prompts; ``drift`` is given the responses on
+    which the KL to the initial model is measured."""
     evaluator = Evaluator(recipe, task, engine, decode)
 
     def validate(when: str) -> tuple[list[Group], Metrics]:
@@ -73,21 +120,10 @@ def build(recipe: Recipe) -> Parts:
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
             tell("evaluate", f"measuring the KL {when}")
-            found |= learner.held_out_drift(pack(whole).to(learner.device))
+            found |= drift(whole)
         return groups, found
 
-    return Parts(
-        recipe=recipe,
-        learner=learner,
-        prompts=stream,
-        train=partial(
-            sync.train, recipe, prompts=stream, task=task, engine=engine, learner=learner
-        ),
-        validate=validate,
-        publish=lambda: engine.load(learner.weights()),
-        decode=decode,
-        close=task.close,
-    )
+    return validate
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -105,7 +141,7 @@ def _build_supervised(recipe: Recipe) -> Parts:
 
 def _pairs(recipe: Recipe) -> pairs.Pairs:
     assert isinstance(recipe.task, schema.PairsTask)
-    context, tokenizer = _measured(recipe).context, _tokenizer(recipe)
+    context, tokenizer = _measured(recipe).context, open_tokenizer(recipe)
     longest = min(context, recipe.train.micro_tokens or context)
     return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
 
@@ -128,19 +164,25 @@ def build_learner(recipe: Recipe) -> Learner:
 def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
     """A recipe's task and engine, and a function that turns token ids into a text each."""
     recipe = settled(recipe)
-    if isinstance(recipe.task, SortTask):
-        return sorting.Sorting(recipe.task, seed=recipe.seed), SorterEngine(_sorter(recipe)), spell
-    engine, tokenizer = build_engine(recipe)
+    engine = build_engine(recipe)
     tell("load", "reading the prompts")
+    task, decode = build_task(recipe)
+    return task, engine, decode
+
+
+def build_task(recipe: Recipe) -> tuple[Task, Decode]:
+    """A recipe's task, and a function that turns token ids into a text each."""
+    if isinstance(recipe.task, SortTask):
+        return sorting.Sorting(recipe.task, seed=recipe.seed), spell
+    tokenizer = open_tokenizer(recipe)
 
     def decode(ids: Any) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
 
-    return build_task(recipe, tokenizer), engine, decode
+    return _language_task(recipe, tokenizer), decode
 
 
-def build_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
-    """The task of a language model: its prompts and its grader."""
+def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     bound = room(recipe, _measured(recipe))
 
     def make(part: Any) -> Any:
@@ -156,8 +198,10 @@ def build_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     return task
 
 
-def build_engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
-    """The engine that samples from a recipe's language model, and the model's tokenizer."""
+def build_engine(recipe: Recipe) -> Engine:
+    """The engine that samples from a recipe's model."""
+    if isinstance(recipe.task, SortTask):
+        return SorterEngine(_sorter(recipe))
     from burnish.engine.engine import NativeEngine  # numba takes a second
     from burnish.engine.scheduler import EngineSettings
 
@@ -172,7 +216,7 @@ def build_engine(recipe: Recipe) -> tuple[Engine, Tokenizer]:
         max_running=recipe.engine.max_running,
         step_tokens=STEP_TOKENS[device.partition(":")[0]],
     )
-    return NativeEngine(model.to(device), tokenizer, settings), tokenizer
+    return NativeEngine(model.to(device), tokenizer, settings)
 
 
 def open_model(
@@ -258,7 +302,7 @@ def probe(recipe: Recipe, size: Size) -> Size:
     if recipe.is_supervised:
         _pairs(recipe)
         return size
-    task = build_task(recipe, _tokenizer(recipe))
+    task = _language_task(recipe, open_tokenizer(recipe))
     count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)
     stream = PromptStream(task, room(recipe, size))
     prompts = [*(prompt for _, prompt in stream.take(count)), *task.validation]
@@ -269,7 +313,7 @@ def probe(recipe: Recipe, size: Size) -> Size:
     )
 
 
-def _tokenizer(recipe: Recipe) -> Tokenizer:
+def open_tokenizer(recipe: Recipe) -> Tokenizer:
     return Tokenizer.load(hub.resolve(preflight.origin(recipe).source))
 
 

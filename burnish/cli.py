@@ -46,6 +46,8 @@ Seed = Annotated[int | None, Option(help="the run's seed")]
 Out = Annotated[Path | None, Option(help="a new run directory", show_default="runs/RECIPE-N")]
 Data = Annotated[Path | None, Option(help="rows of your own: a JSONL file or a directory")]
 RunPath = Annotated[Path, Argument(help="a run directory")]
+Runtime = Annotated[str | None, Option(help="local, or ray: parts in processes of their own")]
+Address = Annotated[str | None, Option(help="a Ray cluster to join, such as auto or HOST:PORT")]
 Quiet = Annotated[bool, Option("--quiet", help="a line per step instead of a display")]
 
 
@@ -107,10 +109,12 @@ def train(
     out: Out = None,
     data: Data = None,
     reward: Annotated[str | None, Option(help="a reward of your own, FILE.py:NAME")] = None,
+    runtime: Runtime = None,
+    address: Address = None,
     quiet: Quiet = False,
 ) -> None:
     """Run a recipe: sample, score, learn, and leave a run directory."""
-    changes = _changes(overrides, seed=seed)
+    changes = _changes(overrides, seed=seed, runtime=_runtime(runtime, address))
     _run(api.recipe_of(recipe, changes, data=data, reward=reward), out, quiet=quiet)
 
 
@@ -171,6 +175,34 @@ def resume(
             stop=live.is_asked,
         )
     _show_end(run)
+
+
+@app.command()
+def chaos(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    kills: Annotated[int, Option(min=1, help="actors to kill")] = 3,
+    pause: Annotated[float, Option(min=0.1, help="seconds between two kills at most")] = 10.0,
+    seed: Seed = None,
+    out: Out = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a recipe on Ray, kill its actors at random moments, and judge what was learned."""
+    from burnish.chaos import Killer, verdict
+
+    loaded = api.recipe_of(recipe, _changes(overrides, seed=seed, runtime="ray"))
+    with directory.claimed(out, loaded.name) as path:
+        with _live(path, quiet=quiet) as live:
+            killer = Killer(path, kills, loaded.seed, pause)
+            killer.start()
+            try:
+                api.train(loaded, out=path, show=live.show, stop=live.is_asked)
+            finally:
+                killer.end()
+        found = verdict(path, loaded)
+        _say(f"killed: {', '.join(killer.killed) or 'nobody, the run was too short'}")
+        _say(str(found))
+    raise typer.Exit(1 if found.problems else 0)
 
 
 @app.command()
@@ -298,6 +330,14 @@ def _changes(overrides: list[str] | None, **options: Any) -> list[str | config.T
     """Options of a command and --set as changes to a recipe; options that are None are left out."""
     given = {key: value for key, value in options.items() if value is not None}
     return [given, *(overrides or ())]
+
+
+def _runtime(name: str | None, address: str | None) -> config.Table | None:
+    """The section of a recipe that --runtime and --address stand for; an address means Ray."""
+    if name is None and address is None:
+        return None
+    found = {"name": name or "ray"}
+    return found if address is None else found | {"address": address}
 
 
 def _say(text: str) -> None:

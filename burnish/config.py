@@ -23,7 +23,7 @@ from burnish.schema import Recipe, SorterConfig
 from burnish.sections import OWN, as_table, nearest
 
 RECIPES = Path(__file__).parent / "recipes"
-CHOSEN = ("task", "model", *(f"objective.{kind}" for kind in pieces.KINDS))
+CHOSEN = ("task", "model", "loop", *(f"objective.{kind}" for kind in pieces.KINDS))
 """Sections that a recipe chooses by name, out of several."""
 LANGUAGE = [
     *("device", "engine", "train.layers", "train.recompute", "validation.max_tokens"),
@@ -143,7 +143,7 @@ def flat(table: Table, prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         path = f"{prefix}{key}"
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        value = as_table(value) if path in CHOSEN else value
+        value = as_table(value) if path in (*CHOSEN, "runtime") else value
         result |= flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return result
 

@@ -24,6 +24,7 @@ class Stream(IntEnum):
     EVALUATION = 1
     TASK = 2
     GENERATE = 3
+    BUFFER = 4
 
 
 class Purpose(IntEnum):

@@ -31,6 +31,14 @@ class RunError(BurnishError):
     """A run directory is missing, in use, or damaged."""
 
 
+class ActorError(BurnishError):
+    """An actor did not answer, or died too often."""
+
+
+class ActorDied(ActorError):
+    """The learner died: the run goes back to its last checkpoint."""
+
+
 class MissingExtra(BurnishError):
     """An optional part is not installed."""
 

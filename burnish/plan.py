@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from burnish import pieces
+from burnish import pieces, strategy
 from burnish.errors import ConfigError
 from burnish.pieces import KL
 from burnish.schema import PairsTask, Recipe, SorterConfig
@@ -104,6 +104,7 @@ def plan(
         ("task", _task(recipe, size)),
         ("objective", loss if recipe.is_supervised else pieces.formula(recipe.objective)),
         ("batches", _batches(recipe)),
+        *strategy.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]
 

@@ -39,7 +39,7 @@ EXTRAS = {
     "gym": ("reasoning_gym", "questions that a generator makes (arithmetic)"),
     "hf": ("huggingface_hub", "models by hf:ORG/NAME"),
     "tensorboard": ("tensorboard", "events of runs for TensorBoard; none is needed to run"),
-    "ray": ("ray", "several machines; no recipe uses it yet"),
+    "ray": ("ray", "sampling and learning in processes of their own (--runtime ray)"),
     "vllm": ("vllm", "another engine; no recipe uses it yet"),
 }
 """The optional parts of the package: for each, a module that it installs, and its purpose."""
@@ -102,6 +102,8 @@ def check_extras(recipe: Recipe) -> None:
             needed.append(("gym", f"the generator {task.generator}"))
     if source.startswith("hf:"):
         needed.append(("hf", f"the model {source}"))
+    if recipe.runtime.name == "ray":
+        needed.append(("ray", "runtime.name = 'ray'"))
     for extra, what in needed:
         if not is_installed(extra):
             raise MissingExtra(extra, what)

@@ -11,8 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from burnish import strategy
 from burnish.pieces import BY_NAME, ObjectiveConfig
 from burnish.sections import Section, named
+from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, LaggedLoop, RuntimeConfig
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 """auto: bf16 where the processor or GPU multiplies it, else fp32."""
@@ -277,6 +279,9 @@ class Recipe(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    loop: AnyLoop = LaggedLoop()
+    buffer: BufferConfig | None = Field(None, description="replay of groups; None: none")
+    runtime: AnyRuntime = RuntimeConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -299,6 +304,7 @@ class Recipe(Section):
             )
         if not self.is_supervised:
             self._check_batches()
+            strategy.check(self)
         return self
 
     def _check_batches(self) -> None:
@@ -316,6 +322,11 @@ class Recipe(Section):
                 f"rollout.group_size must be at least 2 for objective.advantage = "
                 f"'{advantage.name}', got {group}; use objective.advantage = 'raw'"
             )
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the learner meets tokens of versions before its own."""
+        return self.loop.is_stale or self.buffer is not None
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -14,14 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.errors import BurnishError
-from burnish.learner.learner import Learner
+from torch import Tensor
+
+from burnish.errors import ActorDied, BurnishError
+from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
-from burnish.progress import Progress, current_show, showing
+from burnish.progress import Progress, current_show, showing, tell
+from burnish.rollout.buffer import Buffer
+from burnish.rollout.rollout import Note
+from burnish.rollout.saved import HELD, load_held, save_held
 from burnish.runs import checkpoints, report, responses
 from burnish.runs.directory import RunDirectory
+from burnish.runs.ledger import Ledger
 from burnish.runs.metrics import Metrics, Timers
 from burnish.runs.run import summarise
 from burnish.schema import Recipe
@@ -47,11 +54,24 @@ class Parts(NamedTuple):
     they are measured, such as "after step 10"."""
     prompts: PromptStream | None = None
     """None if nothing is sampled."""
+    in_flight: Callable[[], Sequence[Callable[[], list[Group]]]] = lambda: ()
+    """A function for each rollout that was begun and not learned from, which waits for it."""
+    restore: Callable[[Sequence[list[Group]]], None] = lambda rollouts: None
+    """Takes over the rollouts in flight of a checkpoint."""
+    buffer: Buffer | None = None
+    """None if nothing is replayed."""
     publish: Callable[[], None] = lambda: None
     """Hands the policy as it is to the engine, if there is one."""
     decode: Callable[[IntArray], list[str]] = lambda ids: []
     """Token ids as one text each."""
     close: Callable[[], None] = lambda: None
+    listen: Callable[[Note], None] | None = None
+    """Takes the function that is told of events for the ledger; None if the run keeps no ledger:
+    each of its steps learns from its own rollout."""
+    places: Callable[[], dict[str, Any]] = dict
+    """The machine and the process of each actor, by its name."""
+    revive: Callable[[], None] = lambda: None
+    """Starts a learner that died again, as it was before the first step."""
 
 
 def record(
@@ -66,6 +86,17 @@ def record(
     A step that has begun is finished, and saved, before ``stop`` is asked. Every phase and, in
     phase "step", every finished step is shown; status.json says the same.
     """
+    while True:
+        try:
+            _record(directory, parts, start, stop)
+            return
+        except ActorDied as died:
+            tell("note", f"{died}; the run goes back to its last checkpoint")
+            parts.revive()
+            start = go_back(directory, parts, checkpoints.latest(directory.path))
+
+
+def _record(directory: RunDirectory, parts: Parts, start: int, stop: Callable[[], bool]) -> None:
     state: report.State = "failed"
     recorder = _Recorder(directory, parts, start)
     try:
@@ -77,6 +108,38 @@ def record(
         raise
     finally:
         recorder.write_status(state)
+
+
+def go_back(directory: RunDirectory, parts: Parts, chosen: Path | None) -> int:
+    """Sets a run, its parts and its files, to a checkpoint, and returns the step.
+
+    Without a checkpoint the parts must be new, and the run begins again.
+    """
+    step, positions = 0, {}
+    if chosen is not None:
+        tell("load", f"loading the checkpoint {chosen.name}")
+        tensors, state = checkpoints.load(chosen)
+        step, positions = state["step"], state["positions"]
+        _load_position(parts, tensors, state)
+    elif parts.prompts is not None:
+        parts.prompts.load_state(PromptStream.BEGINNING)
+    directory.cut_back(positions)  # it checks all before it cuts, and before more is deleted
+    if chosen is not None:
+        checkpoints.return_to(directory.path, chosen, **parts.recipe.checkpoint.model_dump())
+    parts.learner.incarnation = directory.restart(step)
+    return step
+
+
+def _load_position(parts: Parts, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    learned = {name: tensor for name, tensor in tensors.items() if not name.startswith(HELD)}
+    parts.learner.load_state(State(learned, state["learner"]))
+    if parts.prompts is None:
+        return
+    parts.prompts.load_state(state["prompts"])
+    kept, *in_flight = load_held(tensors, state["groups"], parts.prompts.prompt)
+    parts.restore(in_flight)
+    if parts.buffer is not None:
+        parts.buffer.restore(kept, state["uses"])
 
 
 class _Recorder:
@@ -95,6 +158,10 @@ class _Recorder:
         """When the first step began and when the last steps were finished."""
         self._now = Progress("load", "starting", step=done, steps=self.recipe.train.steps)
         self.write_status("running")
+        self._ledger: Ledger | None = None
+        if parts.listen is not None:
+            self._ledger = Ledger(directory.path, parts.learner.incarnation, done)
+            parts.listen(self._ledger.write)
         self._note_state()
 
     @property
@@ -111,6 +178,8 @@ class _Recorder:
                 self._write(step, stopping)
                 if stopping:
                     break
+        except ActorDied:
+            raise  # the learner is gone, and with it all that a checkpoint would hold
         except BurnishError:
             # A step that halted after it changed the model leaves nothing of the step before it.
             if self.done > self._saved and self.parts.learner.version == self._version:
@@ -165,6 +234,13 @@ class _Recorder:
             sampled = metrics["rollout/length"] * metrics["rollout/responses"]
             timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
         self._append(number, metrics, timings)
+        if self._ledger is not None:
+            oldest = min((group.oldest_version for group in step.groups), default=0)
+            version = oldest + int(metrics.get("train/lag", 0))
+            groups = [group.index for group in step.groups]
+            self._ledger.learned(number, groups, oldest=oldest, version=version)
+        if places := self.parts.places():
+            self.directory.write("actors.json", json.dumps(places, indent=2) + "\n")
         if number % recipe.checkpoint.every == 0 or self.is_done or stopping:
             with self.timers("checkpoint"):
                 self._save()
@@ -175,15 +251,20 @@ class _Recorder:
         step, learner = self.done, self.parts.learner
         self.tell(Progress("checkpoint", f"saving a checkpoint of step {step}"))
         tensors, counters = learner.state()
+        kept = [group for group, _ in self._kept]
+        held, groups = save_held([kept, *(waiting() for waiting in self._in_flight)])
         state = {
             "step": step,
             "incarnation": learner.incarnation,
             "learner": counters,
             "prompts": self._prompts,
+            "groups": groups,
+            "uses": [uses for _, uses in self._kept],
             "positions": self.directory.positions(),
         }
         cadence = self.recipe.checkpoint.model_dump()
-        checkpoints.save(self.directory.path, step, tensors, state, score=self._score, **cadence)
+        path, score = self.directory.path, self._score
+        checkpoints.save(path, step, tensors | held, state, score=score, **cadence)
         self._saved = step
 
     def _note_state(self) -> None:
@@ -192,6 +273,8 @@ class _Recorder:
         prompts = self.parts.prompts
         self._version = self.parts.learner.version
         self._prompts = None if prompts is None else prompts.state()
+        self._in_flight, buffer = self.parts.in_flight(), self.parts.buffer
+        self._kept = [] if buffer is None else [(one.group, one.uses) for one in buffer.kept]
 
     def _validate(self, step: int) -> Metrics:
         when = f"after step {step}" if step else "before the first step"

@@ -79,6 +79,7 @@ def train(
             check_errors(sampled, limit=recipe.rollout.max_errors)
             groups, dropped = drop_errors(sampled)
         step = learn(recipe, learner, number + 1, groups, timers)
+        prompts.close(index for index, _ in asked)
         with timers("publish"):
             begin("publish", "handing the new weights to the sampler")
             engine.load(learner.weights())

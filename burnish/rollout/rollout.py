@@ -34,6 +34,12 @@ QUOTED = 3
 """Messages that an error quotes."""
 _SHORT = Repr()
 _SHORT.maxstring = 80
+Note = Callable[..., None]
+"""Is told of an event by its name and keywords, for the ledger of a run."""
+
+
+def ignore(event: str, **told: Any) -> None:
+    """Notes nothing."""
 
 
 def sample(
@@ -45,11 +51,16 @@ def sample(
     report: Report = unheard,
 ) -> list[tuple[Completion, ...]]:
     """``samples`` completions of each prompt."""
-    requests = [
+    return complete(engine, requests_of(asked, samples, params, stream), report=report)
+
+
+def requests_of(
+    asked: Asked, samples: int, params: SamplingParams, stream: Stream
+) -> list[Request]:
+    return [
         Request(f"group-{group}", prompt.token_ids, samples, params, group, stream)
         for group, prompt in asked
     ]
-    return complete(engine, requests, report=report)
 
 
 def complete(

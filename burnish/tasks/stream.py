@@ -6,6 +6,9 @@ saved in checkpoints, and a resumed run goes on with the prompt that would have 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
 from burnish.errors import DataError
 from burnish.plan import Room
 from burnish.tasks.task import Task
@@ -16,35 +19,64 @@ PATIENCE = 100
 
 
 class PromptStream:
-    """Counts groups and prompts. The counts differ by the prompts that were skipped."""
+    """Numbers groups, and remembers the prompt of each group that is not closed."""
+
+    BEGINNING: ClassVar[dict[str, Any]] = {"groups": 0, "prompts": 0, "skipped": 0, "open": []}
 
     def __init__(self, task: Task, room: Room | None = None) -> None:
         """room: for the longest prompt; None if no model bounds it."""
         self._task, self._room = task, room
-        self._groups = self._prompts = 0
+        self._groups = self._prompts = self.skipped = 0
+        self._open: dict[int, int] = {}
+        """The place of each open group's prompt in the task's order."""
 
     @property
-    def skipped(self) -> int:
-        """Prompts that were too long for the model, so that the next ones were asked instead."""
-        return self._prompts - self._groups
+    def next_index(self) -> int:
+        """The index of the next group."""
+        return self._groups
+
+    @property
+    def open(self) -> list[int]:
+        """The indices of groups that were asked, and are neither learned from nor dropped."""
+        return list(self._open)
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
         """The next prompts, each after the index of its group in the run."""
         return [self._next() for _ in range(count)]
 
-    def state(self) -> dict[str, int]:
-        return {"groups": self._groups, "prompts": self._prompts}
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of an open group."""
+        return self._task.prompt(self._open[index])
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def close(self, indices: Iterable[int]) -> None:
+        """These groups were learned from, or dropped."""
+        for index in indices:
+            del self._open[index]
+
+    def ask_again(self, index: int) -> tuple[int, Prompt]:
+        """Closes a group, and asks its prompt under a new index."""
+        return self._begin(self._open.pop(index))
+
+    def state(self) -> dict[str, Any]:
+        counts = {"groups": self._groups, "prompts": self._prompts, "skipped": self.skipped}
+        return {**counts, "open": list(self._open.items())}
+
+    def load_state(self, state: dict[str, Any]) -> None:
         self._groups, self._prompts = state["groups"], state["prompts"]
+        self.skipped, self._open = state["skipped"], dict(state["open"])
+
+    def _begin(self, place: int) -> tuple[int, Prompt]:
+        index, self._groups = self._groups, self._groups + 1
+        self._open[index] = place
+        return index, self._task.prompt(place)
 
     def _next(self) -> tuple[int, Prompt]:
         for _ in range(PATIENCE):
             prompt = self._task.prompt(self._prompts)
             self._prompts += 1
             if fits(prompt, self._room):
-                self._groups += 1
-                return self._groups - 1, prompt
+                return self._begin(self._prompts - 1)
+            self.skipped += 1
         assert self._room is not None, "otherwise every prompt fits"
         raise DataError(
             f"{PATIENCE} prompts one after another are too long: the last has "

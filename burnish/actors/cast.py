@@ -1,0 +1,149 @@
+"""The parts of a run that live in processes of their own: plain classes, without Ray.
+
+| the course's cast | here |
+| --- | --- |
+| Generator | ``Generator`` around an engine |
+| Scorer | ``Scorer`` around a task and its grader pool |
+| Learner | ``LearnerPart`` around a learner |
+| ReplayBuffer | ``burnish.rollout.buffer.Buffer`` |
+| TrajectoryQueue | the calls in flight of ``burnish.actors.fleet.Fleet``, by number |
+| ColocatedWorker | ``burnish.loops.sync.train`` in one process |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from burnish.actors.transport import Parcel, open_parcel, send
+from burnish.engine.protocol import Engine, Request
+from burnish.errors import EngineError
+from burnish.learner.learner import State
+from burnish.rollout.packing import pack
+from burnish.rollout.rollout import Asked, grade
+from burnish.types import Completion, Group, Weights
+
+Answers = dict[str, tuple[Completion, ...]]
+"""Completions by the id of their request, in the order of their samples."""
+
+
+class Generator:
+    """An engine that takes its weights with the requests that they are for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._loaded: tuple[int, int] | None = None
+        self._missing: dict[str, int] = {}
+        """Samples in flight, by request."""
+        self._done: dict[str, list[Completion]] = {}
+
+    @property
+    def sampled(self) -> int:
+        return self.engine.sampled
+
+    def sample(self, parcel: Parcel, requests: Sequence[Request]) -> Answers:
+        """Answers all requests with these weights. They are submitted before the first step, so
+        that the same requests give the same bits."""
+        self._load(parcel)
+        self._submit(requests)
+        wanted = [request.request_id for request in requests]
+        while any(name in self._missing for name in wanted):
+            self._step()
+        return self._finished(wanted)
+
+    def advance(
+        self, parcel: Parcel | None, requests: Sequence[Request], seconds: float
+    ) -> Answers:
+        """Takes new weights, if there are any, and new requests, and goes on for ``seconds`` or
+        until a request is answered."""
+        if parcel is not None:
+            self._load(parcel)
+        self._submit(requests)
+        end = time.monotonic() + seconds
+        while self._missing and time.monotonic() < end:
+            self._step()
+            whole = [name for name in self._done if name not in self._missing]
+            if whole:
+                return self._finished(whole)
+        return {}
+
+    def forget(self) -> None:
+        """Ends all samples in flight: the run was set back to a checkpoint."""
+        for name in list(self._missing):
+            self.engine.abort(name)
+        while self.engine.unfinished:
+            self.engine.step()
+        self._missing.clear()
+        self._done.clear()
+
+    def _load(self, parcel: Parcel) -> None:
+        if (parcel.incarnation, parcel.version) != self._loaded:
+            with open_parcel(parcel) as weights:
+                self.engine.load(weights)
+            self._loaded = parcel.incarnation, parcel.version
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.submit(request)
+            self._missing[request.request_id] = request.n
+            self._done[request.request_id] = []
+
+    def _step(self) -> None:
+        if not self.engine.unfinished:
+            raise EngineError(f"the engine forgot samples of {', '.join(list(self._missing)[:4])}")
+        for completion in self.engine.step():
+            name = completion.request_id
+            self._done[name].append(completion)
+            self._missing[name] -= 1
+            if not self._missing[name]:
+                del self._missing[name]
+
+    def _finished(self, names: Sequence[str]) -> Answers:
+        return {
+            name: tuple(sorted(self._done.pop(name), key=lambda c: c.sample_index))
+            for name in names
+        }
+
+
+class Scorer:
+    """A task that grades in a process of its own."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def grade(self, asked: Asked, responses: Sequence[tuple[Completion, ...]]) -> list[Group]:
+        return grade(self.task, asked, responses)
+
+
+class LearnerPart:
+    """A learner, and the function that takes a rollout's gradient steps with it."""
+
+    def __init__(self, learner: Any, learn: Callable[..., Any], how: str) -> None:
+        """``learn`` is given the learner, the number of the step and the groups; ``how`` names the
+        transport of weights."""
+        self.learner, self._learn, self._how = learner, learn, how
+
+    def learn(self, number: int, groups: list[Group]) -> Any:
+        """Step ``number``, counted from 1."""
+        self.learner.begin(number - 1)
+        return self._learn(self.learner, number, groups)
+
+    def weights(self, folder: str, incarnation: int) -> Parcel:
+        self.learner.incarnation = incarnation
+        return send(self.learner.weights(), self._how, folder)
+
+    def held_out_drift(self, groups: list[Group]) -> dict[str, float]:
+        found: dict[str, float] = self.learner.held_out_drift(pack(groups).to(self.learner.device))
+        return found
+
+    def state(self, folder: str) -> tuple[Parcel, dict[str, Any]]:
+        state = self.learner.state()
+        return send(Weights(0, -1, state.tensors), self._how, folder), state.numbers
+
+    def load_state(self, parcel: Parcel, numbers: dict[str, Any]) -> int:
+        """Goes on from a state, and returns its version."""
+        with open_parcel(parcel) as held:
+            self.learner.load_state(State(held.tensors, numbers))
+        version: int = self.learner.version
+        return version

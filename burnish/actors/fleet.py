@@ -1,0 +1,182 @@
+"""Generators and a scorer in processes of their own, and the rollouts that they work on.
+
+Groups go to generators by number, and every call carries the weights that it samples with. So a
+rollout's bits depend on its groups, its weights and the number of generators, and on nothing else;
+a generator that dies is started again and samples the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from burnish.actors.supervisor import PULSE, Call, Supervisor
+from burnish.actors.transport import Parcel, discard
+from burnish.draws import Stream
+from burnish.engine.protocol import Capabilities, Request
+from burnish.rollout.rollout import Asked, Note, ignore, requests_of
+from burnish.types import Completion, Group, SamplingParams, Weights
+
+
+@dataclass
+class _Rollout:
+    asked: Asked
+    samples: list[Call]
+    grading: Call | None = None
+
+
+class Fleet:
+    """Samples and grades rollouts, oldest first. It is an ``Engine`` too, for evaluations."""
+
+    capabilities = Capabilities(model_logprobs=True, token_versions=True, counter_draws=True)
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        generators: Sequence[str],
+        *,
+        size: int,
+        params: SamplingParams,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """``size``: samples of a group. ``tell`` is given a line for every new version."""
+        self.tell, self._versions = tell, dict.fromkeys(generators, -1)
+        self.supervisor, self.generators = supervisor, generators
+        self.size, self.params = size, params
+        self.version = 0
+        self.weights: Any = None
+        """The weights that were published last, as generators are given them."""
+        self.note: Note = ignore
+        """Is told of groups and of actors' work."""
+        self._parcels: list[Parcel] = []
+        self._rollouts: deque[_Rollout] = deque()
+        self._waiting: list[Request] = []
+        self._evaluating: list[Call] = []
+
+    def listen(self, note: Note) -> None:
+        self.note = note
+
+    def publish(self, parcel: Parcel, reference: Any) -> None:
+        """From now on the requests are sampled with these weights.
+
+        A parcel that carries the weights itself goes to the generators by its reference.
+        """
+        self.tell(f"learner publishes version {parcel.version}")
+        self.version = parcel.version
+        self.weights = reference if parcel.file is None else parcel
+        self._parcels.append(parcel)
+        needed = [call.args[0] for name in self.generators for call in self.supervisor.open(name)]
+        for old in self._parcels[:-1]:
+            if old.file is not None and not any(old is other for other in needed):
+                self._parcels.remove(old)
+                discard(old)
+
+    def issue(self, asked: Asked) -> None:
+        """Begins a rollout with the weights that were published last."""
+        requests = requests_of(asked, self.size, self.params, Stream.TRAIN)
+        self._rollouts.append(_Rollout(asked, self._sample(requests)))
+
+    def collect(self) -> list[Group]:
+        """Waits for the oldest rollout, and removes it."""
+        groups = self._graded(self._rollouts[0])
+        self._rollouts.popleft()
+        return groups
+
+    def in_flight(self) -> list[Callable[[], list[Group]]]:
+        """A function for each rollout in flight, oldest first, that waits for its groups."""
+        return [partial(self._graded, rollout) for rollout in self._rollouts]
+
+    def _graded(self, rollout: _Rollout) -> list[Group]:
+        while rollout.grading is None or not rollout.grading.is_done:
+            self._pump()
+        groups: list[Group] = rollout.grading.answer
+        return groups
+
+    def restore(self, rollouts: Sequence[list[Group]]) -> None:
+        """Puts rollouts in flight that are graded already: a checkpoint held them."""
+        self._rollouts.clear()
+        for groups in rollouts:
+            asked = [(group.index, group.prompt) for group in groups]
+            done = Call("checkpoint", "grade", (), answer=groups, is_done=True)
+            self._rollouts.append(_Rollout(asked, [], done))
+
+    def wait(self, call: Call) -> Any:
+        """The answer of another call; rollouts go on meanwhile."""
+        while not call.is_done:
+            self._pump(call)
+        return call.answer
+
+    def _sample(self, requests: Sequence[Request]) -> list[Call]:
+        shares: dict[str, list[Request]] = {}
+        for request in requests:
+            name = self.generators[request.group % len(self.generators)]
+            shares.setdefault(name, []).append(request)
+        call = self.supervisor.call
+        return [call(name, "sample", self.weights, share) for name, share in shares.items()]
+
+    def _pump(self, *others: Call) -> None:
+        """Waits a little, and sends rollouts whose samples are all there to be graded."""
+        calls = [*others]
+        for rollout in self._rollouts:
+            calls += rollout.samples if rollout.grading is None else [rollout.grading]
+        self.supervisor.poll([call for call in calls if not call.is_done], PULSE)
+        for rollout in self._rollouts:
+            if rollout.grading is None and all(call.is_done for call in rollout.samples):
+                found = {name: cs for call in rollout.samples for name, cs in call.answer.items()}
+                responses = [found[f"group-{index}"] for index, _ in rollout.asked]
+                for call in rollout.samples:
+                    self.sampled_by(call)
+                rollout.grading = self.supervisor.call("scorer", "grade", rollout.asked, responses)
+
+    def sampled_by(self, call: Call) -> None:
+        """Notes the groups that a generator has answered."""
+        for name, completions in call.answer.items():
+            versions = np.concatenate([c.versions for c in completions])
+            newest = int(versions.max(initial=0))
+            if newest > self._versions[call.actor]:
+                self._versions[call.actor] = newest
+                self.tell(f"{call.actor} samples with version {newest}")
+            self.note(
+                "sampled",
+                group=int(name.removeprefix("group-")),
+                by=call.actor,
+                oldest=int(versions.min(initial=self.version)),
+                newest=newest,
+            )
+
+    # The engine of evaluations: requests are submitted, and answered by all generators.
+
+    @property
+    def unfinished(self) -> int:
+        requests = [request for call in self._evaluating for request in call.args[1]]
+        return sum(request.n for request in [*self._waiting, *requests])
+
+    @property
+    def sampled(self) -> int:
+        pulses = [self.supervisor.pulse(name) for name in self.generators]
+        return sum(pulse.sampled for pulse in pulses if pulse is not None)
+
+    def submit(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        if self._waiting:
+            self._evaluating += self._sample(self._waiting)
+            self._waiting = []
+        done = self.supervisor.poll(self._evaluating, PULSE)
+        self._evaluating = [call for call in self._evaluating if not call.is_done]
+        found: list[Completion] = []
+        for call in done:
+            found += [completion for own in call.answer.values() for completion in own]
+        return found
+
+    def load(self, weights: Weights) -> None:
+        raise NotImplementedError("generators get their weights by `publish`")
+
+    def abort(self, request_id: str) -> None:
+        raise NotImplementedError("a rollout is not aborted")

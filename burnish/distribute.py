@@ -1,0 +1,111 @@
+"""A recipe becomes the parts of a run on Ray: generators, a scorer and a learner as actors.
+
+Each actor builds its own part from the recipe, in its own process, with the functions of
+``burnish.build``; the driver keeps the task's prompts, the loop and the run directory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from burnish import build as local
+from burnish.actors import cluster
+from burnish.actors.cast import Generator, LearnerPart, Scorer
+from burnish.actors.fleet import Fleet
+from burnish.actors.learner import RemoteLearner
+from burnish.actors.supervisor import Supervisor
+from burnish.loops import asynchronous, free, sync
+from burnish.loops.recorder import Parts
+from burnish.progress import tell
+from burnish.rollout.rollout import sampling
+from burnish.runs.metrics import Timers
+from burnish.schema import Recipe
+from burnish.strategy import FreeLoop
+from burnish.types import Group
+
+SHARED = Path("/dev/shm")
+
+
+def build(recipe: Recipe) -> Parts:
+    """The parts of a run whose generators, scorer and learner are actors of Ray."""
+    runtime = recipe.runtime
+    tell("load", "starting Ray")
+    leave = cluster.connect(runtime)
+    how = runtime.transport
+    if how == "auto":
+        how = "shared" if runtime.address is None and SHARED.is_dir() else "store"
+    note(f"weights travel by {cluster.TRANSPORTS[how]}")
+    folder = tempfile.mkdtemp(prefix="burnish-", dir=SHARED if how == "shared" else None)
+    supervisor = Supervisor(runtime.deadline, note)
+    names = [f"generator-{number}" for number in range(runtime.generators)]
+    begin, options = supervisor.start, cluster.options
+    for name in names:
+        begin(name, partial(make_generator, recipe), **options(runtime.generator))
+    begin("scorer", partial(make_scorer, recipe), num_cpus=0)
+    make = partial(make_learner, recipe, how)
+    begin("learner", make, restarts=False, **options(runtime.learner))
+    params, size = sampling(recipe), recipe.rollout.group_size
+    fleet = Fleet(supervisor, names, size=size, params=params, tell=note)
+    learner = RemoteLearner(fleet, folder, how)
+    tell("load", "reading the prompts")
+    task, decode = local.build_task(recipe)
+    stream, buffer = local.stream_of(recipe, task), local.buffer_of(recipe)
+
+    def revive() -> None:
+        supervisor.restart("learner")
+        fleet.restore([])
+        learner.version = 0
+
+    def close() -> None:
+        task.close()
+        supervisor.stop()
+        leave()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    train: Any = partial(asynchronous.train, rollouts=fleet, buffer=buffer)
+    if isinstance(recipe.loop, FreeLoop):
+        train = partial(free.train, fleet=fleet)
+    tell("load", "waiting for the actors to load their parts")
+    return Parts(
+        recipe=recipe,
+        learner=learner,  # type: ignore[arg-type]
+        prompts=stream,
+        train=partial(train, recipe, prompts=stream, learner=learner),
+        validate=local.validation(recipe, task, fleet, decode, learner.held_out_drift),
+        listen=fleet.listen,
+        in_flight=fleet.in_flight,
+        restore=fleet.restore,
+        buffer=buffer,
+        publish=learner.publish,
+        decode=decode,
+        close=close,
+        places=supervisor.places,
+        revive=revive,
+    )
+
+
+def note(text: str) -> None:
+    """Shows a sentence that stays."""
+    tell("note", text)
+
+
+def make_generator(recipe: Recipe) -> Generator:
+    recipe = local.prepare(recipe, recipe.runtime.threads)
+    return Generator(local.build_engine(recipe))
+
+
+def make_scorer(recipe: Recipe) -> Scorer:
+    return Scorer(local.build_task(recipe)[0])
+
+
+def make_learner(recipe: Recipe, how: str) -> LearnerPart:
+    recipe = local.prepare(recipe, recipe.runtime.threads)
+
+    def learn(learner: Any, number: int, groups: list[Group]) -> sync.Step:
+        return sync.learn(recipe, learner, number, groups, Timers())
+
+    return LearnerPart(local.build_learner(recipe), learn, how)

@@ -1,0 +1,177 @@
+"""The overlapping loop: rollouts are sampled while older ones are learned from.
+
+Rollout n, counted from 0, is sampled with the weights after step max(0, n − lag):
+
+    for step = 1 … steps:
+        issue the rollouts up to number step − 1 + lag, with the weights published last
+        wait for the oldest rollout                                     generate
+        take its gradient steps                                         learn
+        publish the new weights                                         publish
+
+With lag 0 this is the synchronous loop. The order of rollouts is fixed, so results do not depend on
+who is fast: they repeat for a given number of generators, and a killed run resumes bit for bit,
+because a checkpoint holds the rollouts in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from burnish.engine.protocol import Engine
+from burnish.learner.learner import Learner
+from burnish.loops.sync import Step, learn
+from burnish.progress import begin
+from burnish.rollout.buffer import Buffer
+from burnish.rollout.rollout import (
+    Asked,
+    Note,
+    check_errors,
+    describe,
+    drop_errors,
+    grade,
+    ignore,
+    sample,
+    sampling,
+)
+from burnish.runs.metrics import Timers
+from burnish.schema import Recipe
+from burnish.strategy import LaggedLoop
+from burnish.tasks.stream import PromptStream
+from burnish.tasks.task import Task
+from burnish.types import Group
+
+
+class Rollouts(Protocol):
+    """Whoever samples and grades rollouts, oldest first."""
+
+    note: Note
+    """Is told of groups that are sampled and dropped."""
+
+    def issue(self, asked: Asked) -> None:
+        """Begins a rollout with the weights that were published last."""
+
+    def collect(self) -> list[Group]:
+        """The groups of the oldest rollout, which is then no longer in flight."""
+
+    def in_flight(self) -> list[Callable[[], list[Group]]]:
+        """A function for each rollout in flight, oldest first, that waits for its groups."""
+
+    def restore(self, rollouts: Sequence[list[Group]]) -> None:
+        """Puts these rollouts in flight."""
+
+
+class LocalRollouts:
+    """Samples in this process: a rollout is finished as soon as it is issued.
+
+    The overlapping loop over these rollouts gives the same results as over Ray's, without the
+    overlap; so it is the test's oracle, and measures the effect of lag on a machine without Ray.
+    """
+
+    def __init__(self, recipe: Recipe, task: Task, engine: Engine) -> None:
+        self._recipe, self._task, self._engine = recipe, task, engine
+        self._done: deque[list[Group]] = deque()
+        self.note: Note = ignore
+
+    def listen(self, note: Note) -> None:
+        self.note = note
+
+    def issue(self, asked: Asked) -> None:
+        params, size = sampling(self._recipe), self._recipe.rollout.group_size
+        groups = grade(self._task, asked, sample(self._engine, asked, size, params))
+        for group in groups:
+            version = group.oldest_version
+            self.note("sampled", group=group.index, by="local", oldest=version, newest=version)
+        self._done.append(groups)
+
+    def collect(self) -> list[Group]:
+        return self._done.popleft()
+
+    def in_flight(self) -> list[Callable[[], list[Group]]]:
+        return [partial(list, groups) for groups in self._done]
+
+    def restore(self, rollouts: Sequence[list[Group]]) -> None:
+        self._done = deque(rollouts)
+
+
+class LocalLearner:
+    """A learner of this process, which hands its weights to an engine of this process."""
+
+    def __init__(self, recipe: Recipe, learner: Learner, engine: Engine) -> None:
+        self._recipe, self._learner, self._engine = recipe, learner, engine
+
+    def learn(self, number: int, groups: list[Group]) -> Step:
+        self._learner.begin(number - 1)
+        return learn(self._recipe, self._learner, number, groups, Timers())
+
+    @property
+    def version(self) -> int:
+        return self._learner.version
+
+    def publish(self) -> None:
+        self._engine.load(self._learner.weights())
+
+
+def train(
+    recipe: Recipe,
+    *,
+    prompts: PromptStream,
+    rollouts: Rollouts,
+    learner: Any,
+    buffer: Buffer | None = None,
+    timers: Timers,
+    start: int = 0,
+) -> Iterator[Step]:
+    """Runs the loop from step ``start`` on, yielding after each step.
+
+    ``learner`` has ``learn`` (a step's number and groups -> a ``Step``), ``publish`` and
+    ``version``. ``buffer`` is None if a step learns from its own rollout alone.
+    """
+    assert isinstance(recipe.loop, LaggedLoop)
+    lag = recipe.loop.lag
+    issued = start + len(rollouts.in_flight())
+    learner.publish()
+    for number in range(start, recipe.train.steps):
+        skipped = prompts.skipped
+        while issued < min(number + lag + 1, recipe.train.steps):
+            rollouts.issue(prompts.take(recipe.prompts_per_rollout))
+            issued += 1
+        with timers("generate"):
+            begin("generate", f"waiting for rollout {number + 1}")
+            sampled = rollouts.collect()
+            check_errors(sampled, limit=recipe.rollout.max_errors)
+            groups, dropped = drop_errors(sampled)
+            note_dropped(rollouts.note, number + 1, sampled, groups)
+        gone = [group.index for group in sampled]
+        if buffer is not None:
+            groups, gone = replay(buffer, groups, number + 1, learner.version, rollouts.note)
+        with timers("learn"):
+            begin("learn", f"learning from rollout {number + 1}")
+            step = learner.learn(number + 1, groups)
+        prompts.close(gone)
+        with timers("publish"):
+            begin("publish", "handing the new weights to the generators")
+            learner.publish()
+        rollout = describe(sampled, prompts.skipped - skipped) | dropped
+        yield step._replace(metrics=rollout | step.metrics)
+
+
+def replay(
+    buffer: Buffer, fresh: list[Group], step: int, version: int, note: Note
+) -> tuple[list[Group], list[int]]:
+    """Puts fresh groups into the buffer -> the groups that the step learns from, as many as were
+    put in, and the indices of groups that nobody will learn from again."""
+    before = [*(kept.group.index for kept in buffer.kept), *(group.index for group in fresh)]
+    for group in [*buffer.put(fresh), *buffer.age(version)]:
+        note("aged", step=step, group=group.index)
+    chosen = buffer.take(len(fresh), step, version)
+    stay = {kept.group.index for kept in buffer.kept}
+    return chosen, [index for index in before if index not in stay]
+
+
+def note_dropped(note: Note, step: int, sampled: list[Group], kept: list[Group]) -> None:
+    """Notes the groups that were lost to errors of grades."""
+    for index in sorted({g.index for g in sampled} - {g.index for g in kept}):
+        note("dropped", step=step, group=index, why="error")

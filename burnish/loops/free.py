@@ -1,0 +1,221 @@
+"""The free-running loop: generators go on while the learner works, and lag is bounded.
+
+Every group has a number, and the learner takes groups by number inside a window, so that fast
+(short) answers do not crowd out slow ones. `burnish.rollout.pace` says which groups may begin.
+
+| who | consumes | produces | waits for | unblocked by |
+| --- | --- | --- | --- | --- |
+| generator | requests, weights | completions | a request that may begin | new weights |
+| scorer | completions | groups | completions | a generator |
+| learner | groups | steps, weights | a whole rollout | the scorer |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from burnish.actors.fleet import Fleet
+from burnish.actors.supervisor import PULSE, Call
+from burnish.draws import Stream
+from burnish.loops.asynchronous import note_dropped
+from burnish.loops.sync import Step
+from burnish.progress import begin
+from burnish.rollout.pace import Pace
+from burnish.rollout.rollout import check_errors, describe, drop_errors, requests_of
+from burnish.runs.metrics import Timers
+from burnish.schema import Recipe
+from burnish.strategy import FreeLoop
+from burnish.tasks.stream import PromptStream
+from burnish.types import Group, Prompt
+
+SLICE = 0.5
+"""Seconds for which a generator samples before it looks for new requests and weights."""
+
+
+@dataclass
+class _Worker:
+    """The driver's view of a generator."""
+
+    name: str
+    version: int = -1
+    """Of the weights that it was given last."""
+    holds: dict[int, Prompt] = field(default_factory=dict)
+    """Groups that it is sampling."""
+    call: Call | None = None
+
+
+class FreeRun:
+    """The state of a free-running loop: groups on their way from the prompts to the learner."""
+
+    def __init__(
+        self, recipe: Recipe, *, prompts: PromptStream, fleet: Fleet, learner: Any
+    ) -> None:
+        loop = recipe.loop
+        assert isinstance(loop, FreeLoop)
+        self.recipe, self.loop = recipe, loop
+        self.prompts, self.fleet, self.learner = prompts, fleet, learner
+        batch = recipe.prompts_per_rollout
+        self.pace = Pace(
+            batch, loop.window or batch, recipe.gradient_steps_per_rollout, loop.max_lag
+        )
+        self.workers = [_Worker(name) for name in fleet.generators]
+        self.pace.reopen(prompts.open, prompts.next_index)
+        self.again = {index: prompts.prompt(index) for index in prompts.open}
+        """Groups to be issued under numbers that they have already."""
+        self.grading: dict[Call, None] = {}
+        self.graded: dict[int, Group] = {}
+        self.learning: Call | None = None
+        self.dropped = 0
+        self.step = 0
+        """The step that is waited for or learned."""
+
+    def advance(self) -> None:
+        """Gives everybody work, and waits a little for an answer."""
+        for worker in self.workers:
+            if worker.call is None:
+                self._feed(worker)
+        calls = [worker.call for worker in self.workers if worker.call is not None]
+        calls += self.grading
+        if self.learning is not None:
+            calls.append(self.learning)
+        self.fleet.supervisor.poll([call for call in calls if not call.is_done], PULSE)
+        for worker in self.workers:
+            if worker.call is not None and worker.call.is_done:
+                self._take(worker)
+        for call in [call for call in self.grading if call.is_done]:
+            del self.grading[call]
+            self.graded |= {group.index: group for group in call.answer}
+
+    def next_rollout(self) -> list[Group] | None:
+        """The groups that are learned from next; None if they are not all there.
+
+        Groups that are too old leave, and their prompts get new numbers.
+        """
+        limit = self.learner.version - self.loop.max_lag
+        for number, group in list(self.graded.items()):
+            if group.oldest_version < limit:
+                self._drop(number)
+        numbers = self.pace.ready(self.graded)
+        return [self.graded[number] for number in numbers] or None
+
+    def close(self, groups: list[Group]) -> None:
+        """The groups were learned from."""
+        for group in groups:
+            self.pace.close(group.index)
+            del self.graded[group.index]
+        self.prompts.close(group.index for group in groups)
+
+    def _drop(self, number: int) -> None:
+        """Closes a group that is too old; its prompt is asked again under a new number."""
+        self.pace.close(number)
+        del self.graded[number]
+        self.fleet.note("dropped", step=self.step, group=number, why="stale")
+        self.again.update([self.prompts.ask_again(number)])
+        self.dropped += 1
+
+    def _feed(self, worker: _Worker) -> None:
+        """Calls a generator with new weights and requests, if it has anything to do."""
+        is_old = worker.version != self.learner.version
+        drains = self.loop.on_update == "wait"
+        parcel = None
+        if is_old and not (drains and worker.holds):
+            parcel, worker.version = self.fleet.weights, self.learner.version
+        fresh = {} if is_old and parcel is None else self._fresh(worker)
+        worker.holds |= fresh
+        if not worker.holds:
+            return
+        asked = list(fresh.items())
+        requests = requests_of(asked, self.fleet.size, self.fleet.params, Stream.TRAIN)
+
+        def renew() -> tuple[Any, ...]:
+            """A new generator has lost all its groups: it gets them again under their numbers."""
+            worker.version = self.learner.version
+            lost = requests_of(
+                list(worker.holds.items()), self.fleet.size, self.fleet.params, Stream.TRAIN
+            )
+            return self.fleet.weights, lost, SLICE
+
+        worker.call = self.fleet.supervisor.call(
+            worker.name, "advance", parcel, requests, SLICE, renew=renew
+        )
+
+    def _fresh(self, worker: _Worker) -> dict[int, Prompt]:
+        """New groups for a generator, as many as the bound and its share of the work allow."""
+        found: dict[int, Prompt] = {}
+        while len(worker.holds) + len(found) < self._share:
+            number = min(self.again) if self.again else self.prompts.next_index
+            if not self._may_begin(number, worker.version):
+                break
+            if self.again:
+                prompt = self.again.pop(number)
+            else:
+                ((number, prompt),) = self.prompts.take(1)
+            self.pace.begin(number, worker.version)
+            found[number] = prompt
+        return found
+
+    @property
+    def _share(self) -> int:
+        """Groups that a generator samples at once."""
+        ahead = 1 + self.loop.max_lag // self.pace.gradient_steps
+        return -(-ahead * self.pace.batch // len(self.workers))
+
+    def _may_begin(self, number: int, loaded: int) -> bool:
+        if self.loop.on_stale == "drop":
+            return True
+        coming = self.pace.gradient_steps if self.learning is not None else 0
+        return self.pace.may_issue(number, loaded, self.learner.version + coming)
+
+    def _take(self, worker: _Worker) -> None:
+        """Sends a generator's answers to be graded."""
+        assert worker.call is not None
+        self.fleet.sampled_by(worker.call)
+        answers, worker.call = worker.call.answer, None
+        asked = [(number, worker.holds.pop(number)) for number in _numbers(answers)]
+        if asked:
+            responses = [answers[f"group-{number}"] for number, _ in asked]
+            call = self.fleet.supervisor.call("scorer", "grade", asked, responses)
+            self.grading[call] = None
+
+
+def _numbers(answers: dict[str, Any]) -> list[int]:
+    return sorted(int(name.removeprefix("group-")) for name in answers)
+
+
+def train(
+    recipe: Recipe,
+    *,
+    prompts: PromptStream,
+    fleet: Fleet,
+    learner: Any,
+    timers: Timers,
+    start: int = 0,
+) -> Iterator[Step]:
+    """Runs the loop from step ``start`` on, yielding after each step."""
+    learner.publish()
+    run = FreeRun(recipe, prompts=prompts, fleet=fleet, learner=learner)
+    for number in range(start, recipe.train.steps):
+        run.step, skipped = number + 1, prompts.skipped
+        with timers("generate"):
+            begin("generate", f"waiting for the groups of step {number + 1}")
+            while (sampled := run.next_rollout()) is None:
+                run.advance()
+            check_errors(sampled, limit=recipe.rollout.max_errors)
+            groups, dropped = drop_errors(sampled)
+            note_dropped(fleet.note, number + 1, sampled, groups)
+        with timers("learn"):
+            begin("learn", f"step {number + 1} is being learned")
+            run.close(sampled)
+            run.learning = learner.begin(number + 1, groups)
+            while not run.learning.is_done:
+                run.advance()
+            step = learner.take(run.learning)
+            run.learning = None
+        with timers("publish"):
+            learner.publish()
+        dropped["rollout/stale_groups"] = float(run.dropped)
+        metrics = describe(sampled, prompts.skipped - skipped) | dropped
+        run.dropped = 0
+        yield step._replace(metrics=metrics | step.metrics)

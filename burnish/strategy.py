@@ -1,0 +1,145 @@
+"""The sections of a recipe that say how sampling and learning share time and machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from burnish.pieces import Importance
+from burnish.sections import Section, as_table, named
+
+if TYPE_CHECKING:
+    from burnish.schema import Recipe
+
+LATE = {
+    "wait": "a generator waits for new weights",
+    "drop": "a group is dropped and its prompt asked again",
+}
+UPDATES = {
+    "wait": "samples in flight end first",
+    "recompute": "samples in flight go on, their caches are computed again (AReaL)",
+    "keep": "samples in flight go on with their caches (PipelineRL)",
+}
+
+
+class LaggedLoop(Section):
+    """Rollout n is sampled with the weights after step n − 1 − lag."""
+
+    name: Literal["lagged"] = "lagged"
+    lag: int = Field(0, ge=0, description="rollouts that are sampled ahead; 0: none")
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it learns from tokens of versions before the learner's."""
+        return self.lag > 0
+
+
+class FreeLoop(Section):
+    """Generators never wait for the learner, except to keep the bound on lag."""
+
+    name: Literal["free"] = "free"
+    max_lag: int = Field(1, ge=0, description="versions that a token may be behind the learner")
+    on_stale: Literal["wait", "drop"] = Field("wait", description="how the bound is kept")
+    window: int | None = Field(None, ge=1, description="groups looked at; None: one rollout")
+    on_update: Literal["wait", "recompute", "keep"] = Field(
+        "wait", description="caches of samples in flight when weights come"
+    )
+
+    @property
+    def is_stale(self) -> bool:
+        return self.max_lag > 0
+
+
+AnyLoop = Annotated[Annotated[LaggedLoop | FreeLoop, Field(discriminator="name")], named("lagged")]
+
+
+class Resources(Section):
+    """What Ray keeps free for each actor of a kind."""
+
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+
+
+class RuntimeConfig(Section):
+    name: Literal["local", "ray"] = Field("local", description="one process, or Ray's actors")
+    address: str | None = Field(None, description="of a Ray cluster; None: one is started here")
+    generators: int = Field(1, ge=1, description="actors that sample")
+    generator: Resources = Resources()
+    learner: Resources = Resources()
+    threads: int | None = Field(None, ge=1, description="of each actor; None: one per core")
+    transport: Literal["auto", "shared", "store"] = Field("auto", description="of weights")
+    deadline: float = Field(600.0, gt=0, description="seconds in which an actor must answer")
+
+
+AnyRuntime = Annotated[RuntimeConfig, BeforeValidator(as_table)]
+
+
+class BufferConfig(Section):
+    """Groups that were sampled are kept, and each step learns from some of them."""
+
+    capacity: int = Field(..., ge=1, description="groups that are kept")
+    order: Literal["recent", "uniform", "weighted"] = Field(
+        "recent", description="newest first, all alike, or by 1 / (1 + age)"
+    )
+    max_age: int | None = Field(None, ge=0, description="versions; None: no bound")
+    max_uses: int = Field(1, ge=1, description="steps that may learn from a group")
+
+
+def check(recipe: Recipe) -> None:
+    """Raises where a strategy can't work."""
+    loop, objective = recipe.loop, recipe.objective
+    if isinstance(loop, FreeLoop):
+        if recipe.runtime.name != "ray":
+            raise ValueError("loop.name = 'free' needs actors; set runtime.name = 'ray'")
+        if loop.window is not None and loop.window < recipe.prompts_per_rollout:
+            raise ValueError(
+                f"loop.window = {loop.window} is smaller than the {recipe.prompts_per_rollout} "
+                "groups of a rollout; use that or more"
+            )
+        if recipe.buffer is not None:
+            raise ValueError("has a buffer, which goes with loop.name = 'lagged' alone")
+    if recipe.buffer is not None and recipe.buffer.capacity < recipe.prompts_per_rollout:
+        raise ValueError(
+            f"buffer.capacity = {recipe.buffer.capacity} is smaller than the "
+            f"{recipe.prompts_per_rollout} groups of a batch; use that or more"
+        )
+    if not recipe.is_stale:
+        return
+    by_behavior = "ratio" in objective.loss.reads and objective.proximal == "behavior"
+    if not by_behavior and not isinstance(objective.importance, Importance):
+        raise ValueError(
+            "loop or buffer gives tokens of older versions, which need a ratio to the policy "
+            "that sampled them; use a loss with a ratio and objective.proximal = 'behavior', "
+            "or objective.importance = 'truncated' or 'masked'"
+        )
+
+
+def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
+    """A section of a plan: who samples and learns where, and how far apart. It is empty for the
+    synchronous loop in this process."""
+    runtime, loop, lines = recipe.runtime, recipe.loop, list[tuple[str, str]]()
+    k = recipe.gradient_steps_per_rollout
+    if isinstance(loop, FreeLoop):
+        told = f"at most {loop.max_lag} versions, of which a rollout adds {k}"
+        lines.append(("lag", f"{told}; beyond that, {LATE[loop.on_stale]}"))
+        batch = recipe.prompts_per_rollout
+        lines.append(("window", f"the learner takes {batch} of {loop.window or batch} groups"))
+        lines.append(("new weights", UPDATES[loop.on_update]))
+    elif loop.lag:
+        told = f"rollout n is sampled with the weights after step n − {loop.lag + 1}"
+        lines.append(("lag", f"{loop.lag} × {k} versions: {told}"))
+    if recipe.buffer is not None:
+        buffer = recipe.buffer
+        told = f"{buffer.capacity} groups, {buffer.order}, each for {buffer.max_uses} steps at most"
+        lines.append(("buffer", told))
+    if runtime.name == "ray":
+        where = "a Ray of its own on this machine"
+        lines.append(("Ray", where if runtime.address is None else f"at {runtime.address}"))
+        for name, count, each in (
+            ("generators", runtime.generators, runtime.generator),
+            ("learner", 1, runtime.learner),
+        ):
+            lines.append((name, f"{count} × ({each.cpus:g} CPUs, {each.gpus:g} GPUs)"))
+        lines.append(("scorer", "1, with grader processes of its own"))
+    return [("strategy", lines)] if lines else []

@@ -1,0 +1,74 @@
+"""Runs on Ray: equal to runs in one process, whoever dies on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import burnish
+from burnish.progress import Progress
+from burnish.runs.ledger import judge
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+
+STALE = {"proximal": "behavior"}
+SORT = {"train": {"steps": 6}, "validation": {"every": 3}, "checkpoint": {"every": 2}}
+
+
+def metrics(run: burnish.Run) -> str:
+    return (run.path / "metrics.jsonl").read_text()
+
+
+def train(path: Path, runtime: str, lag: int = 0, **more: object) -> burnish.Run:
+    settings = SORT | {"loop": {"lag": lag}} | ({"objective": STALE} if lag else {})
+    return burnish.train(
+        "sort", out=path, show=more.pop("show", False), runtime={"name": runtime} | more, **settings
+    )
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_same_as_in_one_process(tmp_path: Path, lag: int) -> None:
+    local = train(tmp_path / "local", "local", lag)
+    remote = train(tmp_path / "ray", "ray", lag)
+    assert metrics(remote) == metrics(local)
+    if lag:
+        assert '"train/lag": 20' in metrics(local).splitlines()[-1]
+
+
+def pid_of(run: Path, name: str) -> int:
+    pid: int = json.loads((run / "actors.json").read_text())[name]["pid"]
+    return pid
+
+
+@pytest.mark.parametrize("victim", ["generator-0", "scorer", "learner"])
+def test_a_killed_actor_costs_time_alone(tmp_path: Path, victim: str) -> None:
+    whole = train(tmp_path / "whole", "local", 1)
+    killed = []
+
+    def show(progress: Progress) -> None:
+        if progress.phase == "step" and progress.step == 3 and not killed:
+            killed.append(pid_of(tmp_path / "killed", victim))
+            os.kill(killed[0], signal.SIGKILL)
+
+    run = train(tmp_path / "killed", "ray", 1, show=show)
+    assert killed
+    assert metrics(run) == metrics(whole)
+    verdict = judge(run.path, batch=3, window=3)
+    assert not verdict.problems, verdict
+    assert verdict.steps == 6
+
+
+@pytest.mark.parametrize("on_update", ["wait", "recompute", "keep"])
+def test_free_running_keeps_its_bound(tmp_path: Path, on_update: str) -> None:
+    loop = {"name": "free", "max_lag": 20, "on_update": on_update}
+    run = burnish.train(
+        "sort", out=tmp_path / "free", show=False, loop=loop, objective=STALE, runtime="ray", **SORT
+    )
+    verdict = judge(run.path, batch=3, window=3, max_lag=20)
+    assert not verdict.problems, verdict
+    assert verdict.steps == 6
+    assert verdict.lag > 0
