@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import statistics
 import tempfile
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import ray
 import torch
 
-from burnish.actors.transport import Parcel, discard, open_parcel, send
+from burnish.actors.transport import Parcel, Receiver, Sender
 from burnish.types import Weights
 
 TENSORS = 10
@@ -31,7 +32,9 @@ RAYS = ("gloo", "nixl")
 class Peer:
     """Sends weights, or copies weights that it is sent into its own."""
 
-    def make(self, mb: int) -> None:
+    def make(self, mb: int, how: str, folder: str) -> None:
+        torch.set_num_threads(os.cpu_count() or 1)
+        self.sender, self.receiver = Sender(how, folder), Receiver()
         each = mb * 250_000 // TENSORS
         self.tensors = {f"w{k}": torch.full((each,), float(k)) for k in range(TENSORS)}
         self.version = 0
@@ -41,8 +44,8 @@ class Peer:
         for tensor in self.tensors.values():
             tensor.add_(1)
 
-    def parcel(self, how: str, folder: str) -> Parcel:
-        return send(Weights(self.version, 0, self.tensors), how, folder)
+    def parcel(self) -> Parcel:
+        return self.sender.send(Weights(self.version, 0, self.tensors))
 
     @ray.method(tensor_transport="gloo")
     def gloo(self) -> dict[str, torch.Tensor]:
@@ -53,10 +56,8 @@ class Peer:
         return self.tensors
 
     def take_parcel(self, parcel: Parcel) -> float:
-        with open_parcel(parcel) as weights:
-            first = self.take(weights.tensors)
-        discard(parcel)
-        return first
+        with self.receiver.opened(parcel) as weights:
+            return self.take(weights.tensors)
 
     def take(self, tensors: dict[str, torch.Tensor]) -> float:
         for name, tensor in tensors.items():
@@ -77,7 +78,7 @@ def copies(mb: int, rounds: int) -> list[float]:
 
 def seconds(how: str, mb: int, rounds: int, folder: str) -> list[float]:
     sender, receiver = Peer.remote(), Peer.remote()
-    ray.get([sender.make.remote(mb), receiver.make.remote(mb)])
+    ray.get([peer.make.remote(mb, how, folder) for peer in (sender, receiver)])
     if how == "gloo":
         from ray.experimental.collective import create_collective_group
 
@@ -87,7 +88,7 @@ def seconds(how: str, mb: int, rounds: int, folder: str) -> list[float]:
         ray.get(sender.change.remote())
         began = time.perf_counter()
         if how in OURS:
-            last = ray.get(receiver.take_parcel.remote(sender.parcel.remote(how, folder)))
+            last = ray.get(receiver.take_parcel.remote(sender.parcel.remote()))
         else:
             last = ray.get(receiver.take.remote(getattr(sender, how).remote()))
         found.append(time.perf_counter() - began)

@@ -46,7 +46,7 @@ def build(recipe: Recipe) -> Parts:
     for name in names:
         begin(name, partial(make_generator, recipe), **options(runtime.generator))
     begin("scorer", partial(make_scorer, recipe), num_cpus=0)
-    make = partial(make_learner, recipe, how)
+    make = partial(make_learner, recipe, how, folder)
     begin("learner", make, restarts=False, **options(runtime.learner))
     params, size = sampling(recipe), recipe.rollout.group_size
     fleet = Fleet(supervisor, names, size=size, params=params, tell=note)
@@ -102,10 +102,10 @@ def make_scorer(recipe: Recipe) -> Scorer:
     return Scorer(local.build_task(recipe)[0])
 
 
-def make_learner(recipe: Recipe, how: str) -> LearnerPart:
+def make_learner(recipe: Recipe, how: str, folder: str) -> LearnerPart:
     recipe = local.prepare(recipe, recipe.runtime.threads)
 
     def learn(learner: Any, number: int, groups: list[Group]) -> sync.Step:
         return sync.learn(recipe, learner, number, groups, Timers())
 
-    return LearnerPart(local.build_learner(recipe), learn, how)
+    return LearnerPart(local.build_learner(recipe), learn, how, folder)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from burnish.actors.transport import Parcel, open_parcel, send
+from burnish.actors.transport import Parcel, Receiver, Sender
 from burnish.engine.protocol import Engine, Request
 from burnish.errors import EngineError
 from burnish.learner.learner import State
@@ -32,7 +33,7 @@ class Generator:
     """An engine that takes its weights with the requests that they are for."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self._receiver = engine, Receiver()
         self._loaded: tuple[int, int] | None = None
         self._missing: dict[str, int] = {}
         """Samples in flight, by request."""
@@ -79,7 +80,7 @@ class Generator:
 
     def _load(self, parcel: Parcel) -> None:
         if (parcel.incarnation, parcel.version) != self._loaded:
-            with open_parcel(parcel) as weights:
+            with self._receiver.opened(parcel) as weights:
                 self.engine.load(weights)
             self._loaded = parcel.incarnation, parcel.version
 
@@ -119,31 +120,33 @@ class Scorer:
 class LearnerPart:
     """A learner, and the function that takes a rollout's gradient steps with it."""
 
-    def __init__(self, learner: Any, learn: Callable[..., Any], how: str) -> None:
+    def __init__(self, learner: Any, learn: Callable[..., Any], how: str, folder: str) -> None:
         """``learn`` is given the learner, the number of the step and the groups; ``how`` names the
-        transport of weights."""
-        self.learner, self._learn, self._how = learner, learn, how
+        transport of weights, which may leave files in ``folder``."""
+        self.learner, self._learn = learner, learn
+        self._sender, self._states = Sender(how, folder), partial(Sender, how, folder)
 
     def learn(self, number: int, groups: list[Group]) -> Any:
         """Step ``number``, counted from 1."""
         self.learner.begin(number - 1)
         return self._learn(self.learner, number, groups)
 
-    def weights(self, folder: str, incarnation: int) -> Parcel:
+    def weights(self, incarnation: int, in_use: Sequence[str]) -> Parcel:
+        """The weights as they are; the files ``in_use`` stay as they are."""
         self.learner.incarnation = incarnation
-        return send(self.learner.weights(), self._how, folder)
+        return self._sender.send(self.learner.weights(), in_use)
 
     def held_out_drift(self, groups: list[Group]) -> dict[str, float]:
         found: dict[str, float] = self.learner.held_out_drift(pack(groups).to(self.learner.device))
         return found
 
-    def state(self, folder: str) -> tuple[Parcel, dict[str, Any]]:
+    def state(self) -> tuple[Parcel, dict[str, Any]]:
         state = self.learner.state()
-        return send(Weights(0, -1, state.tensors), self._how, folder), state.numbers
+        return self._states().send(Weights(0, 0, state.tensors)), state.numbers
 
     def load_state(self, parcel: Parcel, numbers: dict[str, Any]) -> int:
         """Goes on from a state, and returns its version."""
-        with open_parcel(parcel) as held:
+        with Receiver().opened(parcel) as held:
             self.learner.load_state(State(held.tensors, numbers))
         version: int = self.learner.version
         return version

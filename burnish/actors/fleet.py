@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from burnish.actors.supervisor import PULSE, Call, Supervisor
-from burnish.actors.transport import Parcel, discard
+from burnish.actors.transport import Parcel
 from burnish.draws import Stream
 from burnish.engine.protocol import Capabilities, Request
 from burnish.rollout.rollout import Asked, Note, ignore, requests_of
@@ -53,7 +53,6 @@ class Fleet:
         """The weights that were published last, as generators are given them."""
         self.note: Note = ignore
         """Is told of groups and of actors' work."""
-        self._parcels: list[Parcel] = []
         self._rollouts: deque[_Rollout] = deque()
         self._waiting: list[Request] = []
         self._evaluating: list[Call] = []
@@ -69,12 +68,12 @@ class Fleet:
         self.tell(f"learner publishes version {parcel.version}")
         self.version = parcel.version
         self.weights = reference if parcel.file is None else parcel
-        self._parcels.append(parcel)
-        needed = [call.args[0] for name in self.generators for call in self.supervisor.open(name)]
-        for old in self._parcels[:-1]:
-            if old.file is not None and not any(old is other for other in needed):
-                self._parcels.remove(old)
-                discard(old)
+
+    def files_in_use(self) -> list[str]:
+        """The files of weights that were published last, or that a call in flight names."""
+        calls = [call for name in self.generators for call in self.supervisor.open(name)]
+        given = [self.weights, *(arg for call in calls for arg in call.args)]
+        return [one.file for one in given if isinstance(one, Parcel) and one.file is not None]
 
     def issue(self, asked: Asked) -> None:
         """Begins a rollout with the weights that were published last."""

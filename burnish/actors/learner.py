@@ -6,7 +6,7 @@ from typing import Any
 
 from burnish.actors.fleet import Fleet
 from burnish.actors.supervisor import Call
-from burnish.actors.transport import Parcel, discard, open_parcel, send
+from burnish.actors.transport import Parcel, Receiver, Sender, discard
 from burnish.learner.learner import State
 from burnish.types import Group, Weights
 
@@ -34,7 +34,8 @@ class RemoteLearner:
 
     def publish(self) -> None:
         """From now on generators sample with the weights as they are."""
-        call = self._fleet.supervisor.call("learner", "weights", self._folder, self.incarnation)
+        in_use = self._fleet.files_in_use()
+        call = self._fleet.supervisor.call("learner", "weights", self.incarnation, in_use)
         parcel: Parcel = self._fleet.wait(call)
         self._fleet.publish(parcel, call.ref)
 
@@ -43,14 +44,14 @@ class RemoteLearner:
         return found
 
     def state(self) -> State:
-        parcel, numbers = self._fleet.supervisor.ask("learner", "state", self._folder)
-        with open_parcel(parcel) as weights:
+        parcel, numbers = self._fleet.supervisor.ask("learner", "state")
+        with Receiver().opened(parcel) as weights:
             tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
         discard(parcel)
         return State(tensors, numbers)
 
     def load_state(self, state: State) -> None:
-        parcel = send(Weights(0, -1, state.tensors), self._how, self._folder)
+        parcel = Sender(self._how, self._folder).send(Weights(0, 0, state.tensors))
         ask = self._fleet.supervisor.ask
         self.version = ask("learner", "load_state", parcel, state.numbers)
         discard(parcel)

@@ -6,6 +6,7 @@ must give the same result for the same arguments, whatever was called before.
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -183,10 +184,11 @@ class Supervisor:
         if actor.pulse is None:
             actor.pulse, actor.felt = ray.get(actor.handle.pulse.remote()), self.clock()
         actor.deaths, actor.heard = 0, self.clock()
-        actor.calls.remove(call)
+        actor.calls = [other for other in self.open(actor.name) if other is not call]
 
     def _restart(self, actor: _Actor, error: Exception) -> None:
-        why = str(error).strip().splitlines()[-1]
+        found = re.search(r"exit type: (\w+)", str(error))
+        why = f"exit type {found.group(1)}" if found else str(error).strip().splitlines()[-1]
         if not actor.restarts:
             raise ActorDied(f"{actor.name} died ({why})")
         actor.deaths += 1

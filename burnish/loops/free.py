@@ -62,7 +62,7 @@ class FreeRun:
         )
         self.workers = [_Worker(name) for name in fleet.generators]
         for worker in self.workers:  # a run that went back has no use for samples in flight
-            fleet.supervisor.call(worker.name, "forget")
+            fleet.supervisor.ask(worker.name, "forget")
         self.pace.reopen(prompts.open, prompts.next_index)
         self.again = {index: prompts.prompt(index) for index in prompts.open}
         """Groups to be issued under numbers that they have already."""

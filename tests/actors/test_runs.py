@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import burnish
+from burnish.errors import ActorError
 from burnish.progress import Progress
 from burnish.runs.ledger import judge
 
@@ -72,3 +73,64 @@ def test_free_running_keeps_its_bound(tmp_path: Path, on_update: str) -> None:
     assert not verdict.problems, verdict
     assert verdict.steps == 6
     assert verdict.lag > 0
+
+
+def test_a_killed_generator_of_a_free_run_gets_its_groups_again(tmp_path: Path) -> None:
+    killed = []
+
+    def show(progress: Progress) -> None:
+        if progress.phase == "step" and progress.step in (2, 4) and progress.step not in killed:
+            killed.append(progress.step)
+            victim = "generator-1" if progress.step == 2 else "learner"
+            os.kill(pid_of(tmp_path / "free", victim), signal.SIGKILL)
+
+    run = burnish.train(
+        "sort",
+        out=tmp_path / "free",
+        show=show,
+        loop={"name": "free", "max_lag": 20, "on_update": "keep"},
+        objective=STALE,
+        runtime={"name": "ray", "generators": 2},
+        **SORT,
+    )
+    verdict = judge(run.path, batch=3, window=3, max_lag=20)
+    assert killed == [2, 4]
+    assert not verdict.problems, verdict
+    assert (verdict.steps, verdict.restarts) == (6, 1)
+
+
+def test_a_stopped_learner_is_reported(tmp_path: Path) -> None:
+    """SIGSTOP leaves a process that is alive and answers nothing."""
+    stopped = []
+
+    def show(progress: Progress) -> None:
+        if progress.phase == "step" and not stopped:
+            stopped.append(pid_of(tmp_path / "run", "learner"))
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    try:
+        with pytest.raises(ActorError) as caught:
+            train(tmp_path / "run", "ray", show=show, deadline=15)
+    finally:
+        os.kill(stopped[0], signal.SIGKILL)
+    told = str(caught.value)
+    assert "for learner to answer 'learn'" in told
+    assert "its process is stopped" in told
+    assert "The run waits here" in told
+
+
+def test_a_replay_buffer_resumes_bit_for_bit(tmp_path: Path) -> None:
+    buffer = {"capacity": 9, "order": "weighted", "max_uses": 2}
+    settings = SORT | {"objective": STALE, "loop": {"lag": 1}, "buffer": buffer, "show": False}
+    whole = burnish.train("sort", out=tmp_path / "whole", **settings)
+    seen: list[int] = []
+
+    def stop() -> bool:
+        seen.append(1)
+        return len(seen) == 3
+
+    parts = burnish.train("sort", out=tmp_path / "parts", stop=stop, **settings)
+    burnish.resume(parts.path, show=False)
+    assert metrics(parts) == metrics(whole)
+    verdict = judge(parts.path, batch=3, window=3, max_uses=2)
+    assert not verdict.problems, verdict
