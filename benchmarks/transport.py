@@ -112,7 +112,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     given: Any = parser.parse_args()
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
-    folder = tempfile.mkdtemp(prefix="burnish-", dir="/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="burnish-", dir="/dev/shm") as folder:
+        measure(given, folder)
+
+
+def measure(given: Any, folder: str) -> None:
     for mb in given.mb:
         plain = statistics.median(copies(mb, given.rounds + 1)[1:])
         print(f"{mb} MB  {'copy in memory':14}  {plain:6.3f} s  {mb / plain / 1000:5.1f} GB/s")

@@ -8,7 +8,7 @@ before is slow, so both sides keep what they have mapped and use it again.
 from __future__ import annotations
 
 import mmap
-import os
+import tempfile
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -86,9 +86,9 @@ class Sender:
         for file, space in self._mapped.items():
             if file is not None and file not in in_use and len(space) == size:
                 return file, space
-        new = f"{self._folder}/{os.getpid()}-{len(self._mapped)}"
-        with open(new, "xb") as made:
+        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as made:
             made.truncate(max(size, 1))
+        new = made.name
         self._mapped[new] = _mapped(new)[:size]
         return new, self._mapped[new]
 
