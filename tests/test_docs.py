@@ -26,7 +26,15 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 MODULES = ["burnish.rl", "burnish.rl.sequences", "burnish.rl.advantages", "burnish"]
 COMMANDS = typer.main.get_command(cli.app).commands
-RUN_FILES = {"metrics.jsonl", "timings.jsonl", "recipe.toml", "summary.json", "log.txt"}
+RUN_FILES = {
+    "metrics.jsonl",
+    "timings.jsonl",
+    "recipe.toml",
+    "summary.json",
+    "log.txt",
+    "ledger.jsonl",
+    "actors.json",
+}
 RUN_FILES |= {"status.json", "environment.json"}
 NAME = r"[A-Za-z_]\w*"
 

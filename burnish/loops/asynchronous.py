@@ -135,10 +135,11 @@ def train(
     learner.publish()
     for number in range(start, recipe.train.steps):
         skipped = prompts.skipped
-        while issued < min(number + lag + 1, recipe.train.steps):
-            rollouts.issue(prompts.take(recipe.prompts_per_rollout))
-            issued += 1
         with timers("generate"):
+            while issued < min(number + lag + 1, recipe.train.steps):
+                rollouts.issue(prompts.take(recipe.prompts_per_rollout))
+                issued += 1
+        with timers("wait"):
             begin("generate", f"waiting for rollout {number + 1}")
             sampled = rollouts.collect()
             check_errors(sampled, limit=recipe.rollout.max_errors)

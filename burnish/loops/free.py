@@ -200,7 +200,7 @@ def train(
     run = FreeRun(recipe, prompts=prompts, fleet=fleet, learner=learner)
     for number in range(start, recipe.train.steps):
         run.step, skipped = number + 1, prompts.skipped
-        with timers("generate"):
+        with timers("wait"):
             begin("generate", f"waiting for the groups of step {number + 1}")
             while (sampled := run.next_rollout()) is None:
                 run.advance()

@@ -230,7 +230,7 @@ class _Recorder:
         if rows := self._keep("rollouts.jsonl", number, step.groups, limit=limit, **kept):
             self.directory.append("log.txt", responses.readable(rows))
         timings = self.timers.take()
-        if "time/generate" in timings:
+        if "time/generate" in timings and "time/wait" not in timings:
             sampled = metrics["rollout/length"] * metrics["rollout/responses"]
             timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
         self._append(number, metrics, timings)
