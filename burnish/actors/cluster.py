@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ def connect(runtime: RuntimeConfig) -> Callable[[], None]:
 
     A run whose actors do not fit is refused at once: Ray would wait for ever.
     """
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as a run in one process
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # busy cores start it slowly
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     leave: Callable[[], None] = ray.shutdown
     if ray.is_initialized():
