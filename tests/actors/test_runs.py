@@ -110,7 +110,7 @@ def test_a_stopped_learner_is_reported(tmp_path: Path) -> None:
 
     try:
         with pytest.raises(ActorError) as caught:
-            train(tmp_path / "run", "ray", show=show, deadline=15)
+            train(tmp_path / "run", "ray", show=show, deadline=40)
     finally:
         os.kill(stopped[0], signal.SIGKILL)
     told = str(caught.value)
