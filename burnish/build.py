@@ -215,6 +215,7 @@ def build_engine(recipe: Recipe) -> Engine:
         page_size=PAGE,
         max_running=recipe.engine.max_running,
         step_tokens=STEP_TOKENS[device.partition(":")[0]],
+        on_update="keep" if recipe.loop.keeps_caches else "recompute",
     )
     return NativeEngine(model.to(device), tokenizer, settings)
 

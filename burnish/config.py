@@ -32,11 +32,16 @@ LANGUAGE = [
 ]
 """Settings that only a language model reads."""
 SAMPLED = [
-    *("rollout", "engine", "objective", "log.rollouts"),
+    *("rollout", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
 """Settings that a supervised run does not read, since it samples nothing."""
+APART = [
+    *("runtime.address", "runtime.generators", "runtime.generator", "runtime.learner"),
+    *("runtime.threads", "runtime.transport", "runtime.deadline"),
+]
+"""Settings that only a run with actors reads."""
 Table = Mapping[str, Any]
 """Settings as nested dicts."""
 Overrides = str | Table | Sequence[str | Table]
@@ -206,6 +211,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
         "task.name": SAMPLED if recipe.is_supervised else [],
+        "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": [] if "ratio" in loss.reads else ratio,
     }

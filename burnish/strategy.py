@@ -34,6 +34,11 @@ class LaggedLoop(Section):
         """Whether it learns from tokens of versions before the learner's."""
         return self.lag > 0
 
+    @property
+    def keeps_caches(self) -> bool:
+        """Whether samples in flight keep their caches when weights come; here none is in flight."""
+        return False
+
 
 class FreeLoop(Section):
     """Generators never wait for the learner, except to keep the bound on lag."""
@@ -49,6 +54,10 @@ class FreeLoop(Section):
     @property
     def is_stale(self) -> bool:
         return self.max_lag > 0
+
+    @property
+    def keeps_caches(self) -> bool:
+        return self.on_update == "keep"
 
 
 AnyLoop = Annotated[Annotated[LaggedLoop | FreeLoop, Field(discriminator="name")], named("lagged")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from burnish import config
 from burnish.errors import ConfigError
@@ -23,6 +24,7 @@ STALE = {"objective.proximal": "behavior"}
         ({"loop": "free"} | STALE, "set runtime.name = 'ray'"),
         ({"loop": "free", "loop.window": 2, "runtime": "ray"} | STALE, "window = 2 is smaller"),
         ({"loop": "fre"}, "did you mean 'free'"),
+        ({"runtime.generators": 2}, "runtime.generators has no effect with runtime.name = "),
         ({"loop": "free", "loop.lag": 2}, "loop.lag has no effect with loop = 'free'"),
     ],
 )
@@ -48,3 +50,20 @@ def test_plan_says_who_sits_where() -> None:
     assert lines["lag"].startswith("2 × 10 versions")
     assert lines["generators"] == "1 × (1 CPUs, 0 GPUs)"
     assert "strategy" not in dict(plan(config.load("sort"), Path("runs/x")))
+
+
+@pytest.mark.parametrize(("on_update", "kept"), [("keep", "keep"), ("recompute", "recompute")])
+def test_the_engine_is_told_what_becomes_of_caches(
+    on_update: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from burnish import build
+    from burnish.engine import engine
+
+    seen: list[Any] = []
+    monkeypatch.setattr(engine, "NativeEngine", lambda model, tokenizer, how: seen.append(how))
+    monkeypatch.setattr(
+        build, "open_model", lambda recipe, dtype: (torch.nn.Identity(), None, None)
+    )
+    loop = {"loop": {"name": "free", "on_update": on_update}, "runtime": "ray", **STALE}
+    build.build_engine(build.settled(config.load("keywords", [loop])))
+    assert seen[0].on_update == kept
