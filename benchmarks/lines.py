@@ -47,7 +47,7 @@ def _docstring_lines(path: Path) -> set[int]:
 DISTRIBUTED = (
     *("actors", "distribute.py", "strategy.py", "chaos.py", "loops/asynchronous.py"),
     *("loops/free.py", "rollout/buffer.py", "rollout/pace.py", "rollout/saved.py"),
-    "runs/ledger.py",
+    *("runs/ledger.py", "runs/timeline.py", "sweep.py"),
 )
 """Files and folders that are there for Ray and for learning from old tokens."""
 

@@ -1,16 +1,16 @@
 """How fast weights travel from one actor to another, beside a plain copy in memory.
 
-    python benchmarks/transport.py [--mb 100 500] [--rounds 4] [store shared gloo nixl]
+    python benchmarks/transport.py [--mb 100 500] [--rounds 4] [shared store gloo nixl nccl ipc]
 
-Each round sends a state dict of ten tensors from one actor to another, which copies it into tensors
-that it has already; the tensors change between two rounds. Printed are the first and the median of
-the later rounds, the bandwidth, and the ratio to a copy of as many bytes inside one process.
+Each round sends a state dict of ten tensors from one actor to another, with checksums and by the
+classes that runs use. The receiver copies it into tensors that it has already; the tensors change
+between two rounds. Printed are the first and the median of the later rounds, the bandwidth, and the
+ratio to a copy of as many bytes inside one process. The tensors are on a GPU if there is one.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import statistics
 import tempfile
@@ -20,12 +20,12 @@ from typing import Any
 import ray
 import torch
 
+from burnish.actors.cluster import DIRECT, Group, unusable
 from burnish.actors.transport import Parcel, Receiver, Sender
 from burnish.types import Weights
 
 TENSORS = 10
-OURS = ("store", "shared")
-RAYS = ("gloo", "nixl")
+TRANSPORTS = ("shared", "store", "gloo", "nixl", "nccl", "ipc")
 
 
 @ray.remote(enable_tensor_transport=True, num_cpus=0)
@@ -35,8 +35,8 @@ class Peer:
     def make(self, mb: int, how: str, folder: str) -> None:
         torch.set_num_threads(os.cpu_count() or 1)
         self.sender, self.receiver = Sender(how, folder), Receiver()
-        each = mb * 250_000 // TENSORS
-        self.tensors = {f"w{k}": torch.full((each,), float(k)) for k in range(TENSORS)}
+        each, where = mb * 250_000 // TENSORS, device()
+        self.tensors = {f"w{k}": torch.full((each,), float(k)).to(where) for k in range(TENSORS)}
         self.version = 0
 
     def change(self) -> None:
@@ -44,74 +44,65 @@ class Peer:
         for tensor in self.tensors.values():
             tensor.add_(1)
 
-    def parcel(self) -> Parcel:
+    def weights(self) -> Parcel:
         return self.sender.send(Weights(self.version, 0, self.tensors))
 
-    @ray.method(tensor_transport="gloo")
-    def gloo(self) -> dict[str, torch.Tensor]:
-        return self.tensors
+    def give(self, space: str) -> Any:
+        return self.sender.data(space)
 
-    @ray.method(tensor_transport="nixl")
-    def nixl(self) -> dict[str, torch.Tensor]:
-        return self.tensors
-
-    def take_parcel(self, parcel: Parcel) -> float:
-        with self.receiver.opened(parcel) as weights:
-            return self.take(weights.tensors)
-
-    def take(self, tensors: dict[str, torch.Tensor]) -> float:
-        for name, tensor in tensors.items():
-            self.tensors[name].copy_(tensor)
+    def take(self, parcel: Parcel, data: Any) -> float:
+        with self.receiver.opened(parcel, data) as weights:
+            for name, tensor in weights.tensors.items():
+                self.tensors[name].copy_(tensor)
         return float(self.tensors["w1"][-1])
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def copies(mb: int, rounds: int) -> list[float]:
     """Seconds of copies of so many bytes in this process."""
-    source, target = torch.ones(mb * 250_000), torch.zeros(mb * 250_000)
+    source = torch.ones(mb * 250_000, device=device())
+    target = torch.zeros_like(source)
     found = []
     for _ in range(rounds):
         began = time.perf_counter()
         target.copy_(source)
+        float(target[-1])  # a GPU is waited for
         found.append(time.perf_counter() - began)
     return found
 
 
 def seconds(how: str, mb: int, rounds: int, folder: str) -> list[float]:
-    sender, receiver = Peer.remote(), Peer.remote()
-    ray.get([peer.make.remote(mb, how, folder) for peer in (sender, receiver)])
-    if how == "gloo":
-        from ray.experimental.collective import create_collective_group
-
-        create_collective_group([sender, receiver], backend="gloo")
+    peers = [Peer.options(num_gpus=int(how == "nccl")).remote() for _ in range(2)]
+    ray.get([peer.make.remote(mb, how, folder) for peer in peers])
+    group, (sender, receiver) = Group(how, ["sender", "receiver"] if how in DIRECT else []), peers
+    if group.members:
+        group.join(peers, 120)
     found = []
     for number in range(rounds):
         ray.get(sender.change.remote())
         began = time.perf_counter()
-        if how in OURS:
-            last = ray.get(receiver.take_parcel.remote(sender.parcel.remote()))
-        else:
-            last = ray.get(receiver.take.remote(getattr(sender, how).remote()))
+        parcel = ray.get(sender.weights.remote())
+        last = ray.get(
+            receiver.take.remote(parcel, group.carried(sender.give).remote(parcel.space))
+        )
         found.append(time.perf_counter() - began)
         assert last == 1 + number + 1, "the weights are old"
-    for actor in (sender, receiver):
+    for actor in peers:
         ray.kill(actor)
     return found
 
 
-def missing(how: str) -> str | None:
-    """Why a transport can't run on this machine; None if it can."""
-    if how == "nixl" and importlib.util.find_spec("nixl") is None:
-        return "the package nixl is not installed"
-    return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("transports", nargs="*", default=[*OURS, *RAYS])
+    parser.add_argument("transports", nargs="*", default=TRANSPORTS)
     parser.add_argument("--mb", type=int, nargs="+", default=[100, 500])
     parser.add_argument("--rounds", type=int, default=4)
     given: Any = parser.parse_args()
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # both see the one GPU
+    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="error")
     with tempfile.TemporaryDirectory(prefix="burnish-", dir="/dev/shm") as folder:
         measure(given, folder)
 
@@ -121,7 +112,8 @@ def measure(given: Any, folder: str) -> None:
         plain = statistics.median(copies(mb, given.rounds + 1)[1:])
         print(f"{mb} MB  {'copy in memory':14}  {plain:6.3f} s  {mb / plain / 1000:5.1f} GB/s")
         for how in given.transports:
-            if reason := missing(how):
+            gpus = min(1, torch.cuda.device_count() / 2)
+            if reason := unusable(how, gpus > 0, gpus):
                 print(f"{mb} MB  {how:14}  skipped: {reason}")
                 continue
             try:

@@ -22,7 +22,7 @@ from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Policy
 from burnish.loops import asynchronous, supervised, sync
-from burnish.loops.evaluate import Decode, Evaluator, figures
+from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
 from burnish.model import checkpoint as models
 from burnish.model import hub, products
@@ -33,7 +33,6 @@ from burnish.plan import PAGE, Need, Size, needs, room
 from burnish.progress import tell
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.packing import pack
-from burnish.rollout.rollout import is_aborted
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
 from burnish.schema import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
@@ -43,8 +42,6 @@ from burnish.tasks.task import Task
 from burnish.types import Group
 from burnish.wording import counted
 
-DRIFT = 128
-"""Held-out prompts on whose responses the KL to the initial model is measured."""
 STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens that the engine runs at once, by device."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -101,29 +98,6 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
     return PromptStream(task, None if is_sorter else room(recipe, _measured(recipe)))
-
-
-def validation(
-    recipe: Recipe,
-    task: Task,
-    engine: Engine,
-    decode: Decode,
-    drift: Callable[[list[Group]], Metrics],
-) -> Callable[[str], tuple[list[Group], Metrics]]:
-    """The function that measures a policy on held-out prompts; ``drift`` is given the responses on
-    which the KL to the initial model is measured."""
-    evaluator = Evaluator(recipe, task, engine, decode)
-
-    def validate(when: str) -> tuple[list[Group], Metrics]:
-        groups = evaluator.answered(when)
-        found = figures(evaluator.rows(groups))
-        whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
-        if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
-            tell("evaluate", f"measuring the KL {when}")
-            found |= drift(whole)
-        return groups, found
-
-    return validate
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -215,7 +189,7 @@ def build_engine(recipe: Recipe) -> Engine:
         page_size=PAGE,
         max_running=recipe.engine.max_running,
         step_tokens=STEP_TOKENS[device.partition(":")[0]],
-        on_update="keep" if recipe.loop.keeps_caches else "recompute",
+        on_update="keep" if recipe.loop.on_update == "keep" else "recompute",
     )
     return NativeEngine(model.to(device), tokenizer, settings)
 

@@ -2,77 +2,56 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import threading
-import time
+from contextlib import suppress
 from pathlib import Path
 
+from burnish.runs.directory import read_json
 from burnish.runs.ledger import Verdict, judge
 from burnish.schema import Recipe
 from burnish.strategy import FreeLoop
 
 
 class Killer(threading.Thread):
-    """Kills actors of a run, one after another; each has time to come back before the next."""
+    """Kills the actors of a run in turn, at random moments, each once the one before works again
+    in another process."""
 
     def __init__(self, run: Path, kills: int, seed: int, pause: float) -> None:
         """``pause``: seconds between two kills, at most."""
         super().__init__(daemon=True)
-        self.run_path, self.kills, self.pause = run, kills, pause
-        self.killed: list[str] = []
+        self._actors, self._kills, self._pause = run / "actors.json", kills, pause
         self._chance, self._ended = random.Random(seed), threading.Event()
+        self.killed: list[str] = []
 
     def run(self) -> None:
-        names: list[str] = []
-        while len(self.killed) < self.kills:
-            if self._ended.wait(self.pause * self._chance.uniform(0.2, 1.0)):
+        pid = None
+        while len(self.killed) < self._kills:
+            if self._ended.wait(self._pause * self._chance.uniform(0.2, 1.0)):
                 return
-            actors = self._actors()
-            names = names or sorted(actors)
-            if not names:
+            actors = read_json(self._actors) if self._actors.is_file() else {}
+            pids = {name: place["pid"] for name, place in sorted(actors.items())}
+            if not pids or pid in pids.values():
                 continue
-            self._chance.shuffle(names)
-            name = names.pop()
-            try:
-                os.kill(actors[name]["pid"], signal.SIGKILL)
-            except (KeyError, ProcessLookupError):
-                continue
-            self.killed.append(name)
-            self._wait_for_another(name, actors[name]["pid"])
+            name = list(pids)[len(self.killed) % len(pids)]
+            pid = pids[name]
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.killed.append(name)
 
     def end(self) -> None:
         self._ended.set()
 
-    def _wait_for_another(self, name: str, pid: int) -> None:
-        """Waits until an actor that was killed works again in another process."""
-        end = time.monotonic() + 60
-        while time.monotonic() < end and not self._ended.wait(0.5):
-            if self._actors().get(name, {}).get("pid", pid) != pid:
-                return
-
-    def _actors(self) -> dict[str, dict[str, int]]:
-        try:
-            found: dict[str, dict[str, int]] = json.loads(
-                (self.run_path / "actors.json").read_text()
-            )
-        except (OSError, ValueError):
-            return {}
-        return found
-
 
 def verdict(run: Path, recipe: Recipe) -> Verdict:
     """What the ledger of a run says of its recipe's strategy."""
-    batch = recipe.prompts_per_rollout
-    loop = recipe.loop
-    window, max_lag = batch, None
+    loop, batch = recipe.loop, recipe.prompts_per_rollout
+    if recipe.buffer is not None:
+        window = batch + recipe.buffer.capacity
+        return judge(run, batch=batch, window=window, max_uses=recipe.buffer.max_uses)
     if isinstance(loop, FreeLoop):
-        window, max_lag = loop.window or batch, loop.max_lag
-    else:
-        max_lag = loop.lag * recipe.gradient_steps_per_rollout
-    uses = 1 if recipe.buffer is None else recipe.buffer.max_uses
-    return judge(
-        run, batch=batch, window=window, max_uses=uses, max_lag=None if recipe.buffer else max_lag
-    )
+        return judge(run, batch=batch, window=loop.window or batch, max_lag=loop.max_lag)
+    lag = loop.lag * recipe.gradient_steps_per_rollout
+    return judge(run, batch=batch, window=batch, max_lag=lag)

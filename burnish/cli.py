@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -24,9 +25,10 @@ from burnish.plan import Section
 from burnish.plan import plan as make_plan
 from burnish.progress import tell
 from burnish.runs import directory
+from burnish.runs.run import answers, outcome
 from burnish.schema import Recipe
 from burnish.threads import share_cores
-from burnish.wording import counted, printable
+from burnish.wording import printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,9 +38,6 @@ app = typer.Typer(
 )
 out_console = Console(highlight=False)
 err_console = Console(highlight=False, stderr=True)
-
-SAID = 200
-"""Characters of a response that are shown at the end of a run."""
 
 RecipeName = Annotated[str, Argument(help="a name from `burnish recipes`, or a .toml file")]
 Overrides = Annotated[list[str] | None, Option("--set", metavar="A.B=C", help="may be repeated")]
@@ -200,9 +199,31 @@ def chaos(
             finally:
                 killer.end()
         found = verdict(path, loaded)
-        _say(f"killed: {', '.join(killer.killed) or 'nobody, the run was too short'}")
-        _say(str(found))
+        _say(f"killed: {', '.join(killer.killed) or 'nobody, the run was too short'}\n{found}")
     raise typer.Exit(1 if found.problems else 0)
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, Argument(help="a TOML file with recipes, seeds, and a grid or variants")],
+    out: Annotated[Path | None, Option(help="for its runs", show_default="runs/NAME")] = None,
+    parallel: Annotated[int | None, Option(min=1, help="runs at once, on Ray")] = None,
+    gpus: Annotated[float, Option("--gpus-per-run", min=0, help="a run's share of GPUs")] = 0.0,
+) -> None:
+    """Run recipes × overrides × seeds and draw their curves in one page; repeated, it goes on."""
+    from burnish import sweep
+
+    out = out or Path("runs") / sweep.read(file).name
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        failed = sweep.run(file, out, _say, parallel, gpus)
+    except KeyboardInterrupt:
+        _say("stopped; the same command goes on from here")
+        raise typer.Exit(130) from None
+    told = [f"failed: {name}: {error}" for name, error in failed.items()]
+    _say("\n".join([*told, f"report: {out / sweep.PAGE}"]))
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
@@ -319,9 +340,9 @@ def generate(
 ) -> None:
     """Sample responses from a model and print them."""
     how: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    answers = api.generate(prompt, model=model, n=samples, chat=not raw, **how)
-    for number, answer in enumerate(answers):
-        if len(answers) > 1:
+    said = api.generate(prompt, model=model, n=samples, chat=not raw, **how)
+    for number, answer in enumerate(said):
+        if len(said) > 1:
             _say(f"── prompt {number // samples + 1}, sample {answer.sample + 1} ──")
         _say(printable(answer.text))
 
@@ -364,30 +385,8 @@ def _live(path: Path, *, quiet: bool) -> Interrupts:
 def _show_end(path: Path) -> None:
     """Prints how a run went, some answers before and after, and where its report is."""
     end = directory.read_json(path / "summary.json")
-    measure = "reward" if "responses" in end else "loss"
-    sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
-    first, last = (end.get(f"{measure}_{which}") for which in ("first", "last"))
-    moved = "no response was graded" if first is None else f"{measure} {first:z.2f} → {last:z.2f}"
-    taken = counted(end["gradient_steps"], "gradient step")
-    _say(f"{moved}, {sampled}{taken}, {end['seconds']['step']:.1f} s")
-    if "validation" in end:
-        held, kl = end["validation"], end.get("kl_held_out_k1")
-        drift = "" if kl is None else f" at {kl:z.2f} nats per token"
-        best = f"best {held['best']:z.3f} at step {held['best_step']}"
-        _say(f"held out {held['first']:z.3f} → {held['last']:z.3f}{drift} ({best})")
-    for pair in end["before_and_after"]:
-        _say(f"  {_line(pair['prompt'])}")
-        for side in ("before", "after"):
-            reward, said = pair[f"reward_{side}"], _line(pair[side])
-            mark = "no grade" if reward is None else f"{reward:zg}"
-            cut = f"{said[:SAID]} …" if len(said) > SAID else said
-            _say(f"    {side:6} [{mark}] {cut}")
-    _say(f"report: {path / 'report.html'}")
-
-
-def _line(text: str) -> str:
-    """A model's text on one line and without control characters."""
-    return printable(text).replace("\n", "⏎")
+    for line in (*outcome(end), *answers(end), f"report: {path / 'report.html'}"):
+        _say(line)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -105,13 +106,18 @@ def read_recipe(name: str) -> dict[str, Any]:
     """The TOML table of a recipe in the package, or of a file."""
     path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return read_toml(path)
     except OSError:
         known = list_recipes()
         raise ConfigError(
             f"there is no recipe {name!r}{nearest(name, known)}; `burnish recipes` lists "
             f"{', '.join(known)}, and a path that ends in .toml is read as a file"
         ) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}") from error
 
@@ -227,11 +233,15 @@ def _validate(settings: Table) -> Recipe:
     try:
         return Recipe.model_validate(nested(settings))
     except ValidationError as error:
-        raise ConfigError("\n".join(map(_explain, error.errors()))) from None
+        raise ConfigError(explain(error, list(_keys(Recipe)))) from None
 
 
-def _explain(problem: Any) -> str:
-    """A problem that pydantic found, with the setting's whole name."""
+def explain(error: ValidationError, keys: Sequence[str]) -> str:
+    """A line for each problem that pydantic found; ``keys`` are all settings by whole names."""
+    return "\n".join(_explain(problem, keys) for problem in error.errors())
+
+
+def _explain(problem: Any, keys: Sequence[str]) -> str:
     where, chosen = _place(problem["loc"])
     kind, told = problem["type"], problem["msg"].removeprefix("Value error, ")
     if kind == "union_tag_invalid":
@@ -243,14 +253,13 @@ def _explain(problem: Any) -> str:
     if kind == "value_error":  # a check in this package, which says the value itself
         return f"{where} {told}".strip()
     if kind != "extra_forbidden":
-        told = told.replace("Input should", "must").replace("String should", "must")
+        told = re.sub("(Input|String|List) should", "must", told)
         return f"{where} {told}, got {problem['input']!r}"
-    keys = list(_keys(Recipe))
     if where in keys:
         section = where.rpartition(".")[0]
         return f"{where} has no effect with {section} = {chosen!r}; remove it"
     sections = ", ".join(key for key in keys if "." not in key)
-    return f"unknown setting {where!r}{nearest(where, keys) or f'; a recipe has {sections}'}"
+    return f"unknown setting {where!r}{nearest(where, keys) or f'; there are {sections}'}"
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[str, str | None]:

@@ -113,8 +113,7 @@ class Display:
             told.append(f"{now.done:,}/{now.total:,} {now.unit}")
         if now.tokens_per_second:
             told.append(f"{now.tokens_per_second:,.0f} tokens/s")
-        if self._figures:
-            told.append(self._figures)
+        told += [text for text in (now.actors, self._figures) if text]
         passed = _clock(self._clock() - self._began)
         return f"[{passed}] {'  '.join(told)}{self._left()}"
 

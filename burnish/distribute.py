@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from burnish import build as local
@@ -18,7 +17,9 @@ from burnish.actors.cast import Generator, LearnerPart, Scorer
 from burnish.actors.fleet import Fleet
 from burnish.actors.learner import RemoteLearner
 from burnish.actors.supervisor import Supervisor
+from burnish.engine.protocol import require
 from burnish.loops import asynchronous, free, sync
+from burnish.loops.evaluate import validation
 from burnish.loops.recorder import Parts
 from burnish.progress import tell
 from burnish.rollout.rollout import sampling
@@ -27,36 +28,38 @@ from burnish.schema import Recipe
 from burnish.strategy import FreeLoop
 from burnish.types import Group
 
-SHARED = Path("/dev/shm")
+ROUGH = 0.25
+"""How far log-probabilities of a probe may differ if not everything is computed in fp32."""
 
 
 def build(recipe: Recipe) -> Parts:
     """The parts of a run whose generators, scorer and learner are actors of Ray."""
-    runtime = recipe.runtime
+    runtime, note = recipe.runtime, partial(tell, "note")
+    how, why = cluster.choose(runtime, local.device_of(recipe))
+    tell("load", "reading the prompts")
+    task, decode = local.build_task(recipe)
     tell("load", "starting Ray")
     leave = cluster.connect(runtime)
-    how = runtime.transport
-    if how == "auto":
-        how = "shared" if runtime.address is None and SHARED.is_dir() else "store"
-    note(f"weights travel by {cluster.TRANSPORTS[how]}")
-    folder = tempfile.mkdtemp(prefix="burnish-", dir=SHARED if how == "shared" else None)
-    supervisor = Supervisor(runtime.deadline, note)
+    note(f"the transport of weights is {how!r}, {why}")
+    folder = tempfile.mkdtemp(prefix="burnish-", dir=cluster.SHARED if how == "shared" else None)
     names = [f"generator-{number}" for number in range(runtime.generators)]
+    group = cluster.Group(how, ["learner", *names] if how in cluster.DIRECT else [])
+    supervisor = Supervisor(runtime.deadline, note, partial(tell, "actors"), group=group)
     begin, options = supervisor.start, cluster.options
     for name in names:
         begin(name, partial(make_generator, recipe), **options(runtime.generator))
     begin("scorer", partial(make_scorer, recipe), num_cpus=0)
     make = partial(make_learner, recipe, how, folder)
     begin("learner", make, restarts=False, **options(runtime.learner))
-    params, size = sampling(recipe), recipe.rollout.group_size
-    fleet = Fleet(supervisor, names, size=size, params=params, tell=note)
+    size = recipe.rollout.group_size
+    fleet = Fleet(supervisor, names, size=size, params=sampling(recipe), tell=note)
     learner = RemoteLearner(fleet, folder, how)
-    tell("load", "reading the prompts")
-    task, decode = local.build_task(recipe)
     stream, buffer = local.stream_of(recipe, task), local.buffer_of(recipe)
 
     def revive() -> None:
-        supervisor.restart("learner")
+        # Generators that read the dead learner's own memory start again, too.
+        for name in ["learner", *([] if how in ("shared", "store") else names)]:
+            supervisor.restart(name)
         fleet.restore([])
         learner.version = 0
 
@@ -75,7 +78,7 @@ def build(recipe: Recipe) -> Parts:
         learner=learner,  # type: ignore[arg-type]
         prompts=stream,
         train=partial(train, recipe, prompts=stream, learner=learner),
-        validate=local.validation(recipe, task, fleet, decode, learner.held_out_drift),
+        validate=validation(recipe, task, fleet, decode, learner.held_out_drift),
         listen=fleet.listen,
         in_flight=fleet.in_flight,
         restore=fleet.restore,
@@ -88,14 +91,13 @@ def build(recipe: Recipe) -> Parts:
     )
 
 
-def note(text: str) -> None:
-    """Shows a sentence that stays."""
-    tell("note", text)
-
-
 def make_generator(recipe: Recipe) -> Generator:
     recipe = local.prepare(recipe, recipe.runtime.threads)
-    return Generator(local.build_engine(recipe))
+    engine, loop = local.build_engine(recipe), recipe.loop
+    require(engine.capabilities, repeats=not isinstance(loop, FreeLoop))
+    drains = isinstance(loop, FreeLoop) and loop.on_update == "wait"
+    is_exact = recipe.engine.precision == recipe.train.precision == "fp32"
+    return Generator(engine, drains=drains, tolerance=1e-4 if is_exact else ROUGH)
 
 
 def make_scorer(recipe: Recipe) -> Scorer:

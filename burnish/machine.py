@@ -26,6 +26,8 @@ INSTRUCTIONS = {
 """Flags of /proc/cpuinfo that decide how fast matrices are multiplied, and their names."""
 MULTIPLY_BF16 = ("AMX", "AVX-512 BF16", "BF16")
 """The instructions that multiply bf16; without them, as fp16 always is, it is widened to fp32."""
+CORES = "BURNISH_CORES"
+"""The variable of the environment that says how many cores a process may use at most."""
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 """The switch of oneDNN, which burnish's choice of precision follows as well."""
 _ANY = ("DEFAULT", "ALL", "AMX")
@@ -95,14 +97,15 @@ def measure(seconds: float = 1.0, *, precision: str = "fp32", device: str | None
 
 
 def cores() -> int:
-    """Cores that this process may use: its affinity, and at most a container's quota."""
+    """Cores that this process may use: its affinity, at most a container's quota, and at most as
+    many as the environment says."""
     has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
     usable = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for group in _groups():
         quota, _, period = _read(group / "cpu.max").partition(" ")
         if quota.isdigit():
             usable = min(usable, max(1, int(quota) // int(period)))
-    return usable
+    return min(usable, max(1, int(os.environ.get(CORES, usable))))
 
 
 def processor() -> str:

@@ -24,7 +24,7 @@ class Progress:
 
     phase: str
     """check, load, download, convert, compile, evaluate, one of ``STEP_PHASES``, checkpoint,
-    report, step, or note: a sentence that is shown and stays."""
+    report, step, actors (``doing`` is their work), or note: a sentence that is shown and stays."""
     doing: str
     """The phase in words, such as "evaluating 64 prompts before the first step"."""
     done: int = 0
@@ -40,6 +40,8 @@ class Progress:
     """Steps of the whole run."""
     seconds_left: float | None = None
     """None until the first step is finished."""
+    actors: str = ""
+    """The work of actors in words; empty if there are none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the step, in phase "step"; empty otherwise, as are the timings."""
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -99,6 +101,16 @@ def begin(phase: str, doing: str, *, total: int | None = None, unit: str = "") -
     _report.set(report)
     report(0)
     return report
+
+
+def spelled(progress: Progress) -> str:
+    """How far the work is, in words."""
+    words = [progress.doing]
+    if progress.total:
+        words.append(f"{progress.done:,} of {progress.total:,} {progress.unit}".strip())
+    if progress.tokens_per_second is not None:
+        words.append(f"{progress.tokens_per_second:,.0f} tokens per second")
+    return ", ".join(filter(None, words))
 
 
 def each(items: Sequence[T]) -> Iterator[T]:

@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from burnish import strategy
 from burnish.pieces import BY_NAME, ObjectiveConfig
 from burnish.sections import Section, named
-from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, LaggedLoop, RuntimeConfig
+from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, LaggedLoop, RuntimeConfig
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 """auto: bf16 where the processor or GPU multiplies it, else fp32."""
@@ -326,7 +326,8 @@ class Recipe(Section):
     @property
     def is_stale(self) -> bool:
         """Whether the learner meets tokens of versions before its own."""
-        return self.loop.is_stale or self.buffer is not None
+        lag = self.loop.max_lag if isinstance(self.loop, FreeLoop) else self.loop.lag
+        return lag > 0 or self.buffer is not None
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -12,32 +12,14 @@ from burnish.sections import Section, as_table, named
 if TYPE_CHECKING:
     from burnish.schema import Recipe
 
-LATE = {
-    "wait": "a generator waits for new weights",
-    "drop": "a group is dropped and its prompt asked again",
-}
-UPDATES = {
-    "wait": "samples in flight end first",
-    "recompute": "samples in flight go on, their caches are computed again (AReaL)",
-    "keep": "samples in flight go on with their caches (PipelineRL)",
-}
-
 
 class LaggedLoop(Section):
     """Rollout n is sampled with the weights after step n − 1 − lag."""
 
     name: Literal["lagged"] = "lagged"
     lag: int = Field(0, ge=0, description="rollouts that are sampled ahead; 0: none")
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it learns from tokens of versions before the learner's."""
-        return self.lag > 0
-
-    @property
-    def keeps_caches(self) -> bool:
-        """Whether samples in flight keep their caches when weights come; here none is in flight."""
-        return False
+    on_update: ClassVar[str] = "wait"
+    """A sample keeps its weights to its end."""
 
 
 class FreeLoop(Section):
@@ -47,17 +29,9 @@ class FreeLoop(Section):
     max_lag: int = Field(1, ge=0, description="versions that a token may be behind the learner")
     on_stale: Literal["wait", "drop"] = Field("wait", description="how the bound is kept")
     window: int | None = Field(None, ge=1, description="groups looked at; None: one rollout")
-    on_update: Literal["wait", "recompute", "keep"] = Field(
-        "wait", description="caches of samples in flight when weights come"
-    )
-
-    @property
-    def is_stale(self) -> bool:
-        return self.max_lag > 0
-
-    @property
-    def keeps_caches(self) -> bool:
-        return self.on_update == "keep"
+    on_update: Literal["wait", "recompute", "keep"] = "wait"
+    """When weights come, samples in flight end first, or they go on and their caches are computed
+    again (AReaL) or kept (PipelineRL)."""
 
 
 AnyLoop = Annotated[Annotated[LaggedLoop | FreeLoop, Field(discriminator="name")], named("lagged")]
@@ -68,6 +42,12 @@ class Resources(Section):
 
     cpus: float = Field(1.0, ge=0)
     gpus: float = Field(0.0, ge=0)
+    custom: dict[str, Annotated[float, Field(gt=0)]] = Field({})
+    """Resources that nodes were started with; they say where actors may sit."""
+
+    def __str__(self) -> str:
+        units = {"CPUs": self.cpus, "GPUs": self.gpus, **self.custom}
+        return ", ".join(f"{amount:g} {unit}" for unit, amount in units.items())
 
 
 class RuntimeConfig(Section):
@@ -77,7 +57,8 @@ class RuntimeConfig(Section):
     generator: Resources = Resources()
     learner: Resources = Resources()
     threads: int | None = Field(None, ge=1, description="of each actor; None: one per core")
-    transport: Literal["auto", "shared", "store"] = Field("auto", description="of weights")
+    transport: Literal["auto", "shared", "store", "nixl", "gloo", "nccl", "ipc"] = "auto"
+    """How weights travel; auto is the fastest way that works."""
     deadline: float = Field(600.0, gt=0, description="seconds in which an actor must answer")
 
 
@@ -88,9 +69,8 @@ class BufferConfig(Section):
     """Groups that were sampled are kept, and each step learns from some of them."""
 
     capacity: int = Field(..., ge=1, description="groups that are kept")
-    order: Literal["recent", "uniform", "weighted"] = Field(
-        "recent", description="newest first, all alike, or by 1 / (1 + age)"
-    )
+    order: Literal["recent", "uniform", "weighted"] = "recent"
+    """The newest first, all alike, or by 1 / (1 + age)."""
     max_age: int | None = Field(None, ge=0, description="versions; None: no bound")
     max_uses: int = Field(1, ge=1, description="steps that may learn from a group")
 
@@ -131,10 +111,11 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     k = recipe.gradient_steps_per_rollout
     if isinstance(loop, FreeLoop):
         told = f"at most {loop.max_lag} versions, of which a rollout adds {k}"
-        lines.append(("lag", f"{told}; beyond that, {LATE[loop.on_stale]}"))
+        late = "generators wait" if loop.on_stale == "wait" else "groups are dropped"
+        lines.append(("lag", f"{told}; beyond that, {late}"))
         batch = recipe.prompts_per_rollout
         lines.append(("window", f"the learner takes {batch} of {loop.window or batch} groups"))
-        lines.append(("new weights", UPDATES[loop.on_update]))
+        lines.append(("new weights", f"loop.on_update = {loop.on_update!r}"))
     elif loop.lag:
         told = f"rollout n is sampled with the weights after step n − {loop.lag + 1}"
         lines.append(("lag", f"{loop.lag} × {k} versions: {told}"))
@@ -145,10 +126,7 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     if runtime.name == "ray":
         where = "a Ray of its own on this machine"
         lines.append(("Ray", where if runtime.address is None else f"at {runtime.address}"))
-        for name, count, each in (
-            ("generators", runtime.generators, runtime.generator),
-            ("learner", 1, runtime.learner),
-        ):
-            lines.append((name, f"{count} × ({each.cpus:g} CPUs, {each.gpus:g} GPUs)"))
+        lines.append(("generators", f"{runtime.generators} × ({runtime.generator})"))
+        lines.append(("learner", f"1 × ({runtime.learner})"))
         lines.append(("scorer", "1, with grader processes of its own"))
     return [("strategy", lines)] if lines else []

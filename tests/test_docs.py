@@ -33,6 +33,7 @@ RUN_FILES = {
     "summary.json",
     "log.txt",
     "ledger.jsonl",
+    "timeline.jsonl",
     "actors.json",
 }
 RUN_FILES |= {"status.json", "environment.json"}

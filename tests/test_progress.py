@@ -23,6 +23,7 @@ from rich.console import Console
 from burnish import api, display, progress
 from burnish.display import Display, figures
 from burnish.errors import BurnishError
+from burnish.loops import sync
 from burnish.progress import Progress, after, begin, showing, tell
 
 PHASES = ["check", "load", "evaluate", "generate", "grade", "score", "learn", "publish"]
@@ -386,3 +387,23 @@ def test_ctrl_c_ends_the_process_that_compiles_a_kernel(smollm2, tmp_path):
     assert re.search(r"\[0:00:\d\d\] compiling the kernel \w+ \(once", watched.text)
     child = int((tmp_path / "pid").read_text())
     assert not is_running(child), watched.text
+
+
+def test_the_work_of_actors_stands_beside_the_phase(tmp_path, monkeypatch):
+    """It is shown with the phase that was announced last, and no longer than that."""
+    real = sync.grade
+
+    def grade(*given):
+        tell("actors", "generator-0: sampling, 3 of 30 responses")
+        return real(*given)
+
+    monkeypatch.setattr(sync, "grade", grade)
+    seen = []
+    api.train("sort", overrides=["train.steps=1"], out=tmp_path / "run", show=seen.append)
+    (shown,) = (p for p in seen if p.actors)
+    assert (shown.phase, shown.doing, shown.step) == ("grade", "grading 30 responses", 0)
+    console = Console(file=StringIO(), width=200)
+    one = Display("run", console)
+    one(shown)
+    one.beat()
+    assert "grading 30 responses  generator-0: sampling, 3 of 30" in console.file.getvalue()

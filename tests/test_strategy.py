@@ -37,7 +37,7 @@ def test_refused(settings: dict[str, Any], message: str) -> None:
 def test_actors_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
     cluster = pytest.importorskip("burnish.actors.cluster", exc_type=ImportError)
     told = cluster.lacking(RuntimeConfig(generators=4), {"CPU": 2.0})
-    assert "need 5 cpus (4 generators × 1 + the learner's 1), and Ray has 2" in told
+    assert "need 5 CPU (4 generators × 1 + the learner's 1), and Ray has 2" in told
     assert cluster.lacking(RuntimeConfig(), {"CPU": 2.0}) is None
 
 

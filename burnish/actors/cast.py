@@ -21,6 +21,7 @@ from burnish.actors.transport import Parcel, Receiver, Sender
 from burnish.engine.protocol import Engine, Request
 from burnish.errors import EngineError
 from burnish.learner.learner import State
+from burnish.progress import begin
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import Asked, grade
 from burnish.types import Completion, Group, Weights
@@ -32,8 +33,11 @@ Answers = dict[str, tuple[Completion, ...]]
 class Generator:
     """An engine that takes its weights with the requests that they are for."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self._receiver = engine, Receiver()
+    def __init__(self, engine: Engine, *, drains: bool = False, tolerance: float = 1e-4) -> None:
+        """``drains``: samples in flight end before new weights are loaded. ``tolerance``: of the
+        log-probabilities of a probe."""
+        self.engine, self._drains, self._receiver = engine, drains, Receiver()
+        self._tolerance = tolerance
         self._loaded: tuple[int, int] | None = None
         self._missing: dict[str, int] = {}
         """Samples in flight, by request."""
@@ -43,31 +47,41 @@ class Generator:
     def sampled(self) -> int:
         return self.engine.sampled
 
-    def sample(self, parcel: Parcel, requests: Sequence[Request]) -> Answers:
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def sample(self, parcel: Parcel, data: Any, requests: Sequence[Request]) -> Answers:
         """Answers all requests with these weights. They are submitted before the first step, so
-        that the same requests give the same bits."""
-        self._load(parcel)
+        that the same requests give the same bits. ``data`` are the bytes of the parcel, in the
+        form of its transport."""
+        self._load(parcel, data)
         self._submit(requests)
-        wanted = [request.request_id for request in requests]
-        while any(name in self._missing for name in wanted):
+        wanted, total = [r.request_id for r in requests], sum(r.n for r in requests)
+        report = begin("generate", "sampling", total=total, unit="responses")
+        while left := sum(self._missing.get(name, 0) for name in wanted):
+            report(total - left)
             self._step()
         return self._finished(wanted)
 
+    evaluate = sample
+    """By this name in a timeline: its responses are not learned from."""
+
     def advance(
-        self, parcel: Parcel | None, requests: Sequence[Request], seconds: float
+        self, parcel: Parcel | None, data: Any, requests: Sequence[Request], seconds: float
     ) -> Answers:
         """Takes new weights, if there are any, and new requests, and goes on for ``seconds`` or
         until a request is answered."""
         if parcel is not None:
-            self._load(parcel)
+            self._load(parcel, data)
         self._submit(requests)
+        begin("generate", "sampling", total=sum(self._missing.values()), unit="responses")
         end = time.monotonic() + seconds
-        while self._missing and time.monotonic() < end:
-            self._step()
+        while True:  # an evaluation may have finished requests before
             whole = [name for name in self._done if name not in self._missing]
-            if whole:
+            if whole or not self._missing or time.monotonic() > end:
                 return self._finished(whole)
-        return {}
+            self._step()
 
     def forget(self) -> None:
         """Ends all samples in flight: the run was set back to a checkpoint."""
@@ -78,10 +92,13 @@ class Generator:
         self._missing.clear()
         self._done.clear()
 
-    def _load(self, parcel: Parcel) -> None:
+    def _load(self, parcel: Parcel, data: Any) -> None:
         if (parcel.incarnation, parcel.version) != self._loaded:
-            with self._receiver.opened(parcel) as weights:
+            while self._drains and self._missing:
+                self._step()
+            with self._receiver.opened(parcel, data) as weights:
                 self.engine.load(weights)
+            parcel.check(self.engine.probe(), self._tolerance)
             self._loaded = parcel.incarnation, parcel.version
 
     def _submit(self, requests: Sequence[Request]) -> None:
@@ -124,7 +141,13 @@ class LearnerPart:
         """``learn`` is given the learner, the number of the step and the groups; ``how`` names the
         transport of weights, which may leave files in ``folder``."""
         self.learner, self._learn = learner, learn
-        self._sender, self._states = Sender(how, folder), partial(Sender, how, folder)
+        self._sender = Sender(how, folder)
+        self.data = self._sender.data
+        self._states = partial(Sender, "shared" if how == "shared" else "store", folder)
+
+    @property
+    def version(self) -> Any:
+        return self.learner.version
 
     def learn(self, number: int, groups: list[Group]) -> Any:
         """Step ``number``, counted from 1."""
@@ -132,21 +155,22 @@ class LearnerPart:
         return self._learn(self.learner, number, groups)
 
     def weights(self, incarnation: int, in_use: Sequence[str]) -> Parcel:
-        """The weights as they are; the files ``in_use`` stay as they are."""
+        """The weights as they are; the spaces ``in_use`` stay as they are."""
         self.learner.incarnation = incarnation
-        return self._sender.send(self.learner.weights(), in_use)
+        parcel = self._sender.send(self.learner.weights(), in_use)
+        return parcel._replace(probe=self.learner.policy.probe())
 
     def held_out_drift(self, groups: list[Group]) -> dict[str, float]:
         found: dict[str, float] = self.learner.held_out_drift(pack(groups).to(self.learner.device))
         return found
 
-    def state(self) -> tuple[Parcel, dict[str, Any]]:
-        state = self.learner.state()
-        return self._states().send(Weights(0, 0, state.tensors)), state.numbers
+    def state(self) -> tuple[Parcel, Any, dict[str, Any]]:
+        state, sender = self.learner.state(), self._states()
+        parcel = sender.send(Weights(0, 0, state.tensors))
+        return parcel, sender.data(parcel.space), state.numbers
 
-    def load_state(self, parcel: Parcel, numbers: dict[str, Any]) -> int:
+    def load_state(self, parcel: Parcel, data: Any, numbers: dict[str, Any]) -> int:
         """Goes on from a state, and returns its version."""
-        with Receiver().opened(parcel) as held:
+        with Receiver().opened(parcel, data) as held:
             self.learner.load_state(State(held.tensors, numbers))
-        version: int = self.learner.version
-        return version
+        return int(self.version)

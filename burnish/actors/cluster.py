@@ -4,15 +4,101 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import ray
+from ray._private import worker as ray_worker
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray.exceptions import RayActorError, RayError
+from ray.experimental.collective.collective import RemoteCommunicatorManager
+from ray.experimental.collective.communicator import CommunicatorHandle
 
-from burnish.errors import ConfigError
+from burnish.errors import ActorDied, ActorError, ConfigError
 from burnish.strategy import Resources, RuntimeConfig
 
-TRANSPORTS = {"shared": "shared memory", "store": "Ray's object store"}
+SHARED = Path("/dev/shm")
+DIRECT = ("nixl", "gloo", "nccl")
+"""Transports of Ray by which tensors go from actor to actor without its store."""
+
+
+def choose(runtime: RuntimeConfig, device: str) -> tuple[str, str]:
+    """The transport of weights, and why; ``device`` is the weights'. A transport that can't run is
+    refused."""
+    how, is_here, on_gpu = runtime.transport, runtime.address is None, device != "cpu"
+    gpus = min(runtime.generator.gpus, runtime.learner.gpus)
+    if how != "auto":
+        if problem := unusable(how, on_gpu or not is_here, gpus):
+            raise ConfigError(f"runtime.transport = {how!r}: {problem}; or use 'auto'")
+        return how, "as the recipe says"
+    if is_here and SHARED.is_dir():
+        return "shared", "since all actors are on this machine"
+    problem = unusable("nixl", on_gpu, gpus)
+    return ("nixl", "since actors may be apart") if problem is None else ("store", problem)
+
+
+def unusable(how: str, has_gpu: bool, gpus: float) -> str | None:
+    """Why a transport can't run, and the remedy; None if it can. ``gpus`` are an actor's own."""
+    if how in ("nccl", "ipc") and not has_gpu:
+        return "it carries weights from GPU to GPU, and torch finds none; use 'shared'"
+    if how == "nccl" and gpus < 1:
+        return "NCCL can't have two actors on one GPU; set gpus = 1 for learner and generators"
+    package = {"nixl": "nixl", "nccl": "cupy-cuda13x"}.get(how, "ray")
+    if find_spec(package.partition("-")[0]) is None:
+        return f"its package is not installed; install it with: pip install {package}"
+    return None
+
+
+class Group:
+    """The actors that send each other tensors directly. gloo and NCCL know them by a group that
+    each must join; an actor that was started again is outside, so all make a new group."""
+
+    def __init__(self, how: str, members: Sequence[str]) -> None:
+        self.how, self.members = how, members
+        self._handles: list[Any] = []
+        self._name = ""
+
+    def carried(self, method: Any) -> Any:
+        """An actor's method whose answer goes to other actors by the group's transport."""
+        return method.options(tensor_transport=self.how) if self.members else method
+
+    def join(self, handles: list[Any], deadline: float) -> None:
+        """Makes the group of these actors, unless it is made."""
+        if self.how == "nixl" or handles == self._handles:
+            return
+        groups = RemoteCommunicatorManager.get()
+        groups.remove_remote_communicator(self._name)
+        self._name = uuid4().hex
+        place = self.how, len(handles), self._name
+        # In the thread that sends and receives: after its work, and beside the actor's.
+        calls = [h.__ray_call__.options(concurrency_group="_ray_system") for h in handles]
+        joins = [call.remote(_join, rank, *place) for rank, call in enumerate(calls)]
+        try:
+            ray.get(joins, timeout=deadline)
+        except RayError as error:
+            kind = ActorDied if isinstance(error, RayActorError) else ActorError
+            told = f"{', '.join(self.members)} could not make a {self.how} group in {deadline:g} s"
+            raise kind(f"{told}: {error}; use runtime.transport = 'auto'") from None
+        groups.add_remote_communicator(CommunicatorHandle(handles, self._name, self.how))
+        self._handles = handles
+
+
+NOBODY = Group("store", ())
+
+
+def _join(shell: Any, rank: int, how: str, size: int, name: str) -> None:
+    """Runs in an actor, and leaves the group before."""
+    import torch.distributed
+    from ray.util import collective
+    from ray.util.collective.types import Backend
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    collective.init_collective_group(size, rank, Backend(how), group_name=name)
 
 
 def connect(runtime: RuntimeConfig) -> Callable[[], None]:
@@ -22,6 +108,8 @@ def connect(runtime: RuntimeConfig) -> Callable[[], None]:
 
     A run whose actors do not fit is refused at once: Ray would wait for ever.
     """
+    # An actor without GPUs of its own sees those that this process sees, and does not take the CPU.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # as a run in one process
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # busy cores start it slowly
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -29,15 +117,28 @@ def connect(runtime: RuntimeConfig) -> Callable[[], None]:
     if ray.is_initialized():
         leave = _stay
     elif runtime.address is None:
-        ray.init(include_dashboard=False, **quiet)
+        ray.init("local", include_dashboard=False, **quiet)  # also beside another cluster
     else:
         try:
-            ray.init(address=runtime.address, **quiet)
-        except ConnectionError as error:
+            where = canonicalize_bootstrap_address_or_die(runtime.address)
+            if problem := silence(where):
+                raise ConnectionError(problem)
+            ray.init(address=where, **quiet)
+        except (ConnectionError, ValueError) as error:
             raise ConfigError(
                 f"runtime.address = {runtime.address!r}: no Ray cluster answers there ({error}); "
                 "start one with `ray start --head`, or leave the address out"
             ) from None
+        except RuntimeError as error:
+            ray.shutdown()  # it is half connected
+            if "Version mismatch" not in str(error):
+                raise
+            raise ConfigError(
+                f"runtime.address = {runtime.address!r}: the cluster there has another version of "
+                f"Ray or Python; use the same on both sides\n{error}"
+            ) from None
+    if leave is not _stay:  # Ray has a long text for each process that dies; ours is a line
+        ray_worker.print_to_stdstream = lambda data, ignore_prefix: None
     problem = lacking(runtime, ray.cluster_resources())  # type: ignore[no-untyped-call]
     if problem is not None:
         leave()
@@ -49,19 +150,47 @@ def _stay() -> None:
     """Leaves Ray as it is."""
 
 
+def head_problem() -> str | None:
+    """Why Ray can't go on; None if its head node answers. Ray itself would end this process without
+    a word a minute after its head node has died."""
+    address = ray.get_runtime_context().gcs_address
+    problem = silence(address)
+    return problem and f"Ray's head node at {address} no longer answers ({problem})"
+
+
+def silence(address: str) -> str | None:
+    """Why nobody answers at HOST:PORT; None if somebody does. Ray would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
 def options(resources: Resources) -> dict[str, Any]:
-    return {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
+    return {
+        "num_cpus": resources.cpus,
+        "num_gpus": resources.gpus,
+        "resources": resources.custom,
+        "scheduling_strategy": "SPREAD",  # over the nodes, if there are several
+    }
 
 
 def lacking(runtime: RuntimeConfig, there: dict[str, float]) -> str | None:
     """The arithmetic of actors that do not fit; None if they do."""
-    for unit, name in (("cpus", "CPU"), ("gpus", "GPU")):
-        each, own = getattr(runtime.generator, unit), getattr(runtime.learner, unit)
-        wanted, found = runtime.generators * each + own, there.get(name, 0.0)
+    each, own = _units(runtime.generator), _units(runtime.learner)
+    for name in each | own:
+        of_one, of_learner = each.get(name, 0.0), own.get(name, 0.0)
+        wanted, found = runtime.generators * of_one + of_learner, there.get(name, 0.0)
         if wanted > found:
             return (
-                f"the actors need {wanted:g} {unit} ({runtime.generators} generators × {each:g} + "
-                f"the learner's {own:g}), and Ray has {found:g}; use fewer generators, or set "
-                f"runtime.generator.{unit} and runtime.learner.{unit}"
+                f"the actors need {wanted:g} {name} ({runtime.generators} generators × "
+                f"{of_one:g} + the learner's {of_learner:g}), and Ray has {found:g}; use fewer "
+                "generators, or change runtime.generator and runtime.learner"
             )
     return None
+
+
+def _units(resources: Resources) -> dict[str, float]:
+    return {"CPU": resources.cpus, "GPU": resources.gpus, **resources.custom}

@@ -18,9 +18,9 @@ import numpy as np
 from burnish.actors.supervisor import PULSE, Call, Supervisor
 from burnish.actors.transport import Parcel
 from burnish.draws import Stream
-from burnish.engine.protocol import Capabilities, Request
+from burnish.engine.protocol import Request
 from burnish.rollout.rollout import Asked, Note, ignore, requests_of
-from burnish.types import Completion, Group, SamplingParams, Weights
+from burnish.types import Completion, Group, SamplingParams
 
 
 @dataclass
@@ -31,9 +31,7 @@ class _Rollout:
 
 
 class Fleet:
-    """Samples and grades rollouts, oldest first. It is an ``Engine`` too, for evaluations."""
-
-    capabilities = Capabilities(model_logprobs=True, token_versions=True, counter_draws=True)
+    """Samples and grades rollouts, oldest first. It is a ``Server`` too, for evaluations."""
 
     def __init__(
         self,
@@ -47,10 +45,10 @@ class Fleet:
         """``size``: samples of a group. ``tell`` is given a line for every new version."""
         self.tell, self._versions = tell, dict.fromkeys(generators, -1)
         self.supervisor, self.generators = supervisor, generators
-        self.size, self.params = size, params
+        self._size, self._params = size, params
         self.version = 0
-        self.weights: Any = None
-        """The weights that were published last, as generators are given them."""
+        self.weights: tuple[Parcel | None, Any] = None, None
+        """The weights that were published last: their parcel, and a reference to its bytes."""
         self.note: Note = ignore
         """Is told of groups and of actors' work."""
         self._rollouts: deque[_Rollout] = deque()
@@ -58,27 +56,26 @@ class Fleet:
         self._evaluating: list[Call] = []
 
     def listen(self, note: Note) -> None:
-        self.note = note
+        self.note = self.supervisor.note = note
 
-    def publish(self, parcel: Parcel, reference: Any) -> None:
-        """From now on the requests are sampled with these weights.
-
-        A parcel that carries the weights itself goes to the generators by its reference.
-        """
+    def publish(self, parcel: Parcel, data: Any) -> None:
+        """From now on the requests are sampled with these weights."""
         self.tell(f"learner publishes version {parcel.version}")
         self.version = parcel.version
-        self.weights = reference if parcel.file is None else parcel
+        self.weights = parcel, data
 
-    def files_in_use(self) -> list[str]:
-        """The files of weights that were published last, or that a call in flight names."""
+    def in_use(self) -> list[str]:
+        """The spaces of weights that were published last, or that a call in flight names."""
         calls = [call for name in self.generators for call in self.supervisor.open(name)]
-        given = [self.weights, *(arg for call in calls for arg in call.args)]
-        return [one.file for one in given if isinstance(one, Parcel) and one.file is not None]
+        given = [*self.weights, *(arg for call in calls for arg in call.args)]
+        return [one.space for one in given if isinstance(one, Parcel)]
+
+    def requests(self, asked: Asked) -> list[Request]:
+        return requests_of(asked, self._size, self._params, Stream.TRAIN)
 
     def issue(self, asked: Asked) -> None:
         """Begins a rollout with the weights that were published last."""
-        requests = requests_of(asked, self.size, self.params, Stream.TRAIN)
-        self._rollouts.append(_Rollout(asked, self._sample(requests)))
+        self._rollouts.append(_Rollout(asked, self._call("sample", self.requests(asked))))
 
     def collect(self) -> list[Group]:
         """Waits for the oldest rollout, and removes it."""
@@ -99,10 +96,10 @@ class Fleet:
     def restore(self, rollouts: Sequence[list[Group]]) -> None:
         """Puts rollouts in flight that are graded already: a checkpoint held them."""
         self._rollouts.clear()
+        self._waiting, self._evaluating = [], []
         for groups in rollouts:
-            asked = [(group.index, group.prompt) for group in groups]
             done = Call("checkpoint", "grade", (), answer=groups, is_done=True)
-            self._rollouts.append(_Rollout(asked, [], done))
+            self._rollouts.append(_Rollout([], [], done))
 
     def wait(self, call: Call) -> Any:
         """The answer of another call; rollouts go on meanwhile."""
@@ -110,13 +107,13 @@ class Fleet:
             self._pump(call)
         return call.answer
 
-    def _sample(self, requests: Sequence[Request]) -> list[Call]:
+    def _call(self, method: str, requests: Sequence[Request]) -> list[Call]:
         shares: dict[str, list[Request]] = {}
         for request in requests:
             name = self.generators[request.group % len(self.generators)]
             shares.setdefault(name, []).append(request)
         call = self.supervisor.call
-        return [call(name, "sample", self.weights, share) for name, share in shares.items()]
+        return [call(name, method, *self.weights, share) for name, share in shares.items()]
 
     def _pump(self, *others: Call) -> None:
         """Waits a little, and sends rollouts whose samples are all there to be graded."""
@@ -148,11 +145,11 @@ class Fleet:
                 newest=newest,
             )
 
-    # The engine of evaluations: requests are submitted, and answered by all generators.
+    # Evaluations: requests are submitted, and answered by all generators.
 
     @property
     def unfinished(self) -> int:
-        requests = [request for call in self._evaluating for request in call.args[1]]
+        requests = [request for call in self._evaluating for request in call.args[2]]
         return sum(request.n for request in [*self._waiting, *requests])
 
     @property
@@ -165,7 +162,7 @@ class Fleet:
 
     def step(self) -> list[Completion]:
         if self._waiting:
-            self._evaluating += self._sample(self._waiting)
+            self._evaluating += self._call("evaluate", self._waiting)
             self._waiting = []
         done = self.supervisor.poll(self._evaluating, PULSE)
         self._evaluating = [call for call in self._evaluating if not call.is_done]
@@ -173,9 +170,3 @@ class Fleet:
         for call in done:
             found += [completion for own in call.answer.values() for completion in own]
         return found
-
-    def load(self, weights: Weights) -> None:
-        raise NotImplementedError("generators get their weights by `publish`")
-
-    def abort(self, request_id: str) -> None:
-        raise NotImplementedError("a rollout is not aborted")

@@ -7,6 +7,7 @@ from typing import Any
 from burnish.actors.fleet import Fleet
 from burnish.actors.supervisor import Call
 from burnish.actors.transport import Parcel, Receiver, Sender, discard
+from burnish.errors import ActorError
 from burnish.learner.learner import State
 from burnish.types import Group, Weights
 
@@ -34,24 +35,30 @@ class RemoteLearner:
 
     def publish(self) -> None:
         """From now on generators sample with the weights as they are."""
-        in_use = self._fleet.files_in_use()
-        call = self._fleet.supervisor.call("learner", "weights", self.incarnation, in_use)
-        parcel: Parcel = self._fleet.wait(call)
-        self._fleet.publish(parcel, call.ref)
+        ask, in_use = self._fleet.supervisor.call, self._fleet.in_use()
+        parcel: Parcel = self._fleet.wait(ask("learner", "weights", self.incarnation, in_use))
+        self._fleet.publish(parcel, self._fleet.supervisor.hand("learner", parcel.space))
 
     def held_out_drift(self, groups: list[Group]) -> dict[str, float]:
         found: dict[str, float] = self._fleet.supervisor.ask("learner", "held_out_drift", groups)
         return found
 
     def state(self) -> State:
-        parcel, numbers = self._fleet.supervisor.ask("learner", "state")
-        with Receiver().opened(parcel) as weights:
-            tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-        discard(parcel)
+        """Raises if a step that was given up here has changed the learner's state since."""
+        parcel, data, numbers = self._fleet.supervisor.ask("learner", "state")
+        try:
+            if numbers["version"] != self.version:
+                told = f"version {numbers['version']}, and the run at {self.version}"
+                raise ActorError(f"the learner is at {told}; its state is of another step")
+            with Receiver().opened(parcel, data) as weights:
+                tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+        finally:
+            discard(parcel)
         return State(tensors, numbers)
 
     def load_state(self, state: State) -> None:
-        parcel = Sender(self._how, self._folder).send(Weights(0, 0, state.tensors))
-        ask = self._fleet.supervisor.ask
-        self.version = ask("learner", "load_state", parcel, state.numbers)
+        sender = Sender("shared" if self._how == "shared" else "store", self._folder)
+        parcel = sender.send(Weights(0, 0, state.tensors))
+        sent, ask = (parcel, sender.data(parcel.space)), self._fleet.supervisor.ask
+        self.version = ask("learner", "load_state", *sent, state.numbers)
         discard(parcel)

@@ -12,18 +12,31 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray import cloudpickle
+from ray.exceptions import (
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
-from burnish.actors.shell import Pulse, actor_class, pickled
+from burnish.actors.cluster import NOBODY, Group, head_problem
+from burnish.actors.shell import Pulse, actor_class
 from burnish.errors import ActorDied, ActorError, BurnishError
+from burnish.rollout.rollout import Note, ignore
 
 PULSE = 1.0
 """Seconds between two looks at an actor that somebody waits for."""
 SILENCE = 60.0
 """Seconds without a pulse after which an actor's process counts as stopped."""
+LOOK = 2.0
+"""Seconds between two looks at Ray's head node."""
+FULL = (ObjectStoreFullError, OutOfDiskError)
 DEATHS = 3
 """Deaths in a row, with no answer between them, after which an actor is not started again."""
 
@@ -36,7 +49,8 @@ class Call:
     method: str
     args: tuple[Any, ...]
     ref: Any = None
-    began: float = 0.0
+    span: Any = None
+    """A reference to the call's part of a row in the timeline."""
     answer: Any = None
     is_done: bool = False
     renew: Callable[[], tuple[Any, ...]] | None = None
@@ -70,19 +84,27 @@ class Supervisor:
         self,
         deadline: float,
         tell: Callable[[str], None] = lambda text: None,
+        show: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
+        group: Group = NOBODY,
     ) -> None:
         """``deadline``: seconds in which an actor must answer one of its calls. ``tell`` is given
-        a sentence for each death."""
-        self.deadline, self.tell, self.clock = deadline, tell, clock
-        self.restarts: dict[str, int] = {}
-        """How often each actor was started again."""
+        a sentence for each death, ``show`` the actors' work in words while somebody waits.
+        ``group``: the actors that send each other tensors directly."""
+        self.deadline, self.tell, self.show, self.clock = deadline, tell, show, clock
+        self._group = group
+        self.note: Note = ignore
+        """Is told of each call that was answered."""
         self._actors: dict[str, _Actor] = {}
+        self._looked, self._is_ending = 0.0, False
+        """When the head node last answered, and whether Ray is known to end."""
 
     def restart(self, name: str) -> None:
         """Starts an actor again that has lost its state; its calls are forgotten."""
         actor = self._actors[name]
         actor.calls.clear()
+        ray.kill(actor.handle)
+        self._count_death(actor, "it could not go on")
         self._begin(actor)
 
     def start(
@@ -104,23 +126,28 @@ class Supervisor:
         by default the same."""
         call = Call(name, method, args, renew=renew)
         actor = self._actors[name]
-        if not actor.calls:
-            actor.heard = self.clock()
+        if not actor.calls:  # it was idle: nobody listened
+            actor.heard = actor.felt = self.clock()
         actor.calls.append(call)
         self._make(actor, call)
         return call
 
-    def result(self, call: Call) -> Any:
-        """Waits for the call's answer."""
+    def hand(self, name: str, space: str) -> Any:
+        """A reference to the bytes of a space of an actor; who is called with it gets them."""
+        call = Call(name, "give", (space,))
+        self._make(self._actors[name], call)
+        return call.ref
+
+    def ask(self, name: str, method: str, *args: Any) -> Any:
+        """Makes a call, and waits for its answer."""
+        call = self.call(name, method, *args)
         while not call.is_done:
             self.poll([call], PULSE)
         return call.answer
 
-    def ask(self, name: str, method: str, *args: Any) -> Any:
-        return self.result(self.call(name, method, *args))
-
     def poll(self, calls: Sequence[Call], seconds: float) -> list[Call]:
         """The calls that are answered, after at most ``seconds`` if none was before."""
+        self._look()
         waiting = [call for call in calls if not call.is_done]
         if len(waiting) == len(calls) and waiting:
             ready, _ = ray.wait([call.ref for call in waiting], timeout=seconds)
@@ -129,16 +156,20 @@ class Supervisor:
             if not ready:
                 for name in {call.actor for call in waiting}:
                     self._check(self._actors[name])
+                busy = [
+                    (a.name, a.pulse.doing) for a in self._actors.values() if a.calls and a.pulse
+                ]
+                self.show("; ".join(f"{name}: {doing}" for name, doing in busy if doing))
         return [call for call in calls if call.is_done]
 
     def open(self, name: str) -> list[Call]:
         """The calls of an actor that are not answered."""
-        return [call for call in self._actors[name].calls if call.method != "build"]
+        return self._actors[name].calls
 
     def places(self) -> dict[str, dict[str, Any]]:
         """The machine and the process of each actor that has given a sign of life."""
         return {
-            name: {"host": actor.pulse.host, "pid": actor.pulse.pid}
+            name: {"host": actor.pulse.host, "node": actor.pulse.node, "pid": actor.pulse.pid}
             for name, actor in self._actors.items()
             if actor.pulse is not None
         }
@@ -153,76 +184,109 @@ class Supervisor:
         self._actors.clear()
 
     def _begin(self, actor: _Actor) -> None:
-        kind = actor_class(actor.name.partition("-")[0].capitalize())
-        actor.handle = kind.options(**actor.options).remote(pickled(actor.make))
+        is_direct = actor.name in self._group.members
+        kind = actor_class(actor.name.partition("-")[0].capitalize(), is_direct)
+        make = cloudpickle.dumps(actor.make)  # type: ignore[no-untyped-call]
+        actor.handle = kind.options(**actor.options).remote(make, is_direct)
+        actor.handle.build.remote()
         actor.heard = actor.felt = self.clock()
         actor.feeling = actor.pulse = None
-        build = Call(actor.name, "build", ())
-        actor.calls.insert(0, build)
         for call in actor.calls:
             call.args = call.args if call.renew is None else call.renew()
             self._make(actor, call)
 
     def _make(self, actor: _Actor, call: Call) -> None:
-        call.began = self.clock()
-        if call.method == "build":
-            call.ref = actor.handle.build.remote()
-        else:
-            call.ref = actor.handle.call.remote(call.method, *call.args)
+        try:
+            if actor.name in self._group.members:
+                handles = [self._actors[name].handle for name in self._group.members]
+                self._group.join(handles, self.deadline)
+            if call.method == "give":
+                call.ref = self._group.carried(actor.handle.give).remote(*call.args)
+            else:
+                call.ref, call.span = actor.handle.call.remote(call.method, *call.args)
+        except FULL as error:
+            raise _full(actor, call, error) from None
+        except (RayActorError, ValueError) as error:  # Ray finds no sender or no receiver
+            self._check_learner()
+            raise ActorError(f"no tensors go to or from {actor.name}: {error}") from None
 
     def _take(self, call: Call) -> None:
         """Takes an answer; calls of a dead actor are made again."""
         actor = self._actors[call.actor]
         try:
-            call.answer = ray.get(call.ref)
+            call.answer, span = ray.get([call.ref, call.span])
+            if actor.pulse is None:
+                actor.pulse, actor.felt = ray.get(actor.handle.pulse.remote()), self.clock()
         except RayTaskError as error:
-            raise _cause(error) from None
+            if isinstance(error.cause, FULL):
+                raise _full(actor, call, error.cause) from None
+            self._check_learner()
+            is_member = actor.name in self._group.members
+            if is_member and isinstance(error.cause, TimeoutError | RayError):
+                raise ActorDied(f"{actor.name} did not get its weights ({error.cause})") from None
+            if isinstance(error.cause, BurnishError):
+                raise error.cause from None
+            raise ActorError(str(error)) from None
         except (RayActorError, ObjectLostError) as error:
+            self._check_learner()
             self._restart(actor, error)
             return
-        call.is_done = True
-        if actor.pulse is None:
-            actor.pulse, actor.felt = ray.get(actor.handle.pulse.remote()), self.clock()
         actor.deaths, actor.heard = 0, self.clock()
-        actor.calls = [other for other in self.open(actor.name) if other is not call]
+        actor.calls.remove(call)
+        self.note("worked", actor=call.actor, what=call.method, **span)
+        call.is_done = True
+
+    def _look(self, *, now: bool = False) -> None:
+        """Raises if Ray's head node has died: once, so that a checkpoint can be saved after it."""
+        if self._is_ending or (not now and self.clock() - self._looked < LOOK):
+            return
+        if problem := head_problem():
+            self._end(problem)
+        self._looked = self.clock()
+
+    def _end(self, problem: str) -> NoReturn:
+        self._is_ending = True
+        raise ActorError(f"{problem}; start your cluster again, and continue with `burnish resume`")
 
     def _restart(self, actor: _Actor, error: Exception) -> None:
+        self._look(now=True)
+        if self._is_ending or "its owner has died" in str(error):
+            self._end("the Ray node of this process has died")
         found = re.search(r"exit type: (\w+)", str(error))
         why = f"exit type {found.group(1)}" if found else str(error).strip().splitlines()[-1]
         if not actor.restarts:
             raise ActorDied(f"{actor.name} died ({why})")
+        self._count_death(actor, why)
+        lost = ", ".join(call.method for call in actor.calls)
+        self.tell(f"{actor.name} died and is started again{lost and ' for '}{lost}")
+        self._begin(actor)
+
+    def _count_death(self, actor: _Actor, why: str) -> None:
         actor.deaths += 1
         if actor.deaths >= DEATHS:
             raise ActorError(f"{actor.name} died {DEATHS} times in a row; the last time: {why}")
-        actor.calls = [call for call in actor.calls if not self._is_answered(call)]
-        lost = ", ".join(call.method for call in actor.calls)
-        self.tell(f"{actor.name} died and is started again{lost and ' for '}{lost}")
-        self.restarts[actor.name] = self.restarts.get(actor.name, 0) + 1
-        self._begin(actor)
 
-    def _is_answered(self, call: Call) -> bool:
-        """Whether a call of an actor that died was answered before; then its answer is taken."""
-        if call.method == "build":
-            return True  # the new actor is built anyway
-        if ray.wait([call.ref], timeout=0)[0]:
-            try:
-                call.answer, call.is_done = ray.get(call.ref), True
-            except (RayActorError, ObjectLostError):
-                return False
-        return call.is_done
+    def _check_learner(self) -> None:
+        """Raises if an actor is dead that is not started again: others fail because of it."""
+        for actor in self._actors.values():
+            if not actor.restarts:
+                try:
+                    ray.get(ray.wait([actor.handle.pulse.remote()], timeout=10 * PULSE)[0])
+                except RayActorError as error:
+                    self._restart(actor, error)
 
     def _check(self, actor: _Actor) -> None:
         """Asks for a pulse; raises if the actor is silent for too long."""
         now = self.clock()
-        if actor.feeling is None:
-            actor.feeling = actor.handle.pulse.remote()
-        elif ray.wait([actor.feeling], timeout=0)[0]:
+        if actor.feeling is not None and ray.wait([actor.feeling], timeout=0)[0]:
             try:
                 actor.pulse, actor.felt = ray.get(actor.feeling), now
             except RayActorError as error:
                 self._restart(actor, error)
                 return
             actor.feeling = None
+        if actor.feeling is None:
+            actor.feeling = actor.handle.pulse.remote()
         if now - actor.heard > self.deadline or now - actor.felt > min(SILENCE, self.deadline):
             raise ActorError(self._silence(actor, now))
 
@@ -239,10 +303,12 @@ class Supervisor:
         )
 
 
-def _cause(error: RayTaskError) -> BaseException:
-    """The error of the actor's method: a message for the user, or the whole traceback."""
-    cause = error.cause
-    return cause if isinstance(cause, BurnishError) else ActorError(str(error))
+def _full(actor: _Actor, call: Call, error: Exception) -> ActorError:
+    told = str(error).partition("Tip:")[0].strip().replace("\n", " ")
+    return ActorError(
+        f"Ray's object store is full: {actor.name} could not do {call.method!r} ({told}); give Ray "
+        "more with `ray start --object-store-memory`, or free the disk that it spills to"
+    )
 
 
 def _process_state(pid: int) -> str:

@@ -50,6 +50,7 @@ class NativeEngine:
         self._groups: dict[str, RequestGroup] = {}
         self._undelivered: list[Completion] = []
         self.version = self.sampled = self._incarnation = 0
+        self.probe = model.probe
 
     @property
     def unfinished(self) -> int:

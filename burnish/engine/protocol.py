@@ -43,7 +43,23 @@ class Capabilities:
     """A token's random number depends on nothing but its place (`burnish/draws.py`)."""
 
 
-class Engine(Protocol):
+class Server(Protocol):
+    """Whoever answers requests: an engine, or several engines together."""
+
+    @property
+    def unfinished(self) -> int:
+        """Samples whose completion `step` has not returned yet."""
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled since it was made."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def step(self) -> list[Completion]: ...
+
+
+class Engine(Server, Protocol):
     """The only thing that samples."""
 
     @property
@@ -52,20 +68,11 @@ class Engine(Protocol):
     @property
     def version(self) -> int: ...
 
-    @property
-    def unfinished(self) -> int:
-        """Samples whose completion `step` has not returned yet."""
-
-    @property
-    def sampled(self) -> int:
-        """Tokens that were sampled since the engine was made."""
-
-    def submit(self, request: Request) -> None: ...
-
-    def step(self) -> list[Completion]: ...
-
     def load(self, weights: Weights) -> None:
         """Take new weights, or raise an error and keep the old ones."""
+
+    def probe(self) -> tuple[float, ...]:
+        """Log-probabilities of fixed tokens with the loaded weights; a learner gives the same."""
 
     def abort(self, request_id: str) -> None:
         """End a request's unfinished samples, if it has any; `step` returns their tokens so far."""

@@ -18,6 +18,7 @@ class SorterEngine:
     def __init__(self, model: Sorter) -> None:
         self.model = model
         self.version = self.sampled = self._incarnation = 0
+        self.probe = model.probe
         self._waiting: dict[str, Request] = {}
         self._aborted: list[Completion] = []
 

@@ -102,6 +102,7 @@ class Learner:
         norm = self.optimizer.gradient_norm()
         metrics = self.program.metrics(measured, learn)
         metrics |= mismatch(measured.logprobs, learn.batch, self.version)
+        metrics |= self._drift(measured.logprobs, learn)
         metrics |= {"train/loss": loss, "train/grad_norm": norm, "train/skipped": 0.0}
         if self.optimizer.is_scaled:
             metrics["train/loss_scale"] = self.optimizer.scale
@@ -201,6 +202,21 @@ class Learner:
         if rollout is not None and rollout.version == self.version:
             is_whole = len(logprobs) == len(rollout.batch.tokens)
             rollout.logprobs = logprobs if is_whole else rollout.logprobs
+
+    def _drift(self, logprobs: Tensor, learn: LearnBatch) -> Metrics:
+        """The mean gap between the log-probabilities of two policies: in a rollout's first step
+        those of its older tokens' sampler and of the learner (staleness), and in later steps those
+        of the learner before the first step and now (update)."""
+        batch, rollout = learn.batch, self._rollout
+        if rollout is None or learn.slots is None:
+            return {}
+        name, action, other = "update", batch.is_action, at(learn.slots, rollout.logprobs)
+        if rollout.version == self.version:
+            older = action & (batch.versions < self.version)
+            name, action, other = "staleness", older, batch.behavior_logprobs
+        if other is None or not action.any():
+            return {}
+        return {f"drift/{name}": (logprobs - other)[action].abs().mean().item()}
 
     def _others(
         self, batch: PackedBatch, packs: list[Pack], lower: Tensor | None, scores: Scores

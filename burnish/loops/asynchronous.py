@@ -4,7 +4,7 @@ Rollout n, counted from 0, is sampled with the weights after step max(0, n − l
 
     for step = 1 … steps:
         issue the rollouts up to number step − 1 + lag, with the weights published last
-        wait for the oldest rollout                                     generate
+        wait for the oldest rollout                                     wait
         take its gradient steps                                         learn
         publish the new weights                                         publish
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from burnish.draws import Stream
 from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step, learn
@@ -80,7 +81,10 @@ class LocalRollouts:
 
     def issue(self, asked: Asked) -> None:
         params, size = sampling(self._recipe), self._recipe.rollout.group_size
-        groups = grade(self._task, asked, sample(self._engine, asked, size, params))
+        total = size * len(asked)
+        report = begin("generate", f"sampling {total} responses", total=total, unit="responses")
+        responses = sample(self._engine, asked, size, params, Stream.TRAIN, report)
+        groups = grade(self._task, asked, responses)
         for group in groups:
             version = group.oldest_version
             self.note("sampled", group=group.index, by="local", oldest=version, newest=version)
@@ -165,8 +169,9 @@ def replay(
     """Puts fresh groups into the buffer -> the groups that the step learns from, as many as were
     put in, and the indices of groups that nobody will learn from again."""
     before = [*(kept.group.index for kept in buffer.kept), *(group.index for group in fresh)]
-    for group in [*buffer.put(fresh), *buffer.age(version)]:
-        note("aged", step=step, group=group.index)
+    for kept in [*buffer.put(fresh), *buffer.age(version)]:
+        if not kept.uses:
+            note("dropped", step=step, group=kept.group.index, why="aged")
     chosen = buffer.take(len(fresh), step, version)
     stay = {kept.group.index for kept in buffer.kept}
     return chosen, [index for index in before if index not in stay]

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from burnish.draws import Stream
-from burnish.engine.protocol import Engine
+from burnish.engine.protocol import Server
 from burnish.errors import RunError
-from burnish.progress import after, begin
-from burnish.rollout.rollout import averages, grade, sample, sampling
+from burnish.progress import after, begin, tell
+from burnish.rollout.rollout import averages, grade, is_aborted, sample, sampling
 from burnish.runs import responses, results
 from burnish.runs.directory import lock, read_json, replace_file, to_jsonl
 from burnish.runs.metrics import Metrics
@@ -26,6 +26,8 @@ from burnish.tasks.task import Task
 from burnish.types import Group, IntArray, Status
 
 FIGURES = "figures.json"
+DRIFT = 128
+"""Held-out prompts on whose responses the KL to the initial model is measured."""
 TOGETHER = 512
 """Responses that are sampled together at least."""
 Decode = Callable[[IntArray], list[str]]
@@ -40,7 +42,7 @@ class Evaluator:
 
     recipe: Recipe
     task: Task
-    engine: Engine
+    engine: Server
     decode: Decode
 
     def answered(self, when: str = "") -> list[Group]:
@@ -93,6 +95,29 @@ class Evaluator:
                 rows = self.rows(self.answered())
                 replace_file(directory / "results.jsonl", to_jsonl(rows))
                 replace_file(directory / FIGURES, json.dumps(figures(rows), indent=2) + "\n")
+
+
+def validation(
+    recipe: Recipe,
+    task: Task,
+    engine: Server,
+    decode: Decode,
+    drift: Callable[[list[Group]], Metrics],
+) -> Callable[[str], tuple[list[Group], Metrics]]:
+    """The function that measures a policy on held-out prompts; ``drift`` is given the responses on
+    which the KL to the initial model is measured."""
+    evaluator = Evaluator(recipe, task, engine, decode)
+
+    def validate(when: str) -> tuple[list[Group], Metrics]:
+        groups = evaluator.answered(when)
+        found = figures(evaluator.rows(groups))
+        whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
+        if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
+            tell("evaluate", f"measuring the KL {when}")
+            found |= drift(whole)
+        return groups, found
+
+    return validate
 
 
 def figures(rows: Sequence[Row]) -> Metrics:

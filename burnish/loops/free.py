@@ -1,13 +1,8 @@
 """The free-running loop: generators go on while the learner works, and lag is bounded.
 
 Every group has a number, and the learner takes groups by number inside a window, so that fast
-(short) answers do not crowd out slow ones. `burnish.rollout.pace` says which groups may begin.
-
-| who | consumes | produces | waits for | unblocked by |
-| --- | --- | --- | --- | --- |
-| generator | requests, weights | completions | a request that may begin | new weights |
-| scorer | completions | groups | completions | a generator |
-| learner | groups | steps, weights | a whole rollout | the scorer |
+(short) answers do not crowd out slow ones. `burnish.rollout.pace` says which groups may begin;
+docs/architecture.md says who waits for whom.
 """
 
 from __future__ import annotations
@@ -18,12 +13,11 @@ from typing import Any
 
 from burnish.actors.fleet import Fleet
 from burnish.actors.supervisor import PULSE, Call
-from burnish.draws import Stream
 from burnish.loops.asynchronous import note_dropped
 from burnish.loops.sync import Step
 from burnish.progress import begin
 from burnish.rollout.pace import Pace
-from burnish.rollout.rollout import check_errors, describe, drop_errors, requests_of
+from burnish.rollout.rollout import check_errors, describe, drop_errors
 from burnish.runs.metrics import Timers
 from burnish.schema import Recipe
 from burnish.strategy import FreeLoop
@@ -54,8 +48,7 @@ class FreeRun:
     ) -> None:
         loop = recipe.loop
         assert isinstance(loop, FreeLoop)
-        self.recipe, self.loop = recipe, loop
-        self.prompts, self.fleet, self.learner = prompts, fleet, learner
+        self.loop, self.prompts, self.fleet, self.learner = loop, prompts, fleet, learner
         batch = recipe.prompts_per_rollout
         self.pace = Pace(
             batch, loop.window or batch, recipe.gradient_steps_per_rollout, loop.max_lag
@@ -78,11 +71,8 @@ class FreeRun:
         for worker in self.workers:
             if worker.call is None:
                 self._feed(worker)
-        calls = [worker.call for worker in self.workers if worker.call is not None]
-        calls += self.grading
-        if self.learning is not None:
-            calls.append(self.learning)
-        self.fleet.supervisor.poll([call for call in calls if not call.is_done], PULSE)
+        calls = [*(worker.call for worker in self.workers), *self.grading, self.learning]
+        self.fleet.supervisor.poll([call for call in calls if call and not call.is_done], PULSE)
         for worker in self.workers:
             if worker.call is not None and worker.call.is_done:
                 self._take(worker)
@@ -119,28 +109,23 @@ class FreeRun:
 
     def _feed(self, worker: _Worker) -> None:
         """Calls a generator with new weights and requests, if it has anything to do."""
-        is_old = worker.version != self.learner.version
-        drains = self.loop.on_update == "wait"
-        parcel = None
-        if is_old and not (drains and worker.holds):
-            parcel, worker.version = self.fleet.weights, self.learner.version
-        fresh = {} if is_old and parcel is None else self._fresh(worker)
+        weights: tuple[Any, Any] = None, None
+        if worker.version != self.learner.version:
+            weights, worker.version = self.fleet.weights, self.learner.version
+        fresh = self._fresh(worker)
         worker.holds |= fresh
         if not worker.holds:
             return
-        asked = list(fresh.items())
-        requests = requests_of(asked, self.fleet.size, self.fleet.params, Stream.TRAIN)
+        requests = self.fleet.requests(list(fresh.items()))
 
         def renew() -> tuple[Any, ...]:
             """A new generator has lost all its groups: it gets them again under their numbers."""
             worker.version = self.learner.version
-            lost = requests_of(
-                list(worker.holds.items()), self.fleet.size, self.fleet.params, Stream.TRAIN
-            )
-            return self.fleet.weights, lost, SLICE
+            lost = self.fleet.requests(list(worker.holds.items()))
+            return *self.fleet.weights, lost, SLICE
 
         worker.call = self.fleet.supervisor.call(
-            worker.name, "advance", parcel, requests, SLICE, renew=renew
+            worker.name, "advance", *weights, requests, SLICE, renew=renew
         )
 
     def _fresh(self, worker: _Worker) -> dict[int, Prompt]:
@@ -161,12 +146,16 @@ class FreeRun:
     @property
     def _share(self) -> int:
         """Groups that a generator samples at once."""
-        ahead = 1 + self.loop.max_lag // self.pace.gradient_steps
-        return -(-ahead * self.pace.batch // len(self.workers))
+        return -(-self._useful // len(self.workers))
+
+    @property
+    def _useful(self) -> int:
+        """Groups that can be learned from within the bound, if all were begun now."""
+        return (1 + self.loop.max_lag // self.pace.gradient_steps) * self.pace.batch
 
     def _may_begin(self, number: int, loaded: int) -> bool:
         if self.loop.on_stale == "drop":
-            return True
+            return len(self.pace.loaded) < self._useful
         coming = self.pace.gradient_steps if self.learning is not None else 0
         return self.pace.may_issue(number, loaded, self.learner.version + coming)
 
@@ -175,15 +164,12 @@ class FreeRun:
         assert worker.call is not None
         self.fleet.sampled_by(worker.call)
         answers, worker.call = worker.call.answer, None
-        asked = [(number, worker.holds.pop(number)) for number in _numbers(answers)]
+        numbers = sorted(int(name.removeprefix("group-")) for name in answers)
+        asked = [(number, worker.holds.pop(number)) for number in numbers]
         if asked:
             responses = [answers[f"group-{number}"] for number, _ in asked]
             call = self.fleet.supervisor.call("scorer", "grade", asked, responses)
             self.grading[call] = None
-
-
-def _numbers(answers: dict[str, Any]) -> list[int]:
-    return sorted(int(name.removeprefix("group-")) for name in answers)
 
 
 def train(

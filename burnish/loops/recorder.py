@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from burnish.errors import ActorDied, BurnishError
+from burnish.errors import ActorDied, ActorError, BurnishError
 from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
 from burnish.progress import Progress, current_show, showing, tell
@@ -183,7 +183,8 @@ class _Recorder:
         except BurnishError:
             # A step that halted after it changed the model leaves nothing of the step before it.
             if self.done > self._saved and self.parts.learner.version == self._version:
-                self._save()
+                with suppress(ActorError):  # the first error says more
+                    self._save()
             raise
         self.tell(Progress("report", "writing the report"))
         if self.is_done:
@@ -195,6 +196,10 @@ class _Recorder:
         """Shows progress with the step and the time left, and keeps status.json: a new phase is
         written at once, the rest once a second."""
         now, before, left = time.time(), self._now.doing, None
+        if progress.phase == "actors":
+            progress = replace(self._now, actors=progress.doing)
+        elif progress.doing == before:
+            progress = replace(progress, actors=self._now.actors)
         steps = self.recipe.train.steps
         if len(self._times) > 1:
             pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)

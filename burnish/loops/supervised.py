@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
-from burnish.loops.sync import Step
+from burnish.loops.sync import Step, count_tokens
 from burnish.pieces import ObjectiveConfig, Raw, Reinforce, TokenMean
 from burnish.progress import begin
 from burnish.rollout.packing import Pack, pack
@@ -56,7 +56,3 @@ def validate(pairs: Pairs, learner: Learner, when: str = "") -> tuple[list[Group
     batch = pack(pairs.validation).to(learner.device)
     loss = -learner.logprobs(batch)[batch.is_action].double().mean().item()
     return [], {"validation/loss": loss}
-
-
-def count_tokens(groups: list[Group]) -> int:
-    return sum(int(c.sampled.sum()) for group in groups for c in group.completions)

@@ -112,9 +112,15 @@ def learn(
     drift, logprobs = learner.finish()
     metrics = drift | combine(taken)
     metrics["train/skipped"] += planned - len(taken)
-    metrics |= {"train/version": learner.version, "train/lag": lag}
+    tokens = count_tokens(groups) * recipe.train.epochs
+    metrics |= {"train/version": learner.version, "train/lag": lag, "train/tokens": tokens}
     own = None if logprobs is None else _by_response(batch, logprobs)
     return Step(number, metrics, groups, _per_response(batch, advantages), own)
+
+
+def count_tokens(groups: list[Group]) -> int:
+    """Tokens of the responses that the policy sampled."""
+    return sum(int(c.sampled.sum()) for group in groups for c in group.completions)
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:

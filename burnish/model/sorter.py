@@ -50,6 +50,12 @@ class Sorter(nn.Module):
         """The states below the layers that learn; nobody asks for them, since all layers learn."""
         raise AssertionError("all layers of the sorting model learn")
 
+    @torch.no_grad()
+    def probe(self) -> tuple[float, ...]:
+        """Log-probabilities after a fixed prompt."""
+        prompt = torch.arange(self.length, device=self.embedding.device) % len(self.embedding)
+        return tuple(self(prompt[None]).log_softmax(-1).flatten().tolist())
+
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under the names that generators know, without gradient."""
         return dict(self.state_dict())

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burnish.errors import ModelError
 from burnish.model.activations import RMSNorm, swiglu
-from burnish.model.attention import Attend, packed
+from burnish.model.attention import Attend, causal, packed
 from burnish.model.logprobs import token_logprobs
 from burnish.model.products import linear
 from burnish.types import Measured, PackedBatch
@@ -30,6 +30,8 @@ Rotation = tuple[Tensor, Tensor]
 """cos and sin, each [N, 1, D]"""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Hugging Face's names of the settings of Llama 3's stretched frequencies."""
+PROBE = 16
+"""Tokens whose log-probabilities show whether two models have the same weights."""
 OPTIONAL = ("n_kv_heads", "head_dim", "tied", "init_std")
 """Settings that config.json may lack."""
 SUPPORTED = {
@@ -298,6 +300,15 @@ class Transformer(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.lower_layers):
             layers, embedded = self.layers[: self.lower_layers], self.embed(batch.tokens)
             return self._run(layers, embedded, batch.positions, attend or self._attend(batch))
+
+    @torch.no_grad()
+    def probe(self) -> tuple[float, ...]:
+        """Log-probabilities of a few tokens after a few fixed ones."""
+        places = torch.arange(min(PROBE, self.config.context), device=self.embed.weight.device)
+        tokens = places * 7919 % self.config.vocab_size
+        hidden = self(tokens, places, causal([len(places)], places.device))
+        logprobs = self.logits(hidden[-1:]).float().log_softmax(-1)[0]
+        return tuple(logprobs[tokens].tolist())
 
     def exchange(self) -> dict[str, Tensor]:
         """Views of the weights under Hugging Face's names, without gradient; clone to keep."""

@@ -40,21 +40,20 @@ class Buffer:
     def restore(self, groups: Sequence[Group], uses: Sequence[int]) -> None:
         self.kept = [Kept(group, used) for group, used in zip(groups, uses, strict=True)]
 
-    def put(self, groups: Sequence[Group]) -> list[Group]:
-        """Adds groups, and returns those that had to leave without being used as often as they
-        could be."""
+    def put(self, groups: Sequence[Group]) -> list[Kept]:
+        """Adds groups, and returns the oldest ones, which had to leave."""
         self.kept = sorted([*self.kept, *map(Kept, groups)], key=lambda kept: kept.group.index)
         gone, self.kept = self.kept[: -self.capacity], self.kept[-self.capacity :]
-        return [kept.group for kept in gone]
+        return gone
 
-    def age(self, version: int) -> list[Group]:
+    def age(self, version: int) -> list[Kept]:
         """Removes the groups that are too old for a learner at ``version``, and returns them."""
         if self.max_age is None:
             return []
         limit = version - self.max_age
         old = [kept for kept in self.kept if kept.group.oldest_version < limit]
         self.kept = [kept for kept in self.kept if kept not in old]
-        return [kept.group for kept in old]
+        return old
 
     def take(self, count: int, step: int, version: int) -> list[Group]:
         """``count`` groups for a step, or all if there are fewer, by their numbers.

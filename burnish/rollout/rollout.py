@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from burnish.draws import Stream
-from burnish.engine.protocol import Engine, Request
+from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
 from burnish.schema import Recipe
@@ -43,7 +43,7 @@ def ignore(event: str, **told: Any) -> None:
 
 
 def sample(
-    engine: Engine,
+    engine: Server,
     asked: Asked,
     samples: int,
     params: SamplingParams,
@@ -57,14 +57,16 @@ def sample(
 def requests_of(
     asked: Asked, samples: int, params: SamplingParams, stream: Stream
 ) -> list[Request]:
+    # A held-out prompt may be sampled while the training group of the same number is in flight.
+    kind = "group" if stream is Stream.TRAIN else "held-out"
     return [
-        Request(f"group-{group}", prompt.token_ids, samples, params, group, stream)
+        Request(f"{kind}-{group}", prompt.token_ids, samples, params, group, stream)
         for group, prompt in asked
     ]
 
 
 def complete(
-    engine: Engine,
+    engine: Server,
     requests: Sequence[Request],
     *,
     report: Report = unheard,

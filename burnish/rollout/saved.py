@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
 
@@ -20,40 +19,50 @@ if TYPE_CHECKING:
 
 HELD = "groups."
 """How the names of these tensors begin in a checkpoint."""
-Arrays = dict[str, npt.NDArray[Any]]
 PER_TOKEN = ("token_ids", "logprobs", "versions", "sampled")
 NAMES = ("request_id", "sample_index", "stop", "text")
 
 
-def save_groups(groups: Sequence[Group]) -> tuple[Arrays, list[dict[str, Any]]]:
-    """The tokens of all responses one after the other, and a row per group."""
-    completions = [completion for group in groups for completion in group.completions]
-    if not completions:
-        return {}, []
-    arrays = {name: np.concatenate([getattr(c, name) for c in completions]) for name in PER_TOKEN}
-    return arrays, [_row(group) for group in groups]
+def save_held(held: Sequence[Sequence[Group]]) -> tuple[dict[str, Tensor], list[Any]]:
+    """Lists of groups, those of a buffer and of rollouts in flight, as a checkpoint holds them: the
+    tokens of all responses one after the other, and for each list a row per group, as JSON."""
+    from torch import from_numpy
+
+    tensors: dict[str, Tensor] = {}
+    completions = [c for groups in held for group in groups for c in group.completions]
+    for name in PER_TOKEN if completions else ():
+        values = np.concatenate([getattr(c, name) for c in completions])
+        tensors[HELD + name] = from_numpy(values)
+    return tensors, [[_row(group) for group in groups] for groups in held]
 
 
-def load_groups(
-    arrays: Mapping[str, npt.NDArray[Any]],
-    rows: Sequence[Mapping[str, Any]],
+def load_held(
+    tensors: Mapping[str, Tensor],
+    rows: Sequence[Sequence[Mapping[str, Any]]],
     prompt: Callable[[int], Prompt],
-) -> list[Group]:
-    """The inverse of ``save_groups``; ``prompt`` gives the prompt of a group's index."""
-    groups, first = [], 0
-    for row in rows:
+) -> list[list[Group]]:
+    """The inverse of ``save_held``; ``prompt`` gives the prompt of a group's index. A checkpoint's
+    other tensors may be among the tensors."""
+    arrays = {name: tensors[HELD + name].numpy() for name in PER_TOKEN if HELD + name in tensors}
+    first = 0
+
+    def completion(told: Mapping[str, Any], params: SamplingParams) -> Completion:
+        nonlocal first
+        end = first + told["length"]
+        fields: dict[str, Any] = {name: told[name] for name in NAMES}
+        fields |= {name: values[first:end] for name, values in arrays.items()}
+        first = end
+        return Completion(**fields, params=params, finish=Finish(told["finish"]))
+
+    def group(row: Mapping[str, Any]) -> Group:
         given: dict[str, Any] = row["params"]
         stops = {name: tuple(given[name]) for name in ("stop", "stop_ids")}
-        params, completions = SamplingParams(**{**given, **stops}), []
-        for told in row["completions"]:
-            end = first + told["length"]
-            fields: dict[str, Any] = {name: told[name] for name in NAMES}
-            fields |= {name: arrays[name][first:end] for name in PER_TOKEN}
-            completions.append(Completion(**fields, params=params, finish=Finish(told["finish"])))
-            first = end
+        params = SamplingParams(**{**given, **stops})
+        completions = tuple(completion(told, params) for told in row["completions"])
         grades = tuple(Grade(**{**g, "status": Status(g["status"])}) for g in row["grades"])
-        groups.append(Group(row["index"], prompt(row["index"]), tuple(completions), grades))
-    return groups
+        return Group(row["index"], prompt(row["index"]), completions, grades)
+
+    return [[group(row) for row in own] for own in rows]
 
 
 def _row(group: Group) -> dict[str, Any]:
@@ -67,29 +76,3 @@ def _row(group: Group) -> dict[str, Any]:
         ],
         "grades": [{**asdict(g), "status": str(g.status)} for g in group.grades],
     }
-
-
-def save_held(held: Sequence[Sequence[Group]]) -> tuple[dict[str, Tensor], list[Any]]:
-    """Lists of groups, those of a buffer and of rollouts in flight, as a checkpoint holds them:
-    tensors, and values that JSON can hold."""
-    from torch import from_numpy
-
-    tensors: dict[str, Tensor] = {}
-    rows = []
-    for number, groups in enumerate(held):
-        arrays, row = save_groups(groups)
-        tensors |= {f"{HELD}{number}.{name}": from_numpy(x) for name, x in arrays.items()}
-        rows.append(row)
-    return tensors, rows
-
-
-def load_held(
-    tensors: Mapping[str, Tensor], rows: Sequence[Any], prompt: Callable[[int], Prompt]
-) -> list[list[Group]]:
-    """The inverse of ``save_held``; a checkpoint's other tensors may be among the tensors."""
-    held = []
-    for number, row in enumerate(rows):
-        names = {name: f"{HELD}{number}.{name}" for name in PER_TOKEN} if row else {}
-        arrays = {name: tensors[full].numpy() for name, full in names.items()}
-        held.append(load_groups(arrays, row, prompt))
-    return held

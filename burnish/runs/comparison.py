@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from burnish.config import flat
 from burnish.errors import RunError
@@ -24,6 +26,8 @@ ENDS = {
     "KL k3": "kl/initial_k3",
 }
 """Columns of a comparison: the last validation, or the mean of a metric over the last steps."""
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t for 1, 2, … degrees of freedom: 95% lie within it on both sides."""
 
 
 class Curve(NamedTuple):
@@ -34,18 +38,26 @@ class Curve(NamedTuple):
     runs: list[Series]
 
 
-def write_comparison(paths: Sequence[Path], page: Path) -> list[Curve]:
+def write_comparison(
+    paths: Sequence[Path],
+    page: Path,
+    *,
+    labels: Sequence[str] | None = None,
+    title: str = "Runs compared",
+    about: str = "",
+) -> list[Curve]:
     """Writes a page with a chart for each metric, and returns the curves in it.
 
-    Runs that differ only in their seed share a line and a band.
+    Runs of one label share a line and a band. ``labels`` is None if runs that differ only in their
+    seed are to share it.
     """
-    curves = group_by_settings(paths)
+    curves = group_by_settings(paths) if labels is None else group(paths, labels)
     metrics = dict.fromkeys(name for curve in curves for run in curve.runs for name in run)
     data = {
-        "labels": [
-            curve.label + (f" ({len(curve.seeds)} seeds)" if curve.seeds[1:] else "")
-            for curve in curves
-        ],
+        "title": title,
+        "about": about,
+        "labels": [curve.label for curve in curves],
+        "seeds": [len(curve.seeds) for curve in curves],
         "metrics": {name: [_line(curve, name) for curve in curves] for name in metrics},
     }
     replace_file(page, pages.render("comparison", data=pages.encode(data)))
@@ -59,17 +71,37 @@ def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
     # A setting that only some runs have belongs to a piece that differs; the piece says it all.
     values = {key: {repr(recipe[key]) for recipe in recipes if key in recipe} for key in keys}
     differing = [key for key in keys if len(values[key]) > 1]
-    curves: dict[str, Curve] = {}
+    labels = []
     for path, recipe in zip(paths, recipes, strict=True):
+        parts = [f"{_short(k)} = {recipe[k]}" for k in differing if k in recipe]
+        labels.append(", ".join(parts) or str(recipe.get("name", path.name)))
+    return group(paths, labels)
+
+
+def group(paths: Sequence[Path], labels: Sequence[str]) -> list[Curve]:
+    """The runs as curves, one for each label."""
+    curves: dict[str, Curve] = {}
+    for path, label in zip(paths, labels, strict=True):
         run = collect(iterate_rows(path / "metrics.jsonl"))
         if "train/version" not in run:
             raise RunError(f"{path} has no finished step yet")
-        parts = [f"{_short(k)} = {recipe[k]}" for k in differing if k in recipe]
-        label = ", ".join(parts) or str(recipe.get("name", path.name))
         curve = curves.setdefault(label, Curve(label, [], []))
-        curve.seeds.append(recipe.get("seed", 0))
-        curve.runs.append(run)
+        curve.seeds.append(read_recipe(path).get("seed", 0))
+        curve.runs.append(run | _sums(run, collect(iterate_rows(path / "timings.jsonl"))))
     return list(curves.values())
+
+
+def _sums(metrics: Series, timings: Series) -> Series:
+    """What a run has cost up to each step: tokens that it learned from, and seconds, without those
+    of its evaluations."""
+    evaluated = dict(timings.get("time/evaluate", ()))
+    seconds = [(step, s - evaluated.get(step, 0.0)) for step, s in timings.get("time/step", ())]
+    costs = {"sum/tokens": metrics.get("train/tokens", []), "sum/seconds": seconds}
+    return {
+        name: list(zip((s for s, _ in rows), accumulate(v for _, v in rows), strict=True))
+        for name, rows in costs.items()
+        if rows
+    }
 
 
 def _short(key: str) -> str:
@@ -88,12 +120,22 @@ def _last(run: Series, metric: str) -> float:
 
 
 def _line(curve: Curve, metric: str) -> dict[str, Any]:
-    """Mean and standard deviation over the runs, at the steps at which all of them measured it."""
+    """Mean and interval over the runs, at the steps at which all of them measured it."""
     found = [dict(run.get(metric, ())) for run in curve.runs]
     steps = sorted(set.intersection(*map(set, found)))
     values = np.array([[run[step] for step in steps] for run in found])
     mean, spread = (
         thin(metric, list(zip(steps, over, strict=True)))
-        for over in (values.mean(0).tolist(), values.std(0).tolist())
+        for over in (values.mean(0).tolist(), half_width(values).tolist())
     )
     return {"points": mean, "spread": [value for _, value in spread] if found[1:] else None}
+
+
+def half_width(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Half the 95% interval of the mean over the first axis, by Student's t; 0 for one value."""
+    freedom = len(values) - 1
+    if freedom == 0:
+        return np.zeros_like(values[0])
+    t = 1.96 + 2.372 / freedom + 2.823 / freedom**2  # the start of its series at infinity
+    t = STUDENT[freedom - 1] if freedom <= len(STUDENT) else t
+    return np.asarray(t * values.std(0, ddof=1) / np.sqrt(len(values)))

@@ -10,6 +10,9 @@ evaluations.jsonl the same for validation
 log.txt           the responses of rollouts.jsonl, to be read
 events.…          the metrics for TensorBoard, a file for each restart
 checkpoints/      the states from which a killed run resumes
+ledger.jsonl      of a run that may learn from old tokens: a row per group and event
+timeline.jsonl    of a run on Ray: a row per call of an actor, wall clock
+actors.json       of a run on Ray: the machine and the process of each actor
 status.json       where it is while it runs, and how it ended; clocks, so no two are the same
 restarts.txt      a line for each time it was resumed
 summary.json      where it began and ended; a finished run has one

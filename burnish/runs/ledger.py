@@ -7,12 +7,14 @@ often as the strategy says, whatever died on the way.
 from __future__ import annotations
 
 import json
+import reprlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from burnish.runs import timeline
 from burnish.runs.metrics import iterate_rows
 
 FILE = "ledger.jsonl"
@@ -24,12 +26,14 @@ class Ledger:
 
     def __init__(self, run: Path, incarnation: int, step: int) -> None:
         """An incarnation of the run begins from ``step``."""
-        self._file, self._incarnation = run / FILE, incarnation
+        self._run, self._incarnation = run, incarnation
         self.write("start", step=step)
 
     def write(self, event: str, **told: Any) -> None:
+        """The work of an actor is a row of the timeline, every other event one of the ledger."""
         row = {"event": event, "incarnation": self._incarnation, **told, "time": time.time()}
-        with self._file.open("a", encoding="utf-8") as file:
+        name = timeline.FILE if event == "worked" else FILE
+        with (self._run / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def learned(self, step: int, groups: Sequence[int], *, oldest: int, version: int) -> None:
@@ -73,16 +77,17 @@ def judge(
     steps = [row["step"] for row in learned]
     lag = max((row["version"] - row["oldest"] for row in learned if row["groups"]), default=0)
     last = max([*uses, *gone], default=-1)
-    problems = [
-        *_listed("steps are missing or repeated", _wrong_steps(steps)),
-        *_listed(f"groups were learned from more than {max_uses} times", _over(uses, max_uses)),
-        *_listed("groups were dropped and learned from", sorted(gone & set(uses))),
-        *_listed("steps have another number of groups", _odd_steps(learned, dropped, batch)),
-    ]
-    if max_uses == 1:
-        missing = [n for n in range(last) if n not in uses and n not in gone]
-        if len(missing) > window - batch:  # the end of a run leaves so many open
-            problems += _listed("groups were neither learned from nor dropped", missing)
+    missing = [n for n in range(last) if n not in uses and n not in gone]
+    if len(missing) <= window - batch:  # the end of a run leaves so many open
+        missing = []
+    found = {
+        "steps are missing or repeated": _wrong_steps(steps),
+        f"groups were learned from more than {max_uses} times": _over(uses, max_uses),
+        "groups were dropped and learned from": sorted(gone & set(uses)),
+        "steps have another number of groups": _odd_steps(learned, dropped, batch),
+        "groups were neither learned from nor dropped": missing,
+    }
+    problems = [f"{what}: {reprlib.repr(numbers)}" for what, numbers in found.items() if numbers]
     if max_lag is not None and lag > max_lag:
         problems.append(f"the largest lag is {lag} versions, and the bound is {max_lag}")
     sampled = Counter(row["group"] for row in rows if row["event"] == "sampled")
@@ -100,17 +105,23 @@ def judge(
 def standing(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """The rows of steps and of dropped groups that still hold: an incarnation that begins from a
     step undoes all later steps."""
-    learned: list[Row] = []
-    dropped: list[Row] = []
+    kept: dict[str, list[Row]] = {"learned": [], "dropped": []}
     for row in rows:
         if row["event"] == "start":
-            learned = [kept for kept in learned if kept["step"] <= row["step"]]
-            dropped = [kept for kept in dropped if kept["step"] <= row["step"]]
-        elif row["event"] == "learned":
-            learned.append(row)
-        elif row["event"] == "dropped":
-            dropped.append(row)
-    return learned, dropped
+            for event, before in kept.items():
+                kept[event] = [one for one in before if one["step"] <= row["step"]]
+        elif row["event"] in kept:
+            kept[row["event"]].append(row)
+    return kept["learned"], kept["dropped"]
+
+
+def lags(rows: Iterable[Row]) -> Counter[int]:
+    """Groups that were learned from, by the lag of their oldest token in versions; a group that
+    was learned from twice counts twice."""
+    rows = list(rows)
+    oldest = {row["group"]: row["oldest"] for row in rows if row["event"] == "sampled"}
+    learned = [(row, group) for row in standing(rows)[0] for group in row["groups"]]
+    return Counter(row["version"] - oldest.get(group, row["oldest"]) for row, group in learned)
 
 
 def _wrong_steps(steps: Sequence[int]) -> list[int]:
@@ -126,8 +137,3 @@ def _odd_steps(learned: Sequence[Row], dropped: Sequence[Row], batch: int) -> li
     """Steps whose groups and dropped groups are not ``batch`` together."""
     lost = Counter(row["step"] for row in dropped if row.get("why") == "error")
     return [row["step"] for row in learned if len(row["groups"]) + lost[row["step"]] != batch]
-
-
-def _listed(what: str, numbers: Sequence[int]) -> list[str]:
-    some = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
-    return [f"{what}: {some}"] if numbers else []

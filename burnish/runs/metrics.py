@@ -19,6 +19,8 @@ Series = dict[str, list[tuple[float, float]]]
 """Metric -> (step, value), by step."""
 COUNTS = ("train/skipped",)
 """Metrics that add up over a step's gradient steps."""
+LAST = ("drift/update",)
+"""Metrics of the last gradient step."""
 
 
 class Timers:
@@ -49,7 +51,8 @@ class Timers:
 
 
 def combine(rows: Iterable[Mapping[str, float]]) -> Metrics:
-    """One row for several: least of ``…_min``, greatest of ``…_max``, sum of counts, else mean."""
+    """One row for several: least of ``…_min``, greatest of ``…_max``, sum of ``COUNTS``, last of
+    ``LAST``, else mean."""
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -60,6 +63,8 @@ def combine(rows: Iterable[Mapping[str, float]]) -> Metrics:
             return min(values)
         if name.endswith("_max"):
             return max(values)
+        if name in LAST:
+            return values[-1]
         return sum(values) if name in COUNTS else sum(values) / len(values)
 
     return {name: one(name, values) for name, values in columns.items()}

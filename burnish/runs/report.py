@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from burnish.progress import Progress
-from burnish.runs import checkpoints, pages
+from burnish.progress import Progress, spelled
+from burnish.runs import checkpoints, ledger, pages, timeline
 from burnish.runs.directory import APPENDED, read_json, read_recipe, replace_file
 from burnish.runs.drift import read_drift, read_mismatch
 from burnish.runs.metrics import Series, collect, combine, end_means, iterate_rows, window
@@ -29,7 +29,8 @@ LIMIT, REACH = 4_000_000, 100_000_000
 """Bytes of a page's responses, and bytes that are read at each end of a file with responses."""
 POINTS = 400
 """Points of a line; longer runs are shown as means over several steps."""
-FILES = ("recipe.toml", "environment.json", "summary.json", *APPENDED[:-1])
+EVENTS = (ledger.FILE, timeline.FILE)
+FILES = ("recipe.toml", "environment.json", "summary.json", *APPENDED[:-1], *EVENTS)
 """A page is made of these."""
 STATUS = "status.json"
 State = Literal["running", "finished", "stopped", "failed"]
@@ -61,6 +62,8 @@ def describe(run: Path) -> dict[str, Any]:
         "series": _outlines(series),
         "clocks": _outlines(collect(iterate_rows(run / "timings.jsonl"))),
         "reading": _sentences(series, recipe),
+        "lags": sorted(ledger.lags(iterate_rows(run / ledger.FILE)).items()),
+        "timeline": timeline.describe(run),
         "recipe": (run / "recipe.toml").read_text(encoding="utf-8"),
         "environment": (run / "environment.json").read_text(encoding="utf-8"),
     }
@@ -117,11 +120,7 @@ def write_status(run: Path, state: State, progress: Progress, *, now: float) -> 
 
 def sentence(progress: Progress) -> str:
     """The phase and how far it is, in words."""
-    words = [": ".join(filter(None, (progress.phase, progress.doing)))]
-    if progress.total:
-        words.append(f"{progress.done:,} of {progress.total:,} {progress.unit}".strip())
-    if progress.tokens_per_second is not None:
-        words.append(f"{progress.tokens_per_second:,.0f} tokens per second")
+    words = [": ".join(filter(None, (progress.phase, spelled(progress)))), progress.actors]
     if progress.seconds_left is not None:
         words.append(f"about {duration(progress.seconds_left)} left")
     return ", ".join(filter(None, words))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from burnish.runs.directory import read_recipe
 from burnish.runs.metrics import collect, end_means, iterate_rows
 from burnish.runs.report import write_report
 from burnish.runs.responses import first_and_last
+from burnish.wording import counted, printable
 
-PAIRS = 3
-"""Answers before and after in a summary."""
+PAIRS, SAID = 3, 200
+"""Answers before and after in a summary, and the characters of each that are told."""
 
 
 class Run:
@@ -146,3 +148,33 @@ def _before_and_after(run: Path) -> list[dict[str, Any]]:
         for first, last in pairs
         if first["sample"] == 0
     ][:PAIRS]
+
+
+def outcome(end: dict[str, Any]) -> list[str]:
+    """A summary in a line or two: how the reward or the loss went, and the held-out one."""
+    measure = "reward" if "responses" in end else "loss"
+    sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
+    first, last = (end.get(f"{measure}_{which}") for which in ("first", "last"))
+    moved = "no response was graded" if first is None else f"{measure} {first:z.2f} → {last:z.2f}"
+    taken = counted(end["gradient_steps"], "gradient step")
+    lines = [f"{moved}, {sampled}{taken}, {end['seconds']['step']:.1f} s"]
+    if "validation" in end:
+        held, kl = end["validation"], end.get("kl_held_out_k1")
+        drift = "" if kl is None else f" at {kl:z.2f} nats per token"
+        best = f"best {held['best']:z.3f} at step {held['best_step']}"
+        lines.append(f"held out {held['first']:z.3f} → {held['last']:z.3f}{drift} ({best})")
+    return lines
+
+
+def answers(end: dict[str, Any]) -> Iterator[str]:
+    """The model's answers before and after, in lines without control characters."""
+    for pair in end["before_and_after"]:
+        yield f"  {_line(pair['prompt'])}"
+        for side in ("before", "after"):
+            reward, said = pair[f"reward_{side}"], _line(pair[side])
+            mark = "no grade" if reward is None else f"{reward:zg}"
+            yield f"    {side:6} [{mark}] {said[:SAID]}{' …' * (len(said) > SAID)}"
+
+
+def _line(text: str) -> str:
+    return printable(text).replace("\n", "⏎")

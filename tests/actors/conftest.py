@@ -11,6 +11,8 @@ ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(
+        "local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error"
+    )
     yield
     ray.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ SAMPLING, LEARNING, STEPS = 0.4, 0.3, 20
 class Sampler:
     sampled = 0
 
-    def sample(self, parcel: Any, requests: Sequence[Any]) -> dict[str, Any]:
+    def sample(self, parcel: Any, data: Any, requests: Sequence[Any]) -> dict[str, Any]:
         time.sleep(SAMPLING)
         one = np.ones(1, dtype=np.int32)
         rest = one.astype(np.float32), one * 0, one.astype(np.bool_), SamplingParams(), Finish.STOP
@@ -51,11 +52,17 @@ class Learner:
     def weights(self, incarnation: int, in_use: Any) -> Any:
         from burnish.actors.transport import Parcel
 
-        return Parcel(0, incarnation, (), data=np.zeros(0, dtype=np.uint8))
+        return Parcel(0, incarnation, (), "")
+
+    def data(self, space: str) -> None:
+        """The bytes of the weights; there are none."""
 
 
-def seconds(lag: int) -> float:
-    """How long the steps take, without the start of the actors."""
+Rows = list[dict[str, Any]]
+
+
+def run(lag: int) -> tuple[float, Rows]:
+    """How long the steps take, without the start of the actors, and the timeline."""
     from burnish.actors.fleet import Fleet
     from burnish.actors.learner import RemoteLearner
     from burnish.actors.supervisor import Supervisor
@@ -69,19 +76,73 @@ def seconds(lag: int) -> float:
     for name, part in (("generator-0", Sampler), ("scorer", Scorer), ("learner", Learner)):
         supervisor.start(name, part, num_cpus=0)
     fleet = Fleet(supervisor, ["generator-0"], size=2, params=SamplingParams())
+    rows: Rows = []
+    fleet.listen(lambda event, **told: rows.append(told) if event == "worked" else None)
     prompt = Prompt("p", "", np.ones(1, dtype=np.int32), "sort")
     stream = PromptStream(SimpleNamespace(prompt=lambda number: prompt))  # type: ignore[arg-type]
     parts: dict[str, Any] = {"prompts": stream, "rollouts": fleet, "timers": Timers()}
-    steps = asynchronous.train(recipe, learner=RemoteLearner(fleet, "", "store"), **parts)
+    steps = asynchronous.train(recipe, learner=RemoteLearner(fleet, "", "shared"), **parts)
     next(steps)
     began = time.monotonic()
     assert sum(1 for _ in steps) == STEPS
     took = time.monotonic() - began
     supervisor.stop()
-    return took
+    return took, rows
+
+
+def both(rows: Rows) -> float:
+    """The seconds in which the generator samples and the learner learns."""
+    first, second = ([r for r in rows if r["what"] == what] for what in ("sample", "learn"))
+    spans = [(max(a["begin"], b["begin"]), min(a["end"], b["end"])) for a in first for b in second]
+    return sum(max(0.0, end - begin) for begin, end in spans)
 
 
 def test_one_rollout_ahead_takes_the_longer_of_the_two() -> None:
-    apart, together = seconds(lag=0), seconds(lag=1)
+    apart, alone = run(lag=0)
+    together, overlap = run(lag=1)
     assert apart >= STEPS * (SAMPLING + LEARNING)
     assert together <= 1.1 * STEPS * max(SAMPLING, LEARNING), (apart, together)
+    assert both(alone) == 0
+    assert both(overlap) > 0.8 * STEPS * LEARNING
+    for rows in (alone, overlap):
+        assert {row["actor"] for row in rows} == {"generator-0", "scorer", "learner"}
+        work = [r["end"] - r["begin"] for r in rows if r["what"] == "learn"]
+        assert min(work) >= LEARNING
+        assert len(work) == STEPS + 1
+
+
+class Slow:
+    version = 7
+
+    def work(self) -> None:
+        from burnish.progress import begin
+
+        report = begin("learn", "learning", total=5, unit="packs")
+        for done in range(5):
+            report(done)
+            time.sleep(1.0)
+
+
+def test_the_work_of_an_actor_is_shown_while_somebody_waits() -> None:
+    from burnish.actors.supervisor import Supervisor
+
+    shown: list[str] = []
+    supervisor = Supervisor(60.0, show=shown.append)
+    supervisor.start("learner", Slow, num_cpus=0)
+    supervisor.ask("learner", "work")
+    supervisor.stop()
+    assert (
+        len({text for text in shown if re.fullmatch(r"learner: learning, \d of 5 packs", text)}) > 1
+    )
+
+
+def test_an_actor_that_was_idle_is_not_taken_for_silent() -> None:
+    from burnish.actors.supervisor import SILENCE, Supervisor
+
+    idle = [0.0]
+    supervisor = Supervisor(600.0, clock=lambda: time.monotonic() + sum(idle))
+    supervisor.start("learner", Slow, num_cpus=0)
+    supervisor.ask("learner", "__init__")
+    idle.append(2 * SILENCE)
+    supervisor.ask("learner", "work")
+    supervisor.stop()

@@ -13,6 +13,7 @@ import burnish
 from burnish.errors import ActorError
 from burnish.progress import Progress
 from burnish.runs.ledger import judge
+from burnish.runs.metrics import iterate_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
@@ -38,6 +39,10 @@ def test_same_as_in_one_process(tmp_path: Path, lag: int) -> None:
     assert metrics(remote) == metrics(local)
     if lag:
         assert '"train/lag": 20' in metrics(local).splitlines()[-1]
+        assert '"drift/staleness"' in metrics(local).splitlines()[-1]
+    rows = list(iterate_rows(remote.path / "timeline.jsonl"))
+    assert {row["actor"] for row in rows} == {"generator-0", "scorer", "learner"}
+    assert [row["version"] for row in rows if row["what"] == "learn"] == [10, 20, 30, 40, 50, 60]
 
 
 def pid_of(run: Path, name: str) -> int:
@@ -132,5 +137,5 @@ def test_a_replay_buffer_resumes_bit_for_bit(tmp_path: Path) -> None:
     parts = burnish.train("sort", out=tmp_path / "parts", stop=stop, **settings)
     burnish.resume(parts.path, show=False)
     assert metrics(parts) == metrics(whole)
-    verdict = judge(parts.path, batch=3, window=3, max_uses=2)
+    verdict = judge(parts.path, batch=3, window=12, max_uses=2)
     assert not verdict.problems, verdict

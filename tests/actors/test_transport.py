@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from burnish import config
 from burnish.actors.transport import Receiver, Sender, checksum, discard
-from burnish.errors import EngineError
+from burnish.build import settled
+from burnish.errors import ConfigError, EngineError
+from burnish.model.attention import causal
+from burnish.model.transformer import ModelConfig, Transformer
+from burnish.strategy import RuntimeConfig
 from burnish.types import Weights
+
+pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+from burnish.actors import cluster
+from burnish.distribute import make_generator, make_learner
 
 TENSORS = {
     "a": torch.linspace(-1, 1, 7),
@@ -19,10 +30,11 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("how", ["store", "shared"])
+@pytest.mark.parametrize("how", ["store", "shared", "gloo"])
 def test_weights_arrive_bit_for_bit(tmp_path: Path, how: str) -> None:
-    parcel = Sender(how, str(tmp_path)).send(Weights(4, 1, TENSORS))
-    with Receiver().opened(parcel) as weights:
+    sender = Sender(how, str(tmp_path))
+    parcel = sender.send(Weights(4, 1, TENSORS))
+    with Receiver().opened(parcel, sender.data(parcel.space)) as weights:
         assert (weights.version, weights.incarnation) == (4, 1)
         assert weights.tensors.keys() == TENSORS.keys()
         for name, tensor in TENSORS.items():
@@ -34,8 +46,7 @@ def test_weights_arrive_bit_for_bit(tmp_path: Path, how: str) -> None:
 
 def test_a_torn_tensor_is_refused(tmp_path: Path) -> None:
     parcel = Sender("shared", str(tmp_path)).send(Weights(4, 1, TENSORS))
-    assert parcel.file is not None
-    with Path(parcel.file).open("r+b") as file:
+    with Path(parcel.space).open("r+b") as file:
         file.seek(5)
         file.write(b"\x01")
     with (
@@ -48,12 +59,11 @@ def test_a_torn_tensor_is_refused(tmp_path: Path) -> None:
 def test_a_file_is_used_again_once_nobody_needs_it(tmp_path: Path) -> None:
     sender, receiver = Sender("shared", str(tmp_path)), Receiver()
     first = sender.send(Weights(1, 0, TENSORS))
-    assert first.file is not None
-    second = sender.send(Weights(2, 0, TENSORS), in_use=[first.file])
-    assert second.file != first.file
+    second = sender.send(Weights(2, 0, TENSORS), in_use=[first.space])
+    assert second.space != first.space
     changed = TENSORS | {"a": TENSORS["a"] + 1}
-    third = sender.send(Weights(3, 0, changed), in_use=[second.file])
-    assert third.file == first.file
+    third = sender.send(Weights(3, 0, changed), in_use=[second.space])
+    assert third.space == first.space
     with receiver.opened(third) as weights:
         assert torch.equal(weights.tensors["a"], changed["a"])
     with pytest.raises(EngineError), receiver.opened(first):
@@ -66,3 +76,63 @@ def test_checksum_sees_every_byte() -> None:
         other = space.clone()
         other[place] ^= 128
         assert checksum(other) != checksum(space)
+
+
+def test_the_probe_stops_stale_weights(tmp_path: Path) -> None:
+    """Older tensors with the right checksums under a newer version."""
+    recipe = settled(config.load("sort", []))
+    learner, generator = make_learner(recipe, "shared", str(tmp_path)), make_generator(recipe)
+    old = learner.weights(0, [])
+    generator.sample(old, None, [])
+    with torch.no_grad():
+        learner.learner.policy.embedding.mul_(1.01)
+    new = learner.weights(0, [old.space])
+    stale = old._replace(version=1, probe=new.probe)
+    with pytest.raises(EngineError, match=r"loaded as version 1 are stale or torn.*\(-.*\(-"):
+        generator.sample(stale, None, [])
+    generator.sample(new._replace(version=1), None, [])
+
+
+def test_engine_and_learner_give_the_same_probe() -> None:
+    shape = ModelConfig(vocab_size=50, n_layers=2, d_model=16, n_heads=2, d_ff=32, context=8)
+    model = Transformer(shape).init_weights(0)
+    found = model.probe()
+    assert len(found) == 8
+    tokens = torch.arange(8) * 7919 % 50
+    logits = model.logits(model(tokens, torch.arange(8), causal([8])))
+    np.testing.assert_allclose(found, logits[-1].log_softmax(-1)[tokens].tolist(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "chosen"),
+    [
+        ({}, "cpu", "shared"),
+        ({}, "cuda", "shared"),
+        ({"address": "auto"}, "cpu", "nixl"),
+        ({"transport": "gloo"}, "cpu", "gloo"),
+        ({"transport": "ipc"}, "cuda", "ipc"),
+    ],
+)
+def test_choosing_a_transport(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str, chosen: str
+) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: name)
+    assert cluster.choose(RuntimeConfig(**settings), device)[0] == chosen
+
+
+@pytest.mark.parametrize(
+    ("how", "device", "told"),
+    [
+        ("nccl", "cpu", "torch finds none; use 'shared'"),
+        ("ipc", "cpu", "torch finds none; use 'shared'"),
+        ("nccl", "cuda", "two actors on one GPU; set gpus = 1"),
+        ("nixl", "cpu", "pip install nixl"),
+    ],
+)
+def test_a_transport_that_can_not_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, how: Any, device: str, told: str
+) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"runtime.transport = '{how}'.*{told}.*'auto'"):
+        cluster.choose(RuntimeConfig(transport=how), device)
+    assert cluster.choose(RuntimeConfig(address="auto"), "cpu")[0] == "store"

@@ -356,5 +356,5 @@ def test_what_does_not_learn_stays_and_is_held_once(precision, batch):
     state = learner.state()
     fresh = make_learner(make_policy(torch.float32, layers=1), KEPT, **settings)
     fresh.load_state(state)
-    learn = make_learn_batch(learner, batch)
-    assert learner.step(learn) == fresh.step(learn)
+    first, second = (one.step(make_learn_batch(one, batch)) for one in (learner, fresh))
+    assert first == second

@@ -9,8 +9,9 @@ from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.model.sorter import Sorter
 from burnish.pieces import ObjectiveConfig
-from burnish.rollout.packing import Pack, pack
+from burnish.rollout.packing import Pack, pack, train_batches
 from burnish.rollout.rollout import grade, sample
+from burnish.runs.metrics import combine
 from burnish.schema import SortTask, TrainConfig
 from burnish.tasks.sorting import Sorting
 from burnish.types import SamplingParams
@@ -21,6 +22,8 @@ def rate(learning_rate, **more):
     return TrainConfig(learning_rate=learning_rate, clip_norm=math.inf, **{"epochs": 2} | more)
 
 
+OLD = Sorter(5, 3, 10, seed=9)
+"""A policy that samples tokens of version 0."""
 TASK = Sorting(SortTask(), seed=0)
 
 
@@ -118,3 +121,42 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing():
         learner.step(learn)
     assert learner.version == 0
     assert torch.equal(before.tensors["encode"], learner.weights().tensors["encode"])
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "behavior"])
+def test_drift_is_split_into_staleness_and_update(proximal):
+    """Against the log-probabilities of the models themselves."""
+    learner = make_learner(proximal=proximal, train=rate(1e-2, epochs=3))
+    batch = rollout(OLD)
+    learner.version = 4
+    learn, start, taken = learn_batch(learner, batch), learner.logprobs(batch), []
+    for _ in range(3):
+        before_last = learner.logprobs(batch)
+        taken.append(learner.step(learn))
+    metrics = combine(taken)
+    stale = (start - OLD.score(batch).logprobs)[batch.is_action].abs().mean().item()
+    moved = (before_last - start)[batch.is_action].abs().mean().item()
+    assert metrics["drift/staleness"] == pytest.approx(stale, rel=1e-4)
+    assert metrics["drift/update"] == pytest.approx(moved, rel=1e-4)
+    assert min(stale, moved) > 1e-3
+
+
+def test_a_fresh_rollout_with_one_step_has_no_drift_to_tell():
+    learner = make_learner(train=rate(1e-2, epochs=1))
+    metrics = learner.step(learn_batch(learner, rollout(learner.policy)))
+    assert not any(name.startswith("drift/") for name in metrics)
+
+
+def test_parts_of_a_rollout_tell_the_staleness_of_the_first():
+    """Their start is known by the first gradient step alone."""
+    learner = make_learner(proximal="behavior", train=rate(1e-2, epochs=1, batch=6))
+    batch = rollout(OLD)
+    learner.version = 4
+    parts, start = train_batches(batch, 6), learner.logprobs(batch)
+    scores = learner.score(batch, parts)
+    batches = learner.program.batches(batch, torch.ones_like(start), scores, parts)
+    first, *later = [learner.step(learn) for learn in batches]
+    gap, own = (start - batch.behavior_logprobs).abs(), batches[0]
+    expected = gap[own.slots][own.batch.is_action].mean().item()
+    assert first["drift/staleness"] == pytest.approx(expected, rel=1e-4)
+    assert not any(name.startswith("drift/") for metrics in later for name in metrics)

@@ -21,8 +21,8 @@ def numbers(groups: list[Any]) -> list[int]:
 
 def test_the_oldest_leave_first() -> None:
     buffer = Buffer(3, max_uses=9)
-    assert numbers(buffer.put([group(0), group(1)])) == []
-    assert numbers(buffer.put([group(2), group(3)])) == [0]
+    assert buffer.put([group(0), group(1)]) == []
+    assert [kept.group.index for kept in buffer.put([group(2), group(3)])] == [0]
     assert numbers([kept.group for kept in buffer.kept]) == [1, 2, 3]
 
 
@@ -37,7 +37,7 @@ def test_a_group_leaves_when_it_is_used_up() -> None:
 def test_groups_that_are_too_old_leave() -> None:
     buffer = Buffer(4, max_age=2)
     buffer.put([group(0, version=0), group(1, version=3)])
-    assert numbers(buffer.age(version=3)) == [0]
+    assert [kept.group.index for kept in buffer.age(version=3)] == [0]
     assert numbers([kept.group for kept in buffer.kept]) == [1]
 
 

@@ -3,9 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from burnish.draws import Stream
 from burnish.engine.protocol import Request
 from burnish.errors import DataError, EngineError
-from burnish.rollout.rollout import complete, describe, drop_errors, grade
+from burnish.rollout.rollout import complete, describe, drop_errors, grade, requests_of
 from burnish.types import Grade, SamplingParams, Status
 from tests.conftest import aborted, make_group
 
@@ -20,6 +21,16 @@ def test_grading_keeps_the_order_and_numbers_the_groups(two_groups):
     assert [group.index for group in groups] == [7, 9]
     assert [group.rewards.tolist() for group in groups] == [[22, 21], [33, 31, 32]]
     assert [group.oldest_version for group in groups] == [0, 1]
+
+
+def test_a_held_out_prompt_is_no_group(two_groups):
+    """Both may be in one engine at a time, under the same number."""
+    asked = [(group.index, group.prompt) for group in two_groups]
+    train, held_out = (
+        {r.request_id for r in requests_of(asked, 2, SamplingParams(), stream)}
+        for stream in (Stream.TRAIN, Stream.EVALUATION)
+    )
+    assert len(train | held_out) == 2 * len(asked)
 
 
 def test_a_task_that_forgets_a_grade_is_told(two_groups):

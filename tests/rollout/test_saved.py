@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import fields
+from itertools import chain
 
 import numpy as np
 
-from burnish.rollout.saved import load_groups, save_groups
+from burnish.rollout.saved import load_held, save_held
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
 
 
@@ -39,10 +40,11 @@ def made(index: int, lengths: list[int]) -> Group:
 
 
 def test_groups_come_back_bit_for_bit() -> None:
-    groups = [made(7, [3, 0]), made(9, [1, 4])]
-    arrays, rows = save_groups(groups)
-    found = load_groups(arrays, json.loads(json.dumps(rows)), prompt)
-    for before, after in zip(groups, found, strict=True):
+    held = [[], [made(7, [3, 0]), made(9, [1, 4])], [made(10, [2, 2])]]
+    tensors, rows = save_held(held)
+    found = load_held(tensors, json.loads(json.dumps(rows)), prompt)
+    assert [len(groups) for groups in found] == [0, 2, 1]
+    for before, after in zip(chain(*held), chain(*found), strict=True):
         assert (before.index, before.prompt.prompt_id) == (after.index, after.prompt.prompt_id)
         assert repr(before.grades) == repr(after.grades)
         for one, other in zip(before.completions, after.completions, strict=True):
@@ -51,4 +53,4 @@ def test_groups_come_back_bit_for_bit() -> None:
 
 
 def test_nothing_is_saved_of_no_groups() -> None:
-    assert load_groups(*save_groups([]), prompt) == []
+    assert load_held(*save_held([[]]), prompt) == [[]]

@@ -11,7 +11,8 @@ from burnish import config
 from burnish.errors import RunError
 from burnish.progress import Progress
 from burnish.runs import checkpoints, report, responses
-from burnish.runs.directory import RunDirectory
+from burnish.runs.directory import RunDirectory, to_jsonl
+from burnish.runs.ledger import Ledger
 from burnish.runs.report import write_report
 
 RECIPE = config.load("sort")
@@ -252,6 +253,62 @@ def test_curves_stand_together_and_heads_and_legends_agree(browser, tmp_path):
     for label, value, _ in tiles[:4]:
         assert f"{label} {value}" in legends
     assert not re.search(r"[-−]0(\.0+)?(?![.\d])", browser.evaluate("page.innerText"))
+
+
+def overlapping(path):
+    """A run of four actors: two steps of two groups, the second one version behind."""
+    run = make_run(path)
+    calls = [
+        ("generator-0", "sample", 0.0, 4.0, 0),
+        ("generator-1", "sample", 0.0, 3.0, 0),
+        ("scorer", "grade", 4.0, 5.0, None),
+        ("learner", "learn", 5.0, 9.0, 1),
+        ("generator-0", "sample", 5.0, 8.0, 0),
+    ]
+    names = ("actor", "what", "begin", "end", "version")
+    ledger = Ledger(run, 0, 0)
+    for call in calls:
+        ledger.write("worked", **dict(zip(names, call, strict=True)))
+    for group in range(4):
+        ledger.write("sampled", group=group, by="generator-0", oldest=0, newest=0)
+    ledger.learned(1, [0, 1], oldest=0, version=0)
+    ledger.learned(2, [2, 3], oldest=0, version=1)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"drift/staleness": 0.1, "drift/update": 0.2} for row in rows]
+    (run / "metrics.jsonl").write_text(to_jsonl(rows))
+    return run
+
+
+def test_overlap_is_read_from_the_timeline_and_the_ledger(tmp_path):
+    data = data_of(write_report(overlapping(tmp_path)))
+    assert data["lags"] == [[0, 2], [1, 2]]
+    assert data["timeline"]["spans"][2] == ["scorer", "grade", 4, 5, None]
+    assert data["timeline"]["seconds"]["generator-0"] == {"": 7, "grades": 1, "weights": 1}
+    assert data["timeline"]["seconds"]["learner"] == {"samples": 4, "grades": 1, "": 4}
+
+
+def test_overlap_is_shown_where_there_is_any(browser, tmp_path):
+    check_page(browser, write_report(make_run(tmp_path / "alone")))
+    assert browser.evaluate("document.querySelector('#overlap').hidden")
+    page = write_report(overlapping(tmp_path / "overlap"))
+    for width in (390, 1300):
+        check_page(browser, page, width=width)
+        text = browser.evaluate("document.querySelector('#overlap').innerText")
+        assert "Who worked when, last 9 s" in text
+        assert "4 groups; mean 0.5, largest 1 versions" in text
+        assert "waits for weights 11.1% 1.00 s" in text
+        assert "numerics 1.0e-6" in text
+        assert "staleness 0.1" in text
+        assert browser.evaluate("document.querySelectorAll('#overlap rect[data-i]').length") == 5
+    place = browser.evaluate(
+        "(() => { const e = document.querySelector('#overlap rect[data-i=\"3\"]');"
+        "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect();"
+        "return [b.left + b.width / 2, b.top + b.height / 2]; })()"
+    )
+    browser.move(*place)
+    browser.wait("document.querySelector('#tip').style.display === 'block'")
+    tip = browser.evaluate("document.querySelector('#tip').textContent")
+    assert tip == "learner: learning (learn)\n4 s, until second 9\nversion 1"
 
 
 def test_a_browser_shows_it_and_its_controls_work(browser, tmp_path):

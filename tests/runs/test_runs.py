@@ -265,14 +265,60 @@ def test_runs_that_differ_only_in_their_seed_share_a_curve(tmp_path):
     assert ends["reward"] == [2.0, 5.0]
     assert np.isnan(ends["KL k1"]).all()
     data = data_of(tmp_path / "out.html")
-    assert data["labels"] == [
-        "objective.advantage = raw (2 seeds)",
-        "objective.advantage = group_mean",
-    ]
+    assert data["labels"] == ["objective.advantage = raw", "objective.advantage = group_mean"]
+    assert data["seeds"] == [2, 1]
     assert data["metrics"]["rollout/reward"] == [
-        {"points": [[0, 1], [1, 3]], "spread": [0, 1]},  # the steps that both seeds have
+        # The steps that both seeds have; 2 and 4 have s = √2, and t s / √2 is t.
+        {"points": [[0, 1], [1, 3]], "spread": [0, 12.706]},
         {"points": [[0, 3], [1, 3]], "spread": None},
     ]
+
+
+def test_the_interval_of_a_mean_is_students():
+    values = np.array([1.0, 2.0, 3.0])  # s = 1, and t for two degrees of freedom is 4.303
+    assert comparison.half_width(values) == pytest.approx(4.303 / 3**0.5)
+    assert comparison.half_width(values[:1]) == 0
+    for runs, t in [(10, 2.262), (11, 2.228), (12, 2.201), (31, 2.042), (121, 1.980)]:
+        many = np.arange(runs, dtype=float)
+        assert comparison.half_width(many) == pytest.approx(
+            t * many.std(ddof=1) / runs**0.5, rel=1.5e-3
+        )
+
+
+def test_curves_know_what_they_cost(tmp_path):
+    run = make_run(tmp_path / "a", [1.0, 2.0, 3.0])
+    with RunDirectory(run) as opened:
+        for step, evaluated in enumerate([5.0, 0.0, 5.0]):
+            times = {"step": step, "time/step": 1.0 + evaluated, "time/evaluate": evaluated}
+            opened.append_row("timings.jsonl", times)
+            opened.append_row("metrics.jsonl", {"step": step, "train/tokens": 10 * step})
+    comparison.write_comparison([run], tmp_path / "out.html", labels=["<b>"], title="one")
+    data = data_of(tmp_path / "out.html")
+    assert (data["title"], data["labels"]) == ("one", ["<b>"])
+    lines = {name: data["metrics"][f"sum/{name}"][0]["points"] for name in ("tokens", "seconds")}
+    assert lines["tokens"] == [[0, 0], [1, 10], [2, 30]]
+    assert lines["seconds"] == [[0, 1], [1, 2], [2, 3]]  # without evaluations
+
+
+def test_a_browser_switches_the_axis_and_draws_one_chart_alone(browser, tmp_path):
+    runs = [make_run(tmp_path / f"run {i}", range(9), seed=i) for i in range(3)]
+    for run in runs:
+        with RunDirectory(run) as opened:
+            for step in range(9):
+                opened.append_row("metrics.jsonl", {"step": step, "train/tokens": 100})
+    page = tmp_path / "out.html"
+    comparison.write_comparison(runs, page)
+    browser.check(page.as_uri())
+    cells = "[...document.querySelectorAll('tr:last-child td')].map(e => e.textContent)"
+    assert browser.evaluate(cells) == ["sort", "3", "0 ± 0", "8 ± 0", "900", "0"]
+    label = "document.querySelector('svg').getAttribute('aria-label')"
+    assert browser.evaluate(label) == "rollout/reward, by step"
+    browser.evaluate("document.querySelectorAll('.toggle button')[1].click()")
+    assert browser.evaluate(label) == "rollout/reward, by learned tokens"
+    browser.check(f"{page.as_uri()}#metric=rollout/reward&x=tokens", width=390)
+    assert browser.evaluate("document.querySelectorAll('svg').length") == 1
+    assert browser.evaluate(label) == "rollout/reward, by learned tokens"
+    assert browser.problems == []
 
 
 @pytest.mark.parametrize("width", [390, 1300])
@@ -287,8 +333,8 @@ def test_a_browser_lays_runs_over_each_other(browser, tmp_path, width):
     browser.check(page.as_uri(), width=width)
     titles = "[...document.querySelectorAll('h3')].map(e => e.textContent)"
     assert browser.evaluate(titles) == ["rollout/reward", f"custom/{evil}", "train/version"]
-    legend = "[...document.querySelector('.legend').children].map(e => e.textContent)"
-    assert browser.evaluate(legend) == ["train.epochs = 10 (2 seeds)", "train.epochs = 2"]
+    names = "[...document.querySelectorAll('td:first-child')].map(e => e.textContent)"
+    assert browser.evaluate(names) == ["train.epochs = 10", "train.epochs = 2"]
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate("window.hacked") is None
     assert browser.problems == []

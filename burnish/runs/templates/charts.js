@@ -64,18 +64,20 @@ function axes(svg, width, height, [x0, x1], [y0, y1], label) {
   const X = v => left + (v - x0) / (x1 - x0 || 1) * (width - left - 10), Y = v => height - 32 - (v - y0) / (y1 - y0) * (height - 42);
   for (const v of marks) svg.append(h("line", { x1: left, x2: width - 10, y1: Y(v), y2: Y(v), stroke: "var(--line)" }), h("text", { x: left - 6, y: Y(v) + 4, "text-anchor": "end" }, number(v)));
   const along = x1 > x0 ? ticks(x0, x1, Math.max(3, width / 75)) : [x0];
-  for (const v of label.endsWith("step") ? along.filter(Number.isInteger) : along) svg.append(h("text", { x: X(v), y: height - 17, "text-anchor": "middle" }, number(v)));
+  for (const v of /step$|^lag/.test(label) ? along.filter(v => Number.isInteger(v) && v >= 0) : along) svg.append(h("text", { x: X(v), y: height - 17, "text-anchor": "middle" }, number(v)));
   svg.append(h("text", { x: (left + width - 10) / 2, y: height - 3, "text-anchor": "middle" }, label));
   return [X, Y];
 }
 const pathOf = (points, X, Y) => points.map((p, i) => `${i ? "L" : "M"}${X(p[0]).toFixed(1)} ${Y(p[1]).toFixed(1)}`).join("");
-const short = name => name.replace(/^rollout\/(part_|grades_)?|^train\/|^kl\/(initial_|previous_|reference_)?|^mismatch\//, "").replace(/^(kl\/held_out_|validation\/)(part_|grades_)?/, "held-out ").replaceAll("_", " ").replaceAll("/", " ");
+const short = name => name.replace(/^rollout\/(part_|grades_)?|^train\/|^kl\/(initial_|previous_|reference_)?|^mismatch\/|^drift\//, "").replace(/^(kl\/held_out_|validation\/)(part_|grades_)?/, "held-out ").replaceAll("_", " ").replaceAll("/", " ");
 
 const around = (line, sign) => line.points.map((p, i) => [p[0], p[1] + sign * line.spread[i]]);
 
 /* A line has a name, or a label of its own, which stands beside the chart; its spread is drawn as a band. */
-function chart({ title, lines, section }) {
-  const height = section === "reward" ? 250 : 190, xs = lines.flatMap(l => l.points.map(p => p[0])), ys = lines.flatMap(l => l.spread ? [...around(l, 1), ...around(l, -1)] : l.points).map(p => p[1]);
+function chart({ title, lines, section, along = "step" }) {
+  const height = section === "reward" ? 250 : 190, xs = lines.flatMap(l => l.points.map(p => p[0])), ys = lines.flatMap(l => l.points).map(p => p[1]);
+  const room = (Math.max(...ys) - Math.min(...ys) || Math.abs(ys[0]) || 1) / 2, near = v => Math.min(Math.max(...ys) + room, Math.max(Math.min(...ys) - room, v));
+  const bounds = range(ys.concat(lines.flatMap(l => l.spread ? [...around(l, 1), ...around(l, -1)] : []).map(p => near(p[1]))));
   const span = [Math.min(...xs), Math.max(...xs)], steps = [...new Set(xs)].sort((a, b) => a - b), smooth = lines[0].name.startsWith("rollout/reward") || section === "reward";
   const readout = h("div", { class: "legend" });
   const legend = step => readout.replaceChildren(...lines.map((line, i) => {
@@ -86,11 +88,11 @@ function chart({ title, lines, section }) {
   let cursor, X;
   const svg = drawing(height, (svg, width) => {
     let Y;
-    [X, Y] = axes(svg, width, height, span, range(ys), "step");
+    [X, Y] = axes(svg, width, height, span, bounds, along);
     lines.forEach((line, i) => {
       const sparse = line.points.length <= 24, soft = smooth && !line.spread && line.points.length > 24;
       const stroke = { fill: "none", stroke: colour(i), "stroke-width": 1.8, "stroke-linejoin": "round" };
-      if (line.spread) svg.append(h("path", { d: pathOf(around(line, 1).concat(around(line, -1).reverse()), X, Y), fill: colour(i), opacity: 0.15 }));
+      if (line.spread) svg.append(h("path", { d: pathOf(around(line, 1).concat(around(line, -1).reverse()).map(p => [p[0], Math.min(bounds[1], Math.max(bounds[0], p[1]))]), X, Y), fill: colour(i), opacity: lines.length > 3 ? 0.08 : 0.15 }));
       svg.append(h("path", { ...stroke, d: pathOf(line.points, X, Y), ...(soft ? { "stroke-width": 1, opacity: 0.45 } : {}) }));
       if (soft) svg.append(h("path", { ...stroke, d: pathOf(mean(line.points, 5), X, Y) }));
       if (sparse) for (const p of line.points) svg.append(h("circle", { cx: X(p[0]), cy: Y(p[1]), r: 3, fill: colour(i) }));
@@ -98,12 +100,12 @@ function chart({ title, lines, section }) {
     cursor = h("line", { y1: 8, y2: height - 32, stroke: "var(--soft)", "stroke-dasharray": "3 3", visibility: "hidden" });
     svg.append(cursor);
   });
-  svg.setAttribute("aria-label", `${title}, by step`);
+  svg.setAttribute("aria-label", `${title}, by ${along}`);
   svg.addEventListener("pointermove", event => {
     const x = event.clientX - svg.getBoundingClientRect().left;
     const step = steps.reduce((a, b) => Math.abs(X(b) - x) < Math.abs(X(a) - x) ? b : a);
     mark(step);
-    showTip(event, [`step ${step}`, ...lines.map(l => [l, l.points.find(p => p[0] === step)]).filter(([, p]) => p).map(([l, p]) => `${l.label ?? short(l.name)}  ${number(p[1])}`)].join("\n"));
+    showTip(event, [`${along} ${along === "step" ? step : number(step)}`, ...lines.map(l => [l, l.points.find(p => p[0] === step)]).filter(([, p]) => p).map(([l, p]) => `${l.label ?? short(l.name)}  ${number(p[1])}`)].join("\n"));
   });
   svg.addEventListener("pointerleave", () => { mark(null); hideTip(); });
   charts.add({ svg, mark(step) {

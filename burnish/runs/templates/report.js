@@ -45,6 +45,55 @@ function timeCard({ phases, whole, steps }) {
     h("table", { id: "times" }, h("tr", {}, h("th", {}, "phase"), h("th", { class: "n" }, "seconds"), h("th", { class: "n" }, "share"), h("th", { class: "n" }, "s / step"), h("th", {})), phases.map((p, i) => line(p.label, p.seconds, p.share, i)), line("whole step", whole, 1, null))));
 }
 
+/* Overlap: who worked when, how old the groups were, and who waited for whom. */
+const WORK = { sample: "sampling", advance: "sampling", evaluate: "evaluating", grade: "grading", learn: "learning", weights: "packing weights", state: "saving" };
+const KINDS = [...new Set(Object.values(WORK)), "other work"], workOf = what => WORK[what] ?? "other work";
+function timelineCard({ spans: all, seconds }) {
+  const actors = Object.keys(seconds), last = Math.max(...all.map(span => span[3])), start = Math.max(Math.min(...all.map(span => span[2])), last - 60), end = last - start;
+  const spans = all.filter(span => span[3] > start).map(([actor, what, from, to, version]) => [actor, what, from - start, to - start, version]), seen = KINDS.filter(kind => spans.some(span => workOf(span[1]) === kind)), row = 26, height = row * actors.length + 42;
+  const svg = drawing(height, (svg, width) => {
+    const left = Math.max(...actors.map(name => name.length)) * 6.2 + 12, X = v => left + Math.max(0, v) / end * (width - left - 10);
+    for (const v of ticks(0, end, Math.max(3, width / 90))) svg.append(h("line", { x1: X(v), x2: X(v), y1: 2, y2: height - 34, stroke: "var(--line)" }), h("text", { x: X(v), y: height - 19, "text-anchor": "middle" }, number(v)));
+    actors.forEach((name, i) => svg.append(h("text", { x: left - 8, y: row * i + row / 2 + 5, "text-anchor": "end" }, name)));
+    spans.forEach(([actor, what, from, to], i) => svg.append(h("rect", { x: X(from), width: Math.max(0.7, X(to) - X(from)), y: row * actors.indexOf(actor) + 4, height: row - 7, rx: 2, fill: colour(KINDS.indexOf(workOf(what))), "data-i": i })));
+    svg.append(h("text", { x: (left + width - 10) / 2, y: height - 4, "text-anchor": "middle" }, "seconds"));
+  });
+  svg.setAttribute("aria-label", "the calls of each actor, by time");
+  svg.addEventListener("pointermove", event => {
+    const span = spans[event.target.dataset.i];
+    if (!span) return hideTip();
+    const [actor, what, from, to, version] = span;
+    showTip(event, [`${actor}: ${workOf(what)} (${what})`, `${number(to - from)} s, until second ${number(to)}`, version === null ? "" : `version ${version}`].join("\n").trim());
+  });
+  svg.addEventListener("pointerleave", hideTip);
+  return h("div", { class: "card" }, h("h3", {}, `Who worked when, last ${number(+end.toPrecision(2))} s`), h("div", { class: "legend" }, seen.map(kind => h("span", {}, h("i", { style: { background: colour(KINDS.indexOf(kind)) } }), kind))), svg);
+}
+function lagCard(lags) {
+  const apart = Math.min(...lags.slice(1).map(([lag], i) => lag - lags[i][0]), 10), sum = lags.reduce((a, [, n]) => a + n, 0);
+  const svg = drawing(190, (svg, width) => {
+    const [X, Y] = axes(svg, width, 190, [lags[0][0] - apart / 2, lags.at(-1)[0] + apart / 2], [0, Math.max(...lags.map(([, n]) => n)) * 1.05], "lag, versions");
+    for (const [lag, n] of lags) svg.append(h("rect", { x: X(lag - 0.4 * apart), width: X(0.8 * apart) - X(0), y: Y(n), height: Y(0) - Y(n), fill: "var(--c0)", "data-tip": `lag ${lag}: ${many(n, "group")}, ${fixed(100 * n / sum, 1)}%` }));
+  });
+  svg.setAttribute("aria-label", "groups by lag");
+  svg.addEventListener("pointermove", event => event.target.dataset.tip ? showTip(event, event.target.dataset.tip) : hideTip());
+  return h("div", { class: "card" }, h("h3", {}, "Lag of the groups that were learned from"), h("div", { class: "legend" }, `${many(sum, "group")}; mean ${number(lags.reduce((a, [lag, n]) => a + lag * n, 0) / sum)}, largest ${lags.at(-1)[0]} versions`), svg);
+}
+const WAITS = ["weights", "samples", "", "grades", "other generators", "a checkpoint", "an evaluation", "the driver"];  /* by colour; an actor's work has no cause */
+function waitCard({ seconds }) {
+  const own = ([actor, causes]) => {
+    const whole = Object.values(causes).reduce((a, b) => a + b, 0), parts = Object.entries(causes).sort((a, b) => (a[0] !== "") - (b[0] !== "") || b[1] - a[1]);
+    const tint = ([cause]) => cause === "the driver" ? "var(--line)" : colour(WAITS.indexOf(cause)), share = ([, value]) => fixed(100 * value / whole, 1) + "%";
+    return [h("div", { class: "legend" }, h("b", {}, actor), parts.filter(([, value]) => value > whole / 1000).map(part => h("span", {}, h("i", { style: { background: tint(part) } }), `${part[0] ? "waits for " + part[0] : "works"} `, h("b", {}, share(part)), ` ${fixed(part[1], 2)} s`))),
+      h("div", { class: "shares" }, parts.map(part => h("div", { style: { width: share(part), background: tint(part) } })))];
+  };
+  return h("div", { class: "card", id: "waits" }, h("h3", {}, "Work and waiting, by cause"), Object.entries(seconds).flatMap(own));
+}
+const CAUSES = { numerics: "mismatch/logprob_mean", staleness: "drift/staleness", update: "drift/update" };
+function causesCard(series) {
+  const lines = Object.entries(CAUSES).filter(([, key]) => series[key]).map(([name, key]) => ({ name, points: series[key].points }));
+  return lines.some(line => line.points.length > 1) ? chart({ title: "Gap between sampling and learning by cause, nats per token", lines, section: "overlap" }) : null;
+}
+
 /* Rollouts: rows of the run's files. A row has its response
    only where the tokens do not spell it, and its whole size, in tokens and characters, only where it is cut. */
 let rows = [], pairs = [], total = 0, ends = false, widest = 0, mode = "logprob";
@@ -177,6 +226,7 @@ const PANELS = [
   ["drift", "KL to the previous step, nats per response", /^kl\/previous_.*_response$/],
   ["drift", "KL to the reference, nats per token", /^kl\/reference_k.$/],
   ["drift", "Sampler against learner, nats", /^mismatch\//],
+  ["drift", "Older tokens, and the move within a step, nats", /^drift\//],
   ["policy", "Entropy, nats per token", /\/entropy/],
   ["policy", "Response length, tokens", /\/length/],
   ["policy", "Ended and truncated, share", /\/(ended|truncated)/],
@@ -282,7 +332,7 @@ function swap(element, children) {
 }
 const parts = new Map(), chip = h("span", { class: "chip", id: "state" }), now = h("div", { class: "now card", id: "now", hidden: "" });
 const tiles = h("div", { class: "grid tiles" }), nav = h("nav", { "aria-label": "sections" }), note = h("p", { style: { marginTop: "28px" } });
-const titles = { reward: "Reward", drift: "Drift", policy: "Policy", time: "Time", rollouts: "Rollouts", recipe: "Recipe and environment", other: "Everything else" };
+const titles = { reward: "Reward", drift: "Drift", policy: "Policy", overlap: "Overlap", time: "Time", rollouts: "Rollouts", recipe: "Recipe and environment", other: "Everything else" };
 for (const id in titles) parts.set(id, { element: h("section", { id, hidden: "" }), key: "" });
 function section(id, isThere, part, build) {
   const known = parts.get(id), key = isThere ? JSON.stringify(part) : "";
@@ -318,6 +368,10 @@ function draw(fresh) {
   section("drift", drift.length || front, [drift, front, reading], () => [reading.length ? h("div", { class: "card reading", id: "reading" }, reading.map(s => h("p", {}, s))) : null,
     h("div", { class: "grid" }, front ? [chart({ ...panels[0], section: "drift" }), frontier(front)] : null, drift.map(chart))]);
   section("policy", policy.length, policy, () => [h("div", { class: "grid" }, policy.map(chart))]);
+  const { timeline, lags, series } = data;
+  const hasCalls = timeline.spans.length;
+  section("overlap", hasCalls || lags.length, [timeline, lags, Object.values(CAUSES).map(name => series[name])], () => [h("div", { class: "stack" }, hasCalls ? [timelineCard(timeline), waitCard(timeline)] : null,
+    h("div", { class: "grid wide" }, lags.length ? lagCard(lags) : null, causesCard(series)))]);
   section("time", time, time, () => [timeCard(time)]);
   readRollouts();
   section("recipe", true, [data.recipe, data.environment], () => [h("div", { class: "grid wide" }, [data.recipe, data.environment].filter(text => text).map(text => h("div", { class: "card" }, h("pre", {}, text))))]);
@@ -334,7 +388,7 @@ async function ask(what) {
   return answer.json();
 }
 function inPlace(change) {  /* the section in view stays where it is, whatever grows above it */
-  const top = element => element.getBoundingClientRect().top, seen = [...page.querySelectorAll("section, #pairs, #list")].filter(e => top(e) < innerHeight / 2).at(-1);
+  const top = element => element.getBoundingClientRect().top, seen = [...page.querySelectorAll("section, #pairs, #list")].filter(e => !e.hidden && top(e) < innerHeight / 2).at(-1);
   const before = seen && top(seen);
   change();
   if (seen && scrollY > 0) scrollBy({ top: top(seen) - before, behavior: "instant" });
