@@ -37,9 +37,9 @@ TRL = "1.16.0"
 
 
 def recipe_of(args: argparse.Namespace) -> Any:
-    from burnish import build, config
+    from burnish import config, sizes
 
-    return build.settled(config.load(str(RECIPE), [f"model.name={args.model}", *args.set]))
+    return sizes.settled(config.load(str(RECIPE), [f"model.name={args.model}", *args.set]))
 
 
 def serve_burnish(args: argparse.Namespace) -> None:

@@ -26,7 +26,9 @@ from burnish.runs import checkpoints, directory, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.run import Run
-from burnish.schema import KeywordsTask, Recipe, SorterConfig, SortTask
+from burnish.schema.models import SorterConfig
+from burnish.schema.recipe import Recipe
+from burnish.schema.tasks import KeywordsTask, SortTask
 from burnish.tasks.rows import DataRow, read_rows
 from burnish.threads import share_cores
 from burnish.types import Prompt, SamplingParams
@@ -85,11 +87,11 @@ def train(
         is_new = not path.exists() or not any(path.iterdir())
         preflight.check(recipe, path)
         tell("load", "loading torch")
-        from burnish import build
+        from burnish import build, sizes
         from burnish.loops.recorder import record
 
         recipe = build.prepare(recipe)
-        build.check_room(recipe, path)
+        sizes.check_room(recipe, path)
         read = preflight.hashes(recipe)
         try:
             with (
@@ -211,13 +213,13 @@ def resume(
             recipe = config.load(recipe, {"task": {"function": reward}})
         preflight.check(recipe)
         tell("load", "loading torch")
-        from burnish import build
+        from burnish import build, sizes
         from burnish.loops.recorder import go_back, record
 
         recipe = build.prepare(recipe, before.get("threads"))
         now = directory.environment(recipe) | {"inputs": preflight.hashes(recipe)}
         resuming.check_environment(before, now, anyway=anyway)
-        build.check_room(recipe, path)
+        sizes.check_room(recipe, path)
         with closing(_parts(recipe)) as parts:
             start = go_back(opened, parts, chosen)
             opened.write("recipe.toml", config.to_toml(config.effective(recipe)))

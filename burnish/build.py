@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from burnish import config, machine, preflight, schema
+from burnish import config, machine, preflight
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
-from burnish.errors import BurnishError, ConfigError, MissingExtra, ModelError
+from burnish.errors import BurnishError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Policy
@@ -28,19 +28,29 @@ from burnish.model import checkpoint as models
 from burnish.model import hub, products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
-from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import PAGE, Need, Size, needs, room
+from burnish.model.transformer import Transformer
+from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.packing import pack
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
-from burnish.schema import LanguageConfig, Recipe, ScratchConfig, SorterConfig, SortTask
+from burnish.schema.models import LanguageConfig, SorterConfig
+from burnish.schema.recipe import Recipe
+from burnish.schema.tasks import MixtureTask, PairsTask, SortTask
+from burnish.sizes import (
+    check_device,
+    device_of,
+    lacking_room,
+    measure,
+    measured,
+    scratch_shape,
+    settled,
+)
 from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
-from burnish.wording import counted
 
 STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens that the engine runs at once, by device."""
@@ -97,7 +107,7 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
-    return PromptStream(task, None if is_sorter else room(recipe, _measured(recipe)))
+    return PromptStream(task, None if is_sorter else room(recipe, measured(recipe)))
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -114,8 +124,8 @@ def _build_supervised(recipe: Recipe) -> Parts:
 
 
 def _pairs(recipe: Recipe) -> pairs.Pairs:
-    assert isinstance(recipe.task, schema.PairsTask)
-    context, tokenizer = _measured(recipe).context, open_tokenizer(recipe)
+    assert isinstance(recipe.task, PairsTask)
+    context, tokenizer = measured(recipe).context, open_tokenizer(recipe)
     longest = min(context, recipe.train.micro_tokens or context)
     return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
 
@@ -157,13 +167,13 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
-    bound = room(recipe, _measured(recipe))
+    bound = room(recipe, measured(recipe))
 
     def make(part: Any) -> Any:
         return TASKS[part.name](part, tokenizer=tokenizer, seed=recipe.seed, room=bound)
 
     task: Task
-    if isinstance(recipe.task, schema.MixtureTask):
+    if isinstance(recipe.task, MixtureTask):
         parts = {name: make(part) for name, part in recipe.task.tasks.items()}
         task = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
     else:
@@ -208,7 +218,7 @@ def open_model(
     if isinstance(origin.model, LanguageConfig):
         model = models.load(path, dtype=dtype, fp32_head=origin.model.fp32_head)
     else:
-        model = Transformer(_scratch(origin, tokenizer)).init_weights(origin.seed).to(dtype)
+        model = Transformer(scratch_shape(origin, tokenizer)).init_weights(origin.seed).to(dtype)
     if origin is not recipe:
         take_weights(model, checkpoints.choose(Path(recipe.model.name), "best"))
     return model, tokenizer, path
@@ -220,56 +230,11 @@ def take_weights(model: Transformer, chosen: Path) -> None:
         parameter.data.copy_(tensors[f"policy.master.{name}"])
 
 
-def _scratch(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
-    kind = recipe.model
-    assert isinstance(kind, ScratchConfig)
-    return ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        n_layers=kind.layers,
-        d_model=kind.width,
-        n_heads=kind.heads,
-        d_ff=kind.d_ff,
-        context=kind.context,
-        fp32_head=kind.fp32_head,
-    )
-
-
 def _sorter(recipe: Recipe) -> Sorter:
     task, model = recipe.task, recipe.model
     assert isinstance(task, SortTask)
     assert isinstance(model, SorterConfig)
     return Sorter(task.numbers, task.length, model.width, seed=recipe.seed)
-
-
-def measure(recipe: Recipe) -> Size | None:
-    """The size of a recipe's language model; None if its files are not here yet."""
-    if isinstance(recipe.model, SorterConfig):
-        return None
-    recipe, origin = settled(recipe), preflight.origin(recipe)
-    path = _local(origin.source)
-    if path is None:
-        return None
-    is_scratch = isinstance(origin.model, ScratchConfig)
-    shape = _scratch(origin, Tokenizer.load(path)) if is_scratch else models.read_config(path)
-    with torch.device("meta"):
-        model = Transformer(shape)
-    packed = recipe.engine.precision != "fp16" and device_of(recipe) == "cpu"
-    narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
-    return Size(
-        parameters=sum(p.numel() for p in model.parameters()),
-        cached=2 * shape.n_layers * shape.kv_heads * shape.head_width,
-        context=shape.context,
-        longest_prompt=0,
-        layers=shape.n_layers,
-        layer=sum(p.numel() for p in model.layers[0].parameters()),
-        copied=packed * (2 if narrow else 4),
-    )
-
-
-def _measured(recipe: Recipe) -> Size:
-    size = measure(recipe)
-    assert size is not None, "the files were looked for before"
-    return size
 
 
 def probe(recipe: Recipe, size: Size) -> Size:
@@ -290,20 +255,6 @@ def probe(recipe: Recipe, size: Size) -> Size:
 
 def open_tokenizer(recipe: Recipe) -> Tokenizer:
     return Tokenizer.load(hub.resolve(preflight.origin(recipe).source))
-
-
-def _local(name: str) -> Path | None:
-    """The path of a model's files; None if they are not here, since a plan downloads nothing."""
-    if name == hub.DEFAULT:
-        return hub.default_directory() if hub.default_directory().exists() else None
-    if not name.startswith("hf:"):
-        return hub.resolve(name)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name.removeprefix("hf:"), local_files_only=True))
-    except (ImportError, OSError, ValueError):
-        return None
 
 
 def prepare(recipe: Recipe, threads: int | None = None) -> Recipe:
@@ -331,35 +282,6 @@ def prepare(recipe: Recipe, threads: int | None = None) -> Recipe:
     return chosen
 
 
-def settled(recipe: Recipe) -> Recipe:
-    """The recipe as it would run on this machine: no precision is left open."""
-    native = machine.multiplies("bf16", device_of(recipe))
-    return config.with_precision(recipe, "bf16" if native else "fp32")
-
-
-def check_room(recipe: Recipe, path: Path) -> None:
-    """Refuses a run whose model does not fit, once its files are here."""
-    if not isinstance(recipe.model, SorterConfig):
-        hub.resolve(preflight.origin(recipe).source)
-        size = _measured(recipe)
-        preflight.raise_all(lacking_room(recipe, path, size))
-        if not recipe.is_supervised:
-            room(recipe, size)  # it raises if there is none
-
-
-def lacking_room(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishError]:
-    """Too little disk or memory; ``size`` is None if the model is not here."""
-    if size is None:
-        return []
-    device, found = device_of(recipe), needs(recipe, size)
-    total, free = machine.memory(device)
-    if device != "cpu":  # all of the cache is taken at once
-        found = [n._replace(resource="memory") if n.resource == "cache" else n for n in found]
-    saved = sum(file.stat().st_size for file in (path / "checkpoints").rglob("*"))
-    there = {"memory": free, "cache": total, "disk": machine.disk(path) + saved}
-    return preflight.lacking(found, there)
-
-
 def look(
     recipe: Recipe, path: Path, *, has_prompts: bool = True
 ) -> tuple[Recipe, Size | None, list[BurnishError]]:
@@ -375,18 +297,3 @@ def look(
         except BurnishError as error:
             lacks.append(error)
     return recipe, size, [*lacks, *lacking_room(recipe, path, size)]
-
-
-def check_device(recipe: Recipe) -> None:
-    """Raises if torch does not find the GPU that the recipe names."""
-    name, _, number = recipe.device.partition(":")
-    known = torch.cuda.device_count()
-    if name == "cuda" and int(number or 0) >= known:
-        told = counted(known, "CUDA device") if known else "no CUDA device"
-        raise ConfigError(f"device = '{recipe.device}' but torch finds {told}; use 'auto'")
-
-
-def device_of(recipe: Recipe) -> str:
-    if recipe.device != "auto":
-        return recipe.device
-    return "cuda" if torch.cuda.is_available() else "cpu"

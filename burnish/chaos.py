@@ -11,7 +11,7 @@ from pathlib import Path
 
 from burnish.runs.directory import read_json
 from burnish.runs.ledger import Verdict, judge
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.strategy import FreeLoop
 
 

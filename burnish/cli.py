@@ -26,7 +26,7 @@ from burnish.plan import plan as make_plan
 from burnish.progress import tell
 from burnish.runs import directory
 from burnish.runs.run import answers, outcome
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.threads import share_cores
 from burnish.wording import printable
 

@@ -18,13 +18,15 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from burnish import pieces
 from burnish.errors import ConfigError
-from burnish.schema import Recipe, SorterConfig
+from burnish.pieces.objective import KINDS
+from burnish.pieces.piece import name_of
+from burnish.schema.models import SorterConfig
+from burnish.schema.recipe import Recipe
 from burnish.sections import OWN, as_table, nearest
 
 RECIPES = Path(__file__).parent / "recipes"
-CHOSEN = ("task", "model", "loop", *(f"objective.{kind}" for kind in pieces.KINDS))
+CHOSEN = ("task", "model", "loop", *(f"objective.{kind}" for kind in KINDS))
 """Sections that a recipe chooses by name, out of several."""
 LANGUAGE = [
     *("device", "engine", "train.layers", "train.recompute", "validation.max_tokens"),
@@ -193,7 +195,7 @@ def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
-    text = json.dumps(value, ensure_ascii=False, default=pieces.name_of)
+    text = json.dumps(value, ensure_ascii=False, default=name_of)
     return text.replace("\x7f", "\\u007f")
 
 

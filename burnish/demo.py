@@ -6,9 +6,9 @@ second measurement would say.
 
 from __future__ import annotations
 
-from burnish import build, config, machine, plan
+from burnish import config, machine, plan, sizes
 from burnish.plan import Lines, Size
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.wording import counted, duration
 
 FORMS = {"small": "demo-small", "medium": "demo-medium", "full": "keywords"}
@@ -27,7 +27,7 @@ def choose(*, is_full: bool = False, seed: int | None = None) -> tuple[Recipe, L
     Returns its recipe, with no precision left open, and lines about the machine, the form and the
     time it takes.
     """
-    recipes = {name: build.settled(config.load(FORMS[name], seed=seed)) for name in FORMS}
+    recipes = {name: sizes.settled(config.load(FORMS[name], seed=seed)) for name in FORMS}
     rates = machine.measure(SECONDS, precision=recipes["small"].train.precision)
     times = {name: plan.seconds(recipe, SIZE, rates) for name, recipe in recipes.items()}
     fits = [name for name in FORMS if name == "small" or times[name] <= BUDGET_S]

@@ -24,7 +24,8 @@ from burnish.loops.recorder import Parts
 from burnish.progress import tell
 from burnish.rollout.rollout import sampling
 from burnish.runs.metrics import Timers
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
+from burnish.sizes import device_of
 from burnish.strategy import FreeLoop
 from burnish.types import Group
 
@@ -35,7 +36,7 @@ ROUGH = 0.25
 def build(recipe: Recipe) -> Parts:
     """The parts of a run whose generators, scorer and learner are actors of Ray."""
     runtime, note = recipe.runtime, partial(tell, "note")
-    how, why = cluster.choose(runtime, local.device_of(recipe))
+    how, why = cluster.choose(runtime, device_of(recipe))
     tell("load", "reading the prompts")
     task, decode = local.build_task(recipe)
     tell("load", "starting Ray")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from burnish import build, config, machine, plan, preflight
+from burnish import build, config, machine, plan, preflight, sizes
 from burnish.machine import Rates
 from burnish.plan import Lines, Section, spell
 
@@ -59,7 +59,7 @@ def _recipe(name: str, runs: Path, rates: dict[str, Rates]) -> str:
     """About how long the recipe takes here, and a line for each thing that it lacks."""
     recipe, size, lacks = build.look(config.load(name), runs / name, has_prompts=False)
     if first := preflight.first_run(recipe.source):  # it begins with another model of that size
-        size = build.measure(first)
+        size = sizes.measure(first)
     rate = rates.get(recipe.train.precision, rates["fp32"])
     time = f"{plan.spoken(recipe, size, rate)}{'' if lacks else ', ready'}"
     return "\n".join([time, *(f"lacks: {problem}" for problem in lacks)])

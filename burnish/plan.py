@@ -6,10 +6,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from burnish import pieces, strategy
+from burnish import strategy
 from burnish.errors import ConfigError
-from burnish.pieces import KL
-from burnish.schema import PairsTask, Recipe, SorterConfig
+from burnish.pieces.objective import formula
+from burnish.pieces.terms import KL
+from burnish.schema.models import SorterConfig
+from burnish.schema.recipe import Recipe
+from burnish.schema.tasks import PairsTask
 from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
@@ -102,7 +105,7 @@ def plan(
     loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     return [
         ("task", _task(recipe, size)),
-        ("objective", loss if recipe.is_supervised else pieces.formula(recipe.objective)),
+        ("objective", loss if recipe.is_supervised else formula(recipe.objective)),
         ("batches", _batches(recipe)),
         *strategy.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),

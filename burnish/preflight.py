@@ -23,16 +23,9 @@ from burnish.plan import Need, spell
 from burnish.progress import tell
 from burnish.runs import checkpoints
 from burnish.runs.directory import check_new, to_jsonl, version_of
-from burnish.schema import (
-    FilesTask,
-    GymTask,
-    LanguageConfig,
-    MathTask,
-    MixtureTask,
-    PairsTask,
-    Recipe,
-    Rows,
-)
+from burnish.schema.models import LanguageConfig
+from burnish.schema.recipe import Recipe
+from burnish.schema.tasks import FilesTask, GymTask, MathTask, MixtureTask, PairsTask, Rows
 
 EXTRAS = {
     "math": ("math_verify", "grading answers of math tasks"),

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from burnish.pieces import Importance
+from burnish.pieces.terms import Importance
 from burnish.sections import Section, as_table, named
 
 if TYPE_CHECKING:
-    from burnish.schema import Recipe
+    from burnish.schema.recipe import Recipe
 
 
 class LaggedLoop(Section):

@@ -31,7 +31,7 @@ from burnish.errors import BurnishError, ConfigError, MissingExtra, RunError
 from burnish.runs import directory, resuming
 from burnish.runs.comparison import write_comparison
 from burnish.runs.run import outcome
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.sections import Section
 from burnish.strategy import Resources, RuntimeConfig
 from burnish.wording import duration

@@ -19,7 +19,7 @@ import burnish
 from burnish import config
 from burnish.draws import Purpose
 from burnish.graders.keywords import REWARDS
-from burnish.schema import KeywordsTask
+from burnish.schema.tasks import KeywordsTask
 from burnish.tasks.keywords import HELD_OUT_SEED, ask, instruction, split_words
 
 AT_ONCE = 128

@@ -3,9 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from burnish import api, build, config, pieces, schema
+from burnish import api, build, config, sizes
 from burnish.errors import ConfigError
+from burnish.pieces.losses import Cispo, Clip
+from burnish.pieces.terms import KL
 from burnish.plan import Size, needs, plan
+from burnish.schema.models import ScratchConfig, SorterConfig
+from burnish.schema.recipe import Recipe
+from burnish.schema.tasks import KeywordsTask, SortTask
 
 
 def refused(*overrides, name="sort"):
@@ -26,7 +31,7 @@ def test_a_recipe_holds_only_what_differs_or_names_its_task(name):
     given = config.read_recipe(name)
     for section, values in given.items():
         if isinstance(values, dict) and section == "model":
-            kind = schema.ScratchConfig if values.get("name") == "scratch" else schema.SorterConfig
+            kind = ScratchConfig if values.get("name") == "scratch" else SorterConfig
             defaults = kind().model_dump() | {"name": ""}
             assert all(defaults[key] != value for key, value in values.items()), section
 
@@ -173,21 +178,19 @@ def test_a_recipe_with_a_setting_without_effect_is_refused(tmp_path):
 
 def test_a_piece_may_be_a_name_or_a_table(tmp_path):
     short = config.load("sort", ["objective.loss=cispo"]).objective
-    assert short.loss == pieces.Cispo()
+    assert short.loss == Cispo()
     file = tmp_path / "mine.toml"
     file.write_text('[objective.loss]\nname = "cispo"\ncap = 3\n')
-    assert config.load(file).objective.loss == pieces.Cispo(cap=3)
-    assert config.load(file, ["objective.loss.floor=1"]).objective.loss == pieces.Cispo(
-        cap=3, floor=1
-    )
-    assert config.load(file, ["objective.loss=clip"]).objective.loss == pieces.Clip()
+    assert config.load(file).objective.loss == Cispo(cap=3)
+    assert config.load(file, ["objective.loss.floor=1"]).objective.loss == Cispo(cap=3, floor=1)
+    assert config.load(file, ["objective.loss=clip"]).objective.loss == Clip()
 
 
 def test_what_an_override_replaces_takes_its_settings_along():
     recipe = config.load("sort", ["objective.loss=reinforce"])  # the recipe sets low
     assert config.effective(recipe)["objective"]["loss"] == {"name": "reinforce"}
     again = config.load("sort", ["objective.kl.coefficient=0.3", "objective.kl=k2"])
-    assert again.objective.kl == pieces.KL(name="k2", coefficient=0.3)
+    assert again.objective.kl == KL(name="k2", coefficient=0.3)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +232,9 @@ def test_a_group_of_one_is_fine_for_raw_rewards():
 def test_a_task_is_chosen_by_name_and_brings_its_own_settings():
     language = ["task.name=keywords", "model.name=smollm2-135m"]
     recipe = config.load("sort", [*language, "task.most=3"])
-    assert recipe.task == schema.KeywordsTask(most=3)
-    assert config.load("sort", ["task.length=4"]).task == schema.SortTask(length=4)
-    assert schema.Recipe.model_validate({"task": {"length": 4}}).task == schema.SortTask(length=4)
+    assert recipe.task == KeywordsTask(most=3)
+    assert config.load("sort", ["task.length=4"]).task == SortTask(length=4)
+    assert Recipe.model_validate({"task": {"length": 4}}).task == SortTask(length=4)
 
 
 def test_the_resolved_recipe_of_every_task_is_a_recipe(tmp_path):
@@ -289,7 +292,7 @@ def test_settings_of_a_language_model_have_no_effect_on_the_sorter():
 def test_a_model_from_scratch_is_made_from_a_recipe(tmp_path):
     size = ["model.name=scratch", "model.layers=2", "model.width=64", "model.heads=4"]
     recipe = config.load("keywords", size)
-    assert recipe.model == schema.ScratchConfig(layers=2, width=64, heads=4)
+    assert recipe.model == ScratchConfig(layers=2, width=64, heads=4)
     told = ("task", "keywords, reward = 'use', must_end = True")
     assert told in dict(plan(recipe, tmp_path))["task"]
 
@@ -362,7 +365,7 @@ def test_frozen_copies_are_those_the_learner_holds(overrides, copies):
     recipe = config.load("sort", overrides)
     counted = [need.what for need in needs(recipe, SIZE) if "frozen" in need.what]
     assert counted == [f"frozen copies ({copies})"] * (copies > 0)
-    learner = build.build(build.settled(recipe)).learner
+    learner = build.build(sizes.settled(recipe)).learner
     learner.begin(0)
     held = {id(p) for p in (learner.reference, learner.initial, learner.previous) if p is not None}
     assert len(held) == copies
@@ -378,10 +381,10 @@ def test_a_pack_must_have_room_for_a_prompt(tmp_path, smollm2):
 
 def test_a_model_is_measured_from_its_files(smollm2):
     few = ["train.steps=1", "task.validation_prompts=9"]
-    size = build.measure(config.load("keywords", [f"model.name={smollm2}", *few]))
+    size = sizes.measure(config.load("keywords", [f"model.name={smollm2}", *few]))
     assert size[:3] == (134_515_008, 2 * 30 * 3 * 64, 8192)
-    assert build.measure(config.load("sort")) is None
-    assert build.measure(config.load("keywords", ["model.name=hf:no/such"])) is None
+    assert sizes.measure(config.load("sort")) is None
+    assert sizes.measure(config.load("keywords", ["model.name=hf:no/such"])) is None
 
 
 def test_a_files_setting_without_effect_is_refused_whatever_else_is_set():

@@ -18,8 +18,9 @@ import typer
 from typer.testing import CliRunner
 
 import burnish
-from burnish import api, cli, config, schema
+from burnish import api, cli, config
 from burnish.graders import pool as grader
+from burnish.schema.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -105,7 +106,7 @@ def resolves(dotted):
 
 
 def is_setting(dotted):
-    return dotted in set(config._keys(schema.Recipe))
+    return dotted in set(config._keys(Recipe))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -4,8 +4,8 @@ import runpy
 from pathlib import Path
 
 LINES = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "lines.py"))
-LIMIT = 9_482
-"""Of the core's code lines. Whoever deletes lowers it; the aim is 8,500."""
+LIMIT = 11_349
+"""Of the core's code lines, modern RL among them. Whoever deletes lowers it; the aim is 10,300."""
 DISTRIBUTED_LIMIT = 1_813
 """Of code lines for Ray, for learning from old tokens, and for sweeps; the aim is 1,500."""
 COUNT = LINES["count"]()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish import build, config, machine, preflight
+from burnish import config, machine, preflight, sizes
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
 from burnish.plan import Size
 
@@ -94,10 +94,10 @@ def test_too_little_room_is_said(tmp_path, monkeypatch):
     path = tmp_path / "run"
 
     def lacks():
-        return [str(error) for error in build.lacking_room(recipe, path, SIZE)]
+        return [str(error) for error in sizes.lacking_room(recipe, path, SIZE)]
 
     assert not lacks()
-    assert not build.lacking_room(recipe, path, None)  # its model is not here
+    assert not sizes.lacking_room(recipe, path, None)  # its model is not here
     memory[1] = 10**7
     (said,) = lacks()
     assert "needs 20 MB of memory (the most: Adam's moments 8 MB" in said

@@ -56,7 +56,7 @@ def test_plan_says_who_sits_where() -> None:
 def test_the_engine_is_told_what_becomes_of_caches(
     on_update: str, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from burnish import build
+    from burnish import build, sizes
     from burnish.engine import engine
 
     seen: list[Any] = []
@@ -65,5 +65,5 @@ def test_the_engine_is_told_what_becomes_of_caches(
         build, "open_model", lambda recipe, dtype: (torch.nn.Identity(), None, None)
     )
     loop = {"loop": {"name": "free", "on_update": on_update}, "runtime": "ray", **STALE}
-    build.build_engine(build.settled(config.load("keywords", [loop])))
+    build.build_engine(sizes.settled(config.load("keywords", [loop])))
     assert seen[0].on_update == kept

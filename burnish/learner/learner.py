@@ -17,7 +17,7 @@ from burnish.learner.optim import Optimizer, Policy, copy_weights
 from burnish.progress import each
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
-from burnish.schema import TrainConfig
+from burnish.schema.recipe import TrainConfig
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores, Weights
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from burnish.errors import ConfigError
-from burnish.pieces import KL, Importance, ObjectiveConfig
+from burnish.pieces.objective import ObjectiveConfig
+from burnish.pieces.terms import KL, Importance
 from burnish.rl import kl, ratios
 from burnish.rl.sequences import finite_gradient, sequence_sum
 from burnish.rollout.packing import Pack, take, take_streams

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from burnish.model.sorter import Sorter
 from burnish.model.transformer import Transformer
-from burnish.schema import TrainConfig
+from burnish.schema.recipe import TrainConfig
 
 Policy = Transformer | Sorter
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}

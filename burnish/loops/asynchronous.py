@@ -38,7 +38,7 @@ from burnish.rollout.rollout import (
     sampling,
 )
 from burnish.runs.metrics import Timers
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.strategy import LaggedLoop
 from burnish.tasks.stream import PromptStream
 from burnish.tasks.task import Task

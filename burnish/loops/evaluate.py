@@ -21,7 +21,7 @@ from burnish.runs import responses, results
 from burnish.runs.directory import lock, read_json, replace_file, to_jsonl
 from burnish.runs.metrics import Metrics
 from burnish.runs.resuming import differences
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.tasks.task import Task
 from burnish.types import Group, IntArray, Status
 

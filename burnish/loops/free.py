@@ -19,7 +19,7 @@ from burnish.progress import begin
 from burnish.rollout.pace import Pace
 from burnish.rollout.rollout import check_errors, describe, drop_errors
 from burnish.runs.metrics import Timers
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.strategy import FreeLoop
 from burnish.tasks.stream import PromptStream
 from burnish.types import Group, Prompt

@@ -31,7 +31,7 @@ from burnish.runs.directory import RunDirectory
 from burnish.runs.ledger import Ledger
 from burnish.runs.metrics import Metrics, Timers
 from burnish.runs.run import summarise
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.tasks.stream import PromptStream
 from burnish.types import Group, IntArray
 

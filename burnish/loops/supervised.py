@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.loops.sync import Step, count_tokens
-from burnish.pieces import ObjectiveConfig, Raw, Reinforce, TokenMean
+from burnish.pieces.advantages import Raw
+from burnish.pieces.losses import Reinforce, TokenMean
+from burnish.pieces.objective import ObjectiveConfig
 from burnish.progress import begin
 from burnish.rollout.packing import Pack, pack
 from burnish.runs.metrics import Metrics, Timers
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.tasks.pairs import Pairs
 from burnish.types import Group, LearnBatch, Scores
 

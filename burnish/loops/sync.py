@@ -29,7 +29,7 @@ from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import check_errors, describe, drop_errors, grade, sample, sampling
 from burnish.runs.metrics import Metrics, Timers, combine
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.tasks.stream import PromptStream
 from burnish.tasks.task import Task
 from burnish.types import FloatArray, Group, PackedBatch

@@ -15,7 +15,7 @@ from burnish.draws import Stream
 from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 from burnish.tasks.task import Task
 from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
 

@@ -38,7 +38,8 @@ from filelock import FileLock, Timeout
 from burnish import machine
 from burnish.config import effective, to_toml
 from burnish.errors import RunError
-from burnish.schema import Recipe, SorterConfig
+from burnish.schema.models import SorterConfig
+from burnish.schema.recipe import Recipe
 
 ENVIRONMENT, PROMPTS = "environment.json", "prompts.jsonl"
 APPENDED = ("metrics.jsonl", "timings.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")

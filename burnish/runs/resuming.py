@@ -8,7 +8,7 @@ from pathlib import Path
 from burnish import config
 from burnish.config import Overrides, Table
 from burnish.errors import ConfigError, RunError
-from burnish.schema import Recipe
+from burnish.schema.recipe import Recipe
 
 FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "description")
 """Settings that a resumed run may change: they say how long and how often, and alter no result."""

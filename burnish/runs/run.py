@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from burnish import config, schema
+from burnish import config
 from burnish.errors import RunError
 from burnish.runs import checkpoints
 from burnish.runs.checkpoints import Saved
@@ -16,6 +16,7 @@ from burnish.runs.directory import read_recipe
 from burnish.runs.metrics import collect, end_means, iterate_rows
 from burnish.runs.report import write_report
 from burnish.runs.responses import first_and_last
+from burnish.schema.recipe import Recipe
 from burnish.wording import counted, printable
 
 PAIRS, SAID = 3, 200
@@ -33,7 +34,7 @@ class Run:
         read_recipe(self.path)
 
     @property
-    def recipe(self) -> schema.Recipe:
+    def recipe(self) -> Recipe:
         """The recipe as it ran, every setting resolved."""
         return config.load(self.path / "recipe.toml")
 

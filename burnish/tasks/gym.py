@@ -19,7 +19,7 @@ from burnish.graders.pool import GraderPool
 from burnish.graders.rewards import Source
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.schema import GymTask
+from burnish.schema.tasks import GymTask
 from burnish.tasks.text import Question, TextTask, limits_of
 
 SCORER = Source(

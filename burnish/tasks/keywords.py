@@ -21,7 +21,7 @@ from burnish.graders import keywords
 from burnish.graders.pool import InProcess
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.schema import KeywordsTask
+from burnish.schema.tasks import KeywordsTask
 from burnish.tasks.text import Question, TextTask
 
 WORDS = Path(__file__).with_name("words.txt")

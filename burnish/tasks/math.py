@@ -18,7 +18,7 @@ from burnish.graders import extract
 from burnish.graders.answers import MathGrader, gold_texts, readable
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.schema import MathTask
+from burnish.schema.tasks import MathTask
 from burnish.tasks import rows
 from burnish.tasks.rows import MARKS, DataRow, check_text
 from burnish.tasks.text import Question, TextTask, ask, ask_all, ask_shuffled, limits_of

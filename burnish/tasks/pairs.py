@@ -15,7 +15,7 @@ import numpy as np
 
 from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
-from burnish.schema import PairsTask
+from burnish.schema.tasks import PairsTask
 from burnish.tasks.rows import MARKS, DataRow, check_prompt, check_text, rows_of, shuffled
 from burnish.tasks.text import encode
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from burnish.draws import Purpose, Stream, permutation
 from burnish.errors import ConfigError, DataError
-from burnish.schema import Rows
+from burnish.schema.tasks import Rows
 from burnish.sections import nearest
 
 MARKS = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")

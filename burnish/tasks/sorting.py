@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from burnish.draws import Purpose, Stream, uniforms
-from burnish.schema import SortTask
+from burnish.schema.tasks import SortTask
 from burnish.types import Completion, Grade, Prompt
 
 

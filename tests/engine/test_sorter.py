@@ -8,7 +8,7 @@ from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import EngineError
 from burnish.model.sorter import Sorter
 from burnish.rollout.rollout import sample
-from burnish.schema import SortTask
+from burnish.schema.tasks import SortTask
 from burnish.tasks.sorting import Sorting
 from burnish.types import Finish, SamplingParams, Weights
 

@@ -10,9 +10,9 @@ import torch
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.pieces import ObjectiveConfig
+from burnish.pieces.objective import ObjectiveConfig
 from burnish.rollout.packing import Pack, pack
-from burnish.schema import TrainConfig
+from burnish.schema.recipe import TrainConfig
 from burnish.types import Scores
 from tests.conftest import make_group
 

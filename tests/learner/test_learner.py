@@ -8,11 +8,12 @@ from burnish.errors import BurnishError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.model.sorter import Sorter
-from burnish.pieces import ObjectiveConfig
+from burnish.pieces.objective import ObjectiveConfig
 from burnish.rollout.packing import Pack, pack, train_batches
 from burnish.rollout.rollout import grade, sample
 from burnish.runs.metrics import combine
-from burnish.schema import SortTask, TrainConfig
+from burnish.schema.recipe import TrainConfig
+from burnish.schema.tasks import SortTask
 from burnish.tasks.sorting import Sorting
 from burnish.types import SamplingParams
 

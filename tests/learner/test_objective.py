@@ -5,10 +5,9 @@ from typing import get_args
 import pytest
 import torch
 
-from burnish import pieces
 from burnish.errors import ConfigError
 from burnish.learner import objective
-from burnish.pieces import ObjectiveConfig
+from burnish.pieces.objective import RATIOS, ObjectiveConfig, formula
 from burnish.rl import advantages, kl, losses, ratios
 from burnish.rl.sequences import on_last_action
 from burnish.rollout.packing import Pack, pack
@@ -33,7 +32,7 @@ def learn_batch(program, batch, reference=None):
 
 def names(kind):
     """The names of the pieces of a kind that a recipe file may give."""
-    kinds = get_args(pieces.ObjectiveConfig.model_fields[kind].annotation)
+    kinds = get_args(ObjectiveConfig.model_fields[kind].annotation)
     found = [kind.model_fields["name"].default for kind in kinds]
     return [name for name in found if name != "own"]
 
@@ -99,7 +98,7 @@ BOUNDS = {"clip": {"low": 0.1, "high": 0.2, "dual": 1.3}, "cispo": {"cap": 1.1, 
 
 
 @pytest.mark.parametrize("loss", names("loss"))
-@pytest.mark.parametrize("ratio", pieces.RATIOS)
+@pytest.mark.parametrize("ratio", RATIOS)
 def test_losses(loss, ratio, two_groups):
     batch = pack(two_groups)
     program = make_program(loss={"name": loss, **BOUNDS.get(loss, {})}, ratio=ratio)
@@ -212,7 +211,7 @@ def test_functions_of_a_script_are_pieces(two_groups):
     got = program.token_loss(Measured(logprobs, torch.ones_like(logprobs)), learn)
     ratio = ratios.token_ratio(logprobs, learn.proximal_logprobs)
     torch.testing.assert_close(got, expected * ratio**2)
-    lines = dict(pieces.formula(program.objective))
+    lines = dict(formula(program.objective))
     assert lines["advantage"] == "A_i = above_the_best(r, groups)"
     assert lines["objective"] == "L_t = squared(log π, ρ_t, A_t)"
 

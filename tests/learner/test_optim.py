@@ -9,7 +9,7 @@ from torch import nn
 from burnish.learner import optim
 from burnish.learner.optim import Optimizer, rate
 from burnish.model.sorter import Sorter
-from burnish.schema import TrainConfig
+from burnish.schema.recipe import TrainConfig
 
 
 def rates(steps, **settings):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish import api, build, cli, config, machine
+from burnish import api, build, cli, config, machine, sizes
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.runs import checkpoints
@@ -113,7 +113,7 @@ def test_a_run_leaves_its_directory(tmp_path):
         phases = [v for k, v in row.items() if k.startswith("time/") and k != "time/step"]
         assert sum(phases) == pytest.approx(row["time/step"])
     assert not any(key.startswith("time/") for key in rows[1])
-    asked = config.effective(build.settled(config.load("sort", ["train.steps=3"])))
+    asked = config.effective(sizes.settled(config.load("sort", ["train.steps=3"])))
     assert config.effective(config.load(str(path / "recipe.toml"))) == asked
     summary = json.loads((path / "summary.json").read_text())
     assert (summary["gradient_steps"], summary["responses"]) == (30, 90)

@@ -19,7 +19,8 @@ from burnish.plan import plan
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Timers
 from burnish.runs.report import write_report
-from burnish.schema import PairsTask, TrainConfig
+from burnish.schema.recipe import TrainConfig
+from burnish.schema.tasks import PairsTask
 from burnish.tasks.pairs import Pairs, check_pair, write_pair
 from burnish.tasks.rows import DataRow, read_rows
 from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401

@@ -7,7 +7,7 @@ import pytest
 from burnish.errors import ConfigError, DataError, GraderError
 from burnish.graders.pool import InProcess
 from burnish.rollout.rollout import check_errors, grade
-from burnish.schema import FilesTask
+from burnish.schema.tasks import FilesTask
 from burnish.tasks.rows import DataRow, read_rows, rows_of, split
 from burnish.tasks.text import TextTask, ask_all, ask_shuffled, make_files
 from burnish.types import Status

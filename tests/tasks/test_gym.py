@@ -6,7 +6,7 @@ import pytest
 
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.graders.pool import GraderPool, Limits
-from burnish.schema import GymTask
+from burnish.schema.tasks import GymTask
 from burnish.tasks.gym import SCORER, make_gym
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group

@@ -9,7 +9,7 @@ from burnish import api, config
 from burnish.errors import ConfigError, DataError
 from burnish.plan import plan
 from burnish.rollout.rollout import sampling
-from burnish.schema import MathTask
+from burnish.schema.tasks import MathTask
 from burnish.tasks.math import beginnings, check_row, make_math, rows_of
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group

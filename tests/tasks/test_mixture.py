@@ -8,7 +8,7 @@ from burnish.errors import ConfigError
 from burnish.loops.evaluate import Evaluator, figures
 from burnish.plan import plan
 from burnish.rollout.rollout import describe, grade
-from burnish.schema import KeywordsTask, MathTask
+from burnish.schema.tasks import KeywordsTask, MathTask
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.mixture import Mixture

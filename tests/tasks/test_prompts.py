@@ -10,7 +10,7 @@ import pytest
 from burnish import config
 from burnish.errors import ConfigError, DataError, ModelError
 from burnish.plan import Room, Size, plan, room
-from burnish.schema import FilesTask, GymTask, KeywordsTask, MathTask
+from burnish.schema.tasks import FilesTask, GymTask, KeywordsTask, MathTask
 from burnish.tasks.gym import make_gym
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math

@@ -1,0 +1,83 @@
+"""An objective: one piece of each kind, advantage × ratio × loss × reduction × KL × importance."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from burnish.pieces.advantages import AnyAdvantage, GroupZscore
+from burnish.pieces.losses import AnyLoss, AnyReduction, Clip, SequenceMean
+from burnish.pieces.terms import KL, Absent, Importance
+from burnish.sections import Section, named
+
+KINDS = ("advantage", "loss", "reduction", "kl", "importance")
+"""Settings of an objective that choose a piece by its name."""
+RATIOS = {
+    "token": "ρ_t = exp(log π − log π_prox)",
+    "sequence": "ρ_t = exp(mean over the response of log π − log π_prox), own gradient per token",
+}
+PROXIMALS = {
+    "behavior": "the sampler's own log-probabilities",
+    "recompute": "the learner's own at the start of the batch",
+}
+BY_NAME = Field(discriminator="name")
+
+
+class ObjectiveConfig(Section):
+    """One piece of each kind. A bare name is short for a table with that name."""
+
+    advantage: Annotated[AnyAdvantage, BY_NAME, named("group_zscore")] = GroupZscore()
+    ratio: Literal["token", "sequence"] = "token"
+    loss: Annotated[AnyLoss, BY_NAME, named("clip")] = Clip()
+    reduction: Annotated[AnyReduction, BY_NAME, named("sequence_mean")] = SequenceMean()
+    kl: Annotated[Absent | KL, BY_NAME, named("none")] = Absent()
+    importance: Annotated[Absent | Importance, BY_NAME, named("none")] = Absent()
+    entropy_coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
+    proximal: Literal["behavior", "recompute"] = "recompute"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if isinstance(self.importance, Importance) and self.proximal == "behavior":
+            raise ValueError(
+                "has importance, which corrects proximal against behavior, and proximal = "
+                "'behavior': it would always be 1; use proximal = 'recompute'"
+            )
+        return self
+
+    @property
+    def reads_proximal_first(self) -> bool:
+        """Whether the proximal policy's log-probabilities are read before the first gradient step.
+
+        An importance correction and a KL in the reward read them then. A loss reads them in the
+        step, and at the first step the proximal policy is the policy that is differentiated.
+        """
+        in_reward = isinstance(self.kl, KL) and self.kl.where == "reward"
+        return in_reward or isinstance(self.importance, Importance)
+
+
+def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
+    """The objective as lines of (name, formula)."""
+    kl, importance = objective.kl, objective.importance
+    term = "v_t L_t" if isinstance(importance, Importance) else "L_t"
+    if isinstance(kl, KL) and kl.where == "loss":
+        term += f" + {kl.coefficient:g} {kl.name}_t"
+    if objective.entropy_coefficient:
+        term += f" − {objective.entropy_coefficient:g} H_t"
+    lines = [
+        ("loss", f"Σ w_(i,t) ({term})" if " " in term else f"Σ w_(i,t) {term}"),
+        ("objective", objective.loss.formula()),
+        ("advantage", objective.advantage.formula()),
+        ("denominator", objective.reduction.formula()),
+    ]
+    if "ratio" in objective.loss.reads:
+        lines.append(("ratio", RATIOS[objective.ratio]))
+        lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
+    if isinstance(kl, KL):
+        penalty = f",  r ← r − {kl.coefficient:g} Σ_t {kl.name}_t" if kl.where == "reward" else ""
+        lines.append(("KL", kl.formula() + penalty))
+        reference = f"refreshed every {kl.refresh} steps" if kl.refresh else "the initial model"
+        lines.append(("reference", f"π_ref: {reference}"))
+    if isinstance(importance, Importance):
+        lines.append(("importance", importance.formula()))
+    return lines

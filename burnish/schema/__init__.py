@@ -1,0 +1,1 @@
+"""The schema of a recipe, as pydantic models; ``config`` reads, checks and writes recipes."""

@@ -1,0 +1,121 @@
+"""The size of a recipe's model, and whether it fits this machine: its device, memory and disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from burnish import config, machine, preflight
+from burnish.errors import BurnishError, ConfigError
+from burnish.model import checkpoint as models
+from burnish.model import hub
+from burnish.model.tokenizer import Tokenizer
+from burnish.model.transformer import ModelConfig, Transformer
+from burnish.plan import Size, needs, room
+from burnish.schema.models import ScratchConfig, SorterConfig
+from burnish.schema.recipe import Recipe
+from burnish.wording import counted
+
+
+def measure(recipe: Recipe) -> Size | None:
+    """The size of a recipe's language model; None if its files are not here yet."""
+    if isinstance(recipe.model, SorterConfig):
+        return None
+    recipe, origin = settled(recipe), preflight.origin(recipe)
+    path = _local(origin.source)
+    if path is None:
+        return None
+    is_scratch = isinstance(origin.model, ScratchConfig)
+    shape = scratch_shape(origin, Tokenizer.load(path)) if is_scratch else models.read_config(path)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    packed = recipe.engine.precision != "fp16" and device_of(recipe) == "cpu"
+    narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
+    return Size(
+        parameters=sum(p.numel() for p in model.parameters()),
+        cached=2 * shape.n_layers * shape.kv_heads * shape.head_width,
+        context=shape.context,
+        longest_prompt=0,
+        layers=shape.n_layers,
+        layer=sum(p.numel() for p in model.layers[0].parameters()),
+        copied=packed * (2 if narrow else 4),
+    )
+
+
+def measured(recipe: Recipe) -> Size:
+    size = measure(recipe)
+    assert size is not None, "the files were looked for before"
+    return size
+
+
+def scratch_shape(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
+    kind = recipe.model
+    assert isinstance(kind, ScratchConfig)
+    return ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        n_layers=kind.layers,
+        d_model=kind.width,
+        n_heads=kind.heads,
+        d_ff=kind.d_ff,
+        context=kind.context,
+        fp32_head=kind.fp32_head,
+    )
+
+
+def _local(name: str) -> Path | None:
+    """The path of a model's files; None if they are not here, since a plan downloads nothing."""
+    if name == hub.DEFAULT:
+        return hub.default_directory() if hub.default_directory().exists() else None
+    if not name.startswith("hf:"):
+        return hub.resolve(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name.removeprefix("hf:"), local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+def settled(recipe: Recipe) -> Recipe:
+    """The recipe as it would run on this machine: no precision is left open."""
+    native = machine.multiplies("bf16", device_of(recipe))
+    return config.with_precision(recipe, "bf16" if native else "fp32")
+
+
+def device_of(recipe: Recipe) -> str:
+    if recipe.device != "auto":
+        return recipe.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(recipe: Recipe) -> None:
+    """Raises if torch does not find the GPU that the recipe names."""
+    name, _, number = recipe.device.partition(":")
+    known = torch.cuda.device_count()
+    if name == "cuda" and int(number or 0) >= known:
+        told = counted(known, "CUDA device") if known else "no CUDA device"
+        raise ConfigError(f"device = '{recipe.device}' but torch finds {told}; use 'auto'")
+
+
+def check_room(recipe: Recipe, path: Path) -> None:
+    """Refuses a run whose model does not fit, once its files are here."""
+    if not isinstance(recipe.model, SorterConfig):
+        hub.resolve(preflight.origin(recipe).source)
+        size = measured(recipe)
+        preflight.raise_all(lacking_room(recipe, path, size))
+        if not recipe.is_supervised:
+            room(recipe, size)  # it raises if there is none
+
+
+def lacking_room(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishError]:
+    """Too little disk or memory; ``size`` is None if the model is not here."""
+    if size is None:
+        return []
+    device, found = device_of(recipe), needs(recipe, size)
+    total, free = machine.memory(device)
+    if device != "cpu":  # all of the cache is taken at once
+        found = [n._replace(resource="memory") if n.resource == "cache" else n for n in found]
+    saved = sum(file.stat().st_size for file in (path / "checkpoints").rglob("*"))
+    there = {"memory": free, "cache": total, "disk": machine.disk(path) + saved}
+    return preflight.lacking(found, there)
