@@ -211,9 +211,10 @@ def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
 def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     """The settings that have no effect in the recipe, each with the setting that is the cause."""
     loss, train = recipe.objective.loss, recipe.train
-    ratio = [
-        "objective.ratio",
-        *["objective.proximal"] * (not recipe.objective.reads_proximal_first),
+    is_compared = loss.compares or recipe.objective.reads_proximal_first
+    unread = [
+        *["objective.ratio"] * ("ratio" not in loss.reads),
+        *["objective.proximal"] * (not is_compared),
     ]
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
@@ -221,7 +222,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "task.name": SAMPLED if recipe.is_supervised else [],
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
-        "objective.loss.name": [] if "ratio" in loss.reads else ratio,
+        "objective.loss.name": unread,
     }
     return {
         key: cause
