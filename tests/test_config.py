@@ -427,7 +427,7 @@ def test_a_preset_overrides_the_recipe_and_set_overrides_both(tmp_path):
 def test_a_presets_setting_without_effect_is_left_out_and_an_override_is_refused():
     recipe = config.load("sort", ["preset=gspo", "objective.loss=reinforce"])
     assert recipe.objective.ratio == "token"
-    with pytest.raises(ConfigError, match="objective.ratio has no effect with objective.loss.name"):
+    with pytest.raises(ConfigError, match=r"objective\.ratio has no effect with objective\.loss"):
         config.load("sort", ["preset=rloo", "objective.ratio=sequence"])
     with pytest.raises(ConfigError, match="there is no preset 'gspoo'; did you mean 'gspo'"):
         config.load("sort", ["preset=gspoo"])

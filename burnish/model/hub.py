@@ -18,7 +18,7 @@ from burnish.progress import tell
 
 DEFAULT = "smollm2-135m"
 BYTES = "bytes"
-"""The tokenizer of models from scratch that read and write single bytes; its vocabulary is small."""
+"""The tokenizer of models from scratch whose tokens are single bytes."""
 DEADLINE = 1800.0
 """Seconds that a download may take, and that one process waits for another's."""
 
