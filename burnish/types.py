@@ -108,6 +108,12 @@ class Grade:
     def is_error(self) -> bool:
         return self.status is Status.ERROR
 
+    @property
+    def is_right(self) -> bool:
+        """Whether a response earned 1, or did all that a reward with partial credit asks: it
+        sorted."""
+        return self.parts.get("sorted", self.reward) >= 1
+
 
 @dataclass(frozen=True)
 class Group:
