@@ -42,6 +42,7 @@ SETTINGS = {
     "best_of_group": {"centered": True},
     "reinforce_plus_plus": {"gamma": 0.9},
     "gae": {"values": lambda batch: batch.positions.float(), "gamma": 0.9, "lam": 0.8},
+    "teacher": {"reward": 0.5},
 }
 
 
@@ -50,9 +51,13 @@ def test_advantages(name, two_groups):
     batch = pack(two_groups)
     mask, ids = batch.is_action, batch.sequence_ids
     settings = SETTINGS.get(name, {})
-    got = make_program(advantage={"name": name, **settings}).advantages(batch, Scores())
+    own, theirs = random(batch, 0), random(batch, 1)
+    scores = Scores(own, teacher=theirs)
+    got = make_program(advantage={"name": name, **settings}).advantages(batch, scores)
     r, g = batch.rewards, batch.group_ids
+    means = torch.tensor([0.5, 4.0])  # of the groups' rewards: 1, 0 and 2, 3, 7
     over_tokens = {
+        "teacher": lambda: torch.where(mask, theirs - own + 0.5 * (r - means[g])[ids], 0.0),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids
         ),
