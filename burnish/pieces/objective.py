@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from burnish.pieces.advantages import AnyAdvantage, GroupZscore, Teacher
+from burnish.pieces.advantages import AnyAdvantage, GroupZscore
 from burnish.pieces.losses import AnyLoss, AnyReduction, Clip, SequenceMean
 from burnish.pieces.terms import KL, Absent, Importance
 from burnish.sections import Section, named
@@ -43,11 +43,14 @@ class ObjectiveConfig(Section):
                 "has importance, which corrects proximal against behavior, and proximal = "
                 "'behavior': it would always be 1; use proximal = 'recompute'"
             )
-        in_reward = isinstance(self.kl, KL) and self.kl.where == "reward"
-        if in_reward and isinstance(self.advantage, Teacher) and not self.advantage.reward:
+        if (
+            isinstance(self.kl, KL)
+            and self.kl.where == "reward"
+            and not self.advantage.takes_penalty
+        ):
             raise ValueError(
-                "has a KL in the reward, which advantage = 'teacher' reads only if "
-                "advantage.reward is above 0; set it, or use kl.where = 'loss'"
+                f"has kl.where = 'reward', which advantage = '{self.advantage.name}' has no place "
+                "for; use kl.where = 'loss'"
             )
         return self
 
@@ -79,7 +82,9 @@ def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
     ]
     if "ratio" in objective.loss.reads:
         lines.append(("ratio", RATIOS[objective.ratio]))
-    if "ratio" in objective.loss.reads or "proximal" in objective.advantage.reads:
+    elif objective.loss.compares:
+        lines.append(("ratio", RATIOS["token"]))
+    if objective.loss.compares or "proximal" in objective.advantage.reads:
         lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
     if isinstance(kl, KL):
         penalty = f",  r ← r − {kl.coefficient:g} Σ_t {kl.name}_t" if kl.where == "reward" else ""

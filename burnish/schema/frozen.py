@@ -21,15 +21,9 @@ class TeacherConfig(Section):
 
 def check(recipe: Recipe) -> None:
     """Raises where a frozen model is missing or can't be used."""
-    advantage = recipe.objective.advantage
-    if not isinstance(advantage, Teacher):
+    if not isinstance(recipe.objective.advantage, Teacher):
         return
     if recipe.teacher is None:
         raise ValueError("objective.advantage = 'teacher' needs a teacher; set teacher.model")
     if recipe.model.name == "sorter":
         raise ValueError("the sorting model has no teacher; use another objective.advantage")
-    if advantage.reward and recipe.rollout.group_size < 2:
-        raise ValueError(
-            f"rollout.group_size must be at least 2 for objective.advantage.reward = "
-            f"{advantage.reward:g}, got 1; use more, or objective.advantage.reward = 0"
-        )

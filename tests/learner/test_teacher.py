@@ -64,7 +64,7 @@ def test_only_a_program_with_a_teacher_asks_for_its_pass():
     sampled = ObjectiveConfig(**OBJECTIVE, proximal="behavior", kl="k3")
     assert compile(sampled).passes(4) == ["reference", "teacher"]
     assert compile(ObjectiveConfig()).passes(2) == ["proximal"]
-    with pytest.raises(ValueError, match=r"advantage\.reward is above 0"):
+    with pytest.raises(ValueError, match=r"'teacher' has no place for"):
         ObjectiveConfig(**OBJECTIVE, kl={"name": "k1", "where": "reward"})
 
 
