@@ -38,11 +38,14 @@ LANGUAGE = [
 ]
 """Settings that only a language model reads."""
 SAMPLED = [
-    *("rollout", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime", "teacher"),
+    *("rollout", "selection", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
+    *("teacher",),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
 """Settings that a supervised run does not read, since it samples nothing."""
+FILLING = ["selection.max_asked", "selection.on_bound"]
+"""Settings that only a run reads which asks other prompts in the place of dead groups."""
 APART = [
     *("runtime.address", "runtime.generators", "runtime.generator", "runtime.learner"),
     *("runtime.threads", "runtime.transport", "runtime.deadline"),
@@ -224,7 +227,7 @@ def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
 
 def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     """The settings that have no effect in the recipe, each with the setting that is the cause."""
-    loss, train = recipe.objective.loss, recipe.train
+    loss, train, chosen = recipe.objective.loss, recipe.train, recipe.selection
     is_taught = isinstance(recipe.objective.advantage, Teacher)
     is_compared = loss.compares or recipe.objective.reads_proximal_first
     unread = [
@@ -234,6 +237,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
+        "selection.dead_groups": [] if chosen.fills else FILLING,
         "task.name": SAMPLED if recipe.is_supervised else [],
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
