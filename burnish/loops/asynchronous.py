@@ -26,6 +26,7 @@ from burnish.learner.learner import Learner
 from burnish.loops.sync import Step, learn
 from burnish.progress import begin
 from burnish.rollout.buffer import Buffer
+from burnish.rollout.length import shaping
 from burnish.rollout.rollout import (
     Asked,
     Note,
@@ -84,7 +85,7 @@ class LocalRollouts:
         total = size * len(asked)
         report = begin("generate", f"sampling {total} responses", total=total, unit="responses")
         responses = sample(self._engine, asked, size, params, Stream.TRAIN, report)
-        groups = grade(self._task, asked, responses)
+        groups = grade(self._task, asked, responses, shaping(self._recipe))
         for group in groups:
             version = group.oldest_version
             self.note("sampled", group=group.index, by="local", oldest=version, newest=version)
@@ -147,7 +148,7 @@ def train(
             begin("generate", f"waiting for rollout {number + 1}")
             sampled = rollouts.collect()
             check_errors(sampled, limit=recipe.rollout.max_errors)
-            groups, dropped = drop_errors(sampled)
+            groups, dropped = drop_errors(sampled, recipe.rollout.overlong)
             note_dropped(rollouts.note, number + 1, sampled, groups)
         gone = [group.index for group in sampled]
         if buffer is not None:
@@ -178,6 +179,9 @@ def replay(
 
 
 def note_dropped(note: Note, step: int, sampled: list[Group], kept: list[Group]) -> None:
-    """Notes the groups that were lost to errors of grades."""
-    for index in sorted({g.index for g in sampled} - {g.index for g in kept}):
-        note("dropped", step=step, group=index, why="error")
+    """Notes the groups that were lost to errors of grades or to responses that were cut."""
+    left = {group.index for group in kept}
+    for group in sorted(sampled, key=lambda group: group.index):
+        if group.index not in left:
+            why = "error" if any(grade.is_error for grade in group.grades) else "overlong"
+            note("dropped", step=step, group=group.index, why=why)

@@ -191,7 +191,7 @@ def train(
             while (sampled := run.next_rollout()) is None:
                 run.advance()
             check_errors(sampled, limit=recipe.rollout.max_errors)
-            groups, dropped = drop_errors(sampled)
+            groups, dropped = drop_errors(sampled, recipe.rollout.overlong)
             note_dropped(fleet.note, number + 1, sampled, groups)
         with timers("learn"):
             begin("learn", f"step {number + 1} is being learned")

@@ -26,6 +26,7 @@ from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.progress import begin
 from burnish.rl.sequences import sequence_lengths, sequence_sum
+from burnish.rollout.length import shaping
 from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import check_errors, describe, drop_errors, grade, sample, sampling
 from burnish.runs.metrics import Metrics, Timers, combine
@@ -63,6 +64,7 @@ def train(
 ) -> Iterator[Step]:
     """Runs the loop from step ``start`` on, yielding after each step."""
     params, some = sampling(recipe), counted(recipe.rollout.batch, "response")
+    shape = shaping(recipe)
     doing = f"sampling {some} to {recipe.prompts_per_rollout} prompts"
     engine.load(learner.weights())
     for number in range(start, recipe.train.steps):
@@ -75,9 +77,9 @@ def train(
             responses = sample(engine, asked, size, params, Stream.TRAIN, report)
         with timers("grade"):
             begin("grade", f"grading {some}")
-            sampled = grade(task, asked, responses)
+            sampled = grade(task, asked, responses, shape)
             check_errors(sampled, limit=recipe.rollout.max_errors)
-            groups, dropped = drop_errors(sampled)
+            groups, dropped = drop_errors(sampled, recipe.rollout.overlong)
         step = learn(recipe, learner, number + 1, groups, timers)
         prompts.close(index for index, _ in asked)
         with timers("publish"):
@@ -119,8 +121,8 @@ def learn(
 
 
 def count_tokens(groups: list[Group]) -> int:
-    """Tokens of the responses that the policy sampled."""
-    return sum(int(c.sampled.sum()) for group in groups for c in group.completions)
+    """Tokens of the responses that the policy sampled and learns from."""
+    return sum(int(c.sampled.sum()) * c.in_loss for group in groups for c in group.completions)
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:

@@ -135,5 +135,5 @@ def _over(uses: Mapping[int, int], limit: int) -> list[int]:
 
 def _odd_steps(learned: Sequence[Row], dropped: Sequence[Row], batch: int) -> list[int]:
     """Steps whose groups and dropped groups are not ``batch`` together."""
-    lost = Counter(row["step"] for row in dropped if row.get("why") == "error")
+    lost = Counter(row["step"] for row in dropped if row.get("why") in ("error", "overlong"))
     return [row["step"] for row in learned if len(row["groups"]) + lost[row["step"]] != batch]

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
+from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
+from burnish.schema.length import check as check_length
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
 from burnish.sections import Section
@@ -30,6 +32,8 @@ class RolloutConfig(Section):
     top_k: int | None = Field(None, ge=1)
     truncated: bool = Field(False, description="top_p or top_k is meant in training, too")
     max_errors: float = Field(0.1, ge=0, le=1, description="share of grades that may be errors")
+    overlong: Overlong = Field("keep", description="what becomes of responses cut at the limit")
+    think: ThinkConfig | None = Field(None, description="a budget for thinking; None: none")
 
 
 class EngineConfig(Section):
@@ -91,6 +95,7 @@ class Recipe(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    length: AnyPenalty = NoPenalty()
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -121,6 +126,7 @@ class Recipe(Section):
         if not self.is_supervised:
             self._check_batches()
             strategy.check(self)
+            check_length(self)
         return self
 
     def _check_batches(self) -> None:
