@@ -10,7 +10,7 @@ from burnish import strategy
 from burnish.errors import ConfigError
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
-from burnish.schema import length
+from burnish.schema import length, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import PairsTask
@@ -108,6 +108,7 @@ def plan(
         ("task", _task(recipe, size)),
         ("objective", loss if recipe.is_supervised else _objective(recipe)),
         ("batches", _batches(recipe)),
+        *selection.describe(recipe),
         *strategy.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]

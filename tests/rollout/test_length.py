@@ -85,7 +85,7 @@ def test_overlong_responses_leave_the_loss_and_by_choice_the_statistics():
     assert found == [0, pytest.approx(2 / 3), third, third, 0, 0, 0]
     assert batch.is_action.tolist() == [False, True, True, True, False, False, False]
     assert metrics["rollout/overlong"] == pytest.approx(1 / 3)
-    weights = program.objective.reduction.weights(batch.is_action, batch.sequence_ids)
+    weights = program.objective.reduction.weights(batch)
     torch.testing.assert_close(weights.sum().item(), 1.0)  # of two responses, not of three
 
     batch, found, metrics = advantages("drop")
