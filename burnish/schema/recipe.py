@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
-from burnish.schema import selection
+from burnish.schema import frozen, selection
+from burnish.schema.frozen import TeacherConfig
 from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
 from burnish.schema.length import check as check_length
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
@@ -99,6 +100,7 @@ class Recipe(Section):
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     length: AnyPenalty = NoPenalty()
+    teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -130,6 +132,7 @@ class Recipe(Section):
             self._check_batches()
             strategy.check(self)
             check_length(self)
+            frozen.check(self)
             selection.check(self)
         return self
 
