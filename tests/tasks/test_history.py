@@ -58,6 +58,14 @@ def test_a_prompt_that_is_solved_leaves_for_good():
         stream.take(1)
 
 
+def test_a_length_penalty_does_not_make_an_answer_wrong():
+    assert Grade(0.7, {"length": -0.3}).is_right
+    assert not Grade(0.7, {"length": 0.3}).is_right
+    assert Grade(5.0, {"sorted": 1.0}).is_right
+    assert not Grade(4.0, {"sorted": 0.0}).is_right
+    assert not Grade(float("nan"), status=Status.ERROR).is_right
+
+
 @pytest.mark.parametrize(
     ("target", "rates", "chances"),
     [
