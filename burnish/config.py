@@ -35,7 +35,7 @@ LANGUAGE = [
 ]
 """Settings that only a language model reads."""
 SAMPLED = [
-    *("rollout", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
+    *("rollout", "engine", "objective", "critic", "log.rollouts", "loop", "buffer", "runtime"),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
@@ -210,7 +210,9 @@ def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
 
 def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     """The settings that have no effect in the recipe, each with the setting that is the cause."""
-    loss, train = recipe.objective.loss, recipe.train
+    loss, train, advantage = recipe.objective.loss, recipe.train, recipe.objective.advantage
+    is_separate = recipe.critic is not None and not recipe.critic.shared
+    source = "values" if advantage.name == "gae" else "name"
     ratio = [
         "objective.ratio",
         *["objective.proximal"] * (not recipe.objective.reads_proximal_first),
@@ -218,6 +220,8 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
+        f"objective.advantage.{source}": [] if advantage.reads_critic else ["critic"],
+        "critic.shared": ["critic.coefficient"] if is_separate else [],
         "task.name": SAMPLED if recipe.is_supervised else [],
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
