@@ -78,7 +78,7 @@ def build(recipe: Recipe) -> Parts:
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take)
     train: Callable[..., Iterator[sync.Step]]
     train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
     if recipe.is_stale:

@@ -10,7 +10,7 @@ from burnish import strategy
 from burnish.errors import ConfigError
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
-from burnish.schema import critic
+from burnish.schema import critic, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import PairsTask
@@ -109,6 +109,7 @@ def plan(
         ("objective", loss if recipe.is_supervised else formula(recipe.objective)),
         *critic.describe(recipe),
         ("batches", _batches(recipe)),
+        *selection.describe(recipe),
         *strategy.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]

@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
-from burnish.schema import critic
+from burnish.schema import critic, selection
 from burnish.schema.critic import CriticConfig
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
+from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
 from burnish.sections import Section
 from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, LaggedLoop, RuntimeConfig
@@ -91,6 +92,7 @@ class Recipe(Section):
     model: AnyModel = SorterConfig()
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     rollout: RolloutConfig = RolloutConfig()
+    selection: SelectionConfig = SelectionConfig()
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     critic: CriticConfig | None = Field(None, description="values for GAE; None: none")
@@ -125,6 +127,7 @@ class Recipe(Section):
             self._check_batches()
             strategy.check(self)
             critic.check(self)
+            selection.check(self)
         return self
 
     def _check_batches(self) -> None:
@@ -137,10 +140,11 @@ class Recipe(Section):
                     f"{whole} = {size} must be a multiple of {part} = {unit}; "
                     f"use {size // unit * unit + unit}"
                 )
-        if group < advantage.group:
+        if group < advantage.smallest_group:
             raise ValueError(
-                f"rollout.group_size must be at least 2 for objective.advantage = "
-                f"'{advantage.name}', got {group}; use objective.advantage = 'raw'"
+                f"rollout.group_size must be at least {advantage.smallest_group} for "
+                f"objective.advantage = '{advantage.name}', got {group}; "
+                "use objective.advantage = 'raw', or more responses"
             )
 
     @property
