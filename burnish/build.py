@@ -41,6 +41,7 @@ from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import MixtureTask, PairsTask, SortTask
 from burnish.sizes import (
     check_device,
+    check_frozen,
     device_of,
     lacking_room,
     measure,
@@ -148,7 +149,15 @@ def build_learner(recipe: Recipe) -> Learner:
         assert isinstance(policy, Transformer), "the schema refuses a critic of the sorting model"
         own = train.model_copy(update={"learning_rate": recipe.critic.learning_rate})
         critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own)
-    return Learner(policy, program, train, critic)
+    return Learner(policy, program, train, teacher=_teacher(recipe), critic=critic)
+
+
+def _teacher(recipe: Recipe) -> Transformer | None:
+    other = preflight.frozen(recipe).get("teacher.model")
+    if other is None:
+        return None
+    model = open_model(other, DTYPES[settled(recipe).train.precision])[0]
+    return model.to(device_of(recipe)).requires_grad_(False)
 
 
 def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
@@ -296,6 +305,7 @@ def look(
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
+    lacks += [] if is_absent else preflight.problem_of(check_frozen, recipe)
     size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:
         try:

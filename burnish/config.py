@@ -19,6 +19,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from burnish.errors import ConfigError
+from burnish.pieces.advantages import Teacher
 from burnish.pieces.objective import KINDS
 from burnish.pieces.piece import name_of
 from burnish.schema.models import SorterConfig
@@ -38,7 +39,7 @@ LANGUAGE = [
 """Settings that only a language model reads."""
 SAMPLED = [
     *("rollout", "selection", "engine", "objective", "critic", "log.rollouts"),
-    *("loop", "buffer", "runtime"),
+    *("loop", "buffer", "runtime", "teacher"),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
@@ -229,7 +230,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     loss, train, chosen = recipe.objective.loss, recipe.train, recipe.selection
     advantage = recipe.objective.advantage
     is_separate = recipe.critic is not None and not recipe.critic.shared
-    source = "values" if advantage.name == "gae" else "name"
+    is_gae, is_taught = advantage.name == "gae", isinstance(advantage, Teacher)
     is_compared = loss.compares or recipe.objective.reads_proximal_first
     unread = [
         *["objective.ratio"] * ("ratio" not in loss.reads),
@@ -238,13 +239,14 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
-        f"objective.advantage.{source}": [] if advantage.reads_critic else ["critic"],
+        "objective.advantage.values": ["critic"] * (is_gae and not advantage.reads_critic),
         "critic.shared": ["critic.coefficient"] if is_separate else [],
         "selection.dead_groups": [] if chosen.fills else FILLING,
         "task.name": SAMPLED if recipe.is_supervised else [],
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
+        "objective.advantage.name": ["teacher"] * (not is_taught) + ["critic"] * (not is_gae),
     }
     return {
         key: cause

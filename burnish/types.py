@@ -181,6 +181,8 @@ class Scores(NamedTuple):
     """None if the objective does not need this pass."""
     reference: Tensor | None = None
     """None if the objective does not need this pass."""
+    teacher: Tensor | None = None
+    """None if the objective does not need this pass."""
     values: Tensor | None = None
     """V(token_<t) of each action by the critic; None if there is no critic."""
 

@@ -55,7 +55,8 @@ class Learner:
     Beside the optimizer's memory (see ``optim``) it holds one frozen copy of the policy, in compute
     precision, for each of: the reference (a program that needs its pass), the initial model and the
     policy one rollout before (``train.log_kl``). A reference that is never refreshed is the initial
-    model, and then they share one copy.
+    model, and then they share one copy. ``teacher`` is a frozen model of its own, in compute
+    precision; None if the program needs no such pass.
 
     A critic has an optimizer of its own, and steps and skips steps together with the policy.
     """
@@ -65,6 +66,7 @@ class Learner:
         policy: Policy,
         program: Program,
         train: TrainConfig,
+        teacher: Policy | None = None,
         critic: Optimizer[Critic] | None = None,
     ) -> None:
         """``critic`` is None if the program reads no values; it was made from this policy."""
@@ -82,6 +84,7 @@ class Learner:
         self.incarnation = 0
         self.skipped_in_a_row = 0
         self.refreshed = False
+        self.teacher = teacher
         self._rollout: _Rollout | None = None
         has_reference = "reference" in program.passes(1)
         initial = self._frozen() if has_reference or train.log_kl else None
@@ -111,11 +114,14 @@ class Learner:
         passes: dict[str, Any] = {
             "proximal": partial(_logprobs, self.policy),
             "reference": partial(_logprobs, cast(Policy, self.reference)),
+            "teacher": partial(_logprobs, cast(Policy, self.teacher)),
             "values": self._values,
         }
         needed = self.program.passes(self.train.epochs * len(parts))
         scores = Scores(**{name: passes[name](packs, lower) for name in needed})
         others = self._others(batch, packs, lower, scores)
+        if scores.teacher is not None:
+            others["teacher"] = Pack.whole(batch), scores.teacher
         self._rollout = _Rollout(batch, self.version, lower, scores.proximal, others)
         return scores
 
@@ -147,9 +153,10 @@ class Learner:
     def finish(self) -> tuple[Metrics, Tensor | None]:
         """Ends the rollout that was scored last and forgets its forward passes.
 
-        Returns the KL of the policy that sampled it to the initial model and to the policy one
-        rollout before (empty unless ``train.log_kl``), and the log-probabilities [N] of the policy
-        before the first step (None if the learner did not score all of them).
+        Returns the KL of the policy that sampled it to the teacher, if there is one, and with
+        ``train.log_kl`` to the initial model and to the policy one rollout before; and the
+        log-probabilities [N] of the policy before the first step (None if the learner did not score
+        all of them).
         """
         rollout, self._rollout = self._rollout, None
         assert rollout is not None, "score comes before finish"
@@ -342,7 +349,8 @@ class Learner:
 
 @torch.no_grad()
 def _logprobs(policy: Policy, packs: list[Pack], lower: Tensor | None = None) -> Tensor:
-    """[N]; ``lower`` as in `_Rollout`."""
+    """[N]; ``lower`` as in `_Rollout`. A policy that has no frozen layers does not share them."""
+    lower = lower if policy.lower_layers else None
     scored = ((p.slots, policy.score(p.batch, at(p.slots, lower)).logprobs) for p in each(packs))
     return _join(list(scored))
 

@@ -23,7 +23,7 @@ from burnish.schema.critic import CriticConfig
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores
 
 Metrics = dict[str, float]
-Pass = Literal["proximal", "reference", "values"]
+Pass = Literal["proximal", "reference", "teacher", "values"]
 """A forward pass without gradient over a rollout; its name is a field of ``Scores``."""
 
 
@@ -70,7 +70,8 @@ class Program:
         is_read = steps > 1 or self.objective.reads_proximal_first
         if is_read and self.objective.proximal == "recompute":
             needed.insert(0, "proximal")
-        return needed if self.critic is None else [*needed, "values"]
+        needed += ["values"] if self.critic else []
+        return [*needed, *(name for name in self.objective.advantage.reads if name != "proximal")]
 
     def moves_policy(self, number: int) -> bool:
         """Whether the policy learns from rollout ``number``, counted from 0, or a critic alone."""
@@ -108,7 +109,8 @@ class Program:
             rewards = rewards - coefficient * sequence_sum(penalty, mask, ids)
         if isinstance(estimator, Gae) and scores.values is not None:
             return estimator.estimate(rewards, batch, scores.values)
-        return estimator.per_token(rewards, batch), None
+        scores = scores._replace(proximal=self._proximal(batch, scores))
+        return estimator.from_scores(rewards, batch, scores), None
 
     def batches(
         self, batch: PackedBatch, advantages: Tensor, scores: Scores, parts: Sequence[Pack]

@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
-from burnish.schema import critic, selection
+from burnish.schema import critic, frozen, selection
 from burnish.schema.critic import CriticConfig
+from burnish.schema.frozen import TeacherConfig
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
@@ -96,6 +97,7 @@ class Recipe(Section):
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     critic: CriticConfig | None = Field(None, description="values for GAE; None: none")
+    teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -127,6 +129,7 @@ class Recipe(Section):
             self._check_batches()
             strategy.check(self)
             critic.check(self)
+            frozen.check(self)
             selection.check(self)
         return self
 

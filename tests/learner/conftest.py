@@ -54,7 +54,7 @@ def make_learner(policy, objective=None, critic=None, **train):
     program = compile(ObjectiveConfig(**{"advantage": "gae"} | (objective or {})), section)
     own = train.model_copy(update={"learning_rate": section.learning_rate})
     values = Optimizer(Critic(policy, shared=section.shared), own)
-    return Learner(policy, program, train, values)
+    return Learner(policy, program, train, critic=values)
 
 
 def make_learn_batch(learner, batch, *, moved=0.1):
