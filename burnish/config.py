@@ -39,7 +39,7 @@ LANGUAGE = [
 ]
 """Settings that only a language model reads."""
 SAMPLED = [
-    *("rollout", "selection", "engine", "objective", "length", "log.rollouts"),
+    *("rollout", "selection", "engine", "objective", "critic", "length", "log.rollouts"),
     *("loop", "buffer", "runtime", "teacher"),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
@@ -229,7 +229,9 @@ def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
 def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     """The settings that have no effect in the recipe, each with the setting that is the cause."""
     loss, train, chosen = recipe.objective.loss, recipe.train, recipe.selection
-    is_taught = isinstance(recipe.objective.advantage, Teacher)
+    advantage = recipe.objective.advantage
+    is_separate = recipe.critic is not None and not recipe.critic.shared
+    is_gae, is_taught = advantage.name == "gae", isinstance(advantage, Teacher)
     is_compared = loss.compares or recipe.objective.reads_proximal_first
     unread = [
         *["objective.ratio"] * ("ratio" not in loss.reads),
@@ -238,12 +240,14 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
+        "objective.advantage.values": ["critic"] * (is_gae and not advantage.reads_critic),
+        "critic.shared": ["critic.coefficient"] if is_separate else [],
         "selection.dead_groups": [] if chosen.fills else FILLING,
         "task.name": SAMPLED if recipe.is_supervised else [],
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
-        "objective.advantage.name": [] if is_taught else ["teacher"],
+        "objective.advantage.name": ["teacher"] * (not is_taught) + ["critic"] * (not is_gae),
     }
     return {
         key: cause
