@@ -51,6 +51,7 @@ from burnish.sizes import (
     settled,
 )
 from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -110,7 +111,9 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
-    return PromptStream(task, None if is_sorter else room(recipe, measured(recipe)))
+    bound = None if is_sorter else room(recipe, measured(recipe))
+    history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
+    return PromptStream(task, bound, history)
 
 
 def _build_supervised(recipe: Recipe) -> Parts:

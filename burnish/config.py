@@ -24,6 +24,7 @@ from burnish.pieces.objective import KINDS
 from burnish.pieces.piece import name_of
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
+from burnish.schema.selection import endless
 from burnish.sections import OWN, as_table, nearest
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -47,6 +48,8 @@ SAMPLED = [
 """Settings that a supervised run does not read, since it samples nothing."""
 FILLING = ["selection.max_asked", "selection.on_bound"]
 """Settings that only a run reads which asks other prompts in the place of dead groups."""
+HISTORY = ["selection.leave_at", "selection.target", "selection.floor"]
+"""Settings that only a run reads whose prompts come again."""
 APART = [
     *("runtime.address", "runtime.generators", "runtime.generator", "runtime.learner"),
     *("runtime.threads", "runtime.transport", "runtime.deadline"),
@@ -243,6 +246,8 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "objective.advantage.values": ["critic"] * (is_gae and not advantage.reads_critic),
         "critic.shared": ["critic.coefficient"] if is_separate else [],
         "selection.dead_groups": [] if chosen.fills else FILLING,
+        "selection.target": ["selection.floor"] if chosen.target is None else [],
+        **dict.fromkeys(endless(recipe), HISTORY),
         "task.name": SAMPLED if recipe.is_supervised else [],
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],

@@ -116,6 +116,12 @@ class Grade:
     def is_error(self) -> bool:
         return self.status is Status.ERROR
 
+    @property
+    def is_right(self) -> bool:
+        """Whether a response earned 1 before its length counted, or did all that a reward with
+        partial credit asks: it sorted."""
+        return self.parts.get("sorted", self.reward - self.parts.get("length", 0.0)) > 1 - 1e-6
+
 
 @dataclass(frozen=True)
 class Group:
