@@ -31,6 +31,7 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
+from burnish.rollout.branches import branching
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.packing import pack
 from burnish.runs import checkpoints
@@ -77,9 +78,11 @@ def build(recipe: Recipe) -> Parts:
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine)
+    steps = branching(recipe, decode)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, steps)
     train: Callable[..., Iterator[sync.Step]]
     train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
+    train = partial(train, branching=steps)
     if recipe.is_stale:
         local = asynchronous.LocalLearner(recipe, learner, engine)
         train = partial(asynchronous.train, recipe, rollouts=rollouts, learner=local, buffer=buffer)
@@ -159,11 +162,11 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
     if isinstance(recipe.task, SortTask):
         return sorting.Sorting(recipe.task, seed=recipe.seed), spell
     tokenizer = open_tokenizer(recipe)
+    return _language_task(recipe, tokenizer), decoder(tokenizer)
 
-    def decode(ids: Any) -> list[str]:
-        return [tokenizer.decode([i]) for i in ids]
 
-    return _language_task(recipe, tokenizer), decode
+def decoder(tokenizer: Tokenizer) -> Decode:
+    return lambda ids: [tokenizer.decode([i]) for i in ids]
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:

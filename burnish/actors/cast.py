@@ -18,12 +18,14 @@ from functools import partial
 from typing import Any
 
 from burnish.actors.transport import Parcel, Receiver, Sender
+from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request
 from burnish.errors import EngineError
 from burnish.learner.learner import State
 from burnish.progress import begin
+from burnish.rollout.branches import Branching
 from burnish.rollout.packing import pack
-from burnish.rollout.rollout import Asked, grade
+from burnish.rollout.rollout import Asked, complete, grade
 from burnish.types import Completion, Group, Weights
 
 Answers = dict[str, tuple[Completion, ...]]
@@ -33,9 +35,17 @@ Answers = dict[str, tuple[Completion, ...]]
 class Generator:
     """An engine that takes its weights with the requests that they are for."""
 
-    def __init__(self, engine: Engine, *, drains: bool = False, tolerance: float = 1e-4) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        drains: bool = False,
+        tolerance: float = 1e-4,
+        branching: Branching | None = None,
+    ) -> None:
         """``drains``: samples in flight end before new weights are loaded. ``tolerance``: of the
-        log-probabilities of a probe."""
+        log-probabilities of a probe. ``branching`` is None if no steps are valued."""
+        self._branching = branching
         self.engine, self._drains, self._receiver = engine, drains, Receiver()
         self._tolerance = tolerance
         self._loaded: tuple[int, int] | None = None
@@ -62,7 +72,12 @@ class Generator:
         while left := sum(self._missing.get(name, 0) for name in wanted):
             report(total - left)
             self._step()
-        return self._finished(wanted)
+        answers = self._finished(wanted)
+        if self._branching is None or requests[0].stream is not Stream.TRAIN:
+            return answers
+        own = partial(complete, self.engine)
+        branched = self._branching.extend(requests, list(answers.values()), own)
+        return dict(zip(wanted, branched, strict=True))
 
     evaluate = sample
     """By this name in a timeline: its responses are not learned from."""

@@ -63,10 +63,10 @@ class NativeEngine:
         protocol.check(request, vocab_size=config.vocab_size, context=config.context)
         assert self._tokenizer or not request.params.stop, "stop strings need a tokenizer"
         group = RequestGroup(request, self._tokenizer, config.context)
-        if pages.needed(group.prompt_length + group.limit - 1) > pages.count:
+        if pages.needed(len(request.prompt) + group.limit - 1) > pages.count:
             raise EngineError(
                 f"request {request.request_id!r}: one sample must fit the cache of "
-                f"{pages.count * pages.size} tokens, got a prompt of {group.prompt_length} and up "
+                f"{pages.count * pages.size} tokens, got a prompt of {len(request.prompt)} and up "
                 f"to {group.limit} more; raise kv_bytes or lower max_tokens"
             )
         self._groups[request.request_id] = group
@@ -139,7 +139,8 @@ class NativeEngine:
         places, heat, limited = [], [], dict[Limits, list[int]]()
         for row, sequence in enumerate(samples):
             request, limits = sequence.group.request, sequence.limits
-            place = request.params.seed, request.stream, request.group, sequence.index
+            sample = request.first + sequence.index
+            place = request.params.seed, request.stream, request.group, sample
             places.append((*place, len(sequence.logprobs)))
             heat.append(request.params.temperature or 1.0)
             if limits != ANY:

@@ -25,6 +25,7 @@ from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step, learn
 from burnish.progress import begin
+from burnish.rollout.branches import Branching
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.rollout import (
     Asked,
@@ -71,8 +72,12 @@ class LocalRollouts:
     overlap; so it is the test's oracle, and measures the effect of lag on a machine without Ray.
     """
 
-    def __init__(self, recipe: Recipe, task: Task, engine: Engine) -> None:
+    def __init__(
+        self, recipe: Recipe, task: Task, engine: Engine, branching: Branching | None = None
+    ) -> None:
+        """``branching`` is None if no steps are valued."""
         self._recipe, self._task, self._engine = recipe, task, engine
+        self._branching = branching
         self._done: deque[list[Group]] = deque()
         self.note: Note = ignore
 
@@ -83,7 +88,8 @@ class LocalRollouts:
         params, size = sampling(self._recipe), self._recipe.rollout.group_size
         total = size * len(asked)
         report = begin("generate", f"sampling {total} responses", total=total, unit="responses")
-        responses = sample(self._engine, asked, size, params, Stream.TRAIN, report)
+        how = params, Stream.TRAIN, report, self._branching
+        responses = sample(self._engine, asked, size, *how)
         groups = grade(self._task, asked, responses)
         for group in groups:
             version = group.oldest_version

@@ -237,6 +237,7 @@ class _Recorder:
         timings = self.timers.take()
         if "time/generate" in timings and "time/wait" not in timings:
             sampled = metrics["rollout/length"] * metrics["rollout/responses"]
+            sampled += metrics.get("rollout/continuation_tokens", 0.0)
             timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
         self._append(number, metrics, timings)
         if self._ledger is not None:

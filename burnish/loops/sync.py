@@ -26,6 +26,7 @@ from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.progress import begin
 from burnish.rl.sequences import sequence_lengths, sequence_sum
+from burnish.rollout.branches import Branching
 from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import check_errors, describe, drop_errors, grade, sample, sampling
 from burnish.runs.metrics import Metrics, Timers, combine
@@ -60,8 +61,12 @@ def train(
     learner: Learner,
     timers: Timers,
     start: int = 0,
+    branching: Branching | None = None,
 ) -> Iterator[Step]:
-    """Runs the loop from step ``start`` on, yielding after each step."""
+    """Runs the loop from step ``start`` on, yielding after each step.
+
+    ``branching`` is None if no steps are valued.
+    """
     params, some = sampling(recipe), counted(recipe.rollout.batch, "response")
     doing = f"sampling {some} to {recipe.prompts_per_rollout} prompts"
     engine.load(learner.weights())
@@ -72,7 +77,7 @@ def train(
         with timers("generate"):
             report = begin("generate", doing, total=recipe.rollout.batch, unit="responses")
             size = recipe.rollout.group_size
-            responses = sample(engine, asked, size, params, Stream.TRAIN, report)
+            responses = sample(engine, asked, size, params, Stream.TRAIN, report, branching)
         with timers("grade"):
             begin("grade", f"grading {some}")
             sampled = grade(task, asked, responses)

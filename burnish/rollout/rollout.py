@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from reprlib import Repr
 from typing import Any
 
@@ -15,6 +16,7 @@ from burnish.draws import Stream
 from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
+from burnish.rollout.branches import Branching, describe_steps, valued
 from burnish.schema.recipe import Recipe
 from burnish.tasks.task import Task
 from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
@@ -49,9 +51,14 @@ def sample(
     params: SamplingParams,
     stream: Stream = Stream.TRAIN,
     report: Report = unheard,
+    branching: Branching | None = None,
 ) -> list[tuple[Completion, ...]]:
-    """``samples`` completions of each prompt."""
-    return complete(engine, requests_of(asked, samples, params, stream), report=report)
+    """``samples`` completions of each prompt. ``branching`` is None if no steps are valued."""
+    requests = requests_of(asked, samples, params, stream)
+    responses = complete(engine, requests, report=report)
+    if branching is None:
+        return responses
+    return branching.extend(requests, responses, partial(complete, engine))
 
 
 def requests_of(
@@ -108,17 +115,23 @@ def sampling(recipe: Recipe) -> SamplingParams:
 
 
 def grade(task: Task, asked: Asked, responses: Sequence[tuple[Completion, ...]]) -> list[Group]:
-    """The groups of the prompts and their responses; the task does not see aborted samples."""
+    """The groups of the prompts and their responses, whose steps are valued if they have branches.
+    The task does not see aborted samples."""
     given = list(zip(asked, responses, strict=True))
-    whole = [(p, c) for (_, p), completions in given for c in completions if not is_aborted(c)]
+    left = iter(_grades(task, [(p, c) for (_, p), completions in given for c in completions]))
+    groups = [
+        Group(index, prompt, cs, tuple(next(left) for _ in cs)) for (index, prompt), cs in given
+    ]
+    return valued(groups, partial(_grades, task))
+
+
+def _grades(task: Task, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+    whole = [(prompt, completion) for prompt, completion in pairs if not is_aborted(completion)]
     grades = task.grade_all(whole)
     if len(grades) != len(whole):
         raise DataError(f"the task gave {len(grades)} grades for {len(whole)} responses")
     left = iter(grades)
-    return [
-        Group(index, prompt, cs, tuple(ABORTED if is_aborted(c) else next(left) for c in cs))
-        for (index, prompt), cs in given
-    ]
+    return [ABORTED if is_aborted(completion) else next(left) for _, completion in pairs]
 
 
 def is_aborted(completion: Completion) -> bool:
@@ -190,7 +203,7 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
     ]
     by_group = [[g.reward for g in group.grades if not g.is_error] for group in groups]
     scored = [own for own in by_group if own]
-    figures = averages(responses)
+    figures = averages(responses) | describe_steps(groups)
     if skipped_prompts:
         figures["skipped_prompts"] = float(skipped_prompts)
     if scored:

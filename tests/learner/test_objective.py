@@ -1,5 +1,6 @@
 """Each piece reaches the loss with its settings."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -37,6 +38,15 @@ def names(kind):
     return [name for name in found if name != "own"]
 
 
+def with_values(groups):
+    """A value before every token."""
+
+    def valued(completion):
+        return replace(completion, values=completion.logprobs**2)
+
+    return [replace(g, completions=tuple(map(valued, g.completions))) for g in groups]
+
+
 SETTINGS = {
     "group_zscore": {"eps": 0.5},
     "best_of_group": {"centered": True},
@@ -47,7 +57,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", names("advantage"))
 def test_advantages(name, two_groups):
-    batch = pack(two_groups)
+    batch = pack(with_values(two_groups) if name == "vine" else two_groups)
     mask, ids = batch.is_action, batch.sequence_ids
     settings = SETTINGS.get(name, {})
     got = make_program(advantage={"name": name, **settings}).advantages(batch, Scores())
@@ -68,6 +78,9 @@ def test_advantages(name, two_groups):
             on_last_action(r, mask, ids), mask, gamma=0.9, sequence_ids=ids
         ),
     }
+    over_tokens["vine"] = lambda: advantages.vine(
+        on_last_action(r, mask, ids), batch.values, mask, sequence_ids=ids
+    )
     if name in over_tokens:
         expected = over_tokens[name]()
     else:
