@@ -114,7 +114,7 @@ class TokenMean(Reduction):
 class Constant(Reduction):
     name: Literal["constant"] = "constant"
     written: ClassVar[str] = "w_(i,t) = 1 / (S · {length})"
-    length: int = Field(ge=1, description="usually the largest response length")
+    length: int = Field(ge=1, description="left out: the largest response length")
 
 
 AnyLoss = Reinforce | Unclipped | Clip | Cispo | OwnLoss
