@@ -79,7 +79,7 @@ def build(recipe: Recipe) -> Parts:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
     steps = branching(recipe, decode)
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine, steps)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
     train: Callable[..., Iterator[sync.Step]]
     train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
     train = partial(train, branching=steps)

@@ -11,6 +11,7 @@ from burnish.errors import ConfigError
 from burnish.pieces.advantages import STEP, Vine
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
+from burnish.schema import selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import PairsTask
@@ -108,6 +109,7 @@ def plan(
         ("task", _task(recipe, size)),
         ("objective", loss if recipe.is_supervised else formula(recipe.objective)),
         ("batches", _batches(recipe)),
+        *selection.describe(recipe),
         *strategy.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]

@@ -176,6 +176,8 @@ class PackedBatch:
     """[S] int64 in [0, groups)"""
     rewards: Tensor
     """[S] float"""
+    parts: Tensor
+    """[S, K] float: the parts of the grades that the objective reads; K is 0 if it reads none."""
     values: Tensor | None = None
     """[N] float: the value before each token that begins a step, NaN before others; None if the
     recipe values no steps."""

@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
+from burnish.schema import selection
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
+from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
 from burnish.sections import Section
 from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, LaggedLoop, RuntimeConfig
@@ -89,6 +91,7 @@ class Recipe(Section):
     model: AnyModel = SorterConfig()
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     rollout: RolloutConfig = RolloutConfig()
+    selection: SelectionConfig = SelectionConfig()
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
@@ -122,6 +125,7 @@ class Recipe(Section):
             self._check_batches()
             self.objective.advantage.check(self)
             strategy.check(self)
+            selection.check(self)
         return self
 
     def _check_batches(self) -> None:
@@ -134,10 +138,11 @@ class Recipe(Section):
                     f"{whole} = {size} must be a multiple of {part} = {unit}; "
                     f"use {size // unit * unit + unit}"
                 )
-        if group < advantage.group:
+        if group < advantage.smallest_group:
             raise ValueError(
-                f"rollout.group_size must be at least 2 for objective.advantage = "
-                f"'{advantage.name}', got {group}; use objective.advantage = 'raw'"
+                f"rollout.group_size must be at least {advantage.smallest_group} for "
+                f"objective.advantage = '{advantage.name}', got {group}; "
+                "use objective.advantage = 'raw', or more responses"
             )
 
     @property

@@ -193,6 +193,7 @@ VINE = "objective.advantage=vine"
         ("keywords", ["objective.advantage.steps=0"], "a number of tokens from 1 on, got 0"),
         ("keywords", ["objective.advantage.steps=words"], "'lines', 'sentences' or .* got 'words'"),
         ("keywords", ["rollout.group_size=1"], "group_size must be at least 2"),
+        ("keywords", ["selection.dead_groups=active"], "use 'dynamic'"),
         ("sort", [], "the sorting model gives all its numbers at once"),
         ("keywords", ["loop=free", "runtime=ray"], "needs loop.name = 'lagged'"),
     ],
