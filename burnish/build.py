@@ -41,6 +41,7 @@ from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import MixtureTask, PairsTask, SortTask
 from burnish.sizes import (
     check_device,
+    check_frozen,
     device_of,
     lacking_room,
     measure,
@@ -143,9 +144,16 @@ def build_learner(recipe: Recipe) -> Learner:
         policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     tell("load", "preparing the learner")
     program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
-    return Learner(
-        policy, program, recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
-    )
+    train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
+    return Learner(policy, program, train, teacher=_teacher(recipe))
+
+
+def _teacher(recipe: Recipe) -> Transformer | None:
+    other = preflight.frozen(recipe).get("teacher.model")
+    if other is None:
+        return None
+    model = open_model(other, DTYPES[settled(recipe).train.precision])[0]
+    return model.to(device_of(recipe)).requires_grad_(False)
 
 
 def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
@@ -293,6 +301,7 @@ def look(
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
+    lacks += [] if is_absent else preflight.problem_of(check_frozen, recipe)
     size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:
         try:

@@ -19,6 +19,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from burnish.errors import ConfigError
+from burnish.pieces.advantages import Teacher
 from burnish.pieces.objective import KINDS
 from burnish.pieces.piece import name_of
 from burnish.schema.models import SorterConfig
@@ -38,6 +39,7 @@ LANGUAGE = [
 """Settings that only a language model reads."""
 SAMPLED = [
     *("rollout", "selection", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
+    *("teacher",),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
@@ -226,6 +228,7 @@ def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
 def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     """The settings that have no effect in the recipe, each with the setting that is the cause."""
     loss, train, chosen = recipe.objective.loss, recipe.train, recipe.selection
+    is_taught = isinstance(recipe.objective.advantage, Teacher)
     is_compared = loss.compares or recipe.objective.reads_proximal_first
     unread = [
         *["objective.ratio"] * ("ratio" not in loss.reads),
@@ -239,6 +242,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
+        "objective.advantage.name": [] if is_taught else ["teacher"],
     }
     return {
         key: cause

@@ -54,6 +54,8 @@ class Size(NamedTuple):
     """Weights of one layer; 0 if not known."""
     copied: int = 0
     """Bytes of a weight in the engine's own copy for matrix products; 0 if it makes none."""
+    frozen: int = 0
+    """Weights of the teacher; 0 if there is none."""
     too_long: int = 0
     """Prompts that were skipped because they are too long."""
 
@@ -121,6 +123,9 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
     settings = [f"{key} = {value!r}" for key, value in given.items()]
     known = "" if size is None else f": {size.parameters:,} parameters"
     lines = [("task", ", ".join([task.name, *settings])), ("model", f"{recipe.model.name}{known}")]
+    if recipe.teacher is not None:
+        count = "" if size is None else f": {size.frozen:,} parameters"
+        lines.append(("teacher", f"{recipe.teacher.model}{count}, frozen"))
     if recipe.stop:
         lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
     if size is not None and size.longest_prompt:
@@ -198,6 +203,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
         Need("memory", "Adam's moments", 8 * learned),
         Need("memory", f"{train.precision} weights", 0 if low == 4 else low * count),
         Need("memory", f"frozen copies ({copies})", copies * low * learned),
+        Need("memory", f"the teacher's {train.precision} weights", low * size.frozen),
         Need("memory", "the engine's weights", samples * (wide + size.copied) * count),
         Need("cache", tokens, samples * cache),
         Need("disk", f"{files} of {spell(each)}", min(kept, saves) * each),
@@ -255,6 +261,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     evaluations = 2 + (train.steps - 1) // validation.every
     upper = min(1.0, (train.layers or size.layers) / size.layers)
     passes = 1 - upper + upper * (_scored(recipe) + 3 * train.epochs)
+    passes += size.frozen / size.parameters
     continued = recipe.rollout.batch * recipe.objective.advantage.continued(round(response))
     sampled = train.steps * (rollout + continued) + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
@@ -264,5 +271,6 @@ def _scored(recipe: Recipe) -> float:
     """Forward passes over a rollout before it is learned."""
     objective, train, batch = recipe.objective, recipe.train, recipe.rollout.batch
     logged = 2 * train.log_kl * min(batch, train.log_kl_responses or batch) / batch
-    again = objective.proximal == "recompute" and recipe.gradient_steps_per_rollout > 1
+    is_read = recipe.gradient_steps_per_rollout > 1 or objective.reads_proximal_first
+    again = objective.proximal == "recompute" and is_read
     return isinstance(objective.kl, KL) + logged + again

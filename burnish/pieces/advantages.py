@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from burnish.schema.recipe import Recipe
-    from burnish.types import PackedBatch
+    from burnish.types import PackedBatch, Scores
 
 STEP = 16
 """Tokens that a line or a sentence is taken to have if its continuations are counted."""
@@ -30,6 +30,8 @@ class Advantage(Piece):
     """The smallest group that it takes, whatever its settings."""
     over_time: ClassVar[bool] = False
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
+    reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ()
+    """The forward passes before the first gradient step that `from_scores` takes."""
     takes_penalty: ClassVar[bool] = True
     """Whether a KL in the reward, which may make it negative, has a place in it."""
 
@@ -57,6 +59,10 @@ class Advantage(Piece):
         """The advantage of every action, [N]; 0 in other slots."""
         per_response = self.estimator(rewards, batch.group_ids)
         return rl("sequences", "to_tokens")(per_response, batch.is_action, batch.sequence_ids)
+
+    def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
+        """The same, if ``scores`` has the passes that this advantage reads."""
+        return self.per_token(rewards, batch)
 
 
 class Raw(Advantage):
@@ -250,6 +256,31 @@ class Vine(Advantage):
         return rl("advantages", "vine")(rewards, batch.values, mask, sequence_ids=ids)
 
 
+class Teacher(Advantage):
+    name: Literal["teacher"] = "teacher"
+    group: ClassVar[int] = 1
+    takes_penalty: ClassVar[bool] = False
+    reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ("proximal", "teacher")
+    reward: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The weight of the reward above its group's mean; 0 if the teacher alone is learned from."""
+
+    @property
+    def smallest_group(self) -> int:
+        return 2 if self.reward else 1
+
+    def formula(self) -> str:
+        reward = f" + {self.reward:g} (r_i − mean_g(r))" if self.reward else ""
+        return f"A_t = log π_teacher − log π_prox{reward}"
+
+    def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
+        mask, ids = batch.is_action, batch.sequence_ids
+        found = rl("advantages", "teacher")(scores.proximal, scores.teacher, mask)
+        if self.reward:
+            above = rl("advantages", "group_mean")(rewards, batch.group_ids)
+            found = found + self.reward * rl("sequences", "to_tokens")(above, mask, ids)
+        return found
+
+
 class OwnAdvantage(Advantage):
     """A function of a script: rewards [S] and group ids [S] to advantages [S]."""
 
@@ -267,4 +298,4 @@ class OwnAdvantage(Advantage):
 
 PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo
 PerResponse = PerGroup | BatchStd | Gdpo | OwnAdvantage
-AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Vine
+AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Vine | Teacher

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
-from burnish.schema import selection
+from burnish.schema import frozen, selection
+from burnish.schema.frozen import TeacherConfig
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
@@ -94,6 +95,7 @@ class Recipe(Section):
     selection: SelectionConfig = SelectionConfig()
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -125,6 +127,7 @@ class Recipe(Section):
             self._check_batches()
             self.objective.advantage.check(self)
             strategy.check(self)
+            frozen.check(self)
             selection.check(self)
         return self
 
