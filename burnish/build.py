@@ -33,6 +33,7 @@ from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.branches import branching
 from burnish.rollout.buffer import Buffer
+from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import pack
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
@@ -79,11 +80,10 @@ def build(recipe: Recipe) -> Parts:
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
-    steps = branching(recipe, decode)
+    steps = branching(recipe, lambda: decode)
     rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
     train: Callable[..., Iterator[sync.Step]]
-    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
-    train = partial(train, branching=steps)
+    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner, steps=steps)
     if recipe.is_stale:
         local = asynchronous.LocalLearner(recipe, learner, engine)
         train = partial(asynchronous.train, recipe, rollouts=rollouts, learner=local, buffer=buffer)
@@ -178,6 +178,7 @@ def decoder(tokenizer: Tokenizer) -> Decode:
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
+    check_phrase(recipe, tokenizer)
     bound = room(recipe, measured(recipe))
 
     def make(part: Any) -> Any:

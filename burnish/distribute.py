@@ -21,9 +21,9 @@ from burnish.engine.protocol import require
 from burnish.loops import asynchronous, free, sync
 from burnish.loops.evaluate import validation
 from burnish.loops.recorder import Parts
-from burnish.pieces.advantages import Vine
 from burnish.progress import tell
 from burnish.rollout.branches import branching
+from burnish.rollout.length import shaping
 from burnish.rollout.rollout import sampling
 from burnish.runs.metrics import Timers
 from burnish.schema.recipe import Recipe
@@ -101,14 +101,12 @@ def make_generator(recipe: Recipe) -> Generator:
     drains = isinstance(loop, FreeLoop) and loop.on_update == "wait"
     is_exact = recipe.engine.precision == recipe.train.precision == "fp32"
     tolerance = 1e-4 if is_exact else ROUGH
-    steps = None
-    if isinstance(recipe.objective.advantage, Vine):
-        steps = branching(recipe, local.decoder(local.open_tokenizer(recipe)))
-    return Generator(engine, drains=drains, tolerance=tolerance, branching=steps)
+    steps = branching(recipe, lambda: local.decoder(local.open_tokenizer(recipe)))
+    return Generator(engine, drains=drains, tolerance=tolerance, steps=steps)
 
 
 def make_scorer(recipe: Recipe) -> Scorer:
-    return Scorer(local.build_task(recipe)[0])
+    return Scorer(local.build_task(recipe)[0], shaping(recipe))
 
 
 def make_learner(recipe: Recipe, how: str, folder: str) -> LearnerPart:

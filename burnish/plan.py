@@ -11,7 +11,7 @@ from burnish.errors import ConfigError
 from burnish.pieces.advantages import STEP, Vine
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
-from burnish.schema import selection
+from burnish.schema import length, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import PairsTask
@@ -109,12 +109,16 @@ def plan(
     loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     return [
         ("task", _task(recipe, size)),
-        ("objective", loss if recipe.is_supervised else formula(recipe.objective)),
+        ("objective", loss if recipe.is_supervised else _objective(recipe)),
         ("batches", _batches(recipe)),
         *selection.describe(recipe),
         *strategy.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]
+
+
+def _objective(recipe: Recipe) -> Lines:
+    return [*formula(recipe.objective), *length.describe(recipe)]
 
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any
 
 from burnish.actors.transport import Parcel, Receiver, Sender
-from burnish.draws import Stream
 from burnish.engine.protocol import Engine, Request
 from burnish.errors import EngineError
 from burnish.learner.learner import State
 from burnish.progress import begin
-from burnish.rollout.branches import Branching
+from burnish.rollout.branches import Steps
+from burnish.rollout.length import Shape, unshaped
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import Asked, complete, grade
 from burnish.types import Completion, Group, Weights
@@ -36,16 +36,11 @@ class Generator:
     """An engine that takes its weights with the requests that they are for."""
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        drains: bool = False,
-        tolerance: float = 1e-4,
-        branching: Branching | None = None,
+        self, engine: Engine, *, drains: bool = False, tolerance: float = 1e-4, steps: Steps = None
     ) -> None:
         """``drains``: samples in flight end before new weights are loaded. ``tolerance``: of the
-        log-probabilities of a probe. ``branching`` is None if no steps are valued."""
-        self._branching = branching
+        log-probabilities of a probe."""
+        self._steps = steps
         self.engine, self._drains, self._receiver = engine, drains, Receiver()
         self._tolerance = tolerance
         self._loaded: tuple[int, int] | None = None
@@ -73,11 +68,12 @@ class Generator:
             report(total - left)
             self._step()
         answers = self._finished(wanted)
-        if self._branching is None or requests[0].stream is not Stream.TRAIN:
-            return answers
-        own = partial(complete, self.engine)
-        branched = self._branching.extend(requests, list(answers.values()), own)
-        return dict(zip(wanted, branched, strict=True))
+        if self._steps is not None:
+            own = partial(complete, self.engine)
+            answers = dict(
+                zip(wanted, self._steps.extend(requests, [*answers.values()], own), strict=True)
+            )
+        return answers
 
     evaluate = sample
     """By this name in a timeline: its responses are not learned from."""
@@ -142,11 +138,12 @@ class Generator:
 class Scorer:
     """A task that grades in a process of its own."""
 
-    def __init__(self, task: Any) -> None:
-        self.task = task
+    def __init__(self, task: Any, shape: Shape = unshaped) -> None:
+        """``shape`` changes the rewards of a graded group."""
+        self.task, self._shape = task, shape
 
     def grade(self, asked: Asked, responses: Sequence[tuple[Completion, ...]]) -> list[Group]:
-        return grade(self.task, asked, responses)
+        return grade(self.task, asked, responses, self._shape)
 
 
 class LearnerPart:

@@ -26,8 +26,9 @@ from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.progress import begin
 from burnish.rl.sequences import sequence_lengths, sequence_sum
-from burnish.rollout.branches import Branching
+from burnish.rollout.branches import Steps
 from burnish.rollout.filling import fill, sample_actively
+from burnish.rollout.length import shaping
 from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import describe, grade, sample, sampling
 from burnish.runs.metrics import Metrics, Timers, combine
@@ -62,12 +63,9 @@ def train(
     learner: Learner,
     timers: Timers,
     start: int = 0,
-    branching: Branching | None = None,
+    steps: Steps = None,
 ) -> Iterator[Step]:
-    """Runs the loop from step ``start`` on, yielding after each step.
-
-    ``branching`` is None if no steps are valued.
-    """
+    """Runs the loop from step ``start`` on, yielding after each step."""
     params, size = sampling(recipe), recipe.rollout.group_size
 
     def ask(count: int) -> list[Group]:
@@ -78,10 +76,10 @@ def train(
             report = begin("generate", doing, total=count * size, unit="responses")
             if recipe.selection.dead_groups == "active":
                 return sample_actively(recipe, engine, task, asked, prompts.take, report)
-            responses = sample(engine, asked, size, params, Stream.TRAIN, report, branching)
+            responses = sample(engine, asked, size, params, Stream.TRAIN, report, steps)
         with timers("grade"):
             begin("grade", f"grading {some}")
-            return grade(task, asked, responses)
+            return grade(task, asked, responses, shaping(recipe))
 
     engine.load(learner.weights())
     for number in range(start, recipe.train.steps):
@@ -129,8 +127,8 @@ def learn(
 
 
 def count_tokens(groups: list[Group]) -> int:
-    """Tokens of the responses that the policy sampled."""
-    return sum(int(c.sampled.sum()) for group in groups for c in group.completions)
+    """Tokens of the responses that the policy sampled and learns from."""
+    return sum(int(c.sampled.sum()) * c.in_loss for group in groups for c in group.completions)
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:

@@ -224,21 +224,22 @@ class Vine(Advantage):
         )
 
     def check(self, recipe: Recipe) -> None:
-        if recipe.task.name == "sort":
-            raise ValueError(
-                "objective.advantage = 'vine' needs responses that can be continued, and the "
-                "sorting model gives all its numbers at once; use another advantage"
-            )
-        if recipe.loop.name == "free":
-            raise ValueError(
-                "objective.advantage = 'vine' needs loop.name = 'lagged': continuations are "
-                "sampled with the weights of their response, and got loop.name = 'free'"
-            )
-        if recipe.selection.dead_groups == "active":
-            raise ValueError(
-                "objective.advantage = 'vine' samples continuations of whole rounds, and got "
-                "selection.dead_groups = 'active'; use 'dynamic'"
-            )
+        active = recipe.selection.dead_groups == "active"
+        rules = {
+            "needs responses that can be continued, and the sorting model gives all its numbers at "
+            "once; use another advantage": recipe.task.name != "sort",
+            "needs loop.name = 'lagged', got 'free': continuations are sampled with the weights of "
+            "their response": recipe.loop.name != "free",
+            "continues whole rounds; use selection.dead_groups = 'dynamic'": not active,
+            "values steps by the task's reward alone; use [length] name = 'none', got "
+            f"'{recipe.length.name}'": recipe.length.name == "none",
+            "counts all responses of a group; use rollout.overlong = 'mask', got 'drop'": (
+                recipe.rollout.overlong != "drop"
+            ),
+        }
+        for told, holds in rules.items():
+            if not holds:
+                raise ValueError(f"objective.advantage = 'vine' {told}")
 
     def formula(self) -> str:
         cut = f"{self.steps} tokens" if isinstance(self.steps, int) else f"one of its {self.steps}"

@@ -46,7 +46,10 @@ class Branching:
         responses: Responses,
         complete: Callable[[list[Request]], Responses],
     ) -> Responses:
-        """The responses of the requests with their branches, which ``complete`` samples."""
+        """The responses of the requests with their branches, which ``complete`` samples; held-out
+        responses have none."""
+        if any(request.stream is not Stream.TRAIN for request in requests):
+            return responses
         asked = [list(map(self.starts, own)) for own in responses]
         found = iter(
             complete(
@@ -93,12 +96,16 @@ class Branching:
         )
 
 
-def branching(recipe: Recipe, decode: Callable[[IntArray], list[str]]) -> Branching | None:
-    """None if the recipe values no steps."""
+Steps = Branching | None
+"""None if a recipe values no steps."""
+
+
+def branching(recipe: Recipe, decoder: Callable[[], Callable[[IntArray], list[str]]]) -> Steps:
+    """``decoder`` gives the function from token ids to texts."""
     piece = recipe.objective.advantage
     if not isinstance(piece, Vine):
         return None
-    return Branching(piece.steps, piece.continuations, recipe.rollout.group_size, decode)
+    return Branching(piece.steps, piece.continuations, recipe.rollout.group_size, decoder())
 
 
 def starts_of(texts: Sequence[str], steps: int | str) -> list[int]:

@@ -82,8 +82,10 @@ def _segments(group: Group) -> Iterator[tuple[np.ndarray, ...]]:
     yield prompt, nothing > 0, nothing, nothing + 1, nothing, nothing + np.nan
     for c in group.completions:
         temperature = np.full(len(c.token_ids), c.params.temperature)
+        action = c.sampled & c.in_loss
+        logprobs = np.where(action, c.logprobs, 0)
         values = np.full(len(c.token_ids), np.nan) if c.values is None else c.values
-        yield c.token_ids, c.sampled, c.logprobs, temperature, c.versions, values
+        yield c.token_ids, action, logprobs, temperature, c.versions, values
 
 
 def _has_values(groups: Sequence[Group]) -> bool:
