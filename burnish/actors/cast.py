@@ -70,9 +70,8 @@ class Generator:
         answers = self._finished(wanted)
         if self._steps is not None:
             own = partial(complete, self.engine)
-            answers = dict(
-                zip(wanted, self._steps.extend(requests, [*answers.values()], own), strict=True)
-            )
+            found = self._steps.extend(requests, [*answers.values()], own)
+            answers = dict(zip(wanted, found, strict=True))
         return answers
 
     evaluate = sample
