@@ -47,7 +47,7 @@ from burnish.sizes import (
     scratch_shape,
     settled,
 )
-from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks import gym, judged, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -62,6 +62,7 @@ TASKS: dict[str, Any] = {
     "keywords": keywords.make_keywords,
     "math": math.make_math,
     "gym": gym.make_gym,
+    "judged": judged.make_judged,
 }
 
 
@@ -107,7 +108,8 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
-    return PromptStream(task, None if is_sorter else room(recipe, measured(recipe)))
+    bound = None if is_sorter else room(recipe, measured(recipe))
+    return PromptStream(task, bound, judged.evolving(recipe))
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -175,7 +177,7 @@ def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     task: Task
     if isinstance(recipe.task, MixtureTask):
         parts = {name: make(part) for name, part in recipe.task.tasks.items()}
-        task = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
+        task = mixture.Mixture(parts, recipe.task.weights, recipe.task.scales, seed=recipe.seed)
     else:
         task = make(recipe.task)
     task.validation = [prompt for prompt in task.validation if fits(prompt, bound)]

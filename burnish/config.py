@@ -215,6 +215,8 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "objective.ratio",
         *["objective.proximal"] * (not recipe.objective.reads_proximal_first),
     ]
+    in_loss = getattr(recipe.objective.kl, "where", "loss") == "loss"
+    free = recipe.objective.advantage.is_scale_free and in_loss
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
@@ -222,6 +224,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": [] if "ratio" in loss.reads else ratio,
+        "objective.advantage.name": ["task.scales"] if free else [],
     }
     return {
         key: cause

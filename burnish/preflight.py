@@ -25,7 +25,15 @@ from burnish.runs import checkpoints
 from burnish.runs.directory import check_new, to_jsonl, version_of
 from burnish.schema.models import LanguageConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import FilesTask, GymTask, MathTask, MixtureTask, PairsTask, Rows
+from burnish.schema.tasks import (
+    FilesTask,
+    GymTask,
+    JudgedTask,
+    MathTask,
+    MixtureTask,
+    PairsTask,
+    Rows,
+)
 
 EXTRAS = {
     "math": ("math_verify", "grading answers of math tasks"),
@@ -70,7 +78,8 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
     found = [] if path is None else problem_of(check_new, path)
     for check in (check_extras, check_files, check_model):
         found += problem_of(check, recipe)
-    return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
+    found = found or problem_of(check_rows, recipe)  # rows may need a package that is missing
+    return found or problem_of(check_judges, recipe)
 
 
 def problem_of(check: Callable[..., None], *given: Any) -> list[BurnishError]:
@@ -112,7 +121,7 @@ def check_files(recipe: Recipe) -> None:
 
 def check_rows(recipe: Recipe) -> None:
     """Raises if a row lacks a field that its task needs, or if a reward is missing."""
-    from burnish.tasks import math, pairs, rows, text
+    from burnish.tasks import judged, math, pairs, rows, text
 
     for task in recipe.tasks:
         if isinstance(task, FilesTask):
@@ -124,6 +133,17 @@ def check_rows(recipe: Recipe) -> None:
             rows.rows_of(task, seed=recipe.seed, check=pairs.check_pair)
         if isinstance(task, MathTask):
             math.rows_of(task, seed=recipe.seed)
+        if isinstance(task, JudgedTask):
+            rows.rows_of(task, seed=recipe.seed, check=partial(judged.check_judged, task))
+
+
+def check_judges(recipe: Recipe) -> None:
+    """Raises if a judge does not answer; each is asked once."""
+    from burnish.graders.judge import Judge
+
+    for task in recipe.tasks:
+        if isinstance(task, JudgedTask):
+            Judge(task.judge).check()
 
 
 def check_model(recipe: Recipe) -> None:

@@ -159,7 +159,7 @@ def train(
         with timers("publish"):
             begin("publish", "handing the new weights to the generators")
             learner.publish()
-        rollout = describe(sampled, prompts.skipped - skipped) | dropped
+        rollout = describe(sampled, prompts.skipped - skipped) | dropped | prompts.learn(sampled)
         yield step._replace(metrics=rollout | step.metrics)
 
 

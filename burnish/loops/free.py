@@ -204,6 +204,6 @@ def train(
         with timers("publish"):
             learner.publish()
         dropped["rollout/stale_groups"] = float(run.dropped)
-        metrics = describe(sampled, prompts.skipped - skipped) | dropped
+        metrics = describe(sampled, prompts.skipped - skipped) | dropped | prompts.learn(sampled)
         run.dropped = 0
         yield step._replace(metrics=metrics | step.metrics)

@@ -83,7 +83,7 @@ def train(
         with timers("publish"):
             begin("publish", "handing the new weights to the sampler")
             engine.load(learner.weights())
-        rollout = describe(sampled, prompts.skipped - skipped) | dropped
+        rollout = describe(sampled, prompts.skipped - skipped) | dropped | prompts.learn(sampled)
         yield step._replace(metrics=rollout | step.metrics)
 
 

@@ -26,6 +26,8 @@ class Advantage(Piece):
     """The smallest group that it takes."""
     over_time: ClassVar[bool] = False
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
+    is_scale_free: ClassVar[bool] = False
+    """Whether a factor of a group's rewards changes nothing."""
 
     @property
     def estimator(self) -> Callable[..., Tensor]:
@@ -51,6 +53,7 @@ class GroupMean(Advantage):
 class GroupZscore(Advantage):
     name: Literal["group_zscore"] = "group_zscore"
     written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / (std_g(r) + {eps:g})"
+    is_scale_free: ClassVar[bool] = True
     eps: float = Field(1e-6, gt=0, description="added to the std")
 
 

@@ -6,13 +6,14 @@ saved in checkpoints, and a resumed run goes on with the prompt that would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from burnish.errors import DataError
 from burnish.plan import Room
+from burnish.tasks.judged import Evolving
 from burnish.tasks.task import Task
-from burnish.types import Prompt
+from burnish.types import Group, Prompt
 
 PATIENCE = 100
 """Prompts in a row that may be too long."""
@@ -23,9 +24,15 @@ class PromptStream:
 
     BEGINNING: ClassVar[dict[str, Any]] = {"groups": 0, "prompts": 0, "skipped": 0, "open": []}
 
-    def __init__(self, task: Task, room: Room | None = None) -> None:
-        """room: for the longest prompt; None if no model bounds it."""
-        self._task, self._room = task, room
+    def __init__(
+        self,
+        task: Task,
+        room: Room | None = None,
+        evolving: Mapping[str | None, Evolving] | None = None,
+    ) -> None:
+        """room: for the longest prompt; None if no model bounds it. evolving: criteria that are
+        proposed during the run, by the part whose prompts take them."""
+        self._task, self._room, self._evolving = task, room, evolving or {}
         self._groups = self._prompts = self.skipped = 0
         self._open: dict[int, int] = {}
         """The place of each open group's prompt in the task's order."""
@@ -46,7 +53,7 @@ class PromptStream:
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of an open group."""
-        return self._task.prompt(self._open[index])
+        return self._ask(self._open[index])
 
     def close(self, indices: Iterable[int]) -> None:
         """These groups were learned from, or dropped."""
@@ -57,18 +64,39 @@ class PromptStream:
         """Closes a group, and asks its prompt under a new index."""
         return self._begin(self._open.pop(index))
 
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Takes a step's graded groups, all that were sampled -> metrics."""
+        metrics: dict[str, float] = {}
+        for part, own in self._evolving.items():
+            told = own.learn([group for group in groups if group.prompt.part == part])
+            metrics |= {name if part is None else f"{name}/{part}": n for name, n in told.items()}
+        return metrics
+
+    def versions(self, step: int) -> list[dict[str, Any]]:
+        """The versions of rubrics that a step made."""
+        every = [(part, row) for part, own in self._evolving.items() for row in own.versions]
+        return [row | {"part": part} for part, row in every if row["step"] == step]
+
     def state(self) -> dict[str, Any]:
+        rubrics = {part or "": own.state() for part, own in self._evolving.items()}
         counts = {"groups": self._groups, "prompts": self._prompts, "skipped": self.skipped}
-        return {**counts, "open": list(self._open.items())}
+        return {**counts, "open": list(self._open.items()), "rubrics": rubrics}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._groups, self._prompts = state["groups"], state["prompts"]
         self.skipped, self._open = state["skipped"], dict(state["open"])
+        for part, own in self._evolving.items():
+            own.load_state(state.get("rubrics", {}).get(part or "", {}))
 
     def _begin(self, place: int) -> tuple[int, Prompt]:
         index, self._groups = self._groups, self._groups + 1
         self._open[index] = place
-        return index, self._task.prompt(place)
+        return index, self._ask(place)
+
+    def _ask(self, place: int) -> Prompt:
+        prompt = self._task.prompt(place)
+        own = self._evolving.get(prompt.part)
+        return prompt if own is None else own.attach(prompt)
 
     def _next(self) -> tuple[int, Prompt]:
         for _ in range(PATIENCE):
