@@ -66,8 +66,10 @@ def options(
 
 @app.command()
 def recipes() -> None:
-    """List the recipes, a line each."""
-    _print_table((f"[bold]{n}", escape(config.load(n).description)) for n in config.list_recipes())
+    """List the recipes and presets, a line each."""
+    for folder in (config.RECIPES, config.PRESETS):
+        found = {name: config.read_recipe(name, folder) for name in config.list_recipes(folder)}
+        _print_table((f"[bold]{n}", escape(table["description"])) for n, table in found.items())
 
 
 @app.command()

@@ -23,7 +23,7 @@ from burnish.plan import Need, spell
 from burnish.progress import tell
 from burnish.runs import checkpoints
 from burnish.runs.directory import check_new, to_jsonl, version_of
-from burnish.schema.models import LanguageConfig
+from burnish.schema.models import LanguageConfig, ScratchConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import (
     FilesTask,
@@ -46,6 +46,7 @@ EXTRAS = {
 """The optional parts of the package: for each, a module that it installs, and its purpose."""
 MADE = {
     "sums": "python examples/write_sums.py sums",
+    "small-sums": "python examples/write_sums.py small-sums --recipe sums",
     "sentences": "python examples/write_keywords.py sentences --recipe keywords-scratch",
 }
 """Directories that recipes read, and the commands that write them."""
@@ -150,7 +151,8 @@ def check_model(recipe: Recipe) -> None:
     from burnish.model import hub
 
     name, path = recipe.source, Path(recipe.source).expanduser()
-    if not name or name == hub.DEFAULT or name.startswith("hf:"):
+    is_bytes = name == hub.BYTES and isinstance(recipe.model, ScratchConfig)
+    if not name or name == hub.DEFAULT or is_bytes or name.startswith("hf:"):
         return
     if (path / "recipe.toml").is_file():
         checkpoints.choose(path, "last")  # it raises if there is none

@@ -166,6 +166,8 @@ class PackedBatch:
     """[S] int64 in [0, groups)"""
     rewards: Tensor
     """[S] float"""
+    parts: Tensor
+    """[S, K] float: the parts of the grades that the objective reads; K is 0 if it reads none."""
 
     def to(self, device: Any) -> PackedBatch:
         return PackedBatch(**{name: value.to(device) for name, value in vars(self).items()})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from burnish.errors import ConfigError
+from burnish.pieces.losses import Streams
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.pieces.terms import KL, Importance
 from burnish.rl import kl, ratios
@@ -58,6 +59,11 @@ class Program:
         return needed
 
     @property
+    def graded(self) -> tuple[str, ...]:
+        """Names of the grade's parts that a packed batch must carry."""
+        return self.objective.advantage.graded
+
+    @property
     def refresh(self) -> int | None:
         """The policy becomes the reference every so many rollouts; None if it never does."""
         return self._kl.refresh if self._kl else None
@@ -92,12 +98,11 @@ class Program:
         if isinstance(self.objective.importance, Importance):
             assert proximal is not None, "it is in passes"
             correction = self.objective.importance.weights(proximal, batch)
-        weights = self.objective.reduction.weights
         batches = [
             LearnBatch(
                 batch=part,
                 advantages=advantages[slots],
-                loss_weight=weights(part.is_action, part.sequence_ids).float(),
+                loss_weight=self.objective.reduction.weights(part).float(),
                 proximal_logprobs=at(slots, proximal),
                 reference_logprobs=at(slots, scores.reference),
                 importance=at(slots, correction),
@@ -105,14 +110,13 @@ class Program:
             )
             for part, slots in parts
         ]
-        has_term = self._kl or self.objective.entropy_coefficient
+        has_term = self._kl or self.objective.entropy_coefficient or self.objective.loss.has_term
         return batches if has_term or len(batches) == 1 else [live(learn) for learn in batches]
 
     def token_loss(self, measured: Measured, learn: LearnBatch) -> Tensor:
         """The loss of every slot before its weight, [N]."""
         logprobs = measured.logprobs
-        ratio = self._ratio(logprobs, learn)
-        loss = self.objective.loss.per_token(logprobs, ratio, learn.advantages)
+        loss = self.objective.loss.per_token(self._streams(logprobs, learn))
         if learn.importance is not None:
             loss = learn.importance * finite_gradient(loss, learn.importance)
         if self._kl and self._kl.where == "loss":
@@ -127,16 +131,17 @@ class Program:
         """Figures of a train batch; ``measured`` carries no gradient."""
         logprobs, entropy = measured.logprobs, measured.entropy
         action = learn.batch.is_action
-        ratio, advantage = self._ratio(logprobs, learn)[action], learn.advantages[action]
+        streams = self._streams(logprobs, learn)
+        ratio, advantage = streams["ratio"][action], learn.advantages[action]
         metrics = {
             "train/entropy": entropy[action].mean().item(),
             "train/ratio_min": ratio.min().item(),
             "train/ratio_max": ratio.max().item(),
             "train/advantage_std": advantage.std(correction=0).item(),
         }
-        clipped = self.objective.loss.is_clipped(ratio, advantage)
+        clipped = self.objective.loss.is_clipped(streams)
         if clipped is not None:
-            metrics["train/clip_fraction"] = clipped.float().mean().item()
+            metrics["train/clip_fraction"] = clipped[action].float().mean().item()
         if learn.importance is not None:
             metrics["train/importance"] = learn.importance[action].mean().item()
         if learn.reference_logprobs is not None:
@@ -148,14 +153,18 @@ class Program:
         is_sampler = self.objective.proximal == "behavior"
         return batch.behavior_logprobs if is_sampler else scores.proximal
 
-    def _ratio(self, logprobs: Tensor, learn: LearnBatch) -> Tensor:
+    def _streams(self, logprobs: Tensor, learn: LearnBatch) -> Streams:
+        """The streams that a loss may read, [N] each."""
         proximal = learn.proximal_logprobs
         if proximal is None:  # the policy is where it was: the ratio is 1, its gradient is not 0
             proximal = logprobs.detach()
-        if self.objective.ratio == "token":
-            return ratios.token_ratio(logprobs, proximal)
         mask, ids = learn.batch.is_action, learn.batch.sequence_ids
-        return ratios.sequence_ratio(logprobs, proximal, mask, sequence_ids=ids)
+        if self.objective.ratio == "token":
+            ratio = ratios.token_ratio(logprobs, proximal)
+        else:
+            ratio = ratios.sequence_ratio(logprobs, proximal, mask, sequence_ids=ids)
+        streams = {"logprobs": logprobs, "proximal": proximal, "ratio": ratio}
+        return streams | {"advantages": learn.advantages, "mask": mask, "sequence_ids": ids}
 
 
 def live(learn: LearnBatch) -> LearnBatch:

@@ -100,7 +100,7 @@ def learn(
     some = counted(sum(len(group.grades) for group in groups), "response")
     with timers("score"):
         begin("score", f"scoring {some}", unit="packs")
-        batch = pack(groups).to(learner.device)
+        batch = pack(groups, program.graded).to(learner.device)
         parts = train_batches(batch, recipe.train.batch, count=recipe.train_batches)
         scores = learner.score(batch, parts)
     with timers("learn"):

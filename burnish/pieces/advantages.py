@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,11 +23,22 @@ class Advantage(Piece):
     """
 
     group: ClassVar[int] = 2
-    """The smallest group that it takes."""
+    """The smallest group that it takes, whatever its settings."""
     over_time: ClassVar[bool] = False
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
     is_scale_free: ClassVar[bool] = False
     """Whether a factor of a group's rewards changes nothing."""
+    takes_penalty: ClassVar[bool] = True
+    """Whether a KL in the reward, which may make it negative, has a place in it."""
+
+    @property
+    def smallest_group(self) -> int:
+        return self.group
+
+    @property
+    def graded(self) -> tuple[str, ...]:
+        """Names of the grade's parts that it reads, as columns of ``PackedBatch.parts``."""
+        return ()
 
     @property
     def estimator(self) -> Callable[..., Tensor]:
@@ -69,6 +80,75 @@ class BestOfGroup(Advantage):
 
     def formula(self) -> str:
         return f"A_i = {'(r_i − mean_g(r))' if self.centered else 'r_i'} [r_i = max_g(r)]"
+
+
+class BatchStd(Advantage):
+    name: Literal["batch_std"] = "batch_std"
+    of: Literal["advantages", "rewards"] = Field("advantages", description="which have the std")
+    eps: float = Field(1e-6, gt=0, description="added to the std")
+
+    def formula(self) -> str:
+        of = "r − mean_g(r)" if self.of == "advantages" else "r"
+        return f"A_i = (r_i − mean_g(r)) / (std of {of} over the batch + {self.eps:g})"
+
+
+class PassAtK(Advantage):
+    name: Literal["pass_at_k"] = "pass_at_k"
+    written: ClassVar[str] = (
+        "A_i = (E[M | i is drawn] − E[M]) / (std[M] + {eps:g}),  M = best of {k} responses of the "
+        "group, drawn"
+    )
+    is_scale_free: ClassVar[bool] = True
+    k: int = Field(ge=1, description="responses of which the best counts; below the group size")
+    eps: float = Field(1e-6, gt=0, description="added to the std")
+
+    @property
+    def smallest_group(self) -> int:
+        return self.k + 1
+
+
+class MaxRL(Advantage):
+    name: Literal["maxrl"] = "maxrl"
+    written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / mean_g(r)"
+    is_scale_free: ClassVar[bool] = True
+    takes_penalty: ClassVar[bool] = False
+
+
+Weight = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Gdpo(Advantage):
+    """Each part of the reward is normalised on its own; ``parts`` has their weights by name."""
+
+    name: Literal["gdpo"] = "gdpo"
+    is_scale_free: ClassVar[bool] = True
+    takes_penalty: ClassVar[bool] = False
+    parts: dict[str, Weight] = Field(min_length=1, description="the grade's parts, with weights")
+    eps: float = Field(1e-6, gt=0, description="added to each std")
+
+    def formula(self) -> str:
+        told = " + ".join(f"{weight:g} z_g({part})" for part, weight in self.parts.items())
+        return f"A_i = a_i / (std of a over the batch + {self.eps:g}),  a = {told}"
+
+    @property
+    def graded(self) -> tuple[str, ...]:
+        return tuple(self.parts)
+
+    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        how: dict[str, Any] = {"weights": list(self.parts.values()), "eps": self.eps}
+        found = rl("advantages", "gdpo")(batch.parts, batch.group_ids, **how)
+        return rl("sequences", "to_tokens")(found, batch.is_action, batch.sequence_ids)
+
+
+class Opo(Advantage):
+    name: Literal["opo"] = "opo"
+    written: ClassVar[str] = "A_i = r_i − Σ_g |y_j| r_j / Σ_g |y_j|"
+
+    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        mask, ids = batch.is_action, batch.sequence_ids
+        lengths = rl("sequences", "sequence_lengths")(mask, ids)
+        found = self.estimator(rewards, batch.group_ids, lengths)
+        return rl("sequences", "to_tokens")(found, mask, ids)
 
 
 class ReinforcePlusPlus(Advantage):
@@ -130,5 +210,6 @@ class OwnAdvantage(Advantage):
         return partial(self.function)
 
 
-PerResponse = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | OwnAdvantage
+PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo
+PerResponse = PerGroup | BatchStd | Gdpo | OwnAdvantage
 AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae

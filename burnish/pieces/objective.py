@@ -43,6 +43,15 @@ class ObjectiveConfig(Section):
                 "has importance, which corrects proximal against behavior, and proximal = "
                 "'behavior': it would always be 1; use proximal = 'recompute'"
             )
+        if (
+            isinstance(self.kl, KL)
+            and self.kl.where == "reward"
+            and not self.advantage.takes_penalty
+        ):
+            raise ValueError(
+                f"has kl.where = 'reward', which advantage = '{self.advantage.name}' has no place "
+                "for; use kl.where = 'loss'"
+            )
         return self
 
     @property
@@ -72,6 +81,9 @@ def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
     ]
     if "ratio" in objective.loss.reads:
         lines.append(("ratio", RATIOS[objective.ratio]))
+    elif objective.loss.compares:
+        lines.append(("ratio", RATIOS["token"]))
+    if objective.loss.compares:
         lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
     if isinstance(kl, KL):
         penalty = f",  r ← r − {kl.coefficient:g} Σ_t {kl.name}_t" if kl.where == "reward" else ""

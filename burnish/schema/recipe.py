@@ -133,10 +133,11 @@ class Recipe(Section):
                     f"{whole} = {size} must be a multiple of {part} = {unit}; "
                     f"use {size // unit * unit + unit}"
                 )
-        if group < advantage.group:
+        if group < advantage.smallest_group:
             raise ValueError(
-                f"rollout.group_size must be at least 2 for objective.advantage = "
-                f"'{advantage.name}', got {group}; use objective.advantage = 'raw'"
+                f"rollout.group_size must be at least {advantage.smallest_group} for "
+                f"objective.advantage = '{advantage.name}', got {group}; "
+                "use objective.advantage = 'raw', or more responses"
             )
 
     @property
