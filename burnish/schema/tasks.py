@@ -127,7 +127,7 @@ class JudgedTask(Rows):
     rubric: Rubric | None = Field(None, description="of rows that have none of their own")
     judge: JudgeConfig
     evolve: EvolveConfig | None = Field(None, description="None: the rubric stays as it is")
-    must_end: bool = Field(False, description="a response that does not end by itself earns 0")
+    must_end: bool = Field(False, description="one that does not end by itself earns at most 0")
 
 
 class PairsTask(Rows):
