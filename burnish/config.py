@@ -19,6 +19,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from burnish.errors import ConfigError
+from burnish.pieces.advantages import Teacher
 from burnish.pieces.objective import KINDS
 from burnish.pieces.piece import name_of
 from burnish.schema.models import SorterConfig
@@ -37,11 +38,14 @@ LANGUAGE = [
 ]
 """Settings that only a language model reads."""
 SAMPLED = [
-    *("rollout", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
+    *("rollout", "selection", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
+    *("teacher",),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
 """Settings that a supervised run does not read, since it samples nothing."""
+FILLING = ["selection.max_asked", "selection.on_bound"]
+"""Settings that only a run reads which asks other prompts in the place of dead groups."""
 APART = [
     *("runtime.address", "runtime.generators", "runtime.generator", "runtime.learner"),
     *("runtime.threads", "runtime.transport", "runtime.deadline"),
@@ -223,7 +227,8 @@ def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
 
 def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     """The settings that have no effect in the recipe, each with the setting that is the cause."""
-    loss, train = recipe.objective.loss, recipe.train
+    loss, train, chosen = recipe.objective.loss, recipe.train, recipe.selection
+    is_taught = isinstance(recipe.objective.advantage, Teacher)
     is_compared = loss.compares or recipe.objective.reads_proximal_first
     unread = [
         *["objective.ratio"] * ("ratio" not in loss.reads),
@@ -234,11 +239,15 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
+        "selection.dead_groups": [] if chosen.fills else FILLING,
         "task.name": SAMPLED if recipe.is_supervised else [],
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
-        "objective.advantage.name": ["task.scales"] if free else [],
+        "objective.advantage.name": [
+            *["task.scales"] * free,
+            *["teacher"] * (not is_taught),
+        ],
     }
     return {
         key: cause

@@ -44,7 +44,7 @@ def build(recipe: Recipe) -> Parts:
     note(f"the transport of weights is {how!r}, {why}")
     folder = tempfile.mkdtemp(prefix="burnish-", dir=cluster.SHARED if how == "shared" else None)
     names = [f"generator-{number}" for number in range(runtime.generators)]
-    group = cluster.Group(how, ["learner", *names] if how in cluster.DIRECT else [])
+    group = cluster.Exchange(how, ["learner", *names] if how in cluster.DIRECT else [])
     supervisor = Supervisor(runtime.deadline, note, partial(tell, "actors"), group=group)
     begin, options = supervisor.start, cluster.options
     for name in names:

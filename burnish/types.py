@@ -187,6 +187,8 @@ class Scores(NamedTuple):
     """None if the objective does not need this pass."""
     reference: Tensor | None = None
     """None if the objective does not need this pass."""
+    teacher: Tensor | None = None
+    """None if the objective does not need this pass."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from burnish.rollout.packing import Pack, take, take_streams
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores
 
 Metrics = dict[str, float]
-Pass = Literal["proximal", "reference"]
+Pass = Literal["proximal", "reference", "teacher"]
 """A forward pass without gradient over a rollout; its name is a field of ``Scores``."""
 
 
@@ -56,7 +56,7 @@ class Program:
         is_read = steps > 1 or self.objective.reads_proximal_first
         if is_read and self.objective.proximal == "recompute":
             needed.insert(0, "proximal")
-        return needed
+        return [*needed, *(name for name in self.objective.advantage.reads if name != "proximal")]
 
     @property
     def graded(self) -> tuple[str, ...]:
@@ -84,7 +84,8 @@ class Program:
             )
         else:
             rewards = rewards - coefficient * sequence_sum(penalty, mask, ids)
-        return estimator.per_token(rewards, batch)
+        scores = scores._replace(proximal=self._proximal(batch, scores))
+        return estimator.from_scores(rewards, batch, scores)
 
     def batches(
         self, batch: PackedBatch, advantages: Tensor, scores: Scores, parts: Sequence[Pack]

@@ -13,7 +13,7 @@ from burnish.pieces.piece import Function, Piece, name_of, rl
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from burnish.types import PackedBatch
+    from burnish.types import PackedBatch, Scores
 
 
 class Advantage(Piece):
@@ -28,6 +28,8 @@ class Advantage(Piece):
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
     is_scale_free: ClassVar[bool] = False
     """Whether a factor of a group's rewards changes nothing."""
+    reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ()
+    """The forward passes before the first gradient step that `from_scores` takes."""
     takes_penalty: ClassVar[bool] = True
     """Whether a KL in the reward, which may make it negative, has a place in it."""
 
@@ -48,6 +50,10 @@ class Advantage(Piece):
         """The advantage of every action, [N]; 0 in other slots."""
         per_response = self.estimator(rewards, batch.group_ids)
         return rl("sequences", "to_tokens")(per_response, batch.is_action, batch.sequence_ids)
+
+    def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
+        """The same, if ``scores`` has the passes that this advantage reads."""
+        return self.per_token(rewards, batch)
 
 
 class Raw(Advantage):
@@ -195,6 +201,31 @@ class Gae(Advantage):
         return gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, sequence_ids=ids)[0]
 
 
+class Teacher(Advantage):
+    name: Literal["teacher"] = "teacher"
+    group: ClassVar[int] = 1
+    takes_penalty: ClassVar[bool] = False
+    reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ("proximal", "teacher")
+    reward: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The weight of the reward above its group's mean; 0 if the teacher alone is learned from."""
+
+    @property
+    def smallest_group(self) -> int:
+        return 2 if self.reward else 1
+
+    def formula(self) -> str:
+        reward = f" + {self.reward:g} (r_i − mean_g(r))" if self.reward else ""
+        return f"A_t = log π_teacher − log π_prox{reward}"
+
+    def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
+        mask, ids = batch.is_action, batch.sequence_ids
+        found = rl("advantages", "teacher")(scores.proximal, scores.teacher, mask)
+        if self.reward:
+            above = rl("advantages", "group_mean")(rewards, batch.group_ids)
+            found = found + self.reward * rl("sequences", "to_tokens")(above, mask, ids)
+        return found
+
+
 class OwnAdvantage(Advantage):
     """A function of a script: rewards [S] and group ids [S] to advantages [S]."""
 
@@ -212,4 +243,4 @@ class OwnAdvantage(Advantage):
 
 PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo
 PerResponse = PerGroup | BatchStd | Gdpo | OwnAdvantage
-AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae
+AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Teacher

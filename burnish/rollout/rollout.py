@@ -30,6 +30,8 @@ PATIENCE = 600.0
 """Seconds that an engine may take to its next token."""
 Asked = Sequence[tuple[int, Prompt]]
 """Prompts, each after the index of its group in the run."""
+Answered = Sequence[tuple[Request, tuple[Completion, ...]]]
+"""Requests, each with its completions in the order of their samples."""
 QUOTED = 3
 """Messages that an error quotes."""
 _SHORT = Repr()
@@ -70,6 +72,7 @@ def complete(
     requests: Sequence[Request],
     *,
     report: Report = unheard,
+    further: Callable[[Answered], Sequence[Request]] | None = None,
     patience: float = PATIENCE,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[Completion, ...]]:
@@ -77,8 +80,11 @@ def complete(
 
     All requests are submitted before the first step, so that the engine's batches, and with them
     the last bits of its logits, are the same whenever the same requests come. ``report`` is told
-    the completions that are done and the tokens that were sampled.
+    the completions that are done and the tokens that were sampled. ``further`` is given the
+    requests that a step has completed, and returns requests to submit before the next step; None
+    if there are no others.
     """
+    requests = list(requests)
     for request in requests:
         engine.submit(request)
     missing = {(request.request_id, i): None for request in requests for i in range(request.n)}
@@ -90,14 +96,30 @@ def complete(
             late = f"was silent for {patience:.0f} s" if engine.unfinished else "forgot samples"
             names = ", ".join(f"sample {i} of {name}" for name, i in list(missing)[:4])
             raise EngineError(f"the engine {late}; {len(missing)} of {total} are missing: {names}")
+        touched = set()
         for completion in engine.step():
             name = completion.request_id, completion.sample_index
             done[name] = completion
             missing.pop(name, None)
+            touched.add(completion.request_id)
         report(len(done), total, tokens=engine.sampled - before)
+        if further is not None:
+            own = [r for r in requests if r.request_id in touched]
+            whole = [r for r in own if all((r.request_id, i) in done for i in range(r.n))]
+            for request in further([(r, _answers(r, done)) for r in whole]) if whole else ():
+                engine.submit(request)
+                requests.append(request)
+                missing |= {(request.request_id, i): None for i in range(request.n)}
+                total += request.n
         if (len(done), engine.sampled) != last:
             last, moved = (len(done), engine.sampled), clock()
-    return [tuple(done[r.request_id, i] for i in range(r.n)) for r in requests]
+    return [_answers(request, done) for request in requests]
+
+
+def _answers(
+    request: Request, done: Mapping[tuple[str, int], Completion]
+) -> tuple[Completion, ...]:
+    return tuple(done[request.request_id, i] for i in range(request.n))
 
 
 def sampling(recipe: Recipe) -> SamplingParams:
@@ -191,6 +213,8 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
     by_group = [[g.reward for g in group.grades if not g.is_error] for group in groups]
     scored = [own for own in by_group if own]
     figures = averages(responses)
+    sampled = [completion.sampled for group in groups for completion in group.completions]
+    figures["tokens_sampled"] = float(sum(map(np.count_nonzero, sampled)))
     if skipped_prompts:
         figures["skipped_prompts"] = float(skipped_prompts)
     if scored:

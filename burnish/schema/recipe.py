@@ -9,7 +9,10 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
+from burnish.schema import frozen, selection
+from burnish.schema.frozen import TeacherConfig
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
+from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
 from burnish.sections import Section
 from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, LaggedLoop, RuntimeConfig
@@ -89,8 +92,10 @@ class Recipe(Section):
     model: AnyModel = SorterConfig()
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     rollout: RolloutConfig = RolloutConfig()
+    selection: SelectionConfig = SelectionConfig()
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -121,6 +126,8 @@ class Recipe(Section):
         if not self.is_supervised:
             self._check_batches()
             strategy.check(self)
+            frozen.check(self)
+            selection.check(self)
         return self
 
     def _check_batches(self) -> None:

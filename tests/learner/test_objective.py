@@ -46,6 +46,7 @@ SETTINGS = {
     "pass_at_k": {"k": 1, "eps": 0.5},
     "gdpo": {"parts": {"format": 0.5, "answer": 2.0}, "eps": 0.5},
     "gae": {"values": lambda batch: batch.positions.float(), "gamma": 0.9, "lam": 0.8},
+    "teacher": {"reward": 0.5},
 }
 
 
@@ -69,9 +70,12 @@ def test_advantages(name, two_groups):
     program = make_program(advantage={"name": name, **settings})
     batch = pack(with_parts(two_groups), program.graded)
     mask, ids = batch.is_action, batch.sequence_ids
-    got = program.advantages(batch, Scores())
+    proximal, taught = random(batch, 0), random(batch, 1)
+    got = program.advantages(batch, Scores(proximal, teacher=taught))
     r, g = batch.rewards, batch.group_ids
+    means = torch.tensor([0.5, 4.0])  # of the groups' rewards: 1, 0 and 2, 3, 7
     over_tokens = {
+        "teacher": lambda: torch.where(mask, taught - proximal + 0.5 * (r - means[g])[ids], 0.0),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids
         ),
