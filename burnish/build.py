@@ -32,6 +32,7 @@ from burnish.model.transformer import Transformer
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.buffer import Buffer
+from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import pack
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
@@ -177,6 +178,7 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
+    check_phrase(recipe, tokenizer)
     bound = room(recipe, measured(recipe))
 
     def make(part: Any) -> Any:

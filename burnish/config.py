@@ -29,17 +29,18 @@ from burnish.sections import OWN, as_table, nearest
 RECIPES = Path(__file__).parent / "recipes"
 PRESETS = Path(__file__).parent / "presets"
 """Published algorithms: settings that go over those of any recipe."""
-CHOSEN = ("task", "model", "loop", *(f"objective.{kind}" for kind in KINDS))
+CHOSEN = ("task", "model", "loop", "length", *(f"objective.{kind}" for kind in KINDS))
 """Sections that a recipe chooses by name, out of several."""
 LANGUAGE = [
     *("device", "engine", "train.layers", "train.recompute", "validation.max_tokens"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
     *("rollout.top_p", "rollout.top_k", "rollout.truncated"),
+    *("rollout.overlong", "rollout.think", "length"),
 ]
 """Settings that only a language model reads."""
 SAMPLED = [
-    *("rollout", "selection", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
-    *("teacher",),
+    *("rollout", "selection", "engine", "objective", "length", "log.rollouts"),
+    *("loop", "buffer", "runtime", "teacher"),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
@@ -286,7 +287,8 @@ def _explain(problem: Any, keys: Sequence[str]) -> str:
         name = problem["ctx"]["tag"]
         return f"{where}.name must be {' or '.join(known)}, got {name!r}{nearest(name, known)}"
     if kind == "missing":
-        return f"{where} is missing: {chosen!r} needs it; set it, as --set {where}=VALUE does"
+        needs = chosen or where.rpartition(".")[0]
+        return f"{where} is missing: {needs!r} needs it; set it, as --set {where}=VALUE does"
     if kind == "value_error":  # a check in this package, which says the value itself
         return f"{where} {told}".strip()
     if kind != "extra_forbidden":

@@ -10,7 +10,7 @@ from burnish import strategy
 from burnish.errors import ConfigError
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
-from burnish.schema import selection
+from burnish.schema import length, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import JudgedTask, MixtureTask, PairsTask
@@ -108,12 +108,16 @@ def plan(
     loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     return [
         ("task", _task(recipe, size)),
-        ("objective", loss if recipe.is_supervised else formula(recipe.objective)),
+        ("objective", loss if recipe.is_supervised else _objective(recipe)),
         ("batches", _batches(recipe)),
         *selection.describe(recipe),
         *strategy.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]
+
+
+def _objective(recipe: Recipe) -> Lines:
+    return [*formula(recipe.objective), *length.describe(recipe)]
 
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:

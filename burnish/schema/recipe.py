@@ -11,6 +11,8 @@ from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.schema import frozen, selection
 from burnish.schema.frozen import TeacherConfig
+from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
+from burnish.schema.length import check as check_length
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
@@ -33,6 +35,8 @@ class RolloutConfig(Section):
     top_k: int | None = Field(None, ge=1)
     truncated: bool = Field(False, description="top_p or top_k is meant in training, too")
     max_errors: float = Field(0.1, ge=0, le=1, description="share of grades that may be errors")
+    overlong: Overlong = Field("keep", description="what becomes of responses cut at the limit")
+    think: ThinkConfig | None = Field(None, description="a budget for thinking; None: none")
 
 
 class EngineConfig(Section):
@@ -95,6 +99,7 @@ class Recipe(Section):
     selection: SelectionConfig = SelectionConfig()
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    length: AnyPenalty = NoPenalty()
     teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -126,6 +131,7 @@ class Recipe(Section):
         if not self.is_supervised:
             self._check_batches()
             strategy.check(self)
+            check_length(self)
             frozen.check(self)
             selection.check(self)
         return self
