@@ -20,7 +20,7 @@ from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
-from burnish.learner.optim import Policy
+from burnish.learner.optim import Optimizer, Policy
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
@@ -29,6 +29,7 @@ from burnish.model import hub, products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
+from burnish.model.value import Critic
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.buffer import Buffer
@@ -50,6 +51,7 @@ from burnish.sizes import (
     settled,
 )
 from burnish.tasks import gym, judged, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -111,7 +113,8 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
     bound = None if is_sorter else room(recipe, measured(recipe))
-    return PromptStream(task, bound, judged.evolving(recipe))
+    history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
+    return PromptStream(task, bound, history, judged.evolving(recipe))
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -143,9 +146,15 @@ def build_learner(recipe: Recipe) -> Learner:
         model = open_model(recipe)[0].to(device_of(recipe))
         policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     tell("load", "preparing the learner")
-    program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
-    return Learner(policy, program, train, teacher=_teacher(recipe))
+    if recipe.is_supervised:
+        return Learner(policy, supervised.PROGRAM, train)
+    program, critic = compile(recipe.objective, recipe.critic), None
+    if recipe.critic is not None:
+        assert isinstance(policy, Transformer), "the schema refuses a critic of the sorting model"
+        own = train.model_copy(update={"learning_rate": recipe.critic.learning_rate})
+        critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own)
+    return Learner(policy, program, train, teacher=_teacher(recipe), critic=critic)
 
 
 def _teacher(recipe: Recipe) -> Transformer | None:

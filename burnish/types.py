@@ -120,6 +120,12 @@ class Grade:
     def is_error(self) -> bool:
         return self.status is Status.ERROR
 
+    @property
+    def is_right(self) -> bool:
+        """Whether a response earned 1 before its length counted, or did all that a reward with
+        partial credit asks: it sorted."""
+        return self.parts.get("sorted", self.reward - self.parts.get("length", 0.0)) > 1 - 1e-6
+
 
 @dataclass(frozen=True)
 class Group:
@@ -189,7 +195,7 @@ class Measured(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities [N] from the forward passes before the first gradient step."""
+    """Streams [N] from the forward passes before the first gradient step."""
 
     proximal: Tensor | None = None
     """None if the objective does not need this pass."""
@@ -197,6 +203,8 @@ class Scores(NamedTuple):
     """None if the objective does not need this pass."""
     teacher: Tensor | None = None
     """None if the objective does not need this pass."""
+    values: Tensor | None = None
+    """V(token_<t) of each action by the critic; None if there is no critic."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +222,10 @@ class LearnBatch:
     importance: Tensor | None = None
     """The correction for the gap between behavior and proximal, without gradient; None if the
     objective has none."""
+    returns: Tensor | None = None
+    """The targets of the critic; None if there is no critic."""
+    old_values: Tensor | None = None
+    """The critic's values before the first step; None if there is no critic."""
     slots: Tensor | None = None
     """Where the tokens stand in the rollout that was scored; None if no rollout was scored."""
 

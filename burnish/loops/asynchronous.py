@@ -165,7 +165,7 @@ def train(
             begin("publish", "handing the new weights to the generators")
             learner.publish()
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
-        rollout |= prompts.learn(filled.sampled)
+        rollout |= prompts.note(filled.sampled)
         yield step._replace(metrics=rollout | step.metrics)
 
 

@@ -90,7 +90,7 @@ def train(
             begin("publish", "handing the new weights to the sampler")
             engine.load(learner.weights())
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
-        rollout |= prompts.learn(filled.sampled)
+        rollout |= prompts.note(filled.sampled)
         yield step._replace(metrics=rollout | step.metrics)
 
 

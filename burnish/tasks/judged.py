@@ -81,7 +81,7 @@ class Evolving:
         own = {name: (text, weight) for name, text in self.active.items()}
         return replace(prompt, reference=row | {"rubric": row["rubric"] | own})
 
-    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+    def note(self, groups: Sequence[Group]) -> dict[str, float]:
         """Drops and adds criteria after a step -> metrics."""
         self.steps += 1
         stds = {name: discrimination(groups, name) for name in self.active}

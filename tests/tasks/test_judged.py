@@ -183,10 +183,10 @@ def test_criteria_come_stay_and_leave():
     answers = iter(['["New.", "Old."]', "No.", '["New.", "Newer."]', '["a", "b", "c"]', '["D."]'])
     with endpoint(lambda request: next(answers)) as (url, requests):
         own = evolving(url)
-        assert own.learn([group_of(0, [1, 1])])["rubric/version"] == 0  # nothing to contrast
+        assert own.note([group_of(0, [1, 1])])["rubric/version"] == 0  # nothing to contrast
         assert not requests
         # The base rubric has "Old." already.
-        metrics = own.learn([group_of(0, [0, 1])])
+        metrics = own.note([group_of(0, [0, 1])])
         assert own.active == {"evolved_1": "New."}
         assert (metrics["rubric/version"], metrics["rubric/active"]) == (1, 1)
         assert (metrics["rubric/calls"], metrics["rubric/tokens"]) == (1, 10)
@@ -197,21 +197,21 @@ def test_criteria_come_stay_and_leave():
             "worse response": "w",
         }
         # It discriminates (std 1/2), and the next answer has the wrong form.
-        metrics = own.learn([group_of(1, [0, 1])])
+        metrics = own.note([group_of(1, [0, 1])])
         assert (metrics["rubric/failed"], metrics["rubric/std"]) == (1, 0.5)
         assert own.active == {"evolved_1": "New."}
         assert told(requests[1])["criterion 2"] == "New."
         # All meet it: it leaves, and does not come back; rewards that differ bring another.
         group = group_of(2, [0, 1], name="other")
         grades = tuple(dataclasses.replace(g, parts={"evolved_1": 1.0}) for g in group.grades)
-        metrics = own.learn([dataclasses.replace(group, grades=grades)])
+        metrics = own.note([dataclasses.replace(group, grades=grades)])
         assert own.active == {"evolved_2": "Newer."}
         assert metrics["rubric/std"] == 0
         # More than there is room for is another form.
-        assert own.learn([group_of(3, [0, 1], name="other")])["rubric/failed"] == 1
-        own.learn([group_of(3, [0, 1], name="other")])
+        assert own.note([group_of(3, [0, 1], name="other")])["rubric/failed"] == 1
+        own.note([group_of(3, [0, 1], name="other")])
         assert own.active == {"evolved_2": "Newer.", "evolved_3": "D."}
-        assert own.learn([group_of(3, [0, 1], name="evolved_2")]).keys() == {
+        assert own.note([group_of(3, [0, 1], name="evolved_2")]).keys() == {
             *("rubric/std", "rubric/version", "rubric/active")
         }  # no room, no call
     assert [row["step"] for row in own.versions] == [2, 4, 6]
