@@ -38,7 +38,7 @@ LANGUAGE = [
 """Settings that only a language model reads."""
 SAMPLED = [
     *("rollout", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
-    *("train.steps", "train.epochs", "train.log_kl"),
+    *("train.steps", "train.epochs", "train.log_kl", "train.mismatch_mean", "train.mismatch_max"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
 """Settings that a supervised run does not read, since it samples nothing."""

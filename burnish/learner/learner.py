@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from burnish.errors import BurnishError
+from burnish.learner import alarm
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
 from burnish.progress import each
@@ -101,7 +102,9 @@ class Learner:
         self._remember(measured.logprobs)
         norm = self.optimizer.gradient_norm()
         metrics = self.program.metrics(measured, learn)
-        metrics |= mismatch(measured.logprobs, learn.batch, self.version)
+        gap = mismatch(measured.logprobs, learn.batch, self.version)
+        alarm.check(measured.logprobs, learn.batch, self.version, gap, self.train)
+        metrics |= gap
         metrics |= self._drift(measured.logprobs, learn)
         metrics |= {"train/loss": loss, "train/grad_norm": norm, "train/skipped": 0.0}
         if self.optimizer.is_scaled:

@@ -11,6 +11,7 @@ from burnish.errors import ConfigError, RunError
 from burnish.schema.recipe import Recipe
 
 FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "description")
+FREE += ("train.mismatch_mean", "train.mismatch_max")
 """Settings that a resumed run may change: they say how long and how often, and alter no result."""
 
 
