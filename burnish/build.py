@@ -20,7 +20,7 @@ from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
-from burnish.learner.optim import Policy
+from burnish.learner.optim import Optimizer, Policy
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
@@ -29,9 +29,11 @@ from burnish.model import hub, products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
+from burnish.model.value import Critic
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.buffer import Buffer
+from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import pack
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
@@ -40,6 +42,7 @@ from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import MixtureTask, PairsTask, SortTask
 from burnish.sizes import (
     check_device,
+    check_frozen,
     device_of,
     lacking_room,
     measure,
@@ -48,6 +51,7 @@ from burnish.sizes import (
     settled,
 )
 from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -77,7 +81,7 @@ def build(recipe: Recipe) -> Parts:
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take)
     train: Callable[..., Iterator[sync.Step]]
     train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
     if recipe.is_stale:
@@ -107,7 +111,9 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
-    return PromptStream(task, None if is_sorter else room(recipe, measured(recipe)))
+    bound = None if is_sorter else room(recipe, measured(recipe))
+    history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
+    return PromptStream(task, bound, history)
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -139,10 +145,23 @@ def build_learner(recipe: Recipe) -> Learner:
         model = open_model(recipe)[0].to(device_of(recipe))
         policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     tell("load", "preparing the learner")
-    program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
-    return Learner(
-        policy, program, recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
-    )
+    train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
+    if recipe.is_supervised:
+        return Learner(policy, supervised.PROGRAM, train)
+    program, critic = compile(recipe.objective, recipe.critic), None
+    if recipe.critic is not None:
+        assert isinstance(policy, Transformer), "the schema refuses a critic of the sorting model"
+        own = train.model_copy(update={"learning_rate": recipe.critic.learning_rate})
+        critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own)
+    return Learner(policy, program, train, teacher=_teacher(recipe), critic=critic)
+
+
+def _teacher(recipe: Recipe) -> Transformer | None:
+    other = preflight.frozen(recipe).get("teacher.model")
+    if other is None:
+        return None
+    model = open_model(other, DTYPES[settled(recipe).train.precision])[0]
+    return model.to(device_of(recipe)).requires_grad_(False)
 
 
 def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
@@ -167,6 +186,7 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
+    check_phrase(recipe, tokenizer)
     bound = room(recipe, measured(recipe))
 
     def make(part: Any) -> Any:
@@ -290,6 +310,7 @@ def look(
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
+    lacks += [] if is_absent else preflight.problem_of(check_frozen, recipe)
     size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:
         try:

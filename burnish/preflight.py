@@ -38,7 +38,7 @@ EXTRAS = {
 """The optional parts of the package: for each, a module that it installs, and its purpose."""
 MADE = {
     "sums": "python examples/write_sums.py sums",
-    "small-sums": "python examples/write_sums.py small-sums --recipe sums",
+    "small-sums": "python examples/write_sums.py small-sums --small",
     "sentences": "python examples/write_keywords.py sentences --recipe keywords-scratch",
 }
 """Directories that recipes read, and the commands that write them."""
@@ -71,6 +71,8 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
     found = [] if path is None else problem_of(check_new, path)
     for check in (check_extras, check_files, check_model):
         found += problem_of(check, recipe)
+    for other in frozen(recipe).values():
+        found += [*problem_of(check_extras, other), *problem_of(check_model, other)]
     return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
 
 
@@ -196,6 +198,15 @@ def origin(recipe: Recipe) -> Recipe:
     return first.model_copy(update={"model": made})
 
 
+def frozen(recipe: Recipe) -> dict[str, Recipe]:
+    """For each frozen model beside the policy, by its setting, the recipe with it as its model."""
+    if recipe.teacher is None:
+        return {}
+    head = {"fp32_head": getattr(recipe.model, "fp32_head", False)}
+    model = LanguageConfig(name=recipe.teacher.model, **head)
+    return {"teacher.model": recipe.model_copy(update={"model": model, "teacher": None})}
+
+
 def raise_all(found: Sequence[BurnishError]) -> None:
     """Raises one problem as it is, and several as one error."""
     if len(found) == 1:
@@ -227,6 +238,8 @@ def hashes(recipe: Recipe) -> dict[str, str]:
         files = _files_of_model(recipe)
         tell("load", f"hashing the files of {recipe.model.name}")
         found["model"] = of_files(files)
+    for setting, other in frozen(recipe).items():
+        found[setting] = of_files(_files_of_model(other))
     return found
 
 

@@ -13,7 +13,11 @@ from burnish.pieces.piece import Function, Piece, name_of, rl
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from burnish.types import PackedBatch
+    from burnish.types import PackedBatch, Scores
+
+
+CRITIC = "critic"
+"""The recipe's critic as a source of values."""
 
 
 class Advantage(Piece):
@@ -26,6 +30,8 @@ class Advantage(Piece):
     """The smallest group that it takes, whatever its settings."""
     over_time: ClassVar[bool] = False
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
+    reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ()
+    """The forward passes before the first gradient step that `from_scores` takes."""
     takes_penalty: ClassVar[bool] = True
     """Whether a KL in the reward, which may make it negative, has a place in it."""
 
@@ -39,6 +45,11 @@ class Advantage(Piece):
         return ()
 
     @property
+    def reads_critic(self) -> bool:
+        """Whether it needs the values of the recipe's critic."""
+        return False
+
+    @property
     def estimator(self) -> Callable[..., Tensor]:
         return partial(rl("advantages", self.name), **self.settings)
 
@@ -46,6 +57,10 @@ class Advantage(Piece):
         """The advantage of every action, [N]; 0 in other slots."""
         per_response = self.estimator(rewards, batch.group_ids)
         return rl("sequences", "to_tokens")(per_response, batch.is_action, batch.sequence_ids)
+
+    def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
+        """The same, if ``scores`` has the passes that this advantage reads."""
+        return self.per_token(rewards, batch)
 
 
 class Raw(Advantage):
@@ -168,25 +183,67 @@ class ReinforcePlusPlusBaseline(Advantage):
 class Gae(Advantage):
     """Generalised advantage estimation over the values of a source.
 
-    The source is a function of a script from a packed batch to values [N], ``values[t]`` before
-    token t. A critic will be a source with a name.
+    The source is the recipe's critic, or a function of a script from a packed batch to values [N],
+    ``values[t]`` before token t.
     """
 
     name: Literal["gae"] = "gae"
     group: ClassVar[int] = 1
     over_time: ClassVar[bool] = True
-    values: Function = Field(description="the source of the values, a function from Python")
+    values: Function = Field(CRITIC, description="'critic', or a function from Python")
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     lam: float = Field(1.0, ge=0, le=1, description="1: returns minus values; 0: one step ahead")
+    whiten: bool = Field(False, description="mean 0 and variance 1 over the rollout's actions")
+
+    @property
+    def reads_critic(self) -> bool:
+        return bool(self.values == CRITIC)
 
     def formula(self) -> str:
-        delta = f"δ_t = r_t + {self.gamma:g} V_(t+1) − V_t,  V = {name_of(self.values)}(batch)"
-        return f"A_t = δ_t + {self.gamma * self.lam:g} A_(t+1),  {delta}"
+        source = "the critic's" if self.reads_critic else f"{name_of(self.values)}(batch)"
+        delta = f"δ_t = r_t + {self.gamma:g} V_(t+1) − V_t,  V = {source}"
+        whitened = ",  then whitened over the rollout" * self.whiten
+        return f"A_t = δ_t + {self.gamma * self.lam:g} A_(t+1){whitened},  {delta}"
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        return self.estimate(rewards, batch, self.values(batch))[0]
+
+    def estimate(
+        self, rewards: Tensor, batch: PackedBatch, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, [N]; returns are never whitened."""
         mask, ids = batch.is_action, batch.sequence_ids
-        gae, values = rl("advantages", "gae"), self.values(batch)
-        return gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, sequence_ids=ids)[0]
+        settings = {"gamma": self.gamma, "lam": self.lam, "sequence_ids": ids}
+        advantages, returns = rl("advantages", "gae")(rewards, values, mask, **settings)
+        if self.whiten:
+            whitened = rl("advantages", "whiten")(advantages, mask)
+            advantages = whitened.where(mask, advantages)
+        return advantages, returns
+
+
+class Teacher(Advantage):
+    name: Literal["teacher"] = "teacher"
+    group: ClassVar[int] = 1
+    takes_penalty: ClassVar[bool] = False
+    reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ("proximal", "teacher")
+    reward: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The weight of the reward above its group's mean; 0 if the teacher alone is learned from."""
+
+    @property
+    def smallest_group(self) -> int:
+        return 2 if self.reward else 1
+
+    def formula(self) -> str:
+        reward = f" + {self.reward:g} (r_i − mean_g(r))" if self.reward else ""
+        return f"A_t = log π_teacher − log π_prox{reward}"
+
+    def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
+        mask, ids = batch.is_action, batch.sequence_ids
+        found = rl("advantages", "teacher")(scores.proximal, scores.teacher, mask)
+        if self.reward:
+            above = rl("advantages", "group_mean")(rewards, batch.group_ids)
+            found = found + self.reward * rl("sequences", "to_tokens")(above, mask, ids)
+        return found
 
 
 class OwnAdvantage(Advantage):
@@ -206,4 +263,4 @@ class OwnAdvantage(Advantage):
 
 PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo
 PerResponse = PerGroup | BatchStd | Gdpo | OwnAdvantage
-AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae
+AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Teacher

@@ -280,6 +280,24 @@ def gae(
     return rows.unpack(advantage_rows), rows.unpack(advantage_rows + value)
 
 
+def teacher(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """How much likelier a teacher finds the token that the policy sampled: distillation on-policy.
+
+        A_t = −(log π_prox − log π_teacher)
+
+    Its mean over tokens that π_prox samples is the negative KL(π_prox ‖ π_teacher) at that place.
+    Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024,
+    https://arxiv.org/abs/2306.13649 (GKD). The discount is 0, as in the post: a token answers for
+    its own KL and not for the KL of later tokens.
+    Differs from the post in the student: its log-probabilities are those of π_prox, which are the
+    sampler's, as there, if the recipe says so. Differs from GKD in the estimate: from the sampled
+    token alone, and not from whole distributions. No gradient passes. All shaped like the mask; 0
+    outside it.
+    """
+    likelier = (teacher_logprobs - logprobs).detach()
+    return torch.where(mask.bool(), likelier, torch.zeros_like(likelier))
+
+
 def _groups(rewards: Tensor, group_ids: Tensor, *, least: int = 1) -> tuple[Tensor, Tensor]:
     """The group number of each reward [S] in [0, groups), and the sizes [groups] as floats."""
     assert rewards.shape == group_ids.shape == (len(rewards),), "both are [S]"

@@ -46,6 +46,7 @@ SETTINGS = {
     "pass_at_k": {"k": 1, "eps": 0.5},
     "gdpo": {"parts": {"format": 0.5, "answer": 2.0}, "eps": 0.5},
     "gae": {"values": lambda batch: batch.positions.float(), "gamma": 0.9, "lam": 0.8},
+    "teacher": {"reward": 0.5},
 }
 
 
@@ -69,9 +70,12 @@ def test_advantages(name, two_groups):
     program = make_program(advantage={"name": name, **settings})
     batch = pack(with_parts(two_groups), program.graded)
     mask, ids = batch.is_action, batch.sequence_ids
-    got = program.advantages(batch, Scores())
+    proximal, taught = random(batch, 0), random(batch, 1)
+    got = program.advantages(batch, Scores(proximal, teacher=taught))
     r, g = batch.rewards, batch.group_ids
+    means = torch.tensor([0.5, 4.0])  # of the groups' rewards: 1, 0 and 2, 3, 7
     over_tokens = {
+        "teacher": lambda: torch.where(mask, taught - proximal + 0.5 * (r - means[g])[ids], 0.0),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids
         ),
@@ -295,5 +299,5 @@ def test_functions_of_a_script_are_pieces(two_groups):
 def test_a_function_that_is_not_here_is_refused():
     with pytest.raises(ConfigError, match=r"function better of a script.* can't be resumed"):
         make_program(advantage={"name": "own", "function": "better"})
-    with pytest.raises(ConfigError, match="the function critic of a script"):
-        make_program(advantage={"name": "gae", "values": "critic"})
+    with pytest.raises(ConfigError, match="the function height of a script"):
+        make_program(advantage={"name": "gae", "values": "height"})
