@@ -32,6 +32,7 @@ from burnish.model.transformer import Transformer
 from burnish.model.value import Critic
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
+from burnish.rollout.branches import branching
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import pack
@@ -81,9 +82,10 @@ def build(recipe: Recipe) -> Parts:
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take)
+    steps = branching(recipe, lambda: decode)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
     train: Callable[..., Iterator[sync.Step]]
-    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
+    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner, steps=steps)
     if recipe.is_stale:
         local = asynchronous.LocalLearner(recipe, learner, engine)
         train = partial(asynchronous.train, recipe, rollouts=rollouts, learner=local, buffer=buffer)
@@ -178,11 +180,11 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
     if isinstance(recipe.task, SortTask):
         return sorting.Sorting(recipe.task, seed=recipe.seed), spell
     tokenizer = open_tokenizer(recipe)
+    return _language_task(recipe, tokenizer), decoder(tokenizer)
 
-    def decode(ids: Any) -> list[str]:
-        return [tokenizer.decode([i]) for i in ids]
 
-    return _language_task(recipe, tokenizer), decode
+def decoder(tokenizer: Tokenizer) -> Decode:
+    return lambda ids: [tokenizer.decode([i]) for i in ids]
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from burnish import strategy
 from burnish.errors import ConfigError
+from burnish.pieces.advantages import STEP, Vine
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
 from burnish.schema import critic, length, selection
@@ -158,6 +159,7 @@ def _batches(recipe: Recipe) -> Lines:
     gradient_steps = counted(recipe.gradient_steps, "gradient step")
     lines = [
         ("rollout", f"{rollout.batch} responses = {prompts} × {samples}"),
+        *_continuations(recipe),
         ("gradient steps", f"{recipe.gradient_steps_per_rollout} per rollout = {steps}"),
         ("in all", f"{every}, {gradient_steps} ({rate})"),
     ]
@@ -167,6 +169,17 @@ def _batches(recipe: Recipe) -> Lines:
             ("alarm", f"halts if sampler and learner differ by more than {', '.join(told)}")
         )
     return lines if train.layers is None else [*lines, ("learning", f"last {train.layers} layers")]
+
+
+def _continuations(recipe: Recipe) -> Lines:
+    """The cost of the continuations that value steps, if the recipe has any."""
+    piece, most = recipe.objective.advantage, recipe.rollout.max_tokens
+    if not isinstance(piece, Vine):
+        return []
+    tokens = recipe.rollout.batch * piece.continued(most)
+    told = f"at most {tokens:,} more tokens are sampled per rollout"
+    known = "" if isinstance(piece.steps, int) else f" and a step {STEP} or more"
+    return [("continuations", f"{told}, if a response has up to {most} tokens{known}")]
 
 
 class Need(NamedTuple):
@@ -263,7 +276,8 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     bodies = 1 if recipe.critic is None or recipe.critic.shared else 2
     passes = 1 - upper + upper * (_scored(recipe) + 3 * bodies * train.epochs)
     passes += size.frozen / size.parameters
-    sampled = train.steps * rollout + evaluations * held_out
+    continued = recipe.rollout.batch * recipe.objective.advantage.continued(round(response))
+    sampled = train.steps * (rollout + continued) + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 
 

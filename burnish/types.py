@@ -93,6 +93,22 @@ class Completion:
     """Cut after the stop string, without the end token."""
     in_loss: bool = True
     """False if the response counts in its group's statistics and nothing is learned from it."""
+    branches: tuple[Branch, ...] | None = None
+    """Responses that go on from this one's steps, until they are graded; None if the recipe values
+    no steps."""
+    values: FloatArray | None = None
+    """[C] the value before each token that begins a step, NaN before others; None if the recipe
+    values no steps."""
+    continued: int = 0
+    """Tokens that were sampled to value its steps."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    start: int
+    """The first token of a step."""
+    completions: tuple[Completion, ...]
+    """Whole responses, whose tokens before ``start`` are those of the response that they value."""
 
 
 class Status(StrEnum):
@@ -176,9 +192,13 @@ class PackedBatch:
     """[S] float"""
     parts: Tensor
     """[S, K] float: the parts of the grades that the objective reads; K is 0 if it reads none."""
+    values: Tensor | None = None
+    """[N] float: the value before each token that begins a step, NaN before others; None if the
+    recipe values no steps."""
 
     def to(self, device: Any) -> PackedBatch:
-        return PackedBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in vars(self).items()}
+        return PackedBatch(**moved)
 
 
 class Measured(NamedTuple):

@@ -134,6 +134,7 @@ class Recipe(Section):
             )
         if not self.is_supervised:
             self._check_batches()
+            self.objective.advantage.check(self)
             strategy.check(self)
             critic.check(self)
             check_length(self)
