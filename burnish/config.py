@@ -42,7 +42,7 @@ LANGUAGE = [
 SAMPLED = [
     *("rollout", "selection", "engine", "objective", "critic", "length", "log.rollouts"),
     *("loop", "buffer", "runtime", "teacher"),
-    *("train.steps", "train.epochs", "train.log_kl"),
+    *("train.steps", "train.epochs", "train.log_kl", "train.mismatch_mean", "train.mismatch_max"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
 """Settings that a supervised run does not read, since it samples nothing."""

@@ -163,6 +163,11 @@ def _batches(recipe: Recipe) -> Lines:
         ("gradient steps", f"{recipe.gradient_steps_per_rollout} per rollout = {steps}"),
         ("in all", f"{every}, {gradient_steps} ({rate})"),
     ]
+    bounds = {"on average": train.mismatch_mean, "on a token": train.mismatch_max}
+    if told := [f"{bound:g} {how}" for how, bound in bounds.items() if bound is not None]:
+        lines.append(
+            ("alarm", f"halts if sampler and learner differ by more than {', '.join(told)}")
+        )
     return lines if train.layers is None else [*lines, ("learning", f"last {train.layers} layers")]
 
 

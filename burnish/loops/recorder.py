@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from burnish.errors import ActorDied, ActorError, BurnishError
+from burnish.errors import ActorDied, ActorError, BurnishError, MismatchError
 from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
 from burnish.progress import Progress, current_show, showing, tell
@@ -180,11 +180,14 @@ class _Recorder:
                     break
         except ActorDied:
             raise  # the learner is gone, and with it all that a checkpoint would hold
-        except BurnishError:
+        except BurnishError as error:
             # A step that halted after it changed the model leaves nothing of the step before it.
             if self.done > self._saved and self.parts.learner.version == self._version:
                 with suppress(ActorError):  # the first error says more
                     self._save()
+            if isinstance(error, MismatchError):
+                error.decode = self.parts.decode
+                self.directory.append("log.txt", f"{error}\n")
             raise
         self.tell(Progress("report", "writing the report"))
         if self.is_done:
