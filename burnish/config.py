@@ -247,6 +247,8 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         *["objective.ratio"] * ("ratio" not in loss.reads),
         *["objective.proximal"] * (not is_compared),
     ]
+    in_loss = getattr(recipe.objective.kl, "where", "loss") == "loss"
+    free = recipe.objective.advantage.is_scale_free and in_loss
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
@@ -259,7 +261,11 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
-        "objective.advantage.name": ["teacher"] * (not is_taught) + ["critic"] * (not is_gae),
+        "objective.advantage.name": [
+            *["task.scales"] * free,
+            *["teacher"] * (not is_taught),
+            *["critic"] * (not is_gae),
+        ],
     }
     return {
         key: cause
