@@ -32,6 +32,7 @@ from burnish.model.transformer import Transformer
 from burnish.model.value import Critic
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
+from burnish.rollout.branches import branching
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import pack
@@ -50,7 +51,7 @@ from burnish.sizes import (
     scratch_shape,
     settled,
 )
-from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks import gym, judged, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
@@ -66,6 +67,7 @@ TASKS: dict[str, Any] = {
     "keywords": keywords.make_keywords,
     "math": math.make_math,
     "gym": gym.make_gym,
+    "judged": judged.make_judged,
 }
 
 
@@ -81,9 +83,10 @@ def build(recipe: Recipe) -> Parts:
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take)
+    steps = branching(recipe, lambda: decode)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
     train: Callable[..., Iterator[sync.Step]]
-    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
+    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner, steps=steps)
     if recipe.is_stale:
         local = asynchronous.LocalLearner(recipe, learner, engine)
         train = partial(asynchronous.train, recipe, rollouts=rollouts, learner=local, buffer=buffer)
@@ -113,7 +116,7 @@ def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
     bound = None if is_sorter else room(recipe, measured(recipe))
     history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
-    return PromptStream(task, bound, history)
+    return PromptStream(task, bound, history, judged.evolving(recipe))
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -178,11 +181,11 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
     if isinstance(recipe.task, SortTask):
         return sorting.Sorting(recipe.task, seed=recipe.seed), spell
     tokenizer = open_tokenizer(recipe)
+    return _language_task(recipe, tokenizer), decoder(tokenizer)
 
-    def decode(ids: Any) -> list[str]:
-        return [tokenizer.decode([i]) for i in ids]
 
-    return _language_task(recipe, tokenizer), decode
+def decoder(tokenizer: Tokenizer) -> Decode:
+    return lambda ids: [tokenizer.decode([i]) for i in ids]
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
@@ -195,7 +198,7 @@ def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     task: Task
     if isinstance(recipe.task, MixtureTask):
         parts = {name: make(part) for name, part in recipe.task.tasks.items()}
-        task = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
+        task = mixture.Mixture(parts, recipe.task.weights, recipe.task.scales, seed=recipe.seed)
     else:
         task = make(recipe.task)
     task.validation = [prompt for prompt in task.validation if fits(prompt, bound)]
