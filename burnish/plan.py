@@ -158,10 +158,8 @@ def _judges(recipe: Recipe) -> Lines:
         told = f"{calls:.0f} calls per step and one per held-out response, or up to {judge.tries} "
         lines.append((f"judge{of}", f"{judge.model} at {judge.url}: {told}times as many"))
         if evolve is not None:
-            told = (
-                f"at most {evolve.most} more criteria, a call every {counted(evolve.every, 'step')}"
-            )
-            lines.append((f"evolving{of}", f"{told}; kept while std_g > {evolve.min_std:g}"))
+            told = f"at most {evolve.most} more criteria, kept while std_g > {evolve.min_std:g}"
+            lines.append((f"evolving{of}", f"{told}; a call every {counted(evolve.every, 'step')}"))
     return lines
 
 
