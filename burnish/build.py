@@ -19,25 +19,28 @@ from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
-from burnish.learner.objective import compile
+from burnish.learner.objective import Program, compile
 from burnish.learner.optim import Policy
+from burnish.learner.preferences import Preferences
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
 from burnish.model import checkpoint as models
-from burnish.model import hub, products
+from burnish.model import hub, products, reward
+from burnish.model.reward import RewardModel
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.buffer import Buffer
-from burnish.rollout.packing import pack
+from burnish.rollout.learned import LearnedReward
+from burnish.rollout.packing import cut, pack
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
 from burnish.schema.models import LanguageConfig, SorterConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import MixtureTask, PairsTask, SortTask
+from burnish.schema.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.sizes import (
     check_device,
     check_frozen,
@@ -48,7 +51,7 @@ from burnish.sizes import (
     scratch_shape,
     settled,
 )
-from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks import gym, keywords, math, mixture, pairs, preferences, sorting, text
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -113,20 +116,26 @@ def stream_of(recipe: Recipe, task: Task) -> PromptStream:
 
 def _build_supervised(recipe: Recipe) -> Parts:
     tell("load", "reading the rows")
-    answers = _pairs(recipe)
+    answers = _written(recipe)
     recipe = config.with_steps(recipe, answers.steps(recipe.train.batch))
     learner = build_learner(recipe)
+    is_reward = isinstance(recipe.task, PreferencesTask)
+    validate = supervised.validate_preferences if is_reward else supervised.validate
     return Parts(
         recipe=recipe,
         learner=learner,
         train=partial(supervised.train, recipe, pairs=answers, learner=learner),
-        validate=partial(supervised.validate, answers, learner),
+        validate=partial(validate, answers, learner),
     )
 
 
-def _pairs(recipe: Recipe) -> pairs.Pairs:
-    assert isinstance(recipe.task, PairsTask)
+def _written(recipe: Recipe) -> pairs.Pairs:
     context, tokenizer = measured(recipe).context, open_tokenizer(recipe)
+    if isinstance(recipe.task, PreferencesTask):
+        bounds = {"context": context, "together": recipe.train.micro_tokens}
+        given: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed} | bounds
+        return preferences.make_preferences(recipe.task, **given)
+    assert isinstance(recipe.task, PairsTask)
     longest = min(context, recipe.train.micro_tokens or context)
     return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
 
@@ -137,10 +146,12 @@ def build_learner(recipe: Recipe) -> Learner:
     if isinstance(recipe.task, SortTask):
         policy = _sorter(recipe)
     else:
-        model = open_model(recipe)[0].to(device_of(recipe))
+        model = open_learned(recipe)[0].to(device_of(recipe))
         policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     tell("load", "preparing the learner")
+    program: Program | Preferences
     program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
+    program = Preferences() if isinstance(policy, RewardModel) else program
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
     return Learner(policy, program, train, teacher=_teacher(recipe))
 
@@ -171,7 +182,18 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
     def decode(ids: Any) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
 
-    return _language_task(recipe, tokenizer), decode
+    return _with_reward(recipe, _language_task(recipe, tokenizer)), decode
+
+
+def _with_reward(recipe: Recipe, task: Task) -> Task:
+    """The task with its learned reward, if the recipe has one."""
+    if recipe.reward_model is None:
+        return task
+    name, train = recipe.reward_model.name, settled(recipe).train
+    tell("load", f"loading {name}")
+    model = reward.load(hub.resolve(name), dtype=DTYPES[train.precision]).to(device_of(recipe))
+    split = partial(cut, tokens=train.micro_tokens, sequences=train.micro_sequences)
+    return LearnedReward(task, model, weight=recipe.reward_model.task, cut=split)
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
@@ -232,7 +254,16 @@ def open_model(
     return model, tokenizer, path
 
 
-def take_weights(model: Transformer, chosen: Path) -> None:
+def open_learned(recipe: Recipe) -> tuple[Transformer | RewardModel, Tokenizer, Path]:
+    """The model that a recipe's run learns, as it is before the first step; see `open_model`."""
+    model, tokenizer, path = open_model(recipe)
+    if not isinstance(recipe.task, PreferencesTask):
+        return model, tokenizer, path
+    pad = tokenizer.backend.token_to_id(tokenizer.special.get("pad_token", ""))
+    return RewardModel(model, tokenizer.end_ids[0] if pad is None else pad), tokenizer, path
+
+
+def take_weights(model: Transformer | RewardModel, chosen: Path) -> None:
     tensors, _ = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(tensors[f"policy.master.{name}"])
@@ -248,7 +279,7 @@ def _sorter(recipe: Recipe) -> Sorter:
 def probe(recipe: Recipe, size: Size) -> Size:
     """The size with the prompts of a recipe whose model and rows are here; every row is checked."""
     if recipe.is_supervised:
-        _pairs(recipe)
+        _written(recipe)
         return size
     task = _language_task(recipe, open_tokenizer(recipe))
     count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)

@@ -39,7 +39,7 @@ LANGUAGE = [
 """Settings that only a language model reads."""
 SAMPLED = [
     *("rollout", "selection", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
-    *("teacher",),
+    *("teacher", "reward_model"),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from burnish.errors import BurnishError
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
+from burnish.learner.preferences import Preferences
 from burnish.progress import each
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
@@ -59,7 +60,7 @@ class Learner:
     def __init__(
         self,
         policy: Policy,
-        program: Program,
+        program: Program | Preferences,
         train: TrainConfig,
         teacher: Policy | None = None,
     ) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burnish.model.reward import RewardModel
 from burnish.model.sorter import Sorter
 from burnish.model.transformer import Transformer
 from burnish.schema.recipe import TrainConfig
 
-Policy = Transformer | Sorter
+Policy = Transformer | Sorter | RewardModel
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The precisions that need a copy. A run settles 'auto' before it makes a learner; a learner that a
 script makes takes it as fp32."""

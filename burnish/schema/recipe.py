@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.schema import frozen, selection
-from burnish.schema.frozen import TeacherConfig
+from burnish.schema.frozen import RewardModelConfig, TeacherConfig
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.selection import SelectionConfig
-from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
+from burnish.schema.tasks import AnyTask, Asked, MixtureTask, SortTask, Written
 from burnish.sections import Section
 from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, LaggedLoop, RuntimeConfig
 
@@ -96,6 +96,7 @@ class Recipe(Section):
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
+    reward_model: RewardModelConfig | None = Field(None, description="a learned reward; None: none")
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -194,7 +195,7 @@ class Recipe(Section):
     @property
     def is_supervised(self) -> bool:
         """Whether a run learns from written answers, so that nothing is sampled or graded."""
-        return isinstance(self.task, PairsTask)
+        return isinstance(self.task, Written)
 
     @property
     def decay_steps(self) -> int | None:

@@ -119,11 +119,22 @@ class GymTask(Asked):
     long_prompts: LongPrompts = "skip"
 
 
-class PairsTask(Rows):
-    """Rows with a prompt (or GSM8K's question) and an answer to learn: a supervised run."""
+class Written(Rows):
+    """Rows to learn from as they stand: a supervised run."""
+
+    epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
+
+
+class PreferencesTask(Written):
+    """Rows with a prompt, a chosen response and a rejected one: a reward is learned from them."""
+
+    name: Literal["preferences"] = "preferences"
+
+
+class PairsTask(Written):
+    """Rows with a prompt (or GSM8K's question) and an answer to learn."""
 
     name: Literal["pairs"] = "pairs"
-    epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
     prompt: str = Field("{prompt}", pattern=r"\{prompt\}", description="how a row's text is asked")
     answer: str = Field("{answer}", pattern=r"\{answer\}", description="how its answer is written")
 
@@ -147,7 +158,14 @@ class MixtureTask(Section):
 
 
 AnyTask = Annotated[
-    SortTask | KeywordsTask | FilesTask | MathTask | GymTask | PairsTask | MixtureTask,
+    SortTask
+    | KeywordsTask
+    | FilesTask
+    | MathTask
+    | GymTask
+    | PairsTask
+    | PreferencesTask
+    | MixtureTask,
     BY_NAME,
     named("sort"),
 ]
