@@ -19,8 +19,8 @@ from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
-from burnish.learner.objective import Program, compile
-from burnish.learner.optim import Policy
+from burnish.learner.objective import compile
+from burnish.learner.optim import Optimizer, Policy
 from burnish.learner.preferences import Preferences
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
@@ -31,10 +31,12 @@ from burnish.model.reward import RewardModel
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
+from burnish.model.value import Critic
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.learned import LearnedReward
+from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import cut, pack
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
@@ -52,6 +54,7 @@ from burnish.sizes import (
     settled,
 )
 from burnish.tasks import gym, keywords, math, mixture, pairs, preferences, sorting, text
+from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -111,7 +114,9 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
-    return PromptStream(task, None if is_sorter else room(recipe, measured(recipe)))
+    bound = None if is_sorter else room(recipe, measured(recipe))
+    history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
+    return PromptStream(task, bound, history)
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -149,11 +154,18 @@ def build_learner(recipe: Recipe) -> Learner:
         model = open_learned(recipe)[0].to(device_of(recipe))
         policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     tell("load", "preparing the learner")
-    program: Program | Preferences
-    program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
-    program = Preferences() if isinstance(policy, RewardModel) else program
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
-    return Learner(policy, program, train, teacher=_teacher(recipe))
+    if isinstance(policy, RewardModel):
+        # It has all that is asked of the program of a run that samples nothing.
+        return Learner(policy, Preferences(), train)  # type: ignore[arg-type]
+    if recipe.is_supervised:
+        return Learner(policy, supervised.PROGRAM, train)
+    program, critic = compile(recipe.objective, recipe.critic), None
+    if recipe.critic is not None:
+        assert isinstance(policy, Transformer), "the schema refuses a critic of the sorting model"
+        own = train.model_copy(update={"learning_rate": recipe.critic.learning_rate})
+        critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own)
+    return Learner(policy, program, train, teacher=_teacher(recipe), critic=critic)
 
 
 def _teacher(recipe: Recipe) -> Transformer | None:
@@ -197,6 +209,7 @@ def _with_reward(recipe: Recipe, task: Task) -> Task:
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
+    check_phrase(recipe, tokenizer)
     bound = room(recipe, measured(recipe))
 
     def make(part: Any) -> Any:

@@ -22,6 +22,7 @@ from burnish.loops import asynchronous, free, sync
 from burnish.loops.evaluate import validation
 from burnish.loops.recorder import Parts
 from burnish.progress import tell
+from burnish.rollout.length import shaping
 from burnish.rollout.rollout import sampling
 from burnish.runs.metrics import Timers
 from burnish.schema.recipe import Recipe
@@ -102,7 +103,7 @@ def make_generator(recipe: Recipe) -> Generator:
 
 
 def make_scorer(recipe: Recipe) -> Scorer:
-    return Scorer(local.build_task(recipe)[0])
+    return Scorer(local.build_task(recipe)[0], shaping(recipe))
 
 
 def make_learner(recipe: Recipe, how: str, folder: str) -> LearnerPart:

@@ -39,6 +39,8 @@ class Purpose(IntEnum):
     PART = 4
     """The part of a mixture that a group belongs to."""
     HINT = 6
+    CURRICULUM = 7
+    """Whether a prompt is asked again."""
 
 
 def uniforms(

@@ -10,7 +10,7 @@ from burnish import strategy
 from burnish.errors import ConfigError
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
-from burnish.schema import selection
+from burnish.schema import critic, length, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import PreferencesTask, Written
@@ -110,12 +110,17 @@ def plan(
         loss = [("loss", "−mean over pairs of log σ(r(chosen) − r(rejected))")]
     return [
         ("task", _task(recipe, size)),
-        ("objective", loss if recipe.is_supervised else formula(recipe.objective)),
+        ("objective", loss if recipe.is_supervised else _objective(recipe)),
+        *critic.describe(recipe),
         ("batches", _batches(recipe)),
         *selection.describe(recipe),
         *strategy.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]
+
+
+def _objective(recipe: Recipe) -> Lines:
+    return [*formula(recipe.objective), *length.describe(recipe)]
 
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
@@ -184,10 +189,11 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     # The reference, the initial model and the previous policy. The initial model is the reference
     # if there is one that is never refreshed.
     copies = isinstance(kl, KL) + train.log_kl * (2 - (isinstance(kl, KL) and not refreshes))
+    has_body = recipe.critic is not None and not recipe.critic.shared
     tokens = f"{cache // (size.cached * wide):,} tokens (engine.kv_mb = {engine.kv_mb})"
     kept = recipe.checkpoint.keep + 2  # the best, and the one that is being written
     saves = math.ceil(train.steps / recipe.checkpoint.every) if samples else kept
-    each = 4 * count + (8 + (train.log_kl + refreshes) * low) * learned
+    each = 4 * count + (8 + 12 * has_body + (train.log_kl + refreshes) * low) * learned
     files = counted(min(kept, saves), "checkpoint")
     kinds = {"the teacher": recipe.teacher, "the reward model": recipe.reward_model}
     others = [kind for kind, section in kinds.items() if section is not None]
@@ -197,6 +203,8 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
         Need("memory", "Adam's moments", 8 * learned),
         Need("memory", f"{train.precision} weights", 0 if low == 4 else low * count),
         Need("memory", f"frozen copies ({copies})", copies * low * learned),
+        # It shares the masters of weights that do not learn.
+        Need("memory", "the critic", has_body * (16 * learned + (low < 4) * low * count)),
         Need("memory", f"{' and '.join(others)} in {train.precision}", low * size.frozen),
         Need("memory", "the engine's weights", samples * (wide + size.copied) * count),
         Need("cache", tokens, samples * cache),
@@ -254,7 +262,8 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
     evaluations = 2 + (train.steps - 1) // validation.every
     upper = min(1.0, (train.layers or size.layers) / size.layers)
-    passes = 1 - upper + upper * (_scored(recipe) + 3 * train.epochs)
+    bodies = 1 if recipe.critic is None or recipe.critic.shared else 2
+    passes = 1 - upper + upper * (_scored(recipe) + 3 * bodies * train.epochs)
     passes += size.frozen / size.parameters
     sampled = train.steps * rollout + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
@@ -266,4 +275,4 @@ def _scored(recipe: Recipe) -> float:
     logged = 2 * train.log_kl * min(batch, train.log_kl_responses or batch) / batch
     is_read = recipe.gradient_steps_per_rollout > 1 or objective.reads_proximal_first
     again = objective.proximal == "recompute" and is_read
-    return isinstance(objective.kl, KL) + logged + again
+    return isinstance(objective.kl, KL) + logged + again + (recipe.critic is not None)

@@ -55,6 +55,12 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     """The run's seed; the draws are hashed from (seed, stream, group, sample, position)."""
+    think_tokens: int | None = None
+    """Tokens after which the engine ends the thinking; None if there is no budget."""
+    think_end: str = ""
+    """The text that says that a response has ended its thinking by itself."""
+    think_phrase: str = ""
+    """The text that the engine puts into a response whose budget is spent before `think_end`."""
 
 
 class Finish(StrEnum):
@@ -72,7 +78,7 @@ class Completion:
     request_id: str
     sample_index: int
     token_ids: IntArray
-    """[C] all that was sampled, the end token included."""
+    """[C] all that was sampled, the end token included, and all that the system put there."""
     logprobs: FloatArray
     """[C] of the model at the sampling temperature, before any mask or truncation."""
     versions: IntArray
@@ -85,6 +91,8 @@ class Completion:
     """Which stop string or end id ended it; None if there was none."""
     text: str
     """Cut after the stop string, without the end token."""
+    in_loss: bool = True
+    """False if the response counts in its group's statistics and nothing is learned from it."""
 
 
 class Status(StrEnum):
@@ -107,6 +115,12 @@ class Grade:
     @property
     def is_error(self) -> bool:
         return self.status is Status.ERROR
+
+    @property
+    def is_right(self) -> bool:
+        """Whether a response earned 1 before its length counted, or did all that a reward with
+        partial credit asks: it sorted."""
+        return self.parts.get("sorted", self.reward - self.parts.get("length", 0.0)) > 1 - 1e-6
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,7 @@ class PackedBatch:
     in_prompt: Tensor
     """[N] bool"""
     is_action: Tensor
-    """[N] bool: the policy sampled this token."""
+    """[N] bool: the policy sampled this token, in a response that is learned from."""
     behavior_logprobs: Tensor
     """[N] float; 0 where nothing was sampled."""
     temperature: Tensor
@@ -175,7 +189,7 @@ class Measured(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities [N] from the forward passes before the first gradient step."""
+    """Streams [N] from the forward passes before the first gradient step."""
 
     proximal: Tensor | None = None
     """None if the objective does not need this pass."""
@@ -183,6 +197,8 @@ class Scores(NamedTuple):
     """None if the objective does not need this pass."""
     teacher: Tensor | None = None
     """None if the objective does not need this pass."""
+    values: Tensor | None = None
+    """V(token_<t) of each action by the critic; None if there is no critic."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +216,10 @@ class LearnBatch:
     importance: Tensor | None = None
     """The correction for the gap between behavior and proximal, without gradient; None if the
     objective has none."""
+    returns: Tensor | None = None
+    """The targets of the critic; None if there is no critic."""
+    old_values: Tensor | None = None
+    """The critic's values before the first step; None if there is no critic."""
     slots: Tensor | None = None
     """Where the tokens stand in the rollout that was scored; None if no rollout was scored."""
 

@@ -24,7 +24,6 @@ class Preferences:
     """
 
     refresh: int | None = None
-    graded: tuple[str, ...] = ()
 
     def passes(self, steps: int) -> list[Pass]:
         return []

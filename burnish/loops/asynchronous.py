@@ -27,6 +27,7 @@ from burnish.loops.sync import Step, learn
 from burnish.progress import begin
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.filling import Filled, fill, sample_actively
+from burnish.rollout.length import shaping
 from burnish.rollout.rollout import Asked, Note, describe, grade, ignore, sample, sampling
 from burnish.runs.metrics import Timers
 from burnish.schema.recipe import Recipe
@@ -83,7 +84,7 @@ class LocalRollouts:
             groups = sample_actively(recipe, engine, task, asked, self._take, report)
         else:
             responses = sample(engine, asked, size, params, Stream.TRAIN, report)
-            groups = grade(task, asked, responses)
+            groups = grade(task, asked, responses, shaping(recipe))
         for group in groups:
             version = group.oldest_version
             self.note("sampled", group=group.index, by="local", oldest=version, newest=version)
@@ -164,6 +165,7 @@ def train(
             begin("publish", "handing the new weights to the generators")
             learner.publish()
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
+        rollout |= prompts.note(filled.sampled)
         yield step._replace(metrics=rollout | step.metrics)
 
 

@@ -27,6 +27,7 @@ from burnish.learner.learner import Learner
 from burnish.progress import begin
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout.filling import fill, sample_actively
+from burnish.rollout.length import shaping
 from burnish.rollout.packing import pack, train_batches
 from burnish.rollout.rollout import describe, grade, sample, sampling
 from burnish.runs.metrics import Metrics, Timers, combine
@@ -76,7 +77,7 @@ def train(
             responses = sample(engine, asked, size, params, Stream.TRAIN, report)
         with timers("grade"):
             begin("grade", f"grading {some}")
-            return grade(task, asked, responses)
+            return grade(task, asked, responses, shaping(recipe))
 
     engine.load(learner.weights())
     for number in range(start, recipe.train.steps):
@@ -89,6 +90,7 @@ def train(
             begin("publish", "handing the new weights to the sampler")
             engine.load(learner.weights())
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
+        rollout |= prompts.note(filled.sampled)
         yield step._replace(metrics=rollout | step.metrics)
 
 
@@ -124,8 +126,8 @@ def learn(
 
 
 def count_tokens(groups: list[Group]) -> int:
-    """Tokens of the responses that the policy sampled."""
-    return sum(int(c.sampled.sum()) for group in groups for c in group.completions)
+    """Tokens of the responses that the policy sampled and learns from."""
+    return sum(int(c.sampled.sum()) * c.in_loss for group in groups for c in group.completions)
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:

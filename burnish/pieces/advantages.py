@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from burnish.types import PackedBatch, Scores
 
 
+CRITIC = "critic"
+"""The recipe's critic as a source of values."""
+
+
 class Advantage(Piece):
     """How much better than expected a response or a token was.
 
@@ -39,6 +43,11 @@ class Advantage(Piece):
     def graded(self) -> tuple[str, ...]:
         """Names of the grade's parts that it reads, as columns of ``PackedBatch.parts``."""
         return ()
+
+    @property
+    def reads_critic(self) -> bool:
+        """Whether it needs the values of the recipe's critic."""
+        return False
 
     @property
     def estimator(self) -> Callable[..., Tensor]:
@@ -174,25 +183,42 @@ class ReinforcePlusPlusBaseline(Advantage):
 class Gae(Advantage):
     """Generalised advantage estimation over the values of a source.
 
-    The source is a function of a script from a packed batch to values [N], ``values[t]`` before
-    token t. A critic will be a source with a name.
+    The source is the recipe's critic, or a function of a script from a packed batch to values [N],
+    ``values[t]`` before token t.
     """
 
     name: Literal["gae"] = "gae"
     group: ClassVar[int] = 1
     over_time: ClassVar[bool] = True
-    values: Function = Field(description="the source of the values, a function from Python")
+    values: Function = Field(CRITIC, description="'critic', or a function from Python")
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     lam: float = Field(1.0, ge=0, le=1, description="1: returns minus values; 0: one step ahead")
+    whiten: bool = Field(False, description="mean 0 and variance 1 over the rollout's actions")
+
+    @property
+    def reads_critic(self) -> bool:
+        return bool(self.values == CRITIC)
 
     def formula(self) -> str:
-        delta = f"δ_t = r_t + {self.gamma:g} V_(t+1) − V_t,  V = {name_of(self.values)}(batch)"
-        return f"A_t = δ_t + {self.gamma * self.lam:g} A_(t+1),  {delta}"
+        source = "the critic's" if self.reads_critic else f"{name_of(self.values)}(batch)"
+        delta = f"δ_t = r_t + {self.gamma:g} V_(t+1) − V_t,  V = {source}"
+        whitened = ",  then whitened over the rollout" * self.whiten
+        return f"A_t = δ_t + {self.gamma * self.lam:g} A_(t+1){whitened},  {delta}"
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        return self.estimate(rewards, batch, self.values(batch))[0]
+
+    def estimate(
+        self, rewards: Tensor, batch: PackedBatch, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, [N]; returns are never whitened."""
         mask, ids = batch.is_action, batch.sequence_ids
-        gae, values = rl("advantages", "gae"), self.values(batch)
-        return gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, sequence_ids=ids)[0]
+        settings = {"gamma": self.gamma, "lam": self.lam, "sequence_ids": ids}
+        advantages, returns = rl("advantages", "gae")(rewards, values, mask, **settings)
+        if self.whiten:
+            whitened = rl("advantages", "whiten")(advantages, mask)
+            advantages = whitened.where(mask, advantages)
+        return advantages, returns
 
 
 class Teacher(Advantage):

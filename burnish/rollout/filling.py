@@ -15,6 +15,7 @@ from burnish.draws import Stream
 from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError
 from burnish.progress import Report, unheard
+from burnish.rollout.length import shaping
 from burnish.rollout.rollout import (
     Answered,
     Asked,
@@ -36,7 +37,7 @@ class Filled(NamedTuple):
     groups: list[Group]
     """The groups to learn from."""
     dropped: dict[int, str]
-    """The numbers of the other groups, each with the reason: error or dead."""
+    """The numbers of the other groups, each with the reason: error, overlong or dead."""
     figures: dict[str, float]
 
 
@@ -54,7 +55,7 @@ def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]
     chosen, wanted = recipe.selection, recipe.prompts_per_rollout
     while True:
         check_errors(sampled, limit=recipe.rollout.max_errors)
-        whole, figures = drop_errors(sampled)
+        whole, figures = drop_errors(sampled, recipe.rollout.overlong)
         groups = whole if chosen.dead_groups == "keep" else with_variance(whole)
         left = wanted * chosen.max_asked - len(sampled)
         if not chosen.fills or len(groups) >= wanted or left <= 0:
@@ -70,9 +71,14 @@ def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]
     if groups:
         figures["rollout/asked_per_used"] = len(sampled) / len(groups)
     used, intact = ({group.index for group in own} for own in (groups, whole))
-    lost = [group.index for group in sampled if group.index not in used]
-    dropped = {index: "dead" if index in intact else "error" for index in lost}
+    lost = [group for group in sampled if group.index not in used]
+    dropped = {g.index: "dead" if g.index in intact else _loss(g) for g in lost}
     return Filled(sampled, groups, dropped, figures)
+
+
+def _loss(group: Group) -> str:
+    """Why too few samples of a group are left."""
+    return "error" if any(grade.is_error for grade in group.grades) else "overlong"
 
 
 def sample_actively(
@@ -95,9 +101,10 @@ def sample_actively(
 
     def replace(done: Answered) -> list[Request]:
         own = [(request.group, prompts[request.group]) for request, _ in done]
-        found = grade(task, own, [completions for _, completions in done])
+        found = grade(task, own, [completions for _, completions in done], shaping(recipe))
         groups.extend(found)
-        lost = len(found) - len(with_variance(drop_errors(found)[0]))
+        whole, _ = drop_errors(found, recipe.rollout.overlong)
+        lost = len(found) - len(with_variance(whole))
         further = take(min(lost, bound - len(prompts)))
         prompts.update(further)
         return requests_of(further, size, params, Stream.TRAIN)

@@ -80,7 +80,8 @@ def _segments(group: Group) -> Iterator[tuple[np.ndarray, ...]]:
     yield prompt, nothing > 0, nothing, nothing + 1, nothing
     for c in group.completions:
         temperature = np.full(len(c.token_ids), c.params.temperature)
-        yield c.token_ids, c.sampled, c.logprobs, temperature, c.versions
+        action = c.sampled & c.in_loss
+        yield c.token_ids, action, np.where(action, c.logprobs, 0), temperature, c.versions
 
 
 def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:

@@ -9,8 +9,11 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
-from burnish.schema import frozen, selection
+from burnish.schema import critic, frozen, selection
+from burnish.schema.critic import CriticConfig
 from burnish.schema.frozen import RewardModelConfig, TeacherConfig
+from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
+from burnish.schema.length import check as check_length
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, SortTask, Written
@@ -33,6 +36,8 @@ class RolloutConfig(Section):
     top_k: int | None = Field(None, ge=1)
     truncated: bool = Field(False, description="top_p or top_k is meant in training, too")
     max_errors: float = Field(0.1, ge=0, le=1, description="share of grades that may be errors")
+    overlong: Overlong = Field("keep", description="what becomes of responses cut at the limit")
+    think: ThinkConfig | None = Field(None, description="a budget for thinking; None: none")
 
 
 class EngineConfig(Section):
@@ -95,6 +100,8 @@ class Recipe(Section):
     selection: SelectionConfig = SelectionConfig()
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    critic: CriticConfig | None = Field(None, description="values for GAE; None: none")
+    length: AnyPenalty = NoPenalty()
     teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
     reward_model: RewardModelConfig | None = Field(None, description="a learned reward; None: none")
     train: TrainConfig = TrainConfig()
@@ -127,6 +134,8 @@ class Recipe(Section):
         if not self.is_supervised:
             self._check_batches()
             strategy.check(self)
+            critic.check(self)
+            check_length(self)
             frozen.check(self)
             selection.check(self)
         return self

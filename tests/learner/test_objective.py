@@ -299,5 +299,5 @@ def test_functions_of_a_script_are_pieces(two_groups):
 def test_a_function_that_is_not_here_is_refused():
     with pytest.raises(ConfigError, match=r"function better of a script.* can't be resumed"):
         make_program(advantage={"name": "own", "function": "better"})
-    with pytest.raises(ConfigError, match="the function critic of a script"):
-        make_program(advantage={"name": "gae", "values": "critic"})
+    with pytest.raises(ConfigError, match="the function height of a script"):
+        make_program(advantage={"name": "gae", "values": "height"})
