@@ -154,7 +154,8 @@ def recipe_of(
     before = config.load(source).task
     name = config.changed(changes).get("task.name", before.name)
     is_written = name in ("pairs", "preferences")
-    own: dict[str, Any] = {"name": name if is_written else "files"}
+    keeps = is_written or (name == "judged" and reward is None)
+    own: dict[str, Any] = {"name": name if keeps else "files"}
     if prompts is not None:
         own |= {"train": None, "rows": preflight.as_rows(prompts)}
     elif data is not None:

@@ -34,6 +34,7 @@ from burnish.model.transformer import Transformer
 from burnish.model.value import Critic
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
+from burnish.rollout.branches import branching
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.learned import LearnedReward
 from burnish.rollout.length import check_phrase
@@ -53,7 +54,7 @@ from burnish.sizes import (
     scratch_shape,
     settled,
 )
-from burnish.tasks import gym, keywords, math, mixture, pairs, preferences, sorting, text
+from burnish.tasks import gym, judged, keywords, math, mixture, pairs, preferences, sorting, text
 from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
@@ -69,6 +70,7 @@ TASKS: dict[str, Any] = {
     "keywords": keywords.make_keywords,
     "math": math.make_math,
     "gym": gym.make_gym,
+    "judged": judged.make_judged,
 }
 
 
@@ -84,9 +86,10 @@ def build(recipe: Recipe) -> Parts:
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take)
+    steps = branching(recipe, lambda: decode)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
     train: Callable[..., Iterator[sync.Step]]
-    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
+    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner, steps=steps)
     if recipe.is_stale:
         local = asynchronous.LocalLearner(recipe, learner, engine)
         train = partial(asynchronous.train, recipe, rollouts=rollouts, learner=local, buffer=buffer)
@@ -116,7 +119,7 @@ def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
     bound = None if is_sorter else room(recipe, measured(recipe))
     history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
-    return PromptStream(task, bound, history)
+    return PromptStream(task, bound, history, judged.evolving(recipe))
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -190,11 +193,7 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
     if isinstance(recipe.task, SortTask):
         return sorting.Sorting(recipe.task, seed=recipe.seed), spell
     tokenizer = open_tokenizer(recipe)
-
-    def decode(ids: Any) -> list[str]:
-        return [tokenizer.decode([i]) for i in ids]
-
-    return _with_reward(recipe, _language_task(recipe, tokenizer)), decode
+    return _with_reward(recipe, _language_task(recipe, tokenizer)), decoder(tokenizer)
 
 
 def _with_reward(recipe: Recipe, task: Task) -> Task:
@@ -208,6 +207,10 @@ def _with_reward(recipe: Recipe, task: Task) -> Task:
     return LearnedReward(task, model, weight=recipe.reward_model.task, cut=split)
 
 
+def decoder(tokenizer: Tokenizer) -> Decode:
+    return lambda ids: [tokenizer.decode([i]) for i in ids]
+
+
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     check_phrase(recipe, tokenizer)
     bound = room(recipe, measured(recipe))
@@ -218,7 +221,7 @@ def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     task: Task
     if isinstance(recipe.task, MixtureTask):
         parts = {name: make(part) for name, part in recipe.task.tasks.items()}
-        task = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
+        task = mixture.Mixture(parts, recipe.task.weights, recipe.task.scales, seed=recipe.seed)
     else:
         task = make(recipe.task)
     task.validation = [prompt for prompt in task.validation if fits(prompt, bound)]

@@ -42,7 +42,7 @@ LANGUAGE = [
 SAMPLED = [
     *("rollout", "selection", "engine", "objective", "critic", "length", "log.rollouts"),
     *("loop", "buffer", "runtime", "teacher", "reward_model"),
-    *("train.steps", "train.epochs", "train.log_kl"),
+    *("train.steps", "train.epochs", "train.log_kl", "train.mismatch_mean", "train.mismatch_max"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
 """Settings that a supervised run does not read, since it samples nothing."""
@@ -240,6 +240,8 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         *["objective.ratio"] * ("ratio" not in loss.reads),
         *["objective.proximal"] * (not is_compared),
     ]
+    in_loss = getattr(recipe.objective.kl, "where", "loss") == "loss"
+    free = recipe.objective.advantage.is_scale_free and in_loss
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
@@ -252,7 +254,11 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
-        "objective.advantage.name": ["teacher"] * (not is_taught) + ["critic"] * (not is_gae),
+        "objective.advantage.name": [
+            *["task.scales"] * free,
+            *["teacher"] * (not is_taught),
+            *["critic"] * (not is_gae),
+        ],
     }
     return {
         key: cause

@@ -25,6 +25,8 @@ class Stream(IntEnum):
     TASK = 2
     GENERATE = 3
     BUFFER = 4
+    CONTINUATION = 5
+    """The place of the sample is a number of the sample, the step's first token and k together."""
 
 
 class Purpose(IntEnum):

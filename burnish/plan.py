@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import strategy
 from burnish.errors import ConfigError
+from burnish.pieces.advantages import STEP, Vine
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
 from burnish.schema import critic, length, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import PreferencesTask, Written
+from burnish.schema.tasks import JudgedTask, MixtureTask, PreferencesTask, Written
 from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _objective(recipe: Recipe) -> Lines:
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
     task = recipe.task
-    given = task.model_dump(exclude_unset=True, exclude={"name"})
+    given = task.model_dump(exclude_unset=True, exclude={"name", "rubric", "judge", "evolve"})
     settings = [f"{key} = {value!r}" for key, value in given.items()]
     known = "" if size is None else f": {size.parameters:,} parameters"
     lines = [("task", ", ".join([task.name, *settings])), ("model", f"{recipe.model.name}{known}")]
@@ -144,6 +145,28 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
         bound = room(recipe, size)
         told = f"have more than {bound.tokens:,} tokens ({bound.why}); they are skipped"
         lines.append(("too long", f"{counted(size.too_long, 'prompt')} {told}"))
+    return [*lines, *_judges(recipe)]
+
+
+def _judges(recipe: Recipe) -> Lines:
+    """The rubric and the judge of each judged task, and the calls that are to be expected."""
+    task, lines = recipe.task, list[tuple[str, str]]()
+    parts: dict[str, Any] = task.tasks if isinstance(task, MixtureTask) else {"": task}
+    weights = task.weights if isinstance(task, MixtureTask) else {"": 1.0}
+    for name, part in parts.items():
+        if not isinstance(part, JudgedTask):
+            continue
+        judge, evolve, of = part.judge, part.evolve, f" of {name}" if name else ""
+        criteria = [f"{weight:+g} {text!r}" for text, weight in part.rubric or ()]
+        lines.append((f"rubric{of}", ", ".join(criteria) or "each row's own"))
+        calls = recipe.rollout.batch * weights[name] / sum(weights.values())
+        told = f"{calls:.0f} calls per step and one per held-out response, or up to {judge.tries} "
+        lines.append((f"judge{of}", f"{judge.model} at {judge.url}: {told}times as many"))
+        if evolve is not None:
+            told = (
+                f"at most {evolve.most} more criteria, a call every {counted(evolve.every, 'step')}"
+            )
+            lines.append((f"evolving{of}", f"{told}; kept while std_g > {evolve.min_std:g}"))
     return lines
 
 
@@ -163,10 +186,27 @@ def _batches(recipe: Recipe) -> Lines:
     gradient_steps = counted(recipe.gradient_steps, "gradient step")
     lines = [
         ("rollout", f"{rollout.batch} responses = {prompts} × {samples}"),
+        *_continuations(recipe),
         ("gradient steps", f"{recipe.gradient_steps_per_rollout} per rollout = {steps}"),
         ("in all", f"{every}, {gradient_steps} ({rate})"),
     ]
+    bounds = {"on average": train.mismatch_mean, "on a token": train.mismatch_max}
+    if told := [f"{bound:g} {how}" for how, bound in bounds.items() if bound is not None]:
+        lines.append(
+            ("alarm", f"halts if sampler and learner differ by more than {', '.join(told)}")
+        )
     return lines if train.layers is None else [*lines, ("learning", f"last {train.layers} layers")]
+
+
+def _continuations(recipe: Recipe) -> Lines:
+    """The cost of the continuations that value steps, if the recipe has any."""
+    piece, most = recipe.objective.advantage, recipe.rollout.max_tokens
+    if not isinstance(piece, Vine):
+        return []
+    tokens = recipe.rollout.batch * piece.continued(most)
+    told = f"at most {tokens:,} more tokens are sampled per rollout"
+    known = "" if isinstance(piece.steps, int) else f" and a step {STEP} or more"
+    return [("continuations", f"{told}, if a response has up to {most} tokens{known}")]
 
 
 class Need(NamedTuple):
@@ -265,7 +305,8 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     bodies = 1 if recipe.critic is None or recipe.critic.shared else 2
     passes = 1 - upper + upper * (_scored(recipe) + 3 * bodies * train.epochs)
     passes += size.frozen / size.parameters
-    sampled = train.steps * rollout + evaluations * held_out
+    continued = recipe.rollout.batch * recipe.objective.advantage.continued(round(response))
+    sampled = train.steps * (rollout + continued) + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 
 

@@ -28,6 +28,7 @@ from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import (
     FilesTask,
     GymTask,
+    JudgedTask,
     MathTask,
     MixtureTask,
     PairsTask,
@@ -47,7 +48,7 @@ EXTRAS = {
 """The optional parts of the package: for each, a module that it installs, and its purpose."""
 MADE = {
     "sums": "python examples/write_sums.py sums",
-    "small-sums": "python examples/write_sums.py small-sums --recipe sums",
+    "small-sums": "python examples/write_sums.py small-sums --small",
     "sentences": "python examples/write_keywords.py sentences --recipe keywords-scratch",
 }
 """Directories that recipes read, and the commands that write them."""
@@ -82,7 +83,8 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
         found += problem_of(check, recipe)
     for other in frozen(recipe).values():
         found += [*problem_of(check_extras, other), *problem_of(check_model, other)]
-    return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
+    found = found or problem_of(check_rows, recipe)  # rows may need a package that is missing
+    return found or problem_of(check_judges, recipe)
 
 
 def problem_of(check: Callable[..., None], *given: Any) -> list[BurnishError]:
@@ -124,7 +126,7 @@ def check_files(recipe: Recipe) -> None:
 
 def check_rows(recipe: Recipe) -> None:
     """Raises if a row lacks a field that its task needs, or if a reward is missing."""
-    from burnish.tasks import math, pairs, preferences, rows, text
+    from burnish.tasks import judged, math, pairs, preferences, rows, text
 
     for task in recipe.tasks:
         if isinstance(task, FilesTask):
@@ -138,6 +140,17 @@ def check_rows(recipe: Recipe) -> None:
             rows.rows_of(task, seed=recipe.seed, check=check)
         if isinstance(task, MathTask):
             math.rows_of(task, seed=recipe.seed)
+        if isinstance(task, JudgedTask):
+            rows.rows_of(task, seed=recipe.seed, check=partial(judged.check_judged, task))
+
+
+def check_judges(recipe: Recipe) -> None:
+    """Raises if a judge does not answer; each is asked once."""
+    from burnish.graders.judge import Judge
+
+    for task in recipe.tasks:
+        if isinstance(task, JudgedTask):
+            Judge(task.judge).check()
 
 
 def check_model(recipe: Recipe) -> None:

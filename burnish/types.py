@@ -38,6 +38,8 @@ class Prompt:
     """The part of a mixture, or another kind that metrics tell apart; None if there are none."""
     asked: str | None = None
     """The question as a page shows it, without a chat template; None if the text is shown."""
+    scale: float = 1.0
+    """The factor of its responses' rewards as they are learned; metrics show them without it."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,22 @@ class Completion:
     """Cut after the stop string, without the end token."""
     in_loss: bool = True
     """False if the response counts in its group's statistics and nothing is learned from it."""
+    branches: tuple[Branch, ...] | None = None
+    """Responses that go on from this one's steps, until they are graded; None if the recipe values
+    no steps."""
+    values: FloatArray | None = None
+    """[C] the value before each token that begins a step, NaN before others; None if the recipe
+    values no steps."""
+    continued: int = 0
+    """Tokens that were sampled to value its steps."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    start: int
+    """The first token of a step."""
+    completions: tuple[Completion, ...]
+    """Whole responses, whose tokens before ``start`` are those of the response that they value."""
 
 
 class Status(StrEnum):
@@ -111,6 +129,8 @@ class Grade:
     status: Status = Status.SCORED
     message: str | None = None
     """The grader's message about an error; None if there was none."""
+    cost: dict[str, float] = field(default_factory=dict)
+    """Calls, tokens and retries of a judge; empty if none was asked."""
 
     @property
     def is_error(self) -> bool:
@@ -137,7 +157,9 @@ class Group:
 
     @property
     def rewards(self) -> FloatArray:
-        return np.array([grade.reward for grade in self.grades], dtype=np.float32)
+        """[G] as they are learned."""
+        scale = self.prompt.scale
+        return np.array([scale * grade.reward for grade in self.grades], dtype=np.float32)
 
     @property
     def oldest_version(self) -> int:
@@ -176,9 +198,13 @@ class PackedBatch:
     """[S] float"""
     parts: Tensor
     """[S, K] float: the parts of the grades that the objective reads; K is 0 if it reads none."""
+    values: Tensor | None = None
+    """[N] float: the value before each token that begins a step, NaN before others; None if the
+    recipe values no steps."""
 
     def to(self, device: Any) -> PackedBatch:
-        return PackedBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in vars(self).items()}
+        return PackedBatch(**moved)
 
 
 class Measured(NamedTuple):

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from burnish.pieces.piece import Function, Piece, name_of, rl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from burnish.schema.recipe import Recipe
     from burnish.types import PackedBatch, Scores
+
+STEP = 16
+"""Tokens that a line or a sentence is taken to have if its continuations are counted."""
 
 
 CRITIC = "critic"
@@ -30,6 +34,8 @@ class Advantage(Piece):
     """The smallest group that it takes, whatever its settings."""
     over_time: ClassVar[bool] = False
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
+    is_scale_free: ClassVar[bool] = False
+    """Whether a factor of a group's rewards changes nothing."""
     reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ()
     """The forward passes before the first gradient step that `from_scores` takes."""
     takes_penalty: ClassVar[bool] = True
@@ -52,6 +58,13 @@ class Advantage(Piece):
     @property
     def estimator(self) -> Callable[..., Tensor]:
         return partial(rl("advantages", self.name), **self.settings)
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises where the recipe does not go with it."""
+
+    def continued(self, length: int) -> int:
+        """Tokens that are sampled, beside a response of ``length`` tokens, to value its steps."""
+        return 0
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
         """The advantage of every action, [N]; 0 in other slots."""
@@ -77,6 +90,7 @@ class GroupMean(Advantage):
 class GroupZscore(Advantage):
     name: Literal["group_zscore"] = "group_zscore"
     written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / (std_g(r) + {eps:g})"
+    is_scale_free: ClassVar[bool] = True
     eps: float = Field(1e-6, gt=0, description="added to the std")
 
 
@@ -110,6 +124,7 @@ class PassAtK(Advantage):
         "A_i = (E[M | i is drawn] − E[M]) / (std[M] + {eps:g}),  M = best of {k} responses of the "
         "group, drawn"
     )
+    is_scale_free: ClassVar[bool] = True
     k: int = Field(ge=1, description="responses of which the best counts; below the group size")
     eps: float = Field(1e-6, gt=0, description="added to the std")
 
@@ -121,6 +136,7 @@ class PassAtK(Advantage):
 class MaxRL(Advantage):
     name: Literal["maxrl"] = "maxrl"
     written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / mean_g(r)"
+    is_scale_free: ClassVar[bool] = True
     takes_penalty: ClassVar[bool] = False
 
 
@@ -131,6 +147,7 @@ class Gdpo(Advantage):
     """Each part of the reward is normalised on its own; ``parts`` has their weights by name."""
 
     name: Literal["gdpo"] = "gdpo"
+    is_scale_free: ClassVar[bool] = True
     takes_penalty: ClassVar[bool] = False
     parts: dict[str, Weight] = Field(min_length=1, description="the grade's parts, with weights")
     eps: float = Field(1e-6, gt=0, description="added to each std")
@@ -221,6 +238,57 @@ class Gae(Advantage):
         return advantages, returns
 
 
+class Vine(Advantage):
+    """Steps of a response, valued by Monte Carlo: `burnish.rollout.branches` samples and values."""
+
+    name: Literal["vine"] = "vine"
+    over_time: ClassVar[bool] = True
+    steps: int | str = Field("lines", description="lines, sentences, or tokens of a step")
+    continuations: int = Field(9, ge=1, description="samples from the beginning of each step")
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _check_steps(cls, steps: Any) -> Any:
+        if steps in ("lines", "sentences") or (type(steps) is int and steps >= 1):
+            return steps
+        raise ValueError(
+            f"must be 'lines', 'sentences' or a number of tokens from 1 on, got {steps!r}"
+        )
+
+    def check(self, recipe: Recipe) -> None:
+        active = recipe.selection.dead_groups == "active"
+        rules = {
+            "needs responses that can be continued, and the sorting model gives all its numbers at "
+            "once; use another advantage": recipe.task.name != "sort",
+            "needs loop.name = 'lagged', got 'free': continuations are sampled with the weights of "
+            "their response": recipe.loop.name != "free",
+            "continues whole rounds; use selection.dead_groups = 'dynamic'": not active,
+            "values steps by the task's reward alone; use [length] name = 'none', got "
+            f"'{recipe.length.name}'": recipe.length.name == "none",
+            "counts all responses of a group; use rollout.overlong = 'mask', got 'drop'": (
+                recipe.rollout.overlong != "drop"
+            ),
+        }
+        for told, holds in rules.items():
+            if not holds:
+                raise ValueError(f"objective.advantage = 'vine' {told}")
+
+    def formula(self) -> str:
+        cut = f"{self.steps} tokens" if isinstance(self.steps, int) else f"one of its {self.steps}"
+        value = f"V = mean reward of {self.continuations} continuations"
+        ends = "V(first) = mean r of the group's other responses, V(end) = r_i"
+        return f"A_t = V(next step) − V(t's step),  step: {cut},  {value},  {ends}"
+
+    def continued(self, length: int) -> int:
+        size = self.steps if isinstance(self.steps, int) else STEP
+        return self.continuations * sum(length - start for start in range(size, length, size))
+
+    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        assert batch.values is not None, "rollouts of such a recipe have values"
+        mask, ids = batch.is_action, batch.sequence_ids
+        return rl("advantages", "vine")(rewards, batch.values, mask, sequence_ids=ids)
+
+
 class Teacher(Advantage):
     name: Literal["teacher"] = "teacher"
     group: ClassVar[int] = 1
@@ -263,4 +331,4 @@ class OwnAdvantage(Advantage):
 
 PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo
 PerResponse = PerGroup | BatchStd | Gdpo | OwnAdvantage
-AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Teacher
+AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Vine | Teacher
