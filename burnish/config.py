@@ -41,7 +41,7 @@ LANGUAGE = [
 """Settings that only a language model reads."""
 SAMPLED = [
     *("rollout", "selection", "engine", "objective", "critic", "length", "log.rollouts"),
-    *("loop", "buffer", "runtime", "teacher"),
+    *("loop", "buffer", "runtime", "teacher", "reward_model"),
     *("train.steps", "train.epochs", "train.log_kl", "train.mismatch_mean", "train.mismatch_max"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
@@ -55,6 +55,11 @@ APART = [
     *("runtime.threads", "runtime.transport", "runtime.deadline"),
 ]
 """Settings that only a run with actors reads."""
+SHARES = {
+    "objective.reduction": ("constant", "length", 1.0),
+    "length": ("overlong", "buffer", 0.2),
+}
+"""Settings of a piece that are a share of the longest response, unless they are given."""
 Table = Mapping[str, Any]
 """Settings as nested dicts."""
 Overrides = str | Table | Sequence[str | Table]
@@ -85,7 +90,9 @@ def load(
     changes = changed(overrides)
     preset = changes.pop("preset", given.pop("preset", None))
     chosen = {} if preset is None else flat(read_recipe(str(preset), PRESETS))
-    chosen.pop("description", None)
+    is_sorter = given.get("task.name", "sort") == "sort"
+    left_out = ("description", "model.fp32_head") if is_sorter else ("description",)
+    chosen = {key: value for key, value in chosen.items() if key not in left_out}
     merged = given
     for over in (chosen, changes):
         merged = _without_replaced(merged, over) | over
@@ -269,10 +276,13 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
 
 
 def _validate(settings: Table) -> Recipe:
-    settings, length = dict(settings), "objective.reduction.length"
-    if settings.get("objective.reduction.name") == "constant" and length not in settings:
-        longest = "task.length" if settings.get("task.name") == "sort" else "rollout.max_tokens"
-        settings[length] = settings.get(longest) or _default(longest)
+    settings = dict(settings)
+    for section, (name, setting, share) in SHARES.items():
+        is_chosen = settings.get(f"{section}.name") == name
+        if is_chosen and f"{section}.{setting}" not in settings:
+            longest = "task.length" if settings.get("task.name") == "sort" else "rollout.max_tokens"
+            tokens = settings.get(longest) or _default(longest)
+            settings[f"{section}.{setting}"] = max(1, round(share * tokens))
     try:
         return Recipe.model_validate(nested(settings))
     except ValidationError as error:
