@@ -85,6 +85,8 @@ class TrainConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
     max_skipped: int = Field(3, ge=1, description="gradient steps in a row that may not be finite")
+    mismatch_mean: float | None = Field(None, gt=0, description="mismatch/logprob_mean that halts")
+    mismatch_max: float | None = Field(None, gt=0, description="mismatch/logprob_max that halts")
     log_kl: bool = Field(False, description="KL to the initial model and the step before")
     log_kl_responses: int | None = Field(None, ge=1, description="on how many; None: all")
 
