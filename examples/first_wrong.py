@@ -62,6 +62,12 @@ def main() -> None:
     print(f"{len(found)} wrong responses of several lines, {len(clear)} with one lowest advantage")
     print(f"the lowest advantage is that of the first wrong line: {hits} of {len(clear)}")
     print(f"a guess among the lines: {guess:.1f} of {len(clear)}")
+    for name, own in {
+        "lines before it": [gain for case in found for gain in case.gains[: case.wrong]],
+        "the first wrong line": [case.gains[case.wrong] for case in found],
+        "lines after it": [gain for case in found for gain in case.gains[case.wrong + 1 :]],
+    }.items():
+        print(f"mean advantage of {name}: {sum(own) / max(1, len(own)):+.3f} ({len(own)} lines)")
 
 
 if __name__ == "__main__":
