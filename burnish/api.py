@@ -153,7 +153,8 @@ def recipe_of(
         raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
     before = config.load(source).task
     name = config.changed(changes).get("task.name", before.name)
-    own: dict[str, Any] = {"name": "pairs" if name == "pairs" else "files"}
+    keeps = name == "pairs" or (name == "judged" and reward is None)
+    own: dict[str, Any] = {"name": name if keeps else "files"}
     if prompts is not None:
         own |= {"train": None, "rows": preflight.as_rows(prompts)}
     elif data is not None:

@@ -51,7 +51,7 @@ from burnish.sizes import (
     scratch_shape,
     settled,
 )
-from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks import gym, judged, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
@@ -67,6 +67,7 @@ TASKS: dict[str, Any] = {
     "keywords": keywords.make_keywords,
     "math": math.make_math,
     "gym": gym.make_gym,
+    "judged": judged.make_judged,
 }
 
 
@@ -115,7 +116,7 @@ def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
     bound = None if is_sorter else room(recipe, measured(recipe))
     history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
-    return PromptStream(task, bound, history)
+    return PromptStream(task, bound, history, judged.evolving(recipe))
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -197,7 +198,7 @@ def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     task: Task
     if isinstance(recipe.task, MixtureTask):
         parts = {name: make(part) for name, part in recipe.task.tasks.items()}
-        task = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
+        task = mixture.Mixture(parts, recipe.task.weights, recipe.task.scales, seed=recipe.seed)
     else:
         task = make(recipe.task)
     task.validation = [prompt for prompt in task.validation if fits(prompt, bound)]

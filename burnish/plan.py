@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import strategy
 from burnish.errors import ConfigError
@@ -14,7 +14,7 @@ from burnish.pieces.terms import KL
 from burnish.schema import critic, length, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import PairsTask
+from burnish.schema.tasks import JudgedTask, MixtureTask, PairsTask
 from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _objective(recipe: Recipe) -> Lines:
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
     task = recipe.task
-    given = task.model_dump(exclude_unset=True, exclude={"name"})
+    given = task.model_dump(exclude_unset=True, exclude={"name", "rubric", "judge", "evolve"})
     settings = [f"{key} = {value!r}" for key, value in given.items()]
     known = "" if size is None else f": {size.parameters:,} parameters"
     lines = [("task", ", ".join([task.name, *settings])), ("model", f"{recipe.model.name}{known}")]
@@ -140,6 +140,28 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
         bound = room(recipe, size)
         told = f"have more than {bound.tokens:,} tokens ({bound.why}); they are skipped"
         lines.append(("too long", f"{counted(size.too_long, 'prompt')} {told}"))
+    return [*lines, *_judges(recipe)]
+
+
+def _judges(recipe: Recipe) -> Lines:
+    """The rubric and the judge of each judged task, and the calls that are to be expected."""
+    task, lines = recipe.task, list[tuple[str, str]]()
+    parts: dict[str, Any] = task.tasks if isinstance(task, MixtureTask) else {"": task}
+    weights = task.weights if isinstance(task, MixtureTask) else {"": 1.0}
+    for name, part in parts.items():
+        if not isinstance(part, JudgedTask):
+            continue
+        judge, evolve, of = part.judge, part.evolve, f" of {name}" if name else ""
+        criteria = [f"{weight:+g} {text!r}" for text, weight in part.rubric or ()]
+        lines.append((f"rubric{of}", ", ".join(criteria) or "each row's own"))
+        calls = recipe.rollout.batch * weights[name] / sum(weights.values())
+        told = f"{calls:.0f} calls per step and one per held-out response, or up to {judge.tries} "
+        lines.append((f"judge{of}", f"{judge.model} at {judge.url}: {told}times as many"))
+        if evolve is not None:
+            told = (
+                f"at most {evolve.most} more criteria, a call every {counted(evolve.every, 'step')}"
+            )
+            lines.append((f"evolving{of}", f"{told}; kept while std_g > {evolve.min_std:g}"))
     return lines
 
 

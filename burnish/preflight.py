@@ -25,7 +25,15 @@ from burnish.runs import checkpoints
 from burnish.runs.directory import check_new, to_jsonl, version_of
 from burnish.schema.models import LanguageConfig, ScratchConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import FilesTask, GymTask, MathTask, MixtureTask, PairsTask, Rows
+from burnish.schema.tasks import (
+    FilesTask,
+    GymTask,
+    JudgedTask,
+    MathTask,
+    MixtureTask,
+    PairsTask,
+    Rows,
+)
 
 EXTRAS = {
     "math": ("math_verify", "grading answers of math tasks"),
@@ -73,7 +81,8 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
         found += problem_of(check, recipe)
     for other in frozen(recipe).values():
         found += [*problem_of(check_extras, other), *problem_of(check_model, other)]
-    return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
+    found = found or problem_of(check_rows, recipe)  # rows may need a package that is missing
+    return found or problem_of(check_judges, recipe)
 
 
 def problem_of(check: Callable[..., None], *given: Any) -> list[BurnishError]:
@@ -115,7 +124,7 @@ def check_files(recipe: Recipe) -> None:
 
 def check_rows(recipe: Recipe) -> None:
     """Raises if a row lacks a field that its task needs, or if a reward is missing."""
-    from burnish.tasks import math, pairs, rows, text
+    from burnish.tasks import judged, math, pairs, rows, text
 
     for task in recipe.tasks:
         if isinstance(task, FilesTask):
@@ -127,6 +136,17 @@ def check_rows(recipe: Recipe) -> None:
             rows.rows_of(task, seed=recipe.seed, check=pairs.check_pair)
         if isinstance(task, MathTask):
             math.rows_of(task, seed=recipe.seed)
+        if isinstance(task, JudgedTask):
+            rows.rows_of(task, seed=recipe.seed, check=partial(judged.check_judged, task))
+
+
+def check_judges(recipe: Recipe) -> None:
+    """Raises if a judge does not answer; each is asked once."""
+    from burnish.graders.judge import Judge
+
+    for task in recipe.tasks:
+        if isinstance(task, JudgedTask):
+            Judge(task.judge).check()
 
 
 def check_model(recipe: Recipe) -> None:

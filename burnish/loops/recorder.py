@@ -242,6 +242,8 @@ class _Recorder:
             sampled = metrics["rollout/tokens_sampled"]
             timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
         self._append(number, metrics, timings)
+        for row in [] if self.parts.prompts is None else self.parts.prompts.versions(number):
+            self.directory.append_row("rubrics.jsonl", row)
         if self._ledger is not None:
             oldest = min((group.oldest_version for group in step.groups), default=0)
             version = oldest + int(metrics.get("train/lag", 0))
