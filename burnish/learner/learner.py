@@ -14,6 +14,8 @@ from torch import Tensor
 from burnish.errors import BurnishError
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
+from burnish.model import lora
+from burnish.model.transformer import Transformer
 from burnish.progress import each
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
@@ -52,7 +54,8 @@ class Learner:
     Beside the optimizer's memory (see ``optim``) it holds one frozen copy of the policy, in compute
     precision, for each of: the reference (a program that needs its pass), the initial model and the
     policy one rollout before (``train.log_kl``). A reference that is never refreshed is the initial
-    model, and then they share one copy.
+    model, and then they share one copy. Copies share the weights that never change, and the
+    reference of a policy with an adapter is the model without it, so it takes no memory.
     """
 
     def __init__(self, policy: Policy, program: Program, train: TrainConfig) -> None:
@@ -66,9 +69,11 @@ class Learner:
         self.refreshed = False
         self._rollout: _Rollout | None = None
         has_reference = "reference" in program.passes(1)
-        initial = self._frozen() if has_reference or train.log_kl else None
-        self.reference = initial if has_reference else None
-        self.initial = initial if train.log_kl else None
+        base = lora.without(self._frozen()) if has_reference or train.log_kl else None
+        self.reference = base if has_reference else None
+        self.initial = base if train.log_kl else None
+        if train.log_kl and not lora.starts_at_base(self.policy):
+            self.initial = self._frozen()
         self.previous = self._frozen() if train.log_kl else None
 
     @property
@@ -146,9 +151,16 @@ class Learner:
         return describe_kl("held_out", ours, initial, batch)
 
     def weights(self) -> Weights:
-        """A copy of the policy's weights, in compute precision."""
-        tensors = {name: view.clone() for name, view in self.policy.exchange().items()}
-        return Weights(self.version, self.incarnation, tensors)
+        """A copy of the policy's weights that learn, in compute precision. Those that an adapter
+        changes are merged with its masters in fp32, and rounded once."""
+        views = self.policy.exchange(learned=True)
+        tensors = {name: view.clone() for name, view in views.items()}
+        masters = self.optimizer.masters
+        adapter = lora.adapter_of(masters)
+        if adapter is not None and isinstance(masters, Transformer):
+            tensors |= lora.merged(masters, adapter)
+        is_partial = len(tensors) < len(self.policy.exchange())
+        return Weights(self.version, self.incarnation, tensors, is_partial)
 
     def state(self) -> State:
         """The state from which `load_state` goes on bit for bit. Its tensors are views of the
