@@ -20,7 +20,7 @@ from typing import Any
 import ray
 import torch
 
-from burnish.actors.cluster import DIRECT, Group, unusable
+from burnish.actors.cluster import DIRECT, Exchange, unusable
 from burnish.actors.transport import Parcel, Receiver, Sender
 from burnish.types import Weights
 
@@ -77,7 +77,10 @@ def copies(mb: int, rounds: int) -> list[float]:
 def seconds(how: str, mb: int, rounds: int, folder: str) -> list[float]:
     peers = [Peer.options(num_gpus=int(how == "nccl")).remote() for _ in range(2)]
     ray.get([peer.make.remote(mb, how, folder) for peer in peers])
-    group, (sender, receiver) = Group(how, ["sender", "receiver"] if how in DIRECT else []), peers
+    group, (sender, receiver) = (
+        Exchange(how, ["sender", "receiver"] if how in DIRECT else []),
+        peers,
+    )
     if group.members:
         group.join(peers, 120)
     found = []

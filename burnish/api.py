@@ -289,7 +289,7 @@ def evaluation_recipe(
     recipe = config.load(source, [own, *changes])
     if recipe.is_supervised:
         raise ConfigError(f"{recipe.name} has answers to learn and none to grade; name another")
-    return recipe
+    return recipe.model_copy(update={"teacher": None})  # a student is measured by itself
 
 
 @dataclass(frozen=True)

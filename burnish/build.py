@@ -27,10 +27,12 @@ from burnish.loops.recorder import Parts
 from burnish.model import products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
+from burnish.model.transformer import Transformer
 from burnish.models import DTYPES, open_model, open_policy, open_tokenizer
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.buffer import Buffer
+from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import pack
 from burnish.runs.metrics import Metrics
 from burnish.schema.models import SorterConfig
@@ -38,6 +40,7 @@ from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import MixtureTask, PairsTask, SortTask
 from burnish.sizes import (
     check_device,
+    check_frozen,
     device_of,
     lacking_room,
     measure,
@@ -73,7 +76,7 @@ def build(recipe: Recipe) -> Parts:
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take)
     train: Callable[..., Iterator[sync.Step]]
     train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
     if recipe.is_stale:
@@ -135,9 +138,16 @@ def build_learner(recipe: Recipe) -> Learner:
         policy = open_policy(recipe).model.to(device_of(recipe))
     tell("load", "preparing the learner")
     program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
-    return Learner(
-        policy, program, recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
-    )
+    train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
+    return Learner(policy, program, train, teacher=_teacher(recipe))
+
+
+def _teacher(recipe: Recipe) -> Transformer | None:
+    other = preflight.frozen(recipe).get("teacher.model")
+    if other is None:
+        return None
+    model = open_model(other, DTYPES[settled(recipe).train.precision])[0]
+    return model.to(device_of(recipe)).requires_grad_(False)
 
 
 def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
@@ -162,6 +172,7 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
+    check_phrase(recipe, tokenizer)
     bound = room(recipe, measured(recipe))
 
     def make(part: Any) -> Any:
@@ -255,6 +266,7 @@ def look(
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
+    lacks += [] if is_absent else preflight.problem_of(check_frozen, recipe)
     size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:
         try:

@@ -54,4 +54,6 @@ def verdict(run: Path, recipe: Recipe) -> Verdict:
     if isinstance(loop, FreeLoop):
         return judge(run, batch=batch, window=loop.window or batch, max_lag=loop.max_lag)
     lag = loop.lag * recipe.gradient_steps_per_rollout
-    return judge(run, batch=batch, window=batch, max_lag=lag)
+    # Groups that fill a rollout have higher numbers than the rollouts in flight.
+    window = batch * (1 + loop.lag if recipe.selection.fills else 1)
+    return judge(run, batch=batch, window=window, max_lag=lag)

@@ -65,8 +65,10 @@ def options(
 
 @app.command()
 def recipes() -> None:
-    """List the recipes, a line each."""
-    _print_table((f"[bold]{n}", escape(config.load(n).description)) for n in config.list_recipes())
+    """List the recipes and presets, a line each."""
+    for folder in (config.RECIPES, config.PRESETS):
+        found = {name: config.read_recipe(name, folder) for name in config.list_recipes(folder)}
+        _print_table((f"[bold]{n}", escape(table["description"])) for n, table in found.items())
 
 
 @app.command()
@@ -388,8 +390,7 @@ def _live(path: Path, *, quiet: bool) -> Interrupts:
 def _show_end(path: Path) -> None:
     """Prints how a run went, some answers before and after, and where its report is."""
     end = directory.read_json(path / "summary.json")
-    for line in (*outcome(end), *answers(end), f"report: {path / 'report.html'}"):
-        _say(line)
+    _say("\n".join([*outcome(end), *answers(end), f"report: {path / 'report.html'}"]))
 
 
 def main() -> None:

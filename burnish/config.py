@@ -19,6 +19,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from burnish.errors import ConfigError
+from burnish.pieces.advantages import Teacher
 from burnish.pieces.objective import KINDS
 from burnish.pieces.piece import name_of
 from burnish.schema.models import SorterConfig
@@ -26,20 +27,33 @@ from burnish.schema.recipe import Recipe
 from burnish.sections import OWN, as_table, nearest
 
 RECIPES = Path(__file__).parent / "recipes"
-CHOSEN = ("task", "model", "loop", "train.learn", *(f"objective.{kind}" for kind in KINDS))
+PRESETS = Path(__file__).parent / "presets"
+"""Published algorithms: settings that go over those of any recipe."""
+CHOSEN = (
+    "task",
+    "model",
+    "loop",
+    "length",
+    "train.learn",
+    *(f"objective.{kind}" for kind in KINDS),
+)
 """Sections that a recipe chooses by name, out of several."""
 LANGUAGE = [
     *("device", "engine", "train.learn", "train.recompute", "validation.max_tokens"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
     *("rollout.top_p", "rollout.top_k", "rollout.truncated"),
+    *("rollout.overlong", "rollout.think", "length"),
 ]
 """Settings that only a language model reads."""
 SAMPLED = [
-    *("rollout", "engine", "objective", "log.rollouts", "loop", "buffer", "runtime"),
+    *("rollout", "selection", "engine", "objective", "length", "log.rollouts"),
+    *("loop", "buffer", "runtime", "teacher"),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
 """Settings that a supervised run does not read, since it samples nothing."""
+FILLING = ["selection.max_asked", "selection.on_bound"]
+"""Settings that only a run reads which asks other prompts in the place of dead groups."""
 APART = [
     *("runtime.address", "runtime.generators", "runtime.generator", "runtime.learner"),
     *("runtime.threads", "runtime.transport", "runtime.deadline"),
@@ -57,7 +71,11 @@ def load(
     *,
     seed: int | None = None,
 ) -> Recipe:
-    """The recipe of a name, a TOML file, a table or a recipe, with the overrides applied."""
+    """The recipe of a name, a TOML file, a table or a recipe, with the overrides applied.
+
+    ``preset`` names settings of a published algorithm. They go over the recipe's own, and overrides
+    go over both.
+    """
     if isinstance(source, Recipe):
         objects = {key: getattr(source.task, key, None) for key in ("rows", "function")}
         given = flat(effective(source)) | {
@@ -69,14 +87,21 @@ def load(
         name = os.fspath(source)
         given = {"name": Path(name).stem} | flat(read_recipe(name))
     changes = changed(overrides)
-    merged = _without_replaced(given, changes) | changes
+    preset = changes.pop("preset", given.pop("preset", None))
+    chosen = {} if preset is None else flat(read_recipe(str(preset), PRESETS))
+    chosen.pop("description", None)
+    merged = given
+    for over in (chosen, changes):
+        merged = _without_replaced(merged, over) | over
     if seed is not None:
         merged["seed"] = seed
     recipe = _validate(merged)
     useless = _useless(merged, recipe)
     for key, cause in useless.items():
-        # An override may deprive a setting of the recipe of its effect: then it is left out.
-        if key in changes or cause not in changes:
+        # An override may deprive a setting of the recipe of its effect, and a preset may hold one
+        # that this task or model does not have: then it is left out.
+        is_asked = key in changes or (key in given and cause not in chosen | changes)
+        if is_asked and key not in chosen.keys() - changes.keys():
             value = _toml(flat(recipe.model_dump())[cause])
             raise ConfigError(f"{key} has no effect with {cause} = {value}; remove it")
     return _validate({key: merged[key] for key in merged if key not in useless})
@@ -104,15 +129,15 @@ def with_steps(recipe: Recipe, steps: int) -> Recipe:
     return recipe.model_copy(update={"train": train})
 
 
-def read_recipe(name: str) -> dict[str, Any]:
-    """The TOML table of a recipe in the package, or of a file."""
-    path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
+def read_recipe(name: str, folder: Path = RECIPES) -> dict[str, Any]:
+    """The TOML table of a recipe or preset in the package, or of a file."""
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     try:
         return read_toml(path)
     except OSError:
-        known = list_recipes()
+        known, kind = list_recipes(folder), "preset" if folder is PRESETS else "recipe"
         raise ConfigError(
-            f"there is no recipe {name!r}{nearest(name, known)}; `burnish recipes` lists "
+            f"there is no {kind} {name!r}{nearest(name, known)}; `burnish recipes` lists "
             f"{', '.join(known)}, and a path that ends in .toml is read as a file"
         ) from None
 
@@ -124,8 +149,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a TOML file: {error}") from error
 
 
-def list_recipes() -> list[str]:
-    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+def list_recipes(folder: Path = RECIPES) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def changed(overrides: Overrides) -> dict[str, Any]:
@@ -210,18 +235,22 @@ def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
 
 def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     """The settings that have no effect in the recipe, each with the setting that is the cause."""
-    loss, train = recipe.objective.loss, recipe.train
-    ratio = [
-        "objective.ratio",
-        *["objective.proximal"] * (not recipe.objective.reads_proximal_first),
+    loss, train, chosen = recipe.objective.loss, recipe.train, recipe.selection
+    is_taught = isinstance(recipe.objective.advantage, Teacher)
+    is_compared = loss.compares or recipe.objective.reads_proximal_first
+    unread = [
+        *["objective.ratio"] * ("ratio" not in loss.reads),
+        *["objective.proximal"] * (not is_compared),
     ]
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
+        "selection.dead_groups": [] if chosen.fills else FILLING,
         "task.name": SAMPLED if recipe.is_supervised else [],
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
-        "objective.loss.name": [] if "ratio" in loss.reads else ratio,
+        "objective.loss.name": unread,
+        "objective.advantage.name": [] if is_taught else ["teacher"],
     }
     return {
         key: cause
@@ -232,10 +261,19 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
 
 
 def _validate(settings: Table) -> Recipe:
+    settings, length = dict(settings), "objective.reduction.length"
+    if settings.get("objective.reduction.name") == "constant" and length not in settings:
+        longest = "task.length" if settings.get("task.name") == "sort" else "rollout.max_tokens"
+        settings[length] = settings.get(longest) or _default(longest)
     try:
         return Recipe.model_validate(nested(settings))
     except ValidationError as error:
         raise ConfigError(explain(error, list(_keys(Recipe)))) from None
+
+
+def _default(key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(Recipe(), section), name)
 
 
 def explain(error: ValidationError, keys: Sequence[str]) -> str:
@@ -251,7 +289,8 @@ def _explain(problem: Any, keys: Sequence[str]) -> str:
         name = problem["ctx"]["tag"]
         return f"{where}.name must be {' or '.join(known)}, got {name!r}{nearest(name, known)}"
     if kind == "missing":
-        return f"{where} is missing: {chosen!r} needs it; set it, as --set {where}=VALUE does"
+        needs = chosen or where.rpartition(".")[0]
+        return f"{where} is missing: {needs!r} needs it; set it, as --set {where}=VALUE does"
     if kind == "value_error":  # a check in this package, which says the value itself
         return f"{where} {told}".strip()
     if kind != "extra_forbidden":

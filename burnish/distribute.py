@@ -22,6 +22,7 @@ from burnish.loops import asynchronous, free, sync
 from burnish.loops.evaluate import validation
 from burnish.loops.recorder import Parts
 from burnish.progress import tell
+from burnish.rollout.length import shaping
 from burnish.rollout.rollout import sampling
 from burnish.runs.metrics import Timers
 from burnish.schema.recipe import Recipe
@@ -44,7 +45,7 @@ def build(recipe: Recipe) -> Parts:
     note(f"the transport of weights is {how!r}, {why}")
     folder = tempfile.mkdtemp(prefix="burnish-", dir=cluster.SHARED if how == "shared" else None)
     names = [f"generator-{number}" for number in range(runtime.generators)]
-    group = cluster.Group(how, ["learner", *names] if how in cluster.DIRECT else [])
+    group = cluster.Exchange(how, ["learner", *names] if how in cluster.DIRECT else [])
     supervisor = Supervisor(runtime.deadline, note, partial(tell, "actors"), group=group)
     begin, options = supervisor.start, cluster.options
     for name in names:
@@ -102,7 +103,7 @@ def make_generator(recipe: Recipe) -> Generator:
 
 
 def make_scorer(recipe: Recipe) -> Scorer:
-    return Scorer(local.build_task(recipe)[0])
+    return Scorer(local.build_task(recipe)[0], shaping(recipe))
 
 
 def make_learner(recipe: Recipe, how: str, folder: str) -> LearnerPart:

@@ -10,6 +10,7 @@ from burnish import strategy
 from burnish.errors import ConfigError
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
+from burnish.schema import length, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import PairsTask
@@ -52,6 +53,8 @@ class Size(NamedTuple):
     """Parameters that learn, in the model or in its adapter; None if it is all of them."""
     copied: int = 0
     """Bytes of a weight in the engine's own copy for matrix products; 0 if it makes none."""
+    frozen: int = 0
+    """Weights of the teacher; 0 if there is none."""
     too_long: int = 0
     """Prompts that were skipped because they are too long."""
 
@@ -107,11 +110,16 @@ def plan(
     loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     return [
         ("task", _task(recipe, size)),
-        ("objective", loss if recipe.is_supervised else formula(recipe.objective)),
+        ("objective", loss if recipe.is_supervised else _objective(recipe)),
         ("batches", _batches(recipe)),
+        *selection.describe(recipe),
         *strategy.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]
+
+
+def _objective(recipe: Recipe) -> Lines:
+    return [*formula(recipe.objective), *length.describe(recipe)]
 
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
@@ -120,6 +128,9 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
     settings = [f"{key} = {value!r}" for key, value in given.items()]
     known = "" if size is None else f": {size.parameters:,} parameters"
     lines = [("task", ", ".join([task.name, *settings])), ("model", f"{recipe.model.name}{known}")]
+    if recipe.teacher is not None:
+        count = "" if size is None else f": {size.frozen:,} parameters"
+        lines.append(("teacher", f"{recipe.teacher.model}{count}, frozen"))
     if recipe.stop:
         lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
     if size is not None and size.longest_prompt:
@@ -190,6 +201,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
         Need("memory", "Adam's moments", 8 * learned),
         Need("memory", f"{train.precision} weights", low * (still + learned * (low < 4))),
         Need("memory", f"frozen copies ({copies})", copies * low * learned),
+        Need("memory", f"the teacher's {train.precision} weights", low * size.frozen),
         Need("memory", "the engine's weights", samples * (wide + size.copied) * count),
         Need("cache", tokens, samples * cache),
         Need("disk", f"{files} of {spell(each)}", min(kept, saves) * each),
@@ -249,6 +261,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     upper = min(1.0, (getattr(train.learn, "last", None) or size.layers) / size.layers)
     gradient = 2 if train.learn.name == "lora" else 3
     passes = 1 - upper + upper * (_scored(recipe) + gradient * train.epochs)
+    passes += size.frozen / size.parameters
     sampled = train.steps * rollout + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 
@@ -257,5 +270,6 @@ def _scored(recipe: Recipe) -> float:
     """Forward passes over a rollout before it is learned."""
     objective, train, batch = recipe.objective, recipe.train, recipe.rollout.batch
     logged = 2 * train.log_kl * min(batch, train.log_kl_responses or batch) / batch
-    again = objective.proximal == "recompute" and recipe.gradient_steps_per_rollout > 1
+    is_read = recipe.gradient_steps_per_rollout > 1 or objective.reads_proximal_first
+    again = objective.proximal == "recompute" and is_read
     return isinstance(objective.kl, KL) + logged + again

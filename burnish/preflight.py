@@ -24,7 +24,7 @@ from burnish.progress import tell
 from burnish.runs import checkpoints
 from burnish.runs.directory import check_new, to_jsonl, version_of
 from burnish.schema.learning import LoraLearns
-from burnish.schema.models import LanguageConfig
+from burnish.schema.models import LanguageConfig, ScratchConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import FilesTask, GymTask, MathTask, MixtureTask, PairsTask, Rows
 
@@ -39,6 +39,7 @@ EXTRAS = {
 """The optional parts of the package: for each, a module that it installs, and its purpose."""
 MADE = {
     "sums": "python examples/write_sums.py sums",
+    "small-sums": "python examples/write_sums.py small-sums --recipe sums",
     "sentences": "python examples/write_keywords.py sentences --recipe keywords-scratch",
 }
 """Directories that recipes read, and the commands that write them."""
@@ -71,6 +72,8 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
     found = [] if path is None else problem_of(check_new, path)
     for check in (check_extras, check_files, check_model, check_adapter):
         found += problem_of(check, recipe)
+    for other in frozen(recipe).values():
+        found += [*problem_of(check_extras, other), *problem_of(check_model, other)]
     return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
 
 
@@ -131,7 +134,8 @@ def check_model(recipe: Recipe) -> None:
     from burnish.model import hub
 
     name, path = recipe.source, Path(recipe.source).expanduser()
-    if not name or name == hub.DEFAULT or name.startswith("hf:"):
+    is_bytes = name == hub.BYTES and isinstance(recipe.model, ScratchConfig)
+    if not name or name == hub.DEFAULT or is_bytes or name.startswith("hf:"):
         return
     if (path / "recipe.toml").is_file():
         checkpoints.choose(path, "last")  # it raises if there is none
@@ -220,6 +224,15 @@ def run_of(recipe: Recipe) -> Recipe | None:
     return config.load(file) if is_run else None
 
 
+def frozen(recipe: Recipe) -> dict[str, Recipe]:
+    """For each frozen model beside the policy, by its setting, the recipe with it as its model."""
+    if recipe.teacher is None:
+        return {}
+    head = {"fp32_head": getattr(recipe.model, "fp32_head", False)}
+    model = LanguageConfig(name=recipe.teacher.model, **head)
+    return {"teacher.model": recipe.model_copy(update={"model": model, "teacher": None})}
+
+
 def raise_all(found: Sequence[BurnishError]) -> None:
     """Raises one problem as it is, and several as one error."""
     if len(found) == 1:
@@ -251,6 +264,8 @@ def hashes(recipe: Recipe) -> dict[str, str]:
         files = _files_of_model(recipe)
         tell("load", f"hashing the files of {recipe.model.name}")
         found["model"] = of_files(files)
+    for setting, other in frozen(recipe).items():
+        found[setting] = of_files(_files_of_model(other))
     return found
 
 

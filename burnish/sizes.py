@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from burnish import config, machine, preflight
-from burnish.errors import BurnishError, ConfigError
+from burnish.errors import BurnishError, ConfigError, ModelError
 from burnish.model import checkpoint as models
 from burnish.model import hub, lora
 from burnish.model.tokenizer import Tokenizer
@@ -22,14 +22,11 @@ def measure(recipe: Recipe) -> Size | None:
     """The size of a recipe's language model; None if its files are not here yet."""
     if isinstance(recipe.model, SorterConfig):
         return None
-    recipe, origin = settled(recipe), preflight.origin(recipe)
-    path = _local(origin.source)
-    if path is None:
+    recipe, found = settled(recipe), _shape(recipe)
+    if found is None:
         return None
-    is_scratch = isinstance(origin.model, ScratchConfig)
-    shape = scratch_shape(origin, Tokenizer.load(path)) if is_scratch else models.read_config(path)
-    with torch.device("meta"):
-        model = Transformer(shape)
+    shape, model = found[0], _empty(found[0])
+    others = [_shape(other) for other in preflight.frozen(recipe).values()]
     packed = recipe.engine.precision != "fp16" and device_of(recipe) == "cpu"
     narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
     return Size(
@@ -42,7 +39,46 @@ def measure(recipe: Recipe) -> Size | None:
             p.numel() for p in lora.learn(model, recipe.train, 0).parameters() if p.requires_grad
         ),
         copied=packed * (2 if narrow else 4),
+        frozen=sum(p.numel() for one in others if one for p in _empty(one[0]).parameters()),
     )
+
+
+def _shape(recipe: Recipe) -> tuple[ModelConfig, Tokenizer] | None:
+    """The shape of a recipe's language model, and its tokenizer; None if its files are not here."""
+    origin = preflight.origin(recipe)
+    path = _local(origin.source)
+    if path is None:
+        return None
+    tokenizer, is_scratch = Tokenizer.load(path), isinstance(origin.model, ScratchConfig)
+    return scratch_shape(origin, tokenizer) if is_scratch else models.read_config(path), tokenizer
+
+
+def _empty(shape: ModelConfig) -> Transformer:
+    """A model without memory for its weights."""
+    with torch.device("meta"):
+        return Transformer(shape)
+
+
+def check_frozen(recipe: Recipe) -> None:
+    """Raises if a teacher does not read the policy's tokens. Models that are not here pass."""
+    own = None if isinstance(recipe.model, SorterConfig) else _shape(recipe)
+    for setting, other in preflight.frozen(recipe).items():
+        theirs = _shape(other)
+        if own is None or theirs is None:
+            continue
+        words, known = (tokenizer.backend.get_vocab() for _, tokenizer in (own, theirs))
+        if words != known or theirs[0].vocab_size < own[0].vocab_size:
+            differ = len(words.items() ^ known.items())
+            raise ModelError(
+                f"{setting} = {other.model.name!r} must have the vocabulary of "
+                f"{recipe.model.name}, and {differ:,} tokens differ; choose a model with the same "
+                "tokenizer"
+            )
+        if theirs[0].context < own[0].context:
+            raise ModelError(
+                f"{setting} = {other.model.name!r} has a context of {theirs[0].context:,} tokens, "
+                f"and {recipe.model.name} has {own[0].context:,}; choose one with as much"
+            )
 
 
 def measured(recipe: Recipe) -> Size:
@@ -103,7 +139,9 @@ def check_device(recipe: Recipe) -> None:
 def check_room(recipe: Recipe, path: Path) -> None:
     """Refuses a run whose model does not fit, once its files are here."""
     if not isinstance(recipe.model, SorterConfig):
-        hub.resolve(preflight.origin(recipe).source)
+        for one in (recipe, *preflight.frozen(recipe).values()):
+            hub.resolve(preflight.origin(one).source)
+        check_frozen(recipe)
         size = measured(recipe)
         preflight.raise_all(lacking_room(recipe, path, size))
         if not recipe.is_supervised:

@@ -95,12 +95,12 @@ def check(recipe: Recipe) -> None:
         )
     if not recipe.is_stale:
         return
-    by_behavior = "ratio" in objective.loss.reads and objective.proximal == "behavior"
+    by_behavior = objective.loss.compares and objective.proximal == "behavior"
     if not by_behavior and not isinstance(objective.importance, Importance):
         raise ValueError(
             "loop or buffer gives tokens of older versions, which need a ratio to the policy "
             "that sampled them; use a loss with a ratio and objective.proximal = 'behavior', "
-            "or objective.importance = 'truncated' or 'masked'"
+            "or objective.importance = 'truncate' or 'mask'"
         )
 
 

@@ -55,6 +55,12 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     """The run's seed; the draws are hashed from (seed, stream, group, sample, position)."""
+    think_tokens: int | None = None
+    """Tokens after which the engine ends the thinking; None if there is no budget."""
+    think_end: str = ""
+    """The text that says that a response has ended its thinking by itself."""
+    think_phrase: str = ""
+    """The text that the engine puts into a response whose budget is spent before `think_end`."""
 
 
 class Finish(StrEnum):
@@ -72,7 +78,7 @@ class Completion:
     request_id: str
     sample_index: int
     token_ids: IntArray
-    """[C] all that was sampled, the end token included."""
+    """[C] all that was sampled, the end token included, and all that the system put there."""
     logprobs: FloatArray
     """[C] of the model at the sampling temperature, before any mask or truncation."""
     versions: IntArray
@@ -85,6 +91,8 @@ class Completion:
     """Which stop string or end id ended it; None if there was none."""
     text: str
     """Cut after the stop string, without the end token."""
+    in_loss: bool = True
+    """False if the response counts in its group's statistics and nothing is learned from it."""
 
 
 class Status(StrEnum):
@@ -145,7 +153,7 @@ class PackedBatch:
     in_prompt: Tensor
     """[N] bool"""
     is_action: Tensor
-    """[N] bool: the policy sampled this token."""
+    """[N] bool: the policy sampled this token, in a response that is learned from."""
     behavior_logprobs: Tensor
     """[N] float; 0 where nothing was sampled."""
     temperature: Tensor
@@ -160,6 +168,8 @@ class PackedBatch:
     """[S] int64 in [0, groups)"""
     rewards: Tensor
     """[S] float"""
+    parts: Tensor
+    """[S, K] float: the parts of the grades that the objective reads; K is 0 if it reads none."""
 
     def to(self, device: Any) -> PackedBatch:
         return PackedBatch(**{name: value.to(device) for name, value in vars(self).items()})
@@ -178,6 +188,8 @@ class Scores(NamedTuple):
     proximal: Tensor | None = None
     """None if the objective does not need this pass."""
     reference: Tensor | None = None
+    """None if the objective does not need this pass."""
+    teacher: Tensor | None = None
     """None if the objective does not need this pass."""
 
 

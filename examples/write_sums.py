@@ -2,6 +2,7 @@
 
     python examples/write_sums.py sums
     burnish sft arithmetic-sft --data sums
+    python examples/write_sums.py small-sums --recipe sums      # for a model of one's own
 
 The questions are those that the recipe trains on. No question comes twice, and none is one that the
 recipe holds out. A fifth of the rows goes to validation.jsonl.
@@ -16,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from burnish import config
-from burnish.model import hub
 from burnish.model.tokenizer import Tokenizer
 from burnish.tasks.gym import make_gym
 
@@ -53,10 +53,10 @@ def by_places(before: int, sign: str, number: int) -> Iterator[str]:
         before = after
 
 
-def questions(count: int, seed: int) -> list[str]:
+def questions(name: str, count: int, seed: int) -> list[str]:
     """Different questions of the recipe, in the order of its training prompts."""
-    recipe = config.load("arithmetic", seed=seed)
-    tokenizer = Tokenizer.load(hub.resolve("smollm2-135m"))
+    recipe = config.load(name, seed=seed)
+    tokenizer = Tokenizer.of_bytes()  # any tokenizer: only texts are read
     task = make_gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
     found: dict[str, None] = {}
     for index in range(TRIES * count):
@@ -70,15 +70,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="a new directory")
     parser.add_argument("--rows", type=int, default=4000, help="in all (default: 4000)")
+    parser.add_argument("--recipe", default="arithmetic", help="(default: arithmetic)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True)
-    rows = [{"prompt": asked, "answer": worked(asked)} for asked in questions(args.rows, args.seed)]
+    asked = questions(args.recipe, args.rows, args.seed)
+    rows = [{"prompt": question, "answer": worked(question)} for question in asked]
     held_out = max(1, round(0.2 * args.rows))
     for name, some in (("train", rows[held_out:]), ("validation", rows[:held_out])):
         text = "".join(json.dumps(row) + "\n" for row in some)
         (args.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    print(f"learn them with: burnish sft arithmetic-sft --data {args.out}")
+    print(f"learn them with: burnish sft {args.recipe}-sft --data {args.out}")
 
 
 if __name__ == "__main__":

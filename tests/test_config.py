@@ -200,10 +200,7 @@ def test_what_an_override_replaces_takes_its_settings_along():
         (["train.batch=15"], "train.batch = 15 must be a multiple of rollout.group_size = 10; use"),
         (["train.batch=20"], "rollout.batch = 30 must be a multiple of train.batch = 20; use 40"),
         (["rollout.group_size=1"], "use objective.advantage = 'raw'"),
-        (
-            ["objective.reduction=constant"],
-            "objective.reduction.length is missing: 'constant' needs it",
-        ),
+        (["objective.loss=own"], "objective.loss.function is missing: 'own' needs it"),
         (
             ["objective.loss=cispo", "objective.loss.floor=6"],
             "objective.loss needs floor at or below cap, got 6 and 5",
@@ -394,3 +391,43 @@ def test_a_files_setting_without_effect_is_refused_whatever_else_is_set():
             config.load(table, overrides)
     decayed = {**table, "train": {"schedule": "linear", "decay_steps": 9}}
     assert config.load(decayed, ["train.schedule=constant"]).train.schedule == "constant"
+
+
+def test_the_constant_is_the_longest_response_unless_it_is_given():
+    lengths = [
+        config.load(recipe, ["objective.reduction=constant", *more]).objective.reduction.length
+        for recipe, *more in (
+            ("sort",),
+            ("sums",),
+            ("sums", "rollout.max_tokens=99"),
+            ("sums", "objective.reduction.length=7"),
+        )
+    ]
+    assert lengths == [3, 64, 99, 7]
+
+
+@pytest.mark.parametrize("name", config.list_recipes(config.PRESETS))
+def test_a_preset_goes_on_any_recipe(name):
+    for recipe in ("sums", "keywords", "gsm8k"):
+        loaded = config.load(recipe, [f"preset={name}"])
+        assert config.effective(config.load(loaded)) == config.effective(loaded)
+        assert loaded.description == config.load(recipe).description
+
+
+def test_a_preset_overrides_the_recipe_and_set_overrides_both(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('preset = "dr-grpo"\n[objective]\nadvantage = "raw"\nratio = "sequence"\n')
+    assert config.load(file).objective.advantage.name == "group_mean"
+    changed = config.load(file, ["objective.advantage=leave_one_out", "objective.loss.high=0.3"])
+    assert (changed.objective.advantage.name, changed.objective.ratio) == ("leave_one_out", "token")
+    assert (changed.objective.loss.low, changed.objective.loss.high) == (0.2, 0.3)
+    assert config.load(file, ["preset=gspo"]).objective.ratio == "sequence"
+
+
+def test_a_presets_setting_without_effect_is_left_out_and_an_override_is_refused():
+    recipe = config.load("sort", ["preset=gspo", "objective.loss=reinforce"])
+    assert recipe.objective.ratio == "token"
+    with pytest.raises(ConfigError, match=r"objective\.ratio has no effect with objective\.loss"):
+        config.load("sort", ["preset=rloo", "objective.ratio=sequence"])
+    with pytest.raises(ConfigError, match="there is no preset 'gspoo'; did you mean 'gspo'"):
+        config.load("sort", ["preset=gspoo"])

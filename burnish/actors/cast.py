@@ -22,6 +22,7 @@ from burnish.engine.protocol import Engine, Request
 from burnish.errors import EngineError
 from burnish.learner.learner import State
 from burnish.progress import begin
+from burnish.rollout.length import Shape, unshaped
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import Asked, grade
 from burnish.types import Completion, Group, Weights
@@ -127,11 +128,12 @@ class Generator:
 class Scorer:
     """A task that grades in a process of its own."""
 
-    def __init__(self, task: Any) -> None:
-        self.task = task
+    def __init__(self, task: Any, shape: Shape = unshaped) -> None:
+        """``shape`` changes the rewards of a graded group."""
+        self.task, self._shape = task, shape
 
     def grade(self, asked: Asked, responses: Sequence[tuple[Completion, ...]]) -> list[Group]:
-        return grade(self.task, asked, responses)
+        return grade(self.task, asked, responses, self._shape)
 
 
 class LearnerPart:

@@ -53,7 +53,7 @@ def unusable(how: str, has_gpu: bool, gpus: float) -> str | None:
     return None
 
 
-class Group:
+class Exchange:
     """The actors that send each other tensors directly. gloo and NCCL know them by a group that
     each must join; an actor that was started again is outside, so all make a new group."""
 
@@ -87,7 +87,7 @@ class Group:
         self._handles = handles
 
 
-NOBODY = Group("store", ())
+NOBODY = Exchange("store", ())
 
 
 def _join(shell: Any, rank: int, how: str, size: int, name: str) -> None:

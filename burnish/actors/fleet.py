@@ -73,9 +73,11 @@ class Fleet:
     def requests(self, asked: Asked) -> list[Request]:
         return requests_of(asked, self._size, self._params, Stream.TRAIN)
 
-    def issue(self, asked: Asked) -> None:
-        """Begins a rollout with the weights that were published last."""
-        self._rollouts.append(_Rollout(asked, self._call("sample", self.requests(asked))))
+    def issue(self, asked: Asked, *, first: bool = False) -> None:
+        """Begins a rollout with the weights that were published last; ``first``: it is collected
+        next."""
+        begun = _Rollout(asked, self._call("sample", self.requests(asked)))
+        (self._rollouts.appendleft if first else self._rollouts.append)(begun)
 
     def collect(self) -> list[Group]:
         """Waits for the oldest rollout, and removes it."""

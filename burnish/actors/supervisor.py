@@ -25,7 +25,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from burnish.actors.cluster import NOBODY, Group, head_problem
+from burnish.actors.cluster import NOBODY, Exchange, head_problem
 from burnish.actors.shell import Pulse, actor_class
 from burnish.errors import ActorDied, ActorError, BurnishError
 from burnish.rollout.rollout import Note, ignore
@@ -86,7 +86,7 @@ class Supervisor:
         tell: Callable[[str], None] = lambda text: None,
         show: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
-        group: Group = NOBODY,
+        group: Exchange = NOBODY,
     ) -> None:
         """``deadline``: seconds in which an actor must answer one of its calls. ``tell`` is given
         a sentence for each death, ``show`` the actors' work in words while somebody waits.

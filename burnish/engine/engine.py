@@ -63,7 +63,8 @@ class NativeEngine:
         config, pages = self._model.config, self.scheduler.pages
         assert request.request_id not in self._groups, f"{request.request_id} is in flight"
         protocol.check(request, vocab_size=config.vocab_size, context=config.context)
-        assert self._tokenizer or not request.params.stop, "stop strings need a tokenizer"
+        texts = request.params.stop or request.params.think_tokens
+        assert self._tokenizer or not texts, "stop strings and think budgets need a tokenizer"
         group = RequestGroup(request, self._tokenizer, config.context)
         if pages.needed(group.prompt_length + group.limit - 1) > pages.count:
             raise EngineError(
@@ -166,6 +167,7 @@ class NativeEngine:
         sound = len(tokens)
         if math.isnan(sum(logprobs)):
             sound = next(i for i, logprob in enumerate(logprobs) if math.isnan(logprob))
+        drawn = sequence.forced is None
         taken = sequence.take(tokens[:sound], logprobs, self.version)
         if sound < len(tokens) and sequence.finish is None:
             # Finite weights can still overflow. Only this sample is lost, and its pages are
@@ -173,7 +175,7 @@ class NativeEngine:
             holders = self.scheduler.pages.holders
             self._cache.clear([page for page in sequence.pages if holders[page] == 1])
             sequence.finish = Finish.ABORT
-        self.sampled += taken
+        self.sampled += taken * drawn
         sequence.computed += max(0, taken - 1)
 
     def _complete(self, sequence: Sequence, finish: Finish) -> Completion:
@@ -184,7 +186,8 @@ class NativeEngine:
             del self._groups[group.request.request_id]
         recorded = sequence.response, sequence.logprobs, sequence.versions
         ended = finish, sequence.stop, sequence.text
-        return protocol.completed(group.request, sequence.index, recorded, ended)
+        index, put_in = sequence.index, sequence.put_in
+        return protocol.completed(group.request, index, recorded, ended, put_in)
 
 
 def choose_backend(model: Transformer, cache: Cache, rows: int) -> Backend:

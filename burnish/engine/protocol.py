@@ -95,7 +95,7 @@ def check(request: Request, *, vocab_size: int, context: int) -> None:
     length, p = len(request.prompt), request.params
     ids = np.append(request.prompt, p.stop_ids)
     known = bool(((ids >= 0) & (ids < vocab_size)).all())
-    fewest, most = p.min_tokens, p.max_tokens
+    fewest, most, think = p.min_tokens, p.max_tokens, p.think_tokens
     rules = {
         f"a prompt has 1 to {context - 1} tokens in this model, got {length}": 0 < length < context,
         f"token ids must lie in 0 … {vocab_size - 1}; is this the model's tokenizer?": known,
@@ -106,6 +106,10 @@ def check(request: Request, *, vocab_size: int, context: int) -> None:
         f"top_p must lie in (0, 1], got {p.top_p}; 1 turns it off": 0 < p.top_p <= 1,
         f"top_k must be at least 1, got {p.top_k}": p.top_k is None or p.top_k >= 1,
         f"stop must hold texts, got {p.stop!r}": type(p.stop) is tuple and all(p.stop),
+        f"think_tokens must lie in 1 … max_tokens − 1, got {think}": think is None
+        or 0 < think < most,
+        "a think budget needs think_end and think_phrase": think is None
+        or bool(p.think_end and p.think_phrase),
     }
     if broken := _broken(rules):
         raise EngineError(f"request {request.request_id!r}: {'; '.join(broken)}")
@@ -140,9 +144,17 @@ Ended = tuple[Finish, str | int | None, str]
 """How a response ended, the stop string or end id that ended it, and its text."""
 
 
-def completed(request: Request, sample: int, recorded: Recorded, ended: Ended) -> Completion:
-    """A request's sample, all of whose tokens were sampled."""
+def completed(
+    request: Request,
+    sample: int,
+    recorded: Recorded,
+    ended: Ended,
+    put_in: slice = slice(0),
+) -> Completion:
+    """A request's sample, all of whose tokens were sampled but those that were ``put_in``."""
     tokens, logprobs, versions = recorded
     ids, stamps = np.array(tokens, dtype=np.int32), np.array(versions, dtype=np.int32)
-    own = ids, np.array(logprobs, dtype=np.float32), stamps, np.ones(len(ids), dtype=np.bool_)
+    sampled = np.ones(len(ids), dtype=np.bool_)
+    sampled[put_in] = False
+    own = ids, np.array(logprobs, dtype=np.float32), stamps, sampled
     return Completion(request.request_id, sample, *own, request.params, *ended)

@@ -55,6 +55,9 @@ def sample(
         tokens, limited = logits.argmax(1), {}
     for limits, rows in limited.items():
         some = torch.tensor(rows, device=logits.device)
+        if limits.forced is not None:
+            tokens[some] = limits.forced
+            continue
         left = _limit(logits[some], heat[some], limits)
         # Blocks that are left out as a whole must have sums of exactly 0.
         how = weigh if limits.top_p == 1 and limits.top_k is None else plain_weigh

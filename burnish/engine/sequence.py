@@ -23,6 +23,8 @@ class Limits(NamedTuple):
     """Tokens that may not be drawn: end ids before min_tokens."""
     top_p: float = 1.0
     top_k: int | None = None
+    forced: int | None = None
+    """The token that is taken whatever the model says; None if the token is drawn."""
 
 
 ANY, GREEDY = Limits(), Limits(greedy=True)
@@ -45,6 +47,15 @@ class RequestGroup:
         self.request, self.tokenizer = request, tokenizer
         self.limit = min(params.max_tokens, context - self.prompt_length)
         """Tokens that a response has at most."""
+        self.phrase: list[int] = []
+        """The tokens that end a response's thinking."""
+        self.budget: int | None = None
+        """Tokens before the phrase; None if there is no budget, or no room for phrase and answer
+        in the model's context."""
+        if params.think_tokens is not None and tokenizer is not None:
+            self.phrase = tokenizer.encode(params.think_phrase, add_special=False).tolist()
+            if params.think_tokens + len(self.phrase) < self.limit:
+                self.budget = params.think_tokens
         self.end_ids = frozenset((*(tokenizer.end_ids if tokenizer else ()), *params.stop_ids))
         self.limits = Limits(top_p=params.top_p, top_k=params.top_k)
         if params.temperature == 0:
@@ -74,7 +85,8 @@ class Sequence:
     """One sample: its tokens, its pages in the cache, and its response with its records and end.
 
     A token at index t < min_tokens ends nothing: no end id is drawn there, and a stop string that
-    the token completes does not count.
+    the token completes does not count. Neither does a token of the phrase that ends the thinking;
+    a stop string may begin in the phrase if a sampled token completes it.
     """
 
     def __init__(self, group: RequestGroup, index: int) -> None:
@@ -85,6 +97,8 @@ class Sequence:
         self.finish: Finish | None = None
         self.stop: str | int | None = None
         """The stop string or end id that ended the response; None if none did."""
+        self.forced_from: int | None = None
+        """The place of the phrase in the response; None if its thinking was not ended by it."""
         self.waits = True
         """In the scheduler's queue, not running."""
         self.computed = 0
@@ -108,8 +122,9 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Tokens up to the response's limit."""
-        return self.group.limit - len(self.logprobs)
+        """Tokens up to the response's limit, or first to the end of its think budget."""
+        count, budget = len(self.logprobs), self.group.budget
+        return (self.group.limit if budget is None or count >= budget else budget) - count
 
     @property
     def held(self) -> int:
@@ -119,7 +134,23 @@ class Sequence:
     @property
     def limits(self) -> Limits:
         """How the next token is drawn."""
+        if self.forced is not None:
+            return Limits(forced=self.forced)
         return self.group.held_limits if self.held else self.group.limits
+
+    @property
+    def forced(self) -> int | None:
+        """The next token if it is the phrase's; None if it is drawn."""
+        if self.forced_from is None:
+            return None
+        left = self.group.phrase[len(self.logprobs) - self.forced_from :]
+        return left[0] if left else None
+
+    @property
+    def put_in(self) -> slice:
+        """The tokens of the response that were not sampled."""
+        first = len(self.tokens) if self.forced_from is None else self.forced_from
+        return slice(first, first + len(self.group.phrase))
 
     @property
     def text(self) -> str:
@@ -133,6 +164,8 @@ class Sequence:
     def take(self, tokens: list[int], logprobs: list[float], version: int) -> int:
         """The next tokens, up to the one that ends the response -> their number."""
         end_ids, held, count = self.group.end_ids, self.held, min(len(tokens), self.room)
+        if self.forced is not None:
+            held = count = 1
         if not end_ids.isdisjoint(tokens[held:count]):
             count = next(i for i, t in enumerate(tokens[held:], held + 1) if t in end_ids)
             self.finish, self.stop = Finish.STOP, tokens[count - 1]
@@ -143,7 +176,15 @@ class Sequence:
         self.versions += [version] * count
         if self.finish is None and not self.room:
             self.finish = Finish.LENGTH
+        if self.finish is None and len(self.logprobs) == self.group.budget and self._thinks():
+            self.forced_from = self.group.budget
         return count
+
+    def _thinks(self) -> bool:
+        """Whether the response has not said the end of its thinking."""
+        assert self.group.tokenizer is not None, "a budget needs a tokenizer"
+        said = self.group.tokenizer.decode(self.response)
+        return self.group.request.params.think_end not in said
 
     def _watch(self, tokens: list[int], held: int) -> int:
         """Reads tokens up to a stop string -> their number."""

@@ -56,9 +56,17 @@ class Learner:
     policy one rollout before (``train.log_kl``). A reference that is never refreshed is the initial
     model, and then they share one copy. Copies share the weights that never change, and the
     reference of a policy with an adapter is the model without it, so it takes no memory.
+    ``teacher`` is a frozen model of its own, in compute precision; None if the program needs no
+    such pass.
     """
 
-    def __init__(self, policy: Policy, program: Program, train: TrainConfig) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        program: Program,
+        train: TrainConfig,
+        teacher: Policy | None = None,
+    ) -> None:
         self.program = program
         self.train = train
         self.optimizer = Optimizer(policy, train)
@@ -67,6 +75,7 @@ class Learner:
         self.incarnation = 0
         self.skipped_in_a_row = 0
         self.refreshed = False
+        self.teacher = teacher
         self._rollout: _Rollout | None = None
         has_reference = "reference" in program.passes(1)
         base = lora.without(self._frozen()) if has_reference or train.log_kl else None
@@ -94,9 +103,12 @@ class Learner:
         packs = self._packs(parts)
         lower = self._lower(packs)
         policies: dict[str, Any] = {"proximal": self.policy, "reference": self.reference}
+        policies["teacher"] = self.teacher
         needed = self.program.passes(self.train.epochs * len(parts))
         scores = Scores(**{name: _logprobs(policies[name], packs, lower) for name in needed})
         others = self._others(batch, packs, lower, scores)
+        if scores.teacher is not None:
+            others["teacher"] = Pack.whole(batch), scores.teacher
         self._rollout = _Rollout(batch, self.version, lower, scores.proximal, others)
         return scores
 
@@ -123,9 +135,10 @@ class Learner:
     def finish(self) -> tuple[Metrics, Tensor | None]:
         """Ends the rollout that was scored last and forgets its forward passes.
 
-        Returns the KL of the policy that sampled it to the initial model and to the policy one
-        rollout before (empty unless ``train.log_kl``), and the log-probabilities [N] of the policy
-        before the first step (None if the learner did not score all of them).
+        Returns the KL of the policy that sampled it to the teacher, if there is one, and with
+        ``train.log_kl`` to the initial model and to the policy one rollout before; and the
+        log-probabilities [N] of the policy before the first step (None if the learner did not score
+        all of them).
         """
         rollout, self._rollout = self._rollout, None
         assert rollout is not None, "score comes before finish"
@@ -294,7 +307,8 @@ class Learner:
 
 @torch.no_grad()
 def _logprobs(policy: Policy, packs: list[Pack], lower: Tensor | None = None) -> Tensor:
-    """[N]; ``lower`` as in `_Rollout`."""
+    """[N]; ``lower`` as in `_Rollout`. A policy that has no frozen layers does not share them."""
+    lower = lower if policy.lower_layers else None
     scored = ((p.slots, policy.score(p.batch, at(p.slots, lower)).logprobs) for p in each(packs))
     return _join(list(scored))
 

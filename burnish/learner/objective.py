@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from burnish.errors import ConfigError
+from burnish.pieces.losses import Streams
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.pieces.terms import KL, Importance
 from burnish.rl import kl, ratios
@@ -18,7 +19,7 @@ from burnish.rollout.packing import Pack, take, take_streams
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores
 
 Metrics = dict[str, float]
-Pass = Literal["proximal", "reference"]
+Pass = Literal["proximal", "reference", "teacher"]
 """A forward pass without gradient over a rollout; its name is a field of ``Scores``."""
 
 
@@ -55,7 +56,12 @@ class Program:
         is_read = steps > 1 or self.objective.reads_proximal_first
         if is_read and self.objective.proximal == "recompute":
             needed.insert(0, "proximal")
-        return needed
+        return [*needed, *(name for name in self.objective.advantage.reads if name != "proximal")]
+
+    @property
+    def graded(self) -> tuple[str, ...]:
+        """Names of the grade's parts that a packed batch must carry."""
+        return self.objective.advantage.graded
 
     @property
     def refresh(self) -> int | None:
@@ -78,7 +84,8 @@ class Program:
             )
         else:
             rewards = rewards - coefficient * sequence_sum(penalty, mask, ids)
-        return estimator.per_token(rewards, batch)
+        scores = scores._replace(proximal=self._proximal(batch, scores))
+        return estimator.from_scores(rewards, batch, scores)
 
     def batches(
         self, batch: PackedBatch, advantages: Tensor, scores: Scores, parts: Sequence[Pack]
@@ -92,12 +99,11 @@ class Program:
         if isinstance(self.objective.importance, Importance):
             assert proximal is not None, "it is in passes"
             correction = self.objective.importance.weights(proximal, batch)
-        weights = self.objective.reduction.weights
         batches = [
             LearnBatch(
                 batch=part,
                 advantages=advantages[slots],
-                loss_weight=weights(part.is_action, part.sequence_ids).float(),
+                loss_weight=self.objective.reduction.weights(part).float(),
                 proximal_logprobs=at(slots, proximal),
                 reference_logprobs=at(slots, scores.reference),
                 importance=at(slots, correction),
@@ -105,14 +111,13 @@ class Program:
             )
             for part, slots in parts
         ]
-        has_term = self._kl or self.objective.entropy_coefficient
+        has_term = self._kl or self.objective.entropy_coefficient or self.objective.loss.has_term
         return batches if has_term or len(batches) == 1 else [live(learn) for learn in batches]
 
     def token_loss(self, measured: Measured, learn: LearnBatch) -> Tensor:
         """The loss of every slot before its weight, [N]."""
         logprobs = measured.logprobs
-        ratio = self._ratio(logprobs, learn)
-        loss = self.objective.loss.per_token(logprobs, ratio, learn.advantages)
+        loss = self.objective.loss.per_token(self._streams(logprobs, learn))
         if learn.importance is not None:
             loss = learn.importance * finite_gradient(loss, learn.importance)
         if self._kl and self._kl.where == "loss":
@@ -127,16 +132,17 @@ class Program:
         """Figures of a train batch; ``measured`` carries no gradient."""
         logprobs, entropy = measured.logprobs, measured.entropy
         action = learn.batch.is_action
-        ratio, advantage = self._ratio(logprobs, learn)[action], learn.advantages[action]
+        streams = self._streams(logprobs, learn)
+        ratio, advantage = streams["ratio"][action], learn.advantages[action]
         metrics = {
             "train/entropy": entropy[action].mean().item(),
             "train/ratio_min": ratio.min().item(),
             "train/ratio_max": ratio.max().item(),
             "train/advantage_std": advantage.std(correction=0).item(),
         }
-        clipped = self.objective.loss.is_clipped(ratio, advantage)
+        clipped = self.objective.loss.is_clipped(streams)
         if clipped is not None:
-            metrics["train/clip_fraction"] = clipped.float().mean().item()
+            metrics["train/clip_fraction"] = clipped[action].float().mean().item()
         if learn.importance is not None:
             metrics["train/importance"] = learn.importance[action].mean().item()
         if learn.reference_logprobs is not None:
@@ -148,14 +154,18 @@ class Program:
         is_sampler = self.objective.proximal == "behavior"
         return batch.behavior_logprobs if is_sampler else scores.proximal
 
-    def _ratio(self, logprobs: Tensor, learn: LearnBatch) -> Tensor:
+    def _streams(self, logprobs: Tensor, learn: LearnBatch) -> Streams:
+        """The streams that a loss may read, [N] each."""
         proximal = learn.proximal_logprobs
         if proximal is None:  # the policy is where it was: the ratio is 1, its gradient is not 0
             proximal = logprobs.detach()
-        if self.objective.ratio == "token":
-            return ratios.token_ratio(logprobs, proximal)
         mask, ids = learn.batch.is_action, learn.batch.sequence_ids
-        return ratios.sequence_ratio(logprobs, proximal, mask, sequence_ids=ids)
+        if self.objective.ratio == "token":
+            ratio = ratios.token_ratio(logprobs, proximal)
+        else:
+            ratio = ratios.sequence_ratio(logprobs, proximal, mask, sequence_ids=ids)
+        streams = {"logprobs": logprobs, "proximal": proximal, "ratio": ratio}
+        return streams | {"advantages": learn.advantages, "mask": mask, "sequence_ids": ids}
 
 
 def live(learn: LearnBatch) -> LearnBatch:

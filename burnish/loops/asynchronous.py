@@ -4,7 +4,7 @@ Rollout n, counted from 0, is sampled with the weights after step max(0, n − l
 
     for step = 1 … steps:
         issue the rollouts up to number step − 1 + lag, with the weights published last
-        wait for the oldest rollout                                     wait
+        wait for the oldest rollout; ask others if groups are dead      wait
         take its gradient steps                                         learn
         publish the new weights                                         publish
 
@@ -26,17 +26,9 @@ from burnish.learner.learner import Learner
 from burnish.loops.sync import Step, learn
 from burnish.progress import begin
 from burnish.rollout.buffer import Buffer
-from burnish.rollout.rollout import (
-    Asked,
-    Note,
-    check_errors,
-    describe,
-    drop_errors,
-    grade,
-    ignore,
-    sample,
-    sampling,
-)
+from burnish.rollout.filling import Filled, fill, sample_actively
+from burnish.rollout.length import shaping
+from burnish.rollout.rollout import Asked, Note, describe, grade, ignore, sample, sampling
 from burnish.runs.metrics import Timers
 from burnish.schema.recipe import Recipe
 from burnish.strategy import LaggedLoop
@@ -51,8 +43,9 @@ class Rollouts(Protocol):
     note: Note
     """Is told of groups that are sampled and dropped."""
 
-    def issue(self, asked: Asked) -> None:
-        """Begins a rollout with the weights that were published last."""
+    def issue(self, asked: Asked, *, first: bool = False) -> None:
+        """Begins a rollout with the weights that were published last; ``first``: it is collected
+        next."""
 
     def collect(self) -> list[Group]:
         """The groups of the oldest rollout, which is then no longer in flight."""
@@ -71,24 +64,31 @@ class LocalRollouts:
     overlap; so it is the test's oracle, and measures the effect of lag on a machine without Ray.
     """
 
-    def __init__(self, recipe: Recipe, task: Task, engine: Engine) -> None:
-        self._recipe, self._task, self._engine = recipe, task, engine
+    def __init__(
+        self, recipe: Recipe, task: Task, engine: Engine, take: Callable[[int], Asked]
+    ) -> None:
+        """``take`` gives the next prompts, to be asked in the place of dead groups."""
+        self._recipe, self._task, self._engine, self._take = recipe, task, engine, take
         self._done: deque[list[Group]] = deque()
         self.note: Note = ignore
 
     def listen(self, note: Note) -> None:
         self.note = note
 
-    def issue(self, asked: Asked) -> None:
-        params, size = sampling(self._recipe), self._recipe.rollout.group_size
+    def issue(self, asked: Asked, *, first: bool = False) -> None:
+        recipe, task, engine = self._recipe, self._task, self._engine
+        params, size = sampling(recipe), recipe.rollout.group_size
         total = size * len(asked)
         report = begin("generate", f"sampling {total} responses", total=total, unit="responses")
-        responses = sample(self._engine, asked, size, params, Stream.TRAIN, report)
-        groups = grade(self._task, asked, responses)
+        if recipe.selection.dead_groups == "active":
+            groups = sample_actively(recipe, engine, task, asked, self._take, report)
+        else:
+            responses = sample(engine, asked, size, params, Stream.TRAIN, report)
+            groups = grade(task, asked, responses, shaping(recipe))
         for group in groups:
             version = group.oldest_version
             self.note("sampled", group=group.index, by="local", oldest=version, newest=version)
-        self._done.append(groups)
+        (self._done.appendleft if first else self._done.append)(groups)
 
     def collect(self) -> list[Group]:
         return self._done.popleft()
@@ -135,6 +135,12 @@ def train(
     """
     assert isinstance(recipe.loop, LaggedLoop)
     lag = recipe.loop.lag
+
+    def ask(count: int) -> list[Group]:
+        """Further groups for the oldest rollout, with the weights that were published last."""
+        rollouts.issue(prompts.take(count), first=True)
+        return rollouts.collect()
+
     issued = start + len(rollouts.in_flight())
     learner.publish()
     for number in range(start, recipe.train.steps):
@@ -145,13 +151,12 @@ def train(
                 issued += 1
         with timers("wait"):
             begin("generate", f"waiting for rollout {number + 1}")
-            sampled = rollouts.collect()
-            check_errors(sampled, limit=recipe.rollout.max_errors)
-            groups, dropped = drop_errors(sampled)
-            note_dropped(rollouts.note, number + 1, sampled, groups)
-        gone = [group.index for group in sampled]
+            filled = fill(recipe, rollouts.collect(), ask)
+            note_dropped(rollouts.note, number + 1, filled)
+        groups, gone = filled.groups, [group.index for group in filled.sampled]
         if buffer is not None:
             groups, gone = replay(buffer, groups, number + 1, learner.version, rollouts.note)
+            gone += filled.dropped
         with timers("learn"):
             begin("learn", f"learning from rollout {number + 1}")
             step = learner.learn(number + 1, groups)
@@ -159,7 +164,7 @@ def train(
         with timers("publish"):
             begin("publish", "handing the new weights to the generators")
             learner.publish()
-        rollout = describe(sampled, prompts.skipped - skipped) | dropped
+        rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
         yield step._replace(metrics=rollout | step.metrics)
 
 
@@ -177,7 +182,7 @@ def replay(
     return chosen, [index for index in before if index not in stay]
 
 
-def note_dropped(note: Note, step: int, sampled: list[Group], kept: list[Group]) -> None:
-    """Notes the groups that were lost to errors of grades."""
-    for index in sorted({g.index for g in sampled} - {g.index for g in kept}):
-        note("dropped", step=step, group=index, why="error")
+def note_dropped(note: Note, step: int, filled: Filled) -> None:
+    """Notes the groups that nobody will learn from."""
+    for index, why in sorted(filled.dropped.items()):
+        note("dropped", step=step, group=index, why=why)

@@ -16,8 +16,9 @@ from burnish.actors.supervisor import PULSE, Call
 from burnish.loops.asynchronous import note_dropped
 from burnish.loops.sync import Step
 from burnish.progress import begin
+from burnish.rollout.filling import fill
 from burnish.rollout.pace import Pace
-from burnish.rollout.rollout import check_errors, describe, drop_errors
+from burnish.rollout.rollout import describe
 from burnish.runs.metrics import Timers
 from burnish.schema.recipe import Recipe
 from burnish.strategy import FreeLoop
@@ -190,20 +191,19 @@ def train(
             begin("generate", f"waiting for the groups of step {number + 1}")
             while (sampled := run.next_rollout()) is None:
                 run.advance()
-            check_errors(sampled, limit=recipe.rollout.max_errors)
-            groups, dropped = drop_errors(sampled)
-            note_dropped(fleet.note, number + 1, sampled, groups)
+            filled = fill(recipe, sampled, lambda count: [])
+            note_dropped(fleet.note, number + 1, filled)
         with timers("learn"):
             begin("learn", f"step {number + 1} is being learned")
             run.close(sampled)
-            run.learning = learner.begin(number + 1, groups)
+            run.learning = learner.begin(number + 1, filled.groups)
             while not run.learning.is_done:
                 run.advance()
             step = learner.take(run.learning)
             run.learning = None
         with timers("publish"):
             learner.publish()
-        dropped["rollout/stale_groups"] = float(run.dropped)
-        metrics = describe(sampled, prompts.skipped - skipped) | dropped
+        filled.figures["rollout/stale_groups"] = float(run.dropped)
+        metrics = describe(sampled, prompts.skipped - skipped) | filled.figures
         run.dropped = 0
         yield step._replace(metrics=metrics | step.metrics)

@@ -3,7 +3,7 @@
     for step = 1 … steps:
         every kl.refresh steps:  π_ref ← π
         take prompts; sample a group of responses to each          generate
-        score the responses                                        grade
+        score the responses; ask others if groups are dead         grade
         log π_ref and, if needed, log π_prox of the tokens         score
         advantages relative to the group                           advantages
         for each of the gradient steps:  π ← step on the loss      learn
@@ -26,8 +26,10 @@ from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.progress import begin
 from burnish.rl.sequences import sequence_lengths, sequence_sum
+from burnish.rollout.filling import fill, sample_actively
+from burnish.rollout.length import shaping
 from burnish.rollout.packing import pack, train_batches
-from burnish.rollout.rollout import check_errors, describe, drop_errors, grade, sample, sampling
+from burnish.rollout.rollout import describe, grade, sample, sampling
 from burnish.runs.metrics import Metrics, Timers, combine
 from burnish.schema.recipe import Recipe
 from burnish.tasks.stream import PromptStream
@@ -62,28 +64,32 @@ def train(
     start: int = 0,
 ) -> Iterator[Step]:
     """Runs the loop from step ``start`` on, yielding after each step."""
-    params, some = sampling(recipe), counted(recipe.rollout.batch, "response")
-    doing = f"sampling {some} to {recipe.prompts_per_rollout} prompts"
+    params, size = sampling(recipe), recipe.rollout.group_size
+
+    def ask(count: int) -> list[Group]:
+        """The groups of the next prompts, so many or, if dead ones are replaced at once, more."""
+        asked, some = prompts.take(count), counted(count * size, "response")
+        with timers("generate"):
+            doing = f"sampling {some} to {counted(count, 'prompt')}"
+            report = begin("generate", doing, total=count * size, unit="responses")
+            if recipe.selection.dead_groups == "active":
+                return sample_actively(recipe, engine, task, asked, prompts.take, report)
+            responses = sample(engine, asked, size, params, Stream.TRAIN, report)
+        with timers("grade"):
+            begin("grade", f"grading {some}")
+            return grade(task, asked, responses, shaping(recipe))
+
     engine.load(learner.weights())
     for number in range(start, recipe.train.steps):
         learner.begin(number)
         skipped = prompts.skipped
-        asked = prompts.take(recipe.prompts_per_rollout)
-        with timers("generate"):
-            report = begin("generate", doing, total=recipe.rollout.batch, unit="responses")
-            size = recipe.rollout.group_size
-            responses = sample(engine, asked, size, params, Stream.TRAIN, report)
-        with timers("grade"):
-            begin("grade", f"grading {some}")
-            sampled = grade(task, asked, responses)
-            check_errors(sampled, limit=recipe.rollout.max_errors)
-            groups, dropped = drop_errors(sampled)
-        step = learn(recipe, learner, number + 1, groups, timers)
-        prompts.close(index for index, _ in asked)
+        filled = fill(recipe, ask(recipe.prompts_per_rollout), ask)
+        step = learn(recipe, learner, number + 1, filled.groups, timers)
+        prompts.close(group.index for group in filled.sampled)
         with timers("publish"):
             begin("publish", "handing the new weights to the sampler")
             engine.load(learner.weights())
-        rollout = describe(sampled, prompts.skipped - skipped) | dropped
+        rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
         yield step._replace(metrics=rollout | step.metrics)
 
 
@@ -92,7 +98,7 @@ def learn(
 ) -> Step:
     """Takes a rollout's gradient steps; ``train/skipped`` counts planned steps that were not taken.
 
-    Without groups (each of them lost its samples to errors) no gradient step is taken.
+    Without groups (each of them was dropped) no gradient step is taken.
     """
     program, planned = learner.program, recipe.gradient_steps_per_rollout
     if not groups:
@@ -100,7 +106,7 @@ def learn(
     some = counted(sum(len(group.grades) for group in groups), "response")
     with timers("score"):
         begin("score", f"scoring {some}", unit="packs")
-        batch = pack(groups).to(learner.device)
+        batch = pack(groups, program.graded).to(learner.device)
         parts = train_batches(batch, recipe.train.batch, count=recipe.train_batches)
         scores = learner.score(batch, parts)
     with timers("learn"):
@@ -119,8 +125,8 @@ def learn(
 
 
 def count_tokens(groups: list[Group]) -> int:
-    """Tokens of the responses that the policy sampled."""
-    return sum(int(c.sampled.sum()) for group in groups for c in group.completions)
+    """Tokens of the responses that the policy sampled and learns from."""
+    return sum(int(c.sampled.sum()) * c.in_loss for group in groups for c in group.completions)
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:

@@ -17,6 +17,8 @@ from burnish.errors import ModelError
 from burnish.progress import tell
 
 DEFAULT = "smollm2-135m"
+BYTES = "bytes"
+"""The tokenizer of models from scratch whose tokens are single bytes."""
 DEADLINE = 1800.0
 """Seconds that a download may take, and that one process waits for another's."""
 
@@ -42,9 +44,16 @@ CONFIG: dict[str, Any] = {
 
 
 def resolve(name: str) -> Path:
-    """The default model's name, `hf:ORG/NAME`, or a path -> a directory for `checkpoint.load`."""
+    """The default model's name, `hf:ORG/NAME`, or a path -> a directory for `checkpoint.load`.
+
+    `bytes` is a tokenizer without a model.
+    """
     if name == DEFAULT:
         return _default()
+    if name == BYTES:
+        from burnish.model.tokenizer import Tokenizer
+
+        return _written(Tokenizer.of_bytes())
     if name.startswith("hf:"):
         return _from_hugging_face(name.removeprefix("hf:"))
     path = Path(name).expanduser()

@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import decoders
+from tokenizers import decoders, models, pre_tokenizers
 
 from burnish.errors import ModelError
 from burnish.types import IntArray
@@ -66,6 +66,18 @@ class Tokenizer:
         ends: int | list[int] = next((end for end in said if end is not None), [])
         end_ids = tuple(ends) if isinstance(ends, list) else (ends,)
         return cls(backend, end_ids, special, template)
+
+    @classmethod
+    def of_bytes(cls) -> Tokenizer:
+        """A token for each byte of a text in UTF-8, and one that ends a response."""
+        pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = tokenizers.Tokenizer(
+            models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
+        )
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(["<end>"])
+        return cls(backend, (len(pieces),), {"eos_token": "<end>"})
 
     @property
     def vocab_size(self) -> int:

@@ -11,6 +11,11 @@ from burnish.pieces.piece import Function, Piece, name_of, rl
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from burnish.types import PackedBatch
+
+Streams = dict[str, "Tensor"]
+"""Tensors [N] by name: logprobs, proximal, ratio, advantages, mask, sequence_ids."""
+
 
 class Loss(Piece):
     """The loss of each token, before its weight.
@@ -19,15 +24,24 @@ class Loss(Piece):
     """
 
     reads: ClassVar[tuple[str, ...]] = ("ratio", "advantages")
-    """The streams that the function takes, out of logprobs, ratio and advantages."""
+    """The streams that the function takes."""
 
-    def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """The loss [N] of three streams, [N] each."""
-        streams = {"logprobs": logprobs, "ratio": ratio, "advantages": advantages}
-        taken = (streams[name] for name in self.reads)
-        return rl("losses", self.name)(*taken, **self.settings)
+    @property
+    def compares(self) -> bool:
+        """Whether it compares the policy with the proximal policy."""
+        return "ratio" in self.reads or "proximal" in self.reads
 
-    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
+    @property
+    def has_term(self) -> bool:
+        """Whether a token whose advantage is 0 has a gradient, too."""
+        return False
+
+    def per_token(self, streams: Streams) -> Tensor:
+        """The loss [N]."""
+        taken = {name: streams[name] for name in self.reads}
+        return rl("losses", self.name)(**taken, **self.settings)
+
+    def is_clipped(self, streams: Streams) -> Tensor | None:
         """[N] bool: whether a bound is in force; None if the loss has no bounds."""
         return None
 
@@ -54,10 +68,11 @@ class Clip(Loss):
         dual = "" if self.dual is None else f", at most −{self.dual:g} A_t where A_t < 0"
         return f"L_t = −min(ρ_t A_t, {clipped} A_t){dual}"
 
-    def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        return rl("losses", "clipped")(ratio, advantages, **self.settings)
+    def per_token(self, streams: Streams) -> Tensor:
+        return rl("losses", "clipped")(streams["ratio"], streams["advantages"], **self.settings)
 
-    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(self, streams: Streams) -> Tensor:
+        ratio, advantages = streams["ratio"], streams["advantages"]
         found = rl("losses", "is_clipped")(ratio, advantages, low=self.low, high=self.high)
         if self.dual is not None:
             found |= rl("losses", "is_dual_clipped")(ratio, advantages, dual=self.dual)
@@ -72,8 +87,62 @@ class Cispo(Loss):
     cap: float = Field(5.0, gt=0, description="the largest ratio")
     floor: float = Field(0.0, ge=0, description="the smallest ratio")
 
-    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        return (ratio < self.floor) | (ratio > self.cap)
+    def is_clipped(self, streams: Streams) -> Tensor:
+        return (streams["ratio"] < self.floor) | (streams["ratio"] > self.cap)
+
+
+class Sapo(Loss):
+    name: Literal["sapo"] = "sapo"
+    written: ClassVar[str] = (
+        "L_t = −A_t (4 / τ) σ(τ (ρ_t − 1)),  τ = {positive:g} if A_t > 0, else {negative:g}"
+    )
+    positive: float = Field(1.0, gt=0, allow_inf_nan=False, description="τ of good tokens")
+    negative: float = Field(1.05, gt=0, allow_inf_nan=False, description="τ of the others")
+
+
+class Gmpo(Loss):
+    name: Literal["gmpo"] = "gmpo"
+    written: ClassVar[str] = (
+        "L_t = −A_t exp(mean over the response of x_t),  x_t = log π − log π_prox, at most "
+        "{high:g} if A_t > 0, at least −{low:g} if A_t < 0"
+    )
+    reads: ClassVar[tuple[str, ...]] = (
+        *("logprobs", "proximal", "advantages"),
+        *("mask", "sequence_ids"),
+    )
+    low: float = Field(0.4, ge=0, description="log-ratio at least −low; inf: no bound")
+    high: float = Field(0.4, ge=0, description="log-ratio at most high; inf: no bound")
+
+    def is_clipped(self, streams: Streams) -> Tensor:
+        moved = streams["logprobs"] - streams["proximal"]
+        return rl("losses", "is_beyond")(moved, streams["advantages"], **self.settings)
+
+
+class Dppo(Loss):
+    name: Literal["dppo"] = "dppo"
+    reads: ClassVar[tuple[str, ...]] = ("logprobs", "proximal", "advantages")
+    low: float = Field(0.2, ge=0, description="divergence that a bad token may have")
+    high: float = Field(0.2, ge=0, description="divergence that a good token may have")
+    divergence: Literal["tv", "kl"] = Field("tv", description="of the token against the rest")
+    cap: float = Field(20.0, gt=0, description="the largest ratio")
+    kl: float = Field(0.0, ge=0, allow_inf_nan=False, description="weight of (log ρ)²")
+
+    def formula(self) -> str:
+        distance = "π − π_prox" if self.divergence == "tv" else "±KL(π_prox ‖ π) of token and rest"
+        term = f" + {self.kl:g} (log ρ_t)²" if self.kl else ""
+        mask = f"M_t = 0 if A_t > 0, D_t > {self.high:g} or A_t < 0, D_t < −{self.low:g}"
+        return f"L_t = −M_t sg[min(ρ_t, {self.cap:g})] A_t log π{term},  {mask},  D_t = {distance}"
+
+    @property
+    def has_term(self) -> bool:
+        return self.kl > 0
+
+    def is_clipped(self, streams: Streams) -> Tensor:
+        moved = rl("losses", "signed_divergence")(
+            streams["logprobs"], streams["proximal"], divergence=self.divergence
+        )
+        bounds = {"low": self.low, "high": self.high}
+        return rl("losses", "is_beyond")(moved, streams["advantages"], **bounds)
 
 
 class OwnLoss(Loss):
@@ -85,8 +154,9 @@ class OwnLoss(Loss):
     def formula(self) -> str:
         return f"L_t = {name_of(self.function)}(log π, ρ_t, A_t)"
 
-    def per_token(self, logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        result: Tensor = self.function(logprobs, ratio, advantages)
+    def per_token(self, streams: Streams) -> Tensor:
+        taken = (streams[name] for name in ("logprobs", "ratio", "advantages"))
+        result: Tensor = self.function(*taken)
         return result
 
 
@@ -96,9 +166,10 @@ class Reduction(Piece):
     It has the name of its function in ``rl.reduce``, and its settings are keywords there.
     """
 
-    def weights(self, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    def weights(self, batch: PackedBatch) -> Tensor:
         """[N] over a whole train batch."""
-        return rl("reduce", self.name)(mask, sequence_ids=sequence_ids, **self.settings)
+        ids = batch.sequence_ids
+        return rl("reduce", self.name)(batch.is_action, sequence_ids=ids, **self.settings)
 
 
 class SequenceMean(Reduction):
@@ -111,11 +182,20 @@ class TokenMean(Reduction):
     written: ClassVar[str] = "w_(i,t) = 1 / Σ_i |y_i|"
 
 
+class PromptMean(Reduction):
+    name: Literal["prompt_mean"] = "prompt_mean"
+    written: ClassVar[str] = "w_(i,t) = 1 / (prompts · Σ_g |y_j|)"
+
+    def weights(self, batch: PackedBatch) -> Tensor:
+        groups, ids = batch.group_ids, batch.sequence_ids
+        return rl("reduce", "prompt_mean")(batch.is_action, group_ids=groups, sequence_ids=ids)
+
+
 class Constant(Reduction):
     name: Literal["constant"] = "constant"
     written: ClassVar[str] = "w_(i,t) = 1 / (S · {length})"
-    length: int = Field(ge=1, description="usually the largest response length")
+    length: int = Field(ge=1, description="left out: the largest response length")
 
 
-AnyLoss = Reinforce | Unclipped | Clip | Cispo | OwnLoss
-AnyReduction = SequenceMean | TokenMean | Constant
+AnyLoss = Reinforce | Unclipped | Clip | Cispo | Sapo | Gmpo | Dppo | OwnLoss
+AnyReduction = SequenceMean | TokenMean | PromptMean | Constant

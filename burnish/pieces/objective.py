@@ -43,17 +43,27 @@ class ObjectiveConfig(Section):
                 "has importance, which corrects proximal against behavior, and proximal = "
                 "'behavior': it would always be 1; use proximal = 'recompute'"
             )
+        if (
+            isinstance(self.kl, KL)
+            and self.kl.where == "reward"
+            and not self.advantage.takes_penalty
+        ):
+            raise ValueError(
+                f"has kl.where = 'reward', which advantage = '{self.advantage.name}' has no place "
+                "for; use kl.where = 'loss'"
+            )
         return self
 
     @property
     def reads_proximal_first(self) -> bool:
         """Whether the proximal policy's log-probabilities are read before the first gradient step.
 
-        An importance correction and a KL in the reward read them then. A loss reads them in the
-        step, and at the first step the proximal policy is the policy that is differentiated.
+        An importance correction, a KL in the reward and a teacher read them then. A loss reads them
+        in the step, and at the first step the proximal policy is the policy itself.
         """
         in_reward = isinstance(self.kl, KL) and self.kl.where == "reward"
-        return in_reward or isinstance(self.importance, Importance)
+        in_advantage = "proximal" in self.advantage.reads
+        return in_reward or in_advantage or isinstance(self.importance, Importance)
 
 
 def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
@@ -72,6 +82,9 @@ def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
     ]
     if "ratio" in objective.loss.reads:
         lines.append(("ratio", RATIOS[objective.ratio]))
+    elif objective.loss.compares:
+        lines.append(("ratio", RATIOS["token"]))
+    if objective.loss.compares or "proximal" in objective.advantage.reads:
         lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
     if isinstance(kl, KL):
         penalty = f",  r ← r − {kl.coefficient:g} Σ_t {kl.name}_t" if kl.where == "reward" else ""

@@ -9,6 +9,9 @@ sums are taken of differences, so that no rounding of large rewards is left over
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -78,6 +81,120 @@ def best_of_group(rewards: Tensor, group_ids: Tensor, *, centered: bool = False)
     best = torch.full_like(size, -torch.inf).scatter_reduce(0, group, rewards, "amax")
     kept = _centered(rewards, group, size) if centered else rewards
     return torch.where(rewards == best[group], kept, torch.zeros_like(rewards))
+
+
+def batch_std(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    of: Literal["advantages", "rewards"] = "advantages",
+    eps: float = 1e-6,
+) -> Tensor:
+    """The reward above its group's mean, in standard deviations of the whole batch.
+
+        A_i = (r_i − mean_g(r)) / (std + ε)
+        std of r_j − mean_g(r) over all responses j   (``of`` = "advantages")
+        std of r_j over all responses j               (``of`` = "rewards")
+
+    Khatri et al. 2025, https://arxiv.org/abs/2510.13786 (ScaleRL), whose Â_std is the std of all
+    advantages in a batch; "rewards" is TRL's scale_rewards = "batch". Takes and returns [S].
+    Differs from the paper in nothing it fixes: it leaves open the std (unbiased here, over S − 1)
+    and ε.
+    """
+    group, size = _groups(rewards, group_ids, least=2)
+    centered = _centered(rewards, group, size)
+    return _scaled(centered, centered if of == "advantages" else rewards, eps)
+
+
+def pass_at_k(rewards: Tensor, group_ids: Tensor, *, k: int, eps: float = 1e-6) -> Tensor:
+    """How much the best of k responses gains if this response is one of them.
+
+        M = max of the rewards of k responses drawn from the group without replacement
+        A_i = (E[M | i is drawn] − E[M]) / (std[M] + ε)
+
+    Chen et al. 2025, https://arxiv.org/abs/2508.10751 (Pass@k training), equations of the
+    analytical derivation: with rewards of 0 and 1, of which N⁻ of N are 0, E[M] = 1 − C(N⁻, k) /
+    C(N, k) is pass@k, std[M] = √(E[M] (1 − E[M])), and E[M | i] is 1 for a right response and 1 −
+    C(N⁻ − 1, k − 1) / C(N − 1, k − 1) for a wrong one. Takes and returns [S].
+    Differs from the paper in taking any rewards: M is then the best reward of k (the max@k of
+    Walder & Karkhanis 2025, https://arxiv.org/abs/2505.15201), exactly, by order statistics. If a
+    group lost responses and has at most k, k is one less than it has. With k = 1 it is
+    ``group_zscore`` with the biased std.
+    """
+    group, size = _groups(rewards, group_ids, least=2)
+    result = torch.empty_like(rewards)
+    for number in range(len(size)):
+        own = (group == number).nonzero().squeeze(1)
+        result[own] = _best_of_k(rewards[own].double(), min(k, len(own) - 1), eps).to(result.dtype)
+    return result
+
+
+def maxrl(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The reward above its group's mean, in units of that mean: rare successes count most.
+
+        A_i = (r_i − mean_g(r)) / mean_g(r),   0 where mean_g(r) = 0
+
+    Tajwar et al. 2026, https://arxiv.org/abs/2602.02710 (maximum likelihood RL), for rewards of 0
+    and 1: it estimates the gradient of log pass@1, cut off at the order of the group's size. Takes
+    and returns [S].
+    Differs from the paper in taking any rewards that are not negative.
+    """
+    group, size = _groups(rewards, group_ids, least=2)
+    if bool((rewards < 0).any()):
+        raise ValueError(
+            f"maxrl divides by a group's mean and needs rewards of at least 0, got "
+            f"{rewards.min().item():g}; shift the rewards or use group_mean"
+        )
+    centered, mean = _centered(rewards, group, size), sum_by(rewards, group, len(size)) / size
+    return torch.where(centered == 0, centered, centered / mean[group])
+
+
+def gdpo(parts: Tensor, group_ids: Tensor, *, weights: list[float], eps: float = 1e-6) -> Tensor:
+    """Each part of the reward in its own group z-scores, added up by weight, scaled by the batch.
+
+        Z_(i,k) = (r_(i,k) − mean_g(r_k)) / (std_g(r_k) + ε)
+        A_i = (a_i − mean(a)) / (std(a) + ε),   a_i = Σ_k w_k Z_(i,k)
+
+    Liu et al. 2026, https://arxiv.org/abs/2601.05242 (GDPO). ``parts`` [S, K], ``weights`` [K];
+    returns [S]. Mean and std of a are over all responses of the batch, and the mean is 0 because
+    each group's is.
+    Differs from the paper in nothing it fixes: both stds are unbiased. TRL does the same with ε =
+    1e-4; verl whitens over tokens instead of responses.
+    """
+    columns = [
+        weight * group_zscore(part, group_ids, eps=eps)
+        for weight, part in zip(weights, parts.unbind(1), strict=True)
+    ]
+    total = torch.stack(columns).sum(0)
+    return _scaled(total, total, eps)
+
+
+def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+    """The reward above its group's length-weighted mean: the baseline of least variance, if a
+    response's squared gradient grows as its length.
+
+        A_i = r_i − Σ_g l_j r_j / Σ_g l_j
+
+    Hao et al. 2025, https://arxiv.org/abs/2505.23585 (OPO). ``lengths`` [S] are numbers
+    of actions; takes and returns [S].
+    Differs from the paper in nothing; verl takes the raw reward in a group of one.
+    """
+    group, size = _groups(rewards, group_ids, least=2)
+    above, lengths = _above_least(rewards, group, size), lengths.to(rewards.dtype)
+    total = sum_by(lengths, group, len(size)).clamp(min=1)
+    return above - (sum_by(lengths * above, group, len(size)) / total)[group]
+
+
+def remax(rewards: Tensor, greedy: Tensor) -> Tensor:
+    """The reward above that of the greedy response to the same prompt.
+
+        A_i = r_i − r(greedy response)
+
+    Li et al. 2024, https://arxiv.org/abs/2310.10505 (ReMax). ``greedy`` [S] has one reward per
+    prompt, repeated for its responses; takes and returns [S].
+    Differs from the paper in allowing several responses per prompt.
+    """
+    return rewards - greedy
 
 
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
@@ -163,6 +280,24 @@ def gae(
     return rows.unpack(advantage_rows), rows.unpack(advantage_rows + value)
 
 
+def teacher(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """How much likelier a teacher finds the token that the policy sampled: distillation on-policy.
+
+        A_t = −(log π_prox − log π_teacher)
+
+    Its mean over tokens that π_prox samples is the negative KL(π_prox ‖ π_teacher) at that place.
+    Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024,
+    https://arxiv.org/abs/2306.13649 (GKD). The discount is 0, as in the post: a token answers for
+    its own KL and not for the KL of later tokens.
+    Differs from the post in the student: its log-probabilities are those of π_prox, which are the
+    sampler's, as there, if the recipe says so. Differs from GKD in the estimate: from the sampled
+    token alone, and not from whole distributions. No gradient passes. All shaped like the mask; 0
+    outside it.
+    """
+    likelier = (teacher_logprobs - logprobs).detach()
+    return torch.where(mask.bool(), likelier, torch.zeros_like(likelier))
+
+
 def _groups(rewards: Tensor, group_ids: Tensor, *, least: int = 1) -> tuple[Tensor, Tensor]:
     """The group number of each reward [S] in [0, groups), and the sizes [groups] as floats."""
     assert rewards.shape == group_ids.shape == (len(rewards),), "both are [S]"
@@ -186,3 +321,25 @@ def _centered(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
     """Each reward minus its group's mean."""
     above = _above_least(rewards, group, size)
     return above - (sum_by(above, group, len(size)) / size)[group]
+
+
+def _scaled(x: Tensor, of: Tensor, eps: float) -> Tensor:
+    """x in standard deviations of ``of``, both [S]; exactly 0 where x is."""
+    return torch.where(x == 0, x, x / ((of - of.min()).std() + eps))
+
+
+def _best_of_k(rewards: Tensor, k: int, eps: float) -> Tensor:
+    """``pass_at_k`` in one group of n > k rewards.
+
+    With rewards in rising order, C(j − 1, k − 1) sets of k have response j as their best; of the
+    sets that hold i, C(i − 1, k − 1) have i as their best, and C(j − 2, k − 2) each j > i.
+    """
+    n, (ordered, order) = len(rewards), (rewards - rewards.min()).sort()
+    alone = ordered.new_tensor([math.comb(j, k - 1) for j in range(n)])
+    beside = ordered.new_tensor([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)])
+    share = alone / math.comb(n, k)
+    mean = (share * ordered).sum()
+    std = (share * (ordered - mean) ** 2).sum().sqrt()
+    later = (beside * ordered).flip(0).cumsum(0).flip(0) - beside * ordered
+    drawn = (alone * ordered + later) / math.comb(n - 1, k - 1)
+    return torch.empty_like(rewards).index_copy(0, order, (drawn - mean) / (std + eps))

@@ -6,10 +6,15 @@ A slot of weight 0 has no gradient, whatever it holds.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from burnish.rl.ratios import sequence_ratio
 from burnish.rl.sequences import finite_gradient
+
+Divergence = Literal["tv", "kl"]
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -76,6 +81,98 @@ def cispo(
     """
     weight = -ratio.detach().clamp(floor, cap) * advantages
     return weight * finite_gradient(logprobs, weight)
+
+
+def sapo(ratio: Tensor, advantages: Tensor, *, positive: float, negative: float) -> Tensor:
+    """A gate that closes softly on both sides of ratio 1 takes the place of the clip.
+
+        L_t = −A_t (4 / τ) σ(τ (ρ_t − 1)),   τ = τ_positive if A_t > 0, else τ_negative
+
+    Gao et al. 2025, https://arxiv.org/abs/2511.20347 (SAPO). Its gradient is that of −A_t ρ_t
+    at ratio 1, and falls off by sech²(τ (ρ_t − 1) / 2); τ_negative > τ_positive closes faster on
+    bad tokens. Any shape.
+    Differs from the paper in nothing (it reduces by the per-sequence mean).
+    """
+    tau = torch.where(advantages > 0, positive, negative).to(ratio.dtype)
+    ratio = finite_gradient(ratio, advantages)
+    return -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
+
+
+def gmpo(
+    logprobs: Tensor,
+    proximal: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    low: float,
+    high: float,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
+    """The geometric mean of a response's token ratios, each of them clipped in its logarithm.
+
+        x_t = log π − log π_prox,   x̄_t = min(x_t, high) if A_t > 0, max(x_t, −low) if A_t < 0
+        L_(i,t) = −A_(i,t) exp( (1/|y_i|) Σ_t x̄_t ),   the gradient of x̄_t on token t
+
+    Zhao et al. 2025, https://arxiv.org/abs/2507.20673 (GMPO), whose range of ratios is (e^−0.4,
+    e^0.4). As in ``ratios.sequence_ratio``, under a per-sequence mean value and gradient add up to
+    the paper's. Shaped like the mask.
+    Differs from the paper in nothing under the per-sequence mean; under another reduction a
+    response counts by its length.
+    """
+    x = logprobs - proximal
+    x = torch.where(advantages > 0, x.clamp(max=high), x.clamp(min=-low))
+    nothing = torch.zeros_like(x)
+    return -advantages * sequence_ratio(x, nothing, mask, sequence_ids=sequence_ids)
+
+
+def dppo(
+    logprobs: Tensor,
+    proximal: Tensor,
+    advantages: Tensor,
+    *,
+    low: float,
+    high: float,
+    divergence: Divergence = "tv",
+    cap: float = 20.0,
+    kl: float = 0.0,
+) -> Tensor:
+    """The policy gradient, without tokens whose distribution has moved too far their way.
+
+        L_t = −M_t sg[min(ρ_t, cap)] A_t log π(token_t) + β x_t²,   x_t = log ρ_t
+        M_t = 0 if A_t > 0 and D_t > high, or A_t < 0 and D_t < −low, else 1
+
+    D_t is ``signed_divergence``. Qi et al. 2026, https://arxiv.org/abs/2602.04879 (DPPO, binary
+    approximations); the squared log-ratio pulls the policy back to the proximal policy, on masked
+    tokens too, as in prime-rl (its coefficient there is 1e-3; it is twice ``kl.k2``). Any shape.
+    Differs from the paper in writing ρ as sg[ρ] log π, which has the same gradient, and in the
+    cap of 20, both as in verl and TRL. The paper's π_prox is the sampler: proximal = "behavior".
+    """
+    x = logprobs - proximal
+    moved = signed_divergence(logprobs, proximal, divergence=divergence)
+    kept = ~is_beyond(moved, advantages, low=low, high=high)
+    weight = -x.detach().exp().clamp(max=cap) * advantages * kept
+    return weight * finite_gradient(logprobs, weight) + kl * finite_gradient(x) ** 2
+
+
+def signed_divergence(logprobs: Tensor, proximal: Tensor, *, divergence: Divergence) -> Tensor:
+    """How far the policy has moved on a token, as if its vocabulary were this token and the rest.
+
+        tv:  D = π − μ,   μ = π_prox
+        kl:  D = sign(π − μ) ( μ log(μ / π) + (1 − μ) log((1 − μ) / (1 − π)) )
+
+    Carries no gradient. Any shape.
+    """
+    logprobs, proximal = logprobs.detach(), proximal.detach()
+    p, q = logprobs.exp(), proximal.exp()
+    if divergence == "tv":
+        return p - q
+    rest_p, rest_q = (torch.log1p(-x.clamp(max=1 - 1e-7)) for x in (p, q))
+    return torch.sign(p - q) * (q * (proximal - logprobs) + (1 - q) * (rest_q - rest_p))
+
+
+def is_beyond(distance: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
+    """Bool: the policy has moved past a bound in the direction of the advantage."""
+    return ((advantages > 0) & (distance > high)) | ((advantages < 0) & (distance < -low))
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burnish.rl.sequences import sequence_lengths, to_tokens
+from burnish.rl.sequences import sequence_lengths, sum_by, to_tokens
 
 
 def sequence_mean(mask: Tensor, *, sequence_ids: Tensor | None = None) -> Tensor:
@@ -37,6 +37,22 @@ def token_mean(mask: Tensor, *, sequence_ids: Tensor | None = None) -> Tensor:
     lengths = sequence_lengths(mask, sequence_ids).double()
     weights = torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
     return to_tokens(weights, mask, sequence_ids)
+
+
+def prompt_mean(mask: Tensor, *, group_ids: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
+    """Every prompt counts the same: the mean over its group's tokens, then the mean over prompts.
+
+        weight_(i,t) = 1 / (P Σ_(j in the group of i) |y_j|)
+
+    Khatri et al. 2025, https://arxiv.org/abs/2510.13786 (ScaleRL), "prompt average". ``group_ids``
+    [S] say whose prompt a response answers; P counts the prompts that have actions.
+    Differs from the paper in nothing.
+    """
+    lengths = sequence_lengths(mask, sequence_ids).double()
+    names, group = torch.unique(group_ids[: len(lengths)], return_inverse=True)
+    totals = sum_by(lengths, group, len(names))
+    weights = 1 / (_count(totals) * totals.clamp(min=1))
+    return to_tokens(weights[group], mask, sequence_ids)
 
 
 def constant(mask: Tensor, *, length: float, sequence_ids: Tensor | None = None) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from burnish.errors import ConfigError
-from burnish.types import Group, LearnBatch, PackedBatch
+from burnish.errors import ConfigError, DataError
+from burnish.types import FloatArray, Group, LearnBatch, PackedBatch
 
 STREAMS = {
     "tokens": np.int64,
@@ -35,8 +35,13 @@ class Pack(NamedTuple):
         return cls(batch, torch.arange(len(batch.tokens), device=batch.tokens.device))
 
 
-def pack(groups: Sequence[Group], *, device: torch.device | str = "cpu") -> PackedBatch:
-    """Lays the groups out one after the other, each as prompt, response 1, response 2, …"""
+def pack(
+    groups: Sequence[Group], parts: Sequence[str] = (), *, device: torch.device | str = "cpu"
+) -> PackedBatch:
+    """Lays the groups out one after the other, each as prompt, response 1, response 2, …
+
+    ``parts`` names the parts of the grades that the batch carries.
+    """
     segments = [segment for group in groups for segment in _segments(group)]
     streams = {
         name: torch.from_numpy(np.concatenate(values).astype(kind)).to(device)
@@ -49,7 +54,23 @@ def pack(groups: Sequence[Group], *, device: torch.device | str = "cpu") -> Pack
     shape = _lay_out(lengths.to(device), is_prompt.to(device))
     group_ids = torch.arange(len(groups)).repeat_interleave(sizes).to(device)
     rewards = torch.from_numpy(np.concatenate([group.rewards for group in groups])).to(device)
-    return PackedBatch(**streams, **shape, group_ids=group_ids, rewards=rewards)
+    graded = torch.from_numpy(np.concatenate([_parts(group, parts) for group in groups]))
+    graded = graded.to(device)
+    return PackedBatch(**streams, **shape, group_ids=group_ids, rewards=rewards, parts=graded)
+
+
+def _parts(group: Group, names: Sequence[str]) -> FloatArray:
+    """[G, K]: parts of the group's grades."""
+    for grade in group.grades:
+        for name in names:
+            if name not in grade.parts:
+                raise DataError(
+                    f"objective.advantage reads the part {name!r} of every grade, and a grade of "
+                    f"{group.prompt.prompt_id} has {', '.join(sorted(grade.parts)) or 'none'}; "
+                    "name parts that the task's grades have"
+                )
+    rows = [[grade.parts[name] for name in names] for grade in group.grades]
+    return np.array(rows, dtype=np.float32).reshape(len(rows), len(names))
 
 
 def _segments(group: Group) -> Iterator[tuple[np.ndarray, ...]]:
@@ -59,7 +80,8 @@ def _segments(group: Group) -> Iterator[tuple[np.ndarray, ...]]:
     yield prompt, nothing > 0, nothing, nothing + 1, nothing
     for c in group.completions:
         temperature = np.full(len(c.token_ids), c.params.temperature)
-        yield c.token_ids, c.sampled, c.logprobs, temperature, c.versions
+        action = c.sampled & c.in_loss
+        yield c.token_ids, action, np.where(action, c.logprobs, 0), temperature, c.versions
 
 
 def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:
@@ -97,8 +119,8 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
     shift = batch.segment_offsets[segments] - shape["segment_offsets"][:-1]
     slots = Pack.whole(batch).slots[: int(lengths.sum())] + shift.repeat_interleave(lengths)
     streams = {name: getattr(batch, name)[slots] for name in STREAMS}
-    rewards = batch.rewards[sequences]
-    return Pack(PackedBatch(**streams, **shape, group_ids=new_group, rewards=rewards), slots)
+    per_response = {name: getattr(batch, name)[sequences] for name in ("rewards", "parts")}
+    return Pack(PackedBatch(**streams, **shape, group_ids=new_group, **per_response), slots)
 
 
 def train_batches(batch: PackedBatch, responses: int, *, count: int | None = None) -> list[Pack]:

@@ -15,6 +15,8 @@ from burnish.draws import Stream
 from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
+from burnish.rollout.length import PART, Shape, is_cut, mask_cut, unshaped
+from burnish.schema.length import Overlong
 from burnish.schema.recipe import Recipe
 from burnish.tasks.task import Task
 from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
@@ -30,6 +32,8 @@ PATIENCE = 600.0
 """Seconds that an engine may take to its next token."""
 Asked = Sequence[tuple[int, Prompt]]
 """Prompts, each after the index of its group in the run."""
+Answered = Sequence[tuple[Request, tuple[Completion, ...]]]
+"""Requests, each with its completions in the order of their samples."""
 QUOTED = 3
 """Messages that an error quotes."""
 _SHORT = Repr()
@@ -70,6 +74,7 @@ def complete(
     requests: Sequence[Request],
     *,
     report: Report = unheard,
+    further: Callable[[Answered], Sequence[Request]] | None = None,
     patience: float = PATIENCE,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[Completion, ...]]:
@@ -77,8 +82,11 @@ def complete(
 
     All requests are submitted before the first step, so that the engine's batches, and with them
     the last bits of its logits, are the same whenever the same requests come. ``report`` is told
-    the completions that are done and the tokens that were sampled.
+    the completions that are done and the tokens that were sampled. ``further`` is given the
+    requests that a step has completed, and returns requests to submit before the next step; None
+    if there are no others.
     """
+    requests = list(requests)
     for request in requests:
         engine.submit(request)
     missing = {(request.request_id, i): None for request in requests for i in range(request.n)}
@@ -90,25 +98,49 @@ def complete(
             late = f"was silent for {patience:.0f} s" if engine.unfinished else "forgot samples"
             names = ", ".join(f"sample {i} of {name}" for name, i in list(missing)[:4])
             raise EngineError(f"the engine {late}; {len(missing)} of {total} are missing: {names}")
+        touched = set()
         for completion in engine.step():
             name = completion.request_id, completion.sample_index
             done[name] = completion
             missing.pop(name, None)
+            touched.add(completion.request_id)
         report(len(done), total, tokens=engine.sampled - before)
+        if further is not None:
+            own = [r for r in requests if r.request_id in touched]
+            whole = [r for r in own if all((r.request_id, i) in done for i in range(r.n))]
+            for request in further([(r, _answers(r, done)) for r in whole]) if whole else ():
+                engine.submit(request)
+                requests.append(request)
+                missing |= {(request.request_id, i): None for i in range(request.n)}
+                total += request.n
         if (len(done), engine.sampled) != last:
             last, moved = (len(done), engine.sampled), clock()
-    return [tuple(done[r.request_id, i] for i in range(r.n)) for r in requests]
+    return [_answers(request, done) for request in requests]
+
+
+def _answers(
+    request: Request, done: Mapping[tuple[str, int], Completion]
+) -> tuple[Completion, ...]:
+    return tuple(done[request.request_id, i] for i in range(request.n))
 
 
 def sampling(recipe: Recipe) -> SamplingParams:
     """How training samples; the sorting model reads the temperature and the seed alone."""
     names = {"temperature", "top_p", "top_k", "max_tokens", "min_tokens"}
     settings = recipe.rollout.model_dump(include=names)
+    if (think := recipe.rollout.think) is not None:
+        settings |= {f"think_{name}": value for name, value in think}
     return SamplingParams(**settings, stop=recipe.stop, seed=recipe.seed)
 
 
-def grade(task: Task, asked: Asked, responses: Sequence[tuple[Completion, ...]]) -> list[Group]:
-    """The groups of the prompts and their responses; the task does not see aborted samples."""
+def grade(
+    task: Task,
+    asked: Asked,
+    responses: Sequence[tuple[Completion, ...]],
+    shape: Shape = unshaped,
+) -> list[Group]:
+    """The groups of the prompts and their responses; the task does not see aborted samples, and
+    ``shape`` changes a group's rewards."""
     given = list(zip(asked, responses, strict=True))
     whole = [(p, c) for (_, p), completions in given for c in completions if not is_aborted(c)]
     grades = task.grade_all(whole)
@@ -116,7 +148,7 @@ def grade(task: Task, asked: Asked, responses: Sequence[tuple[Completion, ...]])
         raise DataError(f"the task gave {len(grades)} grades for {len(whole)} responses")
     left = iter(grades)
     return [
-        Group(index, prompt, cs, tuple(ABORTED if is_aborted(c) else next(left) for c in cs))
+        shape(Group(index, prompt, cs, tuple(ABORTED if is_aborted(c) else next(left) for c in cs)))
         for (index, prompt), cs in given
     ]
 
@@ -149,26 +181,37 @@ def check_errors(groups: Sequence[Group], *, limit: float) -> None:
     )
 
 
-def drop_errors(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+def drop_errors(
+    groups: Sequence[Group], overlong: Overlong = "keep"
+) -> tuple[list[Group], dict[str, float]]:
     """The groups without samples whose grade is an error (see `check_errors`), and how many samples
-    and groups left.
+    and groups left. ``overlong`` says what becomes of responses that were cut at the limit.
 
     A group that has fewer than two samples left has no statistics and goes as a whole; its good
     samples count as dropped too. A group keeps its index.
     """
     kept = []
     for group in groups:
-        good = [pair for pair in group.graded if not pair[1].is_error]
+        good = [
+            (completion, grade)
+            for completion, grade in group.graded
+            if not grade.is_error and not (overlong == "drop" and is_cut(completion))
+        ]
         if len(good) == len(group.grades):
             kept.append(group)
         elif len(good) >= 2:
             completions, grades = zip(*good, strict=True)
             kept.append(replace(group, completions=completions, grades=grades))
+    kept = mask_cut(kept) if overlong == "mask" else kept
     samples = sum(len(g.grades) for g in groups) - sum(len(g.grades) for g in kept)
-    return kept, {
+    found = {
         "rollout/dropped_samples": float(samples),
         "rollout/dropped_groups": float(len(groups) - len(kept)),
     }
+    if overlong != "keep":
+        cut = [is_cut(completion) for group in groups for completion in group.completions]
+        found["rollout/overlong"] = float(np.mean(cut))
+    return kept, found
 
 
 def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, float]:
@@ -178,7 +221,7 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
     """
     responses = [
         {
-            "tokens": completion.token_ids,
+            "tokens": completion.token_ids[completion.sampled],
             "finish": completion.finish,
             "reward": grade.reward,
             "parts": grade.parts,
@@ -191,6 +234,8 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
     by_group = [[g.reward for g in group.grades if not g.is_error] for group in groups]
     scored = [own for own in by_group if own]
     figures = averages(responses)
+    sampled = [completion.sampled for group in groups for completion in group.completions]
+    figures["tokens_sampled"] = float(sum(map(np.count_nonzero, sampled)))
     if skipped_prompts:
         figures["skipped_prompts"] = float(skipped_prompts)
     if scored:
@@ -211,7 +256,10 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     A response whose grade is an error has no reward; without any reward there is no such mean.
     """
     scored = [r for r in responses if r["status"] != Status.ERROR]
-    columns: dict[str, list[float]] = {"length": [len(r["tokens"]) for r in responses]}
+    columns: dict[str, list[float]] = {
+        "length": [_length(r) for r in responses],
+        "length_correct": [_length(r) for r in scored if _is_right(r)],
+    }
     columns |= {name: [r["finish"] == end for r in responses] for name, end in ENDINGS.items()}
     columns["reward"] = [r["reward"] for r in scored]
     for part in sorted({r["part"] for r in scored if r.get("part") is not None}):
@@ -221,3 +269,13 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     columns |= {f"grades_{s}": [r["status"] == s for r in responses] for s in Status}
     means = {name: float(np.mean(values)) for name, values in columns.items() if values}
     return means | {"responses": float(len(responses))}
+
+
+def _length(response: Mapping[str, Any]) -> int:
+    """Tokens that were sampled."""
+    return len(response["tokens"]) - len(response.get("forced", ()))
+
+
+def _is_right(response: Mapping[str, Any]) -> bool:
+    """Whether a response earned 1 before its length counted."""
+    return bool(response["reward"] - response["parts"].get(PART, 0) > 1 - 1e-6)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELD = "groups."
 """How the names of these tensors begin in a checkpoint."""
 PER_TOKEN = ("token_ids", "logprobs", "versions", "sampled")
-NAMES = ("request_id", "sample_index", "stop", "text")
+NAMES = ("request_id", "sample_index", "stop", "text", "in_loss")
 
 
 def save_held(held: Sequence[Sequence[Group]]) -> tuple[dict[str, Tensor], list[Any]]:

@@ -134,6 +134,9 @@ def _over(uses: Mapping[int, int], limit: int) -> list[int]:
 
 
 def _odd_steps(learned: Sequence[Row], dropped: Sequence[Row], batch: int) -> list[int]:
-    """Steps whose groups and dropped groups are not ``batch`` together."""
-    lost = Counter(row["step"] for row in dropped if row.get("why") == "error")
-    return [row["step"] for row in learned if len(row["groups"]) + lost[row["step"]] != batch]
+    """Steps that have more than ``batch`` groups, or fewer and too few were dropped."""
+    lost = Counter(
+        row["step"] for row in dropped if row.get("why") in ("error", "overlong", "dead")
+    )
+    sizes = {row["step"]: len(row["groups"]) for row in learned}
+    return [step for step, size in sizes.items() if not size <= batch <= size + lost[step]]

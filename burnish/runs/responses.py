@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from burnish.runs.metrics import iterate_rows
 from burnish.types import FloatArray, Group, IntArray, Prompt
 
@@ -49,7 +51,9 @@ def rows(
         completion, grade = group.completions[k], group.grades[k]
         tokens = decode(completion.token_ids)
         assert len(tokens) == len(completion.token_ids)
-        scored = None if learner_logprobs is None else _rounded(learner_logprobs[place])
+        scored = None
+        if learner_logprobs is not None and completion.in_loss:
+            scored = _rounded(np.where(completion.sampled, learner_logprobs[place], np.nan))
         yield {
             "step": step,
             "group": group.index,
@@ -61,6 +65,7 @@ def rows(
             "tokens": tokens,  # [C] as decoded, the end token included
             "logprobs": _rounded(completion.logprobs),  # [C] under the policy that sampled them
             "learner_logprobs": scored,
+            "forced": np.flatnonzero(~completion.sampled).tolist(),  # tokens not sampled
             "reward": _finite(grade.reward),
             "parts": {name: _finite(value) for name, value in grade.parts.items()},
             "status": str(grade.status),

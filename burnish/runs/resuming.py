@@ -10,8 +10,12 @@ from burnish.config import Overrides, Table
 from burnish.errors import ConfigError, RunError
 from burnish.schema.recipe import Recipe
 
-FREE = ("train.steps", "validation.every", "checkpoint", "log", "name", "description")
-"""Settings that a resumed run may change: they say how long and how often, and alter no result."""
+FREE = (
+    *("train.steps", "validation.every", "checkpoint", "log", "name", "description"),
+    *("selection.max_asked", "selection.on_bound"),
+)
+"""Settings that a resumed run may change: they say how long and how often, or when a run stops, and
+alter no result so far."""
 
 
 def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:

@@ -21,7 +21,7 @@ class ScratchConfig(Section):
     """A transformer of one's own, with random weights from the seed."""
 
     name: Literal["scratch"] = "scratch"
-    tokenizer: str = Field("smollm2-135m", description="a model whose tokenizer it takes")
+    tokenizer: str = Field("smollm2-135m", description="a model's, or bytes: a token for each")
     layers: int = Field(4, ge=1)
     width: int = Field(512, ge=1, description="d_model")
     heads: int = Field(16, ge=1)

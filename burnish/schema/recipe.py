@@ -9,8 +9,13 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
+from burnish.schema import frozen, selection
+from burnish.schema.frozen import TeacherConfig
 from burnish.schema.learning import AllLearn, AnyLearning
+from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
+from burnish.schema.length import check as check_length
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
+from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
 from burnish.sections import Section
 from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, LaggedLoop, RuntimeConfig
@@ -31,6 +36,8 @@ class RolloutConfig(Section):
     top_k: int | None = Field(None, ge=1)
     truncated: bool = Field(False, description="top_p or top_k is meant in training, too")
     max_errors: float = Field(0.1, ge=0, le=1, description="share of grades that may be errors")
+    overlong: Overlong = Field("keep", description="what becomes of responses cut at the limit")
+    think: ThinkConfig | None = Field(None, description="a budget for thinking; None: none")
 
 
 class EngineConfig(Section):
@@ -90,8 +97,11 @@ class Recipe(Section):
     model: AnyModel = SorterConfig()
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     rollout: RolloutConfig = RolloutConfig()
+    selection: SelectionConfig = SelectionConfig()
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    length: AnyPenalty = NoPenalty()
+    teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -122,6 +132,9 @@ class Recipe(Section):
         if not self.is_supervised:
             self._check_batches()
             strategy.check(self)
+            check_length(self)
+            frozen.check(self)
+            selection.check(self)
         return self
 
     def _check_batches(self) -> None:
@@ -134,10 +147,11 @@ class Recipe(Section):
                     f"{whole} = {size} must be a multiple of {part} = {unit}; "
                     f"use {size // unit * unit + unit}"
                 )
-        if group < advantage.group:
+        if group < advantage.smallest_group:
             raise ValueError(
-                f"rollout.group_size must be at least 2 for objective.advantage = "
-                f"'{advantage.name}', got {group}; use objective.advantage = 'raw'"
+                f"rollout.group_size must be at least {advantage.smallest_group} for "
+                f"objective.advantage = '{advantage.name}', got {group}; "
+                "use objective.advantage = 'raw', or more responses"
             )
 
     @property

@@ -1,11 +1,12 @@
 """Each piece reaches the loss with its settings."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 
-from burnish.errors import ConfigError
+from burnish.errors import ConfigError, DataError
 from burnish.learner import objective
 from burnish.pieces.objective import RATIOS, ObjectiveConfig, formula
 from burnish.rl import advantages, kl, losses, ratios
@@ -41,18 +42,40 @@ SETTINGS = {
     "group_zscore": {"eps": 0.5},
     "best_of_group": {"centered": True},
     "reinforce_plus_plus": {"gamma": 0.9},
+    "batch_std": {"of": "rewards", "eps": 0.5},
+    "pass_at_k": {"k": 1, "eps": 0.5},
+    "gdpo": {"parts": {"format": 0.5, "answer": 2.0}, "eps": 0.5},
     "gae": {"values": lambda batch: batch.positions.float(), "gamma": 0.9, "lam": 0.8},
+    "teacher": {"reward": 0.5},
 }
+
+
+def with_parts(groups):
+    """Grades with parts: format is 1 if the response is long, answer is the reward's half."""
+    return [
+        replace(
+            group,
+            grades=tuple(
+                replace(g, parts={"answer": g.reward / 2, "format": float(len(c.token_ids) > 1)})
+                for c, g in group.graded
+            ),
+        )
+        for group in groups
+    ]
 
 
 @pytest.mark.parametrize("name", names("advantage"))
 def test_advantages(name, two_groups):
-    batch = pack(two_groups)
-    mask, ids = batch.is_action, batch.sequence_ids
     settings = SETTINGS.get(name, {})
-    got = make_program(advantage={"name": name, **settings}).advantages(batch, Scores())
+    program = make_program(advantage={"name": name, **settings})
+    batch = pack(with_parts(two_groups), program.graded)
+    mask, ids = batch.is_action, batch.sequence_ids
+    proximal, taught = random(batch, 0), random(batch, 1)
+    got = program.advantages(batch, Scores(proximal, teacher=taught))
     r, g = batch.rewards, batch.group_ids
+    means = torch.tensor([0.5, 4.0])  # of the groups' rewards: 1, 0 and 2, 3, 7
     over_tokens = {
+        "teacher": lambda: torch.where(mask, taught - proximal + 0.5 * (r - means[g])[ids], 0.0),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             r, g, mask, sequence_ids=ids
         ),
@@ -68,10 +91,14 @@ def test_advantages(name, two_groups):
             on_last_action(r, mask, ids), mask, gamma=0.9, sequence_ids=ids
         ),
     }
+    own = {
+        "gdpo": lambda: advantages.gdpo(batch.parts, g, weights=[0.5, 2.0], eps=0.5),
+        "opo": lambda: advantages.opo(r, g, torch.tensor([2, 1, 3, 1, 2])),
+    }
     if name in over_tokens:
         expected = over_tokens[name]()
     else:
-        per_response = getattr(advantages, name)(r, g, **settings)
+        per_response = own[name]() if name in own else getattr(advantages, name)(r, g, **settings)
         expected = torch.where(mask, per_response[ids], 0.0)
     torch.testing.assert_close(got, expected)
 
@@ -94,7 +121,13 @@ def test_kl_in_the_reward_lowers_it(name, two_groups):
     torch.testing.assert_close(got, expected)
 
 
-BOUNDS = {"clip": {"low": 0.1, "high": 0.2, "dual": 1.3}, "cispo": {"cap": 1.1, "floor": 0.9}}
+BOUNDS = {
+    "clip": {"low": 0.1, "high": 0.2, "dual": 1.3},
+    "cispo": {"cap": 1.1, "floor": 0.9},
+    "sapo": {"positive": 0.9, "negative": 2.0},
+    "gmpo": {"low": 0.1, "high": 0.2},
+    "dppo": {"low": 0.01, "high": 0.02, "divergence": "kl", "cap": 1.1, "kl": 0.3},
+}
 
 
 @pytest.mark.parametrize("loss", names("loss"))
@@ -112,19 +145,31 @@ def test_losses(loss, ratio, two_groups):
         r = ratios.sequence_ratio(
             logprobs, learn.proximal_logprobs, batch.is_action, sequence_ids=batch.sequence_ids
         )
-    a = learn.advantages
+    a, old = learn.advantages, learn.proximal_logprobs
+    mask, ids = batch.is_action, batch.sequence_ids
     expected = {
         "reinforce": lambda: losses.reinforce(logprobs, a),
         "unclipped": lambda: losses.unclipped(r, a),
         "clip": lambda: losses.clipped(r, a, low=0.1, high=0.2, dual=1.3),
         "cispo": lambda: losses.cispo(logprobs, r, a, cap=1.1, floor=0.9),
+        "sapo": lambda: losses.sapo(r, a, positive=0.9, negative=2.0),
+        "gmpo": lambda: losses.gmpo(logprobs, old, a, mask, low=0.1, high=0.2, sequence_ids=ids),
+        "dppo": lambda: losses.dppo(logprobs, old, a, **BOUNDS["dppo"]),
     }[loss]()
     torch.testing.assert_close(got, expected)
     acted = r[batch.is_action]
     assert metrics["train/ratio_min"] == pytest.approx(acted.min().item())
     assert metrics["train/ratio_max"] == pytest.approx(acted.max().item())
     assert metrics["train/entropy"] == 1.0
-    assert ("train/clip_fraction" in metrics) == (loss in ("clip", "cispo"))
+    bounded = {
+        "gmpo": lambda: losses.is_beyond(logprobs - old, a, low=0.1, high=0.2),
+        "dppo": lambda: losses.dppo(logprobs, old, a, **BOUNDS["dppo"] | {"kl": 0}) == 0,
+    }
+    assert ("train/clip_fraction" in metrics) == (loss in ("clip", "cispo", *bounded))
+    if loss in bounded:
+        fraction = bounded[loss]()[mask].float().mean().item()
+        assert metrics["train/clip_fraction"] == pytest.approx(fraction)
+        assert 0 < fraction < 1
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
@@ -185,11 +230,46 @@ def test_importance_weighs_the_loss(kind, level, two_groups):
 
 def test_denominators(two_groups):
     batch = pack(two_groups)
-    for name, total in {"sequence_mean": 1.0, "token_mean": 1.0, "constant": 9 / (5 * 4)}.items():
+    totals = {"sequence_mean": 1.0, "token_mean": 1.0, "prompt_mean": 1.0, "constant": 9 / (5 * 4)}
+    for name, total in totals.items():
         length = {"length": 4} if name == "constant" else {}
         weights = learn_batch(make_program(reduction={"name": name, **length}), batch).loss_weight
         assert weights.sum().item() == pytest.approx(total)
         assert weights[~batch.is_action].abs().sum() == 0
+
+
+def test_prompt_mean_takes_the_groups_of_the_batch(two_groups):
+    # The groups have 3 and 6 tokens; each has half of the weight.
+    learn = learn_batch(make_program(reduction="prompt_mean"), pack(two_groups))
+    groups = learn.batch.group_ids[learn.batch.sequence_ids]
+    for group, weight in ((0, 1 / 6), (1, 1 / 12)):
+        own = learn.loss_weight[learn.batch.is_action & (groups == group)]
+        torch.testing.assert_close(own, torch.full_like(own, weight))
+
+
+def test_a_squared_log_ratio_keeps_responses_without_advantage(two_groups):
+    groups = [replace(two_groups[0], grades=two_groups[0].grades[:1] * 2), two_groups[1]]
+    batch = pack(groups)
+    parts = [Pack.whole(batch)] * 2
+    for kl_weight, kept in ((0.0, 3), (0.1, 5)):
+        program = make_program(loss={"name": "dppo", "kl": kl_weight})
+        advantages = program.advantages(batch, Scores())
+        learn = program.batches(batch, advantages, Scores(), parts)[0]
+        assert len(learn.batch.rewards) == kept
+
+
+def test_a_part_that_a_grade_lacks_is_named(two_groups):
+    program = make_program(advantage={"name": "gdpo", "parts": {"style": 1.0}})
+    with pytest.raises(
+        DataError, match=r"reads the part 'style' .* of p0 has answer, format; name"
+    ):
+        pack(with_parts(two_groups), program.graded)
+
+
+@pytest.mark.parametrize("advantage", ["maxrl", {"name": "gdpo", "parts": {"answer": 1.0}}])
+def test_a_kl_in_the_reward_needs_a_place(advantage):
+    with pytest.raises(ValueError, match=r"no place for; use kl\.where = 'loss'"):
+        make_program(advantage=advantage, kl={"name": "k1", "where": "reward"})
 
 
 def above_the_best(rewards, group_ids):

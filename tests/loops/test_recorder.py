@@ -46,7 +46,7 @@ def stopper(after):
     return lambda: next(asked, None) is None
 
 
-CLOCKS = ("timings.jsonl", "status.json", "restarts.txt")
+CLOCKS = ("timings.jsonl", "status.json", "restarts.txt", "ledger.jsonl")
 """Files of clocks and of restarts; TensorBoard's events are a file for each restart."""
 
 
@@ -125,9 +125,13 @@ def test_a_run_leaves_its_directory(tmp_path):
 
 
 LINEAR = ["train.schedule=linear", "checkpoint.every=4"]
+FULL = [*MANY, "selection.dead_groups=active", "selection.on_bound=learn"]
+LAGGED = [*MANY, "selection.dead_groups=dynamic", "loop.lag=1", "objective.proximal=behavior"]
 
 
-@pytest.mark.parametrize(("stop_after", "more"), [(1, MANY), (4, []), (5, LINEAR)])
+@pytest.mark.parametrize(
+    ("stop_after", "more"), [(1, MANY), (4, []), (5, LINEAR), (3, FULL), (3, LAGGED)]
+)
 def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     asked = SORT + more
     whole = api.train("sort", overrides=asked, out=tmp_path / "whole")

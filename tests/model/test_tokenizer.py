@@ -203,3 +203,15 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ModelError, match="can't be read"):
         Tokenizer.load(tmp_path)
+
+
+def test_bytes_are_tokens_of_their_own(tmp_path: Path) -> None:
+    """257 tokens: 256 bytes and the end. "é" has two bytes in UTF-8."""
+    Tokenizer.of_bytes().save(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == 257
+    assert tokenizer.end_ids == (256,)
+    assert len(tokenizer.encode("3 - é\n")) == 7
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([*tokenizer.encode("7"), 256], skip_special=True) == "7"

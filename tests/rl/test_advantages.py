@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -244,3 +246,24 @@ def test_to_tokens_and_last_action():
     close(on_last_action(per_sequence, MASK), [[0, 0, 0, 10], [20, 0, 0, 0], [0] * 4])
     close(on_last_action(per_sequence, packed_mask(), PACKED), [0, 0, 0, 20, 0, 10, 0, 0])
     close(to_tokens(per_sequence, packed_mask(), PACKED), [0, 10, 0, 20, 10, 10, 0, 0])
+
+
+def test_a_teacher_lifts_what_it_finds_likelier():
+    """log 0.5 − log 0.25 = log 2 and log 0.1 − log 0.4 = −log 4; the slot outside gets 0."""
+    own = torch.tensor([0.25, 0.4, 0.9]).log().requires_grad_()
+    theirs = torch.tensor([0.5, 0.1, 0.3]).log()
+    got = advantages.teacher(own, theirs, torch.tensor([True, True, False]))
+    torch.testing.assert_close(got, torch.tensor([math.log(2), -math.log(4), 0.0]))
+    assert not got.requires_grad
+
+
+def test_the_teachers_advantage_descends_the_reverse_kl():
+    """The policy gradient over all tokens, Σ_y π(y) A(y) ∇log π(y), is −∇KL(π ‖ π_teacher)."""
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    theirs = torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64).log_softmax(0)
+    own = logits.log_softmax(0)
+    (own.exp() * (own - theirs)).sum().backward(retain_graph=True)
+    kl_gradient, logits.grad = logits.grad, None
+    advantage = advantages.teacher(own, theirs, torch.ones(3, dtype=torch.bool))
+    (own.exp().detach() * advantage * own).sum().backward()
+    torch.testing.assert_close(logits.grad, -kl_gradient)

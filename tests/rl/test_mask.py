@@ -49,6 +49,10 @@ LOSSES = {
     "k2": lambda s, new: kl.k2(new, s["reference"]),
     "k3": lambda s, new: kl.k3(new, s["reference"]),
     "capped k3": lambda s, new: kl.k3(new, s["reference"], cap=10.0),
+    "gmpo": lambda s, new: losses.gmpo(new, s["old"], s["advantages"], MASK, low=0.4, high=0.4),
+    "dppo": lambda s, new: losses.dppo(
+        new, s["old"], s["advantages"], low=0.2, high=0.2, divergence="kl", kl=0.1
+    ),
 }
 for ratio in (token_ratio, sequence_ratio):
     LOSSES |= {
@@ -63,6 +67,9 @@ for ratio in (token_ratio, sequence_ratio):
         ),
         f"{ratio.__name__}, cispo": lambda s, new, ratio=ratio: losses.cispo(
             new, ratio(s, new), s["advantages"], cap=5.0
+        ),
+        f"{ratio.__name__}, sapo": lambda s, new, ratio=ratio: losses.sapo(
+            ratio(s, new), s["advantages"], positive=1.0, negative=1.05
         ),
     }
 for level in ("token", "sequence", "geometric"):
@@ -127,7 +134,7 @@ def test_what_is_not_finite_inside_the_mask_shows():
 SETTINGS = [
     {"loss": loss, "ratio": ratio, "kl": estimator, "importance": correction}
     for loss, ratio, estimator, correction in itertools.product(
-        ("reinforce", "unclipped", "clip", "cispo"),
+        ("reinforce", "unclipped", "clip", "cispo", "gmpo", "dppo"),
         ("token", "sequence"),
         ("none", "k3"),
         ("none", "truncate"),

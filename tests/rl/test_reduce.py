@@ -15,9 +15,12 @@ REDUCTIONS = {
     "sequence_mean": reduce.sequence_mean,
     "token_mean": reduce.token_mean,
     "constant": lambda mask, **kw: reduce.constant(mask, length=8, **kw),
+    "prompt_mean": lambda mask, **kw: reduce.prompt_mean(mask, group_ids=PAIRS, **kw),
 }
+PAIRS = torch.arange(8) // 2  # two responses to each prompt
 # The empty row leaves the denominator: two rows, of three actions and of one.
 WEIGHTS = {"sequence_mean": (1 / 6, 1 / 2), "token_mean": (1 / 4, 1 / 4), "constant": (1 / 16,) * 2}
+WEIGHTS["prompt_mean"] = (1 / 4, 1 / 4)  # the two rows answer one prompt
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -36,7 +39,8 @@ def test_an_empty_batch_weighs_nothing(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "weight"), [("sequence_mean", 1), ("token_mean", 1), ("constant", 1 / 8)]
+    ("name", "weight"),
+    [("sequence_mean", 1), ("token_mean", 1), ("constant", 1 / 8), ("prompt_mean", 1)],
 )
 def test_a_single_action_has_the_whole_say(name, weight):
     got = REDUCTIONS[name](torch.tensor([[1, 0], [0, 0]]))

@@ -107,7 +107,8 @@ function gap(row, k) {  /* sampler − learner; null where one of them is not kn
   return ours === null || theirs === null ? null : ours - theirs;
 }
 const DEEPEST = 6, textOf = row => row.response ?? row.tokens.join("");
-const meanLogprob = row => row.logprobs.reduce((a, v) => a + (v ?? 0), 0) / (row.logprobs.length || 1);
+const forced = row => row.forced ?? [];  /* places of tokens that the system put in */
+const meanLogprob = row => row.logprobs.reduce((a, v, k) => a + (forced(row).includes(k) ? 0 : v ?? 0), 0) / (row.logprobs.length - forced(row).length || 1);
 function visible(text) {  /* characters without a glyph, and those that reorder their neighbours, are spelled out */
   return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, c => {
     const code = c.charCodeAt(0);
@@ -121,13 +122,14 @@ function shade(row, k) {
 }
 function body(row) {
   if (mode === "plain") return h("div", { class: "text" }, visible(textOf(row)) || "(empty)");
-  const element = h("div", { class: "text" }, row.tokens.map((token, k) => h("span", { "data-k": k, style: { backgroundColor: shade(row, k) } }, visible(token))));
+  const element = h("div", { class: "text" }, row.tokens.map((token, k) => h("span", { "data-k": k, class: forced(row).includes(k) ? "forced" : "", style: { backgroundColor: shade(row, k) } }, visible(token))));
   if (!row.tokens.length) element.append("(empty)");
   element.addEventListener("pointermove", event => {
     const k = event.target.dataset.k;
     if (k === undefined) return hideTip();
     const ours = row.logprobs[k] ?? null, theirs = row.learner_logprobs[k] ?? null, apart = gap(row, k);
     const told = [`token ${+k + 1}: ${visible(JSON.stringify(row.tokens[k].slice(0, 60)))}`];
+    if (forced(row).includes(+k)) told.push("put in, not sampled");
     if (ours !== null) told.push(`log p  ${number(ours)}   p  ${number(Math.exp(ours))}`);
     if (theirs !== null) told.push(`learner's log p  ${number(theirs)}`);
     if (apart !== null) told.push(`sampler − learner  ${number(+apart.toFixed(4))}`);
@@ -142,7 +144,7 @@ function response(row) {
     row.source ? "held out" : `group ${row.group}`,
     `sample ${row.sample}`,
     row.advantage === null ? null : `advantage ${number(row.advantage)}`,
-    many(row.whole ? row.whole[0] : row.tokens.length, "token"),
+    many((row.whole ? row.whole[0] : row.tokens.length) - forced(row).length, "token"),
     row.logprobs.length ? `${number(meanLogprob(row))} nats per token` : null,
     ended,
     row.version === null ? null : `version ${row.version}`,

@@ -1,0 +1,67 @@
+"""The section of a recipe that says which groups a step learns from, and which prompts are asked
+again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from burnish.sections import Section
+from burnish.strategy import FreeLoop
+
+if TYPE_CHECKING:
+    from burnish.schema.recipe import Recipe
+
+
+class SelectionConfig(Section):
+    """A group is dead if its rewards are all equal. A prompt's solve rate is the share of right
+    responses in its last group."""
+
+    dead_groups: Literal["keep", "drop", "dynamic", "active"] = "keep"
+    """drop: the batch gets smaller. dynamic: further prompts are asked, round by round, until the
+    batch is full (DAPO). active: the same, each as soon as a group is found dead (OLMo 3)."""
+    max_asked: int = Field(10, ge=2, description="groups asked per group of a rollout, at most")
+    on_bound: Literal["stop", "learn"] = Field("stop", description="if max_asked did not suffice")
+
+    @property
+    def fills(self) -> bool:
+        """Whether other prompts are asked in the place of dead groups."""
+        return self.dead_groups in ("dynamic", "active")
+
+
+def check(recipe: Recipe) -> None:
+    """Raises where a selection can't work."""
+    dead = recipe.selection.dead_groups
+    if dead != "keep" and recipe.rollout.group_size < 2:
+        raise ValueError(
+            f"selection.dead_groups = '{dead}' needs rollout.group_size of at least 2, got 1: all "
+            "rewards of such a group are equal; use 'keep'"
+        )
+    if recipe.selection.fills and isinstance(recipe.loop, FreeLoop):
+        raise ValueError(
+            f"selection.dead_groups = '{dead}' needs loop.name = 'lagged', got 'free', whose "
+            "window has no place for further groups; use 'drop'"
+        )
+    if dead == "active" and recipe.runtime.name == "ray":
+        raise ValueError(
+            "selection.dead_groups = 'active' needs runtime.name = 'local', got 'ray', where "
+            "generators are given whole rounds; use 'dynamic'"
+        )
+
+
+def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
+    """A section of a plan; it is empty if every group is learned from and every prompt asked."""
+    chosen, lines = recipe.selection, list[tuple[str, str]]()
+    groups, size = recipe.prompts_per_rollout, recipe.rollout.group_size
+    if chosen.dead_groups == "drop":
+        lines.append(("dead groups", "leave the batch, which gets smaller"))
+    elif chosen.fills:
+        when = "in further rounds" if chosen.dead_groups == "dynamic" else "at once"
+        end = "the run stops" if chosen.on_bound == "stop" else "the step learns from fewer"
+        asked = groups * chosen.max_asked
+        told = f"others are asked {when} until {groups} groups have unequal rewards"
+        lines.append(("dead groups", told))
+        bound = f"{asked:,} groups ({asked * size:,} responses) per step; beyond that, {end}"
+        lines.append(("asked at most", bound))
+    return [("selection", lines)] if lines else []

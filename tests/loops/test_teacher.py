@@ -1,0 +1,96 @@
+"""Runs with a teacher: refused where its tokens differ, and resumed bit for bit."""
+
+import json
+
+import pytest
+
+from burnish import api, build, config, preflight, sizes
+from burnish.errors import BurnishError, ConfigError, ModelError
+from burnish.model import checkpoint
+from burnish.model.transformer import ModelConfig, Transformer
+from burnish.plan import plan
+from tests.conftest import byte_tokenizer
+from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401
+
+ALONE = ["objective.advantage=teacher", "objective.kl=none", "rollout.group_size=1"]
+
+
+def written(path, seed, tokenizer, **shape):
+    path.mkdir()
+    shape = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "d_ff": 24, "context": 128} | shape
+    checkpoint.save(Transformer(ModelConfig(**shape)).init_weights(seed), path)
+    tokenizer.save(path)
+    return path
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """A random transformer that reads bytes."""
+    return written(tmp_path / "teacher", 9, byte_tokenizer(), n_layers=1, init_std=0.5)
+
+
+@pytest.fixture
+def taught(tmp_path, teacher):
+    """Settings of a student of another shape on the keyword task."""
+    student = written(tmp_path / "student", 1, byte_tokenizer(), n_layers=2)
+    return [
+        "objective.advantage=teacher", "objective.kl=none", "device=cpu", f"model.name={student}",
+        f"teacher.model={teacher}", "task.validation_prompts=2", "rollout.max_tokens=6",
+        "rollout.batch=8", "rollout.group_size=1", "train.batch=8", "train.steps=4",
+        "train.learning_rate=1e-2", "checkpoint.every=2", "validation.every=3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [[], ["loop.lag=1"]])
+def test_a_run_with_a_teacher_resumes_bit_for_bit(more, taught, teacher, tmp_path):
+    asked = [*taught, *more]
+    whole = api.train("keywords", overrides=asked, out=tmp_path / "whole", show=False)
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    kl = [row["kl/teacher_k1"] for row in rows if row["step"]]
+    assert len(kl) == 4
+    assert all("rollout/reward" in row for row in rows[1:])
+    path = tmp_path / "run"
+    api.train("keywords", overrides=asked, out=path, stop=stopper(3), show=False)
+    api.resume(path, show=False)
+    ours, theirs = fingerprint(path), fingerprint(whole)
+    assert ours.pop("ledger.jsonl", None) is theirs.pop("ledger.jsonl", None) or more
+    assert ours == theirs
+    weights = teacher / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b" ")
+    with pytest.raises(BurnishError, match=r"teacher\.model"):
+        api.resume(path, show=False, train={"steps": 5})
+
+
+def test_another_vocabulary_or_a_shorter_context_is_refused(taught, tmp_path):
+    more = byte_tokenizer()
+    more.backend.add_special_tokens(["<more>"])
+    other = written(tmp_path / "other", 0, more, vocab_size=257)
+    short = written(tmp_path / "short", 0, byte_tokenizer(), context=64)
+    for model, said in ((other, "vocabulary of .*, and 1 tokens differ"), (short, "context of 64")):
+        recipe = config.load("keywords", [*taught, f"teacher.model={model}"])
+        with pytest.raises(ModelError, match=rf"teacher\.model = .*{said}"):
+            sizes.check_frozen(recipe)
+        assert any(isinstance(e, ModelError) for e in build.look(recipe, tmp_path / "run")[2])
+    recipe = config.load("keywords", [*taught, "teacher.model=nowhere"])
+    (problem,) = preflight.problems(recipe, tmp_path / "run")
+    assert "no model 'nowhere'" in str(problem)
+
+
+def test_a_plan_shows_the_teacher_and_its_memory(taught, teacher, tmp_path):
+    recipe = config.load("keywords", [*taught, "train.precision=fp32"])
+    count = 256 * 16 + 4 * 16**2 + 3 * 16 * 24 + 3 * 16  # embedding, attention, MLP, norms
+    shown = str(plan(recipe, tmp_path, sizes.measure(recipe)))
+    assert f"{teacher}: {count:,} parameters, frozen" in shown
+    assert f"the teacher's fp32 weights {4 * count / 1000:.0f} kB" in shown
+    assert "A_t = log π_teacher − log π_prox" in shown
+
+
+def test_a_teacher_and_its_advantage_need_each_other():
+    with pytest.raises(ConfigError, match=r"needs a teacher; set teacher\.model"):
+        config.load("keywords", ["objective.advantage=teacher"])
+    with pytest.raises(ConfigError, match=r"teacher\.model has no effect"):
+        config.load("keywords", ["teacher.model=x"])
+    with pytest.raises(ConfigError, match="the sorting model has no teacher"):
+        config.load("sort", ["objective.advantage=teacher", "teacher.model=x"])
+    with pytest.raises(ConfigError, match="at least 2"):
+        config.load("keywords", [*ALONE, "teacher.model=x", "objective.advantage.reward=1"])

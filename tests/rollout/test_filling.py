@@ -1,0 +1,218 @@
+"""Full batches on prompts whose rewards are known: which prompts are asked, when, and what for."""
+
+import dataclasses
+import math
+from itertools import count
+
+import numpy as np
+import pytest
+
+from burnish import config
+from burnish.engine.protocol import completed
+from burnish.errors import ConfigError, DataError, GraderError
+from burnish.loops import asynchronous
+from burnish.rollout.filling import fill, sample_actively
+from burnish.rollout.rollout import describe
+from burnish.types import Finish, Grade, Prompt, Status
+from tests.conftest import make_group
+
+SMALL = ["rollout.group_size=2", "rollout.batch=6", "train.batch=6"]
+
+
+def recipe_of(dead_groups, *more):
+    return config.load("sort", [*SMALL, f"selection.dead_groups={dead_groups}", *more])
+
+
+def third(number):
+    """Every third prompt is dead: 0, 3, 6, …"""
+    return [0.0, 0.0] if number % 3 == 0 else [0.0, 1.0]
+
+
+def graded(number, rewards=third):
+    return make_group(number, [number], [[1], [1, 1]], rewards(number))
+
+
+def filled(recipe, rewards=third):
+    """Rollouts one after the other, over prompts 0, 1, 2, …; and the sizes of their rounds."""
+    numbers, rounds = count(), []
+
+    def ask(some):
+        rounds.append(some)
+        return [graded(next(numbers), rewards) for _ in range(some)]
+
+    while True:
+        yield fill(recipe, ask(3), ask), rounds
+        rounds.clear()
+
+
+def indices(groups):
+    return [group.index for group in groups]
+
+
+def test_dead_groups_leave_and_the_batch_gets_smaller():
+    (result, rounds) = next(filled(recipe_of("drop")))
+    assert indices(result.sampled) == [0, 1, 2]
+    assert indices(result.groups) == [1, 2]
+    assert result.dropped == {0: "dead"}
+    assert rounds == [3]
+    assert result.figures["rollout/asked_per_used"] == 3 / 2
+    kept, _ = next(filled(recipe_of("keep")))
+    assert indices(kept.groups) == [0, 1, 2]
+    assert kept.figures["rollout/asked_per_used"] == 1
+
+
+def test_dynamic_sampling_asks_until_the_batch_is_full():
+    rollouts = filled(recipe_of("dynamic"))
+    # 0, 1, 2: one is missing; 3 is dead; 4 fills the batch
+    result, rounds = next(rollouts)
+    assert rounds == [3, 1, 1]
+    assert indices(result.groups) == [1, 2, 4]
+    assert result.dropped == {0: "dead", 3: "dead"}
+    assert result.figures["rollout/asked_per_used"] == 5 / 3
+    # five groups with responses of 1 and 2 tokens each
+    assert describe(result.sampled)["rollout/tokens_sampled"] == 15
+    assert describe(result.sampled)["rollout/dead_groups"] == 2 / 5
+    # 5, 6, 7: 6 is dead; 8 fills the batch
+    result, rounds = next(rollouts)
+    assert rounds == [3, 1]
+    assert indices(result.groups) == [5, 7, 8]
+
+
+def rare(number):
+    """Prompts 1 and 9 have variance."""
+    return [0.0, 1.0] if number in (1, 9) else [1.0, 1.0]
+
+
+def test_past_the_bound_a_run_ends_clearly_or_learns_from_fewer():
+    # at most 3 × 2 groups: 0, 1, 2, then two are missing: 3, 4, then one more: 5
+    with pytest.raises(DataError, match=r"1 of 6 groups .* needs 3 and selection.max_asked = 2 "):
+        next(filled(recipe_of("dynamic", "selection.max_asked=2"), rare))
+    some = recipe_of("dynamic", "selection.max_asked=2", "selection.on_bound=learn")
+    result, rounds = next(filled(some, rare))
+    assert rounds == [3, 2, 1]
+    assert indices(result.groups) == [1]
+    assert result.figures["rollout/asked_per_used"] == 6
+    none, _ = next(filled(some, lambda number: [1.0, 1.0]))
+    assert none.groups == []
+    assert "rollout/asked_per_used" not in none.figures
+
+
+def broken(group):
+    error = Grade(math.nan, status=Status.ERROR, message="boom")
+    return dataclasses.replace(group, grades=(error, group.grades[1]))
+
+
+def test_a_group_that_lost_its_samples_to_errors_is_replaced_too():
+    recipe = recipe_of("dynamic", "rollout.max_errors=0.2")
+    sampled = [graded(1), broken(graded(2)), graded(4)]
+    result = fill(recipe, sampled, lambda some: [graded(5)][:some])
+    assert indices(result.groups) == [1, 4, 5]
+    assert result.dropped == {2: "error"}
+    with pytest.raises(GraderError):
+        fill(recipe_of("dynamic", "rollout.max_errors=0.1"), sampled, lambda some: [])
+
+
+class Slow:
+    """An engine whose groups take a known number of steps; the second sample is one step late."""
+
+    def __init__(self, steps):
+        self._steps, self.sampled, self.now, self._left = steps, 0, 0, {}
+        self.submitted, self.unfinished = [], 0
+
+    def submit(self, request):
+        self.submitted.append((self.now, request.group))
+        for i in range(request.n):
+            self._left[request.group, i] = (self.now + self._steps[request.group] + i, request)
+        self.unfinished = len(self._left)
+
+    def step(self):
+        self.now += 1
+        done = [name for name, (end, _) in self._left.items() if end <= self.now]
+        self.sampled += len(self._left)
+        found = []
+        for name in done:
+            _, request = self._left.pop(name)
+            recorded = ([1], [-0.5], [0])
+            found.append(completed(request, name[1], recorded, (Finish.STOP, None, "1")))
+        self.unfinished = len(self._left)
+        return found
+
+
+class Thirds:
+    """Grades prompt n by a function; says which prompts were graded together."""
+
+    def __init__(self, rewards=third):
+        self.rewards, self.calls = rewards, []
+
+    def grade_all(self, pairs):
+        self.calls.append(sorted({int(prompt.prompt_id) for prompt, _ in pairs}))
+        return [Grade(self.rewards(int(p.prompt_id))[c.sample_index]) for p, c in pairs]
+
+
+def prompts():
+    numbers = count()
+
+    def take(some):
+        found = [next(numbers) for _ in range(some)]
+        return [(n, Prompt(str(n), "", np.array([n], dtype=np.int32), "t")) for n in found]
+
+    return take
+
+
+STEPS = {0: 1, 1: 6, 2: 1, 3: 1, 4: 9}
+
+
+def test_active_sampling_asks_while_other_groups_decode():
+    engine, task, take = Slow(STEPS), Thirds(), prompts()
+    groups = sample_actively(recipe_of("active"), engine, task, take(3), take)
+    # 0 and 2 are whole at step 2, and 0 is dead: 3 begins. It is whole at step 4, and dead: 4
+    # begins, while 1 is whole at step 7 alone. Groups come by number.
+    assert engine.submitted == [(0, 0), (0, 1), (0, 2), (2, 3), (4, 4)]
+    assert task.calls == [[0, 2], [3], [1], [4]]
+    assert indices(groups) == [0, 1, 2, 3, 4]
+    result = fill(recipe_of("active"), groups, lambda some: pytest.fail("it is full"))
+    assert indices(result.groups) == [1, 2, 4]
+
+
+def test_active_sampling_keeps_the_bound():
+    recipe = recipe_of("active", "selection.max_asked=2")
+    engine, take = Slow(dict.fromkeys(range(9), 1)), prompts()
+    groups = sample_actively(recipe, engine, Thirds(rare), take(3), take)
+    assert indices(groups) == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(DataError, match=r"1 of 6 groups"):
+        fill(recipe, groups, lambda some: pytest.fail("the bound is reached"))
+
+
+def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
+    """Groups 3, 4, 5 of the next rollout are in flight when the first asks for another."""
+    recipe = recipe_of("dynamic")
+    take, engine = prompts(), Slow(dict.fromkeys(range(20), 1))
+    rollouts = asynchronous.LocalRollouts(recipe, Thirds(), engine, take)
+    rollouts.issue(take(3))
+    rollouts.issue(take(3))
+
+    def ask(some):
+        rollouts.issue(take(some), first=True)
+        return rollouts.collect()
+
+    assert indices(fill(recipe, rollouts.collect(), ask).groups) == [1, 2, 7]  # 6 was dead
+    assert indices(rollouts.in_flight()[0]()) == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["rollout.group_size=1", "selection.dead_groups=drop", "objective.advantage=raw"],
+         "selection.dead_groups = 'drop' needs rollout.group_size of at least 2, got 1"),
+        (["selection.dead_groups=dynamic", "loop=free", "runtime=ray",
+          "objective.proximal=behavior"], "'lagged', got 'free'"),
+        (["selection.dead_groups=active", "runtime=ray"], "use 'dynamic'"),
+        (["selection.max_asked=4"], 'no effect with selection.dead_groups = "keep"; remove it'),
+        (["selection.dead_groups=drop", "selection.on_bound=learn"], "on_bound has no effect"),
+        (["selection.dead_groups=dynamic", "selection.max_asked=1"], "greater than or equal to 2"),
+    ],
+)  # fmt: skip
+def test_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        config.load("sort", settings)
+    assert message in str(caught.value)

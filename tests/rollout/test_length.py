@@ -1,0 +1,176 @@
+"""Shaped rewards, and responses that were cut at the length limit."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from burnish import config
+from burnish.errors import ConfigError
+from burnish.learner.objective import compile
+from burnish.loops.sync import count_tokens
+from burnish.rollout.length import check_phrase, shaping
+from burnish.rollout.packing import pack
+from burnish.rollout.rollout import describe, drop_errors, sampling
+from burnish.rollout.saved import load_held, save_held
+from burnish.runs import responses
+from burnish.types import Finish, Grade, Scores, Status
+from tests.conftest import byte_tokenizer, make_group
+
+MODEL = ["task=keywords", "model=smollm2-135m", "rollout.max_tokens=8", "rollout.group_size=10"]
+
+
+def recipe(*overrides):
+    return config.load("sort", [*MODEL, *overrides])
+
+
+def cut(group, *places):
+    completions = tuple(
+        dataclasses.replace(c, finish=Finish.LENGTH) if i in places else c
+        for i, c in enumerate(group.completions)
+    )
+    return dataclasses.replace(group, completions=completions)
+
+
+def test_the_penalty_is_a_part_of_the_grade():
+    group = make_group(0, [1], [[1, 2], [1, 2, 3, 4], [1] * 8], [1.0, 0.0, 1.0])
+    failed = Grade(math.nan, status=Status.ERROR)
+    group = dataclasses.replace(group, grades=(*group.grades[:2], failed))
+    # Of the two graded answers one is right: 0.4 × 1/2 × |y| / 8.
+    shaped = shaping(recipe("length=solve_rate", "length.coefficient=0.4"))(group)
+    assert [g.parts for g in shaped.grades] == [
+        {"length": pytest.approx(-0.05)},
+        {"length": pytest.approx(-0.1)},
+        {},
+    ]
+    assert shaped.rewards.tolist() == pytest.approx([0.95, -0.1, math.nan], nan_ok=True)
+    metrics = describe([shaped])
+    assert metrics["rollout/part_length"] == pytest.approx(-0.075)
+    assert metrics["rollout/length_correct"] == 2
+    assert shaping(recipe())(group) is group
+
+
+def test_tokens_that_were_put_in_have_no_length():
+    sampled = [[True, False, False, True]]
+    group = make_group(0, [1], [[1, 2, 3, 4]], [1.0], sampled=sampled)
+    shaped = shaping(recipe("length=target", "length.tokens=1", "length.coefficient=0.1"))(group)
+    assert shaped.rewards.tolist() == pytest.approx([0.9])  # 2 tokens, not 4
+    assert describe([group])["rollout/length"] == 2
+    batch = pack([group])
+    assert batch.is_action.tolist() == [False, True, False, False, True]
+    assert batch.behavior_logprobs.tolist() == pytest.approx([0, -0.1, 0, 0, -0.4])
+    (row,) = responses.rows(
+        1, [group], decode=lambda ids: list(map(str, ids)), learner_logprobs=[np.zeros(4)]
+    )
+    assert row["forced"] == [1, 2]
+    assert row["learner_logprobs"] == [0, None, None, 0]
+    assert count_tokens([group]) == 2
+
+
+def test_overlong_responses_leave_the_loss_and_by_choice_the_statistics():
+    # Rewards 1, 0, 0 of which the last was cut: mean 1/3 if it counts, 1/2 if it does not.
+    group = cut(make_group(0, [1], [[2], [3, 4], [5, 6, 7]], [1.0, 0.0, 0.0]), 2)
+    program = compile(recipe("objective.advantage=group_mean").objective)
+
+    def advantages(how):
+        (kept,), metrics = drop_errors([group], how)
+        batch = pack([kept])
+        found = program.advantages(batch, Scores())
+        return batch, found.tolist(), metrics
+
+    batch, found, metrics = advantages("mask")
+    third = pytest.approx(-1 / 3)
+    assert found == [0, pytest.approx(2 / 3), third, third, 0, 0, 0]
+    assert batch.is_action.tolist() == [False, True, True, True, False, False, False]
+    assert metrics["rollout/overlong"] == pytest.approx(1 / 3)
+    weights = program.objective.reduction.weights(batch)
+    torch.testing.assert_close(weights.sum().item(), 1.0)  # of two responses, not of three
+
+    batch, found, metrics = advantages("drop")
+    assert found == [0, 0.5, -0.5, -0.5]
+    assert metrics["rollout/dropped_samples"] == 1
+    assert "rollout/overlong" not in drop_errors([group], "keep")[1]
+
+
+def test_a_group_of_cut_responses_leaves_whole():
+    groups = [
+        cut(make_group(i, [1], [[2], [3]], [1.0, 0.0]), *places)
+        for i, places in enumerate([(0, 1), (0,)])
+    ]
+    assert [g.index for g in drop_errors(groups, "mask")[0]] == [1]
+    assert drop_errors(groups, "drop")[0] == []  # one response has no statistics
+
+
+def test_a_checkpoint_keeps_what_is_out_of_the_loss():
+    (group,), _ = drop_errors([cut(make_group(0, [1], [[2], [3]], [1.0, 0.0]), 0)], "mask")
+    ((again,),) = load_held(*save_held([[group]]), lambda index: group.prompt)
+    assert [c.in_loss for c in again.completions] == [False, True]
+    assert count_tokens([again]) == 1
+
+
+def test_a_budget_reaches_the_sampler():
+    params = sampling(recipe("rollout.think.tokens=3"))
+    assert (params.think_tokens, params.think_end) == (3, "</think>")
+    assert params.think_phrase == "</think> <answer>"
+    ((held,),) = load_held(
+        *save_held([[with_params(make_group(0, [1], [[2]], [1.0]), params)]]), lambda index: None
+    )
+    assert held.completions[0].params == params
+
+
+def with_params(group, params):
+    return dataclasses.replace(
+        group, completions=tuple(dataclasses.replace(c, params=params) for c in group.completions)
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["rollout.think.tokens=8"], "leaves no room for an answer within max_tokens = 8"),
+        (["rollout.think.tokens=5", "validation.max_tokens=5"], "within max_tokens = 5"),
+        (["rollout.think.phrase=Stop"], "rollout.think.tokens is missing"),
+        (["rollout.think.tokens=2", "rollout.think.phrase=Stop"], "a phrase that holds its end"),
+        (["length=target"], "length.tokens is missing: 'target' needs it"),
+        (["length=overlong"], "length.buffer is missing: 'overlong' needs it"),
+        (["length=overlong", "length.buffer=9"], "above rollout.max_tokens = 8"),
+        (["length.tokens=4"], "length.tokens has no effect with length = 'none'"),
+        (["length=solve_rate", "length.coefficient=0"], "greater than 0"),
+        (["rollout.overlong=cut"], "'keep', 'mask' or 'drop'"),
+    ],
+)
+def test_settings_without_sense_are_refused(overrides, told):
+    with pytest.raises(ConfigError, match=told.replace("(", r"\(")):
+        recipe(*overrides)
+
+
+def test_the_sorting_model_has_one_length():
+    for override in ("length=solve_rate", "rollout.overlong=mask", "rollout.think.tokens=2"):
+        with pytest.raises(ConfigError, match=r"has no effect with model\.name"):
+            config.load("sort", override)
+
+
+def test_a_phrase_must_be_text_of_the_tokenizer_and_find_room():
+    short = recipe("rollout.think.tokens=2", "rollout.think.phrase=</think>")
+    with pytest.raises(ConfigError, match="2 and the 8 tokens of the phrase leave no room"):
+        check_phrase(short, byte_tokenizer())
+    check_phrase(
+        recipe("rollout.think.tokens=2", "rollout.max_tokens=11", *PHRASE), byte_tokenizer()
+    )
+    with pytest.raises(ConfigError, match="without the end"):
+        check_phrase(recipe("rollout.think.tokens=2", *PHRASE), Silent())
+
+
+PHRASE = ["rollout.think.phrase=</think>"]
+
+
+class Silent:
+    """A tokenizer that knows no text."""
+
+    def encode(self, text, *, add_special=True):
+        return np.array([], np.int32)
+
+    def decode(self, ids):
+        return ""
