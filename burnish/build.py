@@ -20,7 +20,7 @@ from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
-from burnish.learner.optim import Policy
+from burnish.learner.optim import Optimizer, Policy
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
@@ -28,9 +28,11 @@ from burnish.model import products
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
+from burnish.model.value import Critic
 from burnish.models import DTYPES, open_model, open_policy, open_tokenizer
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
+from burnish.rollout.branches import branching
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import pack
@@ -48,6 +50,7 @@ from burnish.sizes import (
     settled,
 )
 from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
@@ -76,9 +79,10 @@ def build(recipe: Recipe) -> Parts:
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take)
+    steps = branching(recipe, lambda: decode)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
     train: Callable[..., Iterator[sync.Step]]
-    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner)
+    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner, steps=steps)
     if recipe.is_stale:
         local = asynchronous.LocalLearner(recipe, learner, engine)
         train = partial(asynchronous.train, recipe, rollouts=rollouts, learner=local, buffer=buffer)
@@ -106,7 +110,9 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
-    return PromptStream(task, None if is_sorter else room(recipe, measured(recipe)))
+    bound = None if is_sorter else room(recipe, measured(recipe))
+    history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
+    return PromptStream(task, bound, history)
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
@@ -137,9 +143,15 @@ def build_learner(recipe: Recipe) -> Learner:
     else:
         policy = open_policy(recipe).model.to(device_of(recipe))
     tell("load", "preparing the learner")
-    program = supervised.PROGRAM if recipe.is_supervised else compile(recipe.objective)
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
-    return Learner(policy, program, train, teacher=_teacher(recipe))
+    if recipe.is_supervised:
+        return Learner(policy, supervised.PROGRAM, train)
+    program, critic = compile(recipe.objective, recipe.critic), None
+    if recipe.critic is not None:
+        assert isinstance(policy, Transformer), "the schema refuses a critic of the sorting model"
+        own = train.model_copy(update={"learning_rate": recipe.critic.learning_rate})
+        critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own)
+    return Learner(policy, program, train, teacher=_teacher(recipe), critic=critic)
 
 
 def _teacher(recipe: Recipe) -> Transformer | None:
@@ -164,11 +176,11 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
     if isinstance(recipe.task, SortTask):
         return sorting.Sorting(recipe.task, seed=recipe.seed), spell
     tokenizer = open_tokenizer(recipe)
+    return _language_task(recipe, tokenizer), decoder(tokenizer)
 
-    def decode(ids: Any) -> list[str]:
-        return [tokenizer.decode([i]) for i in ids]
 
-    return _language_task(recipe, tokenizer), decode
+def decoder(tokenizer: Tokenizer) -> Decode:
+    return lambda ids: [tokenizer.decode([i]) for i in ids]
 
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:

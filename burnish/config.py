@@ -24,6 +24,7 @@ from burnish.pieces.objective import KINDS
 from burnish.pieces.piece import name_of
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
+from burnish.schema.selection import endless
 from burnish.sections import OWN, as_table, nearest
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -46,7 +47,7 @@ LANGUAGE = [
 ]
 """Settings that only a language model reads."""
 SAMPLED = [
-    *("rollout", "selection", "engine", "objective", "length", "log.rollouts"),
+    *("rollout", "selection", "engine", "objective", "critic", "length", "log.rollouts"),
     *("loop", "buffer", "runtime", "teacher"),
     *("train.steps", "train.epochs", "train.log_kl"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
@@ -54,6 +55,8 @@ SAMPLED = [
 """Settings that a supervised run does not read, since it samples nothing."""
 FILLING = ["selection.max_asked", "selection.on_bound"]
 """Settings that only a run reads which asks other prompts in the place of dead groups."""
+HISTORY = ["selection.leave_at", "selection.target", "selection.floor"]
+"""Settings that only a run reads whose prompts come again."""
 APART = [
     *("runtime.address", "runtime.generators", "runtime.generator", "runtime.learner"),
     *("runtime.threads", "runtime.transport", "runtime.deadline"),
@@ -236,7 +239,9 @@ def _without_replaced(given: Table, changes: Table) -> dict[str, Any]:
 def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     """The settings that have no effect in the recipe, each with the setting that is the cause."""
     loss, train, chosen = recipe.objective.loss, recipe.train, recipe.selection
-    is_taught = isinstance(recipe.objective.advantage, Teacher)
+    advantage = recipe.objective.advantage
+    is_separate = recipe.critic is not None and not recipe.critic.shared
+    is_gae, is_taught = advantage.name == "gae", isinstance(advantage, Teacher)
     is_compared = loss.compares or recipe.objective.reads_proximal_first
     unread = [
         *["objective.ratio"] * ("ratio" not in loss.reads),
@@ -245,12 +250,16 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
+        "objective.advantage.values": ["critic"] * (is_gae and not advantage.reads_critic),
+        "critic.shared": ["critic.coefficient"] if is_separate else [],
         "selection.dead_groups": [] if chosen.fills else FILLING,
+        "selection.target": ["selection.floor"] if chosen.target is None else [],
+        **dict.fromkeys(endless(recipe), HISTORY),
         "task.name": SAMPLED if recipe.is_supervised else [],
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
-        "objective.advantage.name": [] if is_taught else ["teacher"],
+        "objective.advantage.name": ["teacher"] * (not is_taught) + ["critic"] * (not is_gae),
     }
     return {
         key: cause

@@ -21,7 +21,9 @@ from burnish.engine.protocol import require
 from burnish.loops import asynchronous, free, sync
 from burnish.loops.evaluate import validation
 from burnish.loops.recorder import Parts
+from burnish.models import open_tokenizer
 from burnish.progress import tell
+from burnish.rollout.branches import branching
 from burnish.rollout.length import shaping
 from burnish.rollout.rollout import sampling
 from burnish.runs.metrics import Timers
@@ -99,7 +101,9 @@ def make_generator(recipe: Recipe) -> Generator:
     require(engine.capabilities, repeats=not isinstance(loop, FreeLoop))
     drains = isinstance(loop, FreeLoop) and loop.on_update == "wait"
     is_exact = recipe.engine.precision == recipe.train.precision == "fp32"
-    return Generator(engine, drains=drains, tolerance=1e-4 if is_exact else ROUGH)
+    tolerance = 1e-4 if is_exact else ROUGH
+    steps = branching(recipe, lambda: local.decoder(open_tokenizer(recipe)))
+    return Generator(engine, drains=drains, tolerance=tolerance, steps=steps)
 
 
 def make_scorer(recipe: Recipe) -> Scorer:

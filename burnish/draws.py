@@ -25,6 +25,8 @@ class Stream(IntEnum):
     TASK = 2
     GENERATE = 3
     BUFFER = 4
+    CONTINUATION = 5
+    """The place of the sample is a number of the sample, the step's first token and k together."""
 
 
 class Purpose(IntEnum):
@@ -39,6 +41,8 @@ class Purpose(IntEnum):
     PART = 4
     """The part of a mixture that a group belongs to."""
     HINT = 6
+    CURRICULUM = 7
+    """Whether a prompt is asked again."""
 
 
 def uniforms(

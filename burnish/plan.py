@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from burnish import strategy
 from burnish.errors import ConfigError
+from burnish.pieces.advantages import STEP, Vine
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
-from burnish.schema import length, selection
+from burnish.schema import critic, length, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import PairsTask
@@ -111,6 +112,7 @@ def plan(
     return [
         ("task", _task(recipe, size)),
         ("objective", loss if recipe.is_supervised else _objective(recipe)),
+        *critic.describe(recipe),
         ("batches", _batches(recipe)),
         *selection.describe(recipe),
         *strategy.describe(recipe),
@@ -159,11 +161,23 @@ def _batches(recipe: Recipe) -> Lines:
     gradient_steps = counted(recipe.gradient_steps, "gradient step")
     lines = [
         ("rollout", f"{rollout.batch} responses = {prompts} × {samples}"),
+        *_continuations(recipe),
         ("gradient steps", f"{recipe.gradient_steps_per_rollout} per rollout = {steps}"),
         ("in all", f"{every}, {gradient_steps} ({rate})"),
     ]
     is_whole = train.learn.name == "all"
     return lines if is_whole else [*lines, ("learning", train.learn.describe())]
+
+
+def _continuations(recipe: Recipe) -> Lines:
+    """The cost of the continuations that value steps, if the recipe has any."""
+    piece, most = recipe.objective.advantage, recipe.rollout.max_tokens
+    if not isinstance(piece, Vine):
+        return []
+    tokens = recipe.rollout.batch * piece.continued(most)
+    told = f"at most {tokens:,} more tokens are sampled per rollout"
+    known = "" if isinstance(piece.steps, int) else f" and a step {STEP} or more"
+    return [("continuations", f"{told}, if a response has up to {most} tokens{known}")]
 
 
 class Need(NamedTuple):
@@ -190,10 +204,11 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     if has_lora:  # the model without its adapter is no copy
         copies = refreshes + train.log_kl
     still = count if has_lora else count - learned
+    has_body = recipe.critic is not None and not recipe.critic.shared
     tokens = f"{cache // (size.cached * wide):,} tokens (engine.kv_mb = {engine.kv_mb})"
     kept = recipe.checkpoint.keep + 2  # the best, and the one that is being written
     saves = math.ceil(train.steps / recipe.checkpoint.every) if samples else kept
-    each = (12 + (train.log_kl + refreshes) * low) * learned
+    each = (12 + 12 * has_body + (train.log_kl + refreshes) * low) * learned
     files = counted(min(kept, saves), "checkpoint")
     found = [
         Need("memory", "fp32 masters", 4 * learned),
@@ -201,6 +216,8 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
         Need("memory", "Adam's moments", 8 * learned),
         Need("memory", f"{train.precision} weights", low * (still + learned * (low < 4))),
         Need("memory", f"frozen copies ({copies})", copies * low * learned),
+        # It shares the masters of weights that do not learn.
+        Need("memory", "the critic", has_body * (16 * learned + (low < 4) * low * count)),
         Need("memory", f"the teacher's {train.precision} weights", low * size.frozen),
         Need("memory", "the engine's weights", samples * (wide + size.copied) * count),
         Need("cache", tokens, samples * cache),
@@ -260,9 +277,11 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     evaluations = 2 + (train.steps - 1) // validation.every
     upper = min(1.0, (getattr(train.learn, "last", None) or size.layers) / size.layers)
     gradient = 2 if train.learn.name == "lora" else 3
-    passes = 1 - upper + upper * (_scored(recipe) + gradient * train.epochs)
+    bodies = 1 if recipe.critic is None or recipe.critic.shared else 2
+    passes = 1 - upper + upper * (_scored(recipe) + gradient * bodies * train.epochs)
     passes += size.frozen / size.parameters
-    sampled = train.steps * rollout + evaluations * held_out
+    continued = recipe.rollout.batch * recipe.objective.advantage.continued(round(response))
+    sampled = train.steps * (rollout + continued) + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 
 
@@ -272,4 +291,4 @@ def _scored(recipe: Recipe) -> float:
     logged = 2 * train.log_kl * min(batch, train.log_kl_responses or batch) / batch
     is_read = recipe.gradient_steps_per_rollout > 1 or objective.reads_proximal_first
     again = objective.proximal == "recompute" and is_read
-    return isinstance(objective.kl, KL) + logged + again
+    return isinstance(objective.kl, KL) + logged + again + (recipe.critic is not None)

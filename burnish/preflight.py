@@ -39,7 +39,7 @@ EXTRAS = {
 """The optional parts of the package: for each, a module that it installs, and its purpose."""
 MADE = {
     "sums": "python examples/write_sums.py sums",
-    "small-sums": "python examples/write_sums.py small-sums --recipe sums",
+    "small-sums": "python examples/write_sums.py small-sums --small",
     "sentences": "python examples/write_keywords.py sentences --recipe keywords-scratch",
 }
 """Directories that recipes read, and the commands that write them."""

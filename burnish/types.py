@@ -93,6 +93,22 @@ class Completion:
     """Cut after the stop string, without the end token."""
     in_loss: bool = True
     """False if the response counts in its group's statistics and nothing is learned from it."""
+    branches: tuple[Branch, ...] | None = None
+    """Responses that go on from this one's steps, until they are graded; None if the recipe values
+    no steps."""
+    values: FloatArray | None = None
+    """[C] the value before each token that begins a step, NaN before others; None if the recipe
+    values no steps."""
+    continued: int = 0
+    """Tokens that were sampled to value its steps."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    start: int
+    """The first token of a step."""
+    completions: tuple[Completion, ...]
+    """Whole responses, whose tokens before ``start`` are those of the response that they value."""
 
 
 class Status(StrEnum):
@@ -115,6 +131,12 @@ class Grade:
     @property
     def is_error(self) -> bool:
         return self.status is Status.ERROR
+
+    @property
+    def is_right(self) -> bool:
+        """Whether a response earned 1 before its length counted, or did all that a reward with
+        partial credit asks: it sorted."""
+        return self.parts.get("sorted", self.reward - self.parts.get("length", 0.0)) > 1 - 1e-6
 
 
 @dataclass(frozen=True)
@@ -170,9 +192,13 @@ class PackedBatch:
     """[S] float"""
     parts: Tensor
     """[S, K] float: the parts of the grades that the objective reads; K is 0 if it reads none."""
+    values: Tensor | None = None
+    """[N] float: the value before each token that begins a step, NaN before others; None if the
+    recipe values no steps."""
 
     def to(self, device: Any) -> PackedBatch:
-        return PackedBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in vars(self).items()}
+        return PackedBatch(**moved)
 
 
 class Measured(NamedTuple):
@@ -183,7 +209,7 @@ class Measured(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities [N] from the forward passes before the first gradient step."""
+    """Streams [N] from the forward passes before the first gradient step."""
 
     proximal: Tensor | None = None
     """None if the objective does not need this pass."""
@@ -191,6 +217,8 @@ class Scores(NamedTuple):
     """None if the objective does not need this pass."""
     teacher: Tensor | None = None
     """None if the objective does not need this pass."""
+    values: Tensor | None = None
+    """V(token_<t) of each action by the critic; None if there is no critic."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +236,10 @@ class LearnBatch:
     importance: Tensor | None = None
     """The correction for the gap between behavior and proximal, without gradient; None if the
     objective has none."""
+    returns: Tensor | None = None
+    """The targets of the critic; None if there is no critic."""
+    old_values: Tensor | None = None
+    """The critic's values before the first step; None if there is no critic."""
     slots: Tensor | None = None
     """Where the tokens stand in the rollout that was scored; None if no rollout was scored."""
 

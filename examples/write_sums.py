@@ -2,18 +2,25 @@
 
     python examples/write_sums.py sums
     burnish sft arithmetic-sft --data sums
-    python examples/write_sums.py small-sums --recipe sums      # for a model of one's own
 
 The questions are those that the recipe trains on. No question comes twice, and none is one that the
 recipe holds out. A fifth of the rows goes to validation.jsonl.
+
+    python examples/write_sums.py small-sums --small
+    burnish sft sums-sft
+
+writes bare sums of one-digit numbers for a small model of one's own: rows for its warm start in
+train.jsonl, other ones for the recipe ``sums`` in questions.jsonl, and held-out ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from burnish import config
@@ -53,9 +60,9 @@ def by_places(before: int, sign: str, number: int) -> Iterator[str]:
         before = after
 
 
-def questions(name: str, count: int, seed: int) -> list[str]:
+def questions(count: int, seed: int) -> list[str]:
     """Different questions of the recipe, in the order of its training prompts."""
-    recipe = config.load(name, seed=seed)
+    recipe = config.load("arithmetic", seed=seed)
     tokenizer = Tokenizer.of_bytes()  # any tokenizer: only texts are read
     task = make_gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
     found: dict[str, None] = {}
@@ -66,21 +73,46 @@ def questions(name: str, count: int, seed: int) -> list[str]:
     raise SystemExit(f"only {len(found)} questions differ; ask for fewer rows")
 
 
+def small_sums(count: int, seed: int) -> list[str]:
+    """Different sums of two to four numbers from 1 to 9."""
+    draw, found = random.Random(seed), dict[str, None]()
+    while len(found) < count:
+        terms = [f"{draw.choice('+-')} {draw.randint(1, 9)}" for _ in range(draw.randint(2, 4))]
+        found[f"{' '.join(terms)[2:]} ="] = None
+    return list(found)
+
+
+def row(question: str) -> dict[str, str]:
+    answer = worked(question)
+    return {
+        "prompt": question,
+        "question": question,
+        "answer": answer,
+        "expected_answer": answer.rpartition(" ")[2],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="a new directory")
     parser.add_argument("--rows", type=int, default=4000, help="in all (default: 4000)")
-    parser.add_argument("--recipe", default="arithmetic", help="(default: arithmetic)")
+    parser.add_argument("--small", action="store_true", help="bare sums of one-digit numbers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True)
-    asked = questions(args.recipe, args.rows, args.seed)
-    rows = [{"prompt": question, "answer": worked(question)} for question in asked]
-    held_out = max(1, round(0.2 * args.rows))
-    for name, some in (("train", rows[held_out:]), ("validation", rows[:held_out])):
-        text = "".join(json.dumps(row) + "\n" for row in some)
+    if args.small:
+        made = [row(question) for question in small_sums(2 * args.rows + 256, args.seed)]
+        cuts = {"validation": 256, "train": args.rows, "questions": args.rows}
+    else:
+        made = [row(question) for question in questions(args.rows, args.seed)]
+        held_out = max(1, round(0.2 * args.rows))
+        cuts = {"validation": held_out, "train": args.rows - held_out}
+    rest = iter(made)
+    for name, count in cuts.items():
+        text = "".join(json.dumps(one) + "\n" for one in islice(rest, count))
         (args.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    print(f"learn them with: burnish sft {args.recipe}-sft --data {args.out}")
+    recipe = "sums-sft" if args.small else "arithmetic-sft"
+    print(f"learn them with: burnish sft {recipe} --data {args.out}")
 
 
 if __name__ == "__main__":

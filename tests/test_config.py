@@ -119,7 +119,7 @@ def test_seed_and_overrides_win_over_the_recipe():
 
 def test_an_unknown_key_names_the_nearest():
     assert "unknown setting 'train.step'; did you mean 'train.steps'?" in refused("train.step=3")
-    assert "did you mean 'train.learning_rate'?" in refused("objective.learning_rate=1")
+    assert "did you mean 'train.learning_rate'?" in refused("train.learningrate=1")
     assert "did you mean 'rollout'?" in refused("rolout.batch=3")
     assert "there are name, description, seed, task, model" in refused("zzz=3")
     with pytest.raises(ConfigError, match=r"there is no recipe 'nowhere\.toml'"):

@@ -22,9 +22,10 @@ from burnish.engine.protocol import Engine, Request
 from burnish.errors import EngineError
 from burnish.learner.learner import State
 from burnish.progress import begin
+from burnish.rollout.branches import Steps
 from burnish.rollout.length import Shape, unshaped
 from burnish.rollout.packing import pack
-from burnish.rollout.rollout import Asked, grade
+from burnish.rollout.rollout import Asked, complete, grade
 from burnish.types import Completion, Group, Weights
 
 Answers = dict[str, tuple[Completion, ...]]
@@ -34,9 +35,12 @@ Answers = dict[str, tuple[Completion, ...]]
 class Generator:
     """An engine that takes its weights with the requests that they are for."""
 
-    def __init__(self, engine: Engine, *, drains: bool = False, tolerance: float = 1e-4) -> None:
+    def __init__(
+        self, engine: Engine, *, drains: bool = False, tolerance: float = 1e-4, steps: Steps = None
+    ) -> None:
         """``drains``: samples in flight end before new weights are loaded. ``tolerance``: of the
         log-probabilities of a probe."""
+        self._steps = steps
         self.engine, self._drains, self._receiver = engine, drains, Receiver()
         self._tolerance = tolerance
         self._loaded: tuple[int, int] | None = None
@@ -63,7 +67,12 @@ class Generator:
         while left := sum(self._missing.get(name, 0) for name in wanted):
             report(total - left)
             self._step()
-        return self._finished(wanted)
+        answers = self._finished(wanted)
+        if self._steps is not None:
+            own = partial(complete, self.engine)
+            found = self._steps.extend(requests, [*answers.values()], own)
+            answers = dict(zip(wanted, found, strict=True))
+        return answers
 
     evaluate = sample
     """By this name in a timeline: its responses are not learned from."""

@@ -66,10 +66,10 @@ class NativeEngine:
         texts = request.params.stop or request.params.think_tokens
         assert self._tokenizer or not texts, "stop strings and think budgets need a tokenizer"
         group = RequestGroup(request, self._tokenizer, config.context)
-        if pages.needed(group.prompt_length + group.limit - 1) > pages.count:
+        if pages.needed(len(request.prompt) + group.limit - 1) > pages.count:
             raise EngineError(
                 f"request {request.request_id!r}: one sample must fit the cache of "
-                f"{pages.count * pages.size} tokens, got a prompt of {group.prompt_length} and up "
+                f"{pages.count * pages.size} tokens, got a prompt of {len(request.prompt)} and up "
                 f"to {group.limit} more; raise kv_bytes or lower max_tokens"
             )
         self._groups[request.request_id] = group
@@ -148,7 +148,8 @@ class NativeEngine:
         places, heat, limited = [], [], dict[Limits, list[int]]()
         for row, sequence in enumerate(samples):
             request, limits = sequence.group.request, sequence.limits
-            place = request.params.seed, request.stream, request.group, sequence.index
+            sample = request.first + sequence.index
+            place = request.params.seed, request.stream, request.group, sample
             places.append((*place, len(sequence.logprobs)))
             heat.append(request.params.temperature or 1.0)
             if limits != ANY:

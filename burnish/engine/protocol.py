@@ -29,6 +29,16 @@ class Request:
     """The group's running number in the run; draws are hashed from it."""
     stream: Stream = Stream.TRAIN
     """Keeps the draws of training and of evaluation apart."""
+    begun: Completion | None = None
+    """The beginning of the response, which all samples go on from; None if there is none."""
+    first: int = 0
+    """The number of the first sample in draws, so that requests of one group may draw apart."""
+
+    @property
+    def given(self) -> IntArray:
+        """The tokens before the first that is sampled."""
+        begun = [] if self.begun is None else [self.begun.token_ids]
+        return np.concatenate([self.prompt, *begun])
 
 
 @dataclass(frozen=True)
@@ -92,14 +102,16 @@ def require(found: Capabilities, *, repeats: bool) -> None:
 
 def check(request: Request, *, vocab_size: int, context: int) -> None:
     """Refuse a request that no engine can serve."""
-    length, p = len(request.prompt), request.params
-    ids = np.append(request.prompt, p.stop_ids)
+    length, p = len(request.given), request.params
+    ids = np.append(request.given, p.stop_ids)
     known = bool(((ids >= 0) & (ids < vocab_size)).all())
     fewest, most, think = p.min_tokens, p.max_tokens, p.think_tokens
     rules = {
         f"a prompt has 1 to {context - 1} tokens in this model, got {length}": 0 < length < context,
         f"token ids must lie in 0 … {vocab_size - 1}; is this the model's tokenizer?": known,
         f"n must be at least 1, got {request.n}": request.n >= 1,
+        f"a response that has begun must have fewer than max_tokens = {most}, got "
+        f"{length - len(request.prompt)}": length - len(request.prompt) < max(most, 1),
         f"max_tokens must be at least 1, got {most}": most >= 1,
         f"min_tokens must lie in 0 … max_tokens, got {fewest}": 0 <= fewest <= max(most, 1),
         f"temperature must be 0 or more, got {p.temperature}": 0 <= p.temperature < float("inf"),
@@ -151,10 +163,13 @@ def completed(
     ended: Ended,
     put_in: slice = slice(0),
 ) -> Completion:
-    """A request's sample, all of whose tokens were sampled but those that were ``put_in``."""
+    """A request's sample, all of whose tokens were sampled but those that were ``put_in`` and some
+    of the response's beginning."""
     tokens, logprobs, versions = recorded
     ids, stamps = np.array(tokens, dtype=np.int32), np.array(versions, dtype=np.int32)
     sampled = np.ones(len(ids), dtype=np.bool_)
     sampled[put_in] = False
+    if request.begun is not None:
+        sampled[: len(request.begun.sampled)] = request.begun.sampled
     own = ids, np.array(logprobs, dtype=np.float32), stamps, sampled
     return Completion(request.request_id, sample, *own, request.params, *ended)

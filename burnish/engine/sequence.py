@@ -43,9 +43,12 @@ class RequestGroup:
         self, request: Request, tokenizer: Tokenizer | None = None, context: int = sys.maxsize
     ) -> None:
         """context: tokens that prompt and response may have together."""
-        params, self.prompt_length = request.params, len(request.prompt)
         self.request, self.tokenizer = request, tokenizer
-        self.limit = min(params.max_tokens, context - self.prompt_length)
+        params, self.given = request.params, request.given
+        self.prompt_length = len(self.given)
+        """Tokens before the first that is sampled: a response's beginning is computed with its
+        prompt."""
+        self.limit = min(params.max_tokens, context - len(request.prompt))
         """Tokens that a response has at most."""
         self.phrase: list[int] = []
         """The tokens that end a response's thinking."""
@@ -74,7 +77,7 @@ class RequestGroup:
         always runs."""
         if self.names is None:
             self.names, name = [], b""
-            tokens = self.request.prompt.astype("int64")  # bytes of another width would mix up
+            tokens = self.given.astype("int64")  # bytes of another width would mix up
             for start in range(0, (self.prompt_length - 1) // size * size, size):
                 page = tokens[start : start + size].tobytes()
                 self.names.append(name := blake2b(name + page, digest_size=16).digest())
@@ -91,9 +94,10 @@ class Sequence:
 
     def __init__(self, group: RequestGroup, index: int) -> None:
         self.group, self.index = group, index
-        self.tokens: list[int] = group.request.prompt.tolist()
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+        begun = group.request.begun
+        self.tokens: list[int] = group.given.tolist()
+        self.logprobs: list[float] = [] if begun is None else begun.logprobs.tolist()
+        self.versions: list[int] = [] if begun is None else begun.versions.tolist()
         self.finish: Finish | None = None
         self.stop: str | int | None = None
         """The stop string or end id that ended the response; None if none did."""
@@ -110,6 +114,8 @@ class Sequence:
         self._read = watched.stream() if watched else None
         self._text = ""
         """The text that was read so far, for stop strings alone, up to the end of one."""
+        if self._read is not None:
+            self._text = "".join(self._read(token) or "" for token in self.response)
 
     @property
     def pending(self) -> int:
@@ -118,7 +124,7 @@ class Sequence:
 
     @property
     def response(self) -> list[int]:
-        return self.tokens[self.group.prompt_length :]
+        return self.tokens[len(self.group.request.prompt) :]
 
     @property
     def room(self) -> int:

@@ -6,7 +6,8 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatc
 from burnish.learner.optim import Optimizer, Policy, copy_weights
 from burnish.model import lora
 from burnish.model.transformer import Transformer
+from burnish.model.value import Critic
 from burnish.progress import each
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
@@ -26,7 +28,7 @@ from burnish.types import LearnBatch, Measured, PackedBatch, Scores, Weights
 class State(NamedTuple):
     """The changes of a learner since it was made: tensors, and values that JSON can hold.
 
-    Names begin with the model that they belong to: "policy." today, "critic." once there is one.
+    Names begin with the model that they belong to: "policy." or "critic.".
     """
 
     tensors: dict[str, Tensor]
@@ -58,6 +60,8 @@ class Learner:
     reference of a policy with an adapter is the model without it, so it takes no memory.
     ``teacher`` is a frozen model of its own, in compute precision; None if the program needs no
     such pass.
+
+    A critic has an optimizer of its own, and steps and skips steps together with the policy.
     """
 
     def __init__(
@@ -66,11 +70,19 @@ class Learner:
         program: Program,
         train: TrainConfig,
         teacher: Policy | None = None,
+        critic: Optimizer[Critic] | None = None,
     ) -> None:
+        """``critic`` is None if the program reads no values; it was made from this policy."""
         self.program = program
         self.train = train
         self.optimizer = Optimizer(policy, train)
         self.policy = self.optimizer.policy
+        self.critic = None if critic is None else critic.policy
+        self.optimizers: dict[str, Optimizer[Any]] = {"policy": self.optimizer}
+        if critic is not None:
+            self.optimizers["critic"] = critic
+        self.moves_policy = True
+        """Whether the policy learns from this rollout, and not the critic alone."""
         self.version = 0
         self.incarnation = 0
         self.skipped_in_a_row = 0
@@ -90,9 +102,11 @@ class Learner:
         return next(self.policy.parameters()).device
 
     def begin(self, number: int) -> None:
-        """Begins rollout ``number``, counted from 0: it may be time to refresh the reference."""
+        """Begins rollout ``number``, counted from 0: it may be time to refresh the reference, and
+        the policy may have to wait for its critic."""
         if self.program.refresh is not None and number % self.program.refresh == 0:
             self._refresh_reference()
+        self.moves_policy = self.program.moves_policy(number)
 
     def score(self, batch: PackedBatch, parts: Sequence[Pack] | None = None) -> Scores:
         """Runs the forward passes that the program and ``train.log_kl`` need before the first step.
@@ -102,10 +116,14 @@ class Learner:
         parts = train_batches(batch, self.train.batch) if parts is None else parts
         packs = self._packs(parts)
         lower = self._lower(packs)
-        policies: dict[str, Any] = {"proximal": self.policy, "reference": self.reference}
-        policies["teacher"] = self.teacher
+        passes: dict[str, Any] = {
+            "proximal": partial(_logprobs, self.policy),
+            "reference": partial(_logprobs, cast(Policy, self.reference)),
+            "teacher": partial(_logprobs, cast(Policy, self.teacher)),
+            "values": self._values,
+        }
         needed = self.program.passes(self.train.epochs * len(parts))
-        scores = Scores(**{name: _logprobs(policies[name], packs, lower) for name in needed})
+        scores = Scores(**{name: passes[name](packs, lower) for name in needed})
         others = self._others(batch, packs, lower, scores)
         if scores.teacher is not None:
             others["teacher"] = Pack.whole(batch), scores.teacher
@@ -114,20 +132,25 @@ class Learner:
 
     def step(self, learn: LearnBatch) -> Metrics:
         """Takes a gradient step on a train batch; skips and counts a step that is not finite."""
-        measured, loss = self._accumulate(learn)
+        measured, values, loss = self._accumulate(learn)
         self._remember(measured.logprobs)
-        norm = self.optimizer.gradient_norm()
+        norms = {name: o.gradient_norm() for name, o in self.optimizers.items()}
         metrics = self.program.metrics(measured, learn)
+        if values is not None:
+            metrics |= self.program.value_metrics(values, learn)
+            metrics["train/critic_grad_norm"] = norms["critic"]
         metrics |= mismatch(measured.logprobs, learn.batch, self.version)
         metrics |= self._drift(measured.logprobs, learn)
-        metrics |= {"train/loss": loss, "train/grad_norm": norm, "train/skipped": 0.0}
+        metrics |= {"train/loss": loss, "train/grad_norm": norms["policy"], "train/skipped": 0.0}
         if self.optimizer.is_scaled:
             metrics["train/loss_scale"] = self.optimizer.scale
+        loss, norm = loss + metrics.get("train/value_loss", 0.0), sum(norms.values())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._skip(loss, norm)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
             return finite | {"train/skipped": 1.0}
-        metrics["train/learning_rate"] = self.optimizer.step(self.version, norm)
+        steps = {name: o.step(self.version, norms[name]) for name, o in self.optimizers.items()}
+        metrics["train/learning_rate"] = steps["policy"]
         self.version += 1
         self.skipped_in_a_row = 0
         return metrics
@@ -181,17 +204,18 @@ class Learner:
 
         The initial model is not part of the state; a learner is made from that model again.
         """
-        tensors, numbers = self.optimizer.state()
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, Any] = {}
+        for model, optimizer in self.optimizers.items():
+            found, numbers[model] = optimizer.state()
+            tensors |= {f"{model}.{name}": tensor for name, tensor in found.items()}
         learns = {name for name, p in self.policy.named_parameters() if p.requires_grad}
         reference = self.reference if self.refreshed else None
         for kind, policy in {"previous": self.previous, "reference": reference}.items():
             named = () if policy is None else policy.named_parameters()
-            tensors |= {f"{kind}.{name}": p.detach() for name, p in named if name in learns}
+            tensors |= {f"policy.{kind}.{name}": p.detach() for name, p in named if name in learns}
         names = ("version", "skipped_in_a_row", "refreshed")
-        return State(
-            {f"policy.{name}": tensor for name, tensor in tensors.items()},
-            {"policy": numbers} | {name: getattr(self, name) for name in names},
-        )
+        return State(tensors, numbers | {name: getattr(self, name) for name in names})
 
     @torch.no_grad()
     def load_state(self, state: State) -> None:
@@ -200,26 +224,55 @@ class Learner:
             self._refresh_reference()
         for name, view in self.state().tensors.items():
             view.copy_(state.tensors[name])
-        self.optimizer.load_numbers(state.numbers["policy"])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_numbers(state.numbers[name])
         self.version = state.numbers["version"]
         self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
 
-    def _accumulate(self, learn: LearnBatch) -> tuple[Measured, float]:
-        """Adds up the gradients over the packs -> log-probabilities and entropies, and the loss."""
+    def _accumulate(self, learn: LearnBatch) -> tuple[Measured, Tensor | None, float]:
+        """Adds up the gradients over the packs -> log-probabilities and entropies, the critic's
+        values (None without a critic), and the loss."""
         saved = None if self._rollout is None else self._rollout.lower
         parts, loss = [], 0.0
         for pack in each(self._cut(learn.batch)):
             part = take_streams(learn, pack)
             lower = None if part.slots is None else at(part.slots, saved)
-            measured = self.policy.score(pack.batch, lower)
+            measured, values = self._measure(pack.batch, lower)
             per_token = self.program.token_loss(measured, part)
+            if values is not None:
+                per_token = per_token + self.program.value_loss(values, part)
             part_loss = weighted_sum(per_token, part.loss_weight)
             # A graph that the loss does not need is let go before the backward pass.
             measured = Measured(*(x.detach() for x in measured))
-            self.optimizer.backward(part_loss)
+            if part_loss.requires_grad:  # unless a critic with a body of its own learns alone
+                self.optimizer.backward(part_loss)
             loss += part_loss.item()
-            parts.append((pack.slots, torch.stack(measured, 1)))
-        return Measured(*_join(parts).unbind(1)), loss
+            if self.critic is not None and values is None:
+                values = self.critic.score(self.policy, pack.batch, lower)
+                value_loss = weighted_sum(self.program.value_loss(values, part), part.loss_weight)
+                self.optimizers["critic"].backward(value_loss)
+            streams = measured if values is None else (*measured, values.detach())
+            parts.append((pack.slots, torch.stack(streams, 1)))
+        logprobs, entropy, *more = _join(parts).unbind(1)
+        return Measured(logprobs, entropy), more[0] if more else None, loss
+
+    def _measure(self, batch: PackedBatch, lower: Tensor | None) -> tuple[Measured, Tensor | None]:
+        """Log-probabilities and entropies, with gradient if the policy learns; and the values of a
+        critic that reads the policy's hidden states (None if it does not)."""
+        with torch.set_grad_enabled(self.moves_policy):
+            if self.critic is None or self.critic.body is not None:
+                return self.policy.score(batch, lower), None
+            policy = cast(Transformer, self.policy)  # the sorting model has no critic
+            hidden = policy.hidden(batch, lower)
+            measured = policy.measure(hidden, batch)
+        return measured, self.critic.values(hidden, batch)
+
+    @torch.no_grad()
+    def _values(self, packs: list[Pack], lower: Tensor | None) -> Tensor:
+        """[N] of the critic as it is."""
+        assert self.critic is not None, "the program reads values"
+        score = partial(self.critic.score, self.policy)
+        return _join([(p.slots, score(p.batch, at(p.slots, lower))) for p in each(packs)])
 
     def _remember(self, logprobs: Tensor) -> None:
         """The first step, if it runs over the whole rollout, has scored the policy before it."""
@@ -287,8 +340,9 @@ class Learner:
         ]
 
     def _skip(self, loss: float, norm: float) -> None:
-        self.optimizer.drop_gradients()
-        if math.isfinite(loss) and self.optimizer.shrink_scale():
+        for optimizer in self.optimizers.values():
+            optimizer.drop_gradients()
+        if math.isfinite(loss) and max(o.shrink_scale() for o in self.optimizers.values()):
             return  # fp16 is still looking for its loss scale: nothing is wrong yet
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.train.max_skipped:

@@ -10,29 +10,41 @@ import torch
 from torch import Tensor
 
 from burnish.errors import ConfigError
+from burnish.pieces.advantages import CRITIC, Gae
 from burnish.pieces.losses import Streams
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.pieces.terms import KL, Importance
-from burnish.rl import kl, ratios
+from burnish.rl import kl, losses, ratios
+from burnish.rl.reduce import weighted_sum
 from burnish.rl.sequences import finite_gradient, sequence_sum
+from burnish.rl.values import explained_variance, is_value_clipped
 from burnish.rollout.packing import Pack, take, take_streams
+from burnish.schema.critic import CriticConfig
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores
 
 Metrics = dict[str, float]
-Pass = Literal["proximal", "reference", "teacher"]
+Pass = Literal["proximal", "reference", "teacher", "values"]
 """A forward pass without gradient over a rollout; its name is a field of ``Scores``."""
 
 
-def compile(objective: ObjectiveConfig) -> Program:
-    """The program of an objective, whose own functions must be here and not only their names."""
+def compile(objective: ObjectiveConfig, critic: CriticConfig | None = None) -> Program:
+    """The program of an objective, whose own functions must be here and not only their names.
+
+    ``critic`` is None if the objective reads no critic's values.
+    """
+    if (critic is not None) != objective.advantage.reads_critic:
+        raise ConfigError(
+            "a critic goes with objective.advantage = 'gae' and its values = 'critic', and these "
+            "need a critic"
+        )
     for piece in (objective.advantage, objective.loss):
         for name in (piece.settings.get(key) for key in ("function", "values")):
-            if isinstance(name, str):
+            if isinstance(name, str) and name != CRITIC:
                 raise ConfigError(
                     f"the objective has the function {name} of a script, and a run does not keep "
                     "functions, so it can't be resumed; begin a new run from Python"
                 )
-    return Program(objective)
+    return Program(objective, critic)
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,8 @@ class Program:
     ``batches``, the learner calls the rest."""
 
     objective: ObjectiveConfig
+    critic: CriticConfig | None = None
+    """None if the objective reads no critic's values."""
 
     @property
     def _kl(self) -> KL | None:
@@ -56,7 +70,12 @@ class Program:
         is_read = steps > 1 or self.objective.reads_proximal_first
         if is_read and self.objective.proximal == "recompute":
             needed.insert(0, "proximal")
+        needed += ["values"] if self.critic else []
         return [*needed, *(name for name in self.objective.advantage.reads if name != "proximal")]
+
+    def moves_policy(self, number: int) -> bool:
+        """Whether the policy learns from rollout ``number``, counted from 0, or a critic alone."""
+        return self.critic is None or number >= self.critic.warmup_rollouts
 
     @property
     def graded(self) -> tuple[str, ...]:
@@ -70,6 +89,10 @@ class Program:
 
     def advantages(self, batch: PackedBatch, scores: Scores) -> Tensor:
         """The advantage of every action, [N]; a KL term in the reward is a part of it."""
+        return self._estimate(batch, scores)[0]
+
+    def _estimate(self, batch: PackedBatch, scores: Scores) -> tuple[Tensor, Tensor | None]:
+        """Advantages, and the returns that a critic learns, [N]; None if there is no critic."""
         estimator, rewards = self.objective.advantage, batch.rewards
         mask, ids = batch.is_action, batch.sequence_ids
         coefficient, penalty = 0.0, torch.zeros_like(batch.behavior_logprobs)
@@ -84,8 +107,10 @@ class Program:
             )
         else:
             rewards = rewards - coefficient * sequence_sum(penalty, mask, ids)
+        if isinstance(estimator, Gae) and scores.values is not None:
+            return estimator.estimate(rewards, batch, scores.values)
         scores = scores._replace(proximal=self._proximal(batch, scores))
-        return estimator.from_scores(rewards, batch, scores)
+        return estimator.from_scores(rewards, batch, scores), None
 
     def batches(
         self, batch: PackedBatch, advantages: Tensor, scores: Scores, parts: Sequence[Pack]
@@ -99,6 +124,7 @@ class Program:
         if isinstance(self.objective.importance, Importance):
             assert proximal is not None, "it is in passes"
             correction = self.objective.importance.weights(proximal, batch)
+        returns = None if self.critic is None else self._estimate(batch, scores)[1]
         batches = [
             LearnBatch(
                 batch=part,
@@ -107,12 +133,15 @@ class Program:
                 proximal_logprobs=at(slots, proximal),
                 reference_logprobs=at(slots, scores.reference),
                 importance=at(slots, correction),
+                returns=at(slots, returns),
+                old_values=at(slots, scores.values),
                 slots=slots,
             )
             for part, slots in parts
         ]
         has_term = self._kl or self.objective.entropy_coefficient or self.objective.loss.has_term
-        return batches if has_term or len(batches) == 1 else [live(learn) for learn in batches]
+        is_whole = has_term or self.critic or len(batches) == 1
+        return batches if is_whole else [live(learn) for learn in batches]
 
     def token_loss(self, measured: Measured, learn: LearnBatch) -> Tensor:
         """The loss of every slot before its weight, [N]."""
@@ -127,6 +156,32 @@ class Program:
         if self.objective.entropy_coefficient:
             loss = loss - self.objective.entropy_coefficient * measured.entropy
         return loss
+
+    def value_loss(self, values: Tensor, learn: LearnBatch) -> Tensor:
+        """The loss of every value before its weight, [N]. A critic that shares the policy's body
+        has a coefficient, and its loss is added to the policy's."""
+        assert self.critic is not None
+        assert learn.old_values is not None, "it is in passes"
+        assert learn.returns is not None, "it is in passes"
+        loss = losses.value_loss(values, learn.old_values, learn.returns, clip=self.critic.clip)
+        return self.critic.coefficient * loss if self.critic.shared else loss
+
+    def value_metrics(self, values: Tensor, learn: LearnBatch) -> Metrics:
+        """Figures of a critic's ``values`` [N] in a train batch, without gradient."""
+        assert self.critic is not None
+        action, streams = learn.batch.is_action, (values, learn.old_values, learn.returns)
+        now, old, returns = (x[action] for x in streams if x is not None)
+        clipped = is_value_clipped(now, old, returns, clip=self.critic.clip)
+        metrics = {
+            "train/value_loss": weighted_sum(
+                self.value_loss(values, learn), learn.loss_weight
+            ).item(),
+            "train/value_clip_fraction": clipped.float().mean().item(),
+        }
+        explained = explained_variance(old, returns)
+        return metrics | (
+            {} if explained is None else {"train/explained_variance": explained.item()}
+        )
 
     def metrics(self, measured: Measured, learn: LearnBatch) -> Metrics:
         """Figures of a train batch; ``measured`` carries no gradient."""

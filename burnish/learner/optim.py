@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from burnish.model.transformer import Transformer
 from burnish.schema.recipe import TrainConfig
 
 Policy = Transformer | Sorter
+Model = TypeVar("Model", bound=nn.Module)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The precisions that need a copy. A run settles 'auto' before it makes a learner; a learner that a
 script makes takes it as fp32."""
@@ -44,9 +45,10 @@ def rate(train: TrainConfig, step: int) -> float:
     return full * (1 - min(1.0, (step - train.warmup_steps) / falling))
 
 
-class Optimizer:
-    def __init__(self, policy: Policy, train: TrainConfig) -> None:
-        """The masters start as the policy's weights, so hand it over in fp32 (or better)."""
+class Optimizer(Generic[Model]):
+    def __init__(self, policy: Model, train: TrainConfig) -> None:
+        """The masters start as the policy's (or the critic's) weights, so hand it over in fp32 (or
+        better)."""
         self.train = train
         self.is_scaled = train.precision == "fp16"
         self.scale = FIRST_SCALE if self.is_scaled else 1.0
@@ -82,10 +84,13 @@ class Optimizer:
         return nn.utils.get_total_norm(self._gradients()).item() / self.scale
 
     def step(self, number: int, norm: float) -> float:
-        """Steps along the gradients, clipped given their norm; returns the learning rate."""
+        """Steps along the gradients, clipped given their norm; returns the learning rate.
+
+        Without gradients no weight changes.
+        """
         shrink = min(1.0, self.train.clip_norm / norm if norm else 1.0) / self.scale
-        if shrink != 1:
-            torch._foreach_mul_(self._gradients(), shrink)
+        if shrink != 1 and (gradients := self._gradients()):
+            torch._foreach_mul_(gradients, shrink)
         learning_rate = rate(self.train, number)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
@@ -131,7 +136,7 @@ class Optimizer:
 
 
 @torch.no_grad()
-def copy_weights(source: Policy, target: Policy) -> None:
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """The weights that learn in the source, rounded to the target's precision."""
     both = zip(target.parameters(), source.parameters(), strict=True)
     to, of = zip(*(pair for pair in both if pair[1].requires_grad), strict=True)

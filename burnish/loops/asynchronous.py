@@ -25,6 +25,7 @@ from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step, learn
 from burnish.progress import begin
+from burnish.rollout.branches import Steps
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.filling import Filled, fill, sample_actively
 from burnish.rollout.length import shaping
@@ -35,6 +36,9 @@ from burnish.strategy import LaggedLoop
 from burnish.tasks.stream import PromptStream
 from burnish.tasks.task import Task
 from burnish.types import Group
+
+Take = Callable[[int], Asked]
+"""Gives so many further prompts."""
 
 
 class Rollouts(Protocol):
@@ -65,10 +69,11 @@ class LocalRollouts:
     """
 
     def __init__(
-        self, recipe: Recipe, task: Task, engine: Engine, take: Callable[[int], Asked]
+        self, recipe: Recipe, task: Task, engine: Engine, take: Take, steps: Steps = None
     ) -> None:
         """``take`` gives the next prompts, to be asked in the place of dead groups."""
         self._recipe, self._task, self._engine, self._take = recipe, task, engine, take
+        self._steps = steps
         self._done: deque[list[Group]] = deque()
         self.note: Note = ignore
 
@@ -83,7 +88,7 @@ class LocalRollouts:
         if recipe.selection.dead_groups == "active":
             groups = sample_actively(recipe, engine, task, asked, self._take, report)
         else:
-            responses = sample(engine, asked, size, params, Stream.TRAIN, report)
+            responses = sample(engine, asked, size, params, Stream.TRAIN, report, self._steps)
             groups = grade(task, asked, responses, shaping(recipe))
         for group in groups:
             version = group.oldest_version
@@ -165,6 +170,7 @@ def train(
             begin("publish", "handing the new weights to the generators")
             learner.publish()
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
+        rollout |= prompts.note(filled.sampled)
         yield step._replace(metrics=rollout | step.metrics)
 
 

@@ -205,5 +205,6 @@ def train(
             learner.publish()
         filled.figures["rollout/stale_groups"] = float(run.dropped)
         metrics = describe(sampled, prompts.skipped - skipped) | filled.figures
+        metrics |= prompts.note(sampled)
         run.dropped = 0
         yield step._replace(metrics=metrics | step.metrics)

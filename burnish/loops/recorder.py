@@ -236,7 +236,7 @@ class _Recorder:
             self.directory.append("log.txt", responses.readable(rows))
         timings = self.timers.take()
         if "time/generate" in timings and "time/wait" not in timings:
-            sampled = metrics["rollout/length"] * metrics["rollout/responses"]
+            sampled = metrics["rollout/tokens_sampled"]
             timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
         self._append(number, metrics, timings)
         if self._ledger is not None:

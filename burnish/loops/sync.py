@@ -26,6 +26,7 @@ from burnish.engine.protocol import Engine
 from burnish.learner.learner import Learner
 from burnish.progress import begin
 from burnish.rl.sequences import sequence_lengths, sequence_sum
+from burnish.rollout.branches import Steps
 from burnish.rollout.filling import fill, sample_actively
 from burnish.rollout.length import shaping
 from burnish.rollout.packing import pack, train_batches
@@ -62,6 +63,7 @@ def train(
     learner: Learner,
     timers: Timers,
     start: int = 0,
+    steps: Steps = None,
 ) -> Iterator[Step]:
     """Runs the loop from step ``start`` on, yielding after each step."""
     params, size = sampling(recipe), recipe.rollout.group_size
@@ -74,7 +76,7 @@ def train(
             report = begin("generate", doing, total=count * size, unit="responses")
             if recipe.selection.dead_groups == "active":
                 return sample_actively(recipe, engine, task, asked, prompts.take, report)
-            responses = sample(engine, asked, size, params, Stream.TRAIN, report)
+            responses = sample(engine, asked, size, params, Stream.TRAIN, report, steps)
         with timers("grade"):
             begin("grade", f"grading {some}")
             return grade(task, asked, responses, shaping(recipe))
@@ -90,6 +92,7 @@ def train(
             begin("publish", "handing the new weights to the sampler")
             engine.load(learner.weights())
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
+        rollout |= prompts.note(filled.sampled)
         yield step._replace(metrics=rollout | step.metrics)
 
 

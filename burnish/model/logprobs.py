@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens: the one place that gathers by `predecessor`."""
+"""Log-probabilities and values of chosen tokens: the one place that gathers by `predecessor`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,19 @@ def token_logprobs(
     heat = temperature[slots].to(torch.promote_types(rows.dtype, torch.float32))
     found = _Head.apply(rows, weight, tokens[slots], heat)  # type: ignore[no-untyped-call]
     return Measured(*found)
+
+
+def token_values(
+    weight: Tensor, bias: Tensor, hidden: Tensor, predecessor: Tensor, slots: Tensor
+) -> Tensor:
+    """V(the context of a token) = w · h + b for the tokens in `slots`.
+
+    weight [d], bias [1], hidden [N, d], predecessor [N], slots [M] int64 -> [M], in float32 or
+    better.
+    """
+    rows = hidden.index_select(0, predecessor[slots])
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows.to(wide) @ weight.to(wide) + bias.to(wide)
 
 
 class _Head(torch.autograd.Function):

@@ -291,13 +291,22 @@ class Transformer(nn.Module):
         A group's prompt runs once, and the head runs on the contexts of actions alone. ``lower``
         [N, d] are the hidden states below the layers that learn; None if they are not known.
         """
+        return self.measure(self.hidden(batch, lower), batch)
+
+    def hidden(self, batch: PackedBatch, lower: Tensor | None = None) -> Tensor:
+        """[N, d] after the final norm; ``lower`` as in `score`."""
         attend = self._attend(batch)
         if lower is None:
             lower = self.lower(batch, attend)
         x = self._run(self.layers[self.lower_layers :], lower, batch.positions, attend)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def measure(self, hidden: Tensor, batch: PackedBatch) -> Measured:
+        """As `score`, from the hidden states [N, d] after the final norm."""
         actions = batch.is_action.nonzero().squeeze(1)
         streams = batch.tokens, batch.predecessor, actions, batch.temperature
-        measured = token_logprobs(self, self.norm(x), *streams)
+        measured = token_logprobs(self, hidden, *streams)
         zeros = measured.logprobs.new_zeros(len(batch.tokens))
         return Measured(*(zeros.index_copy(0, actions, x) for x in measured))
 

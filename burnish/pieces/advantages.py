@@ -6,14 +6,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from burnish.pieces.piece import Function, Piece, name_of, rl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from burnish.schema.recipe import Recipe
     from burnish.types import PackedBatch, Scores
+
+STEP = 16
+"""Tokens that a line or a sentence is taken to have if its continuations are counted."""
+
+
+CRITIC = "critic"
+"""The recipe's critic as a source of values."""
 
 
 class Advantage(Piece):
@@ -41,8 +49,20 @@ class Advantage(Piece):
         return ()
 
     @property
+    def reads_critic(self) -> bool:
+        """Whether it needs the values of the recipe's critic."""
+        return False
+
+    @property
     def estimator(self) -> Callable[..., Tensor]:
         return partial(rl("advantages", self.name), **self.settings)
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises where the recipe does not go with it."""
+
+    def continued(self, length: int) -> int:
+        """Tokens that are sampled, beside a response of ``length`` tokens, to value its steps."""
+        return 0
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
         """The advantage of every action, [N]; 0 in other slots."""
@@ -174,25 +194,93 @@ class ReinforcePlusPlusBaseline(Advantage):
 class Gae(Advantage):
     """Generalised advantage estimation over the values of a source.
 
-    The source is a function of a script from a packed batch to values [N], ``values[t]`` before
-    token t. A critic will be a source with a name.
+    The source is the recipe's critic, or a function of a script from a packed batch to values [N],
+    ``values[t]`` before token t.
     """
 
     name: Literal["gae"] = "gae"
     group: ClassVar[int] = 1
     over_time: ClassVar[bool] = True
-    values: Function = Field(description="the source of the values, a function from Python")
+    values: Function = Field(CRITIC, description="'critic', or a function from Python")
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     lam: float = Field(1.0, ge=0, le=1, description="1: returns minus values; 0: one step ahead")
+    whiten: bool = Field(False, description="mean 0 and variance 1 over the rollout's actions")
+
+    @property
+    def reads_critic(self) -> bool:
+        return bool(self.values == CRITIC)
 
     def formula(self) -> str:
-        delta = f"δ_t = r_t + {self.gamma:g} V_(t+1) − V_t,  V = {name_of(self.values)}(batch)"
-        return f"A_t = δ_t + {self.gamma * self.lam:g} A_(t+1),  {delta}"
+        source = "the critic's" if self.reads_critic else f"{name_of(self.values)}(batch)"
+        delta = f"δ_t = r_t + {self.gamma:g} V_(t+1) − V_t,  V = {source}"
+        whitened = ",  then whitened over the rollout" * self.whiten
+        return f"A_t = δ_t + {self.gamma * self.lam:g} A_(t+1){whitened},  {delta}"
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        return self.estimate(rewards, batch, self.values(batch))[0]
+
+    def estimate(
+        self, rewards: Tensor, batch: PackedBatch, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, [N]; returns are never whitened."""
         mask, ids = batch.is_action, batch.sequence_ids
-        gae, values = rl("advantages", "gae"), self.values(batch)
-        return gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, sequence_ids=ids)[0]
+        settings = {"gamma": self.gamma, "lam": self.lam, "sequence_ids": ids}
+        advantages, returns = rl("advantages", "gae")(rewards, values, mask, **settings)
+        if self.whiten:
+            whitened = rl("advantages", "whiten")(advantages, mask)
+            advantages = whitened.where(mask, advantages)
+        return advantages, returns
+
+
+class Vine(Advantage):
+    """Steps of a response, valued by Monte Carlo: `burnish.rollout.branches` samples and values."""
+
+    name: Literal["vine"] = "vine"
+    over_time: ClassVar[bool] = True
+    steps: int | str = Field("lines", description="lines, sentences, or tokens of a step")
+    continuations: int = Field(9, ge=1, description="samples from the beginning of each step")
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _check_steps(cls, steps: Any) -> Any:
+        if steps in ("lines", "sentences") or (type(steps) is int and steps >= 1):
+            return steps
+        raise ValueError(
+            f"must be 'lines', 'sentences' or a number of tokens from 1 on, got {steps!r}"
+        )
+
+    def check(self, recipe: Recipe) -> None:
+        active = recipe.selection.dead_groups == "active"
+        rules = {
+            "needs responses that can be continued, and the sorting model gives all its numbers at "
+            "once; use another advantage": recipe.task.name != "sort",
+            "needs loop.name = 'lagged', got 'free': continuations are sampled with the weights of "
+            "their response": recipe.loop.name != "free",
+            "continues whole rounds; use selection.dead_groups = 'dynamic'": not active,
+            "values steps by the task's reward alone; use [length] name = 'none', got "
+            f"'{recipe.length.name}'": recipe.length.name == "none",
+            "counts all responses of a group; use rollout.overlong = 'mask', got 'drop'": (
+                recipe.rollout.overlong != "drop"
+            ),
+        }
+        for told, holds in rules.items():
+            if not holds:
+                raise ValueError(f"objective.advantage = 'vine' {told}")
+
+    def formula(self) -> str:
+        cut = f"{self.steps} tokens" if isinstance(self.steps, int) else f"one of its {self.steps}"
+        value = f"V = mean reward of {self.continuations} continuations"
+        ends = "V(first) = mean r of the group's other responses, V(end) = r_i"
+        return f"A_t = V(next step) − V(t's step),  step: {cut},  {value},  {ends}"
+
+    def continued(self, length: int) -> int:
+        size = self.steps if isinstance(self.steps, int) else STEP
+        return self.continuations * sum(length - start for start in range(size, length, size))
+
+    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        assert batch.values is not None, "rollouts of such a recipe have values"
+        mask, ids = batch.is_action, batch.sequence_ids
+        return rl("advantages", "vine")(rewards, batch.values, mask, sequence_ids=ids)
 
 
 class Teacher(Advantage):
@@ -237,4 +325,4 @@ class OwnAdvantage(Advantage):
 
 PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo
 PerResponse = PerGroup | BatchStd | Gdpo | OwnAdvantage
-AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Teacher
+AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Vine | Teacher

@@ -280,6 +280,36 @@ def gae(
     return rows.unpack(advantage_rows), rows.unpack(advantage_rows + value)
 
 
+def vine(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, sequence_ids: Tensor | None = None
+) -> Tensor:
+    """The value that a step of a response gains, written on each of its actions.
+
+        A_t = Σ_(u in t's step) r_u + V(next step) − V(t's step),   V after the last step = 0
+
+    Kazemnejad et al. 2024, https://arxiv.org/abs/2410.01679 (VinePPO), section 4, with γ = 1: GAE
+    with λ = 0 over the steps. ``values`` are the values before the tokens that begin steps, NaN
+    before others; a response's first action begins a step. ``rewards`` are per token. All shaped
+    like the mask; 0 outside it.
+    Differs from the paper in the value before the first step, as this function is called: the mean
+    reward of the group's other responses in the place of K more samples from the prompt.
+    """
+    rows = Rows(mask, sequence_ids)
+    reward, value = rows.pack(rewards), rows.pack(values)
+    column = torch.arange(rows.width, device=mask.device)
+    starts = (column < rows.lengths[:, None]) & value.isfinite()
+    if not starts[rows.lengths > 0, :1].all():
+        raise ValueError("steps need a value before the first action of each response")
+    step = (starts.cumsum(1) - 1).clamp(min=0)  # the number of each action's step in its row
+    place = step + rows.width * torch.arange(rows.count, device=mask.device)[:, None]
+    gained, before = (
+        sum_by(x, place, x.numel()).view_as(x)  # [S, L], a column for each step
+        for x in (reward, torch.where(starts, value, torch.zeros_like(value)))
+    )
+    advantages, _ = gae(gained, before, column < starts.sum(1)[:, None], lam=0.0)
+    return rows.unpack(advantages.gather(1, step))
+
+
 def teacher(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
     """How much likelier a teacher finds the token that the policy sampled: distillation on-policy.
 

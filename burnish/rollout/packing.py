@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ STREAMS = {
     "behavior_logprobs": np.float32,
     "temperature": np.float32,
     "versions": np.int64,
+    "values": np.float32,
 }
-"""Fields of a batch, [N] each, that do not follow from the lengths of its segments."""
+"""Fields of a batch, [N] each or None, that do not follow from the lengths of its segments."""
 
 
 class Pack(NamedTuple):
@@ -46,6 +47,7 @@ def pack(
     streams = {
         name: torch.from_numpy(np.concatenate(values).astype(kind)).to(device)
         for (name, kind), values in zip(STREAMS.items(), zip(*segments, strict=True), strict=True)
+        if name != "values" or _has_values(groups)
     }
     sizes = torch.tensor([len(group.completions) for group in groups])
     is_prompt = torch.zeros(len(segments), dtype=torch.bool)
@@ -77,11 +79,17 @@ def _segments(group: Group) -> Iterator[tuple[np.ndarray, ...]]:
     """The streams of the prompt, and of each response."""
     prompt = group.prompt.token_ids
     nothing = np.zeros(len(prompt))
-    yield prompt, nothing > 0, nothing, nothing + 1, nothing
+    yield prompt, nothing > 0, nothing, nothing + 1, nothing, nothing + np.nan
     for c in group.completions:
         temperature = np.full(len(c.token_ids), c.params.temperature)
         action = c.sampled & c.in_loss
-        yield c.token_ids, action, np.where(action, c.logprobs, 0), temperature, c.versions
+        logprobs = np.where(action, c.logprobs, 0)
+        values = np.full(len(c.token_ids), np.nan) if c.values is None else c.values
+        yield c.token_ids, action, logprobs, temperature, c.versions, values
+
+
+def _has_values(groups: Sequence[Group]) -> bool:
+    return any(c.values is not None for group in groups for c in group.completions)
 
 
 def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:
@@ -118,7 +126,8 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
     shape = _lay_out(lengths, batch.segment_is_prompt[segments])
     shift = batch.segment_offsets[segments] - shape["segment_offsets"][:-1]
     slots = Pack.whole(batch).slots[: int(lengths.sum())] + shift.repeat_interleave(lengths)
-    streams = {name: getattr(batch, name)[slots] for name in STREAMS}
+    given = {name: getattr(batch, name) for name in STREAMS}
+    streams: dict[str, Any] = {k: v if v is None else v[slots] for k, v in given.items()}
     per_response = {name: getattr(batch, name)[sequences] for name in ("rewards", "parts")}
     return Pack(PackedBatch(**streams, **shape, group_ids=new_group, **per_response), slots)
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from reprlib import Repr
 from typing import Any
 
@@ -15,6 +16,7 @@ from burnish.draws import Stream
 from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
+from burnish.rollout.branches import Steps, describe_steps, valued
 from burnish.rollout.length import PART, Shape, is_cut, mask_cut, unshaped
 from burnish.schema.length import Overlong
 from burnish.schema.recipe import Recipe
@@ -53,9 +55,14 @@ def sample(
     params: SamplingParams,
     stream: Stream = Stream.TRAIN,
     report: Report = unheard,
+    steps: Steps = None,
 ) -> list[tuple[Completion, ...]]:
-    """``samples`` completions of each prompt."""
-    return complete(engine, requests_of(asked, samples, params, stream), report=report)
+    """``samples`` completions of each prompt; ``steps`` continues them."""
+    requests = requests_of(asked, samples, params, stream)
+    responses = complete(engine, requests, report=report)
+    if steps is None:
+        return responses
+    return steps.extend(requests, responses, partial(complete, engine))
 
 
 def requests_of(
@@ -139,18 +146,24 @@ def grade(
     responses: Sequence[tuple[Completion, ...]],
     shape: Shape = unshaped,
 ) -> list[Group]:
-    """The groups of the prompts and their responses; the task does not see aborted samples, and
-    ``shape`` changes a group's rewards."""
+    """The groups of the prompts and their responses, whose steps are valued if they have branches.
+    The task does not see aborted samples, and ``shape`` changes a group's rewards."""
     given = list(zip(asked, responses, strict=True))
-    whole = [(p, c) for (_, p), completions in given for c in completions if not is_aborted(c)]
+    left = iter(_grades(task, [(p, c) for (_, p), completions in given for c in completions]))
+    groups = [
+        shape(Group(index, prompt, cs, tuple(next(left) for _ in cs)))
+        for (index, prompt), cs in given
+    ]
+    return valued(groups, partial(_grades, task))
+
+
+def _grades(task: Task, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+    whole = [(prompt, completion) for prompt, completion in pairs if not is_aborted(completion)]
     grades = task.grade_all(whole)
     if len(grades) != len(whole):
         raise DataError(f"the task gave {len(grades)} grades for {len(whole)} responses")
     left = iter(grades)
-    return [
-        shape(Group(index, prompt, cs, tuple(ABORTED if is_aborted(c) else next(left) for c in cs)))
-        for (index, prompt), cs in given
-    ]
+    return [ABORTED if is_aborted(completion) else next(left) for _, completion in pairs]
 
 
 def is_aborted(completion: Completion) -> bool:
@@ -233,9 +246,10 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
     ]
     by_group = [[g.reward for g in group.grades if not g.is_error] for group in groups]
     scored = [own for own in by_group if own]
-    figures = averages(responses)
+    figures = averages(responses) | describe_steps(groups)
     sampled = [completion.sampled for group in groups for completion in group.completions]
     figures["tokens_sampled"] = float(sum(map(np.count_nonzero, sampled)))
+    figures["tokens_sampled"] += figures.get("continuation_tokens", 0.0)
     if skipped_prompts:
         figures["skipped_prompts"] = float(skipped_prompts)
     if scored:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 HELD = "groups."
 """How the names of these tensors begin in a checkpoint."""
-PER_TOKEN = ("token_ids", "logprobs", "versions", "sampled")
-NAMES = ("request_id", "sample_index", "stop", "text", "in_loss")
+PER_TOKEN = ("token_ids", "logprobs", "versions", "sampled", "values")
+NAMES = ("request_id", "sample_index", "stop", "text", "in_loss", "continued")
 
 
 def save_held(held: Sequence[Sequence[Group]]) -> tuple[dict[str, Tensor], list[Any]]:
@@ -31,8 +31,9 @@ def save_held(held: Sequence[Sequence[Group]]) -> tuple[dict[str, Tensor], list[
     tensors: dict[str, Tensor] = {}
     completions = [c for groups in held for group in groups for c in group.completions]
     for name in PER_TOKEN if completions else ():
-        values = np.concatenate([getattr(c, name) for c in completions])
-        tensors[HELD + name] = from_numpy(values)
+        given = [getattr(c, name) for c in completions]
+        if given[0] is not None:
+            tensors[HELD + name] = from_numpy(np.concatenate(given))
     return tensors, [[_row(group) for group in groups] for groups in held]
 
 
@@ -49,7 +50,7 @@ def load_held(
     def completion(told: Mapping[str, Any], params: SamplingParams) -> Completion:
         nonlocal first
         end = first + told["length"]
-        fields: dict[str, Any] = {name: told[name] for name in NAMES}
+        fields: dict[str, Any] = {name: told[name] for name in NAMES if name in told}
         fields |= {name: values[first:end] for name, values in arrays.items()}
         first = end
         return Completion(**fields, params=params, finish=Finish(told["finish"]))

@@ -73,7 +73,15 @@ def rows(
             "finish": str(completion.finish),
             # The weights that sampled the first token; None if there are no tokens.
             "version": int(completion.versions[0]) if len(completion.versions) else None,
-        }
+        } | _steps(completion.values)
+
+
+def _steps(values: FloatArray | None) -> ResponseRow:
+    """The first token of each step and the value before it; nothing if no steps are valued."""
+    if values is None:
+        return {}
+    starts = np.flatnonzero(np.isfinite(values))
+    return {"steps": [(int(start), float(values[start])) for start in starts]}
 
 
 def first_and_last(rows: Iterable[ResponseRow]) -> list[tuple[ResponseRow, ResponseRow]]:

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
-from burnish.schema import frozen, selection
+from burnish.schema import critic, frozen, selection
+from burnish.schema.critic import CriticConfig
 from burnish.schema.frozen import TeacherConfig
 from burnish.schema.learning import AllLearn, AnyLearning
 from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
@@ -100,6 +101,7 @@ class Recipe(Section):
     selection: SelectionConfig = SelectionConfig()
     engine: EngineConfig = EngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    critic: CriticConfig | None = Field(None, description="values for GAE; None: none")
     length: AnyPenalty = NoPenalty()
     teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
     train: TrainConfig = TrainConfig()
@@ -131,7 +133,9 @@ class Recipe(Section):
             )
         if not self.is_supervised:
             self._check_batches()
+            self.objective.advantage.check(self)
             strategy.check(self)
+            critic.check(self)
             check_length(self)
             frozen.check(self)
             selection.check(self)

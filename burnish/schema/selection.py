@@ -24,6 +24,19 @@ class SelectionConfig(Section):
     max_asked: int = Field(10, ge=2, description="groups asked per group of a rollout, at most")
     on_bound: Literal["stop", "learn"] = Field("stop", description="if max_asked did not suffice")
 
+    leave_at: float | None = Field(None, gt=0, le=1)
+    """A prompt that was solved at this rate leaves for the rest of the run (ScaleRL); None: none
+    leaves."""
+    target: float | None = Field(None, ge=0, le=1)
+    """The further a prompt's solve rate is from it, the less often it is asked; None: all are asked
+    alike."""
+    floor: float = Field(0.1, gt=0, lt=1, description="least chance to be asked, with a target")
+
+    @property
+    def remembers(self) -> bool:
+        """Whether prompts are chosen by their solve rates."""
+        return self.leave_at is not None or self.target is not None
+
     @property
     def fills(self) -> bool:
         """Whether other prompts are asked in the place of dead groups."""
@@ -50,6 +63,16 @@ def check(recipe: Recipe) -> None:
         )
 
 
+def endless(recipe: Recipe) -> list[str]:
+    """The settings because of which prompts never come again, so that none has a history."""
+    tasks = getattr(recipe.task, "tasks", None)
+    paths = {"task": recipe.task} if tasks is None else {f"task.tasks.{n}": tasks[n] for n in tasks}
+    return [
+        *(f"{p}.train_prompts" for p, t in paths.items() if getattr(t, "train_prompts", 1) is None),
+        *(f"{p}.hints" for p, t in paths.items() if getattr(t, "hints", 0)),
+    ]
+
+
 def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     """A section of a plan; it is empty if every group is learned from and every prompt asked."""
     chosen, lines = recipe.selection, list[tuple[str, str]]()
@@ -64,4 +87,13 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
         lines.append(("dead groups", told))
         bound = f"{asked:,} groups ({asked * size:,} responses) per step; beyond that, {end}"
         lines.append(("asked at most", bound))
+    if chosen.leave_at is not None:
+        told = f"are not asked again once {chosen.leave_at:.0%} of a group's responses are right"
+        lines.append(("solved prompts", told))
+    if chosen.target is not None:
+        far = f"|s − {chosen.target:g}| / {max(chosen.target, 1 - chosen.target):g}"
+        told = (
+            f"a prompt of solve rate s is asked with a chance of max({chosen.floor:g}, 1 − {far})"
+        )
+        lines.append(("curriculum", told))
     return [("selection", lines)] if lines else []

@@ -38,6 +38,7 @@ class KeywordsTask(Section):
     chat: bool = Field(True, description="the prompt goes in as a user's chat message")
     words: int | None = Field(None, ge=1, description="only so many words; None: all")
     validation_words: float = Field(0.2, ge=0, lt=1, description="share of words that is held out")
+    train_prompts: int | None = Field(None, ge=1, description="which come again; None: no end")
     validation_prompts: int = Field(256, ge=1)
     long_prompts: LongPrompts = "skip"
 
@@ -115,6 +116,7 @@ class GymTask(Asked):
     name: Literal["gym"] = "gym"
     generator: str = Field(description="such as chain_sum or gsm_symbolic")
     settings: dict[str, Any] = Field({}, description="of the generator, by their names there")
+    train_prompts: int | None = Field(None, ge=1, description="which come again; None: no end")
     validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
     long_prompts: LongPrompts = "skip"
 

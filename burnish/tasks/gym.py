@@ -20,7 +20,7 @@ from burnish.graders.rewards import Source
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
 from burnish.schema.tasks import GymTask
-from burnish.tasks.text import Question, TextTask, limits_of
+from burnish.tasks.text import Question, TextTask, ask_among, limits_of
 
 SCORER = Source(
     f"{Path(graders.__file__).with_name('gym.py')}:reward",
@@ -41,9 +41,10 @@ def make_gym(
     (it has the whole point) and ended."""
     held_out = hold_out(config)
     dataset = make_dataset(config, seed, Purpose.TRAIN)
+    question = partial(ask_new, config, dataset, frozenset(held_out))
     return TextTask(
         config,
-        question=partial(ask_new, config, dataset, frozenset(held_out)),
+        question=partial(ask_among, config.train_prompts, seed, question),
         held_out=(ask(config, f"validation/{i}", e) for i, e in enumerate(held_out.values())),
         tokenizer=tokenizer,
         grader=GraderPool(SCORER, limits_of(config)),

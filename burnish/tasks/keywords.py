@@ -22,7 +22,7 @@ from burnish.graders.pool import InProcess
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
 from burnish.schema.tasks import KeywordsTask
-from burnish.tasks.text import Question, TextTask
+from burnish.tasks.text import Question, TextTask, ask_among
 
 WORDS = Path(__file__).with_name("words.txt")
 PATIENCE = 1000
@@ -89,9 +89,10 @@ def make_keywords(
     and the part ended."""
     train, validation = split_words(config)
     held_out = partial(ask, config, validation, HELD_OUT_SEED, Purpose.VALIDATION)
+    question = partial(ask, config, train, seed, Purpose.TRAIN)
     return TextTask(
         config,
-        question=partial(ask, config, train, seed, Purpose.TRAIN),
+        question=partial(ask_among, config.train_prompts, seed, question),
         held_out=map(held_out, range(config.validation_prompts)),
         tokenizer=tokenizer,
         grader=InProcess(keywords.REWARDS[config.reward]),

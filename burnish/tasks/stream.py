@@ -1,18 +1,20 @@
 """The prompt stream: a task's prompts in order, each with the number of the group that it starts.
 
-A loop takes as many prompts as it needs, so that a rollout can ask for more. The stream's state is
+A loop takes as many prompts as it needs, so that a rollout can ask for more, and gives back what it
+has learned about them (`burnish.tasks.history`). The stream's state is
 saved in checkpoints, and a resumed run goes on with the prompt that would have come next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from burnish.errors import DataError
 from burnish.plan import Room
+from burnish.tasks.history import History
 from burnish.tasks.task import Task
-from burnish.types import Prompt
+from burnish.types import Group, Prompt
 
 PATIENCE = 100
 """Prompts in a row that may be too long."""
@@ -21,11 +23,20 @@ PATIENCE = 100
 class PromptStream:
     """Numbers groups, and remembers the prompt of each group that is not closed."""
 
-    BEGINNING: ClassVar[dict[str, Any]] = {"groups": 0, "prompts": 0, "skipped": 0, "open": []}
+    BEGINNING: ClassVar[dict[str, Any]] = {
+        "groups": 0,
+        "prompts": 0,
+        "skipped": 0,
+        "open": [],
+        "rates": {},
+    }
 
-    def __init__(self, task: Task, room: Room | None = None) -> None:
-        """room: for the longest prompt; None if no model bounds it."""
-        self._task, self._room = task, room
+    def __init__(
+        self, task: Task, room: Room | None = None, history: History | None = None
+    ) -> None:
+        """room: for the longest prompt; None if no model bounds it. history: None if every prompt
+        is asked in its turn, whatever was learned about it."""
+        self._task, self._room, self._history = task, room, history
         self._groups = self._prompts = self.skipped = 0
         self._open: dict[int, int] = {}
         """The place of each open group's prompt in the task's order."""
@@ -57,11 +68,18 @@ class PromptStream:
         """Closes a group, and asks its prompt under a new index."""
         return self._begin(self._open.pop(index))
 
+    def note(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Takes back what a step has learned about prompts, and tells what follows in figures."""
+        return {} if self._history is None else self._history.note(groups)
+
     def state(self) -> dict[str, Any]:
         counts = {"groups": self._groups, "prompts": self._prompts, "skipped": self.skipped}
-        return {**counts, "open": list(self._open.items())}
+        rates = {} if self._history is None else dict(self._history.rates)
+        return {**counts, "open": list(self._open.items()), "rates": rates}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        if self._history is not None:
+            self._history.load(state["rates"])
         self._groups, self._prompts = state["groups"], state["prompts"]
         self.skipped, self._open = state["skipped"], dict(state["open"])
 
@@ -71,12 +89,15 @@ class PromptStream:
         return index, self._task.prompt(place)
 
     def _next(self) -> tuple[int, Prompt]:
-        for _ in range(PATIENCE):
-            prompt = self._task.prompt(self._prompts)
-            self._prompts += 1
-            if fits(prompt, self._room):
-                return self._begin(self._prompts - 1)
-            self.skipped += 1
+        too_long = 0
+        while too_long < PATIENCE:
+            place, self._prompts = self._prompts, self._prompts + 1
+            prompt = self._task.prompt(place)
+            if not fits(prompt, self._room):
+                self.skipped += 1
+                too_long += 1
+            elif self._history is None or self._history.admits(prompt.prompt_id, place):
+                return self._begin(place)
         assert self._room is not None, "otherwise every prompt fits"
         raise DataError(
             f"{PATIENCE} prompts one after another are too long: the last has "

@@ -133,6 +133,16 @@ def ask_shuffled(rows: Sequence[DataRow], seed: int, number: int) -> Question:
     return ask(rows[place], f"train/{place}")
 
 
+def ask_among(
+    count: int | None, seed: int, question: Callable[[int], Question], number: int
+) -> Question:
+    """One of the first ``count`` questions: in their order, and then every pass in an order of its
+    own; None if questions never come again."""
+    if count is None or number < count:
+        return question(number)
+    return question(shuffled(number, count, seed=seed))
+
+
 def ask_all(rows: Sequence[DataRow]) -> list[Question]:
     return [ask(row, f"validation/{i}") for i, row in enumerate(rows)]
 

@@ -9,9 +9,12 @@ import torch
 
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
+from burnish.learner.optim import Optimizer
 from burnish.model.transformer import ModelConfig, Transformer
+from burnish.model.value import Critic
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.rollout.packing import Pack, pack
+from burnish.schema.critic import CriticConfig
 from burnish.schema.recipe import TrainConfig
 from burnish.types import Scores
 from tests.conftest import make_group
@@ -41,11 +44,17 @@ def make_groups(shape=SHAPE["groups"], temperature=0.8):
     return groups
 
 
-def make_learner(policy, objective=None, **train):
+def make_learner(policy, objective=None, critic=None, **train):
     """Two epochs: with one step on a batch nothing would be scored before it."""
     settings = {"batch": 100, "epochs": 2, "clip_norm": 1e9, "learning_rate": 1e-2} | train
-    program = compile(ObjectiveConfig(**(objective or {})))
-    return Learner(policy, program, TrainConfig(**settings))
+    train = TrainConfig(**settings)
+    if critic is None:
+        return Learner(policy, compile(ObjectiveConfig(**(objective or {}))), train)
+    section = CriticConfig(**critic)
+    program = compile(ObjectiveConfig(**{"advantage": "gae"} | (objective or {})), section)
+    own = train.model_copy(update={"learning_rate": section.learning_rate})
+    values = Optimizer(Critic(policy, shared=section.shared), own)
+    return Learner(policy, program, train, critic=values)
 
 
 def make_learn_batch(learner, batch, *, moved=0.1):

@@ -38,6 +38,15 @@ def names(kind):
     return [name for name in found if name != "own"]
 
 
+def with_values(groups):
+    """A value before every token."""
+
+    def valued(completion):
+        return replace(completion, values=completion.logprobs**2)
+
+    return [replace(g, completions=tuple(map(valued, g.completions))) for g in groups]
+
+
 SETTINGS = {
     "group_zscore": {"eps": 0.5},
     "best_of_group": {"centered": True},
@@ -68,7 +77,8 @@ def with_parts(groups):
 def test_advantages(name, two_groups):
     settings = SETTINGS.get(name, {})
     program = make_program(advantage={"name": name, **settings})
-    batch = pack(with_parts(two_groups), program.graded)
+    groups = with_values(two_groups) if name == "vine" else two_groups
+    batch = pack(with_parts(groups), program.graded)
     mask, ids = batch.is_action, batch.sequence_ids
     proximal, taught = random(batch, 0), random(batch, 1)
     got = program.advantages(batch, Scores(proximal, teacher=taught))
@@ -91,6 +101,9 @@ def test_advantages(name, two_groups):
             on_last_action(r, mask, ids), mask, gamma=0.9, sequence_ids=ids
         ),
     }
+    over_tokens["vine"] = lambda: advantages.vine(
+        on_last_action(r, mask, ids), batch.values, mask, sequence_ids=ids
+    )
     own = {
         "gdpo": lambda: advantages.gdpo(batch.parts, g, weights=[0.5, 2.0], eps=0.5),
         "opo": lambda: advantages.opo(r, g, torch.tensor([2, 1, 3, 1, 2])),
@@ -299,5 +312,5 @@ def test_functions_of_a_script_are_pieces(two_groups):
 def test_a_function_that_is_not_here_is_refused():
     with pytest.raises(ConfigError, match=r"function better of a script.* can't be resumed"):
         make_program(advantage={"name": "own", "function": "better"})
-    with pytest.raises(ConfigError, match="the function critic of a script"):
-        make_program(advantage={"name": "gae", "values": "critic"})
+    with pytest.raises(ConfigError, match="the function height of a script"):
+        make_program(advantage={"name": "gae", "values": "height"})

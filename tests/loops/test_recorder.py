@@ -127,6 +127,7 @@ def test_a_run_leaves_its_directory(tmp_path):
 LINEAR = ["train.schedule=linear", "checkpoint.every=4"]
 FULL = [*MANY, "selection.dead_groups=active", "selection.on_bound=learn"]
 LAGGED = [*MANY, "selection.dead_groups=dynamic", "loop.lag=1", "objective.proximal=behavior"]
+LAGGED += ["selection.leave_at=0.5", "selection.target=0.2"]
 
 
 @pytest.mark.parametrize(

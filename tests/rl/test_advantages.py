@@ -225,6 +225,7 @@ def test_gae_with_lambda_and_gamma_one_is_return_minus_value():
 def test_estimators_of_an_empty_pack_are_empty():
     nothing, ids = torch.zeros(0, dtype=D), torch.zeros(0, dtype=torch.long)
     assert advantages.gae(nothing, nothing, nothing, sequence_ids=ids)[0].tolist() == []
+    assert advantages.vine(nothing, nothing, nothing, sequence_ids=ids).tolist() == []
     assert on_last_action(nothing, nothing, ids).tolist() == []
 
 
@@ -232,9 +233,40 @@ def test_estimators_of_an_empty_batch_are_empty():
     nothing = torch.zeros(2, 3, dtype=D)
     for got in (
         *advantages.gae(nothing, nothing, nothing),
+        advantages.vine(nothing, nothing, nothing),
         on_last_action(torch.ones(2, dtype=D), nothing),
     ):
         close(got, nothing)
+
+
+def test_vine_writes_the_gain_of_a_step_on_its_actions():
+    # Response 1 has steps a = slots 0, 2 (slot 1 is the system's) and b = slot 3. With V(a) = 0.5,
+    # V(b) = 0.75 and rewards 0, −0.1 | 1 (a KL in the reward; the last has the response's reward):
+    # A(a) = −0.1 + 0.75 − 0.5 = 0.15, A(b) = 1 + 0 − 0.75 = 0.25. Response 2 is one step.
+    nan = float("nan")
+    rewards = torch.tensor([[0.0, 99, -0.1, 1.0], [3.0, 0, 0, 0], [0.0] * 4], dtype=D)
+    values = torch.tensor([[0.5, nan, nan, 0.75], [2.0, nan, nan, 7], [nan] * 4], dtype=D)
+    expected = torch.tensor([[0.15, 0, 0.15, 0.25], [1.0, 0, 0, 0], [0.0] * 4], dtype=D)
+
+    def run(r, v, m, ids):
+        return advantages.vine(r, v, m, sequence_ids=ids)
+
+    check_both_layouts(run, expected, rewards, values)
+    # Over a whole response the gains add up to the reward above the first value.
+    steps = torch.tensor([0.15 + 0.25, 1.0], dtype=D)
+    close(steps, [-0.1 + 1 - 0.5, 3 - 2])
+
+
+def test_steps_of_equal_value_gain_exactly_nothing():
+    values = torch.tensor([[0.1, 0.1, 0.1]], dtype=torch.float32)
+    rewards = torch.tensor([[0.0, 0.0, 0.1]], dtype=torch.float32)
+    assert advantages.vine(rewards, values, torch.ones(1, 3)).tolist() == [[0, 0, 0]]
+
+
+def test_vine_needs_a_value_before_the_first_action():
+    values = torch.tensor([[float("nan"), 1.0]])
+    with pytest.raises(ValueError, match="before the first action"):
+        advantages.vine(torch.ones(1, 2), values, torch.ones(1, 2))
 
 
 # Between sequences and tokens

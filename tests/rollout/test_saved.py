@@ -6,18 +6,37 @@ import json
 import math
 from dataclasses import fields
 from itertools import chain
+from typing import Any
 
 import numpy as np
+import pytest
 
 from burnish.rollout.saved import load_held, save_held
-from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
+from burnish.types import (
+    Completion,
+    Finish,
+    FloatArray,
+    Grade,
+    Group,
+    Prompt,
+    SamplingParams,
+    Status,
+)
 
 
 def prompt(index: int) -> Prompt:
     return Prompt(f"p{index}", "text", np.arange(3, dtype=np.int32), "task")
 
 
-def made(index: int, lengths: list[int]) -> Group:
+def no_values(length: int) -> None:
+    return None
+
+
+def some_values(length: int) -> FloatArray:
+    return np.where(np.arange(length) % 2, np.nan, 0.1).astype(np.float32)
+
+
+def made(index: int, lengths: list[int], values: Any) -> Group:
     params = SamplingParams(max_tokens=7, stop=("\r\n",), stop_ids=(2,))
     completions = tuple(
         Completion(
@@ -31,6 +50,8 @@ def made(index: int, lengths: list[int]) -> Group:
             Finish.STOP if length else Finish.ABORT,
             2 if k else None,
             "a\ud7ff text",
+            values=values(length),
+            continued=index * k,
         )
         for k, length in enumerate(lengths)
     )
@@ -39,8 +60,9 @@ def made(index: int, lengths: list[int]) -> Group:
     return Group(index, prompt(index), completions, (good, bad))
 
 
-def test_groups_come_back_bit_for_bit() -> None:
-    held = [[], [made(7, [3, 0]), made(9, [1, 4])], [made(10, [2, 2])]]
+@pytest.mark.parametrize("values", [no_values, some_values])
+def test_groups_come_back_bit_for_bit(values: Any) -> None:
+    held = [[], [made(7, [3, 0], values), made(9, [1, 4], values)], [made(10, [2, 2], values)]]
     tensors, rows = save_held(held)
     found = load_held(tensors, json.loads(json.dumps(rows)), prompt)
     assert [len(groups) for groups in found] == [0, 2, 1]

@@ -235,6 +235,8 @@ const PANELS = [
   ["policy", "Clipped, share of tokens", /\/clip_fraction/],
   ["policy", "Ratio to the proximal policy", /\/ratio_/],
   ["policy", "Gradient norm", /\/grad_norm/],
+  ["policy", "Critic: explained variance", /\/explained_variance/],
+  ["policy", "Critic: value loss", /\/value_loss/],
   ["policy", "Loss", /^train\/loss|^validation\/loss$/],
   ["policy", "Groups without variance, share", /\/dead_groups/],
   ["policy", "Grades, share", /\/grades_/],
