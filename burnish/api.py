@@ -46,7 +46,7 @@ Given = Reward | str | None
 Shown = Show | Literal[False] | None
 """How progress is shown: by a callable, on stderr if it is None, not at all if it is False."""
 MEASURED = (
-    *("model", "task", "engine", "validation", "seed"),
+    *("model", "task", "engine", "validation", "seed", "reward_model"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
 )
 """Settings and sections of a recipe that an evaluation depends on."""
@@ -153,7 +153,9 @@ def recipe_of(
         raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
     before = config.load(source).task
     name = config.changed(changes).get("task.name", before.name)
-    own: dict[str, Any] = {"name": "pairs" if name == "pairs" else "files"}
+    is_written = name in ("pairs", "preferences")
+    keeps = is_written or (name == "judged" and reward is None)
+    own: dict[str, Any] = {"name": name if keeps else "files"}
     if prompts is not None:
         own |= {"train": None, "rows": preflight.as_rows(prompts)}
     elif data is not None:
@@ -162,7 +164,7 @@ def recipe_of(
             own |= {name: str(Path(data) / f"{name}.jsonl") for name in ("train", "validation")}
     if reward is not None:
         own |= {"reward": None, "function" if callable(reward) else "reward": reward}
-    elif isinstance(before, KeywordsTask) and name != "pairs":
+    elif isinstance(before, KeywordsTask) and not is_written:
         own |= {"reward": before.reward, "must_end": before.must_end}
     return config.load(source, [{"task": own}, *changes])
 
@@ -372,10 +374,10 @@ def export(
     recipe = resuming.resumed_recipe(path, ())
     if isinstance(recipe.model, SorterConfig):
         raise ConfigError("the sorting model is not a language model and can't be exported")
-    if adapter and recipe.train.learn.name != "lora":
+    if adapter and (recipe.train.learn.name != "lora" or recipe.task.name == "preferences"):
         raise ConfigError(
-            f"{path} has no adapter: train.learn is '{recipe.train.learn.name}', not 'lora'; "
-            "export the model without --adapter"
+            f"{path} has no adapter: train.learn is '{recipe.train.learn.name}', not 'lora', or it "
+            "learned a reward, whose head is in no adapter; export the model without --adapter"
         )
     if target.exists() and any(target.iterdir()):
         raise RunError(f"{target} is not empty; choose another directory")
@@ -384,12 +386,17 @@ def export(
         tell("load", "loading torch")
         from burnish import models
         from burnish.model import checkpoint, lora, peft
+        from burnish.model.reward import RewardModel
 
-        model, _, source = models.open_run(recipe, chosen)
+        (body, _, source), model = models.open_run(recipe, chosen)
         tell("export", f"writing {target}")
-        own = lora.adapter_of(model)
+        own = lora.adapter_of(body)
         if adapter and own is not None:
             peft.write(own, target, base=recipe.model.name)
+            return chosen
+        lora.fold(body)
+        if isinstance(model, RewardModel):
+            model.save(target, source=source)
         else:
-            checkpoint.save(lora.fold(model), target, source=source)
+            checkpoint.save(model, target, source=source)
     return chosen

@@ -21,25 +21,28 @@ from burnish.errors import BurnishError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Optimizer, Policy
+from burnish.learner.preferences import Preferences
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
-from burnish.model import products
+from burnish.model import hub, products, reward
+from burnish.model.reward import RewardModel
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.model.value import Critic
-from burnish.models import DTYPES, open_model, open_policy, open_tokenizer
+from burnish.models import DTYPES, learned, open_model, open_policy, open_tokenizer
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.branches import branching
 from burnish.rollout.buffer import Buffer
+from burnish.rollout.learned import LearnedReward
 from burnish.rollout.length import check_phrase
-from burnish.rollout.packing import pack
+from burnish.rollout.packing import cut, pack
 from burnish.runs.metrics import Metrics
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import MixtureTask, PairsTask, SortTask
+from burnish.schema.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.sizes import (
     check_device,
     check_frozen,
@@ -49,7 +52,7 @@ from burnish.sizes import (
     measured,
     settled,
 )
-from burnish.tasks import gym, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks import gym, judged, keywords, math, mixture, pairs, preferences, sorting, text
 from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
@@ -64,6 +67,7 @@ TASKS: dict[str, Any] = {
     "keywords": keywords.make_keywords,
     "math": math.make_math,
     "gym": gym.make_gym,
+    "judged": judged.make_judged,
 }
 
 
@@ -112,25 +116,31 @@ def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
     bound = None if is_sorter else room(recipe, measured(recipe))
     history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
-    return PromptStream(task, bound, history)
+    return PromptStream(task, bound, history, judged.evolving(recipe))
 
 
 def _build_supervised(recipe: Recipe) -> Parts:
     tell("load", "reading the rows")
-    answers = _pairs(recipe)
+    answers = _written(recipe)
     recipe = config.with_steps(recipe, answers.steps(recipe.train.batch))
     learner = build_learner(recipe)
+    is_reward = isinstance(recipe.task, PreferencesTask)
+    validate = supervised.validate_preferences if is_reward else supervised.validate
     return Parts(
         recipe=recipe,
         learner=learner,
         train=partial(supervised.train, recipe, pairs=answers, learner=learner),
-        validate=partial(supervised.validate, answers, learner),
+        validate=partial(validate, answers, learner),
     )
 
 
-def _pairs(recipe: Recipe) -> pairs.Pairs:
-    assert isinstance(recipe.task, PairsTask)
+def _written(recipe: Recipe) -> pairs.Pairs:
     context, tokenizer = measured(recipe).context, open_tokenizer(recipe)
+    if isinstance(recipe.task, PreferencesTask):
+        bounds = {"context": context, "together": recipe.train.micro_tokens}
+        given: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed} | bounds
+        return preferences.make_preferences(recipe.task, **given)
+    assert isinstance(recipe.task, PairsTask)
     longest = min(context, recipe.train.micro_tokens or context)
     return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
 
@@ -141,9 +151,12 @@ def build_learner(recipe: Recipe) -> Learner:
     if isinstance(recipe.task, SortTask):
         policy = _sorter(recipe)
     else:
-        policy = open_policy(recipe).model.to(device_of(recipe))
+        policy = learned(recipe, open_policy(recipe)).to(device_of(recipe))
     tell("load", "preparing the learner")
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
+    if isinstance(policy, RewardModel):
+        # It has all that is asked of the program of a run that samples nothing.
+        return Learner(policy, Preferences(), train)  # type: ignore[arg-type]
     if recipe.is_supervised:
         return Learner(policy, supervised.PROGRAM, train)
     program, critic = compile(recipe.objective, recipe.critic), None
@@ -176,7 +189,18 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
     if isinstance(recipe.task, SortTask):
         return sorting.Sorting(recipe.task, seed=recipe.seed), spell
     tokenizer = open_tokenizer(recipe)
-    return _language_task(recipe, tokenizer), decoder(tokenizer)
+    return _with_reward(recipe, _language_task(recipe, tokenizer)), decoder(tokenizer)
+
+
+def _with_reward(recipe: Recipe, task: Task) -> Task:
+    """The task with its learned reward, if the recipe has one."""
+    if recipe.reward_model is None:
+        return task
+    name, train = recipe.reward_model.name, settled(recipe).train
+    tell("load", f"loading {name}")
+    model = reward.load(hub.resolve(name), dtype=DTYPES[train.precision]).to(device_of(recipe))
+    split = partial(cut, tokens=train.micro_tokens, sequences=train.micro_sequences)
+    return LearnedReward(task, model, weight=recipe.reward_model.task, cut=split)
 
 
 def decoder(tokenizer: Tokenizer) -> Decode:
@@ -193,7 +217,7 @@ def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     task: Task
     if isinstance(recipe.task, MixtureTask):
         parts = {name: make(part) for name, part in recipe.task.tasks.items()}
-        task = mixture.Mixture(parts, recipe.task.weights, seed=recipe.seed)
+        task = mixture.Mixture(parts, recipe.task.weights, recipe.task.scales, seed=recipe.seed)
     else:
         task = make(recipe.task)
     task.validation = [prompt for prompt in task.validation if fits(prompt, bound)]
@@ -232,7 +256,7 @@ def _sorter(recipe: Recipe) -> Sorter:
 def probe(recipe: Recipe, size: Size) -> Size:
     """The size with the prompts of a recipe whose model and rows are here; every row is checked."""
     if recipe.is_supervised:
-        _pairs(recipe)
+        _written(recipe)
         return size
     task = _language_task(recipe, open_tokenizer(recipe))
     count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Option
 
-from burnish import api, config, preflight
+from burnish import api, config, preflight, serve
 from burnish.display import Display
 from burnish.errors import BurnishError
 from burnish.interrupt import Interrupts
@@ -38,6 +38,7 @@ app = typer.Typer(
 )
 out_console = Console(highlight=False)
 err_console = Console(highlight=False, stderr=True)
+app.command()(serve.serve)
 
 RecipeName = Annotated[str, Argument(help="a name from `burnish recipes`, or a .toml file")]
 Overrides = Annotated[list[str] | None, Option("--set", metavar="A.B=C", help="may be repeated")]
@@ -130,6 +131,22 @@ def sft(
 ) -> None:
     """Learn written answers, prompt by prompt: a warm start for `burnish train`."""
     changes = _changes(overrides, task="pairs", seed=seed)
+    _run(api.recipe_of(recipe, changes, data=data), out, quiet=quiet)
+
+
+@app.command()
+def reward(
+    recipe: Annotated[
+        str, Argument(help="a name from `burnish recipes`, or a .toml file")
+    ] = "reward",
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Out = None,
+    data: Data = None,
+    quiet: Quiet = False,
+) -> None:
+    """Learn a reward from pairs of responses, a chosen and a rejected one each."""
+    changes = _changes(overrides, task="preferences", seed=seed)
     _run(api.recipe_of(recipe, changes, data=data), out, quiet=quiet)
 
 

@@ -48,8 +48,8 @@ LANGUAGE = [
 """Settings that only a language model reads."""
 SAMPLED = [
     *("rollout", "selection", "engine", "objective", "critic", "length", "log.rollouts"),
-    *("loop", "buffer", "runtime", "teacher"),
-    *("train.steps", "train.epochs", "train.log_kl"),
+    *("loop", "buffer", "runtime", "teacher", "reward_model"),
+    *("train.steps", "train.epochs", "train.log_kl", "train.mismatch_mean", "train.mismatch_max"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]
 """Settings that a supervised run does not read, since it samples nothing."""
@@ -62,6 +62,11 @@ APART = [
     *("runtime.threads", "runtime.transport", "runtime.deadline"),
 ]
 """Settings that only a run with actors reads."""
+SHARES = {
+    "objective.reduction": ("constant", "length", 1.0),
+    "length": ("overlong", "buffer", 0.2),
+}
+"""Settings of a piece that are a share of the longest response, unless they are given."""
 Table = Mapping[str, Any]
 """Settings as nested dicts."""
 Overrides = str | Table | Sequence[str | Table]
@@ -92,7 +97,9 @@ def load(
     changes = changed(overrides)
     preset = changes.pop("preset", given.pop("preset", None))
     chosen = {} if preset is None else flat(read_recipe(str(preset), PRESETS))
-    chosen.pop("description", None)
+    is_sorter = given.get("task.name", "sort") == "sort"
+    left_out = ("description", "model.fp32_head") if is_sorter else ("description",)
+    chosen = {key: value for key, value in chosen.items() if key not in left_out}
     merged = given
     for over in (chosen, changes):
         merged = _without_replaced(merged, over) | over
@@ -247,6 +254,8 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         *["objective.ratio"] * ("ratio" not in loss.reads),
         *["objective.proximal"] * (not is_compared),
     ]
+    in_loss = getattr(recipe.objective.kl, "where", "loss") == "loss"
+    free = recipe.objective.advantage.is_scale_free and in_loss
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
@@ -259,7 +268,11 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
-        "objective.advantage.name": ["teacher"] * (not is_taught) + ["critic"] * (not is_gae),
+        "objective.advantage.name": [
+            *["task.scales"] * free,
+            *["teacher"] * (not is_taught),
+            *["critic"] * (not is_gae),
+        ],
     }
     return {
         key: cause
@@ -270,10 +283,13 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
 
 
 def _validate(settings: Table) -> Recipe:
-    settings, length = dict(settings), "objective.reduction.length"
-    if settings.get("objective.reduction.name") == "constant" and length not in settings:
-        longest = "task.length" if settings.get("task.name") == "sort" else "rollout.max_tokens"
-        settings[length] = settings.get(longest) or _default(longest)
+    settings = dict(settings)
+    for section, (name, setting, share) in SHARES.items():
+        is_chosen = settings.get(f"{section}.name") == name
+        if is_chosen and f"{section}.{setting}" not in settings:
+            longest = "task.length" if settings.get("task.name") == "sort" else "rollout.max_tokens"
+            tokens = settings.get(longest) or _default(longest)
+            settings[f"{section}.{setting}"] = max(1, round(share * tokens))
     try:
         return Recipe.model_validate(nested(settings))
     except ValidationError as error:

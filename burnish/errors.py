@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 
 class BurnishError(Exception):
     """Base of all errors meant for the user; the CLI prints the message, not a traceback."""
@@ -25,6 +28,44 @@ class EngineError(BurnishError):
 
 class GraderError(BurnishError):
     """Grading as a whole failed: workers that do not start, or too many grades that are errors."""
+
+
+class Suspect(NamedTuple):
+    """A token whose probability differs between sampler and learner."""
+
+    context: list[int]
+    """Ids of tokens before it."""
+    token: int
+    sampler: float
+    """Log-probability of the token when it was sampled."""
+    learner: float
+    """Log-probability of the token with the same weights in the learner."""
+
+
+class MismatchError(BurnishError):
+    """Sampler and learner disagree by more than the recipe allows."""
+
+    def __init__(
+        self,
+        told: str,
+        worst: list[Suspect],
+        decode: Callable[[Any], list[str]] | None = None,
+    ) -> None:
+        """``decode`` gives a text for each token; None if nobody here knows the texts."""
+        super().__init__(told, worst)
+        self.told, self.worst, self.decode = told, worst, decode
+
+    def __str__(self) -> str:
+        lines = [
+            self.told,
+            "worst tokens: log-probability of the sampler, of the learner, and text",
+        ]
+        for one in self.worst:
+            ids = [*one.context, one.token]
+            texts = self.decode(ids) if self.decode else [f"{i} " for i in ids]
+            shown = f"…{''.join(texts[:-1])!r} {texts[-1]!r}"
+            lines.append(f"  {one.sampler:9.4f} {one.learner:9.4f}  {shown}")
+        return "\n".join(lines)
 
 
 class RunError(BurnishError):

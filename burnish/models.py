@@ -10,6 +10,7 @@ import torch
 
 from burnish import preflight
 from burnish.model import checkpoint, hub, lora, peft
+from burnish.model.reward import RewardModel
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.progress import tell
@@ -17,6 +18,7 @@ from burnish.runs import checkpoints
 from burnish.schema.learning import LoraLearns
 from burnish.schema.models import LanguageConfig
 from burnish.schema.recipe import Recipe
+from burnish.schema.tasks import PreferencesTask
 from burnish.sizes import scratch_shape, settled
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,8 +58,18 @@ def open_policy(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Opened:
     return opened
 
 
-def open_run(run: Recipe, chosen: Path) -> Opened:
-    """The model of a run at a checkpoint, in fp32, with the run's adapter beside it if it has one.
+def learned(recipe: Recipe, opened: Opened) -> Transformer | RewardModel:
+    """The model that a recipe's run learns: as opened, or a reward model around it."""
+    if not isinstance(recipe.task, PreferencesTask):
+        return opened.model
+    tokenizer = opened.tokenizer
+    pad = tokenizer.backend.token_to_id(tokenizer.special.get("pad_token", ""))
+    return RewardModel(opened.model, tokenizer.end_ids[0] if pad is None else pad)
+
+
+def open_run(run: Recipe, chosen: Path) -> tuple[Opened, Transformer | RewardModel]:
+    """The model of a run at a checkpoint, in fp32, with the run's adapter beside it if it has one;
+    and the model that the run learned, see `learned`.
 
     A checkpoint holds the weights that learned. The others are as the run computed with them.
     """
@@ -65,11 +77,11 @@ def open_run(run: Recipe, chosen: Path) -> Opened:
         opened = _open_origin(preflight.origin(run), torch.float32)
     else:
         opened = open_policy(run, DTYPES[settled(run).train.precision])
-    tensors, _ = checkpoints.load(chosen)
-    for name, parameter in opened.model.float().named_parameters():
+    model, (tensors, _) = learned(run, opened), checkpoints.load(chosen)
+    for name, parameter in model.float().named_parameters():
         if parameter.requires_grad:
             parameter.data.copy_(tensors[f"policy.master.{name}"])
-    return opened
+    return opened, model
 
 
 def _open_base(recipe: Recipe, dtype: torch.dtype) -> Opened:
@@ -77,7 +89,7 @@ def _open_base(recipe: Recipe, dtype: torch.dtype) -> Opened:
     run, kind = preflight.run_of(recipe), recipe.model
     if run is None or not isinstance(kind, LanguageConfig):
         return _open_origin(recipe, dtype)
-    opened = open_run(run, checkpoints.choose(Path(kind.name), "best"))
+    opened, _ = open_run(run, checkpoints.choose(Path(kind.name), "best"))
     opened.model.config = replace(opened.model.config, fp32_head=kind.fp32_head)
     lora.fold(opened.model).learn().to(dtype)
     return opened

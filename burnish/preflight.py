@@ -26,7 +26,17 @@ from burnish.runs.directory import check_new, to_jsonl, version_of
 from burnish.schema.learning import LoraLearns
 from burnish.schema.models import LanguageConfig, ScratchConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import FilesTask, GymTask, MathTask, MixtureTask, PairsTask, Rows
+from burnish.schema.tasks import (
+    FilesTask,
+    GymTask,
+    JudgedTask,
+    MathTask,
+    MixtureTask,
+    PairsTask,
+    PreferencesTask,
+    Rows,
+    Written,
+)
 
 EXTRAS = {
     "math": ("math_verify", "grading answers of math tasks"),
@@ -74,7 +84,8 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
         found += problem_of(check, recipe)
     for other in frozen(recipe).values():
         found += [*problem_of(check_extras, other), *problem_of(check_model, other)]
-    return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
+    found = found or problem_of(check_rows, recipe)  # rows may need a package that is missing
+    return found or problem_of(check_judges, recipe)
 
 
 def problem_of(check: Callable[..., None], *given: Any) -> list[BurnishError]:
@@ -116,7 +127,7 @@ def check_files(recipe: Recipe) -> None:
 
 def check_rows(recipe: Recipe) -> None:
     """Raises if a row lacks a field that its task needs, or if a reward is missing."""
-    from burnish.tasks import math, pairs, rows, text
+    from burnish.tasks import judged, math, pairs, preferences, rows, text
 
     for task in recipe.tasks:
         if isinstance(task, FilesTask):
@@ -124,10 +135,23 @@ def check_rows(recipe: Recipe) -> None:
             if isinstance(reward, str):
                 rewards.check(reward)
             rows.rows_of(task, seed=recipe.seed)
-        if isinstance(task, PairsTask):
-            rows.rows_of(task, seed=recipe.seed, check=pairs.check_pair)
+        if isinstance(task, Written):
+            is_pair = isinstance(task, PairsTask)
+            check = pairs.check_pair if is_pair else preferences.check_preference
+            rows.rows_of(task, seed=recipe.seed, check=check)
         if isinstance(task, MathTask):
             math.rows_of(task, seed=recipe.seed)
+        if isinstance(task, JudgedTask):
+            rows.rows_of(task, seed=recipe.seed, check=partial(judged.check_judged, task))
+
+
+def check_judges(recipe: Recipe) -> None:
+    """Raises if a judge does not answer; each is asked once."""
+    from burnish.graders.judge import Judge
+
+    for task in recipe.tasks:
+        if isinstance(task, JudgedTask):
+            Judge(task.judge).check()
 
 
 def check_model(recipe: Recipe) -> None:
@@ -210,6 +234,11 @@ def origin(recipe: Recipe) -> Recipe:
     model, run = recipe.model, run_of(recipe)
     if not isinstance(model, LanguageConfig) or run is None:
         return recipe
+    if isinstance(run.task, PreferencesTask):
+        raise ConfigError(
+            f"{model.name} is a run that learned a reward, which samples nothing; to use it as "
+            f"reward_model.name, write it with: burnish export {model.name} DIRECTORY"
+        )
     first = origin(run)
     if first.model.name == "sorter":
         raise ConfigError(f"{model.name} trained the sorting model, which is not a language model")
@@ -226,11 +255,19 @@ def run_of(recipe: Recipe) -> Recipe | None:
 
 def frozen(recipe: Recipe) -> dict[str, Recipe]:
     """For each frozen model beside the policy, by its setting, the recipe with it as its model."""
-    if recipe.teacher is None:
-        return {}
-    head = {"fp32_head": getattr(recipe.model, "fp32_head", False)}
-    model = LanguageConfig(name=recipe.teacher.model, **head)
-    return {"teacher.model": recipe.model_copy(update={"model": model, "teacher": None})}
+    names = {}
+    if recipe.teacher is not None:
+        names["teacher.model"] = recipe.teacher.model
+    if recipe.reward_model is not None:
+        names["reward_model.name"] = recipe.reward_model.name
+    head = getattr(recipe.model, "fp32_head", False)
+    alone = {"teacher": None, "reward_model": None}
+    return {
+        setting: recipe.model_copy(
+            update={"model": LanguageConfig(name=name, fp32_head=head)} | alone
+        )
+        for setting, name in names.items()
+    }
 
 
 def raise_all(found: Sequence[BurnishError]) -> None:

@@ -38,6 +38,8 @@ class Prompt:
     """The part of a mixture, or another kind that metrics tell apart; None if there are none."""
     asked: str | None = None
     """The question as a page shows it, without a chat template; None if the text is shown."""
+    scale: float = 1.0
+    """The factor of its responses' rewards as they are learned; metrics show them without it."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class Grade:
     status: Status = Status.SCORED
     message: str | None = None
     """The grader's message about an error; None if there was none."""
+    cost: dict[str, float] = field(default_factory=dict)
+    """Calls, tokens and retries of a judge; empty if none was asked."""
 
     @property
     def is_error(self) -> bool:
@@ -153,7 +157,9 @@ class Group:
 
     @property
     def rewards(self) -> FloatArray:
-        return np.array([grade.reward for grade in self.grades], dtype=np.float32)
+        """[G] as they are learned."""
+        scale = self.prompt.scale
+        return np.array([scale * grade.reward for grade in self.grades], dtype=np.float32)
 
     @property
     def oldest_version(self) -> int:

@@ -36,6 +36,7 @@ RUN_FILES = {
     "ledger.jsonl",
     "timeline.jsonl",
     "actors.json",
+    "rubrics.jsonl",
 }
 RUN_FILES |= {"status.json", "environment.json"}
 NAME = r"[A-Za-z_]\w*"

@@ -185,7 +185,8 @@ def grade_pairs(
 ) -> list[Grade]:
     """Grades each response by its text and its prompt's row, ``Prompt.reference``.
 
-    The part "ended" is 1 if the response ended by itself. If ``must_end``, other responses earn 0.
+    The part "ended" is 1 if the response ended by itself. If ``must_end``, other responses earn at
+    most 0.
     """
     grades = grader.grade([(c.text, p.reference) for p, c in pairs])
     return [_with_end(g, c, must_end) for g, (_, c) in zip(grades, pairs, strict=True)]
@@ -195,5 +196,5 @@ def _with_end(grade: Grade, completion: Completion, must_end: bool) -> Grade:
     if grade.status is Status.ERROR:
         return grade
     ended = completion.finish is Finish.STOP
-    reward = grade.reward if ended or not must_end else 0.0
+    reward = grade.reward if ended or not must_end else min(0.0, grade.reward)
     return replace(grade, reward=reward, parts=grade.parts | {"ended": float(ended)})

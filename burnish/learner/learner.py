@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burnish.errors import BurnishError
+from burnish.learner import alarm
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
 from burnish.model import lora
@@ -139,7 +140,9 @@ class Learner:
         if values is not None:
             metrics |= self.program.value_metrics(values, learn)
             metrics["train/critic_grad_norm"] = norms["critic"]
-        metrics |= mismatch(measured.logprobs, learn.batch, self.version)
+        gap = mismatch(measured.logprobs, learn.batch, self.version)
+        alarm.check(measured.logprobs, learn.batch, self.version, gap, self.train)
+        metrics |= gap
         metrics |= self._drift(measured.logprobs, learn)
         metrics |= {"train/loss": loss, "train/grad_norm": norms["policy"], "train/skipped": 0.0}
         if self.optimizer.is_scaled:

@@ -16,7 +16,7 @@ from burnish.draws import Stream
 from burnish.engine.protocol import Server
 from burnish.errors import RunError
 from burnish.progress import after, begin, tell
-from burnish.rollout.rollout import averages, grade, is_aborted, sample, sampling
+from burnish.rollout.rollout import averages, costs, grade, is_aborted, sample, sampling
 from burnish.runs import responses, results
 from burnish.runs.directory import lock, read_json, replace_file, to_jsonl
 from burnish.runs.metrics import Metrics
@@ -111,6 +111,7 @@ def validation(
     def validate(when: str) -> tuple[list[Group], Metrics]:
         groups = evaluator.answered(when)
         found = figures(evaluator.rows(groups))
+        found |= {f"validation/{name}": value for name, value in costs(groups).items()}
         whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
         if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
             tell("evaluate", f"measuring the KL {when}")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from burnish.errors import ActorDied, ActorError, BurnishError
+from burnish.errors import ActorDied, ActorError, BurnishError, MismatchError
 from burnish.learner.learner import Learner, State
 from burnish.loops.sync import Step
 from burnish.progress import Progress, current_show, showing, tell
@@ -180,11 +180,14 @@ class _Recorder:
                     break
         except ActorDied:
             raise  # the learner is gone, and with it all that a checkpoint would hold
-        except BurnishError:
+        except BurnishError as error:
             # A step that halted after it changed the model leaves nothing of the step before it.
             if self.done > self._saved and self.parts.learner.version == self._version:
                 with suppress(ActorError):  # the first error says more
                     self._save()
+            if isinstance(error, MismatchError):
+                error.decode = self.parts.decode
+                self.directory.append("log.txt", f"{error}\n")
             raise
         self.tell(Progress("report", "writing the report"))
         if self.is_done:
@@ -239,6 +242,8 @@ class _Recorder:
             sampled = metrics["rollout/tokens_sampled"]
             timings["speed/tokens_per_second"] = sampled / timings["time/generate"]
         self._append(number, metrics, timings)
+        for row in [] if self.parts.prompts is None else self.parts.prompts.versions(number):
+            self.directory.append_row("rubrics.jsonl", row)
         if self._ledger is not None:
             oldest = min((group.oldest_version for group in step.groups), default=0)
             version = oldest + int(metrics.get("train/lag", 0))

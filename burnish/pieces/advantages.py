@@ -34,6 +34,8 @@ class Advantage(Piece):
     """The smallest group that it takes, whatever its settings."""
     over_time: ClassVar[bool] = False
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
+    is_scale_free: ClassVar[bool] = False
+    """Whether a factor of a group's rewards changes nothing."""
     reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ()
     """The forward passes before the first gradient step that `from_scores` takes."""
     takes_penalty: ClassVar[bool] = True
@@ -88,6 +90,7 @@ class GroupMean(Advantage):
 class GroupZscore(Advantage):
     name: Literal["group_zscore"] = "group_zscore"
     written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / (std_g(r) + {eps:g})"
+    is_scale_free: ClassVar[bool] = True
     eps: float = Field(1e-6, gt=0, description="added to the std")
 
 
@@ -121,6 +124,7 @@ class PassAtK(Advantage):
         "A_i = (E[M | i is drawn] − E[M]) / (std[M] + {eps:g}),  M = best of {k} responses of the "
         "group, drawn"
     )
+    is_scale_free: ClassVar[bool] = True
     k: int = Field(ge=1, description="responses of which the best counts; below the group size")
     eps: float = Field(1e-6, gt=0, description="added to the std")
 
@@ -132,6 +136,7 @@ class PassAtK(Advantage):
 class MaxRL(Advantage):
     name: Literal["maxrl"] = "maxrl"
     written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / mean_g(r)"
+    is_scale_free: ClassVar[bool] = True
     takes_penalty: ClassVar[bool] = False
 
 
@@ -142,6 +147,7 @@ class Gdpo(Advantage):
     """Each part of the reward is normalised on its own; ``parts`` has their weights by name."""
 
     name: Literal["gdpo"] = "gdpo"
+    is_scale_free: ClassVar[bool] = True
     takes_penalty: ClassVar[bool] = False
     parts: dict[str, Weight] = Field(min_length=1, description="the grade's parts, with weights")
     eps: float = Field(1e-6, gt=0, description="added to each std")

@@ -260,7 +260,14 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
             "reward_max": float(rewards.max()),
             "dead_groups": float(np.mean([np.ptp(own) == 0 for own in scored])),
         }
-    return {f"rollout/{name}": value for name, value in figures.items()}
+    return {f"rollout/{name}": value for name, value in figures.items()} | costs(groups)
+
+
+def costs(groups: Sequence[Group]) -> dict[str, float]:
+    """Calls, tokens and retries of judges, added up as ``judge/…``; empty if none was asked."""
+    given = [grade.cost for group in groups for grade in group.grades if grade.cost]
+    names = given[0] if given else ()
+    return {f"judge/{name}": sum(cost[name] for cost in given) for name in names}
 
 
 def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ metrics.jsonl     a row per step, the same for the same seed
 timings.jsonl     a row per step, wall clock
 rollouts.jsonl    a row per response, with its tokens and log-probabilities
 evaluations.jsonl the same for validation
+rubrics.jsonl     a row per version of a rubric that evolves
 log.txt           the responses of rollouts.jsonl, to be read
 events.…          the metrics for TensorBoard, a file for each restart
 checkpoints/      the states from which a killed run resumes
@@ -42,7 +43,10 @@ from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 
 ENVIRONMENT, PROMPTS = "environment.json", "prompts.jsonl"
-APPENDED = ("metrics.jsonl", "timings.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
+APPENDED = (
+    *("metrics.jsonl", "timings.jsonl", "rollouts.jsonl", "evaluations.jsonl"),
+    *("rubrics.jsonl", "log.txt"),
+)
 """Files that only grow; a resumed run cuts them back to where its checkpoint was."""
 PACKAGES = ("torch", "numpy", "pydantic", "numba", "triton")
 """Packages whose version may change a bit of a result."""

@@ -48,7 +48,7 @@ class OverlongPenalty(Piece):
     written: ClassVar[str] = (
         "{coefficient:g} clip((|y_i| − (max_tokens − {buffer})) / {buffer}, 0, 1)"
     )
-    buffer: int = Field(ge=1, description="tokens before the limit in which the penalty grows")
+    buffer: int = Field(ge=1, description="tokens before the limit; left out: a fifth of it")
     coefficient: Coefficient = 1.0
 
 

@@ -11,13 +11,13 @@ from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.schema import critic, frozen, selection
 from burnish.schema.critic import CriticConfig
-from burnish.schema.frozen import TeacherConfig
+from burnish.schema.frozen import RewardModelConfig, TeacherConfig
 from burnish.schema.learning import AllLearn, AnyLearning
 from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
 from burnish.schema.length import check as check_length
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.selection import SelectionConfig
-from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
+from burnish.schema.tasks import AnyTask, Asked, MixtureTask, SortTask, Written
 from burnish.sections import Section
 from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, LaggedLoop, RuntimeConfig
 
@@ -86,6 +86,8 @@ class TrainConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     clip_norm: float = Field(1.0, gt=0, description="of the gradient; inf: none")
     max_skipped: int = Field(3, ge=1, description="gradient steps in a row that may not be finite")
+    mismatch_mean: float | None = Field(None, gt=0, description="mismatch/logprob_mean that halts")
+    mismatch_max: float | None = Field(None, gt=0, description="mismatch/logprob_max that halts")
     log_kl: bool = Field(False, description="KL to the initial model and the step before")
     log_kl_responses: int | None = Field(None, ge=1, description="on how many; None: all")
 
@@ -104,6 +106,7 @@ class Recipe(Section):
     critic: CriticConfig | None = Field(None, description="values for GAE; None: none")
     length: AnyPenalty = NoPenalty()
     teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
+    reward_model: RewardModelConfig | None = Field(None, description="a learned reward; None: none")
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -205,7 +208,7 @@ class Recipe(Section):
     @property
     def is_supervised(self) -> bool:
         """Whether a run learns from written answers, so that nothing is sampled or graded."""
-        return isinstance(self.task, PairsTask)
+        return isinstance(self.task, Written)
 
     @property
     def decay_steps(self) -> int | None:

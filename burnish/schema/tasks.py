@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from burnish.pieces.objective import BY_NAME
+from burnish.schema.judged import EvolveConfig, JudgeConfig, Rubric
 from burnish.sections import Section, named
 
 
@@ -121,23 +122,48 @@ class GymTask(Asked):
     long_prompts: LongPrompts = "skip"
 
 
-class PairsTask(Rows):
-    """Rows with a prompt (or GSM8K's question) and an answer to learn: a supervised run."""
+class JudgedTask(Rows):
+    """Rows whose responses a judge scores, criterion by criterion."""
+
+    name: Literal["judged"] = "judged"
+    rubric: Rubric | None = Field(None, description="of rows that have none of their own")
+    judge: JudgeConfig
+    evolve: EvolveConfig | None = Field(None, description="None: the rubric stays as it is")
+    must_end: bool = Field(False, description="one that does not end by itself earns at most 0")
+
+
+class Written(Rows):
+    """Rows to learn from as they stand: a supervised run."""
+
+    epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
+
+
+class PreferencesTask(Written):
+    """Rows with a prompt, a chosen response and a rejected one: a reward is learned from them."""
+
+    name: Literal["preferences"] = "preferences"
+
+
+class PairsTask(Written):
+    """Rows with a prompt (or GSM8K's question) and an answer to learn."""
 
     name: Literal["pairs"] = "pairs"
-    epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
     prompt: str = Field("{prompt}", pattern=r"\{prompt\}", description="how a row's text is asked")
     answer: str = Field("{answer}", pattern=r"\{answer\}", description="how its answer is written")
 
 
-AnyPart = Annotated[KeywordsTask | FilesTask | MathTask | GymTask, BY_NAME]
+AnyPart = Annotated[KeywordsTask | FilesTask | MathTask | GymTask | JudgedTask, BY_NAME]
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class MixtureTask(Section):
     """Several tasks; the task of each group is drawn by weight."""
 
     name: Literal["mixture"] = "mixture"
-    weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    weights: dict[str, Positive]
+    scales: dict[str, Positive] = Field({}, description="factors of rewards as they are learned")
     tasks: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], AnyPart] = Field(min_length=2)
 
     @model_validator(mode="after")
@@ -145,11 +171,21 @@ class MixtureTask(Section):
         if self.tasks.keys() != self.weights.keys():
             tasks, weights = ", ".join(self.tasks), ", ".join(self.weights)
             raise ValueError(f"needs a weight for each task, got tasks {tasks}, weights {weights}")
+        if unknown := self.scales.keys() - self.tasks.keys():
+            raise ValueError(f"has scales of {', '.join(unknown)}, and no tasks of that name")
         return self
 
 
 AnyTask = Annotated[
-    SortTask | KeywordsTask | FilesTask | MathTask | GymTask | PairsTask | MixtureTask,
+    SortTask
+    | KeywordsTask
+    | FilesTask
+    | MathTask
+    | GymTask
+    | JudgedTask
+    | PairsTask
+    | PreferencesTask
+    | MixtureTask,
     BY_NAME,
     named("sort"),
 ]

@@ -18,10 +18,16 @@ class Mixture:
     """Prompts carry their part's name, so that metrics tell the parts apart."""
 
     def __init__(
-        self, parts: Mapping[str, Task], weights: Mapping[str, float], *, seed: int
+        self,
+        parts: Mapping[str, Task],
+        weights: Mapping[str, float],
+        scales: Mapping[str, float] | None = None,
+        *,
+        seed: int,
     ) -> None:
-        """The prompts that are held out are those of all parts, whatever their weights."""
-        self.parts = parts
+        """The prompts that are held out are those of all parts, whatever their weights. ``scales``
+        are factors of the parts' rewards as they are learned, 1 where none is given."""
+        self.parts, self._scales = parts, scales or {}
         self._weights = tuple(weights[name] for name in parts)
         self._seed = seed
         self.validation = [_named(name, p) for name, part in parts.items() for p in part.validation]
@@ -32,7 +38,8 @@ class Mixture:
         drawn = _draw(self._seed, self._weights, 1 << number.bit_length())
         before = int(np.count_nonzero(drawn[:number] == drawn[number]))
         name = list(self.parts)[drawn[number]]
-        return _named(name, self.parts[name].prompt(before))
+        prompt = _named(name, self.parts[name].prompt(before))
+        return replace(prompt, scale=self._scales.get(name, 1.0))
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         """Each part grades its own responses in one call."""

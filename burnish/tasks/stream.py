@@ -7,12 +7,13 @@ saved in checkpoints, and a resumed run goes on with the prompt that would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from burnish.errors import DataError
 from burnish.plan import Room
 from burnish.tasks.history import History
+from burnish.tasks.judged import Evolving
 from burnish.tasks.task import Task
 from burnish.types import Group, Prompt
 
@@ -32,11 +33,17 @@ class PromptStream:
     }
 
     def __init__(
-        self, task: Task, room: Room | None = None, history: History | None = None
+        self,
+        task: Task,
+        room: Room | None = None,
+        history: History | None = None,
+        evolving: Mapping[str | None, Evolving] | None = None,
     ) -> None:
         """room: for the longest prompt; None if no model bounds it. history: None if every prompt
-        is asked in its turn, whatever was learned about it."""
+        is asked in its turn, whatever was learned about it. evolving: criteria that are proposed
+        during the run, by the part whose prompts take them."""
         self._task, self._room, self._history = task, room, history
+        self._evolving = evolving or {}
         self._groups = self._prompts = self.skipped = 0
         self._open: dict[int, int] = {}
         """The place of each open group's prompt in the task's order."""
@@ -57,7 +64,7 @@ class PromptStream:
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of an open group."""
-        return self._task.prompt(self._open[index])
+        return self._ask(self._open[index])
 
     def close(self, indices: Iterable[int]) -> None:
         """These groups were learned from, or dropped."""
@@ -70,23 +77,41 @@ class PromptStream:
 
     def note(self, groups: Sequence[Group]) -> dict[str, float]:
         """Takes back what a step has learned about prompts, and tells what follows in figures."""
-        return {} if self._history is None else self._history.note(groups)
+        figures = {} if self._history is None else self._history.note(groups)
+        for part, own in self._evolving.items():
+            told = own.note([group for group in groups if group.prompt.part == part])
+            figures |= {name if part is None else f"{name}/{part}": n for name, n in told.items()}
+        return figures
+
+    def versions(self, step: int) -> list[dict[str, Any]]:
+        """The versions of rubrics that a step made."""
+        every = [(part, row) for part, own in self._evolving.items() for row in own.versions]
+        return [row | {"part": part} for part, row in every if row["step"] == step]
 
     def state(self) -> dict[str, Any]:
+        rubrics = {part or "": own.state() for part, own in self._evolving.items()}
         counts = {"groups": self._groups, "prompts": self._prompts, "skipped": self.skipped}
         rates = {} if self._history is None else dict(self._history.rates)
-        return {**counts, "open": list(self._open.items()), "rates": rates}
+        known = {"rates": rates, "rubrics": rubrics}
+        return {**counts, "open": list(self._open.items()), **known}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self._history is not None:
             self._history.load(state["rates"])
         self._groups, self._prompts = state["groups"], state["prompts"]
         self.skipped, self._open = state["skipped"], dict(state["open"])
+        for part, own in self._evolving.items():
+            own.load_state(state.get("rubrics", {}).get(part or "", {}))
 
     def _begin(self, place: int) -> tuple[int, Prompt]:
         index, self._groups = self._groups, self._groups + 1
         self._open[index] = place
-        return index, self._task.prompt(place)
+        return index, self._ask(place)
+
+    def _ask(self, place: int) -> Prompt:
+        prompt = self._task.prompt(place)
+        own = self._evolving.get(prompt.part)
+        return prompt if own is None else own.attach(prompt)
 
     def _next(self) -> tuple[int, Prompt]:
         too_long = 0

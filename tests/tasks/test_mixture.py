@@ -7,6 +7,7 @@ from burnish import api, config
 from burnish.errors import ConfigError
 from burnish.loops.evaluate import Evaluator, figures
 from burnish.plan import plan
+from burnish.rollout.packing import pack
 from burnish.rollout.rollout import describe, grade
 from burnish.schema.tasks import KeywordsTask, MathTask
 from burnish.tasks.keywords import make_keywords
@@ -65,6 +66,23 @@ def test_each_part_grades_its_own_and_has_its_metrics(tmp_path):
     assert metrics["rollout/reward/sums"] == 1
     assert metrics["rollout/reward/words"] == 0.5
     assert metrics["rollout/reward"] == pytest.approx(2 / 3)
+    task.close()
+
+
+def test_scales_are_learned_and_not_shown(tmp_path):
+    made = make(tmp_path)
+    task = Mixture(made.parts, {"sums": 1.0, "words": 1.0}, {"words": 0.25}, seed=0)
+    asked = [task.prompt(i) for i in range(20)]
+    groups = [
+        dataclasses.replace(make_group(i, [1], [[1], [2]], [0.0, 2.0]), prompt=prompt)
+        for i, prompt in enumerate(asked)
+    ]
+    for group in groups:  # 2 · 1/4 = 1/2
+        assert group.rewards.tolist() == ([0, 0.5] if group.prompt.part == "words" else [0, 2])
+    assert pack(groups).rewards.sum() == sum(group.rewards.sum() for group in groups)
+    metrics = describe(groups)
+    assert metrics["rollout/reward/words"] == metrics["rollout/reward/sums"] == 1
+    assert {prompt.scale for prompt in task.validation} == {1.0}
     task.close()
 
 
@@ -129,6 +147,13 @@ def test_a_recipe_runs_and_its_rows_tell_the_parts_apart(smollm2, tmp_path):
     [
         (["task.weights.sums=0"], "task.weights.sums must be greater than 0, got 0"),
         (["task.weights.other=1"], "got tasks sums, words, weights sums, words, other"),
+        (["task.scales.other=2"], "task has scales of other, and no tasks of that name"),
+        (["task.scales.sums=0"], "task.scales.sums must be greater than 0, got 0"),
+        (
+            ["task.scales.sums=2"],
+            'task.scales.sums has no effect with objective.advantage.name = "group_zscore"',
+        ),
+        (["task.scales.sums=2", "objective.advantage=maxrl"], "has no effect with objective.adv"),
         (["task.tasks.sums.name=sort"], "task.tasks.sums.name must be keywords or files or math"),
         (["task.tasks.sums.name=mth"], "got 'mth'; did you mean 'math'?"),
         (["task.tasks.sums.prompt=r1zero"], "task.tasks.sums.prompt must match"),
@@ -141,3 +166,5 @@ def test_settings_that_are_wrong(overrides, message, tmp_path):
     with pytest.raises(ConfigError) as caught:
         config.load(str(file), overrides)
     assert message in str(caught.value)
+    kept = ["task.scales.sums=2", "objective.advantage=group_mean"]
+    assert config.load(str(file), kept).task.scales == {"sums": 2.0}
