@@ -46,7 +46,7 @@ Given = Reward | str | None
 Shown = Show | Literal[False] | None
 """How progress is shown: by a callable, on stderr if it is None, not at all if it is False."""
 MEASURED = (
-    *("model", "task", "engine", "validation", "seed"),
+    *("model", "task", "engine", "validation", "seed", "reward_model"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
 )
 """Settings and sections of a recipe that an evaluation depends on."""
@@ -153,7 +153,8 @@ def recipe_of(
         raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
     before = config.load(source).task
     name = config.changed(changes).get("task.name", before.name)
-    keeps = name == "pairs" or (name == "judged" and reward is None)
+    is_written = name in ("pairs", "preferences")
+    keeps = is_written or (name == "judged" and reward is None)
     own: dict[str, Any] = {"name": name if keeps else "files"}
     if prompts is not None:
         own |= {"train": None, "rows": preflight.as_rows(prompts)}
@@ -163,7 +164,7 @@ def recipe_of(
             own |= {name: str(Path(data) / f"{name}.jsonl") for name in ("train", "validation")}
     if reward is not None:
         own |= {"reward": None, "function" if callable(reward) else "reward": reward}
-    elif isinstance(before, KeywordsTask) and name != "pairs":
+    elif isinstance(before, KeywordsTask) and not is_written:
         own |= {"reward": before.reward, "must_end": before.must_end}
     return config.load(source, [{"task": own}, *changes])
 
@@ -373,9 +374,13 @@ def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown 
         tell("load", "loading torch")
         from burnish import build
         from burnish.model import checkpoint as models
+        from burnish.model.reward import RewardModel
 
-        model, _, source = build.open_model(recipe)
+        model, _, source = build.open_learned(recipe)
         build.take_weights(model, chosen)
         tell("export", f"writing {target}")
-        models.save(model, target, source=source)
+        if isinstance(model, RewardModel):
+            model.save(target, source=source)
+        else:
+            models.save(model, target, source=source)
     return chosen

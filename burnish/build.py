@@ -21,11 +21,13 @@ from burnish.errors import BurnishError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Optimizer, Policy
+from burnish.learner.preferences import Preferences
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
 from burnish.model import checkpoint as models
-from burnish.model import hub, products
+from burnish.model import hub, products, reward
+from burnish.model.reward import RewardModel
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
@@ -34,13 +36,14 @@ from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.branches import branching
 from burnish.rollout.buffer import Buffer
+from burnish.rollout.learned import LearnedReward
 from burnish.rollout.length import check_phrase
-from burnish.rollout.packing import pack
+from burnish.rollout.packing import cut, pack
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
 from burnish.schema.models import LanguageConfig, SorterConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import MixtureTask, PairsTask, SortTask
+from burnish.schema.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.sizes import (
     check_device,
     check_frozen,
@@ -51,7 +54,7 @@ from burnish.sizes import (
     scratch_shape,
     settled,
 )
-from burnish.tasks import gym, judged, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks import gym, judged, keywords, math, mixture, pairs, preferences, sorting, text
 from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
@@ -121,20 +124,26 @@ def stream_of(recipe: Recipe, task: Task) -> PromptStream:
 
 def _build_supervised(recipe: Recipe) -> Parts:
     tell("load", "reading the rows")
-    answers = _pairs(recipe)
+    answers = _written(recipe)
     recipe = config.with_steps(recipe, answers.steps(recipe.train.batch))
     learner = build_learner(recipe)
+    is_reward = isinstance(recipe.task, PreferencesTask)
+    validate = supervised.validate_preferences if is_reward else supervised.validate
     return Parts(
         recipe=recipe,
         learner=learner,
         train=partial(supervised.train, recipe, pairs=answers, learner=learner),
-        validate=partial(supervised.validate, answers, learner),
+        validate=partial(validate, answers, learner),
     )
 
 
-def _pairs(recipe: Recipe) -> pairs.Pairs:
-    assert isinstance(recipe.task, PairsTask)
+def _written(recipe: Recipe) -> pairs.Pairs:
     context, tokenizer = measured(recipe).context, open_tokenizer(recipe)
+    if isinstance(recipe.task, PreferencesTask):
+        bounds = {"context": context, "together": recipe.train.micro_tokens}
+        given: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed} | bounds
+        return preferences.make_preferences(recipe.task, **given)
+    assert isinstance(recipe.task, PairsTask)
     longest = min(context, recipe.train.micro_tokens or context)
     return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
 
@@ -145,10 +154,13 @@ def build_learner(recipe: Recipe) -> Learner:
     if isinstance(recipe.task, SortTask):
         policy = _sorter(recipe)
     else:
-        model = open_model(recipe)[0].to(device_of(recipe))
+        model = open_learned(recipe)[0].to(device_of(recipe))
         policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
     tell("load", "preparing the learner")
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
+    if isinstance(policy, RewardModel):
+        # It has all that is asked of the program of a run that samples nothing.
+        return Learner(policy, Preferences(), train)  # type: ignore[arg-type]
     if recipe.is_supervised:
         return Learner(policy, supervised.PROGRAM, train)
     program, critic = compile(recipe.objective, recipe.critic), None
@@ -181,7 +193,18 @@ def build_task(recipe: Recipe) -> tuple[Task, Decode]:
     if isinstance(recipe.task, SortTask):
         return sorting.Sorting(recipe.task, seed=recipe.seed), spell
     tokenizer = open_tokenizer(recipe)
-    return _language_task(recipe, tokenizer), decoder(tokenizer)
+    return _with_reward(recipe, _language_task(recipe, tokenizer)), decoder(tokenizer)
+
+
+def _with_reward(recipe: Recipe, task: Task) -> Task:
+    """The task with its learned reward, if the recipe has one."""
+    if recipe.reward_model is None:
+        return task
+    name, train = recipe.reward_model.name, settled(recipe).train
+    tell("load", f"loading {name}")
+    model = reward.load(hub.resolve(name), dtype=DTYPES[train.precision]).to(device_of(recipe))
+    split = partial(cut, tokens=train.micro_tokens, sequences=train.micro_sequences)
+    return LearnedReward(task, model, weight=recipe.reward_model.task, cut=split)
 
 
 def decoder(tokenizer: Tokenizer) -> Decode:
@@ -247,7 +270,16 @@ def open_model(
     return model, tokenizer, path
 
 
-def take_weights(model: Transformer, chosen: Path) -> None:
+def open_learned(recipe: Recipe) -> tuple[Transformer | RewardModel, Tokenizer, Path]:
+    """The model that a recipe's run learns, as it is before the first step; see `open_model`."""
+    model, tokenizer, path = open_model(recipe)
+    if not isinstance(recipe.task, PreferencesTask):
+        return model, tokenizer, path
+    pad = tokenizer.backend.token_to_id(tokenizer.special.get("pad_token", ""))
+    return RewardModel(model, tokenizer.end_ids[0] if pad is None else pad), tokenizer, path
+
+
+def take_weights(model: Transformer | RewardModel, chosen: Path) -> None:
     tensors, _ = checkpoints.load(chosen)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(tensors[f"policy.master.{name}"])
@@ -263,7 +295,7 @@ def _sorter(recipe: Recipe) -> Sorter:
 def probe(recipe: Recipe, size: Size) -> Size:
     """The size with the prompts of a recipe whose model and rows are here; every row is checked."""
     if recipe.is_supervised:
-        _pairs(recipe)
+        _written(recipe)
         return size
     task = _language_task(recipe, open_tokenizer(recipe))
     count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)

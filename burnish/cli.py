@@ -135,6 +135,22 @@ def sft(
 
 
 @app.command()
+def reward(
+    recipe: Annotated[
+        str, Argument(help="a name from `burnish recipes`, or a .toml file")
+    ] = "reward",
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Out = None,
+    data: Data = None,
+    quiet: Quiet = False,
+) -> None:
+    """Learn a reward from pairs of responses, a chosen and a rejected one each."""
+    changes = _changes(overrides, task="preferences", seed=seed)
+    _run(api.recipe_of(recipe, changes, data=data), out, quiet=quiet)
+
+
+@app.command()
 def demo(
     full: Annotated[bool, Option("--full", help="run the full recipe, however long")] = False,
     seed: Seed = None,

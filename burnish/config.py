@@ -41,7 +41,7 @@ LANGUAGE = [
 """Settings that only a language model reads."""
 SAMPLED = [
     *("rollout", "selection", "engine", "objective", "critic", "length", "log.rollouts"),
-    *("loop", "buffer", "runtime", "teacher"),
+    *("loop", "buffer", "runtime", "teacher", "reward_model"),
     *("train.steps", "train.epochs", "train.log_kl", "train.mismatch_mean", "train.mismatch_max"),
     *("validation.samples", "validation.temperature", "validation.max_tokens"),
 ]

@@ -14,7 +14,7 @@ from burnish.pieces.terms import KL
 from burnish.schema import critic, length, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import JudgedTask, MixtureTask, PairsTask
+from burnish.schema.tasks import JudgedTask, MixtureTask, PreferencesTask, Written
 from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Size(NamedTuple):
     copied: int = 0
     """Bytes of a weight in the engine's own copy for matrix products; 0 if it makes none."""
     frozen: int = 0
-    """Weights of the teacher; 0 if there is none."""
+    """Weights of the teacher and of the reward model; 0 if there is none."""
     too_long: int = 0
     """Prompts that were skipped because they are too long."""
 
@@ -107,6 +107,8 @@ def plan(
     if rates is not None:
         resources.append(("time", spoken(recipe, size, rates)))
     loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
+    if isinstance(recipe.task, PreferencesTask):
+        loss = [("loss", "−mean over pairs of log σ(r(chosen) − r(rejected))")]
     return [
         ("task", _task(recipe, size)),
         ("objective", loss if recipe.is_supervised else _objective(recipe)),
@@ -129,8 +131,11 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
     known = "" if size is None else f": {size.parameters:,} parameters"
     lines = [("task", ", ".join([task.name, *settings])), ("model", f"{recipe.model.name}{known}")]
     if recipe.teacher is not None:
-        count = "" if size is None else f": {size.frozen:,} parameters"
-        lines.append(("teacher", f"{recipe.teacher.model}{count}, frozen"))
+        lines.append(("teacher", f"{recipe.teacher.model}, frozen"))
+    if recipe.reward_model is not None:
+        learned, weight = recipe.reward_model.name, recipe.reward_model.task
+        own = f" + {weight:g} × the task's reward" if weight else ""
+        lines.append(("reward", f"r = {learned}(prompt, response){own}"))
     if recipe.stop:
         lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
     if size is not None and size.longest_prompt:
@@ -158,17 +163,15 @@ def _judges(recipe: Recipe) -> Lines:
         told = f"{calls:.0f} calls per step and one per held-out response, or up to {judge.tries} "
         lines.append((f"judge{of}", f"{judge.model} at {judge.url}: {told}times as many"))
         if evolve is not None:
-            told = (
-                f"at most {evolve.most} more criteria, a call every {counted(evolve.every, 'step')}"
-            )
-            lines.append((f"evolving{of}", f"{told}; kept while std_g > {evolve.min_std:g}"))
+            told = f"at most {evolve.most} more criteria, kept while std_g > {evolve.min_std:g}"
+            lines.append((f"evolving{of}", f"{told}; a call every {counted(evolve.every, 'step')}"))
     return lines
 
 
 def _batches(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
     rate = f"AdamW, learning rate {train.learning_rate:g}, {train.schedule}"
-    if isinstance(recipe.task, PairsTask):
+    if isinstance(recipe.task, Written):
         steps = f"{recipe.task.epochs:g} × the rows, {train.batch} at a time"
         return [("gradient steps", f"{steps} ({rate})")]
     if recipe.decay_steps is not None:
@@ -230,6 +233,8 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     saves = math.ceil(train.steps / recipe.checkpoint.every) if samples else kept
     each = 4 * count + (8 + 12 * has_body + (train.log_kl + refreshes) * low) * learned
     files = counted(min(kept, saves), "checkpoint")
+    kinds = {"the teacher": recipe.teacher, "the reward model": recipe.reward_model}
+    others = [kind for kind, section in kinds.items() if section is not None]
     found = [
         Need("memory", "fp32 masters", 4 * count),
         Need("memory", "gradients", 4 * learned),
@@ -238,7 +243,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
         Need("memory", f"frozen copies ({copies})", copies * low * learned),
         # It shares the masters of weights that do not learn.
         Need("memory", "the critic", has_body * (16 * learned + (low < 4) * low * count)),
-        Need("memory", f"the teacher's {train.precision} weights", low * size.frozen),
+        Need("memory", f"{' and '.join(others)} in {train.precision}", low * size.frozen),
         Need("memory", "the engine's weights", samples * (wide + size.copied) * count),
         Need("cache", tokens, samples * cache),
         Need("disk", f"{files} of {spell(each)}", min(kept, saves) * each),
@@ -284,7 +289,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     to_sample, to_learn = REACHED[rates.device]
     sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
     learned_per_second = rates.learn_gflops * 1e9 * to_learn / (2 * size.parameters)
-    if isinstance(recipe.task, PairsTask):
+    if isinstance(recipe.task, Written):
         file = Path(recipe.task.train or "")
         written = file.stat().st_size / WRITTEN if file.is_file() else 0
         return 3 * recipe.task.epochs * written / learned_per_second

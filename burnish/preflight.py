@@ -32,7 +32,9 @@ from burnish.schema.tasks import (
     MathTask,
     MixtureTask,
     PairsTask,
+    PreferencesTask,
     Rows,
+    Written,
 )
 
 EXTRAS = {
@@ -124,7 +126,7 @@ def check_files(recipe: Recipe) -> None:
 
 def check_rows(recipe: Recipe) -> None:
     """Raises if a row lacks a field that its task needs, or if a reward is missing."""
-    from burnish.tasks import judged, math, pairs, rows, text
+    from burnish.tasks import judged, math, pairs, preferences, rows, text
 
     for task in recipe.tasks:
         if isinstance(task, FilesTask):
@@ -132,8 +134,10 @@ def check_rows(recipe: Recipe) -> None:
             if isinstance(reward, str):
                 rewards.check(reward)
             rows.rows_of(task, seed=recipe.seed)
-        if isinstance(task, PairsTask):
-            rows.rows_of(task, seed=recipe.seed, check=pairs.check_pair)
+        if isinstance(task, Written):
+            is_pair = isinstance(task, PairsTask)
+            check = pairs.check_pair if is_pair else preferences.check_preference
+            rows.rows_of(task, seed=recipe.seed, check=check)
         if isinstance(task, MathTask):
             math.rows_of(task, seed=recipe.seed)
         if isinstance(task, JudgedTask):
@@ -211,7 +215,13 @@ def origin(recipe: Recipe) -> Recipe:
     model, file = recipe.model, Path(recipe.source).expanduser() / "recipe.toml"
     if not isinstance(model, LanguageConfig) or not file.is_file():
         return recipe
-    first = origin(config.load(file))
+    made_by = config.load(file)
+    if isinstance(made_by.task, PreferencesTask):
+        raise ConfigError(
+            f"{model.name} is a run that learned a reward, which samples nothing; to use it as "
+            f"reward_model.name, write it with: burnish export {model.name} DIRECTORY"
+        )
+    first = origin(made_by)
     if first.model.name == "sorter":
         raise ConfigError(f"{model.name} trained the sorting model, which is not a language model")
     made = first.model.model_copy(update={"fp32_head": model.fp32_head})
@@ -220,11 +230,19 @@ def origin(recipe: Recipe) -> Recipe:
 
 def frozen(recipe: Recipe) -> dict[str, Recipe]:
     """For each frozen model beside the policy, by its setting, the recipe with it as its model."""
-    if recipe.teacher is None:
-        return {}
-    head = {"fp32_head": getattr(recipe.model, "fp32_head", False)}
-    model = LanguageConfig(name=recipe.teacher.model, **head)
-    return {"teacher.model": recipe.model_copy(update={"model": model, "teacher": None})}
+    names = {}
+    if recipe.teacher is not None:
+        names["teacher.model"] = recipe.teacher.model
+    if recipe.reward_model is not None:
+        names["reward_model.name"] = recipe.reward_model.name
+    head = getattr(recipe.model, "fp32_head", False)
+    alone = {"teacher": None, "reward_model": None}
+    return {
+        setting: recipe.model_copy(
+            update={"model": LanguageConfig(name=name, fp32_head=head)} | alone
+        )
+        for setting, name in names.items()
+    }
 
 
 def raise_all(found: Sequence[BurnishError]) -> None:

@@ -27,7 +27,13 @@ from burnish.wording import printable
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
 
-BUILT_IN: dict[str, Reward] = {**keywords.REWARDS}
+
+def none(response: str, row: Mapping[str, Any]) -> float:
+    """For rows without a reward of their own: a learned reward or a teacher is learned from."""
+    return 0.0
+
+
+BUILT_IN: dict[str, Reward] = {**keywords.REWARDS, "none": none}
 LONGEST_MESSAGE = 300
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 ASSIGNMENTS = (ast.Assign, ast.AnnAssign)

@@ -15,11 +15,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from burnish.model.reward import RewardModel
 from burnish.model.sorter import Sorter
 from burnish.model.transformer import Transformer
 from burnish.schema.recipe import TrainConfig
 
-Policy = Transformer | Sorter
+Policy = Transformer | Sorter | RewardModel
 Model = TypeVar("Model", bound=nn.Module)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The precisions that need a copy. A run settles 'auto' before it makes a learner; a learner that a

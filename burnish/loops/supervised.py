@@ -13,11 +13,13 @@ from collections.abc import Iterator
 
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
+from burnish.learner.preferences import describe, rewards
 from burnish.loops.sync import Step, count_tokens
 from burnish.pieces.advantages import Raw
 from burnish.pieces.losses import Reinforce, TokenMean
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.progress import begin
+from burnish.rl.preferences import bradley_terry
 from burnish.rollout.packing import Pack, pack
 from burnish.runs.metrics import Metrics, Timers
 from burnish.schema.recipe import Recipe
@@ -32,11 +34,14 @@ CONSTANT = ("train/ratio_min", "train/ratio_max", "train/advantage_std")
 def train(
     recipe: Recipe, *, pairs: Pairs, learner: Learner, timers: Timers, start: int = 0
 ) -> Iterator[Step]:
-    """Learns from step ``start`` on, yielding after each step; ``learner`` has ``PROGRAM``."""
+    """Learns from step ``start`` on, yielding after each step.
+
+    ``learner`` has ``PROGRAM``, or learns a reward from pairs of responses.
+    """
     for number in range(start, recipe.train.steps):
         groups = pairs.batch(number, recipe.train.batch)
         with timers("learn"):
-            begin("learn", f"learning {len(groups)} answers")
+            begin("learn", f"learning {len(groups)} rows")
             figures = learner.step(to_learn(learner, groups))
         metrics = {k: v for k, v in figures.items() if k not in CONSTANT}
         metrics |= {"train/version": learner.version, "train/tokens": count_tokens(groups)}
@@ -45,8 +50,8 @@ def train(
 
 def to_learn(learner: Learner, groups: list[Group]) -> LearnBatch:
     batch, scores = pack(groups).to(learner.device), Scores()
-    advantages = PROGRAM.advantages(batch, scores)
-    (learn,) = PROGRAM.batches(batch, advantages, scores, [Pack.whole(batch)])
+    advantages = learner.program.advantages(batch, scores)
+    (learn,) = learner.program.batches(batch, advantages, scores, [Pack.whole(batch)])
     return learn
 
 
@@ -58,3 +63,16 @@ def validate(pairs: Pairs, learner: Learner, when: str = "") -> tuple[list[Group
     batch = pack(pairs.validation).to(learner.device)
     loss = -learner.logprobs(batch)[batch.is_action].double().mean().item()
     return [], {"validation/loss": loss}
+
+
+def validate_preferences(
+    pairs: Pairs, learner: Learner, when: str = ""
+) -> tuple[list[Group], Metrics]:
+    """The mean loss over all held-out pairs, and how often the chosen response wins."""
+    if not pairs.validation:
+        return [], {}
+    begin("evaluate", f"evaluating {len(pairs.validation)} pairs {when}".rstrip())
+    batch = pack(pairs.validation).to(learner.device)
+    stream = learner.logprobs(batch)
+    loss = bradley_terry(*rewards(stream, batch)).double().mean().item()
+    return [], {"validation/loss": loss} | describe("validation", stream, batch)

@@ -31,34 +31,45 @@ def load(
     """The model in a Hugging Face directory, on the CPU."""
     config = replace(read_config(Path(directory)), fp32_head=fp32_head)
     model = Transformer(config).to(dtype)
-    load_hf_state(model, _read_state(Path(directory)))
+    load_hf_state(model, read_state(Path(directory)))
     return model
 
 
-def save(model: Transformer, directory: Path | str, *, source: Path | str | None = None) -> None:
-    """Write a directory that transformers loads; tokenizer and end ids are copied from `source`."""
+def save(
+    model: Any,
+    directory: Path | str,
+    *,
+    source: Path | str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a directory that transformers loads; tokenizer and end ids are copied from `source`.
+
+    The model has a config and `exchange`, as a `Transformer` has; `more` goes into config.json.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu().contiguous() for name, tensor in model.exchange().items()}
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-    hf = model.config.to_hf() | {"dtype": str(model.embed.weight.dtype).removeprefix("torch.")}
+    dtype = next(iter(state.values())).dtype
+    hf = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     if source is not None:
-        given = _read_json(Path(source) / "config.json")
+        given = read_json(Path(source) / "config.json")
         hf |= {key: given[key] for key in given if key.endswith("_token_id")}
         for file in (file for name in COMPANIONS for file in Path(source).glob(name)):
             shutil.copyfile(file, directory / file.name)
-    (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    text = json.dumps(hf | dict(more or {}), indent=2)
+    (directory / "config.json").write_text(text + "\n")
 
 
 def read_config(directory: Path) -> ModelConfig:
-    return ModelConfig.from_hf(_read_json(directory / "config.json"))
+    return ModelConfig.from_hf(read_json(directory / "config.json"))
 
 
-def _read_state(directory: Path) -> dict[str, Tensor]:
+def read_state(directory: Path) -> dict[str, Tensor]:
     """All tensors of a directory, from one safetensors file or from the shards of an index."""
     index, names = directory / "model.safetensors.index.json", {"model.safetensors"}
     if index.exists():
-        names = set(_read_json(index)["weight_map"].values())
+        names = set(read_json(index)["weight_map"].values())
     state: dict[str, Tensor] = {}
     for file in sorted(directory / name for name in names):
         try:
@@ -94,7 +105,7 @@ def load_hf_state(model: Transformer, state: Mapping[str, Tensor]) -> None:
         view.copy_(given[name])
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -171,15 +171,16 @@ def is_aborted(completion: Completion) -> bool:
     return completion.finish is Finish.ABORT
 
 
-def check_errors(groups: Sequence[Group], *, limit: float) -> None:
+def check_errors(groups: Sequence[Group], *, limit: float, asked: int = 0) -> None:
     """Raises once more than a share of ``limit`` of the grades are errors: the grader's own, or
     the grades of samples that the engine aborted.
 
-    The error quotes each message with the first response, and its row, that the message is about.
+    ``asked``: responses that were asked for, if more than those that are here. The error quotes
+    each message with the first response, and its row, that the message is about.
     """
     graded = [(group.prompt, *pair) for group in groups for pair in group.graded]
     errors = [given for given in graded if given[2].is_error]
-    if len(errors) <= limit * len(graded):
+    if len(errors) <= limit * max(asked, len(graded)):
         return
     first: dict[str, str] = {}
     for prompt, completion, grade in errors:

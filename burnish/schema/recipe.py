@@ -11,12 +11,12 @@ from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.schema import critic, frozen, selection
 from burnish.schema.critic import CriticConfig
-from burnish.schema.frozen import TeacherConfig
+from burnish.schema.frozen import RewardModelConfig, TeacherConfig
 from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
 from burnish.schema.length import check as check_length
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.selection import SelectionConfig
-from burnish.schema.tasks import AnyTask, Asked, MixtureTask, PairsTask, SortTask
+from burnish.schema.tasks import AnyTask, Asked, MixtureTask, SortTask, Written
 from burnish.sections import Section
 from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, LaggedLoop, RuntimeConfig
 
@@ -105,6 +105,7 @@ class Recipe(Section):
     critic: CriticConfig | None = Field(None, description="values for GAE; None: none")
     length: AnyPenalty = NoPenalty()
     teacher: TeacherConfig | None = Field(None, description="a model to learn from; None: none")
+    reward_model: RewardModelConfig | None = Field(None, description="a learned reward; None: none")
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -206,7 +207,7 @@ class Recipe(Section):
     @property
     def is_supervised(self) -> bool:
         """Whether a run learns from written answers, so that nothing is sampled or graded."""
-        return isinstance(self.task, PairsTask)
+        return isinstance(self.task, Written)
 
     @property
     def decay_steps(self) -> int | None:

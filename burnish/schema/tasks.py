@@ -132,11 +132,22 @@ class JudgedTask(Rows):
     must_end: bool = Field(False, description="one that does not end by itself earns at most 0")
 
 
-class PairsTask(Rows):
-    """Rows with a prompt (or GSM8K's question) and an answer to learn: a supervised run."""
+class Written(Rows):
+    """Rows to learn from as they stand: a supervised run."""
+
+    epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
+
+
+class PreferencesTask(Written):
+    """Rows with a prompt, a chosen response and a rejected one: a reward is learned from them."""
+
+    name: Literal["preferences"] = "preferences"
+
+
+class PairsTask(Written):
+    """Rows with a prompt (or GSM8K's question) and an answer to learn."""
 
     name: Literal["pairs"] = "pairs"
-    epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
     prompt: str = Field("{prompt}", pattern=r"\{prompt\}", description="how a row's text is asked")
     answer: str = Field("{answer}", pattern=r"\{answer\}", description="how its answer is written")
 
@@ -166,7 +177,15 @@ class MixtureTask(Section):
 
 
 AnyTask = Annotated[
-    SortTask | KeywordsTask | FilesTask | MathTask | GymTask | JudgedTask | PairsTask | MixtureTask,
+    SortTask
+    | KeywordsTask
+    | FilesTask
+    | MathTask
+    | GymTask
+    | JudgedTask
+    | PairsTask
+    | PreferencesTask
+    | MixtureTask,
     BY_NAME,
     named("sort"),
 ]

@@ -62,17 +62,25 @@ def write_pair(row: DataRow, config: PairsTask, tokenizer: Tokenizer, longest: i
     if isinstance(asked, str):
         asked = config.prompt.replace("{prompt}", asked)
     text, prompt = encode(tokenizer, asked, chat=config.chat)
-    written = config.answer.replace("{answer}", MARKS.sub("", row["answer"]))
-    answer = tokenizer.encode(written, add_special=False)
-    ids = np.append(answer, np.int32(tokenizer.end_ids[0]))
-    if len(prompt) + len(ids) > longest:
+    answer = config.answer.replace("{answer}", MARKS.sub("", row["answer"]))
+    completion = written(row.where, 0, answer, tokenizer)
+    length = len(prompt) + len(completion.token_ids)
+    if length > longest:
         raise DataError(
-            f"{row.where}: prompt and answer are {len(prompt) + len(ids)} tokens, the model's "
+            f"{row.where}: prompt and answer are {length} tokens, the model's "
             f"context or train.micro_tokens is {longest}; shorten the row or leave it out"
         )
-    completion = Completion(
-        request_id=row.where,
-        sample_index=0,
+    return Group(0, Prompt(row.where, text, prompt, "pairs"), (completion,), (Grade(1.0),))
+
+
+def written(where: str, number: int, text: str, tokenizer: Tokenizer) -> Completion:
+    """A text with its end token, as if the policy had sampled it; ``number`` is its place among the
+    responses to its prompt."""
+    tokens = tokenizer.encode(text, add_special=False)
+    ids = np.append(tokens, np.int32(tokenizer.end_ids[0]))
+    return Completion(
+        request_id=where,
+        sample_index=number,
         token_ids=ids,
         logprobs=np.zeros(len(ids), np.float32),
         versions=np.full(len(ids), -1, np.int32),  # no version of the policy sampled it
@@ -80,9 +88,8 @@ def write_pair(row: DataRow, config: PairsTask, tokenizer: Tokenizer, longest: i
         params=SamplingParams(),
         finish=Finish.STOP,
         stop=int(ids[-1]),
-        text=written,
+        text=text,
     )
-    return Group(0, Prompt(row.where, text, prompt, "pairs"), (completion,), (Grade(1.0),))
 
 
 def check_pair(row: Any, where: str) -> DataRow:

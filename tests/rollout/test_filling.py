@@ -183,6 +183,17 @@ def test_active_sampling_keeps_the_bound():
         fill(recipe, groups, lambda some: pytest.fail("the bound is reached"))
 
 
+def test_active_sampling_halts_at_the_first_groups_of_a_grader_that_fails():
+    """It must not ask up to the bound. Group 0 is whole first: 2 of the 6 responses asked for."""
+    engine, take = Slow({0: 1, 1: 6, 2: 6}), prompts()
+    task = Thirds()
+    task.grade_all = lambda pairs: [Grade(math.nan, status=Status.ERROR) for _ in pairs]
+    halts = recipe_of("active", "rollout.max_errors=0.3")
+    with pytest.raises(GraderError, match="2 of 2 responses"):
+        sample_actively(halts, engine, task, take(3), take)
+    assert len(engine.submitted) == 3
+
+
 def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
     """Groups 3, 4, 5 of the next rollout are in flight when the first asks for another."""
     recipe = recipe_of("dynamic")
