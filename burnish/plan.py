@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import strategy
 from burnish.errors import ConfigError
-from burnish.pieces.advantages import STEP, Vine
+from burnish.pieces.advantages import STEP, Remax, Vine
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
 from burnish.schema import critic, length, selection
@@ -197,14 +197,23 @@ def _batches(recipe: Recipe) -> Lines:
 
 
 def _continuations(recipe: Recipe) -> Lines:
-    """The cost of the continuations that value steps, if the recipe has any."""
+    """The cost of samples that value others, if the recipe has any."""
     piece, most = recipe.objective.advantage, recipe.rollout.max_tokens
+    if isinstance(piece, Remax):
+        told = "more per rollout, one per prompt, to be compared with and not learned from"
+        return [("greedy responses", f"{recipe.prompts_per_rollout} {told}")]
     if not isinstance(piece, Vine):
         return []
-    tokens = recipe.rollout.batch * piece.continued(most)
-    told = f"at most {tokens:,} more tokens are sampled per rollout"
+    told = f"at most {_continued(recipe, most):,} more tokens are sampled per rollout"
     known = "" if isinstance(piece.steps, int) else f" and a step {STEP} or more"
     return [("continuations", f"{told}, if a response has up to {most} tokens{known}")]
+
+
+def _continued(recipe: Recipe, length: int) -> int:
+    """Tokens that are sampled in a rollout beside its responses, if each has ``length`` of them."""
+    if isinstance(recipe.objective.advantage, Remax):
+        return recipe.prompts_per_rollout * length
+    return recipe.rollout.batch * recipe.objective.advantage.continued(length)
 
 
 class Need(NamedTuple):
@@ -303,8 +312,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     bodies = 1 if recipe.critic is None or recipe.critic.shared else 2
     passes = 1 - upper + upper * (_scored(recipe) + 3 * bodies * train.epochs)
     passes += size.frozen / size.parameters
-    continued = recipe.rollout.batch * recipe.objective.advantage.continued(round(response))
-    sampled = train.steps * (rollout + continued) + evaluations * held_out
+    sampled = train.steps * (rollout + _continued(recipe, round(response))) + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 
 

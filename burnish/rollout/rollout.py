@@ -17,6 +17,7 @@ from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
 from burnish.rollout.branches import Steps, describe_steps, valued
+from burnish.rollout.greedy import set_apart
 from burnish.rollout.length import PART, Shape, is_cut, mask_cut, unshaped
 from burnish.schema.length import Overlong
 from burnish.schema.recipe import Recipe
@@ -147,11 +148,12 @@ def grade(
     shape: Shape = unshaped,
 ) -> list[Group]:
     """The groups of the prompts and their responses, whose steps are valued if they have branches.
-    The task does not see aborted samples, and ``shape`` changes a group's rewards."""
+    The task does not see aborted samples, ``shape`` changes a group's rewards, and a response that
+    is greedy is set apart."""
     given = list(zip(asked, responses, strict=True))
     left = iter(_grades(task, [(p, c) for (_, p), completions in given for c in completions]))
     groups = [
-        shape(Group(index, prompt, cs, tuple(next(left) for _ in cs)))
+        set_apart(shape(Group(index, prompt, cs, tuple(next(left) for _ in cs))))
         for (index, prompt), cs in given
     ]
     return valued(groups, partial(_grades, task))
