@@ -52,11 +52,11 @@ class Chat:
         recipe = config.load({"task": "keywords", "model": {"name": model}})
         preflight.check(recipe)
         tell("load", "loading torch")
-        from burnish import build
+        from burnish import build, models
 
         recipe = build.prepare(recipe)
         self.model, self._lock = model, threading.Lock()
-        self._engine, self._tokenizer = build.build_engine(recipe), build.open_tokenizer(recipe)
+        self._engine, self._tokenizer = build.build_engine(recipe), models.open_tokenizer(recipe)
 
     def answer(self, request: ChatRequest) -> dict[str, Any]:
         from burnish.rollout.rollout import sample
