@@ -150,3 +150,15 @@ def test_digits_are_written_with_pairs(tmp_path, monkeypatch):
     for row in held_out:
         a, sign, b = row["prompt"].split()[:3]
         assert int(row["chosen"]) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
+
+
+def test_sums_are_checked_never_once_or_twice(tmp_path, monkeypatch):
+    run(script("write_checked"), monkeypatch, tmp_path / "sums")
+    names = ("validation", "train", "questions")
+    rows = [row for name in names for row in read_rows(tmp_path / "sums" / f"{name}.jsonl")]
+    assert len({row["prompt"] for row in rows}) == 9**4
+    for checks, row in zip([0, 1, 2], rows, strict=False):
+        a, b, c, d = map(int, row["prompt"].rstrip("=").split("+"))
+        worked = f"{a + b:02d} {a + b + c:02d} {a + b + c + d:02d}"
+        assert row["answer"] == f"{','.join([worked] * (checks + 1))}={a + b + c + d:02d}"
+        assert row["expected_answer"] == str(a + b + c + d)
