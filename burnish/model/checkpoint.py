@@ -53,7 +53,8 @@ def save(
     dtype = next(iter(state.values())).dtype
     hf = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     if source is not None:
-        given = read_json(Path(source) / "config.json")
+        file = Path(source) / "config.json"
+        given = read_json(file) if file.exists() else {}  # a tokenizer alone has none
         hf |= {key: given[key] for key in given if key.endswith("_token_id")}
         for file in (file for name in COMPANIONS for file in Path(source).glob(name)):
             shutil.copyfile(file, directory / file.name)
