@@ -45,15 +45,12 @@ class Suspect(NamedTuple):
 class MismatchError(BurnishError):
     """Sampler and learner disagree by more than the recipe allows."""
 
-    def __init__(
-        self,
-        told: str,
-        worst: list[Suspect],
-        decode: Callable[[Any], list[str]] | None = None,
-    ) -> None:
-        """``decode`` gives a text for each token; None if nobody here knows the texts."""
+    decode: Callable[[Any], list[str]] | None = None
+    """Gives a text for each token; None if nobody here knows the texts."""
+
+    def __init__(self, told: str, worst: list[Suspect]) -> None:
         super().__init__(told, worst)
-        self.told, self.worst, self.decode = told, worst, decode
+        self.told, self.worst = told, worst
 
     def __str__(self) -> str:
         lines = [

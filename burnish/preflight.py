@@ -18,7 +18,7 @@ from typing import Any
 
 from burnish import config
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
-from burnish.graders import rewards
+from burnish.graders import judge, rewards
 from burnish.plan import Need, spell
 from burnish.progress import tell
 from burnish.runs import checkpoints
@@ -84,8 +84,7 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
         found += problem_of(check, recipe)
     for other in frozen(recipe).values():
         found += [*problem_of(check_extras, other), *problem_of(check_model, other)]
-    found = found or problem_of(check_rows, recipe)  # rows may need a package that is missing
-    return found or problem_of(check_judges, recipe)
+    return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
 
 
 def problem_of(check: Callable[..., None], *given: Any) -> list[BurnishError]:
@@ -126,7 +125,8 @@ def check_files(recipe: Recipe) -> None:
 
 
 def check_rows(recipe: Recipe) -> None:
-    """Raises if a row lacks a field that its task needs, or if a reward is missing."""
+    """Raises if a row lacks a field that its task needs, if a reward is missing, or if a judge
+    does not answer one question."""
     from burnish.tasks import judged, math, pairs, preferences, rows, text
 
     for task in recipe.tasks:
@@ -143,15 +143,7 @@ def check_rows(recipe: Recipe) -> None:
             math.rows_of(task, seed=recipe.seed)
         if isinstance(task, JudgedTask):
             rows.rows_of(task, seed=recipe.seed, check=partial(judged.check_judged, task))
-
-
-def check_judges(recipe: Recipe) -> None:
-    """Raises if a judge does not answer; each is asked once."""
-    from burnish.graders.judge import Judge
-
-    for task in recipe.tasks:
-        if isinstance(task, JudgedTask):
-            Judge(task.judge).check()
+            judge.Judge(task.judge).check()
 
 
 def check_model(recipe: Recipe) -> None:

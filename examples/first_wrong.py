@@ -1,14 +1,20 @@
 """Looks where VinePPO puts the blame: at the line that went wrong?
 
-    burnish train sums --set objective.advantage=vine --set train.steps=1 --set log.rollouts=128
-    python examples/first_wrong.py runs/sums-1
+    python examples/first_wrong.py easy-sums --write
+    burnish sft sums-sft --data easy-sums --out runs/easy-sft \\
+        --set task.epochs=60 --set model.layers=2 --set model.width=64 --set model.d_ff=172
+    burnish train sums --set model.name=runs/easy-sft --out runs/easy \\
+        --set task.train=easy-sums/train.jsonl --set task.validation=easy-sums/validation.jsonl \\
+        --set objective.advantage=vine --set rollout.temperature=1.5 --set train.steps=1 \\
+        --set log.rollouts=128
+    python examples/first_wrong.py runs/easy
 
-Reads the responses that a run kept, to sums worked line by line. The first wrong line of a wrong
-response is the first that differs from the worked answer. The script counts how often the step with
-the lowest advantage is that line. Responses without a single lowest step are left out: no
-continuation earned more than another, because the question is too hard or the response was lost
-from the beginning. An advantage per response, such as GRPO's, is the same for all lines and points
-at none.
+The first command writes easy sums, which a model of 100,000 weights learns by heart; at temperature
+1.5 it slips now and then. The last command reads the responses that the run kept. The first wrong
+line of a wrong response is the first that differs from the worked answer. The script counts how
+often the step with the lowest advantage is that line. Responses without a single lowest step are
+left out: no continuation earned more than another. An advantage per response, such as GRPO's, is
+the same for all lines and points at none.
 """
 
 from __future__ import annotations
@@ -16,9 +22,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from write_sums import row as worked_row
 from write_sums import worked
 
 
@@ -43,16 +52,31 @@ def cases(rows: list[dict[str, Any]]) -> Iterator[Case]:
             yield Case(lines, gains, wrong)
 
 
+def write(folder: Path) -> None:
+    """All sums of three or four numbers from 1 to 4; a tenth of them are asked in validations."""
+    folder.mkdir(parents=True)
+    sums = [" + ".join(terms) + " =" for n in (3, 4) for terms in product("1234", repeat=n)]
+    for name, some in (("train", sums), ("validation", sums[::10])):
+        text = "".join(json.dumps(worked_row(one)) + "\n" for one in some)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
 def main() -> None:
+    """Writes rows, or tells about a run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("run", type=Path, help="the directory of a run with advantage = 'vine'")
+    parser.add_argument("run", type=Path, help="a run with advantage = 'vine'")
+    parser.add_argument("--write", action="store_true", help="write rows to a new directory")
     parser.add_argument("--show", type=int, default=3, help="cases to print (default: 3)")
     args = parser.parse_args()
-    text = (args.run / "rollouts.jsonl").read_text(encoding="utf-8")
+    (write if args.write else partial(tell, show=args.show))(args.run)
+
+
+def tell(run: Path, show: int) -> None:
+    text = (run / "rollouts.jsonl").read_text(encoding="utf-8")
     found = list(cases([json.loads(line) for line in text.splitlines()]))
     if not found:
         raise SystemExit("no wrong response has several lines; sample more, or from a weaker model")
-    for case in found[: args.show]:
+    for case in found[:show]:
         for place, (line, gain) in enumerate(zip(case.lines, case.gains, strict=True)):
             print(f"{gain:+.2f}  {line}{'   <- first wrong line' * (place == case.wrong)}")
         print()

@@ -20,7 +20,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 from burnish import config
@@ -73,13 +73,12 @@ def questions(count: int, seed: int) -> list[str]:
     raise SystemExit(f"only {len(found)} questions differ; ask for fewer rows")
 
 
-def small_sums(count: int, seed: int) -> list[str]:
-    """Different sums of two to four numbers from 1 to 9."""
-    draw, found = random.Random(seed), dict[str, None]()
-    while len(found) < count:
-        terms = [f"{draw.choice('+-')} {draw.randint(1, 9)}" for _ in range(draw.randint(2, 4))]
-        found[f"{' '.join(terms)[2:]} ="] = None
-    return list(found)
+def small_sums(seed: int) -> list[str]:
+    """All sums of two to four numbers from 1 to 9, shuffled."""
+    digits = [str(digit) for digit in range(1, 10)]
+    every = [f"{' + '.join(terms)} =" for n in (2, 3, 4) for terms in product(digits, repeat=n)]
+    random.Random(seed).shuffle(every)
+    return every
 
 
 def row(question: str) -> dict[str, str]:
@@ -101,8 +100,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True)
     if args.small:
-        made = [row(question) for question in small_sums(2 * args.rows + 256, args.seed)]
-        cuts = {"validation": 256, "train": args.rows, "questions": args.rows}
+        made = [row(question) for question in small_sums(args.seed)]
+        cuts = {"validation": 256, "questions": 1000, "train": len(made) - 1256}
     else:
         made = [row(question) for question in questions(args.rows, args.seed)]
         held_out = max(1, round(0.2 * args.rows))

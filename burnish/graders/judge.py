@@ -132,5 +132,5 @@ class Judge:
             found = json.loads(content)
             tokens = (found.get("usage") or {}).get("total_tokens") or 0
             return str(found["choices"][0]["message"]["content"]), int(tokens)
-        except (LookupError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
             raise ValueError(f"no chat completion: {content[:QUOTED]!r}") from None

@@ -95,7 +95,7 @@ def _listed(rubric: Rubric) -> dict[str, str]:
 
 def _list(answer: str) -> list[Any]:
     """The list of an answer that is a JSON list; empty if it is anything else."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(answer), list):
             return found
     return []

@@ -16,7 +16,7 @@ from burnish.pieces.objective import ObjectiveConfig
 from burnish.pieces.terms import KL, Importance
 from burnish.rl import kl, losses, ratios
 from burnish.rl.reduce import weighted_sum
-from burnish.rl.sequences import finite_gradient, sequence_sum
+from burnish.rl.sequences import finite_gradient, sequence_lengths, sequence_sum
 from burnish.rl.values import explained_variance, is_value_clipped
 from burnish.rollout.packing import Pack, take, take_streams
 from burnish.schema.critic import CriticConfig
@@ -239,10 +239,11 @@ def describe_kl(name: str, logprobs: Tensor, other: Tensor, batch: PackedBatch) 
     """KL to another policy, k1 and k3: the mean over tokens, and the mean over responses of each
     response's sum."""
     action = batch.is_action
+    acted = sequence_lengths(action, batch.sequence_ids) > 0  # a response may be out of the loss
     metrics = _mean_kl(name, logprobs[action], other[action])
     for estimator in (kl.k1, kl.k3):
         sums = sequence_sum(estimator(logprobs, other), action, batch.sequence_ids)
-        metrics[f"kl/{name}_{estimator.__name__}_response"] = sums.mean().item()
+        metrics[f"kl/{name}_{estimator.__name__}_response"] = sums[acted].mean().item()
     return metrics
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, FiniteFloat, field_validator
 
 from burnish.pieces.piece import Function, Piece, name_of, rl
 
@@ -66,9 +66,13 @@ class Advantage(Piece):
         """Tokens that are sampled, beside a response of ``length`` tokens, to value its steps."""
         return 0
 
+    def given(self, rewards: Tensor, batch: PackedBatch) -> tuple[Tensor, ...]:
+        """The tensors that the estimator takes, if it gives an advantage per response."""
+        return rewards, batch.group_ids
+
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
         """The advantage of every action, [N]; 0 in other slots."""
-        per_response = self.estimator(rewards, batch.group_ids)
+        per_response = self.estimator(*self.given(rewards, batch))
         return rl("sequences", "to_tokens")(per_response, batch.is_action, batch.sequence_ids)
 
     def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
@@ -140,16 +144,15 @@ class MaxRL(Advantage):
     takes_penalty: ClassVar[bool] = False
 
 
-Weight = Annotated[float, Field(allow_inf_nan=False)]
-
-
 class Gdpo(Advantage):
     """Each part of the reward is normalised on its own; ``parts`` has their weights by name."""
 
     name: Literal["gdpo"] = "gdpo"
     is_scale_free: ClassVar[bool] = True
     takes_penalty: ClassVar[bool] = False
-    parts: dict[str, Weight] = Field(min_length=1, description="the grade's parts, with weights")
+    parts: dict[str, FiniteFloat] = Field(
+        min_length=1, description="the grade's parts, with weights"
+    )
     eps: float = Field(1e-6, gt=0, description="added to each std")
 
     def formula(self) -> str:
@@ -160,21 +163,21 @@ class Gdpo(Advantage):
     def graded(self) -> tuple[str, ...]:
         return tuple(self.parts)
 
-    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
-        how: dict[str, Any] = {"weights": list(self.parts.values()), "eps": self.eps}
-        found = rl("advantages", "gdpo")(batch.parts, batch.group_ids, **how)
-        return rl("sequences", "to_tokens")(found, batch.is_action, batch.sequence_ids)
+    @property
+    def estimator(self) -> Callable[..., Tensor]:
+        return partial(rl("advantages", "gdpo"), weights=list(self.parts.values()), eps=self.eps)
+
+    def given(self, rewards: Tensor, batch: PackedBatch) -> tuple[Tensor, ...]:
+        return batch.parts, batch.group_ids
 
 
 class Opo(Advantage):
     name: Literal["opo"] = "opo"
     written: ClassVar[str] = "A_i = r_i − Σ_g |y_j| r_j / Σ_g |y_j|"
 
-    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
-        mask, ids = batch.is_action, batch.sequence_ids
-        lengths = rl("sequences", "sequence_lengths")(mask, ids)
-        found = self.estimator(rewards, batch.group_ids, lengths)
-        return rl("sequences", "to_tokens")(found, mask, ids)
+    def given(self, rewards: Tensor, batch: PackedBatch) -> tuple[Tensor, ...]:
+        lengths = rl("sequences", "sequence_lengths")(batch.is_action, batch.sequence_ids)
+        return rewards, batch.group_ids, lengths
 
 
 class Remax(Advantage):
@@ -185,25 +188,19 @@ class Remax(Advantage):
     group: ClassVar[int] = 1
 
     def check(self, recipe: Recipe) -> None:
-        rules = {
-            "samples greedy responses to whole rollouts; use loop.name = 'lagged', got 'free'": (
-                recipe.loop.name == "free"
-            ),
-            "samples greedy responses to whole rounds; use selection.dead_groups = 'dynamic'": (
-                recipe.selection.dead_groups == "active"
-            ),
-        }
-        for told, is_broken in rules.items():
-            if is_broken:
-                raise ValueError(f"objective.advantage = 'remax' {told}")
+        loop, dead = recipe.loop.name, recipe.selection.dead_groups
+        if loop == "free" or dead == "active":
+            raise ValueError(
+                "objective.advantage = 'remax' samples greedy responses to whole rounds; use "
+                f"loop.name = 'lagged', got '{loop}', and no dead_groups = 'active', got '{dead}'"
+            )
 
     @property
     def graded(self) -> tuple[str, ...]:
         return ("greedy",)
 
-    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
-        found = self.estimator(rewards, batch.parts[:, 0])
-        return rl("sequences", "to_tokens")(found, batch.is_action, batch.sequence_ids)
+    def given(self, rewards: Tensor, batch: PackedBatch) -> tuple[Tensor, ...]:
+        return rewards, batch.parts[:, 0]
 
 
 class ReinforcePlusPlus(Advantage):

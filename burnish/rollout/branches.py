@@ -19,9 +19,11 @@ import numpy as np
 from burnish.draws import Stream
 from burnish.engine.protocol import Request
 from burnish.pieces.advantages import Remax, Vine
+from burnish.progress import begin
 from burnish.rollout.greedy import Greedy
 from burnish.schema.recipe import Recipe
 from burnish.types import Branch, Completion, Finish, Grade, Group, IntArray, Prompt, Status
+from burnish.wording import counted
 
 BREAKS = {
     "lines": re.compile(r"\n\s*"),
@@ -45,23 +47,24 @@ class Branching:
         self,
         requests: Sequence[Request],
         responses: Responses,
-        complete: Callable[[list[Request]], Responses],
+        complete: Callable[..., Responses],
     ) -> Responses:
-        """The responses of the requests with their branches, which ``complete`` samples; held-out
-        responses have none."""
+        """The responses of the requests with their branches; held-out responses get none.
+
+        ``complete`` gives the completions of requests, and takes a ``report``.
+        """
         if any(request.stream is not Stream.TRAIN for request in requests):
             return responses
         asked = [list(map(self.starts, own)) for own in responses]
-        found = iter(
-            complete(
-                [
-                    self._request(request, completion, start)
-                    for request, own, places in zip(requests, responses, asked, strict=True)
-                    for completion, starts in zip(own, places, strict=True)
-                    for start in starts
-                ]
-            )
-        )
+        further = [
+            self._request(request, completion, start)
+            for request, own, places in zip(requests, responses, asked, strict=True)
+            for completion, starts in zip(own, places, strict=True)
+            for start in starts
+        ]
+        doing, total = f"continuing {counted(len(further), 'step')}", sum(r.n for r in further)
+        report = begin("generate", doing, total=total, unit="continuations")
+        found = iter(complete(further, report=report))
         return [
             tuple(
                 replace(c, branches=tuple(Branch(start, next(found)) for start in starts))

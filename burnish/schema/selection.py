@@ -67,10 +67,8 @@ def endless(recipe: Recipe) -> list[str]:
     """The settings because of which prompts never come again, so that none has a history."""
     tasks = getattr(recipe.task, "tasks", None)
     paths = {"task": recipe.task} if tasks is None else {f"task.tasks.{n}": tasks[n] for n in tasks}
-    return [
-        *(f"{p}.train_prompts" for p, t in paths.items() if getattr(t, "train_prompts", 1) is None),
-        *(f"{p}.hints" for p, t in paths.items() if getattr(t, "hints", 0)),
-    ]
+    settings = {f"{path}.train_prompts": task for path, task in paths.items()}
+    return [name for name, t in settings.items() if getattr(t, "train_prompts", 1) is None]
 
 
 def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:

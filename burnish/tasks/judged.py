@@ -14,13 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 from burnish.errors import DataError
 from burnish.graders.judge import Judge
 from burnish.graders.rubric import ask_criteria, read_criteria
-from burnish.model.tokenizer import Tokenizer
-from burnish.plan import Room
 from burnish.schema.judged import EvolveConfig, Rubric
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import JudgedTask, MixtureTask
 from burnish.tasks.rows import DataRow, check_prompt, rows_of
-from burnish.tasks.text import TextTask, ask, ask_all, ask_shuffled, shown
+from burnish.tasks.text import TextTask, ask_rows, shown
 from burnish.types import Group, Prompt
 
 RUBRIC = TypeAdapter(Rubric)
@@ -45,20 +43,10 @@ def check_judged(config: JudgedTask, row: Any, where: str) -> DataRow:
     return DataRow(found | {"asked": shown(found["prompt"]), "rubric": named}, where)
 
 
-def make_judged(
-    config: JudgedTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
-) -> TextTask:
+def make_judged(config: JudgedTask, *, seed: int, **how: Any) -> TextTask:
     """The task of a recipe's section. The parts of a grade are the scores of its criteria."""
-    rows, validation = rows_of(config, seed=seed, check=partial(check_judged, config))
-    task = TextTask(
-        config,
-        question=partial(ask_shuffled, rows, seed),
-        held_out=ask_all(validation),
-        tokenizer=tokenizer,
-        grader=Judge(config.judge),
-    )
-    task.check_room(room, ((row.where, ask(row)) for row in (*rows, *validation)))
-    return task
+    rows = rows_of(config, seed=seed, check=partial(check_judged, config))
+    return ask_rows(config, rows, Judge(config.judge), seed=seed, **how)
 
 
 class Evolving:

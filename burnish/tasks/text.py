@@ -18,7 +18,7 @@ from burnish.graders.pool import Grader, Limits, grade_pairs, make_grader
 from burnish.graders.rewards import Reward
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.schema.tasks import AnyPart, Asked, FilesTask, Graded
+from burnish.schema.tasks import AnyPart, Asked, FilesTask, Graded, JudgedTask
 from burnish.tasks.rows import DataRow, rows_of, shuffled
 from burnish.types import Completion, Grade, IntArray, Prompt
 
@@ -147,20 +147,28 @@ def ask_all(rows: Sequence[DataRow]) -> list[Question]:
     return [ask(row, f"validation/{i}") for i, row in enumerate(rows)]
 
 
-def make_files(
-    config: FilesTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
-) -> TextTask:
+def make_files(config: FilesTask, *, seed: int, **how: Any) -> TextTask:
     """The task of a recipe's section."""
-    chosen = reward_of(config)
-    rows, validation = rows_of(config, seed=seed)
+    chosen, rows = reward_of(config), rows_of(config, seed=seed)
+    return ask_rows(config, rows, make_grader(chosen, limits_of(config)), seed=seed, **how)
+
+
+def ask_rows(
+    config: FilesTask | JudgedTask,
+    rows: tuple[list[DataRow], list[DataRow]],
+    grader: Grader,
+    *,
+    tokenizer: Tokenizer,
+    seed: int,
+    room: Room | None = None,
+) -> TextTask:
+    """The task that asks train rows in every epoch's own order, and validation rows."""
+    train, validation = rows
+    question, held_out = partial(ask_shuffled, train, seed), ask_all(validation)
     task = TextTask(
-        config,
-        question=partial(ask_shuffled, rows, seed),
-        held_out=ask_all(validation),
-        tokenizer=tokenizer,
-        grader=make_grader(chosen, limits_of(config)),
+        config, question=question, held_out=held_out, tokenizer=tokenizer, grader=grader
     )
-    task.check_room(room, ((row.where, ask(row)) for row in (*rows, *validation)))
+    task.check_room(room, ((row.where, ask(row)) for row in (*train, *validation)))
     return task
 
 

@@ -78,7 +78,13 @@ def test_a_response_stays_a_string_of_its_own(response):
 
 
 WRONG = ["", "1", "[1, 0]", "[1, 0, 2]", "[1, 0, true]", "[1, 0, 1.0]", '["1", "0", "0"]']
-WRONG += ["[1, 0, 0] because", "```json\n[1, 0, 0]\n```", '{"scores": [1, 0, 0]}', "[1, 0, NaN]"]
+WRONG += [
+    "[" * 50_000,
+    "[1, 0, 0] because",
+    "```json\n[1, 0, 0]\n```",
+    '{"scores": [1, 0, 0]}',
+    "[1, 0, NaN]",
+]
 
 
 @pytest.mark.parametrize("answer", WRONG)
@@ -112,6 +118,7 @@ def refuse(request):
         (lambda request: b"[1]", "no chat completion"),
         (lambda request: b"x" * 2_000_000, "no chat completion"),
         (lambda request: b"", "no chat completion"),
+        (lambda request: b"[" * 200_000, "no chat completion"),
     ],
 )
 def test_an_endpoint_that_fails_is_an_error_and_never_a_zero(answer, message):

@@ -64,7 +64,7 @@ def asked(samples: int = 2) -> Request:
 def test_each_step_but_the_first_is_continued_from_its_own_beginning() -> None:
     seen: list[Request] = []
 
-    def complete(requests: list[Request]) -> list[tuple[Completion, ...]]:
+    def complete(requests: list[Request], report: Any) -> list[tuple[Completion, ...]]:
         seen.extend(requests)
         return [(responses("x")[0],) * request.n for request in requests]
 
@@ -84,7 +84,7 @@ def test_no_two_continuations_of_a_group_share_draws() -> None:
     """Token t of sample s, continuation k: the number of the sample is one to one."""
     seen: list[int] = []
 
-    def complete(requests: list[Request]) -> list[tuple[Completion, ...]]:
+    def complete(requests: list[Request], report: Any) -> list[tuple[Completion, ...]]:
         seen.extend(request.first + k for request in requests for k in range(request.n))
         return [(responses("x")[0],) * request.n for request in requests]
 

@@ -109,7 +109,7 @@ def test_bad_input_and_the_plan(tmp_path):
     free = ["loop=free", "runtime=ray", "objective.proximal=behavior"]
     with pytest.raises(ConfigError, match=r"'remax' .* use loop\.name = 'lagged', got 'free'"):
         config.load("sort", [*REMAX, *free])
-    with pytest.raises(ConfigError, match=r"use selection\.dead_groups = 'dynamic'"):
+    with pytest.raises(ConfigError, match=r"no dead_groups = 'active', got 'active'"):
         config.load("sort", [*REMAX, "selection.dead_groups=active"])
     with pytest.raises(DataError, match="reads the part 'greedy'"):
         pack([make_group(0, [1], [[2]], [0.0])], ("greedy",))

@@ -134,7 +134,6 @@ def with_params(group, params):
         (["rollout.think.phrase=Stop"], "rollout.think.tokens is missing"),
         (["rollout.think.tokens=2", "rollout.think.phrase=Stop"], "a phrase that holds its end"),
         (["length=target"], "length.tokens is missing: 'target' needs it"),
-        (["length=overlong"], "length.buffer is missing: 'overlong' needs it"),
         (["length=overlong", "length.buffer=9"], "above rollout.max_tokens = 8"),
         (["length.tokens=4"], "length.tokens has no effect with length = 'none'"),
         (["length=solve_rate", "length.coefficient=0"], "greater than 0"),

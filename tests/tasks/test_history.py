@@ -147,6 +147,12 @@ def test_a_rollout_sees_the_results_of_the_steps_that_were_learned_when_it_began
     assert rollouts.asked == [f"p{i}" for i in asked]
 
 
+def test_a_preset_leaves_the_history_out_where_prompts_never_come_again():
+    rates = {name: config.load(name, ["preset=scalerl"]).selection.leave_at
+             for name in ("gsm8k", "arithmetic", "keywords")}  # fmt: skip
+    assert rates == {"gsm8k": 0.9, "arithmetic": 0.9, "keywords": None}
+
+
 def test_a_finite_set_of_prompts_comes_again_in_another_order():
     def asked(train_prompts, count=24):
         config = KeywordsTask(train_prompts=train_prompts)
@@ -166,7 +172,6 @@ def test_a_finite_set_of_prompts_comes_again_in_another_order():
     [
         ("keywords", ["selection.leave_at=0.9"],
          "selection.leave_at has no effect with task.train_prompts = null; remove it"),
-        ("gsm8k", ["selection.target=0.5", "task.hints=0.5"], "no effect with task.hints = 0.5"),
         ("sort", ["selection.floor=0.2"], "selection.floor has no effect with selection.target"),
         ("sort", ["selection.target=1.5"], "selection.target must be less than or equal to 1"),
         ("sort", ["selection.leave_at=0"], "selection.leave_at must be greater than 0"),

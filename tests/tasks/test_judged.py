@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import re
 
 import numpy as np
@@ -14,10 +15,10 @@ from burnish.plan import plan
 from burnish.rollout.rollout import costs, describe
 from burnish.schema.judged import EvolveConfig, JudgeConfig
 from burnish.schema.tasks import JudgedTask
-from burnish.tasks.judged import Evolving, check_judged, contrast, discrimination
+from burnish.tasks.judged import Evolving, check_judged, contrast, discrimination, make_judged
 from burnish.tasks.stream import PromptStream
 from burnish.types import Grade, Status
-from tests.conftest import make_group
+from tests.conftest import byte_tokenizer, make_group
 from tests.endpoint import Refused, endpoint, told
 
 RECIPE = """
@@ -137,6 +138,24 @@ def test_the_plan_tells_rubric_judge_and_calls_and_the_recipe_survives_its_file(
     assert "rubric =" not in lines["task"]
     (tmp_path / "again.toml").write_text(config.to_toml(config.effective(recipe)))
     assert config.load(tmp_path / "again.toml").task == recipe.task
+
+
+def test_rows_of_ones_own_keep_the_judge_and_a_reward_does_not(tmp_path):
+    file = write(tmp_path)
+    assert api.recipe_of(file, data="other.jsonl").task.rubric == config.load(file).task.rubric
+    assert api.recipe_of(file, data="other.jsonl").task.train == "other.jsonl"
+    assert api.recipe_of(file, prompts=["Say a"]).task.rows == [{"prompt": "Say a"}]
+    assert api.recipe_of(file, reward="mine.py:f").task.name == "files"
+
+
+def test_a_judged_task_can_be_sent_to_another_process(tmp_path):
+    task = make_judged(config.load(write(tmp_path)).task, tokenizer=byte_tokenizer(), seed=0)
+    other = pickle.loads(pickle.dumps(task))
+    for prompt, same in (
+        (task.prompt(3), other.prompt(3)),
+        (task.validation[0], other.validation[0]),
+    ):
+        assert (prompt.prompt_id, prompt.reference) == (same.prompt_id, same.reference)
 
 
 def test_a_judge_that_does_not_answer_is_said_before_the_run(tmp_path):
