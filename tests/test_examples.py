@@ -11,6 +11,7 @@ import pytest
 import burnish
 from burnish import config
 from burnish.model import hub
+from burnish.tasks.preferences import check_preference
 from burnish.tasks.rows import read_rows
 
 EXAMPLES = Path(burnish.__file__).parents[1] / "examples"
@@ -135,6 +136,20 @@ def test_the_first_wrong_line_is_found(tmp_path, monkeypatch, capsys):
     assert "2 wrong responses of several lines, 1 with one lowest advantage" in told
     assert "first wrong line: 1 of 1" in told
     assert "a guess among the lines: 0.5 of 1" in told
+
+
+def test_digits_are_written_with_pairs(tmp_path, monkeypatch):
+    """200 questions, 40 of them held out; six pairs of each, a sixth of them held out."""
+    run(script("write_digits"), monkeypatch, tmp_path / "digits")
+    rows, pairs = tmp_path / "digits", tmp_path / "digits" / "pairs"
+    assert len(read_rows(rows / "train.jsonl")) == 200
+    assert len(read_rows(rows / "validation.jsonl")) == 40
+    held_out = read_rows(pairs / "validation.jsonl", check_preference)
+    learned = read_rows(pairs / "train.jsonl", check_preference)
+    assert (len(learned), len(held_out)) == (1000, 200)
+    for row in held_out:
+        a, sign, b = row["prompt"].split()[:3]
+        assert int(row["chosen"]) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
 
 
 def test_sums_are_checked_never_once_or_twice(tmp_path, monkeypatch):

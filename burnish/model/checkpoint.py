@@ -53,7 +53,8 @@ def save(
     dtype = next(iter(state.values())).dtype
     hf = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     if source is not None:
-        given = read_json(Path(source) / "config.json")
+        config = Path(source) / "config.json"  # a tokenizer without a model has none
+        given = read_json(config) if config.exists() else {}
         hf |= {key: given[key] for key in given if key.endswith("_token_id")}
         for file in (file for name in COMPANIONS for file in Path(source).glob(name)):
             shutil.copyfile(file, directory / file.name)
