@@ -333,16 +333,16 @@ def generate(
     named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
     recipe = config.load(named | {"device": device})
     preflight.check(recipe)
-    with shown(show, os.fspath(model)):
+    with shown(show, recipe.model.name):
         tell("load", "loading torch")
-        from burnish import build
+        from burnish import build, models
         from burnish.rollout.rollout import sample
         from burnish.tasks.text import encode
 
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         params = SamplingParams(**sampling, stop=stops)
         recipe = build.prepare(recipe)
-        engine, tokenizer = build.build_engine(recipe), build.open_tokenizer(recipe)
+        engine, tokenizer = build.build_engine(recipe), models.open_tokenizer(recipe)
         chat = chat and tokenizer.chat_template is not None
         inputs = [encode(tokenizer, text, chat=chat) for text in texts]
         asked = [(i, Prompt(str(i), text, ids, "generate")) for i, (text, ids) in enumerate(inputs)]
@@ -357,30 +357,46 @@ def generate(
     ]
 
 
-def export(run_path: AnyPath, out: AnyPath, *, which: str = "best", show: Shown = None) -> Path:
+def export(
+    run_path: AnyPath,
+    out: AnyPath,
+    *,
+    which: str = "best",
+    adapter: bool = False,
+    show: Shown = None,
+) -> Path:
     """Writes a run's model as a Hugging Face directory; returns the checkpoint it came from.
 
     ``which`` is "best" (by validation; the last where there was none), "last" or a checkpoint's
-    name.
+    name. ``adapter`` writes the run's adapter alone, in PEFT's layout; otherwise it is merged.
     """
     path, target = Path(run_path), Path(out)
     recipe = resuming.resumed_recipe(path, ())
     if isinstance(recipe.model, SorterConfig):
         raise ConfigError("the sorting model is not a language model and can't be exported")
+    if adapter and (recipe.train.learn.name != "lora" or recipe.task.name == "preferences"):
+        raise ConfigError(
+            f"{path} has no adapter: train.learn is '{recipe.train.learn.name}', not 'lora', or it "
+            "learned a reward, whose head is in no adapter; export the model without --adapter"
+        )
     if target.exists() and any(target.iterdir()):
         raise RunError(f"{target} is not empty; choose another directory")
     chosen = checkpoints.choose(path, which)
     with shown(show, path.name):
         tell("load", "loading torch")
-        from burnish import build
-        from burnish.model import checkpoint as models
+        from burnish import models
+        from burnish.model import checkpoint, lora, peft
         from burnish.model.reward import RewardModel
 
-        model, _, source = build.open_learned(recipe)
-        build.take_weights(model, chosen)
+        (body, _, source), model = models.open_run(recipe, chosen)
         tell("export", f"writing {target}")
+        own = lora.adapter_of(body)
+        if adapter and own is not None:
+            peft.write(own, target, base=recipe.model.name)
+            return chosen
+        lora.fold(body)
         if isinstance(model, RewardModel):
             model.save(target, source=source)
         else:
-            models.save(model, target, source=source)
+            checkpoint.save(model, target, source=source)
     return chosen

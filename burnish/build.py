@@ -25,13 +25,13 @@ from burnish.learner.preferences import Preferences
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
-from burnish.model import checkpoint as models
 from burnish.model import hub, products, reward
 from burnish.model.reward import RewardModel
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.model.value import Critic
+from burnish.models import DTYPES, learned, open_model, open_policy, open_tokenizer
 from burnish.plan import PAGE, Need, Size, room
 from burnish.progress import tell
 from burnish.rollout.branches import branching
@@ -39,9 +39,8 @@ from burnish.rollout.buffer import Buffer
 from burnish.rollout.learned import LearnedReward
 from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import cut, pack
-from burnish.runs import checkpoints
 from burnish.runs.metrics import Metrics
-from burnish.schema.models import LanguageConfig, SorterConfig
+from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.sizes import (
@@ -51,7 +50,6 @@ from burnish.sizes import (
     lacking_room,
     measure,
     measured,
-    scratch_shape,
     settled,
 )
 from burnish.tasks import gym, judged, keywords, math, mixture, pairs, preferences, sorting, text
@@ -62,7 +60,6 @@ from burnish.types import Group
 
 STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens that the engine runs at once, by device."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROBED = 1000
 """Training prompts among which a plan looks for the longest; all rows of a file are checked."""
 TASKS: dict[str, Any] = {
@@ -154,8 +151,7 @@ def build_learner(recipe: Recipe) -> Learner:
     if isinstance(recipe.task, SortTask):
         policy = _sorter(recipe)
     else:
-        model = open_learned(recipe)[0].to(device_of(recipe))
-        policy = model.learn(recipe.train.layers, recompute=recipe.train.recompute)
+        policy = learned(recipe, open_policy(recipe)).to(device_of(recipe))
     tell("load", "preparing the learner")
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
     if isinstance(policy, RewardModel):
@@ -250,41 +246,6 @@ def build_engine(recipe: Recipe) -> Engine:
     return NativeEngine(model.to(device), tokenizer, settings)
 
 
-def open_model(
-    recipe: Recipe, dtype: torch.dtype = torch.float32
-) -> tuple[Transformer, Tokenizer, Path]:
-    """The recipe's language model, its tokenizer, and where the tokenizer came from.
-
-    If the model's name is a run's directory, the model is the run's best checkpoint.
-    """
-    origin = preflight.origin(recipe)
-    path = hub.resolve(origin.source)
-    tell("load", f"loading {recipe.model.name} in {str(dtype).removeprefix('torch.')}")
-    tokenizer = Tokenizer.load(path)
-    if isinstance(origin.model, LanguageConfig):
-        model = models.load(path, dtype=dtype, fp32_head=origin.model.fp32_head)
-    else:
-        model = Transformer(scratch_shape(origin, tokenizer)).init_weights(origin.seed).to(dtype)
-    if origin is not recipe:
-        take_weights(model, checkpoints.choose(Path(recipe.model.name), "best"))
-    return model, tokenizer, path
-
-
-def open_learned(recipe: Recipe) -> tuple[Transformer | RewardModel, Tokenizer, Path]:
-    """The model that a recipe's run learns, as it is before the first step; see `open_model`."""
-    model, tokenizer, path = open_model(recipe)
-    if not isinstance(recipe.task, PreferencesTask):
-        return model, tokenizer, path
-    pad = tokenizer.backend.token_to_id(tokenizer.special.get("pad_token", ""))
-    return RewardModel(model, tokenizer.end_ids[0] if pad is None else pad), tokenizer, path
-
-
-def take_weights(model: Transformer | RewardModel, chosen: Path) -> None:
-    tensors, _ = checkpoints.load(chosen)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(tensors[f"policy.master.{name}"])
-
-
 def _sorter(recipe: Recipe) -> Sorter:
     task, model = recipe.task, recipe.model
     assert isinstance(task, SortTask)
@@ -306,10 +267,6 @@ def probe(recipe: Recipe, size: Size) -> Size:
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
         too_long=stream.skipped,
     )
-
-
-def open_tokenizer(recipe: Recipe) -> Tokenizer:
-    return Tokenizer.load(hub.resolve(preflight.origin(recipe).source))
 
 
 def prepare(recipe: Recipe, threads: int | None = None) -> Recipe:

@@ -271,9 +271,10 @@ def export(
     run: RunPath,
     out: Annotated[Path, Argument(help="a new directory")],
     which: Annotated[str, Option(help="best, last, or a checkpoint's name")] = "best",
+    adapter: Annotated[bool, Option("--adapter", help="the adapter alone, as PEFT's")] = False,
 ) -> None:
     """Write a run's model as a Hugging Face directory."""
-    _say(f"{api.export(run, out, which=which).name} of {run} → {out}")
+    _say(f"{api.export(run, out, which=which, adapter=adapter).name} of {run} → {out}")
 
 
 @app.command(name="eval")
@@ -351,6 +352,7 @@ def compare(
 def generate(
     prompt: Annotated[list[str], Argument(help="texts to answer")],
     model: Annotated[str, Option(help="a name, directory or run")] = "smollm2-135m",
+    adapter: Annotated[str | None, Option(help="a directory in PEFT's layout")] = None,
     samples: Annotated[int, Option("-n", "--samples", help="responses per prompt")] = 1,
     temperature: Annotated[float, Option(help="0 is greedy")] = 1.0,
     max_tokens: Annotated[int, Option(help="per response")] = 128,
@@ -359,7 +361,8 @@ def generate(
 ) -> None:
     """Sample responses from a model and print them."""
     how: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    said = api.generate(prompt, model=model, n=samples, chat=not raw, **how)
+    how |= {"model": {"name": model, "adapter": adapter}, "n": samples, "chat": not raw}
+    said = api.generate(prompt, **how)
     for number, answer in enumerate(said):
         if len(said) > 1:
             _say(f"── prompt {number // samples + 1}, sample {answer.sample + 1} ──")
@@ -404,8 +407,7 @@ def _live(path: Path, *, quiet: bool) -> Interrupts:
 def _show_end(path: Path) -> None:
     """Prints how a run went, some answers before and after, and where its report is."""
     end = directory.read_json(path / "summary.json")
-    for line in (*outcome(end), *answers(end), f"report: {path / 'report.html'}"):
-        _say(line)
+    _say("\n".join([*outcome(end), *answers(end), f"report: {path / 'report.html'}"]))
 
 
 def main() -> None:

@@ -30,10 +30,17 @@ from burnish.sections import OWN, as_table, nearest
 RECIPES = Path(__file__).parent / "recipes"
 PRESETS = Path(__file__).parent / "presets"
 """Published algorithms: settings that go over those of any recipe."""
-CHOSEN = ("task", "model", "loop", "length", *(f"objective.{kind}" for kind in KINDS))
+CHOSEN = (
+    "task",
+    "model",
+    "loop",
+    "length",
+    "train.learn",
+    *(f"objective.{kind}" for kind in KINDS),
+)
 """Sections that a recipe chooses by name, out of several."""
 LANGUAGE = [
-    *("device", "engine", "train.layers", "train.recompute", "validation.max_tokens"),
+    *("device", "engine", "train.learn", "train.recompute", "validation.max_tokens"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
     *("rollout.top_p", "rollout.top_k", "rollout.truncated"),
     *("rollout.overlong", "rollout.think", "length"),

@@ -21,6 +21,7 @@ from burnish.engine.protocol import require
 from burnish.loops import asynchronous, free, sync
 from burnish.loops.evaluate import validation
 from burnish.loops.recorder import Parts
+from burnish.models import open_tokenizer
 from burnish.progress import tell
 from burnish.rollout.branches import branching
 from burnish.rollout.length import shaping
@@ -101,7 +102,7 @@ def make_generator(recipe: Recipe) -> Generator:
     drains = isinstance(loop, FreeLoop) and loop.on_update == "wait"
     is_exact = recipe.engine.precision == recipe.train.precision == "fp32"
     tolerance = 1e-4 if is_exact else ROUGH
-    steps = branching(recipe, lambda: local.decoder(local.open_tokenizer(recipe)))
+    steps = branching(recipe, lambda: local.decoder(open_tokenizer(recipe)))
     return Generator(engine, drains=drains, tolerance=tolerance, steps=steps)
 
 

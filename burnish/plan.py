@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish import strategy
 from burnish.errors import ConfigError
-from burnish.pieces.advantages import STEP, Vine
+from burnish.pieces.advantages import STEP, Remax, Vine
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
 from burnish.schema import critic, length, selection
@@ -50,8 +50,8 @@ class Size(NamedTuple):
     """Tokens of the longest prompt that was looked at."""
     layers: int = 1
     """Layers of the transformer."""
-    layer: int = 0
-    """Weights of one layer; 0 if not known."""
+    learned: int | None = None
+    """Parameters that learn, in the model or in its adapter; None if it is all of them."""
     copied: int = 0
     """Bytes of a weight in the engine's own copy for matrix products; 0 if it makes none."""
     frozen: int = 0
@@ -101,6 +101,8 @@ def plan(
     if size is not None:
         learned, sampled = recipe.train.precision, recipe.engine.precision
         resources = [("precision", f"{learned} to learn, {sampled} to sample")]
+        if size.learned is not None:
+            resources.append(("learns", f"{size.learned:,} parameters of {size.parameters:,}"))
         resources += _resources(needs(recipe, size))
     elif not isinstance(recipe.model, SorterConfig):
         resources = [("memory", "known once the model is here; `burnish train` downloads it")]
@@ -163,10 +165,8 @@ def _judges(recipe: Recipe) -> Lines:
         told = f"{calls:.0f} calls per step and one per held-out response, or up to {judge.tries} "
         lines.append((f"judge{of}", f"{judge.model} at {judge.url}: {told}times as many"))
         if evolve is not None:
-            told = (
-                f"at most {evolve.most} more criteria, a call every {counted(evolve.every, 'step')}"
-            )
-            lines.append((f"evolving{of}", f"{told}; kept while std_g > {evolve.min_std:g}"))
+            told = f"at most {evolve.most} more criteria, kept while std_g > {evolve.min_std:g}"
+            lines.append((f"evolving{of}", f"{told}; a call every {counted(evolve.every, 'step')}"))
     return lines
 
 
@@ -195,18 +195,28 @@ def _batches(recipe: Recipe) -> Lines:
         lines.append(
             ("alarm", f"halts if sampler and learner differ by more than {', '.join(told)}")
         )
-    return lines if train.layers is None else [*lines, ("learning", f"last {train.layers} layers")]
+    is_whole = train.learn.name == "all"
+    return lines if is_whole else [*lines, ("learning", train.learn.describe())]
 
 
 def _continuations(recipe: Recipe) -> Lines:
-    """The cost of the continuations that value steps, if the recipe has any."""
+    """The cost of samples that value others, if the recipe has any."""
     piece, most = recipe.objective.advantage, recipe.rollout.max_tokens
+    if isinstance(piece, Remax):
+        told = "more per rollout, one per prompt, to be compared with and not learned from"
+        return [("greedy responses", f"{recipe.prompts_per_rollout} {told}")]
     if not isinstance(piece, Vine):
         return []
-    tokens = recipe.rollout.batch * piece.continued(most)
-    told = f"at most {tokens:,} more tokens are sampled per rollout"
+    told = f"at most {_continued(recipe, most):,} more tokens are sampled per rollout"
     known = "" if isinstance(piece.steps, int) else f" and a step {STEP} or more"
     return [("continuations", f"{told}, if a response has up to {most} tokens{known}")]
+
+
+def _continued(recipe: Recipe, length: int) -> int:
+    """Tokens that are sampled in a rollout beside its responses, if each has ``length`` of them."""
+    if isinstance(recipe.objective.advantage, Remax):
+        return recipe.prompts_per_rollout * length
+    return recipe.rollout.batch * recipe.objective.advantage.continued(length)
 
 
 class Need(NamedTuple):
@@ -223,25 +233,29 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     """The parts that learner and engine hold for a language model, and the files of a run."""
     train, engine, count = recipe.train, recipe.engine, size.parameters
     samples = not recipe.is_supervised
-    learned = min(count, train.layers * size.layer) if train.layers and size.layer else count
+    learned = count if size.learned is None else size.learned
+    has_lora = train.learn.name == "lora"
     low, wide, cache = BYTES[train.precision], BYTES[engine.precision], engine.kv_mb * 2**20
     kl, refreshes = recipe.objective.kl, getattr(recipe.objective.kl, "refresh", None) is not None
     # The reference, the initial model and the previous policy. The initial model is the reference
     # if there is one that is never refreshed.
     copies = isinstance(kl, KL) + train.log_kl * (2 - (isinstance(kl, KL) and not refreshes))
+    if has_lora:  # the model without its adapter is no copy
+        copies = refreshes + train.log_kl
+    still = count if has_lora else count - learned
     has_body = recipe.critic is not None and not recipe.critic.shared
     tokens = f"{cache // (size.cached * wide):,} tokens (engine.kv_mb = {engine.kv_mb})"
     kept = recipe.checkpoint.keep + 2  # the best, and the one that is being written
     saves = math.ceil(train.steps / recipe.checkpoint.every) if samples else kept
-    each = 4 * count + (8 + 12 * has_body + (train.log_kl + refreshes) * low) * learned
+    each = (12 + 12 * has_body + (train.log_kl + refreshes) * low) * learned
     files = counted(min(kept, saves), "checkpoint")
     kinds = {"the teacher": recipe.teacher, "the reward model": recipe.reward_model}
     others = [kind for kind, section in kinds.items() if section is not None]
     found = [
-        Need("memory", "fp32 masters", 4 * count),
+        Need("memory", "fp32 masters", 4 * learned),
         Need("memory", "gradients", 4 * learned),
         Need("memory", "Adam's moments", 8 * learned),
-        Need("memory", f"{train.precision} weights", 0 if low == 4 else low * count),
+        Need("memory", f"{train.precision} weights", low * (still + learned * (low < 4))),
         Need("memory", f"frozen copies ({copies})", copies * low * learned),
         # It shares the masters of weights that do not learn.
         Need("memory", "the critic", has_body * (16 * learned + (low < 4) * low * count)),
@@ -284,8 +298,9 @@ def spoken(recipe: Recipe, size: Size | None, rates: Rates) -> str:
 def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     """About how long a language model's run takes; 0 if it learns rows that are not here.
 
-    A forward pass takes two operations for each parameter and token, a backward pass four. Nobody
-    knows beforehand how long responses are, so the result is good within a factor of two or so.
+    A forward pass takes two operations for each parameter and token, a backward pass four, or two
+    if only an adapter learns, since the model's own weights have no gradient. Nobody knows
+    beforehand how long responses are, so the result is good within a factor of two or so.
     """
     train, validation = recipe.train, recipe.validation
     to_sample, to_learn = REACHED[rates.device]
@@ -301,12 +316,12 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     asked = FILLED * (validation.max_tokens or recipe.rollout.max_tokens)
     held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
     evaluations = 2 + (train.steps - 1) // validation.every
-    upper = min(1.0, (train.layers or size.layers) / size.layers)
+    upper = min(1.0, (getattr(train.learn, "last", None) or size.layers) / size.layers)
+    gradient = 2 if train.learn.name == "lora" else 3
     bodies = 1 if recipe.critic is None or recipe.critic.shared else 2
-    passes = 1 - upper + upper * (_scored(recipe) + 3 * bodies * train.epochs)
+    passes = 1 - upper + upper * (_scored(recipe) + gradient * bodies * train.epochs)
     passes += size.frozen / size.parameters
-    continued = recipe.rollout.batch * recipe.objective.advantage.continued(round(response))
-    sampled = train.steps * (rollout + continued) + evaluations * held_out
+    sampled = train.steps * (rollout + _continued(recipe, round(response))) + evaluations * held_out
     return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
 
 

@@ -23,6 +23,7 @@ from burnish.plan import Need, spell
 from burnish.progress import tell
 from burnish.runs import checkpoints
 from burnish.runs.directory import check_new, to_jsonl, version_of
+from burnish.schema.learning import LoraLearns
 from burnish.schema.models import LanguageConfig, ScratchConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import (
@@ -79,7 +80,7 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
     ``path`` is the directory of a new run; None if nothing is trained.
     """
     found = [] if path is None else problem_of(check_new, path)
-    for check in (check_extras, check_files, check_model):
+    for check in (check_extras, check_files, check_model, check_adapter):
         found += problem_of(check, recipe)
     for other in frozen(recipe).values():
         found += [*problem_of(check_extras, other), *problem_of(check_model, other)]
@@ -171,6 +172,24 @@ def check_model(recipe: Recipe) -> None:
         hub.resolve(name)  # its error lists the names that a model may have
 
 
+def check_adapter(recipe: Recipe) -> None:
+    """Raises if ``model.adapter`` is no adapter, or is not the one that ``train.learn`` means."""
+    from burnish.model import peft
+
+    adapter, learn = getattr(recipe.model, "adapter", None), recipe.train.learn
+    if adapter is None:
+        return
+    found = peft.read_config(adapter)
+    if isinstance(learn, LoraLearns):
+        given = {"rank": learn.rank, "alpha": learn.alpha}
+        own = {"rank": found["r"], "alpha": found["lora_alpha"]}
+        for key in (key for key in own if own[key] != given[key]):
+            raise ConfigError(
+                f"train.learn.{key} = {given[key]:g} must be that of model.adapter = '{adapter}', "
+                f"which goes on learning; use {own[key]:g}"
+            )
+
+
 def first_run(name: str) -> Recipe | None:
     """The recipe whose run a model's name, such as runs/RECIPE-1, means; None if it is no run, or
     if the run is there."""
@@ -212,20 +231,26 @@ def _files_of(task: Any) -> dict[str, str | None]:
 
 def origin(recipe: Recipe) -> Recipe:
     """The recipe that made the model first: the recipe itself unless its model is a run."""
-    model, file = recipe.model, Path(recipe.source).expanduser() / "recipe.toml"
-    if not isinstance(model, LanguageConfig) or not file.is_file():
+    model, run = recipe.model, run_of(recipe)
+    if not isinstance(model, LanguageConfig) or run is None:
         return recipe
-    made_by = config.load(file)
-    if isinstance(made_by.task, PreferencesTask):
+    if isinstance(run.task, PreferencesTask):
         raise ConfigError(
             f"{model.name} is a run that learned a reward, which samples nothing; to use it as "
             f"reward_model.name, write it with: burnish export {model.name} DIRECTORY"
         )
-    first = origin(made_by)
+    first = origin(run)
     if first.model.name == "sorter":
         raise ConfigError(f"{model.name} trained the sorting model, which is not a language model")
     made = first.model.model_copy(update={"fp32_head": model.fp32_head})
     return first.model_copy(update={"model": made})
+
+
+def run_of(recipe: Recipe) -> Recipe | None:
+    """The recipe of the run that is a recipe's model; None if the model is no run."""
+    file = Path(recipe.source).expanduser() / "recipe.toml"
+    is_run = isinstance(recipe.model, LanguageConfig) and file.is_file()
+    return config.load(file) if is_run else None
 
 
 def frozen(recipe: Recipe) -> dict[str, Recipe]:
@@ -284,12 +309,16 @@ def hashes(recipe: Recipe) -> dict[str, str]:
 def _files_of_model(recipe: Recipe) -> list[Path]:
     from burnish.model import hub
 
-    first = origin(recipe)
-    is_whole = first is recipe and isinstance(recipe.model, LanguageConfig)
+    first, run, adapter = origin(recipe), run_of(recipe), getattr(recipe.model, "adapter", None)
+    files = sorted(Path(adapter).expanduser().glob("adapter_*")) if adapter else []
+    if run is not None:
+        files.append(checkpoints.choose(Path(recipe.model.name), "best"))
+        if run.train.learn.name != "all":  # the checkpoint holds only what learned
+            return [*_files_of_model(run), *files]
+    is_whole = run is None and isinstance(recipe.model, LanguageConfig)
     kinds = (".json", ".jinja", *[".safetensors"] * is_whole)
-    files = sorted(f for f in hub.resolve(first.source).glob("*") if f.suffix in kinds)
-    run = Path(recipe.model.name)
-    return files if first is recipe else [*files, checkpoints.choose(run, "best")]
+    own = sorted(f for f in hub.resolve(first.source).glob("*") if f.suffix in kinds)
+    return [*own, *files]
 
 
 def of_files(files: Iterable[Path]) -> str:

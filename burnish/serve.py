@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Annotated, Any, Literal
 
@@ -19,12 +20,12 @@ from typer import Argument, Option, echo
 from burnish import config, preflight
 from burnish.api import shown
 from burnish.draws import Stream
-from burnish.errors import BurnishError, ConfigError, RunError
+from burnish.errors import BurnishError, ConfigError
 from burnish.progress import tell
 from burnish.sections import Section
 from burnish.types import Prompt, SamplingParams
 
-PATH = "/v1/chat/completions"
+PATH, JSON = "/v1/chat/completions", "application/json"
 LARGEST = 10_000_000
 """Bytes of a request that are read."""
 
@@ -51,11 +52,11 @@ class Chat:
         recipe = config.load({"task": "keywords", "model": {"name": model}})
         preflight.check(recipe)
         tell("load", "loading torch")
-        from burnish import build
+        from burnish import build, models
 
         recipe = build.prepare(recipe)
         self.model, self._lock = model, threading.Lock()
-        self._engine, self._tokenizer = build.build_engine(recipe), build.open_tokenizer(recipe)
+        self._engine, self._tokenizer = build.build_engine(recipe), models.open_tokenizer(recipe)
 
     def answer(self, request: ChatRequest) -> dict[str, Any]:
         from burnish.rollout.rollout import sample
@@ -77,50 +78,45 @@ class Chat:
         return fixed | {"choices": [choice], "usage": used}
 
 
-class Server(ThreadingHTTPServer):
-    """Listens from the moment it is made; ``serve_forever`` answers."""
-
-    def __init__(self, chat: Chat, host: str, port: int) -> None:
-        self.chat = chat
-        try:
-            super().__init__((host, port), Handler)
-        except OSError as error:
-            raise RunError(
-                f"serve can't listen on {host}:{port}: {error.strerror}; choose another --port"
-            ) from error
-
-
 class Handler(BaseHTTPRequestHandler):
-    server: Server
     timeout = 60
+
+    def __init__(self, chat: Chat, *given: Any) -> None:
+        self.chat = chat
+        super().__init__(*given)
 
     def do_POST(self) -> None:
         status, content = 400, dict[str, Any]()
         try:
-            content = self.server.chat.answer(ChatRequest.model_validate_json(self._read()))
+            content = self.chat.answer(ChatRequest.model_validate_json(self._read()))
             status = 200
         except ValidationError as error:
             content["error"] = {"message": config.explain(error, [*ChatRequest.model_fields])}
         except BurnishError as error:
             content["error"] = {"message": str(error)}
         body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # a client may have gone
+            self.send_response(status)
+            self.send_header("Content-Type", JSON)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     def _read(self) -> bytes:
         length, kind = self.headers.get("Content-Length", ""), self.headers.get_content_type()
         # A page of another origin can't send JSON unasked.
-        if self.path != PATH or kind != "application/json":
-            raise ConfigError(f"send application/json to {PATH}, got {kind} to {self.path}")
-        if not length.isdigit() or int(length) > LARGEST:
-            raise ConfigError(f"send at most {LARGEST:,} bytes with their length, got {length!r}")
+        if (self.path, kind) != (PATH, JSON) or not length.isdigit() or int(length) > LARGEST:
+            got = f"{length or 'unknown'} bytes of {kind} to {self.path}"
+            raise ConfigError(f"send at most {LARGEST} bytes of {JSON} to {PATH}, got {got}")
         return self.rfile.read(int(length))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is printed for each request."""
+
+
+def listen(chat: Chat, host: str, port: int) -> ThreadingHTTPServer:
+    """A server that listens already; ``serve_forever`` answers."""
+    return ThreadingHTTPServer((host, port), partial(Handler, chat))
 
 
 def serve(
@@ -131,6 +127,6 @@ def serve(
     """Answer chats by a model of this machine, as a judge does, until Ctrl-C."""
     with shown(None, model):
         chat = Chat(model)
-    with Server(chat, host, port) as server, suppress(KeyboardInterrupt):
+    with listen(chat, host, port) as server, suppress(KeyboardInterrupt):
         echo(f"serving {model} at http://{host}:{server.server_port}/v1")
         server.serve_forever()

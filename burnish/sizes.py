@@ -9,7 +9,7 @@ import torch
 from burnish import config, machine, preflight
 from burnish.errors import BurnishError, ConfigError, ModelError
 from burnish.model import checkpoint as models
-from burnish.model import hub
+from burnish.model import hub, lora
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.plan import Size, needs, room
@@ -35,7 +35,9 @@ def measure(recipe: Recipe) -> Size | None:
         context=shape.context,
         longest_prompt=0,
         layers=shape.n_layers,
-        layer=sum(p.numel() for p in model.layers[0].parameters()),
+        learned=sum(
+            p.numel() for p in lora.learn(model, recipe.train, 0).parameters() if p.requires_grad
+        ),
         copied=packed * (2 if narrow else 4),
         frozen=sum(p.numel() for one in others if one for p in _empty(one[0]).parameters()),
     )

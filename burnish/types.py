@@ -256,3 +256,5 @@ class Weights(NamedTuple):
     incarnation: int
     """How often the run was restarted."""
     tensors: dict[str, Tensor]
+    is_partial: bool = False
+    """Whether the tensors that are not named have not changed since the model was opened."""

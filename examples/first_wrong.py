@@ -5,8 +5,10 @@
 
 Reads the responses that a run kept, to sums worked line by line. The first wrong line of a wrong
 response is the first that differs from the worked answer. The script counts how often the step with
-the lowest advantage is that line. An advantage per response, such as GRPO's, is the same for all
-lines, and points at the right one as often as a guess does.
+the lowest advantage is that line. Responses without a single lowest step are left out: no
+continuation earned more than another, because the question is too hard or the response was lost
+from the beginning. An advantage per response, such as GRPO's, is the same for all lines and points
+at none.
 """
 
 from __future__ import annotations
@@ -54,10 +56,18 @@ def main() -> None:
         for place, (line, gain) in enumerate(zip(case.lines, case.gains, strict=True)):
             print(f"{gain:+.2f}  {line}{'   <- first wrong line' * (place == case.wrong)}")
         print()
-    hits = sum(min(case.gains) == case.gains[case.wrong] for case in found)
-    guess = sum(1 / len(case.lines) for case in found)
-    print(f"the step with the lowest advantage is the first wrong line: {hits} of {len(found)}")
-    print(f"a guess, or an advantage that is the same for all lines: {guess:.1f} of {len(found)}")
+    clear = [case for case in found if case.gains.count(min(case.gains)) == 1]
+    hits = sum(case.gains[case.wrong] == min(case.gains) for case in clear)
+    guess = sum(1 / len(case.lines) for case in clear)
+    print(f"{len(found)} wrong responses of several lines, {len(clear)} with one lowest advantage")
+    print(f"the lowest advantage is that of the first wrong line: {hits} of {len(clear)}")
+    print(f"a guess among the lines: {guess:.1f} of {len(clear)}")
+    for name, own in {
+        "lines before it": [gain for case in found for gain in case.gains[: case.wrong]],
+        "the first wrong line": [case.gains[case.wrong] for case in found],
+        "lines after it": [gain for case in found for gain in case.gains[case.wrong + 1 :]],
+    }.items():
+        print(f"mean advantage of {name}: {sum(own) / max(1, len(own)):+.3f} ({len(own)} lines)")
 
 
 if __name__ == "__main__":

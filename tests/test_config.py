@@ -213,7 +213,7 @@ def test_what_an_override_replaces_takes_its_settings_along():
         (["train.decay_steps=9"], 'no effect with train.schedule = "constant"'),
         (["train.betas=[0.9, 1.0]"], "train.betas.1 must be less than 1"),
         (["train.log_kl_responses=2"], "no effect with train.log_kl = false"),
-        (["train.layers=1"], 'no effect with model.name = "sorter"'),
+        (["train.learn=lora"], 'no effect with model.name = "sorter"'),
     ],
 )
 def test_numbers_that_do_not_fit_say_which_do(overrides, message):
@@ -337,13 +337,13 @@ def test_memory_and_disk_are_planned_part_by_part(tmp_path):
 
 def test_what_does_not_learn_takes_no_memory(tmp_path):
     """10 of 20 layers of 40,000 weights learn: 400,000 have gradients and moments."""
-    sets = ["train.layers=10", "engine.kv_mb=1"]
+    sets = ["train.learn=layers", "train.learn.last=10", "engine.kv_mb=1"]
     recipe = config.with_precision(config.load("keywords", sets), "fp32")
-    size = SIZE._replace(layers=20, layer=40_000)
+    size = SIZE._replace(layers=20, learned=400_000)
     sections = dict(plan(recipe, tmp_path, size))
     assert dict(sections["resources"])["memory"] == (
-        "18 MB: fp32 masters 4 MB, gradients 2 MB, Adam's moments 3 MB, frozen copies (2) 3 MB, "
-        "the engine's weights 6 MB"
+        "18 MB: fp32 masters 2 MB, gradients 2 MB, Adam's moments 3 MB, fp32 weights 2 MB, "
+        "frozen copies (2) 3 MB, the engine's weights 6 MB"
     )
     assert dict(sections["batches"])["learning"] == "last 10 layers"
 

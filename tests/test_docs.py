@@ -226,7 +226,7 @@ TINY = {
     "max_tokens = 48": "max_tokens = 4",
     "steps = 10": "steps = 2",
     "batch = 24": "batch = 2",
-    "layers = 15": "layers = 1",
+    "last = 15": "last = 1",
     "log_kl_responses = 8": "log_kl_responses = 2",
 }
 """Changes to the tutorial's recipe under which it ends in seconds."""

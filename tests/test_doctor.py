@@ -33,7 +33,9 @@ def test_the_seconds_of_a_keyword_step_by_hand():
     sampled = (step + 2 * held_out) / few
     assert told() == pytest.approx(sampled + (1.125 + 3) * step / many)
     upper = 0.5 + 0.5 * (1.125 + 3)
-    assert told("train.layers=15") == pytest.approx(sampled + upper * step / many)
+    assert told("train.learn.name=layers", "train.learn.last=15") == pytest.approx(
+        sampled + upper * step / many
+    )
 
 
 def test_the_estimate_is_within_a_factor_of_two_of_a_measured_step():

@@ -1,6 +1,7 @@
 """Scripts in examples/: one step by hand, and scripts that write rows for recipes."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,3 +117,21 @@ def test_no_sum_is_written_twice(tmp_path, monkeypatch, tokenizer):
     for row in train:
         total = row["prompt"].rpartition(":")[2].strip().rstrip("= ")
         assert row["answer"].endswith(f" = {eval(total)}")
+
+
+def test_the_first_wrong_line_is_found(tmp_path, monkeypatch, capsys):
+    """5 + 3 - 2 is 8, then 6. The gains of the lines are 0.1 − 0.6 and 0 − 0.1."""
+    text = "5 + 3 = 9\n9 - 2 = 7"
+    row = {"asked": "5 + 3 - 2 =\n", "response": text, "tokens": [*text, "<end>"], "reward": 0.0}
+    row["steps"] = [[0, 0.6], [10, 0.1]]
+    right = row | {"response": "5 + 3 = 8\n8 - 2 = 6", "reward": 1.0}
+    tied = row | {"steps": [[0, 0.0], [10, 0.0]]}
+    lines = [json.dumps(one) + "\n" for one in (row, right, tied)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(lines))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    run(script("first_wrong"), monkeypatch, tmp_path)
+    told = capsys.readouterr().out
+    assert "-0.50  5 + 3 = 9   <- first wrong line\n-0.10  9 - 2 = 7\n" in told
+    assert "2 wrong responses of several lines, 1 with one lowest advantage" in told
+    assert "first wrong line: 1 of 1" in told
+    assert "a guess among the lines: 0.5 of 1" in told

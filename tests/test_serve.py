@@ -9,19 +9,18 @@ from types import SimpleNamespace
 import pytest
 
 from burnish import api
-from burnish.errors import RunError
 from burnish.graders.judge import Judge
 from burnish.model import checkpoint
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.schema.judged import JudgeConfig
-from burnish.serve import Chat, Server
+from burnish.serve import Chat, listen
 from tests.tasks.test_judged import rows_of, write
 
 
 @contextmanager
 def serving(chat):
-    with Server(chat, "127.0.0.1", 0) as server:
+    with listen(chat, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=[0.02])
         thread.start()
         try:
@@ -51,8 +50,8 @@ ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
         ({"messages": []}, {}, "messages must have at least 1 item"),
         ({"messages": [{"role": "root", "content": ""}]}, {}, "messages.0.role must be 'system'"),
         ({"max_tokens": 0}, {}, "max_tokens must be greater than or equal to 1, got 0"),
-        ({}, {"kind": "text/plain"}, "send application/json to /v1/chat/completions, got text/"),
-        ({}, {"path": "/v1/completions"}, "to /v1/completions"),
+        ({}, {"kind": "text/plain"}, " bytes of application/json to /v1/chat/completions, got "),
+        ({}, {"path": "/v1/completions"}, "bytes of application/json to /v1/completions"),
     ],
 )
 def test_wrong_requests_are_refused(change, how, message):
@@ -61,11 +60,6 @@ def test_wrong_requests_are_refused(change, how, message):
         status, found = post(port, ASKED | change, **how)
         assert (status, post(port, b"{", **how)[0]) == (400, 400)
     assert message in found["error"]["message"]
-
-
-def test_a_port_that_is_taken_is_said():
-    with serving(None) as port, pytest.raises(RunError, match=rf"{port}: .*another --port"):
-        Server(None, "127.0.0.1", port)
 
 
 def tiny(path):

@@ -45,6 +45,8 @@ class Parcel(NamedTuple):
     probe: tuple[float, ...] = ()
     """Log-probabilities of fixed tokens as the sender's model gives them; empty if there is no
     model."""
+    is_partial: bool = False
+    """See ``Weights``."""
 
     def check(self, found: tuple[float, ...], limit: float) -> None:
         """Raises if the receiver's model, once loaded, gives log-probabilities that differ by more
@@ -76,7 +78,8 @@ class Sender:
             shape = tuple(tensor.shape)
             entries.append(Entry(name, tensor.dtype, shape, offset, checksum(place)))
             offset += sizes[name]
-        return Parcel(weights.version, weights.incarnation, tuple(entries), space)
+        sent = weights.version, weights.incarnation, tuple(entries), space
+        return Parcel(*sent, is_partial=weights.is_partial)
 
     def data(self, space: str) -> Any:
         """The bytes of a space in the form in which they travel beside their parcel."""
@@ -120,7 +123,7 @@ class Receiver:
                     f"checksum of {name} differs; the old weights stay loaded"
                 )
             tensors[name] = memory[offset : offset + length].view(dtype).reshape(shape)
-        yield Weights(parcel.version, parcel.incarnation, tensors)
+        yield Weights(parcel.version, parcel.incarnation, tensors, parcel.is_partial)
 
     def _memory(self, space: str, data: Any) -> Tensor:
         if isinstance(data, torch.Tensor):

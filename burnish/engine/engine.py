@@ -50,6 +50,8 @@ class NativeEngine:
         self._groups: dict[str, RequestGroup] = {}
         self._undelivered: list[Completion] = []
         self.version = self.sampled = self._incarnation = 0
+        self._loaded: set[str] = set()
+        """The tensors that any load has changed."""
         self.probe = model.probe
 
     @property
@@ -88,12 +90,18 @@ class NativeEngine:
         """New weights from the next step on: all of them, or an error and the old ones stay."""
         protocol.check_weights(weights, self.version, self._incarnation, self._cache.dtype)
         try:
-            load_hf_state(self._model, weights.tensors)
+            load_hf_state(self._model, weights.tensors, self._named(weights))
         except ModelError as error:
             raise EngineError(f"{error}; version {self.version} stays loaded") from error
+        self._loaded |= weights.tensors.keys()
         self._backend.update()
         self.scheduler.update()
         self.version, self._incarnation = weights.version, weights.incarnation
+
+    def _named(self, weights: Weights) -> set[str] | None:
+        """The tensors that weights must name, None for all: a part of them is enough if the others
+        are as they were at first, so that no token comes from a mixture of versions."""
+        return self._loaded | weights.tensors.keys() if weights.is_partial else None
 
     def abort(self, request_id: str) -> None:
         """End a request's unfinished samples; the next step returns their tokens so far."""

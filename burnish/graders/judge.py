@@ -48,8 +48,17 @@ class Reply(NamedTuple):
 
 
 class Judge:
+    """Asks questions, some at a time, and grades responses by a rubric."""
+
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
+
+    def grade(self, items: Items) -> list[Grade]:
+        with ThreadPoolExecutor(self.config.parallel) as threads:
+            return list(threads.map(self._grade, items))
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     def check(self) -> None:
         """Raises if the judge does not answer at all; the form of its answer does not matter."""
@@ -88,6 +97,16 @@ class Judge:
                 time.sleep(max(0.0, min(PAUSE * 2**number, end - time.monotonic())))
         return Reply(None, printable(f"the judge failed: {problem}"), cost)
 
+    def _grade(self, item: tuple[str, Mapping[str, Any]]) -> Grade:
+        """The row has the rubric, and the prompt as the judge sees it."""
+        response, row = item
+        asked = rubric.ask_scores(row["rubric"], row["asked"], response)
+        reply = self.ask(asked, partial(rubric.read_scores, count=len(row["rubric"])))
+        if reply.answer is None:
+            return Grade(math.nan, {}, Status.ERROR, reply.problem, reply.cost)
+        parts = dict(zip(row["rubric"], map(float, reply.answer), strict=True))
+        return Grade(rubric.share(row["rubric"], reply.answer), parts, cost=reply.cost)
+
     def _chat(self, messages: rubric.Messages, seconds: float, max_tokens: int) -> tuple[str, int]:
         """An answer's text, and the tokens that the endpoint counted: 0 if it counts none."""
         config, end = self.config, time.monotonic() + seconds
@@ -102,14 +121,11 @@ class Judge:
             path = f"{url.path.rstrip('/')}/chat/completions"
             connection.request("POST", path, body, headers)
             socket, reply = connection.sock, connection.getresponse()
-            while not reply.isclosed():
+            while not reply.isclosed() and len(content) <= LARGEST:
                 socket.settimeout(max(end - time.monotonic(), 0.001))
-                chunk = reply.read1(LARGEST)
-                content += chunk
-                if not chunk:  # all of a stated length was read
+                if not (chunk := reply.read1(LARGEST)):
                     break
-                if len(content) > LARGEST:
-                    raise ValueError(f"the reply has more than {LARGEST:,} bytes")
+                content += chunk
         if reply.status != 200:
             raise ValueError(f"status {reply.status}: {content[:QUOTED]!r}")
         try:
@@ -118,26 +134,3 @@ class Judge:
             return str(found["choices"][0]["message"]["content"]), int(tokens)
         except (LookupError, TypeError, ValueError, AttributeError):
             raise ValueError(f"no chat completion: {content[:QUOTED]!r}") from None
-
-
-class JudgeGrader:
-    """Grades by a judge, some responses at a time; a row has the rubric and the prompt's text."""
-
-    def __init__(self, config: JudgeConfig) -> None:
-        self.judge = Judge(config)
-
-    def grade(self, items: Items) -> list[Grade]:
-        with ThreadPoolExecutor(self.judge.config.parallel) as threads:
-            return list(threads.map(self._grade, items))
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def _grade(self, item: tuple[str, Mapping[str, Any]]) -> Grade:
-        response, row = item
-        asked = rubric.ask_scores(row["rubric"], row["asked"], response)
-        reply = self.judge.ask(asked, partial(rubric.read_scores, count=len(row["rubric"])))
-        if reply.answer is None:
-            return Grade(math.nan, {}, Status.ERROR, reply.problem, reply.cost)
-        parts = dict(zip(row["rubric"], map(float, reply.answer), strict=True))
-        return Grade(rubric.share(row["rubric"], reply.answer), parts, cost=reply.cost)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 Rubric = Mapping[str, tuple[str, float]]
@@ -93,16 +94,13 @@ def _listed(rubric: Rubric) -> dict[str, str]:
 
 
 def _list(answer: str) -> list[Any]:
-    try:
-        found = json.loads(answer)
-    except ValueError:
-        found = None
-    return found if isinstance(found, list) else []
+    """The list of an answer that is a JSON list; empty if it is anything else."""
+    with suppress(ValueError):
+        if isinstance(found := json.loads(answer), list):
+            return found
+    return []
 
 
 def _is_criterion(text: Any) -> bool:
-    return (
-        isinstance(text, str)
-        and text.isprintable()
-        and 0 < len(text.strip()) <= len(text) <= LONGEST
-    )
+    is_line = isinstance(text, str) and text.isprintable()
+    return is_line and 0 < len(text.strip()) <= len(text) <= LONGEST

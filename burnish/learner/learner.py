@@ -16,6 +16,7 @@ from burnish.errors import BurnishError
 from burnish.learner import alarm
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
+from burnish.model import lora
 from burnish.model.transformer import Transformer
 from burnish.model.value import Critic
 from burnish.progress import each
@@ -56,8 +57,10 @@ class Learner:
     Beside the optimizer's memory (see ``optim``) it holds one frozen copy of the policy, in compute
     precision, for each of: the reference (a program that needs its pass), the initial model and the
     policy one rollout before (``train.log_kl``). A reference that is never refreshed is the initial
-    model, and then they share one copy. ``teacher`` is a frozen model of its own, in compute
-    precision; None if the program needs no such pass.
+    model, and then they share one copy. Copies share the weights that never change, and the
+    reference of a policy with an adapter is the model without it, so it takes no memory.
+    ``teacher`` is a frozen model of its own, in compute precision; None if the program needs no
+    such pass.
 
     A critic has an optimizer of its own, and steps and skips steps together with the policy.
     """
@@ -88,9 +91,11 @@ class Learner:
         self.teacher = teacher
         self._rollout: _Rollout | None = None
         has_reference = "reference" in program.passes(1)
-        initial = self._frozen() if has_reference or train.log_kl else None
-        self.reference = initial if has_reference else None
-        self.initial = initial if train.log_kl else None
+        base = lora.without(self._frozen()) if has_reference or train.log_kl else None
+        self.reference = base if has_reference else None
+        self.initial = base if train.log_kl else None
+        if train.log_kl and not lora.starts_at_base(self.policy):
+            self.initial = self._frozen()
         self.previous = self._frozen() if train.log_kl else None
 
     @property
@@ -185,9 +190,16 @@ class Learner:
         return describe_kl("held_out", ours, initial, batch)
 
     def weights(self) -> Weights:
-        """A copy of the policy's weights, in compute precision."""
-        tensors = {name: view.clone() for name, view in self.policy.exchange().items()}
-        return Weights(self.version, self.incarnation, tensors)
+        """A copy of the policy's weights that learn, in compute precision. Those that an adapter
+        changes are merged with its masters in fp32, and rounded once."""
+        views = self.policy.exchange(learned=True)
+        tensors = {name: view.clone() for name, view in views.items()}
+        masters = self.optimizer.masters
+        adapter = lora.adapter_of(masters)
+        if adapter is not None and isinstance(masters, Transformer):
+            tensors |= lora.merged(masters, adapter)
+        is_partial = len(tensors) < len(self.policy.exchange())
+        return Weights(self.version, self.incarnation, tensors, is_partial)
 
     def state(self) -> State:
         """The state from which `load_state` goes on bit for bit. Its tensors are views of the
@@ -198,7 +210,7 @@ class Learner:
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {}
         for model, optimizer in self.optimizers.items():
-            found, numbers[model] = optimizer.state(whole=model == "policy")
+            found, numbers[model] = optimizer.state()
             tensors |= {f"{model}.{name}": tensor for name, tensor in found.items()}
         learns = {name for name, p in self.policy.named_parameters() if p.requires_grad}
         reference = self.reference if self.refreshed else None

@@ -1,9 +1,9 @@
 """AdamW over fp32 master weights, whatever the precision of the forward and backward passes.
 
-Of a model with P parameters it holds 16 P bytes: masters, gradients, two moments. In fp32 the
+Of P parameters that learn it holds 16 P bytes: masters, gradients, two moments. In fp32 the
 policy's own parameters are the masters; in bf16 and fp16 the policy is a cast copy of them (2 P
 bytes more), written anew after each step, and a gradient leaves it for the fp32 sum as soon as the
-backward pass has made it.
+backward pass has made it. Weights that do not learn are held once, in the policy's precision.
 """
 
 from __future__ import annotations
@@ -61,9 +61,12 @@ class Optimizer(Generic[Model]):
         if train.precision in PRECISIONS:
             self.masters = policy.to(torch.float32)
             self.policy = copy.deepcopy(policy).to(PRECISIONS[train.precision])
-            learning = (p for p in self.policy.parameters() if p.requires_grad)
-            for low, master in zip(learning, self._learning, strict=True):
-                low.register_post_accumulate_grad_hook(partial(_fold, master))  # type: ignore[no-untyped-call]
+            both = zip(self.policy.parameters(), self.masters.parameters(), strict=True)
+            for low, master in both:
+                if master.requires_grad:
+                    low.register_post_accumulate_grad_hook(partial(_fold, master))  # type: ignore[no-untyped-call]
+                else:
+                    master.data = low.data
         self.adamw = torch.optim.AdamW(
             self._learning, train.learning_rate, train.betas, weight_decay=0.0, fused=True
         )
@@ -111,14 +114,12 @@ class Optimizer(Generic[Model]):
         for p in (*self._learning, *self.policy.parameters()):
             p.grad = None
 
-    def state(self, *, whole: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Views of masters, moments and step counters; and the loss scale. Masters of weights that
-        never change are left out unless ``whole``."""
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Views of the masters that learn, of moments and step counters; and the loss scale."""
         tensors = {}
         for name, p in self.masters.named_parameters():
-            if whole or p.requires_grad:
-                tensors[f"master.{name}"] = p.detach()
             if p.requires_grad:
+                tensors[f"master.{name}"] = p.detach()
                 tensors |= {f"{key}.{name}": value for key, value in self.adamw.state[p].items()}
         return tensors, {"loss_scale": self.scale, "good_steps": self.good_steps}
 
@@ -137,8 +138,10 @@ class Optimizer(Generic[Model]):
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Rounded to the target's precision."""
-    torch._foreach_copy_(list(target.parameters()), list(source.parameters()))
+    """The weights that learn in the source, rounded to the target's precision."""
+    both = zip(target.parameters(), source.parameters(), strict=True)
+    to, of = zip(*(pair for pair in both if pair[1].requires_grad), strict=True)
+    torch._foreach_copy_(to, of)
 
 
 def _fold(master: Tensor, low: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,16 @@ def read_state(directory: Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_hf_state(model: Transformer, state: Mapping[str, Tensor]) -> None:
-    """Copy tensors under Hugging Face's names into the model: all of them, or none and an error."""
+def load_hf_state(
+    model: Transformer, state: Mapping[str, Tensor], names: Collection[str] | None = None
+) -> None:
+    """Copy tensors under Hugging Face's names into the model: all of them, or none and an error.
+
+    ``names``: the tensors that must be there; None for all of the model's.
+    """
     views = model.exchange()
+    if names is not None:
+        views = {name: view for name, view in views.items() if name in names}
     # Older checkpoints carry RoPE's frequencies, which the config determines.
     given = {k: v for k, v in state.items() if not k.endswith("rotary_emb.inv_freq")}
     if model.head is None and "lm_head.weight" in given:

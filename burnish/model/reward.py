@@ -64,9 +64,9 @@ class RewardModel(nn.Module):
         before = batch.predecessor[first]
         return before.scatter_reduce(0, batch.sequence_ids[slots], slots, "amax")
 
-    def exchange(self) -> dict[str, Tensor]:
+    def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:
         """As `Transformer.exchange`."""
-        return self.body.exchange() | {"score.weight": self.weight.detach()}
+        return self.body.exchange(learned=learned) | {"score.weight": self.weight.detach()}
 
     def save(self, directory: Path | str, *, source: Path | str) -> None:
         """Writes a directory that transformers loads as a model for sequence classification."""

@@ -56,6 +56,7 @@ class Sorter(nn.Module):
         prompt = torch.arange(self.length, device=self.embedding.device) % len(self.embedding)
         return tuple(self(prompt[None]).log_softmax(-1).flatten().tolist())
 
-    def exchange(self) -> dict[str, Tensor]:
-        """Views of the weights under the names that generators know, without gradient."""
+    def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:
+        """Views of the weights under the names that generators know, without gradient; all of them
+        learn."""
         return dict(self.state_dict())

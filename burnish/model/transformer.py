@@ -198,8 +198,14 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _Linear(nn.Linear):
+    def __init__(self, inner: int, outer: int, *, bias: bool) -> None:
+        super().__init__(inner, outer, bias=bias)
+        self.lora: nn.Module | None = None
+        """A change that is added to the product (see `lora`); None if there is none."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias)
+        return out if self.lora is None else out + self.lora(x)
 
     def reset_parameters(self) -> None:
         """Weights come from a checkpoint or from `init_weights`; drawing them twice is waste."""
@@ -272,9 +278,9 @@ class Transformer(nn.Module):
     def learn(self, layers: int | None = None, *, recompute: bool = False) -> Transformer:
         """Makes only the last ``layers`` and the final norm learn; None if all weights do."""
         self.recompute = recompute
+        self.requires_grad_(layers is None)
+        self.lower_layers = 0 if layers is None else max(0, self.config.n_layers - layers)
         if layers is not None:
-            self.lower_layers = max(0, self.config.n_layers - layers)
-            self.requires_grad_(False)
             self.layers[self.lower_layers :].requires_grad_(True)
             self.norm.requires_grad_(True)
         return self
@@ -319,11 +325,16 @@ class Transformer(nn.Module):
         logprobs = self.logits(hidden[-1:]).float().log_softmax(-1)[0]
         return tuple(logprobs[tokens].tolist())
 
-    def exchange(self) -> dict[str, Tensor]:
-        """Views of the weights under Hugging Face's names, without gradient; clone to keep."""
+    def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:
+        """Views of the weights under Hugging Face's names, without gradient; clone to keep.
+
+        ``learned``: only of those that learn. An adapter is not among them.
+        """
         views: dict[str, Tensor] = {}
         width = self.config.head_width
         for name, parameter in self.named_parameters():
+            if ".lora." in name or (learned and not parameter.requires_grad):
+                continue
             *layer, module, kind = name.split(".")
             prefix = f"model.{'.'.join(layer)}." if layer else ""
             parts = HF_MODULES[module]

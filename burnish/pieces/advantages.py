@@ -177,6 +177,35 @@ class Opo(Advantage):
         return rl("sequences", "to_tokens")(found, mask, ids)
 
 
+class Remax(Advantage):
+    """`burnish.rollout.greedy` samples a greedy response to each prompt, as the baseline."""
+
+    name: Literal["remax"] = "remax"
+    written: ClassVar[str] = "A_i = r_i − r(greedy response to the same prompt)"
+    group: ClassVar[int] = 1
+
+    def check(self, recipe: Recipe) -> None:
+        rules = {
+            "samples greedy responses to whole rollouts; use loop.name = 'lagged', got 'free'": (
+                recipe.loop.name == "free"
+            ),
+            "samples greedy responses to whole rounds; use selection.dead_groups = 'dynamic'": (
+                recipe.selection.dead_groups == "active"
+            ),
+        }
+        for told, is_broken in rules.items():
+            if is_broken:
+                raise ValueError(f"objective.advantage = 'remax' {told}")
+
+    @property
+    def graded(self) -> tuple[str, ...]:
+        return ("greedy",)
+
+    def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
+        found = self.estimator(rewards, batch.parts[:, 0])
+        return rl("sequences", "to_tokens")(found, batch.is_action, batch.sequence_ids)
+
+
 class ReinforcePlusPlus(Advantage):
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     written: ClassVar[str] = "A_t = whiten over the batch of R_t,  R_t = r_t + {gamma:g} R_(t+1)"
@@ -329,6 +358,6 @@ class OwnAdvantage(Advantage):
         return partial(self.function)
 
 
-PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo
+PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo | Remax
 PerResponse = PerGroup | BatchStd | Gdpo | OwnAdvantage
 AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Vine | Teacher

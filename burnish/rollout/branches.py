@@ -18,7 +18,8 @@ import numpy as np
 
 from burnish.draws import Stream
 from burnish.engine.protocol import Request
-from burnish.pieces.advantages import Vine
+from burnish.pieces.advantages import Remax, Vine
+from burnish.rollout.greedy import Greedy
 from burnish.schema.recipe import Recipe
 from burnish.types import Branch, Completion, Finish, Grade, Group, IntArray, Prompt, Status
 
@@ -96,13 +97,15 @@ class Branching:
         )
 
 
-Steps = Branching | None
-"""None if a recipe values no steps."""
+Steps = Branching | Greedy | None
+"""Samples more after the responses, to value them; None if a recipe needs no such samples."""
 
 
 def branching(recipe: Recipe, decoder: Callable[[], Callable[[IntArray], list[str]]]) -> Steps:
     """``decoder`` gives the function from token ids to texts."""
     piece = recipe.objective.advantage
+    if isinstance(piece, Remax):
+        return Greedy()
     if not isinstance(piece, Vine):
         return None
     return Branching(piece.steps, piece.continuations, recipe.rollout.group_size, decoder())
@@ -168,12 +171,9 @@ def _value(
 
 
 def describe_steps(groups: Sequence[Group]) -> dict[str, float]:
-    """The steps of a rollout in figures; empty if no steps are valued."""
+    """The steps of a rollout, and the tokens that were sampled to value responses, in figures."""
     completions = [c for group in groups for c in group.completions]
     counts = [np.isfinite(c.values).sum() for c in completions if c.values is not None]
-    if not counts:
-        return {}
-    return {
-        "steps_per_response": float(np.mean(counts)),
-        "continuation_tokens": float(sum(c.continued for c in completions)),
-    }
+    found = {"steps_per_response": float(np.mean(counts))} if counts else {}
+    continued = float(sum(c.continued for c in completions))
+    return found | {"continuation_tokens": continued} if counts or continued else found

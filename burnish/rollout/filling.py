@@ -103,6 +103,7 @@ def sample_actively(
         own = [(request.group, prompts[request.group]) for request, _ in done]
         found = grade(task, own, [completions for _, completions in done], shaping(recipe))
         groups.extend(found)
+        check_errors(groups, limit=recipe.rollout.max_errors, asked=len(prompts) * size)
         whole, _ = drop_errors(found, recipe.rollout.overlong)
         lost = len(found) - len(with_variance(whole))
         further = take(min(lost, bound - len(prompts)))

@@ -17,6 +17,7 @@ from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
 from burnish.rollout.branches import Steps, describe_steps, valued
+from burnish.rollout.greedy import set_apart
 from burnish.rollout.length import PART, Shape, is_cut, mask_cut, unshaped
 from burnish.schema.length import Overlong
 from burnish.schema.recipe import Recipe
@@ -147,11 +148,12 @@ def grade(
     shape: Shape = unshaped,
 ) -> list[Group]:
     """The groups of the prompts and their responses, whose steps are valued if they have branches.
-    The task does not see aborted samples, and ``shape`` changes a group's rewards."""
+    The task does not see aborted samples, ``shape`` changes a group's rewards, and a response that
+    is greedy is set apart."""
     given = list(zip(asked, responses, strict=True))
     left = iter(_grades(task, [(p, c) for (_, p), completions in given for c in completions]))
     groups = [
-        shape(Group(index, prompt, cs, tuple(next(left) for _ in cs)))
+        set_apart(shape(Group(index, prompt, cs, tuple(next(left) for _ in cs))))
         for (index, prompt), cs in given
     ]
     return valued(groups, partial(_grades, task))
@@ -171,15 +173,16 @@ def is_aborted(completion: Completion) -> bool:
     return completion.finish is Finish.ABORT
 
 
-def check_errors(groups: Sequence[Group], *, limit: float) -> None:
+def check_errors(groups: Sequence[Group], *, limit: float, asked: int = 0) -> None:
     """Raises once more than a share of ``limit`` of the grades are errors: the grader's own, or
     the grades of samples that the engine aborted.
 
-    The error quotes each message with the first response, and its row, that the message is about.
+    ``asked``: responses that were asked for, if more than those that are here. The error quotes
+    each message with the first response, and its row, that the message is about.
     """
     graded = [(group.prompt, *pair) for group in groups for pair in group.graded]
     errors = [given for given in graded if given[2].is_error]
-    if len(errors) <= limit * len(graded):
+    if len(errors) <= limit * max(asked, len(graded)):
         return
     first: dict[str, str] = {}
     for prompt, completion, grade in errors:

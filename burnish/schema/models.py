@@ -35,6 +35,7 @@ class LanguageConfig(Section):
 
     name: str = Field("smollm2-135m", description="a name, a directory, or hf:ORG/NAME")
     fp32_head: bool = Field(False, description="logits in float32 whatever the precision")
+    adapter: str | None = Field(None, description="a directory in PEFT's layout; None: none")
 
 
 def _model_kind(model: Any) -> str:

@@ -12,6 +12,7 @@ from burnish.pieces.objective import ObjectiveConfig
 from burnish.schema import critic, frozen, selection
 from burnish.schema.critic import CriticConfig
 from burnish.schema.frozen import RewardModelConfig, TeacherConfig
+from burnish.schema.learning import AllLearn, AnyLearning
 from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
 from burnish.schema.length import check as check_length
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
@@ -77,7 +78,7 @@ class TrainConfig(Section):
     micro_tokens: int | None = Field(None, ge=1, description="per forward pass; None: no bound")
     recompute: bool = Field(False, description="layers run again backwards, to save memory")
     precision: Precision = Field("auto", description="of the forward and backward passes")
-    layers: int | None = Field(None, ge=1, description="only the last so many learn; None: all")
+    learn: AnyLearning = Field(AllLearn(), description="all, layers or lora: what learns")
     learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
     schedule: Literal["constant", "linear"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="gradient steps up to the full rate")

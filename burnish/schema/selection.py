@@ -76,24 +76,21 @@ def endless(recipe: Recipe) -> list[str]:
 def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     """A section of a plan; it is empty if every group is learned from and every prompt asked."""
     chosen, lines = recipe.selection, list[tuple[str, str]]()
-    groups, size = recipe.prompts_per_rollout, recipe.rollout.group_size
+    groups = recipe.prompts_per_rollout
+    asked = groups * chosen.max_asked
     if chosen.dead_groups == "drop":
         lines.append(("dead groups", "leave the batch, which gets smaller"))
     elif chosen.fills:
         when = "in further rounds" if chosen.dead_groups == "dynamic" else "at once"
-        end = "the run stops" if chosen.on_bound == "stop" else "the step learns from fewer"
-        asked = groups * chosen.max_asked
         told = f"others are asked {when} until {groups} groups have unequal rewards"
-        lines.append(("dead groups", told))
-        bound = f"{asked:,} groups ({asked * size:,} responses) per step; beyond that, {end}"
-        lines.append(("asked at most", bound))
+        end = "the run stops" if chosen.on_bound == "stop" else "the step learns from fewer"
+        bound = f"{asked:,} groups ({asked * recipe.rollout.group_size:,} responses) per step"
+        lines += [("dead groups", told), ("asked at most", f"{bound}; beyond that, {end}")]
     if chosen.leave_at is not None:
         told = f"are not asked again once {chosen.leave_at:.0%} of a group's responses are right"
         lines.append(("solved prompts", told))
     if chosen.target is not None:
         far = f"|s − {chosen.target:g}| / {max(chosen.target, 1 - chosen.target):g}"
-        told = (
-            f"a prompt of solve rate s is asked with a chance of max({chosen.floor:g}, 1 − {far})"
-        )
+        told = f"a prompt of solve rate s is asked with chance max({chosen.floor:g}, 1 − {far})"
         lines.append(("curriculum", told))
     return [("selection", lines)] if lines else []

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from burnish.errors import DataError
-from burnish.graders.judge import Judge, JudgeGrader
+from burnish.graders.judge import Judge
 from burnish.graders.rubric import ask_criteria, read_criteria
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
@@ -55,7 +55,7 @@ def make_judged(
         question=partial(ask_shuffled, rows, seed),
         held_out=ask_all(validation),
         tokenizer=tokenizer,
-        grader=JudgeGrader(config.judge),
+        grader=Judge(config.judge),
     )
     task.check_room(room, ((row.where, ask(row)) for row in (*rows, *validation)))
     return task
@@ -110,12 +110,10 @@ class Evolving:
         room, asked = self.config.most - len(kept), prompt.reference["asked"]
         messages = ask_criteria(known, asked, better, worse, room)
         reply = self.judge.ask(messages, partial(read_criteria, count=room))
-        before = {text for row in self.versions for text in row["criteria"].values()}
-        before |= {text for text, _ in given.values()}
-        for text in reply.answer or ():
-            if text not in before:
-                self.made += 1
-                kept[f"{MADE}{self.made}"] = text
+        before = {name: text for row in self.versions for name, text in row["criteria"].items()}
+        seen = [*before.values(), *(text for text, _ in given.values())]
+        new = [text for text in reply.answer or () if text not in seen]
+        kept |= {f"{MADE}{number}": text for number, text in enumerate(new, len(before) + 1)}
         failed = {"rubric/failed": float(reply.answer is None)}
         return failed | {f"rubric/{name}": value for name, value in reply.cost.items()}
 
@@ -125,11 +123,11 @@ class Evolving:
         return self.versions[-1]["criteria"] if self.versions else {}
 
     def state(self) -> dict[str, Any]:
-        return {"steps": self.steps, "made": self.made, "versions": list(self.versions)}
+        return {"steps": self.steps, "versions": list(self.versions)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """An empty state is the state before the first step."""
-        self.steps, self.made = state.get("steps", 0), state.get("made", 0)
+        self.steps: int = state.get("steps", 0)
         self.versions: list[dict[str, Any]] = list(state.get("versions", ()))
 
 

@@ -24,13 +24,7 @@ PATIENCE = 100
 class PromptStream:
     """Numbers groups, and remembers the prompt of each group that is not closed."""
 
-    BEGINNING: ClassVar[dict[str, Any]] = {
-        "groups": 0,
-        "prompts": 0,
-        "skipped": 0,
-        "open": [],
-        "rates": {},
-    }
+    BEGINNING: ClassVar[dict[str, Any]] = {"groups": 0, "prompts": 0, "skipped": 0, "open": []}
 
     def __init__(
         self,
@@ -97,7 +91,7 @@ class PromptStream:
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self._history is not None:
-            self._history.load(state["rates"])
+            self._history.load(state.get("rates", {}))
         self._groups, self._prompts = state["groups"], state["prompts"]
         self.skipped, self._open = state["skipped"], dict(state["open"])
         for part, own in self._evolving.items():

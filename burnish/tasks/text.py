@@ -18,15 +18,7 @@ from burnish.graders.pool import Grader, Limits, grade_pairs, make_grader
 from burnish.graders.rewards import Reward
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.schema.tasks import (
-    Asked,
-    FilesTask,
-    Graded,
-    GymTask,
-    JudgedTask,
-    KeywordsTask,
-    MathTask,
-)
+from burnish.schema.tasks import AnyPart, Asked, FilesTask, Graded
 from burnish.tasks.rows import DataRow, rows_of, shuffled
 from burnish.types import Completion, Grade, IntArray, Prompt
 
@@ -55,7 +47,7 @@ class TextTask:
 
     def __init__(
         self,
-        config: KeywordsTask | FilesTask | MathTask | GymTask | JudgedTask,
+        config: AnyPart,
         *,
         question: Callable[[int], Question],
         held_out: Iterable[Question],

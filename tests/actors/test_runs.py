@@ -45,6 +45,24 @@ def test_same_as_in_one_process(tmp_path: Path, lag: int) -> None:
     assert [row["version"] for row in rows if row["what"] == "learn"] == [10, 20, 30, 40, 50, 60]
 
 
+def test_full_batches_are_the_same_as_in_one_process(tmp_path: Path) -> None:
+    """Prompts leave, rollouts are filled while the next one is in flight, and the ledger has every
+    group."""
+    chosen = {"dead_groups": "dynamic", "leave_at": 0.5, "on_bound": "learn"}
+    sizes = {"rollout": {"batch": 6, "group_size": 2}, "train": {"steps": 4, "batch": 6}}
+    sizes |= {"task": {"prompts": 40}, "selection": chosen, "objective": STALE, "loop": {"lag": 1}}
+    runs = [
+        burnish.train("sort", out=tmp_path / name, show=False, runtime=name, **sizes)
+        for name in ("local", "ray")
+    ]
+    assert metrics(runs[0]) == metrics(runs[1])
+    assert '"rollout/asked_per_used": 1.3' in metrics(runs[0])
+    for run in runs:
+        verdict = judge(run.path, batch=3, window=3)
+        assert not verdict.problems, verdict
+        assert verdict.dropped > 0
+
+
 def pid_of(run: Path, name: str) -> int:
     pid: int = json.loads((run / "actors.json").read_text())[name]["pid"]
     return pid

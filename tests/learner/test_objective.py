@@ -59,15 +59,17 @@ SETTINGS = {
 }
 
 
+def parts_of(completion, grade):
+    is_long = float(len(completion.token_ids) > 1)
+    return {"answer": grade.reward / 2, "format": is_long, "greedy": 1.5}
+
+
 def with_parts(groups):
     """Grades with parts: format is 1 if the response is long, answer is the reward's half."""
     return [
         replace(
             group,
-            grades=tuple(
-                replace(g, parts={"answer": g.reward / 2, "format": float(len(c.token_ids) > 1)})
-                for c, g in group.graded
-            ),
+            grades=tuple(replace(g, parts=parts_of(c, g)) for c, g in group.graded),
         )
         for group in groups
     ]
@@ -106,6 +108,7 @@ def test_advantages(name, two_groups):
     )
     own = {
         "gdpo": lambda: advantages.gdpo(batch.parts, g, weights=[0.5, 2.0], eps=0.5),
+        "remax": lambda: r - 1.5,
         "opo": lambda: advantages.opo(r, g, torch.tensor([2, 1, 3, 1, 2])),
     }
     if name in over_tokens:
@@ -274,7 +277,7 @@ def test_a_squared_log_ratio_keeps_responses_without_advantage(two_groups):
 def test_a_part_that_a_grade_lacks_is_named(two_groups):
     program = make_program(advantage={"name": "gdpo", "parts": {"style": 1.0}})
     with pytest.raises(
-        DataError, match=r"reads the part 'style' .* of p0 has answer, format; name"
+        DataError, match=r"reads the part 'style' .* of p0 has answer, format, greedy; name"
     ):
         pack(with_parts(two_groups), program.graded)
 

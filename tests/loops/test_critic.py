@@ -12,7 +12,12 @@ from burnish.plan import Size, needs, plan
 from tests.loops.test_recorder import fingerprint, stopper, tiny
 
 PPO = ["objective.advantage=gae", "objective.advantage.lam=0.95", "objective.advantage.whiten=true"]
-SEPARATE = ["critic.learning_rate=1e-3", "critic.warmup_rollouts=1", "train.layers=1"]
+SEPARATE = [
+    "critic.learning_rate=1e-3",
+    "critic.warmup_rollouts=1",
+    "train.learn=layers",
+    "train.learn.last=1",
+]
 SHARED = ["critic.shared=true", "critic.learning_rate=1e-2", "train.epochs=2"]
 LAGGED = ["loop.lag=1", "objective.proximal=behavior"]
 
@@ -74,8 +79,13 @@ def test_another_advantage_leaves_a_recipe_without_its_critic():
 
 def test_a_plan_tells_the_critic_and_its_memory(tmp_path):
     """1,000 weights, 2 of 4 layers of 100 learn: 16 bytes each, and 2 bytes of each weight."""
-    size = Size(1000, 8, 128, 10, layers=4, layer=100)
-    asked = ["objective.advantage=gae", "critic.clip=0.3", "train.layers=2"]
+    size = Size(1000, 8, 128, 10, layers=4, learned=200)
+    asked = [
+        "objective.advantage=gae",
+        "critic.clip=0.3",
+        "train.learn=layers",
+        "train.learn.last=2",
+    ]
     asked += ["train.precision=bf16", "engine.precision=bf16"]
     recipe = load(*asked, "critic.warmup_rollouts=7")
     (need,) = [need for need in needs(recipe, size) if need.what == "the critic"]

@@ -41,7 +41,10 @@ def taught(tmp_path, teacher):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [[], ["loop.lag=1"]])
+LAG = pytest.param(["loop.lag=1"], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("more", [[], LAG])
 def test_a_run_with_a_teacher_resumes_bit_for_bit(more, taught, teacher, tmp_path):
     asked = [*taught, *more]
     whole = api.train("keywords", overrides=asked, out=tmp_path / "whole", show=False)

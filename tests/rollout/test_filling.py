@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from burnish import config
 from burnish.engine.protocol import completed
 from burnish.errors import ConfigError, DataError, GraderError
 from burnish.loops import asynchronous
+from burnish.plan import plan
 from burnish.rollout.filling import fill, sample_actively
 from burnish.rollout.rollout import describe
 from burnish.types import Finish, Grade, Prompt, Status
@@ -183,6 +185,17 @@ def test_active_sampling_keeps_the_bound():
         fill(recipe, groups, lambda some: pytest.fail("the bound is reached"))
 
 
+def test_active_sampling_halts_at_the_first_groups_of_a_grader_that_fails():
+    """It must not ask up to the bound. Group 0 is whole first: 2 of the 6 responses asked for."""
+    engine, take = Slow({0: 1, 1: 6, 2: 6}), prompts()
+    task = Thirds()
+    task.grade_all = lambda pairs: [Grade(math.nan, status=Status.ERROR) for _ in pairs]
+    halts = recipe_of("active", "rollout.max_errors=0.3")
+    with pytest.raises(GraderError, match="2 of 2 responses"):
+        sample_actively(halts, engine, task, take(3), take)
+    assert len(engine.submitted) == 3
+
+
 def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
     """Groups 3, 4, 5 of the next rollout are in flight when the first asks for another."""
     recipe = recipe_of("dynamic")
@@ -197,6 +210,17 @@ def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
 
     assert indices(fill(recipe, rollouts.collect(), ask).groups) == [1, 2, 7]  # 6 was dead
     assert indices(rollouts.in_flight()[0]()) == [3, 4, 5]
+
+
+def test_a_plan_says_what_is_selected_and_the_most_that_it_costs():
+    recipe = recipe_of("dynamic", "selection.max_asked=4", "selection.target=0.8")
+    assert dict(plan(recipe, Path("runs/x")))["selection"] == [
+        ("dead groups", "others are asked in further rounds until 3 groups have unequal rewards"),
+        ("asked at most", "12 groups (24 responses) per step; beyond that, the run stops"),
+        ("curriculum",
+         "a prompt of solve rate s is asked with chance max(0.1, 1 − |s − 0.8| / 0.8)"),
+    ]  # fmt: skip
+    assert "selection" not in dict(plan(config.load("sort"), Path("runs/x")))
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_the_plan_tells_rubric_judge_and_calls_and_the_recipe_survives_its_file(
     assert lines["rubric"] == "+2 'Has the letter e.', -1 'Has the letter z.'"
     assert lines["judge"].startswith("m at http://127.0.0.1:1/v1: 8 calls per step and one per")
     assert (
-        lines["evolving"] == "at most 2 more criteria, a call every 1 step; kept while std_g > 0.2"
+        lines["evolving"] == "at most 2 more criteria, kept while std_g > 0.2; a call every 1 step"
     )
     assert "rubric =" not in lines["task"]
     (tmp_path / "again.toml").write_text(config.to_toml(config.effective(recipe)))

@@ -1,0 +1,99 @@
+"""A run that learns an adapter: with lag, killed and resumed, evaluated, exported, learned on."""
+
+import pytest
+import torch
+
+from burnish import api, config, models, preflight
+from burnish.errors import BurnishError, ConfigError
+from burnish.model import lora, peft
+from burnish.runs import checkpoints
+from tests.loops.test_recorder import fingerprint, stopper, tiny, without
+
+LEARN = ["train.learn=lora", "train.learn.rank=2", "train.learn.alpha=4", "train.log_kl=true"]
+SETS = [*LEARN, "objective.kl=k3", "loop.lag=1", "train.steps=3"]
+SETS += [
+    "objective.entropy_coefficient=0.5",
+    "checkpoint.every=1",
+    "validation.every=3",
+    "train.learning_rate=0.05",
+]
+
+REFRESH = "objective.kl.refresh=2"
+
+
+@pytest.fixture(scope="module")
+def base(smollm2, tmp_path_factory):
+    """A tiny model of its own files, from a run of one step."""
+    folder = tmp_path_factory.mktemp("base")
+    run = api.train("keywords", overrides=[*tiny(smollm2), "train.steps=1"], out=folder / "run")
+    api.export(run, folder / "model")
+    return folder / "model"
+
+
+def sets(base, *more):
+    kept = [one for one in tiny(base) if not one.startswith("model.")]
+    return [f"model.name={base}", *kept, *SETS, *more]
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    path = tmp_path_factory.mktemp("adapter") / "run"
+    return api.train("keywords", overrides=sets(base, REFRESH), out=path)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(run, base, tmp_path):
+    path = tmp_path / "run"
+    api.train("keywords", overrides=sets(base, REFRESH), out=path, stop=stopper(1))
+    api.resume(path)
+    ours, theirs = (without(fingerprint(one), "ledger.jsonl") for one in (path, run))
+    assert ours == theirs  # the ledger has a line about the restart
+    tensors, _ = checkpoints.load(checkpoints.latest(path))
+    assert all(".lora." in name for name in tensors if name.startswith("policy."))
+    assert 0 < run.metrics[1]["mismatch/logprob_max"] < 1e-4
+
+
+def test_its_model_is_the_base_with_the_adapter(run, base, tmp_path):
+    """Exported whole, exported as an adapter beside its base, and opened as a run: one model."""
+    api.export(run, tmp_path / "whole")
+    api.export(run, tmp_path / "adapter", adapter=True)
+    whole = config.load("keywords", {"model": {"name": str(tmp_path / "whole")}})
+    beside = {"name": str(base), "adapter": str(tmp_path / "adapter")}
+    recipes = [whole, *(config.load("keywords", {"model": m}) for m in (beside, str(run)))]
+    first, *others = (models.open_model(recipe).model.exchange() for recipe in recipes)
+    for other in others:
+        for name, tensor in first.items():
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-7)
+    plain = models.open_model(config.load("keywords", {"model": str(base)})).model.exchange()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(first[name], plain[name])
+    assert len({preflight.hashes(recipe)["model"] for recipe in recipes}) == 3
+    said = {}
+    for recipe in recipes:
+        model = {"name": recipe.model.name, "adapter": recipe.model.adapter}
+        said[str(model)] = api.generate("a", model=model, max_tokens=5, precision="fp32")[0]
+    assert len({tuple(answer.token_ids) for answer in said.values()}) == 1
+
+
+def test_an_adapter_goes_on_learning(run, base, tmp_path):
+    api.export(run, tmp_path / "adapter", adapter=True)
+    given = [*sets(base), f"model.adapter={tmp_path / 'adapter'}"]
+    policy = models.open_policy(config.load("keywords", given)).model
+    held, read = lora.adapter_of(policy), peft.read(tmp_path / "adapter")
+    assert held.shapes == read.shapes
+    name = "model.layers.1.self_attn.q_proj"
+    assert torch.equal(held.pairs[name][1], read.pairs[name][1])
+    for wrong, message in [
+        ("train.learn.rank=3", r"train.learn.rank = 3 must be that of model.adapter.*use 2"),
+        ("train.learn.alpha=5", r"train.learn.alpha = 5 must be that of .*use 4"),
+        (f"model.adapter={tmp_path}", "is no adapter in PEFT's layout"),
+    ]:
+        with pytest.raises(BurnishError, match=message):
+            preflight.check(config.load("keywords", [*given, wrong]))
+    second = api.train("keywords", overrides=[*given, "train.steps=1"], out=tmp_path / "second")
+    assert second.metrics[1]["kl/initial_k1"] == pytest.approx(0, abs=1e-6)
+    assert abs(second.metrics[1]["kl/reference_k1"]) > 1e-4
+
+
+def test_a_run_without_an_adapter_exports_none(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no adapter: train\.learn is 'all'"):
+        api.export(base.parent / "run", tmp_path / "out", adapter=True)

@@ -1,0 +1,115 @@
+"""ReMax: a greedy response to each prompt is sampled, graded, counted, and never learned from."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from burnish import api, build, config
+from burnish.draws import Stream
+from burnish.errors import ConfigError, DataError
+from burnish.plan import plan
+from burnish.rollout.greedy import Greedy, set_apart
+from burnish.rollout.packing import pack
+from burnish.rollout.rollout import describe, grade, sample, sampling
+from burnish.runs.metrics import Timers
+from burnish.types import Grade, Scores, Status
+from tests.conftest import make_group
+from tests.loops.test_recorder import fingerprint, stopper
+
+REMAX = ["objective.advantage=remax", "train.steps=4", "train.epochs=2"]
+
+
+def with_greedy(reward, *, grade=None):
+    """Responses of 2 and 1 tokens with rewards 1 and 4, and a greedy one of 3 tokens."""
+    group = make_group(3, [5, 6], [[7, 8], [9], [1, 2, 3]], [1.0, 4.0, reward])
+    *own, last = group.completions
+    last = replace(last, params=replace(last.params, temperature=0.0))
+    grades = group.grades if grade is None else (*group.grades[:-1], grade)
+    return replace(group, completions=(*own, last), grades=grades)
+
+
+def test_the_greedy_response_leaves_its_reward_and_its_cost():
+    group = set_apart(with_greedy(2.5))
+    assert [grade.parts for grade in group.grades] == [{"greedy": 2.5}] * 2
+    assert [grade.reward for grade in group.grades] == [1.0, 4.0]
+    assert [c.continued for c in group.completions] == [3, 0]
+    figures = describe([group])
+    assert figures["rollout/reward"] == figures["rollout/part_greedy"] == 2.5
+    assert figures["rollout/responses"] == 2
+    assert figures["rollout/continuation_tokens"] == 3
+    assert figures["rollout/tokens_sampled"] == 6
+    program = build.compile(config.load("sort", REMAX).objective)
+    batch = pack([group], program.graded)
+    # 1 − 2.5 on two tokens, 4 − 2.5 on one.
+    found = program.advantages(batch, Scores())[batch.is_action]
+    torch.testing.assert_close(found, torch.tensor([-1.5, -1.5, 1.5]))
+
+
+def test_a_greedy_response_without_a_grade_takes_its_group_along():
+    error = Grade(float("nan"), status=Status.ERROR, message="the judge is asleep")
+    group = set_apart(with_greedy(0.0, grade=error))
+    told = "the greedy response has no grade: the judge is asleep"
+    assert [(g.is_error, g.message) for g in group.grades] == [(True, told)] * 2
+
+
+def test_groups_that_are_all_greedy_or_not_at_all_stay():
+    whole = with_greedy(1.0)
+    for kept in ([0, 1], [2]):
+        group = replace(
+            whole,
+            completions=tuple(whole.completions[i] for i in kept),
+            grades=tuple(whole.grades[i] for i in kept),
+        )
+        assert set_apart(group) is group
+
+
+def test_it_is_the_likeliest_response_and_does_not_touch_the_others():
+    recipe = config.load("sort", REMAX)
+    task, engine, _ = build.build_sampler(recipe)
+    asked, params = list(enumerate(task.prompts)), sampling(recipe)
+    plain = sample(engine, asked, 4, params)
+    found = sample(engine, asked, 4, params, steps=Greedy())
+    for own, more in zip(plain, found, strict=True):
+        assert len(more) == 5
+        for a, b in zip(own, more[:4], strict=True):
+            assert np.array_equal(a.token_ids, b.token_ids)
+    tokens = torch.tensor(np.stack([prompt.token_ids for _, prompt in asked])).long()
+    likeliest = engine.model(tokens).argmax(-1)
+    assert [more[-1].token_ids.tolist() for more in found] == likeliest.tolist()
+    groups = grade(task, asked, found)
+    pairs = [(prompt, own[-1]) for (_, prompt), own in zip(asked, found, strict=True)]
+    expected = [g.reward for g in task.grade_all(pairs)]
+    assert [group.grades[0].parts["greedy"] for group in groups] == expected
+    held_out = sample(engine, asked, 4, params, Stream.EVALUATION, steps=Greedy())
+    assert {len(own) for own in held_out} == {4}
+
+
+def test_a_run_in_both_loops_repeats_and_resumes(tmp_path):
+    lag = [*REMAX, "loop.lag=1", "objective.proximal=behavior", "checkpoint.every=1"]
+    whole = api.train("sort", overrides=lag, out=tmp_path / "whole")
+    path = api.train("sort", overrides=lag, out=tmp_path / "run", stop=stopper(2))
+    api.resume(path)
+    assert fingerprint(path) == fingerprint(whole)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["rollout/continuation_tokens"] == 3 * 3  # of three prompts, three numbers each
+    assert rows[1]["rollout/tokens_sampled"] == 33 * 3
+    assert 0 <= rows[1]["rollout/part_greedy"] <= 5
+    recipe = config.load("sort", REMAX)
+    parts = build.build(recipe)
+    steps = list(parts.train(timers=Timers()))
+    assert {len(step.advantages) for step in steps} == {30}
+
+
+def test_bad_input_and_the_plan(tmp_path):
+    lines = dict(dict(plan(config.load("sort", REMAX), tmp_path))["batches"])
+    assert lines["greedy responses"].startswith("3 more per rollout, one per prompt")
+    free = ["loop=free", "runtime=ray", "objective.proximal=behavior"]
+    with pytest.raises(ConfigError, match=r"'remax' .* use loop\.name = 'lagged', got 'free'"):
+        config.load("sort", [*REMAX, *free])
+    with pytest.raises(ConfigError, match=r"use selection\.dead_groups = 'dynamic'"):
+        config.load("sort", [*REMAX, "selection.dead_groups=active"])
+    with pytest.raises(DataError, match="reads the part 'greedy'"):
+        pack([make_group(0, [1], [[2]], [0.0])], ("greedy",))
