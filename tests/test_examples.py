@@ -135,3 +135,10 @@ def test_the_first_wrong_line_is_found(tmp_path, monkeypatch, capsys):
     assert "2 wrong responses of several lines, 1 with one lowest advantage" in told
     assert "first wrong line: 1 of 1" in told
     assert "a guess among the lines: 0.5 of 1" in told
+
+
+def test_a_critic_learns_beside_a_policy(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["train.steps=2", "critic.warmup_rollouts=1", "rollout.batch=8", "train.batch=8"]
+    run(script("critic"), monkeypatch, *small, "rollout.max_tokens=4", "device=cpu")
+    assert capsys.readouterr().out.startswith("steps 1 to 2: reward ")
