@@ -385,18 +385,7 @@ def export(
     with shown(show, path.name):
         tell("load", "loading torch")
         from burnish import models
-        from burnish.model import checkpoint, lora, peft
-        from burnish.model.reward import RewardModel
 
-        (body, _, source), model = models.open_run(recipe, chosen)
         tell("export", f"writing {target}")
-        own = lora.adapter_of(body)
-        if adapter and own is not None:
-            peft.write(own, target, base=recipe.model.name)
-            return chosen
-        lora.fold(body)
-        if isinstance(model, RewardModel):
-            model.save(target, source=source)
-        else:
-            checkpoint.save(model, target, source=source)
+        models.write_run(recipe, chosen, target, adapter=adapter)
     return chosen

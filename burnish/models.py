@@ -84,6 +84,19 @@ def open_run(run: Recipe, chosen: Path) -> tuple[Opened, Transformer | RewardMod
     return opened, model
 
 
+def write_run(run: Recipe, chosen: Path, target: Path, *, adapter: bool = False) -> None:
+    """Writes the model of a run at a checkpoint in Hugging Face's layout, its adapter merged; or
+    the adapter alone, in PEFT's."""
+    opened, model = open_run(run, chosen)
+    own = lora.adapter_of(opened.model)
+    if adapter and own is not None:
+        return peft.write(own, target, base=run.model.name)
+    lora.fold(opened.model)
+    if isinstance(model, RewardModel):
+        return model.save(target, source=opened.path)
+    return checkpoint.save(model, target, source=opened.path)
+
+
 def _open_base(recipe: Recipe, dtype: torch.dtype) -> Opened:
     """The recipe's model without its adapter."""
     run, kind = preflight.run_of(recipe), recipe.model

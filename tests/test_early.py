@@ -49,7 +49,7 @@ REFUSED = [
     (["train", "keywords", "--data", "none.jsonl"], "can't be read: no such file"),
     (["train", "keywords", "--data", "bad.jsonl"], "bad.jsonl, line 21: not JSON"),
     (["sft", "--data", "bad.jsonl"], "bad.jsonl, line 21: not JSON"),
-    ([*OWN, "keyword"], "reward must be FILE.py:NAME or one of inclusion, use, got 'keyword'"),
+    ([*OWN, "keyword"], "reward must be FILE.py:NAME or one of inclusion, use, none, got 'keyword'"),
     ([*OWN, "none.py:right"], "there is no file"),
     ([*OWN, "broken.py:right"], "broken.py:right: the file can't be loaded: "),
     ([*OWN, "reward.py:wrong"], "reward.py has ['right'], no function 'wrong'"),

@@ -162,3 +162,10 @@ def test_sums_are_checked_never_once_or_twice(tmp_path, monkeypatch):
         worked = f"{a + b:02d} {a + b + c:02d} {a + b + c + d:02d}"
         assert row["answer"] == f"{','.join([worked] * (checks + 1))}={a + b + c + d:02d}"
         assert row["expected_answer"] == str(a + b + c + d)
+
+
+def test_a_critic_learns_beside_a_policy(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["train.steps=2", "critic.warmup_rollouts=1", "rollout.batch=8", "train.batch=8"]
+    run(script("critic"), monkeypatch, *small, "rollout.max_tokens=4", "device=cpu")
+    assert capsys.readouterr().out.startswith("steps 1 to 2: reward ")

@@ -47,7 +47,7 @@ def test_where_functions_are_found():
     here = functools.partial(module_level)
     for kept in (lambda r, row: 1, here, Holder.static, Holder().method, math.hypot):
         assert find(kept) is None
-    with pytest.raises(DataError, match="or one of inclusion, use, got 'keyword'"):
+    with pytest.raises(DataError, match="or one of inclusion, use, none, got 'keyword'"):
         find("keyword")
 
 

@@ -34,7 +34,7 @@ def one_thread():
 @pytest.mark.parametrize("more", [SEPARATE, SHARED + LAGGED], ids=["separate", "shared, lagged"])
 def test_a_run_with_a_critic_resumes_bit_for_bit(more, smollm2, tmp_path, monkeypatch):
     """A random model never writes the words, so its responses are paid by their length."""
-    monkeypatch.setitem(keywords.REWARDS, "inclusion", lambda text, row: {"reward": len(text) % 7})
+    monkeypatch.setitem(keywords.REWARDS, "use", lambda text, row: {"reward": len(text) % 7})
     asked = tiny(smollm2, "train.steps=3", "checkpoint.every=1", "train.log_kl=false", *PPO, *more)
     whole = api.train("keywords", overrides=asked, out=tmp_path / "whole")
     path = api.train("keywords", overrides=asked, out=tmp_path / "run", stop=stopper(1))

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from burnish.model import lora
 from burnish.model.attention import causal
 from burnish.model.value import Critic
 from burnish.rollout.packing import pack
+from burnish.schema.recipe import TrainConfig
 from tests.learner.conftest import make_groups, make_policy
 
 
@@ -53,3 +55,15 @@ def test_a_fresh_critic_values_everything_at_0_and_shares_weights_that_never_cha
 def test_a_value_in_low_precision_is_summed_in_float32():
     policy = make_policy(torch.float32).to(torch.bfloat16)
     assert Critic(policy, shared=True).score(policy, pack(make_groups())).dtype == torch.float32
+
+
+def test_a_critic_of_a_policy_with_an_adapter_has_an_adapter_of_its_own():
+    policy = make_policy(torch.float32)
+    lora.learn(policy, TrainConfig(learn={"name": "lora", "rank": 2}), seed=7)
+    critic = Critic(policy, shared=False)
+    learns = {name for name, p in policy.named_parameters() if p.requires_grad}
+    ours = {name: p for name, p in critic.named_parameters() if p.requires_grad}
+    assert ours.keys() == {f"body.{name}" for name in learns} | {"weight", "bias"}
+    theirs = dict(policy.named_parameters())
+    assert not any(ours[f"body.{name}"] is theirs[name] for name in learns)
+    assert critic.body.embed.weight is policy.embed.weight

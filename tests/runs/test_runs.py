@@ -149,6 +149,7 @@ def test_rows_say_what_a_response_was(tmp_path):
         "tokens": ["<2>", "<3>"],
         "logprobs": [-0.1, -0.2],
         "learner_logprobs": [-0.1, -0.3],
+        "forced": [],
         "reward": 1.0,
         "parts": {},
         "status": "scored",
