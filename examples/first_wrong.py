@@ -6,7 +6,7 @@
     burnish train sums --set model.name=runs/easy-sft --out runs/easy \\
         --set task.train=easy-sums/train.jsonl --set task.validation=easy-sums/validation.jsonl \\
         --set objective.advantage=vine --set rollout.temperature=1.5 --set train.steps=1 \\
-        --set log.rollouts=128
+        --set rollout.batch=128 --set train.batch=128 --set log.rollouts=128
     python examples/first_wrong.py runs/easy
 
 The first command writes 64 easy sums, which a model of 100,000 weights can learn by heart; at

@@ -9,8 +9,9 @@ recipe holds out. A fifth of the rows goes to validation.jsonl.
     python examples/write_sums.py small-sums --small
     burnish sft sums-sft
 
-writes bare sums of one-digit numbers for a small model of one's own: rows for its warm start in
-train.jsonl, other ones for the recipe ``sums`` in questions.jsonl, and held-out ones.
+writes sums of one-digit numbers for a small model of one's own, with their running totals as
+answers: rows for its warm start in train.jsonl, others for the recipe ``sums`` in questions.jsonl,
+and held-out ones in validation.jsonl.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import accumulate, islice, product
 from pathlib import Path
 
 from burnish import config
@@ -73,12 +74,19 @@ def questions(count: int, seed: int) -> list[str]:
     raise SystemExit(f"only {len(found)} questions differ; ask for fewer rows")
 
 
-def small_sums(seed: int) -> list[str]:
-    """All sums of two to four numbers from 1 to 9, shuffled."""
-    digits = [str(digit) for digit in range(1, 10)]
-    every = [f"{' + '.join(terms)} =" for n in (2, 3, 4) for terms in product(digits, repeat=n)]
+def small_rows(seed: int) -> list[dict[str, str]]:
+    """All sums of two to four numbers from 1 to 9, shuffled: "3+4+9=", worked as "07", "16"."""
+    every = [terms for n in (2, 3, 4) for terms in product(range(1, 10), repeat=n)]
     random.Random(seed).shuffle(every)
-    return every
+    return [
+        {
+            "prompt": (asked := "+".join(map(str, terms)) + "="),
+            "question": asked,
+            "answer": "\n".join(f"{total:02d}" for total in list(accumulate(terms))[1:]),
+            "expected_answer": str(sum(terms)),
+        }
+        for terms in every
+    ]
 
 
 def row(question: str) -> dict[str, str]:
@@ -100,8 +108,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True)
     if args.small:
-        made = [row(question) for question in small_sums(args.seed)]
-        cuts = {"validation": 256, "questions": 1000, "train": len(made) - 1256}
+        made = small_rows(args.seed)
+        cuts = {"validation": 256, "train": 4000, "questions": len(made) - 4256}
     else:
         made = [row(question) for question in questions(args.rows, args.seed)]
         held_out = max(1, round(0.2 * args.rows))

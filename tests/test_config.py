@@ -403,7 +403,7 @@ def test_the_constant_is_the_longest_response_unless_it_is_given():
             ("sums", "objective.reduction.length=7"),
         )
     ]
-    assert lengths == [3, 64, 99, 7]
+    assert lengths == [3, 24, 99, 7]
 
 
 @pytest.mark.parametrize("name", config.list_recipes(config.PRESETS))

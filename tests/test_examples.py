@@ -152,6 +152,16 @@ def test_digits_are_written_with_pairs(tmp_path, monkeypatch):
         assert int(row["chosen"]) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
 
 
+def test_small_sums_have_their_running_totals(tmp_path, monkeypatch):
+    """9² + 9³ + 9⁴ = 7,371 sums, each once; the last total is the answer."""
+    run(script("write_sums"), monkeypatch, tmp_path / "sums", "--small")
+    names = ("validation", "train", "questions")
+    rows = [row for name in names for row in read_rows(tmp_path / "sums" / f"{name}.jsonl")]
+    assert len({row["prompt"] for row in rows}) == len(rows) == 7371
+    three = next(row for row in rows if row["prompt"] == "3+4+9=")
+    assert (three["answer"], three["expected_answer"]) == ("07\n16", "16")
+
+
 def test_sums_are_checked_never_once_or_twice(tmp_path, monkeypatch):
     run(script("write_checked"), monkeypatch, tmp_path / "sums")
     names = ("validation", "train", "questions")
