@@ -2,27 +2,11 @@ import math
 
 import pytest
 import torch
+from literals import D, close, t, value_and_grad
 
 from burnish.rl import kl, losses, ratios
 
-D = torch.float64
 INF = math.inf
-
-
-def t(*values):
-    return torch.tensor(values, dtype=D)
-
-
-def close(got, expected, atol=1e-12):
-    expected = torch.as_tensor(expected, dtype=got.dtype)
-    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
-
-
-def value_and_grad(fn, x):
-    x = x.clone().requires_grad_()
-    y = fn(x)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    return y.detach(), grad
 
 
 # Ratios

@@ -5,29 +5,13 @@ import math
 
 import pytest
 import torch
+from literals import D, close, t, value_and_grad
 
 from burnish.rl import advantages, losses, reduce
 
-D = torch.float64
 REWARDS = torch.tensor([1.0, 3.0, 5.0, 2.0, 2.0], dtype=D)
 GROUPS = torch.tensor([7, 4, 7, 4, 7])  # group 7: rewards 1, 5, 2; group 4: rewards 3, 2
 CENTERED = [-5 / 3, 0.5, 7 / 3, -0.5, -2 / 3]
-
-
-def t(*values):
-    return torch.tensor(values, dtype=D)
-
-
-def close(got, expected, atol=1e-12):
-    expected = torch.as_tensor(expected, dtype=got.dtype)
-    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
-
-
-def value_and_grad(fn, x):
-    x = x.clone().requires_grad_()
-    y = fn(x)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    return y.detach(), grad
 
 
 # Advantages
