@@ -2,18 +2,13 @@ import math
 
 import pytest
 import torch
+from literals import D, close
 
 from burnish.rl import advantages
 from burnish.rl.sequences import on_last_action, to_tokens
 
-D = torch.float64
 REWARDS = torch.tensor([1.0, 3.0, 5.0, 2.0, 2.0], dtype=D)
 GROUPS = torch.tensor([7, 4, 7, 4, 7])  # group 7: rewards 1, 5, 2; group 4: rewards 3, 2
-
-
-def close(got, expected, atol=1e-12):
-    expected = torch.as_tensor(expected, dtype=got.dtype)
-    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
 def test_raw_is_the_reward():

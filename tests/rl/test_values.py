@@ -1,11 +1,7 @@
 import pytest
-import torch
+from literals import t
 
 from burnish.rl.values import explained_variance, is_value_clipped
-
-
-def t(*values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_explained_variance():
