@@ -122,7 +122,7 @@ def train(
 
 @app.command()
 def sft(
-    recipe: Annotated[str, Argument(help="a name from `burnish recipes`, or a .toml file")] = "sft",
+    recipe: RecipeName = "sft",
     overrides: Overrides = None,
     seed: Seed = None,
     out: Out = None,
@@ -136,9 +136,7 @@ def sft(
 
 @app.command()
 def reward(
-    recipe: Annotated[
-        str, Argument(help="a name from `burnish recipes`, or a .toml file")
-    ] = "reward",
+    recipe: RecipeName = "reward",
     overrides: Overrides = None,
     seed: Seed = None,
     out: Out = None,
