@@ -54,7 +54,13 @@ DISTRIBUTED = (
 
 ENGINES = (
     *("engine/wire.py", "engine/serving.py", "engine/remote.py", "engine/listening.py"),
-    *("engine/environment.py", "engines.py", "engine_commands.py", "schema/engines.py"),
+    *(
+        "engine/environment.py",
+        "engine/check.py",
+        "engines.py",
+        "engine_commands.py",
+        "schema/engines.py",
+    ),
 )
 """Files that are there for other engines and for the mesh."""
 

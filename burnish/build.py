@@ -13,7 +13,6 @@ from typing import Any
 
 from burnish import config, engines, machine, preflight
 from burnish.engine.protocol import Engine, require
-from burnish.engine.remote import RemoteEngine
 from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, MissingExtra, ModelError
 from burnish.learner.learner import Learner
@@ -56,8 +55,6 @@ from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
 
-ROUGH = 0.25
-"""How far log-probabilities of a probe may differ if not everything is computed in fp32."""
 PROBED = 1000
 """Training prompts among which a plan looks for the longest; all rows of a file are checked."""
 TASKS: dict[str, Any] = {
@@ -76,18 +73,15 @@ def build(recipe: Recipe) -> Parts:
     task, engine, decode = build_sampler(recipe)
     require(engine.capabilities, repeats=True)  # a resumed run draws the same
     learner = build_learner(recipe)
-    if isinstance(engine, RemoteEngine):
-        probe: Any = learner.policy.probe
-        engine.expect(probe, tolerance(recipe))
+    shut = engines.attach(recipe, engine, learner.policy)
     stream, buffer = stream_of(recipe, task), buffer_of(recipe)
 
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
 
     def close() -> None:
+        shut()
         task.close()
-        if isinstance(engine, RemoteEngine):
-            engine.close()
 
     steps = branching(recipe, lambda: decode)
     rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
@@ -110,12 +104,6 @@ def build(recipe: Recipe) -> Parts:
         decode=decode,
         close=close,
     )
-
-
-def tolerance(recipe: Recipe) -> float:
-    """How far log-probabilities of a probe may differ between sampler and learner."""
-    is_exact = recipe.engine.precision == recipe.train.precision == "fp32"
-    return 1e-4 if is_exact else ROUGH
 
 
 def buffer_of(recipe: Recipe) -> Buffer | None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from burnish import build as local
+from burnish import engines
 from burnish.actors import cluster
 from burnish.actors.cast import Generator, LearnerPart, Scorer
 from burnish.actors.fleet import Fleet
@@ -98,7 +99,7 @@ def make_generator(recipe: Recipe) -> Generator:
     require(engine.capabilities, repeats=not isinstance(loop, FreeLoop))
     drains = isinstance(loop, FreeLoop) and loop.on_update == "wait"
     steps = branching(recipe, lambda: local.decoder(open_tokenizer(recipe)))
-    return Generator(engine, drains=drains, tolerance=local.tolerance(recipe), steps=steps)
+    return Generator(engine, drains=drains, tolerance=engines.tolerance(recipe), steps=steps)
 
 
 def make_scorer(recipe: Recipe) -> Scorer:

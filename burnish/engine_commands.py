@@ -1,4 +1,4 @@
-"""``burnish engine``: serve an engine to other processes and machines."""
+"""``burnish engine``: serve an engine to other machines, and check one before trusting it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import secrets
 import sys
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from typer import Argument, Option
 
@@ -16,8 +18,10 @@ from burnish.api import shown
 from burnish.engine.environment import TOKEN
 from burnish.progress import tell
 from burnish.schema.recipe import Recipe
+from burnish.types import FloatArray, IntArray
+from burnish.wording import printable
 
-app = typer.Typer(no_args_is_help=True, help="Serve an engine to runs on other machines.")
+app = typer.Typer(no_args_is_help=True, help="Serve an engine to other machines, or check one.")
 
 Model = Annotated[str, Argument(help="a name, a directory, hf:ORG/NAME or a run")]
 Name = Annotated[str, Option(help="native")]
@@ -68,3 +72,83 @@ def serve(
             token = secrets.token_urlsafe(16)
             typer.echo(f"{TOKEN}={token}")
         listening.accept(listener, token, settings, python, typer.echo)
+
+
+TEXTS = (
+    "In the morning the two friends walked along the river to the old mill, counted the boats and "
+    "talked about the answer to a question that nobody had asked: how many words are there in",
+    "1 2 3 4 5 6 7",
+    "Once",
+)
+"""Prompts of the checks, of several lengths."""
+
+
+class Reference:
+    """burnish's own forward pass, by the model of a directory."""
+
+    def __init__(self, directory: Path, precision: str, device: str) -> None:
+        from burnish.model import checkpoint
+        from burnish.models import DTYPES
+
+        self.model = checkpoint.load(directory, dtype=DTYPES[precision]).to(device)
+        self._first = {name: t.clone() for name, t in self.model.exchange().items()}
+        self.probe = self.model.probe
+
+    def score(self, prompt: IntArray, response: IntArray, temperature: float) -> FloatArray:
+        import torch
+
+        from burnish.model.attention import causal
+
+        device = self.model.embed.weight.device
+        ids = torch.from_numpy(np.concatenate([prompt, response])).long().to(device)
+        with torch.no_grad():
+            places = torch.arange(len(ids), device=device)
+            hidden = self.model(ids, places, causal([len(ids)], device))
+            logits = self.model.logits(hidden[len(prompt) - 1 : -1]).float() / temperature
+            scores = logits.log_softmax(-1).gather(-1, ids[len(prompt) :, None])
+        found: FloatArray = scores[:, 0].cpu().numpy()
+        return found
+
+    def take(self, change: float) -> dict[str, Any]:
+        from burnish.model.checkpoint import load_hf_state
+
+        tensors = {name: tensor * (1 + change) for name, tensor in self._first.items()}
+        load_hf_state(self.model, tensors)
+        return tensors
+
+
+@app.command()
+def check(
+    model: Model,
+    name: Name = "native",
+    python: Python = None,
+    url: Annotated[str | None, Option(help="of an engine that serves")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Compare an engine with burnish's own forward pass, in a table; exit code 1 if a check fails.
+
+    The first checks are about log-probabilities, the others about ends, seeds and new weights.
+    """
+    with shown(None, model):
+        recipe = _recipe(model, overrides, name=name, python=python, url=url)
+        tell("load", "loading torch")
+        from burnish import build, engines, models, sizes
+        from burnish.engine.check import FAIL, TOKENS, Result, Suite
+
+        recipe = build.prepare(recipe)
+        engine, tokenizer = build.build_engine(recipe), models.open_tokenizer(recipe)
+        own = engines.directory_of(recipe)
+        reference = Reference(own, recipe.engine.precision, sizes.device_of(recipe))
+        longest = sizes.measured(recipe).context - TOKENS - 1
+        prompts = [tokenizer.encode(text)[:longest] for text in TEXTS]
+    typer.echo(f"{name} with {model} in {recipe.engine.precision}")
+
+    how = {"precision": recipe.engine.precision}
+    how["on_update"] = engines.settings_of(recipe, own).on_update
+    suite, found = Suite(engine, reference, prompts, **how), list[Result]()
+    for check in suite.checks:
+        found.append(suite.run(check))
+        typer.echo(f"{check:<36} {found[-1].status:<12} {printable(found[-1].told)}")
+    failed = sum(result.status == FAIL for result in found)
+    typer.echo(f"{failed} of {len(found)} checks failed" if failed else "no check failed")
+    raise typer.Exit(1 if failed else 0)

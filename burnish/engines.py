@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from burnish import machine, preflight
 from burnish.engine import remote
@@ -18,6 +20,9 @@ from burnish.progress import tell
 from burnish.schema.models import LanguageConfig
 from burnish.schema.recipe import Recipe
 from burnish.sizes import device_of
+
+ROUGH = 0.25
+"""How far log-probabilities of a probe may differ if not everything is computed in fp32."""
 
 
 def open_engine(recipe: Recipe) -> Engine:
@@ -37,6 +42,21 @@ def open_engine(recipe: Recipe) -> Engine:
                 f"'{value}' (of {directory}); serve the same there, or change the recipe"
             )
     return engine
+
+
+def tolerance(recipe: Recipe) -> float:
+    """How far log-probabilities of a probe may differ between sampler and learner."""
+    is_exact = recipe.engine.precision == recipe.train.precision == "fp32"
+    return 1e-4 if is_exact else ROUGH
+
+
+def attach(recipe: Recipe, engine: Engine, policy: Any) -> Callable[[], None]:
+    """Holds an engine in another process to the learner's policy after each load -> a function that
+    ends the process."""
+    if not isinstance(engine, remote.RemoteEngine):
+        return lambda: None
+    engine.expect(policy.probe, tolerance(recipe))
+    return engine.close
 
 
 def settings_of(recipe: Recipe, directory: Path) -> Settings:
