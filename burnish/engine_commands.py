@@ -143,9 +143,9 @@ def check(
         prompts = [tokenizer.encode(text)[:longest] for text in TEXTS]
     typer.echo(f"{name} with {model} in {recipe.engine.precision}")
 
-    how = {"precision": recipe.engine.precision}
-    how["on_update"] = engines.settings_of(recipe, own).on_update
-    suite, found = Suite(engine, reference, prompts, **how), list[Result]()
+    given, found = engines.settings_of(recipe, own), list[Result]()
+    how = {"precision": given.precision, "on_update": given.on_update}
+    suite = Suite(engine, reference, prompts, **how)
     for check in suite.checks:
         found.append(suite.run(check))
         typer.echo(f"{check:<36} {found[-1].status:<12} {printable(found[-1].told)}")

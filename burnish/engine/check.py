@@ -299,7 +299,8 @@ class Suite:
     def _gaps(self, c: Completion) -> FloatArray:
         heat = c.params.temperature or 1.0
         scores = self.oracle.score(self._asked[c.request_id], c.token_ids, heat)
-        return np.abs(c.logprobs - scores)
+        found: FloatArray = np.abs(c.logprobs - scores)
+        return found
 
     def _close(self, completions: list[Completion]) -> str:
         return self._near(np.concatenate([self._gaps(c) for c in completions]))
