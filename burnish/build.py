@@ -44,6 +44,7 @@ from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.sizes import (
+    check_adapter,
     check_device,
     check_frozen,
     device_of,
@@ -302,7 +303,8 @@ def look(
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
-    lacks += [] if is_absent else preflight.problem_of(check_frozen, recipe)
+    for check in () if is_absent else (check_frozen, check_adapter):
+        lacks += preflight.problem_of(check, recipe)
     size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:
         try:
