@@ -84,6 +84,7 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
         found += problem_of(check, recipe)
     for other in frozen(recipe).values():
         found += [*problem_of(check_extras, other), *problem_of(check_model, other)]
+    found = list({str(problem): problem for problem in found}.values())
     return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
 
 
