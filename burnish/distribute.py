@@ -103,6 +103,7 @@ def make_generator(recipe: Recipe) -> Generator:
 
 
 def make_scorer(recipe: Recipe) -> Scorer:
+    recipe = local.prepare(recipe, recipe.runtime.threads)  # a learned reward computes, too
     return Scorer(local.build_task(recipe)[0], shaping(recipe))
 
 
