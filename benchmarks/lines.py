@@ -60,6 +60,7 @@ ENGINES = (
         "engines.py",
         "engine_commands.py",
         "schema/engines.py",
+        "engine/sglang.py",
     ),
 )
 """Files that are there for other engines and for the mesh."""

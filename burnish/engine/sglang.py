@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import re
 import shutil
 import tempfile
 import urllib.error
@@ -28,6 +27,7 @@ from safetensors.torch import save_file
 
 from burnish.draws import uniforms
 from burnish.engine import protocol
+from burnish.engine.environment import parts
 from burnish.engine.protocol import Capabilities, Request
 from burnish.engine.sequence import RequestGroup, Sequence
 from burnish.errors import EngineError, ModelError
@@ -40,10 +40,12 @@ OLDEST = "0.5.15"
 """The version of SGLang whose answers were recorded (tests/engine/sglang_contract.json)."""
 SHARED = Path("/dev/shm")
 """Where weights wait for the server, which is on this machine."""
-GLANCE = 0.5
+GLANCE = 0.02
 """Seconds after which a step returns though no call has ended, so that weights can come."""
 SAME = 1e-2
 """How far two probes of the same weights may differ: sums depend on the batch."""
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""burnish's names for the precisions that a server may be started with."""
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Probe = Callable[[], tuple[float, ...]]
 
@@ -124,11 +126,11 @@ class SglangEngine:
         with torch.device("meta"):
             self._outline = Transformer(config)
         told = self._server.call("/server_info") or {}
-        self.facts = {"name": "sglang", "package": f"sglang {told.get('version')}"}
-        if _parts(str(told.get("version"))) < _parts(OLDEST):
+        if parts(str(told.get("version"))) < parts(OLDEST):
             raise self._server.error(f"must be {OLDEST} or newer, is {told.get('version')}")
         self._context: int = min(config.context, told["max_req_input_len"])
         self._reads = not told["skip_tokenizer_init"]
+        self.facts = {"name": "sglang", "precision": PRECISIONS.get(told["dtype"], told["dtype"])}
         self.capabilities = Capabilities(
             model_logprobs=True,
             token_versions=True,
@@ -162,7 +164,7 @@ class SglangEngine:
             if call.sequence.finish is None:
                 self._send(call.sequence)
             else:
-                done.append(_complete(call.sequence, call.sequence.finish))
+                done.append(call.sequence.complete(call.sequence.finish))
         self._aborted &= {call.request_id for call in self._calls.values()}
         return done
 
@@ -177,7 +179,8 @@ class SglangEngine:
         ids = [i * 7919 % config.vocab_size for i in range(min(PROBE, config.context))]
         params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
         asked = {"input_ids": ids, "return_logprob": True, "token_ids_logprob": ids}
-        told = self._server.call("/generate", asked | {"sampling_params": params})
+        asked |= {"extra_key": uuid.uuid4().hex, "sampling_params": params}  # not from the cache
+        told = self._server.call("/generate", asked)
         rows = told["meta_info"]["output_token_ids_logprobs"][0]
         found = {token: logprob for logprob, token, _ in rows}
         return tuple(found[token] for token in ids)
@@ -281,13 +284,3 @@ class SglangEngine:
         """The error about a server that is not asked again."""
         self._server.lost = f"{why}; start it again, and go on with `burnish resume`"
         return self._server.error(self._server.lost)
-
-
-def _complete(sequence: Sequence, finish: Finish) -> Completion:
-    recorded = sequence.response, sequence.logprobs, sequence.versions
-    ended = finish, sequence.stop, sequence.text
-    return protocol.completed(sequence.group.request, sequence.index, recorded, ended)
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

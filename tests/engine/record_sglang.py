@@ -19,6 +19,7 @@ FACTS = (
     "skip_tokenizer_init",
     "enable_deterministic_inference",
     "weight_version",
+    "dtype",
 )
 """The part of /server_info that is kept."""
 DRAWN = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "stop_token_ids": [2], "sampling_seed": 5}

@@ -112,6 +112,7 @@ class TestServer:
             "skip_tokenizer_init": self.engine._tokenizer is None,
             "enable_deterministic_inference": True,
             "weight_version": self.weight_version,
+            "dtype": "float32",
         }
 
     def _generate(

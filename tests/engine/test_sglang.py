@@ -78,7 +78,7 @@ def expected(weights: list[Any], request: Any, found: Any) -> np.ndarray:
     return np.choose(found.versions, rows)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.3])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_logprobs_are_the_models(engine: SglangEngine, temperature: float) -> None:
     request = tiny.request("a", 9, n=4, temperature=temperature, max_tokens=16)
     done = drive(engine, [request, replace(request, request_id="b", group=1)])
@@ -146,8 +146,9 @@ def test_each_token_is_of_its_version(server: TestServer, model: Path, keeps: bo
     for found in done.values():
         wanted = expected([tiny.model(), new], request, found)
         np.testing.assert_allclose(found.logprobs, wanted, atol=tiny.CLOSE)
-    keys = {body.get("extra_key") for path, body in server.seen if path == "/generate"}
-    assert keys == ({None, "0"} if keeps else {None})
+    asked = [body or {} for path, body in server.seen if path == "/generate"]
+    keys = {body.get("extra_key") for body in asked if "rid" in body}  # a probe has none
+    assert keys == ({"0"} if keeps else {None})
 
 
 def test_a_part_of_the_weights_is_enough_if_the_rest_is_as_it_was(engine: SglangEngine) -> None:
