@@ -265,6 +265,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "selection.target": ["selection.floor"] if chosen.target is None else [],
         **dict.fromkeys(endless(recipe), HISTORY),
         "task.name": SAMPLED if recipe.is_supervised else [],
+        "engine.url" if recipe.engine.url else "engine.name": recipe.engine.useless,
         "runtime.name": APART if recipe.runtime.name == "local" else [],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
