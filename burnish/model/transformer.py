@@ -241,6 +241,23 @@ class Layer(nn.Module):
         return out
 
 
+def rows_of(config: ModelConfig, module: str, rows: int) -> list[int]:
+    """Rows of each of Hugging Face's modules in a module of so many rows."""
+    if module == "qkv":
+        return [config.head_width * heads for heads in config.heads]
+    parts = len(HF_MODULES[module])
+    return [rows // parts] * parts
+
+
+def hf_views(config: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Views of the parameter ``name`` of a transformer under Hugging Face's names."""
+    *layer, module, kind = name.split(".")
+    prefix = f"model.{'.'.join(layer)}." if layer else ""
+    cut = torch.split(tensor, rows_of(config, module, len(tensor)))
+    both = zip(HF_MODULES[module], cut, strict=True)
+    return {f"{prefix}{part}.{kind}": view for part, view in both}
+
+
 class Transformer(nn.Module):
     """Weights are uninitialised until a checkpoint or `init_weights` fills them."""
 
@@ -293,6 +310,11 @@ class Transformer(nn.Module):
         """
         return self.measure(self.hidden(batch, lower), batch)
 
+    def read(self, batch: PackedBatch, lower: Tensor | None = None) -> tuple[Measured, Tensor]:
+        """As `score`, and the hidden states [N, d] after the final norm."""
+        hidden = self.hidden(batch, lower)
+        return self.measure(hidden, batch), hidden
+
     def hidden(self, batch: PackedBatch, lower: Tensor | None = None) -> Tensor:
         """[N, d] after the final norm; ``lower`` as in `score`."""
         attend = self._attend(batch)
@@ -331,18 +353,9 @@ class Transformer(nn.Module):
         ``learned``: only of those that learn. An adapter is not among them.
         """
         views: dict[str, Tensor] = {}
-        width = self.config.head_width
         for name, parameter in self.named_parameters():
-            if ".lora." in name or (learned and not parameter.requires_grad):
-                continue
-            *layer, module, kind = name.split(".")
-            prefix = f"model.{'.'.join(layer)}." if layer else ""
-            parts = HF_MODULES[module]
-            rows = [len(parameter) // len(parts)] * len(parts)
-            if module == "qkv":
-                rows = [width * heads for heads in self.config.heads]
-            cut = torch.split(parameter.detach(), rows)
-            views |= {f"{prefix}{part}.{kind}": view for part, view in zip(parts, cut, strict=True)}
+            if ".lora." not in name and (parameter.requires_grad or not learned):
+                views |= hf_views(self.config, name, parameter.detach())
         return views
 
     @torch.no_grad()
