@@ -52,6 +52,18 @@ DISTRIBUTED = (
 """Files and folders that are there for Ray and for learning from old tokens."""
 
 
+MESH = (
+    *("learner/conductor.py", "learner/parallel.py", "learner/ranks.py", "learner/slices.py"),
+    *("learner/watch.py", "loops/conductor.py", "runs/shards.py", "schema/mesh.py"),
+    *("torchrun.py", "__main__.py"),
+)
+"""Files that are there for the learner on a mesh."""
+
+
+def is_mesh(path: Path) -> bool:
+    return path.as_posix().startswith(MESH)
+
+
 def is_distributed(path: Path) -> bool:
     return path.as_posix().startswith(DISTRIBUTED)
 

@@ -22,6 +22,7 @@ from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Optimizer, Policy
 from burnish.learner.preferences import Preferences
+from burnish.learner.ranks import Ranks
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
@@ -71,13 +72,14 @@ TASKS: dict[str, Any] = {
 }
 
 
-def build(recipe: Recipe) -> Parts:
-    """The parts of a recipe's run."""
+def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Parts:
+    """The parts of a recipe's run. ``make`` makes the learner; None for `build_learner`."""
+    make = make or build_learner
     if recipe.is_supervised:
-        return _build_supervised(recipe)
+        return _build_supervised(recipe, make)
     task, engine, decode = build_sampler(recipe)
     require(engine.capabilities, repeats=True)  # a resumed run draws the same
-    learner = build_learner(recipe)
+    learner = make(recipe)
     stream, buffer = stream_of(recipe, task), buffer_of(recipe)
 
     def drift(groups: list[Group]) -> Metrics:
@@ -119,11 +121,11 @@ def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     return PromptStream(task, bound, history, judged.evolving(recipe))
 
 
-def _build_supervised(recipe: Recipe) -> Parts:
+def _build_supervised(recipe: Recipe, make: Callable[[Recipe], Learner]) -> Parts:
     tell("load", "reading the rows")
     answers = _written(recipe)
     recipe = config.with_steps(recipe, answers.steps(recipe.train.batch))
-    learner = build_learner(recipe)
+    learner = make(recipe)
     is_reward = isinstance(recipe.task, PreferencesTask)
     validate = supervised.validate_preferences if is_reward else supervised.validate
     return Parts(
@@ -145,34 +147,38 @@ def _written(recipe: Recipe) -> pairs.Pairs:
     return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
 
 
-def build_learner(recipe: Recipe) -> Learner:
-    """The learner of a recipe's model, with the program of its objective."""
+def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
+    """The learner of a recipe's model, with the program of its objective. ``ranks`` as in
+    `Learner`; they move a model to their devices, part by part."""
     policy: Policy
     if isinstance(recipe.task, SortTask):
         policy = _sorter(recipe)
     else:
-        policy = learned(recipe, open_policy(recipe)).to(device_of(recipe))
+        policy = learned(recipe, open_policy(recipe))
+        policy = policy if ranks else policy.to(device_of(recipe))
     tell("load", "preparing the learner")
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
     if isinstance(policy, RewardModel):
         # It has all that is asked of the program of a run that samples nothing.
         return Learner(policy, Preferences(), train)  # type: ignore[arg-type]
     if recipe.is_supervised:
-        return Learner(policy, supervised.PROGRAM, train)
+        return Learner(policy, supervised.PROGRAM, train, ranks=ranks)
     program, critic = compile(recipe.objective, recipe.critic), None
     if recipe.critic is not None:
         assert isinstance(policy, Transformer), "the schema refuses a critic of the sorting model"
         own = train.model_copy(update={"learning_rate": recipe.critic.learning_rate})
-        critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own)
-    return Learner(policy, program, train, teacher=_teacher(recipe), critic=critic)
+        critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own, ranks)
+    frozen = {"teacher": _teacher(recipe, ranks)}
+    return Learner(policy, program, train, **frozen, critic=critic, ranks=ranks)
 
 
-def _teacher(recipe: Recipe) -> Transformer | None:
+def _teacher(recipe: Recipe, ranks: Ranks | None) -> Transformer | None:
     other = preflight.frozen(recipe).get("teacher.model")
     if other is None:
         return None
     model = open_model(other, DTYPES[settled(recipe).train.precision])[0]
-    return model.to(device_of(recipe)).requires_grad_(False)
+    model.requires_grad_(False)
+    return ranks.place(model, "fp32") if ranks else model.to(device_of(recipe))
 
 
 def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:

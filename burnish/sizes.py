@@ -53,6 +53,13 @@ def _shape(recipe: Recipe) -> tuple[ModelConfig, Tokenizer] | None:
     return scratch_shape(origin, tokenizer) if is_scratch else models.read_config(path), tokenizer
 
 
+def shape_of(recipe: Recipe) -> ModelConfig:
+    """The shape of a recipe's language model, whose files are here."""
+    found = _shape(recipe)
+    assert found is not None, "the files were looked for before"
+    return found[0]
+
+
 def _empty(shape: ModelConfig) -> Transformer:
     """A model without memory for its weights."""
     with torch.device("meta"):

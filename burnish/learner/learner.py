@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -32,7 +32,7 @@ class State(NamedTuple):
     Names begin with the model that they belong to: "policy." or "critic.".
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     numbers: dict[str, Any]
 
 
@@ -74,8 +74,8 @@ class Learner:
         critic: Optimizer[Critic] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """``critic`` is None if the program reads no values; it was made from this policy. ``ranks``
-        are the processes that learn together; None if this is the only one."""
+        """``critic`` is None if the program reads no values; it was made from this policy.
+        ``ranks`` are the processes that learn together; None if this is the only one."""
         self.program = program
         self.train = train
         self.ranks: Ranks = ranks or Alone()
@@ -198,7 +198,7 @@ class Learner:
     def weights(self) -> Weights:
         """A copy of the policy's weights that learn, in compute precision. Those that an adapter
         changes are merged with its masters in fp32, and rounded once."""
-        tensors = self.ranks.exchange(self.policy, learned=True)
+        tensors = self.ranks.exchange(self.policy, self.train.precision)
         masters = self.optimizer.masters
         adapter = lora.adapter_of(masters)
         if adapter is not None and isinstance(masters, Transformer):
@@ -374,8 +374,8 @@ class Learner:
         """[N], where N is ``size``; ``lower`` as in `_Rollout`. A policy that has no frozen layers
         does not share them."""
         lower = lower if policy.lower_layers else None
-        scored = [(p.slots, policy.score(p.batch, at(p.slots, lower)).logprobs) for p in each(packs)]
-        return self._join(scored, size)
+        scored = ((p.slots, policy.score(p.batch, at(p.slots, lower))) for p in each(packs))
+        return self._join([(slots, measured.logprobs) for slots, measured in scored], size)
 
     def _join(self, parts: list[tuple[Tensor, Tensor]], size: int) -> Tensor:
         """[N, …] from (slots [n], values [n, …]) of packs; the ranks have every slot between them.

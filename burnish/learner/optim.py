@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from burnish.learner.ranks import Alone, Ranks
+from burnish.learner.ranks import Alone, Ranks, local
 from burnish.model.reward import RewardModel
 from burnish.model.sorter import Sorter
 from burnish.model.transformer import Transformer
@@ -85,7 +85,9 @@ class Optimizer(Generic[Model]):
     def gradient_norm(self) -> float:
         """The norm of the gradients that were added up so far, without the loss scale."""
         named = self.masters.named_parameters()
-        return self.ranks.norm((name, p.grad) for name, p in named if p.grad is not None) / self.scale
+        return (
+            self.ranks.norm((name, p.grad) for name, p in named if p.grad is not None) / self.scale
+        )
 
     def step(self, number: int, norm: float) -> float:
         """Steps along the gradients, clipped given their norm; returns the learning rate.
@@ -143,7 +145,8 @@ class Optimizer(Generic[Model]):
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """The weights that learn in the source, rounded to the target's precision."""
     both = zip(target.parameters(), source.parameters(), strict=True)
-    to, of = zip(*(pair for pair in both if pair[1].requires_grad), strict=True)
+    learned = (map(local, pair) for pair in both if pair[1].requires_grad)
+    to, of = zip(*learned, strict=True)
     torch._foreach_copy_(to, of)
 
 

@@ -16,6 +16,11 @@ Named = tuple[str, Tensor]
 """A parameter's name in its model, and the parameter or its gradient."""
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that a mesh has cut; any other tensor as it is."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+
+
 class Ranks(Protocol):
     """Every rank makes the same calls in the same order, with the same whole batches."""
 
@@ -41,8 +46,9 @@ class Ranks(Protocol):
     def norm(self, gradients: Iterable[Named]) -> float:
         """Of the whole gradient."""
 
-    def exchange(self, policy: Any, *, learned: bool) -> dict[str, Tensor]:
-        """Whole weights under Hugging Face's names, as `Transformer.exchange` gives them."""
+    def exchange(self, policy: Any, precision: str) -> dict[str, Tensor]:
+        """Copies of the whole weights that learn under Hugging Face's names, as
+        `Transformer.exchange` gives them; on ranks but the first there are none."""
 
     def fill(self, views: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
         """Writes whole tensors of a learner's state into this rank's parts of them."""
@@ -68,8 +74,8 @@ class Alone:
     def norm(self, gradients: Iterable[Named]) -> float:
         return float(nn.utils.get_total_norm([gradient for _, gradient in gradients]))
 
-    def exchange(self, policy: Any, *, learned: bool) -> dict[str, Tensor]:
-        views: dict[str, Tensor] = policy.exchange(learned=learned)
+    def exchange(self, policy: Any, precision: str) -> dict[str, Tensor]:
+        views: dict[str, Tensor] = policy.exchange(learned=True)
         return {name: view.clone() for name, view in views.items()}
 
     def frozen(self, policy: Any, precision: str) -> Any:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from burnish.errors import ModelError
 from burnish.model.activations import RMSNorm, swiglu
 from burnish.model.attention import Attend, causal, packed
-from burnish.model.logprobs import token_logprobs
+from burnish.model.logprobs import Vocabulary, token_logprobs
 from burnish.model.products import linear
 from burnish.types import Measured, PackedBatch
 
@@ -241,21 +241,16 @@ class Layer(nn.Module):
         return out
 
 
-def rows_of(config: ModelConfig, module: str, rows: int) -> list[int]:
-    """Rows of each of Hugging Face's modules in a module of so many rows."""
-    if module == "qkv":
-        return [config.head_width * heads for heads in config.heads]
-    parts = len(HF_MODULES[module])
-    return [rows // parts] * parts
-
-
 def hf_views(config: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Views of the parameter ``name`` of a transformer under Hugging Face's names."""
     *layer, module, kind = name.split(".")
     prefix = f"model.{'.'.join(layer)}." if layer else ""
-    cut = torch.split(tensor, rows_of(config, module, len(tensor)))
-    both = zip(HF_MODULES[module], cut, strict=True)
-    return {f"{prefix}{part}.{kind}": view for part, view in both}
+    parts = HF_MODULES[module]
+    rows = [len(tensor) // len(parts)] * len(parts)
+    if module == "qkv":
+        rows = [config.head_width * heads for heads in config.heads]
+    cut = torch.split(tensor, rows)
+    return {f"{prefix}{part}.{kind}": view for part, view in zip(parts, cut, strict=True)}
 
 
 class Transformer(nn.Module):
@@ -265,6 +260,8 @@ class Transformer(nn.Module):
     """How many of the first layers do not learn; 0 if all weights learn."""
     recompute = False
     """Whether the backward pass makes the activations of a layer again, which are not kept then."""
+    vocabulary: Vocabulary | None = None
+    """The part of the vocabulary that this process has; None if it has all of it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -308,15 +305,18 @@ class Transformer(nn.Module):
         A group's prompt runs once, and the head runs on the contexts of actions alone. ``lower``
         [N, d] are the hidden states below the layers that learn; None if they are not known.
         """
-        return self.measure(self.hidden(batch, lower), batch)
+        return self.measure(self._hidden(batch, lower), batch)
 
     def read(self, batch: PackedBatch, lower: Tensor | None = None) -> tuple[Measured, Tensor]:
         """As `score`, and the hidden states [N, d] after the final norm."""
-        hidden = self.hidden(batch, lower)
+        hidden = self._hidden(batch, lower)
         return self.measure(hidden, batch), hidden
 
     def hidden(self, batch: PackedBatch, lower: Tensor | None = None) -> Tensor:
         """[N, d] after the final norm; ``lower`` as in `score`."""
+        return self._hidden(batch, lower)
+
+    def _hidden(self, batch: PackedBatch, lower: Tensor | None) -> Tensor:
         attend = self._attend(batch)
         if lower is None:
             lower = self.lower(batch, attend)

@@ -13,7 +13,7 @@ from burnish.schema.recipe import Recipe
 FREE = (
     *("train.steps", "validation.every", "checkpoint", "log", "name", "description"),
     *("train.mismatch_mean", "train.mismatch_max"),
-    *("selection.max_asked", "selection.on_bound"),
+    *("selection.max_asked", "selection.on_bound", "mesh"),
 )
 """Settings that a resumed run may change: they say how long and how often, or when a run stops, and
 alter no result so far."""
