@@ -100,7 +100,8 @@ def plan(
     resources: Lines = []
     if size is not None:
         learned, sampled = recipe.train.precision, recipe.engine.precision
-        resources = [("precision", f"{learned} to learn, {sampled} to sample")]
+        head = ", logits in fp32" * getattr(recipe.model, "fp32_head", False)
+        resources = [("precision", f"{learned} to learn, {sampled} to sample{head}")]
         if size.learned is not None:
             resources.append(("learns", f"{size.learned:,} parameters of {size.parameters:,}"))
         resources += _resources(needs(recipe, size))
@@ -183,6 +184,8 @@ def _batches(recipe: Recipe) -> Lines:
     samples = f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}"
     batches = f"{recipe.train_batches} train batch{'es' * (recipe.train_batches > 1)}"
     steps = f"{batches} of {train.batch} responses × {counted(train.epochs, 'epoch')}"
+    if recipe.gradient_steps_per_rollout == 1 and recipe.objective.loss.compares:
+        steps += "" if recipe.is_stale else "; the policy has not moved then: ρ = 1, no bound acts"
     every = f"{counted(train.steps, 'step')}: {train.steps * rollout.batch:,} responses sampled"
     gradient_steps = counted(recipe.gradient_steps, "gradient step")
     lines = [

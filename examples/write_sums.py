@@ -65,7 +65,8 @@ def questions(count: int, seed: int) -> list[str]:
     """Different questions of the recipe, in the order of its training prompts."""
     recipe = config.load("arithmetic", seed=seed)
     tokenizer = Tokenizer.of_bytes()  # any tokenizer: only texts are read
-    task = make_gym(recipe.task, tokenizer=tokenizer, seed=recipe.seed)
+    endless = recipe.task.model_copy(update={"train_prompts": None})
+    task = make_gym(endless, tokenizer=tokenizer, seed=recipe.seed)
     found: dict[str, None] = {}
     for index in range(TRIES * count):
         found[task.prompt(index).reference["entry"]["question"]] = None

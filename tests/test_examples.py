@@ -109,12 +109,13 @@ def test_sums_are_worked_term_by_term(sum_, lines):
 
 
 def test_no_sum_is_written_twice(tmp_path, monkeypatch, tokenizer):
-    run(script("write_sums"), monkeypatch, tmp_path / "sums", "--rows", 50)
+    """More rows than the recipe has training prompts."""
+    run(script("write_sums"), monkeypatch, tmp_path / "sums", "--rows", 1200)
     train, validation = (
         read_rows(tmp_path / "sums" / f"{name}.jsonl") for name in ("train", "validation")
     )
-    assert (len(train), len(validation)) == (40, 10)
-    assert len({row["prompt"] for row in [*train, *validation]}) == 50
+    assert (len(train), len(validation)) == (960, 240)
+    assert len({row["prompt"] for row in [*train, *validation]}) == 1200
     for row in train:
         total = row["prompt"].rpartition(":")[2].strip().rstrip("= ")
         assert row["answer"].endswith(f" = {eval(total)}")

@@ -137,11 +137,27 @@ class PassAtK(Advantage):
         return self.k + 1
 
 
+class MaxAtK(Advantage):
+    name: Literal["max_at_k"] = "max_at_k"
+    k: int = Field(ge=2, description="responses of which the best counts; up to the group size")
+    eps: float | None = Field(None, gt=0, description="divides by std + eps; None: no division")
+
+    @property
+    def smallest_group(self) -> int:
+        return self.k
+
+    def formula(self) -> str:
+        scale = "" if self.eps is None else f" / (std_g(r) + {self.eps:g})"
+        sets = f"sets I of {self.k} responses that hold i"
+        return f"A_i = Σ_I (max_I r − max_(I without i) r) / C(G, {self.k}){scale},  {sets}"
+
+
 class MaxRL(Advantage):
     name: Literal["maxrl"] = "maxrl"
-    written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / mean_g(r)"
+    written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / (mean_g(r) + {eps:g})"
     is_scale_free: ClassVar[bool] = True
     takes_penalty: ClassVar[bool] = False
+    eps: float = Field(1e-6, gt=0, description="added to the mean")
 
 
 class Gdpo(Advantage):
@@ -356,5 +372,5 @@ class OwnAdvantage(Advantage):
 
 
 PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo | Remax
-PerResponse = PerGroup | BatchStd | Gdpo | OwnAdvantage
+PerResponse = PerGroup | MaxAtK | BatchStd | Gdpo | OwnAdvantage
 AnyAdvantage = PerResponse | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Gae | Vine | Teacher

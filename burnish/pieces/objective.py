@@ -18,8 +18,8 @@ RATIOS = {
     "sequence": "ρ_t = exp(mean over the response of log π − log π_prox), own gradient per token",
 }
 PROXIMALS = {
-    "behavior": "the sampler's own log-probabilities",
-    "recompute": "the learner's own at the start of the batch",
+    "behavior": "the sampler, by its own log-probabilities",
+    "recompute": "the learner before the rollout's first gradient step",
 }
 BY_NAME = Field(discriminator="name")
 
@@ -87,8 +87,9 @@ def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
     if objective.loss.compares or "proximal" in objective.advantage.reads:
         lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
     if isinstance(kl, KL):
-        penalty = f",  r ← r − {kl.coefficient:g} Σ_t {kl.name}_t" if kl.where == "reward" else ""
-        lines.append(("KL", kl.formula() + penalty))
+        over = ("r_t", "") if objective.advantage.over_time else ("r_i", "Σ_t ")
+        penalty = f",  {over[0]} ← {over[0]} − {kl.coefficient:g} {over[1]}{kl.name}_t"
+        lines.append(("KL", kl.formula() + penalty * (kl.where == "reward")))
         reference = f"refreshed every {kl.refresh} steps" if kl.refresh else "the initial model"
         lines.append(("reference", f"π_ref: {reference}"))
     if isinstance(importance, Importance):

@@ -56,10 +56,12 @@ class Importance(Section):
     high: float = Field(2.0, gt=0)
 
     def formula(self) -> str:
-        ratio = f"v = π_prox / π_behavior per {self.level}"
+        over = {"token": "", "sequence": "product over the response of "}
+        told = over.get(self.level, "geometric mean over the response of ")
+        u = f"u_t = {told}π_prox / π_behavior"
         if self.name == "truncate":
-            return f"{ratio},  v = clip(v, {self.low:g}, {self.high:g})"
-        return f"{ratio},  v = v [{self.low:g} ≤ v ≤ {self.high:g}]"
+            return f"v_t = clip(u_t, {self.low:g}, {self.high:g}),  {u}"
+        return f"v_t = u_t if {self.low:g} ≤ u_t ≤ {self.high:g}, else 0,  {u}"
 
     def weights(self, proximal: Tensor, batch: PackedBatch) -> Tensor:
         """[N], without gradient."""

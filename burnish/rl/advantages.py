@@ -9,12 +9,13 @@ sums are taken of differences, so that no rounding of large rewards is left over
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from burnish.rl.order import best_of_k, gain_of_k
 from burnish.rl.sequences import Rows, sum_by, to_tokens
 
 
@@ -35,6 +36,7 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
         A_i = r_i − mean_g(r)
 
     Liu et al. 2025, https://arxiv.org/abs/2503.20783 (Dr. GRPO), which drops GRPO's std.
+    Differs from the paper in nothing.
     """
     group, size = _groups(rewards, group_ids, least=2)
     return _centered(rewards, group, size)
@@ -62,6 +64,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
         A_i = r_i − (Σ_g r − r_i) / (G − 1)
 
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 (RLOO).
+    Differs from the paper in nothing.
     """
     group, size = _groups(rewards, group_ids, least=2)
     above = _above_least(rewards, group, size)
@@ -116,28 +119,46 @@ def pass_at_k(rewards: Tensor, group_ids: Tensor, *, k: int, eps: float = 1e-6) 
     analytical derivation: with rewards of 0 and 1, of which N⁻ of N are 0, E[M] = 1 − C(N⁻, k) /
     C(N, k) is pass@k, std[M] = √(E[M] (1 − E[M])), and E[M | i] is 1 for a right response and 1 −
     C(N⁻ − 1, k − 1) / C(N − 1, k − 1) for a wrong one. Takes and returns [S].
-    Differs from the paper in taking any rewards: M is then the best reward of k (the max@k of
-    Walder & Karkhanis 2025, https://arxiv.org/abs/2505.15201), exactly, by order statistics. If a
-    group lost responses and has at most k, k is one less than it has. With k = 1 it is
-    ``group_zscore`` with the biased std.
+    Differs from the paper in taking any rewards: M is then the best reward of k, exactly, by order
+    statistics; and in ε, which the paper leaves out. If a group lost responses and has at most k, k
+    is one less than it has. With k = 1 it is ``group_zscore`` with the biased std.
     """
-    group, size = _groups(rewards, group_ids, least=2)
-    result = torch.empty_like(rewards)
-    for number in range(len(size)):
-        own = (group == number).nonzero().squeeze(1)
-        result[own] = _best_of_k(rewards[own].double(), min(k, len(own) - 1), eps).to(result.dtype)
-    return result
+    return _within_groups(rewards, group_ids, lambda own: best_of_k(own, min(k, len(own) - 1), eps))
 
 
-def maxrl(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def max_at_k(rewards: Tensor, group_ids: Tensor, *, k: int, eps: float | None = None) -> Tensor:
+    """How much worse the best of k responses would be without this response.
+
+        A_i = Σ_(I: i in I) ( max_I r − max_(I without i) r ) / C(N, k)
+        A_i ← A_i / (std_g(r) + ε)      (unless ``eps`` is None)
+
+    I goes over all sets of k of the group's N responses. Walder & Karkhanis 2025,
+    https://arxiv.org/abs/2505.15201 (PKPO), its estimator of max@k with the smallest variance,
+    whose baseline is the best of the other k − 1. With k = N only the best response counts, by its
+    distance to the second best, as in Tang et al. 2025, https://arxiv.org/abs/2503.19595; verl's
+    grpo_passk also divides, with ε = 1e-6. Takes and returns [S].
+    Differs from the paper in the reduction that follows: the paper adds the responses of a group
+    up, a mean over them is N times smaller. If a group lost responses and has fewer than k, k is as
+    many as it has.
+    """
+
+    def estimate(own: Tensor) -> Tensor:
+        gain = gain_of_k(own, min(k, len(own)))
+        return gain if eps is None else gain / (own.std() + eps)
+
+    return _within_groups(rewards, group_ids, estimate)
+
+
+def maxrl(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
     """The reward above its group's mean, in units of that mean: rare successes count most.
 
-        A_i = (r_i − mean_g(r)) / mean_g(r),   0 where mean_g(r) = 0
+        A_i = (r_i − mean_g(r)) / (mean_g(r) + ε),   0 where mean_g(r) = 0
 
     Tajwar et al. 2026, https://arxiv.org/abs/2602.02710 (maximum likelihood RL), for rewards of 0
     and 1: it estimates the gradient of log pass@1, cut off at the order of the group's size. Takes
     and returns [S].
-    Differs from the paper in taking any rewards that are not negative.
+    Differs from the paper in taking any rewards that are not negative, and in ε, which the authors'
+    code and SkyRL add (1e-6); the paper's formula has ε = 0.
     """
     group, size = _groups(rewards, group_ids, least=2)
     if bool((rewards < 0).any()):
@@ -146,7 +167,7 @@ def maxrl(rewards: Tensor, group_ids: Tensor) -> Tensor:
             f"{rewards.min().item():g}; shift the rewards or use group_mean"
         )
     centered, mean = _centered(rewards, group, size), sum_by(rewards, group, len(size)) / size
-    return torch.where(centered == 0, centered, centered / mean[group])
+    return torch.where(centered == 0, centered, centered / (mean[group] + eps))
 
 
 def gdpo(parts: Tensor, group_ids: Tensor, *, weights: list[float], eps: float = 1e-6) -> Tensor:
@@ -159,7 +180,7 @@ def gdpo(parts: Tensor, group_ids: Tensor, *, weights: list[float], eps: float =
     returns [S]. Mean and std of a are over all responses of the batch, and the mean is 0 because
     each group's is.
     Differs from the paper in nothing it fixes: both stds are unbiased. TRL does the same with ε =
-    1e-4; verl whitens over tokens instead of responses.
+    1e-4; verl whitens a over tokens, which is ``whiten(to_tokens(a, mask), mask)``.
     """
     columns = [
         weight * group_zscore(part, group_ids, eps=eps)
@@ -192,7 +213,8 @@ def remax(rewards: Tensor, greedy: Tensor) -> Tensor:
 
     Li et al. 2024, https://arxiv.org/abs/2310.10505 (ReMax). ``greedy`` [S] has one reward per
     prompt, repeated for its responses; takes and returns [S].
-    Differs from the paper in allowing several responses per prompt.
+    Differs from the paper in allowing several responses per prompt. With a KL in the reward, a
+    response has the whole of it, and not each token the KL from there on, as in the authors' code.
     """
     return rewards - greedy
 
@@ -223,6 +245,7 @@ def reinforce_plus_plus(
     Hu 2025, https://arxiv.org/abs/2501.03262 (REINFORCE++). ``rewards`` are per token
     and shaped like the mask, as the paper's KL penalty is a part of them (see
     ``kl.penalised_rewards``); ``sequences.on_last_action`` makes them from one reward per response.
+    Differs from the paper in ε, which is added to the variance, as in verl, and not to the std.
     """
     nothing = torch.zeros_like(rewards)
     returns, _ = gae(rewards, nothing, mask, gamma=gamma, sequence_ids=sequence_ids)
@@ -238,6 +261,7 @@ def reinforce_plus_plus_baseline(
 
     The same paper's REINFORCE++-baseline. Each response counts once per action in the whitening, so
     that long responses weigh more, as in verl. Returns a tensor shaped like the mask.
+    Differs from the paper as ``reinforce_plus_plus`` does.
     """
     centered = to_tokens(group_mean(rewards, group_ids), mask, sequence_ids)
     return torch.where(mask.bool(), whiten(centered, mask), torch.zeros_like(centered))
@@ -353,23 +377,18 @@ def _centered(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
     return above - (sum_by(above, group, len(size)) / size)[group]
 
 
+def _within_groups(
+    rewards: Tensor, group_ids: Tensor, estimate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """[S]: what ``estimate`` makes of the rewards of each group, in double precision."""
+    group, size = _groups(rewards, group_ids, least=2)
+    result = torch.empty_like(rewards)
+    for number in range(len(size)):
+        own = (group == number).nonzero().squeeze(1)
+        result[own] = estimate(rewards[own].double()).to(result.dtype)
+    return result
+
+
 def _scaled(x: Tensor, of: Tensor, eps: float) -> Tensor:
     """x in standard deviations of ``of``, both [S]; exactly 0 where x is."""
     return torch.where(x == 0, x, x / ((of - of.min()).std() + eps))
-
-
-def _best_of_k(rewards: Tensor, k: int, eps: float) -> Tensor:
-    """``pass_at_k`` in one group of n > k rewards.
-
-    With rewards in rising order, C(j − 1, k − 1) sets of k have response j as their best; of the
-    sets that hold i, C(i − 1, k − 1) have i as their best, and C(j − 2, k − 2) each j > i.
-    """
-    n, (ordered, order) = len(rewards), (rewards - rewards.min()).sort()
-    alone = ordered.new_tensor([math.comb(j, k - 1) for j in range(n)])
-    beside = ordered.new_tensor([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)])
-    share = alone / math.comb(n, k)
-    mean = (share * ordered).sum()
-    std = (share * (ordered - mean) ** 2).sum().sqrt()
-    later = (beside * ordered).flip(0).cumsum(0).flip(0) - beside * ordered
-    drawn = (alone * ordered + later) / math.comb(n - 1, k - 1)
-    return torch.empty_like(rewards).index_copy(0, order, (drawn - mean) / (std + eps))

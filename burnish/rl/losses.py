@@ -48,6 +48,7 @@ def clipped(
     clip bounds the loss of a bad token that became likelier, Ye et al. 2020,
     https://arxiv.org/abs/1912.09729. ``low`` and ``high`` are distances from 1 and may
     be infinite, which takes that side away.
+    Differs from the papers in nothing.
     """
     ratio = finite_gradient(ratio, advantages)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
@@ -78,6 +79,7 @@ def cispo(
     MiniMax 2025, https://arxiv.org/abs/2506.13585 (CISPO), equations 4 and 5. Bounds are ratios,
     not distances: the paper's 1 + ε_high is ``cap``, 1 − ε_low is ``floor``; a floor of 0 caps from
     above only (as in ScaleRL, https://arxiv.org/abs/2510.13786, and TRL).
+    Differs from the paper in nothing.
     """
     weight = -ratio.detach().clamp(floor, cap) * advantages
     return weight * finite_gradient(logprobs, weight)
@@ -93,7 +95,7 @@ def sapo(ratio: Tensor, advantages: Tensor, *, positive: float, negative: float)
     bad tokens. Any shape.
     Differs from the paper in nothing (it reduces by the per-sequence mean).
     """
-    tau = torch.where(advantages > 0, positive, negative).to(ratio.dtype)
+    tau = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
     ratio = finite_gradient(ratio, advantages)
     return -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
 
@@ -117,7 +119,8 @@ def gmpo(
     e^0.4). As in ``ratios.sequence_ratio``, under a per-sequence mean value and gradient add up to
     the paper's. Shaped like the mask.
     Differs from the paper in nothing under the per-sequence mean; under another reduction a
-    response counts by its length.
+    response counts by its length. Bounds are logarithms, as in TRL and verl. Where advantages
+    differ within a response, each token has its own; verl takes their mean.
     """
     x = logprobs - proximal
     x = torch.where(advantages > 0, x.clamp(max=high), x.clamp(min=-low))
@@ -146,6 +149,7 @@ def dppo(
     tokens too, as in prime-rl (its coefficient there is 1e-3; it is twice ``kl.k2``). Any shape.
     Differs from the paper in writing ρ as sg[ρ] log π, which has the same gradient, and in the
     cap of 20, both as in verl and TRL. The paper's π_prox is the sampler: proximal = "behavior".
+    Its bounds are 0.15 for tv and 0.05 for kl; prime-rl has 0.2 for tv, and no cap.
     """
     x = logprobs - proximal
     moved = signed_divergence(logprobs, proximal, divergence=divergence)
@@ -160,7 +164,7 @@ def signed_divergence(logprobs: Tensor, proximal: Tensor, *, divergence: Diverge
         tv:  D = π − μ,   μ = π_prox
         kl:  D = sign(π − μ) ( μ log(μ / π) + (1 − μ) log((1 − μ) / (1 − π)) )
 
-    Carries no gradient. Any shape.
+    Carries no gradient. Any shape. 1 − π and 1 − μ are at least 1e-7 (verl adds 1e-8 to both).
     """
     logprobs, proximal = logprobs.detach(), proximal.detach()
     p, q = logprobs.exp(), proximal.exp()

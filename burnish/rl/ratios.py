@@ -39,6 +39,7 @@ def sequence_ratio(
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071 (GSPO), equations 7 and 14 (GSPO-token): its
     value is s_i everywhere, its gradient is s_i ∇ log π(token_t), which under a per-sequence mean
     adds up to the gradient of s_i itself. Shaped like the mask; 1 outside it.
+    Differs from the paper in nothing; verl also bounds log ρ by 10.
     """
     log_ratio = logprobs - proximal
     mean = sequence_sum(log_ratio, mask, sequence_ids) / _lengths(mask, sequence_ids, log_ratio)
@@ -79,7 +80,7 @@ def truncate(weights: Tensor, *, high: float, low: float = 0.0) -> Tensor:
         w ← min(max(w, low), high)
 
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS).
-    Any shape.
+    Any shape. Differs from the text in ``low``, which is 0 there.
     """
     return weights.clamp(min=low, max=high)
 

@@ -21,6 +21,7 @@ def sequence_mean(mask: Tensor, *, sequence_ids: Tensor | None = None) -> Tensor
         weight_(i,t) = 1 / (S |y_i|)
 
     GRPO, https://arxiv.org/abs/2402.03300, equation 3. A long response's tokens count less.
+    Differs from the paper in nothing.
     """
     lengths = sequence_lengths(mask, sequence_ids).double()
     weights = 1 / (_count(lengths) * lengths.clamp(min=1))
@@ -32,7 +33,9 @@ def token_mean(mask: Tensor, *, sequence_ids: Tensor | None = None) -> Tensor:
 
         weight_(i,t) = 1 / Σ_i |y_i|
 
-    DAPO, https://arxiv.org/abs/2503.14476, equation 12. A long response counts more.
+    DAPO, https://arxiv.org/abs/2503.14476. A long response counts more.
+    Differs from the paper's equation 12, which divides by the tokens of one prompt's group and so
+    reads as ``prompt_mean``; its code (verl) and TRL divide by the tokens of the batch, as here.
     """
     lengths = sequence_lengths(mask, sequence_ids).double()
     weights = torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
@@ -62,6 +65,7 @@ def constant(mask: Tensor, *, length: float, sequence_ids: Tensor | None = None)
 
     Liu et al. 2025, https://arxiv.org/abs/2503.20783 (Dr. GRPO); ``length`` is usually the largest
     response length. With length = 1 it is the mean over responses of their sums.
+    Differs from the paper in nothing.
     """
     lengths = sequence_lengths(mask, sequence_ids).double()
     weights = torch.full_like(lengths, 1.0) / (_count(lengths) * length)

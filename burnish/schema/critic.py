@@ -52,7 +52,8 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     critic = recipe.critic
     if critic is None:
         return []
-    body = "the policy's body" if critic.shared else "a body of its own, as the policy's at first"
+    own = "a body of its own, which starts as a copy of the policy's"
+    body = "the policy's body" if critic.shared else own
     rate = f"{critic.learning_rate:g}" + " for the head" * critic.shared
     lines = [
         ("values", f"V_t = w · h + b on {body}; truncated responses are not bootstrapped"),

@@ -79,11 +79,11 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     if chosen.dead_groups == "drop":
         lines.append(("dead groups", "leave the batch, which gets smaller"))
     elif chosen.fills:
-        when = "in further rounds" if chosen.dead_groups == "dynamic" else "at once"
-        told = f"others are asked {when} until {groups} groups have unequal rewards"
-        end = "the run stops" if chosen.on_bound == "stop" else "the step learns from fewer"
+        when = "in further rounds" if chosen.dead_groups == "dynamic" else "as groups turn out dead"
+        told = f"further prompts are asked, {when}, until {groups} groups have unequal rewards"
+        end = "the run stops" if chosen.on_bound == "stop" else "the step learns from what it has"
         bound = f"{asked:,} groups ({asked * recipe.rollout.group_size:,} responses) per step"
-        lines += [("dead groups", told), ("asked at most", f"{bound}; beyond that, {end}")]
+        lines += [("dead groups", told), ("asked at most", f"{bound}; if they are too few, {end}")]
     if chosen.leave_at is not None:
         told = f"are not asked again once {chosen.leave_at:.0%} of a group's responses are right"
         lines.append(("solved prompts", told))

@@ -53,6 +53,8 @@ SETTINGS = {
     "reinforce_plus_plus": {"gamma": 0.9},
     "batch_std": {"of": "rewards", "eps": 0.5},
     "pass_at_k": {"k": 1, "eps": 0.5},
+    "max_at_k": {"k": 2, "eps": 0.5},
+    "maxrl": {"eps": 0.5},
     "gdpo": {"parts": {"format": 0.5, "answer": 2.0}, "eps": 0.5},
     "gae": {"values": lambda batch: batch.positions.float(), "gamma": 0.9, "lam": 0.8},
     "teacher": {"reward": 0.5},

@@ -65,10 +65,10 @@ def test_pass_at_k_equals_a_count_of_all_sets(k):
 
 def test_maxrl_divides_by_the_mean():
     # Means 8/3 and 5/2.
-    close(advantages.maxrl(REWARDS, GROUPS), [-5 / 8, 1 / 5, 7 / 8, -1 / 5, -1 / 4])
+    close(advantages.maxrl(REWARDS, GROUPS, eps=0.0), [-5 / 8, 1 / 5, 7 / 8, -1 / 5, -1 / 4])
     # One right of four: (1 − 1/4) / (1/4) = 3, and −1. None right: 0.
     groups = torch.tensor([0] * 4 + [1] * 2)
-    close(advantages.maxrl(t(0, 0, 1, 0, 0, 0), groups), [-1, -1, 3, -1, 0, 0])
+    close(advantages.maxrl(t(0, 0, 1, 0, 0, 0), groups, eps=0.0), [-1, -1, 3, -1, 0, 0])
     with pytest.raises(ValueError, match=r"needs rewards of at least 0, got -1; shift"):
         advantages.maxrl(t(1, -1), torch.zeros(2))
 
@@ -103,6 +103,7 @@ def test_remax_subtracts_the_reward_of_the_greedy_response():
 EQUAL = {
     "batch_std": advantages.batch_std,
     "pass_at_k": lambda r, g: advantages.pass_at_k(r, g, k=3),
+    "max_at_k": lambda r, g: advantages.max_at_k(r, g, k=3),
     "maxrl": advantages.maxrl,
     "gdpo": lambda r, g: advantages.gdpo(r[:, None], g, weights=[1.0]),
     "opo": lambda r, g: advantages.opo(r, g, torch.arange(len(r))),

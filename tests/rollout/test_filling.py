@@ -215,8 +215,11 @@ def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
 def test_a_plan_says_what_is_selected_and_the_most_that_it_costs():
     recipe = recipe_of("dynamic", "selection.max_asked=4", "selection.target=0.8")
     assert dict(plan(recipe, Path("runs/x")))["selection"] == [
-        ("dead groups", "others are asked in further rounds until 3 groups have unequal rewards"),
-        ("asked at most", "12 groups (24 responses) per step; beyond that, the run stops"),
+        (
+            "dead groups",
+            "further prompts are asked, in further rounds, until 3 groups have unequal rewards",
+        ),
+        ("asked at most", "12 groups (24 responses) per step; if they are too few, the run stops"),
         ("curriculum",
          "a prompt of solve rate s is asked with chance max(0.1, 1 − |s − 0.8| / 0.8)"),
     ]  # fmt: skip
