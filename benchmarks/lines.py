@@ -52,16 +52,15 @@ DISTRIBUTED = (
 """Files and folders that are there for Ray and for learning from old tokens."""
 
 
-MESH = (
-    *("learner/conductor.py", "learner/parallel.py", "learner/ranks.py", "learner/slices.py"),
-    *("learner/watch.py", "loops/conductor.py", "runs/shards.py", "schema/mesh.py"),
-    *("torchrun.py", "__main__.py"),
+OTHER_ENGINES = (
+    *("learner/parallel.py", "learner/ranks.py", "learner/slices.py", "learner/watch.py"),
+    *("loops/conductor.py", "runs/shards.py", "schema/mesh.py", "torchrun.py", "__main__.py"),
 )
-"""Files that are there for the learner on a mesh."""
+"""Files that are there for other engines and for the learner on a mesh."""
 
 
-def is_mesh(path: Path) -> bool:
-    return path.as_posix().startswith(MESH)
+def is_other_engine(path: Path) -> bool:
+    return path.as_posix().startswith(OTHER_ENGINES)
 
 
 def is_distributed(path: Path) -> bool:
@@ -80,12 +79,15 @@ def main() -> None:
     by_file = parser.parse_args().files
     counts = Counter[str]()
     apart = sum(lines for path, lines in count().items() if is_distributed(path))
+    other = sum(lines for path, lines in count().items() if is_other_engine(path))
     for path, lines in count().items():
         counts[str(path) if by_file else path.parts[0]] += lines
     for name, lines in counts.most_common():
         print(f"{lines:6,}  {name}")
     whole = sum(counts.values())
-    print(f"{whole:6,}  in all: {whole - apart:,} of the core, {apart:,} for Ray and old tokens")
+    core = whole - apart - other
+    print(f"{whole:6,}  in all: {core:,} of the core, {apart:,} for Ray and old tokens,")
+    print(f"        {other:,} for other engines and the mesh")
 
 
 if __name__ == "__main__":

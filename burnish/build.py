@@ -47,6 +47,7 @@ from burnish.schema.tasks import MixtureTask, PairsTask, PreferencesTask, SortTa
 from burnish.sizes import (
     check_device,
     check_frozen,
+    check_heads,
     device_of,
     lacking_room,
     measure,
@@ -308,7 +309,8 @@ def look(
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
-    lacks += [] if is_absent else preflight.problem_of(check_frozen, recipe)
+    for check in () if is_absent else (check_frozen, check_heads):
+        lacks += preflight.problem_of(check, recipe)
     size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:
         try:

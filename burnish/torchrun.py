@@ -18,6 +18,7 @@ from burnish.schema.mesh import shapes
 from burnish.schema.recipe import Recipe
 
 if TYPE_CHECKING:
+    from burnish.learner.learner import Learner
     from burnish.learner.parallel import Mesh
     from burnish.loops.conductor import Channel
     from burnish.loops.recorder import Parts
@@ -87,7 +88,7 @@ def build(recipe: Recipe) -> Parts:
 
     def make(own: Recipe) -> Conductor:
         channel.send(own)  # with its number of steps
-        learner, mesh = channel.call(_learner, own, channel)
+        learner, mesh = channel.call(_learner, own)
         made.append(Conductor(learner, mesh, channel))
         return made[0]
 
@@ -111,13 +112,15 @@ def follow(recipe: Recipe) -> None:
     recipe = local.prepare(recipe, threads(recipe))
     channel = join(recipe)
     own = channel.call(channel.receive)
-    conductor.follow(*channel.call(_learner, own, channel), channel)
+    learner, mesh = channel.call(_learner, own)
+    conductor.follow(learner, mesh, channel)
 
 
 def join(recipe: Recipe) -> Channel:
     """Meets the other ranks, which must have the same recipe."""
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     from burnish.learner.watch import Watch
     from burnish.loops.conductor import Channel
@@ -133,8 +136,8 @@ def join(recipe: Recipe) -> Channel:
         dist.get_world_size(),
         (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
     )
-    store = dist.TCPStore(*address, is_master=False, timeout=deadline)
-    watch = Watch(dist.PrefixStore("burnish", store), rank(), count)
+    store = TCPStore(*address, is_master=False, timeout=deadline)
+    watch = Watch(PrefixStore("burnish", store), rank(), count)
     watch.start()
     recipes: list[str] = [""] * count
     dist.all_gather_object(recipes, config.to_toml(config.effective(recipe)))
@@ -148,7 +151,7 @@ def join(recipe: Recipe) -> Channel:
     return Channel(dist.new_group(backend="gloo", timeout=IDLE), watch, device_of(recipe))
 
 
-def _learner(recipe: Recipe, channel: Channel) -> tuple[object, Mesh]:
+def _learner(recipe: Recipe) -> tuple[Learner, Mesh]:
     from burnish import build as local
     from burnish.learner.parallel import Mesh
     from burnish.sizes import device_of, shape_of

@@ -338,8 +338,8 @@ class Learner:
         return self._join([(p.slots, self.policy.lower(p.batch)) for p in each(packs)], size)
 
     def _cut(self, batch: PackedBatch) -> list[Pack]:
-        limits = {"tokens": self.train.micro_tokens, "sequences": self.train.micro_sequences}
-        return self.ranks.divide(batch, partial(cut, **limits))
+        tokens, sequences = self.train.micro_tokens, self.train.micro_sequences
+        return self.ranks.divide(batch, partial(cut, tokens=tokens, sequences=sequences))
 
     def _packs(self, parts: Sequence[Pack]) -> list[Pack]:
         """The packs that training will use, so that the numerics are the same."""

@@ -18,7 +18,8 @@ Named = tuple[str, Tensor]
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that a mesh has cut; any other tensor as it is."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    to_local = getattr(tensor.detach(), "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 class Ranks(Protocol):

@@ -47,7 +47,7 @@ class Slice(NamedTuple):
         shape = [*part.shape]
         shape[self.dim] = self.size
         zeros, sizes = part.new_zeros(shape), [b - a for a, b in self.ranges]
-        for (a, b), rows in zip(self.ranges, part.split(sizes, self.dim), strict=True):
+        for (a, b), rows in zip(self.ranges, torch.split(part, sizes, self.dim), strict=True):
             zeros.narrow(self.dim, a, b - a).copy_(rows)
         dist.all_reduce(zeros, group=group)
         return zeros
@@ -161,7 +161,8 @@ def cut(model: Transformer, ranks: int, rank: int, group: Any) -> None:
             own = nn.Parameter(part.of(parameter.detach()), parameter.requires_grad)
             setattr(model.get_submodule(module), kind, own)
     start = config.vocab_size * rank // ranks
-    model.embed = Embedding(model.embed.weight, start, group)  # type: ignore[assignment]
+    embedding = Embedding(model.get_parameter("embed.weight"), start, group)
+    model.embed = embedding  # type: ignore[assignment]
     model.vocabulary = Part(start, group)
 
     def fan(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:

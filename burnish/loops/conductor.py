@@ -118,7 +118,8 @@ def make(learner: Learner, mesh: Mesh, name: str, args: tuple[Any, ...]) -> Any:
     if name == "close":
         return None
     if name == "write":
-        shards.write(*args, dist.get_rank(), mesh.pieces(learner.state().tensors))
+        (folder,) = args
+        shards.write(folder, dist.get_rank(), mesh.pieces(learner.state().tensors))
         return dist.barrier()  # rank 0 reads the files next
     if mesh.offload and name in ("score", "step", "logprobs", "held_out_drift", "load_state"):
         mesh.move(learner, mesh.device)

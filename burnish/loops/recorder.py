@@ -280,8 +280,8 @@ class _Recorder:
         }
         cadence = self.recipe.checkpoint.model_dump()
         path, score = self.directory.path, self._score
-        given = {"score": score, "write": self.parts.shards}
-        checkpoints.save(path, step, {**tensors, **held}, state, **given, **cadence)
+        saved, write = {**tensors, **held}, self.parts.shards
+        checkpoints.save(path, step, saved, state, score=score, write=write, **cadence)
         self._saved = step
 
     def _note_state(self) -> None:

@@ -84,7 +84,8 @@ class Shards(Mapping[str, Any]):
         from safetensors import safe_open
 
         with safe_open(self._folder / file, "torch") as opened:
-            return opened.get_tensor(entry)
+            tensor: Tensor = opened.get_tensor(entry)
+            return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._index, *self._main])

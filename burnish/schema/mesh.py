@@ -64,10 +64,13 @@ def check(recipe: Recipe) -> None:
             f"device = '{recipe.device}' would put all ranks on one GPU; use 'cuda' with "
             "runtime.name = 'torchrun', where every rank takes its own"
         )
-    if mesh.data_ranks > train.batch:
+    if train.batch % mesh.data_ranks:
+        unit = math.lcm(mesh.data_ranks, 1 if recipe.is_supervised else recipe.rollout.group_size)
+        fit = [str(n) for n in range(1, train.batch + 1) if train.batch % n == 0]
         raise ValueError(
-            f"mesh.replicate × mesh.shard = {mesh.data_ranks} is more than the responses of "
-            f"train.batch = {train.batch}, so ranks would have none; use at most that many"
+            f"train.batch = {train.batch} must be a multiple of mesh.replicate × mesh.shard = "
+            f"{mesh.data_ranks}; use train.batch = {-(-train.batch // unit) * unit}, or a product "
+            f"of {', '.join(fit)}"
         )
 
 

@@ -92,8 +92,11 @@ def whole_state(learner):
 
 
 def check_step(rank, sizes):
-    """Whitening and a KL over uneven packs, in float64 and in float32."""
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+    """Whitening and a KL over uneven packs, in float64 and in float32.
+
+    Adam divides a gradient by its size, so the rounding of a small one is that of a step of 1e-2.
+    """
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
         pair = both(sizes, "qwen3", dtype, WHITENED)
         take_steps(*pair, 0, dtype)
         check_weights(*pair, tolerance)
