@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -372,7 +373,7 @@ def export(
     ``which`` is "best" (by validation; the last where there was none), "last" or a checkpoint's
     name. ``adapter`` writes the run's adapter alone, in PEFT's layout; otherwise it is merged.
     """
-    path, target = Path(run_path), Path(out)
+    path, target = Path(run_path), Path(out).resolve()
     recipe = resuming.resumed_recipe(path, ())
     if isinstance(recipe.model, SorterConfig):
         raise ConfigError("the sorting model is not a language model and can't be exported")
@@ -382,12 +383,16 @@ def export(
             "learned a reward, whose head is in no adapter; export the model without --adapter"
         )
     if target.exists() and any(target.iterdir()):
-        raise RunError(f"{target} is not empty; choose another directory")
+        raise RunError(f"{out} is not empty; choose another directory")
     chosen = checkpoints.choose(path, which)
-    with shown(show, path.name):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # A directory beside it gets its name once it is whole.
+    scratch = tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-")
+    with shown(show, path.name), scratch as made:
         tell("load", "loading torch")
         from burnish import models
 
-        tell("export", f"writing {target}")
-        models.write_run(recipe, chosen, target, adapter=adapter)
+        tell("export", f"writing {out}")
+        models.write_run(recipe, chosen, Path(made, "model"), adapter=adapter)
+        Path(made, "model").rename(target)
     return chosen

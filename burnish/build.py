@@ -45,6 +45,7 @@ from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.sizes import (
+    check_adapter,
     check_device,
     check_frozen,
     check_heads,
@@ -54,7 +55,7 @@ from burnish.sizes import (
     measured,
     settled,
 )
-from burnish.tasks import gym, judged, keywords, math, mixture, pairs, preferences, sorting, text
+from burnish.tasks import gym, judged, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
@@ -128,24 +129,20 @@ def _build_supervised(recipe: Recipe, make: Callable[[Recipe], Learner]) -> Part
     recipe = config.with_steps(recipe, answers.steps(recipe.train.batch))
     learner = make(recipe)
     is_reward = isinstance(recipe.task, PreferencesTask)
-    validate = supervised.validate_preferences if is_reward else supervised.validate
+    measure = supervised.measure_preferences if is_reward else supervised.measure_answers
     return Parts(
         recipe=recipe,
         learner=learner,
         train=partial(supervised.train, recipe, pairs=answers, learner=learner),
-        validate=partial(validate, answers, learner),
+        validate=partial(supervised.validate, measure, answers, learner),
     )
 
 
 def _written(recipe: Recipe) -> pairs.Pairs:
-    context, tokenizer = measured(recipe).context, open_tokenizer(recipe)
-    if isinstance(recipe.task, PreferencesTask):
-        bounds = {"context": context, "together": recipe.train.micro_tokens}
-        given: dict[str, Any] = {"tokenizer": tokenizer, "seed": recipe.seed} | bounds
-        return preferences.make_preferences(recipe.task, **given)
-    assert isinstance(recipe.task, PairsTask)
-    longest = min(context, recipe.train.micro_tokens or context)
-    return pairs.make_pairs(recipe.task, tokenizer=tokenizer, seed=recipe.seed, longest=longest)
+    task, bounds = recipe.task, (measured(recipe).context, recipe.train.micro_tokens)
+    assert isinstance(task, PairsTask | PreferencesTask)
+    given: dict[str, Any] = {"tokenizer": open_tokenizer(recipe), "seed": recipe.seed}
+    return pairs.make_pairs(task, **given, context=bounds[0], together=bounds[1])
 
 
 def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
@@ -309,7 +306,7 @@ def look(
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
-    for check in () if is_absent else (check_frozen, check_heads):
+    for check in () if is_absent else (check_frozen, check_adapter, check_heads):
         lacks += preflight.problem_of(check, recipe)
     size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:

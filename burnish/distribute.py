@@ -101,12 +101,12 @@ def make_generator(recipe: Recipe) -> Generator:
     require(engine.capabilities, repeats=not isinstance(loop, FreeLoop))
     drains = isinstance(loop, FreeLoop) and loop.on_update == "wait"
     is_exact = recipe.engine.precision == recipe.train.precision == "fp32"
-    tolerance = 1e-4 if is_exact else ROUGH
     steps = branching(recipe, lambda: local.decoder(open_tokenizer(recipe)))
-    return Generator(engine, drains=drains, tolerance=tolerance, steps=steps)
+    return Generator(engine, drains=drains, tolerance=1e-4 if is_exact else ROUGH, steps=steps)
 
 
 def make_scorer(recipe: Recipe) -> Scorer:
+    recipe = local.prepare(recipe, recipe.runtime.threads)  # a learned reward computes, too
     return Scorer(local.build_task(recipe)[0], shaping(recipe))
 
 

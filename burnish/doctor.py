@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from burnish import build, config, machine, plan, preflight, sizes
+from burnish.errors import installed
 from burnish.machine import Rates
 from burnish.plan import Lines, Section, spell
 
@@ -51,7 +52,7 @@ def _rate(name: str, rates: Rates) -> str:
 
 def _extra(name: str) -> str:
     _, purpose = preflight.EXTRAS[name]
-    state = "installed" if preflight.is_installed(name) else f"pip install 'burnish[{name}]'"
+    state = "installed" if preflight.is_installed(name) else installed(name)
     return f"{state}: {purpose}"
 
 

@@ -86,7 +86,9 @@ class MissingExtra(BurnishError):
         self.needed_for = needed_for
 
     def __str__(self) -> str:
-        return (
-            f"{self.needed_for} needs the optional part '{self.extra}'; "
-            f"install it with: pip install 'burnish[{self.extra}]'"
-        )
+        return f"{self.needed_for} needs the optional part '{self.extra}'; {installed(self.extra)}"
+
+
+def installed(extra: str) -> str:
+    """The commands that install an optional part."""
+    return f"install it: pip install 'burnish[{extra}]', or '.[{extra}]' in a checkout"

@@ -32,10 +32,8 @@ from burnish.schema.tasks import (
     JudgedTask,
     MathTask,
     MixtureTask,
-    PairsTask,
     PreferencesTask,
     Rows,
-    Written,
 )
 
 EXTRAS = {
@@ -84,6 +82,7 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
         found += problem_of(check, recipe)
     for other in frozen(recipe).values():
         found += [*problem_of(check_extras, other), *problem_of(check_model, other)]
+    found = list({str(problem): problem for problem in found}.values())
     return found or problem_of(check_rows, recipe)  # rows may need a package that is missing
 
 
@@ -127,7 +126,7 @@ def check_files(recipe: Recipe) -> None:
 def check_rows(recipe: Recipe) -> None:
     """Raises if a row lacks a field that its task needs, if a reward is missing, or if a judge
     does not answer one question."""
-    from burnish.tasks import judged, math, pairs, preferences, rows, text
+    from burnish.tasks import judged, math, pairs, rows, text
 
     for task in recipe.tasks:
         if isinstance(task, FilesTask):
@@ -135,10 +134,8 @@ def check_rows(recipe: Recipe) -> None:
             if isinstance(reward, str):
                 rewards.check(reward)
             rows.rows_of(task, seed=recipe.seed)
-        if isinstance(task, Written):
-            is_pair = isinstance(task, PairsTask)
-            check = pairs.check_pair if is_pair else preferences.check_preference
-            rows.rows_of(task, seed=recipe.seed, check=check)
+        if task.name in pairs.CHECKS:
+            rows.rows_of(task, seed=recipe.seed, check=pairs.CHECKS[task.name])
         if isinstance(task, MathTask):
             math.rows_of(task, seed=recipe.seed)
         if isinstance(task, JudgedTask):

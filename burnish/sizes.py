@@ -9,10 +9,11 @@ import torch
 from burnish import config, machine, preflight
 from burnish.errors import BurnishError, ConfigError, ModelError
 from burnish.model import checkpoint as models
-from burnish.model import hub, lora
+from burnish.model import hub, lora, peft
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.plan import ENGINE, Size, needs, room
+from burnish.schema.learning import LoraLearns
 from burnish.schema.models import ScratchConfig, SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.wording import counted
@@ -103,6 +104,15 @@ def check_heads(recipe: Recipe) -> None:
         )
 
 
+def check_adapter(recipe: Recipe) -> None:
+    """Raises if ``model.adapter`` was made for another model. A model that is not here passes."""
+    adapter = getattr(recipe.model, "adapter", None)
+    found = None if adapter is None else _shape(recipe)
+    if adapter is not None and found is not None:
+        put = lora.fill if isinstance(recipe.train.learn, LoraLearns) else lora.fold
+        put(lora.learn(_empty(found[0]), recipe.train, 0), peft.read(adapter))
+
+
 def measured(recipe: Recipe) -> Size:
     size = measure(recipe)
     assert size is not None, "the files were looked for before"
@@ -165,6 +175,7 @@ def check_room(recipe: Recipe, path: Path) -> None:
             hub.resolve(preflight.origin(one).source)
         check_frozen(recipe)
         check_heads(recipe)
+        check_adapter(recipe)
         size = measured(recipe)
         preflight.raise_all(lacking_room(recipe, path, size))
         if not recipe.is_supervised:

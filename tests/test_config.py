@@ -166,6 +166,56 @@ def test_pieces_that_do_not_go_together_are_refused():
     assert "a gradient of mean 0" in refused("objective.kl=k1")
 
 
+@pytest.mark.parametrize("name", ["pass_at_k", "max_at_k"])
+def test_the_best_of_more_responses_than_a_group_has_is_refused(name):
+    chosen, k = f"objective.advantage={name}", "objective.advantage.k={}"
+    assert "objective.advantage.k is missing" in refused(chosen)
+    least = {"pass_at_k": 1, "max_at_k": 2}[name]
+    assert f"k must be greater than or equal to {least}" in refused(chosen, k.format(least - 1))
+    message = refused(chosen, k.format(31))
+    assert message.endswith("got 10; use a smaller objective.advantage.k, or more responses")
+
+
+def test_gdpo_says_how_parts_are_given():
+    message = refused("objective.advantage=gdpo")
+    assert message.startswith("objective.advantage.parts needs a part of the grade and its weight")
+    assert config.load("sort", ["objective.advantage=gdpo", "objective.advantage.parts.ordering=1"])
+
+
+def planned(*overrides):
+    return {
+        key: told
+        for _, lines in plan(config.load("sort", overrides), Path())
+        for key, told in lines
+    }
+
+
+def test_the_plan_says_where_a_kl_in_the_reward_is_subtracted():
+    kl = ["objective.kl=k1", "objective.kl.where=reward", "objective.kl.coefficient=0.5"]
+    assert planned(*kl)["KL"].endswith("r_i ← r_i − 0.5 Σ_t k1_t")
+    over_time = planned(*kl, "objective.advantage=reinforce_plus_plus")
+    assert over_time["KL"].endswith("r_t ← r_t − 0.5 k1_t")
+
+
+def test_the_plan_says_if_no_bound_on_the_ratio_acts():
+    none = "the policy has not moved then: ρ = 1, no bound acts"
+    assert planned("train.epochs=1")["gradient steps"].endswith(none)
+    assert none not in planned("train.epochs=2")["gradient steps"]
+    assert none not in planned("train.epochs=1", "objective.loss=reinforce")["gradient steps"]
+    stale = ["loop.lag=1", "objective.proximal=behavior"]
+    assert none not in planned("train.epochs=1", *stale)["gradient steps"]
+
+
+def test_the_plan_says_how_an_importance_is_bounded():
+    recompute = ["objective.proximal=recompute", "objective.importance.high=3"]
+    cut = planned("objective.importance=truncate", *recompute)
+    assert cut["importance"] == "v_t = clip(u_t, 0, 3),  u_t = π_prox / π_behavior"
+    masked = planned("objective.importance=mask", "objective.importance.level=sequence", *recompute)
+    assert masked["importance"] == (
+        "v_t = u_t if 0 ≤ u_t ≤ 3, else 0,  u_t = product over the response of π_prox / π_behavior"
+    )
+
+
 def test_a_recipe_with_a_setting_without_effect_is_refused(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('[objective]\nloss = "reinforce"\nratio = "sequence"\n')

@@ -122,7 +122,7 @@ def test_the_doctor_tells_of_machine_parts_and_recipes(smollm2, tmp_path, monkey
     assert told["bf16 products"].endswith("228 while learning (computed in fp32)")
     assert "free" in told["memory"]
     assert str(tmp_path) in told["disk"]
-    assert sections["optional parts"]["math"].startswith("pip install 'burnish[math]'")
+    assert sections["optional parts"]["math"].startswith("install it: pip install 'burnish[math]'")
     assert sections["optional parts"]["gym"].startswith("installed")
     recipes = sections["recipes"]
     assert list(recipes) == config.list_recipes()

@@ -10,7 +10,7 @@ def test_a_missing_extra_says_what_to_install():
     error = errors.MissingExtra("ray", "running on a cluster")
     assert str(error) == (
         "running on a cluster needs the optional part 'ray'; "
-        "install it with: pip install 'burnish[ray]'"
+        "install it: pip install 'burnish[ray]', or '.[ray]' in a checkout"
     )
 
 

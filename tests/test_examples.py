@@ -11,7 +11,7 @@ import pytest
 import burnish
 from burnish import config
 from burnish.model import hub
-from burnish.tasks.preferences import check_preference
+from burnish.tasks.pairs import check_preference
 from burnish.tasks.rows import read_rows
 
 EXAMPLES = Path(burnish.__file__).parents[1] / "examples"

@@ -84,6 +84,13 @@ def test_several_problems_are_said_together(tmp_path, monkeypatch, without):
     assert "burnish sft gsm8k-sft" in lines[-1]
 
 
+def test_a_problem_of_two_models_is_said_once(tmp_path, without):
+    without("ray")
+    asked = ["objective.advantage=teacher", "objective.kl=none", "runtime=ray"]
+    recipe = config.load("keywords", [*asked, "teacher.model=smollm2-135m"])
+    assert len(preflight.problems(recipe, tmp_path / "run")) == 1
+
+
 def test_too_little_room_is_said(tmp_path, monkeypatch):
     """A model of a million weights in fp32: 16 MB to learn, 4 to sample, 12 a checkpoint."""
     sets = ["checkpoint.keep=3", "checkpoint.every=1", "engine.kv_mb=100", "device=cpu"]

@@ -110,13 +110,13 @@ class FreeRun:
 
     def _feed(self, worker: _Worker) -> None:
         """Calls a generator with new weights and requests, if it has anything to do."""
-        weights: tuple[Any, Any] = None, None
-        if worker.version != self.learner.version:
-            weights, worker.version = self.fleet.weights, self.learner.version
         fresh = self._fresh(worker)
         worker.holds |= fresh
         if not worker.holds:
             return
+        weights: tuple[Any, Any] = None, None
+        if worker.version != self.learner.version:
+            weights, worker.version = self.fleet.weights, self.learner.version
         requests = self.fleet.requests(list(fresh.items()))
 
         def renew() -> tuple[Any, ...]:
@@ -130,17 +130,18 @@ class FreeRun:
         )
 
     def _fresh(self, worker: _Worker) -> dict[int, Prompt]:
-        """New groups for a generator, as many as the bound and its share of the work allow."""
-        found: dict[int, Prompt] = {}
+        """New groups for a generator, as many as the bound and its share of the work allow. They
+        begin with the newest weights, which it is given with them."""
+        found, version = dict[int, Prompt](), self.learner.version
         while len(worker.holds) + len(found) < self._share:
             number = min(self.again) if self.again else self.prompts.next_index
-            if not self._may_begin(number, worker.version):
+            if not self._may_begin(number, version):
                 break
             if self.again:
                 prompt = self.again.pop(number)
             else:
                 ((number, prompt),) = self.prompts.take(1)
-            self.pace.begin(number, worker.version)
+            self.pace.begin(number, version)
             found[number] = prompt
         return found
 

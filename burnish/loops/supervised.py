@@ -9,7 +9,9 @@ context. The answer is learned, with its end token: ``Completion.sampled`` marks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
 
 from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
@@ -24,7 +26,7 @@ from burnish.rollout.packing import Pack, pack
 from burnish.runs.metrics import Metrics, Timers
 from burnish.schema.recipe import Recipe
 from burnish.tasks.pairs import Pairs
-from burnish.types import Group, LearnBatch, Scores
+from burnish.types import Group, LearnBatch, PackedBatch, Scores
 
 PROGRAM = compile(ObjectiveConfig(advantage=Raw(), loss=Reinforce(), reduction=TokenMean()))
 CONSTANT = ("train/ratio_min", "train/ratio_max", "train/advantage_std")
@@ -55,24 +57,24 @@ def to_learn(learner: Learner, groups: list[Group]) -> LearnBatch:
     return learn
 
 
-def validate(pairs: Pairs, learner: Learner, when: str = "") -> tuple[list[Group], Metrics]:
-    """The mean loss over all held-out answer tokens; empty if nothing is held out."""
-    if not pairs.validation:
-        return [], {}
-    begin("evaluate", f"evaluating {len(pairs.validation)} answers {when}".rstrip())
-    batch = pack(pairs.validation).to(learner.device)
-    loss = -learner.logprobs(batch)[batch.is_action].double().mean().item()
-    return [], {"validation/loss": loss}
-
-
-def validate_preferences(
-    pairs: Pairs, learner: Learner, when: str = ""
+def validate(
+    measure: Callable[[Tensor, PackedBatch], Metrics],
+    pairs: Pairs,
+    learner: Learner,
+    when: str = "",
 ) -> tuple[list[Group], Metrics]:
-    """The mean loss over all held-out pairs, and how often the chosen response wins."""
-    if not pairs.validation:
-        return [], {}
-    begin("evaluate", f"evaluating {len(pairs.validation)} pairs {when}".rstrip())
+    """Figures of the held-out rows, which ``measure`` makes from the policy's stream [N]."""
+    begin("evaluate", f"evaluating {len(pairs.validation)} rows {when}".rstrip())
     batch = pack(pairs.validation).to(learner.device)
-    stream = learner.logprobs(batch)
+    return [], measure(learner.logprobs(batch), batch)
+
+
+def measure_answers(logprobs: Tensor, batch: PackedBatch) -> Metrics:
+    """The mean loss over all answer tokens."""
+    return {"validation/loss": -logprobs[batch.is_action].double().mean().item()}
+
+
+def measure_preferences(stream: Tensor, batch: PackedBatch) -> Metrics:
+    """The mean loss over all pairs, and how often the chosen response wins."""
     loss = bradley_terry(*rewards(stream, batch)).double().mean().item()
-    return [], {"validation/loss": loss} | describe("validation", stream, batch)
+    return {"validation/loss": loss} | describe("validation", stream, batch)

@@ -166,10 +166,19 @@ class Gdpo(Advantage):
     name: Literal["gdpo"] = "gdpo"
     is_scale_free: ClassVar[bool] = True
     takes_penalty: ClassVar[bool] = False
-    parts: dict[str, FiniteFloat] = Field(
-        min_length=1, description="the grade's parts, with weights"
-    )
+    parts: dict[str, FiniteFloat] = Field({}, validate_default=True)
+    """The weight of each part of the grade that counts, by its name."""
     eps: float = Field(1e-6, gt=0, description="added to each std")
+
+    @field_validator("parts")
+    @classmethod
+    def _check_parts(cls, parts: dict[str, float]) -> dict[str, float]:
+        if not parts:
+            raise ValueError(
+                "needs a part of the grade and its weight, got none; set one, as --set "
+                "objective.advantage.parts.answer=1 does"
+            )
+        return parts
 
     def formula(self) -> str:
         told = " + ".join(f"{weight:g} z_g({part})" for part, weight in self.parts.items())

@@ -158,10 +158,12 @@ class Recipe(Section):
                     f"use {size // unit * unit + unit}"
                 )
         if group < advantage.smallest_group:
+            has_k = "k" in advantage.settings
+            remedy = "a smaller objective.advantage.k" if has_k else "objective.advantage = 'raw'"
             raise ValueError(
                 f"rollout.group_size must be at least {advantage.smallest_group} for "
-                f"objective.advantage = '{advantage.name}', got {group}; "
-                "use objective.advantage = 'raw', or more responses"
+                f"objective.advantage = '{advantage.name}', got {group}; use {remedy}, or more "
+                "responses"
             )
 
     @property

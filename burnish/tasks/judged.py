@@ -36,9 +36,9 @@ def check_judged(config: JudgedTask, row: Any, where: str) -> DataRow:
         rubric = RUBRIC.validate_python(given)
     except ValidationError as error:
         told = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise DataError(
-            f"{where}: a rubric is a list of [text, weight] pairs: {told}, got {str(given)[:80]}"
-        ) from None
+        if not told.startswith("needs"):
+            told = f"is a list of [text, weight] pairs: {told}, got {str(given)[:80]}"
+        raise DataError(f"{where}: rubric {told}") from None
     named = {f"{GIVEN}{k}": criterion for k, criterion in enumerate(rubric, 1)}
     return DataRow(found | {"asked": shown(found["prompt"]), "rubric": named}, where)
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from burnish import api, config, models, preflight
+from burnish import api, build, config, models, preflight
 from burnish.errors import BurnishError, ConfigError
-from burnish.model import lora, peft
+from burnish.model import checkpoint, lora, peft
+from burnish.model.transformer import ModelConfig, Transformer
 from burnish.runs import checkpoints
+from tests.conftest import byte_tokenizer
 from tests.loops.test_recorder import fingerprint, stopper, tiny, without
 
 LEARN = ["train.learn=lora", "train.learn.rank=2", "train.learn.alpha=4", "train.log_kl=true"]
@@ -39,6 +41,15 @@ def sets(base, *more):
 def run(base, tmp_path_factory):
     path = tmp_path_factory.mktemp("adapter") / "run"
     return api.train("keywords", overrides=sets(base, REFRESH), out=path)
+
+
+def other(path):
+    """A model of another width."""
+    path.mkdir()
+    shape = {"vocab_size": 256, "n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 24}
+    checkpoint.save(Transformer(ModelConfig(**shape, context=128)), path)
+    byte_tokenizer().save(path)
+    return path
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(run, base, tmp_path):
@@ -89,6 +100,12 @@ def test_an_adapter_goes_on_learning(run, base, tmp_path):
     ]:
         with pytest.raises(BurnishError, match=message):
             preflight.check(config.load("keywords", [*given, wrong]))
+    wide = f"model.name={other(tmp_path / 'other')}"
+    for learned in (given, [one for one in given if one not in LEARN]):  # learned on, or merged
+        recipe = config.load("keywords", [*learned, wide])
+        told = [str(problem) for problem in build.look(recipe, tmp_path / "run")[2]]
+        assert len(told) == 1
+        assert "the adapter does not fit: 14 modules" in told[0]
     second = api.train("keywords", overrides=[*given, "train.steps=1"], out=tmp_path / "second")
     assert second.metrics[1]["kl/initial_k1"] == pytest.approx(0, abs=1e-6)
     assert abs(second.metrics[1]["kl/reference_k1"]) > 1e-4

@@ -410,6 +410,16 @@ def test_an_exported_model_repeats_the_validation(smollm2, language_run, tmp_pat
         api.export(path, tmp_path / "hf")
 
 
+def test_an_export_that_fails_leaves_nothing(language_run, tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("burnish.model.checkpoint.shutil.copyfile", full)
+    with pytest.raises(OSError, match="no space"):
+        api.export(language_run, tmp_path / "hf")
+    assert not list(tmp_path.iterdir())
+
+
 REWARD = """
 def short(response, row):
     return {"reward": float(len(response) < row["limit"]), "length": len(response)}

@@ -20,8 +20,7 @@ from burnish.rollout.packing import pack
 from burnish.runs import checkpoints
 from burnish.schema.recipe import TrainConfig
 from burnish.schema.tasks import PreferencesTask
-from burnish.tasks.pairs import Pairs
-from burnish.tasks.preferences import check_preference, write_preference
+from burnish.tasks.pairs import Pairs, check_preference, write_pair
 from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401
 
 ROWS = [
@@ -33,7 +32,7 @@ ROWS = [
 def groups(rows=ROWS, *, context=90, together=None):
     config, tokenizer = PreferencesTask(chat=False), small.tokenizer()
     checked = [check_preference(row, f"row {i}") for i, row in enumerate(rows)]
-    return [write_preference(row, config, tokenizer, context, together) for row in checked]
+    return [write_pair(row, config, tokenizer, context, together) for row in checked]
 
 
 def make_model(dtype=torch.float64, seed=1, pad=None):
@@ -94,7 +93,9 @@ def test_the_loss_is_the_mean_over_pairs_however_it_is_cut(split):
     metrics = learner.program.metrics(measured, learn)
     wins = (scores[0::2] > scores[1::2]).double().mean().item()
     assert metrics["train/accuracy"] == pytest.approx(wins)
-    held_out = supervised.validate_preferences(Pairs([], rows, 1.0, 0), learner)[1]
+    held_out = supervised.validate(
+        supervised.measure_preferences, Pairs([], rows, 1.0, 0), learner
+    )[1]
     assert held_out["validation/accuracy"] == pytest.approx(wins)
     assert held_out["validation/loss"] == pytest.approx(expected.item(), rel=1e-6)
 
@@ -107,9 +108,9 @@ def test_rows_that_are_no_pairs_are_refused():
     ):
         with pytest.raises(DataError, match=f"row 0: .*{said}"):
             groups([ROWS[0] | change])
-    with pytest.raises(DataError, match=r"the longer response are 19 tokens, .* is 18"):
+    with pytest.raises(DataError, match=r"its longest response are 19 tokens, .* is 18"):
         groups(context=18)
-    with pytest.raises(DataError, match=r"both responses are 23 tokens, .* is 22"):
+    with pytest.raises(DataError, match=r"all its responses are 23 tokens, .* is 22"):
         groups(together=22)
 
 

@@ -80,7 +80,10 @@ def test_the_loss_is_the_cross_entropy_of_the_answers(dtype, micro):
     for ours, theirs in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(ours.grad, theirs, **close)
     learner.optimizer.drop_gradients()
-    held_out = supervised.validate(make(ROWS[:1], [ROWS[i] for i in (1, 2, 5)]), learner)[1]
+    measure = supervised.measure_answers
+    held_out = supervised.validate(measure, make(ROWS[:1], [ROWS[i] for i in (1, 2, 5)]), learner)[
+        1
+    ]
     rows = make([ROWS[i] for i in (1, 2, 5)]).rows
     assert held_out["validation/loss"] == pytest.approx(padded_loss(model, rows).item(), rel=1e-5)
 
@@ -123,7 +126,7 @@ def test_a_row_without_an_answer_is_refused(answer, tmp_path):
 
 
 def test_a_row_that_is_too_long_is_refused(tmp_path):
-    said = "prompt and answer are 28 tokens, .* is 27"
+    said = "the prompt and its longest response are 28 tokens, .* is 27"
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 9: {said}"):

@@ -110,7 +110,7 @@ def test_settings_that_are_wrong(overrides, message, tmp_path):
         ({}, r"rows, line 3: no field 'rubric', and task\.rubric is not set"),
         ({"rubric": []}, "line 3: .*needs a criterion with a positive weight, got no criteria"),
         ({"rubric": [["a", -1]]}, "positive weight, got -1"),
-        ({"rubric": "good"}, r"a rubric is a list of \[text, weight\] pairs: .*got good"),
+        ({"rubric": "good"}, r"rubric is a list of \[text, weight\] pairs: .*got good"),
         ({"rubric": [["a"]]}, "Field required"),
     ],
 )

@@ -89,7 +89,7 @@ def test_pickled_pairs_teach_the_same():
     tokenizer = byte_tokenizer()
     tokenizer.end_ids = (0,)
     rows = [{"prompt": f"question {i}", "answer": f"answer {i}"} for i in range(9)]
-    task = make_pairs(PairsTask(rows=rows), tokenizer=tokenizer, seed=3, longest=100)
+    task = make_pairs(PairsTask(rows=rows), tokenizer=tokenizer, seed=3, context=100)
     other = pickle.loads(pickle.dumps(task))
     for one, same in zip(task.batch(1, 3), other.batch(1, 3), strict=True):
         assert one.prompt.text == same.prompt.text
