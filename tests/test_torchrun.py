@@ -28,7 +28,6 @@ def recipe(**changes):
         ({"mesh": {"shard": 3}}, "use train.batch = 9, or a product of 1, 2, 4, 8"),
         ({"train": {"learn": "lora"}}, "learns all weights, got train.learn = 'lora'"),
         ({"device": "cuda:1"}, "would put all ranks on one GPU"),
-        ({"runtime": "local", "mesh": {"shard": 2}}, "mesh.shard has no effect with runtime.name"),
         ({"runtime.generators": 2}, "runtime.generators has no effect with runtime.name"),
         ({"mesh": {"shard": 0}}, "mesh.shard must be greater than or equal to 1"),
     ],
@@ -38,7 +37,9 @@ def test_recipes_that_a_mesh_can_not_learn(changes, told):
         recipe(**changes)
 
 
-def test_the_sorting_model_is_refused():
+def test_a_mesh_needs_ranks_and_a_language_model():
+    with pytest.raises(ConfigError, match=r"mesh\.shard has no effect"):
+        config.load("keywords", {"mesh": {"shard": 2}})
     with pytest.raises(ConfigError, match="needs a language model, got the sorting model"):
         config.load("sort", {"runtime": "torchrun"})
 
@@ -53,7 +54,7 @@ def test_the_mesh_must_have_as_many_ranks_as_torchrun_started(monkeypatch):
         torchrun.check_ranks(recipe(mesh={"shard": 2}))
     torchrun.check_ranks(recipe(mesh={"shard": 2, "tensor": 2}))
     with pytest.raises(ConfigError, match="each of them would be a run of its own"):
-        torchrun.is_follower(recipe(runtime="local"), [])
+        torchrun.is_follower(config.load("keywords"), [])
 
 
 def test_heads_must_divide():
