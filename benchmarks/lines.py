@@ -52,19 +52,27 @@ DISTRIBUTED = (
 """Files and folders that are there for Ray and for learning from old tokens."""
 
 
-OTHER_ENGINES = (
+ENGINES = (
     *("learner/parallel.py", "learner/ranks.py", "learner/slices.py", "learner/watch.py"),
     *("loops/conductor.py", "runs/shards.py", "schema/mesh.py", "torchrun.py", "__main__.py"),
+    *("engine/wire.py", "engine/serving.py", "engine/remote.py", "engine/listening.py"),
+    *(
+        "engine/environment.py",
+        "engine/check.py",
+        "engines.py",
+        "engine_commands.py",
+        "schema/engines.py",
+    ),
 )
-"""Files that are there for other engines and for the learner on a mesh."""
-
-
-def is_other_engine(path: Path) -> bool:
-    return path.as_posix().startswith(OTHER_ENGINES)
+"""Files that are there for other engines and for the mesh."""
 
 
 def is_distributed(path: Path) -> bool:
     return path.as_posix().startswith(DISTRIBUTED)
+
+
+def is_other_engine(path: Path) -> bool:
+    return path.as_posix().startswith(ENGINES)
 
 
 def count() -> dict[Path, int]:
@@ -79,15 +87,14 @@ def main() -> None:
     by_file = parser.parse_args().files
     counts = Counter[str]()
     apart = sum(lines for path, lines in count().items() if is_distributed(path))
-    other = sum(lines for path, lines in count().items() if is_other_engine(path))
+    others = sum(lines for path, lines in count().items() if is_other_engine(path))
     for path, lines in count().items():
         counts[str(path) if by_file else path.parts[0]] += lines
     for name, lines in counts.most_common():
         print(f"{lines:6,}  {name}")
     whole = sum(counts.values())
-    core = whole - apart - other
-    print(f"{whole:6,}  in all: {core:,} of the core, {apart:,} for Ray and old tokens,")
-    print(f"        {other:,} for other engines and the mesh")
+    core = f"{whole - apart - others:,} of the core, {apart:,} for Ray and old tokens"
+    print(f"{whole:6,}  in all: {core}, {others:,} for other engines and the mesh")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,12 @@ this module loads torch, so ``api`` imports it after all checks that need no tor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from burnish import config, machine, preflight
+from burnish import config, engines, machine, preflight
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, MissingExtra, ModelError
@@ -61,8 +58,6 @@ from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
 from burnish.types import Group
 
-STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Tokens that the engine runs at once, by device."""
 PROBED = 1000
 """Training prompts among which a plan looks for the longest; all rows of a file are checked."""
 TASKS: dict[str, Any] = {
@@ -82,10 +77,15 @@ def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Pa
     task, engine, decode = build_sampler(recipe)
     require(engine.capabilities, repeats=True)  # a resumed run draws the same
     learner = make(recipe)
+    shut = engines.attach(recipe, engine, learner.policy)
     stream, buffer = stream_of(recipe, task), buffer_of(recipe)
 
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
+
+    def close() -> None:
+        shut()
+        task.close()
 
     steps = branching(recipe, lambda: decode)
     rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
@@ -106,7 +106,7 @@ def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Pa
         buffer=buffer,
         publish=lambda: engine.load(learner.weights()),
         decode=decode,
-        close=task.close,
+        close=close,
     )
 
 
@@ -232,8 +232,10 @@ def build_engine(recipe: Recipe) -> Engine:
     """The engine that samples from a recipe's model."""
     if isinstance(recipe.task, SortTask):
         return SorterEngine(_sorter(recipe))
+    if recipe.engine.is_apart:
+        return engines.open_engine(recipe)
     from burnish.engine.engine import NativeEngine  # numba takes a second
-    from burnish.engine.scheduler import EngineSettings
+    from burnish.engine.scheduler import STEP_TOKENS, EngineSettings
 
     dtype, device = DTYPES[recipe.engine.precision], device_of(recipe)
     total, free = machine.memory(device)
@@ -279,12 +281,7 @@ def prepare(recipe: Recipe, threads: int | None = None) -> Recipe:
     ``threads`` is None for one per core that this process may use. Returns the recipe as it will
     run here, with no precision left open.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_num_threads(threads or machine.cores())
-    torch.use_deterministic_algorithms(True)
-    # torch then also fills all fresh memory with NaN, so that a read before a write is seen. There
-    # is none (a test compares), and filling takes 5% or more of a gradient step.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    machine.set_up_torch(threads or machine.cores())
     check_device(recipe)
     chosen = settled(recipe)
     for precision in {chosen.engine.precision, chosen.train.precision} - {"fp32"}:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Option
 
-from burnish import api, config, preflight, serve, torchrun
+from burnish import api, config, engine_commands, preflight, serve, torchrun
 from burnish.display import Display
 from burnish.errors import BurnishError
 from burnish.interrupt import Interrupts
@@ -40,6 +40,7 @@ app = typer.Typer(
 out_console = Console(highlight=False)
 err_console = Console(highlight=False, stderr=True)
 app.command()(serve.serve)
+app.add_typer(engine_commands.app, name="engine")
 
 RecipeName = Annotated[str, Argument(help="a name from `burnish recipes`, or a .toml file")]
 Overrides = Annotated[list[str] | None, Option("--set", metavar="A.B=C", help="may be repeated")]

@@ -269,6 +269,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "selection.target": ["selection.floor"] if chosen.target is None else [],
         **dict.fromkeys(endless(recipe), HISTORY),
         "task.name": written if recipe.is_supervised else [],
+        "engine.url" if recipe.engine.url else "engine.name": recipe.engine.useless,
         "runtime.name": {
             "local": [*APART, "mesh"],
             "ray": ["mesh"],

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from burnish import build as local
+from burnish import engines
 from burnish.actors import cluster
 from burnish.actors.cast import Generator, LearnerPart, Scorer
 from burnish.actors.fleet import Fleet
@@ -31,9 +32,6 @@ from burnish.schema.recipe import Recipe
 from burnish.sizes import device_of
 from burnish.strategy import FreeLoop
 from burnish.types import Group
-
-ROUGH = 0.25
-"""How far log-probabilities of a probe may differ if not everything is computed in fp32."""
 
 
 def build(recipe: Recipe) -> Parts:
@@ -100,9 +98,8 @@ def make_generator(recipe: Recipe) -> Generator:
     engine, loop = local.build_engine(recipe), recipe.loop
     require(engine.capabilities, repeats=not isinstance(loop, FreeLoop))
     drains = isinstance(loop, FreeLoop) and loop.on_update == "wait"
-    is_exact = recipe.engine.precision == recipe.train.precision == "fp32"
     steps = branching(recipe, lambda: local.decoder(open_tokenizer(recipe)))
-    return Generator(engine, drains=drains, tolerance=1e-4 if is_exact else ROUGH, steps=steps)
+    return Generator(engine, drains=drains, tolerance=engines.tolerance(recipe), steps=steps)
 
 
 def make_scorer(recipe: Recipe) -> Scorer:

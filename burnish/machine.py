@@ -56,6 +56,18 @@ class Rates(NamedTuple):
     """With many rows, as when text is scored or learned."""
 
 
+def set_up_torch(threads: int) -> None:
+    """Sets torch up as bit-exactness needs it, before it touches a device."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    # torch then also fills all fresh memory with NaN, so that a read before a write is seen. There
+    # is none (a test compares), and filling takes 5% or more of a gradient step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def gpu() -> str | None:
     """The name of the first GPU; None if torch finds none."""
     import torch

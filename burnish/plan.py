@@ -11,7 +11,7 @@ from burnish.errors import ConfigError
 from burnish.pieces.advantages import STEP, Remax, Vine
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
-from burnish.schema import critic, length, mesh, selection
+from burnish.schema import critic, engines, length, mesh, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import JudgedTask, MixtureTask, PreferencesTask, Written
@@ -126,6 +126,7 @@ def plan(
         *critic.describe(recipe),
         ("batches", _batches(recipe)),
         *selection.describe(recipe),
+        *engines.describe(recipe),
         *strategy.describe(recipe),
         *mesh.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),

@@ -17,6 +17,7 @@ from types import CodeType
 from typing import Any
 
 from burnish import config
+from burnish.engine.environment import check_engine
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
 from burnish.graders import judge, rewards
 from burnish.plan import Need, spell
@@ -78,7 +79,7 @@ def problems(recipe: Recipe, path: Path | None = None) -> list[BurnishError]:
     ``path`` is the directory of a new run; None if nothing is trained.
     """
     found = [] if path is None else problem_of(check_new, path)
-    for check in (check_extras, check_files, check_model, check_adapter):
+    for check in (check_extras, check_files, check_model, check_adapter, check_engine):
         found += problem_of(check, recipe)
     for other in frozen(recipe).values():
         found += [*problem_of(check_extras, other), *problem_of(check_model, other)]

@@ -136,7 +136,9 @@ def test_commands_are_real(page, tmp_path, monkeypatch):
     for line in commands(page):
         words = shlex.split(line, comments=True)[1:]
         assert words[0] in COMMANDS, line
-        command = COMMANDS[words[0]]
+        command, rest = COMMANDS[words[0]], words[1:]
+        while hasattr(command, "commands"):
+            command = command.commands[rest.pop(0)]
         known = {option for p in command.params for option in p.opts}
         given = {word for word in words if word.startswith("--")}
         assert given <= known | {"--help", "--debug"}, line

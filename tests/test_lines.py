@@ -4,12 +4,12 @@ import runpy
 from pathlib import Path
 
 LINES = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "lines.py"))
-LIMIT = 12_467
+LIMIT = 12_340
 """Of the core's code lines, modern RL among them. Whoever deletes lowers it; the aim is 10,300."""
 DISTRIBUTED_LIMIT = 1_842
 """Of code lines for Ray, for learning from old tokens, and for sweeps; the aim is 1,500."""
 OTHER_ENGINES_LIMIT = 1_500
-"""Of code lines for other engines and for the learner on a mesh."""
+"""Of code lines for engines in other processes, and for the learner on a mesh."""
 COUNT = LINES["count"]()
 
 
@@ -22,7 +22,7 @@ def test_blank_lines_comments_and_docstrings_are_no_code(tmp_path):
 
 def test_the_package_is_small():
     apart = sum(lines for path, lines in COUNT.items() if LINES["is_distributed"](path))
-    other = sum(lines for path, lines in COUNT.items() if LINES["is_other_engine"](path))
-    assert sum(COUNT.values()) - apart - other <= LIMIT
-    assert other <= OTHER_ENGINES_LIMIT
+    others = sum(lines for path, lines in COUNT.items() if LINES["is_other_engine"](path))
+    assert sum(COUNT.values()) - apart - others <= LIMIT
+    assert others <= OTHER_ENGINES_LIMIT
     assert apart <= DISTRIBUTED_LIMIT

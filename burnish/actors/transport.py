@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from burnish.engine.protocol import check_probe
 from burnish.errors import EngineError
 from burnish.types import Weights
 
@@ -51,12 +52,7 @@ class Parcel(NamedTuple):
     def check(self, found: tuple[float, ...], limit: float) -> None:
         """Raises if the receiver's model, once loaded, gives log-probabilities that differ by more
         than ``limit``."""
-        if not np.allclose(self.probe, found, rtol=0, atol=limit):
-            raise EngineError(
-                f"the weights that were loaded as version {self.version} are stale or torn: "
-                f"log-probabilities of fixed tokens are {found[:3]} …, and {self.probe[:3]} … were "
-                f"expected (they may differ by {limit:g}); resume the run from its last checkpoint"
-            )
+        check_probe(self.version, self.probe, found, limit)
 
 
 class Sender:

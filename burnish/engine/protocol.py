@@ -146,6 +146,19 @@ def check_weights(
         raise EngineError(f"{'; '.join(broken)}; version {version} stays loaded")
 
 
+def check_probe(
+    version: int, expected: tuple[float, ...], found: tuple[float, ...], limit: float
+) -> None:
+    """Refuse an engine whose probe, once it has loaded ``version``, differs by more than ``limit``
+    from the ``expected`` one of the sender's model."""
+    if not np.allclose(expected, found, rtol=0, atol=limit):
+        raise EngineError(
+            f"the weights that were loaded as version {version} are stale or torn: "
+            f"log-probabilities of fixed tokens are {found[:3]} …, and {expected[:3]} … were "
+            f"expected (they may differ by {limit:g}); resume the run from its last checkpoint"
+        )
+
+
 def _broken(rules: Mapping[str, bool]) -> list[str]:
     return [rule for rule, holds in rules.items() if not holds]
 

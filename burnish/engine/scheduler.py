@@ -14,6 +14,9 @@ from typing import Literal
 from burnish.engine.pages import Pages
 from burnish.engine.sequence import Prefix, RequestGroup, Sequence
 
+STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
+"""Tokens that an engine runs at once, by device."""
+
 
 @dataclass(frozen=True)
 class EngineSettings:

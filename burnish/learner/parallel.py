@@ -76,7 +76,7 @@ class Mesh:
             cut.set_gradient_divide_factor(1.0)
             cut.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sums
         # Each gathers the weights outside of the layers first. None of them calls another.
-        methods = ["read", "score", "hidden"]
+        methods = ["read", "score", "hidden", "probe"]
         if isinstance(model, Critic):
             methods = ["values"] if model.body is None else ["score"]
         for method in methods:

@@ -21,8 +21,14 @@ from burnish.learner.parallel import Mesh
 from burnish.learner.watch import Watch
 from burnish.runs import shards
 
-CALLS = ("begin", "score", "step", "finish", "logprobs", "held_out_drift", "weights", "load_state")
-"""Calls of a learner that all ranks make together."""
+CALLS = (
+    *("begin", "score", "step", "finish", "logprobs", "held_out_drift"),
+    *("weights", "load_state", "probe"),
+)
+"""Calls of a learner, and of its policy, that all ranks make together."""
+
+NEEDED = ("score", "step", "logprobs", "held_out_drift", "weights", "load_state", "probe")
+"""Those of them that need the weights on their device."""
 
 
 class Channel:
@@ -69,6 +75,11 @@ class Conductor:
     @incarnation.setter
     def incarnation(self, number: int) -> None:
         self._learner.incarnation = number
+
+    @property
+    def policy(self) -> Conductor:
+        """It can be probed."""
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name in CALLS:
@@ -121,9 +132,9 @@ def make(learner: Learner, mesh: Mesh, name: str, args: tuple[Any, ...]) -> Any:
         (folder,) = args
         shards.write(folder, dist.get_rank(), mesh.pieces(learner.state().tensors))
         return dist.barrier()  # rank 0 reads the files next
-    if mesh.offload and name in ("score", "step", "logprobs", "held_out_drift", "load_state"):
+    if mesh.offload and name in NEEDED:
         mesh.move(learner, mesh.device)
-    found = getattr(learner, name)(*args)
-    if mesh.offload and name in ("weights", "held_out_drift"):
+    found = getattr(learner.policy if name == "probe" else learner, name)(*args)
+    if mesh.offload and name in ("weights", "probe", "held_out_drift"):
         mesh.move(learner, "cpu")
     return found

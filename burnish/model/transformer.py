@@ -343,9 +343,10 @@ class Transformer(nn.Module):
         """Log-probabilities of a few tokens after a few fixed ones."""
         places = torch.arange(min(PROBE, self.config.context), device=self.embed.weight.device)
         tokens = places * 7919 % self.config.vocab_size
-        hidden = self(tokens, places, causal([len(places)], places.device))
-        logprobs = self.logits(hidden[-1:]).float().log_softmax(-1)[0]
-        return tuple(logprobs[tokens].tolist())
+        x = self._run(self.layers, self.embed(tokens), places, causal([len(places)], places.device))
+        last, heat = torch.full_like(places, len(places) - 1), torch.ones_like(places).float()
+        found = token_logprobs(self, self.norm(x), tokens, last, places, heat)
+        return tuple(found.logprobs.tolist())
 
     def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:
         """Views of the weights under Hugging Face's names, without gradient; clone to keep.

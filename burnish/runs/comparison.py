@@ -92,11 +92,15 @@ def group(paths: Sequence[Path], labels: Sequence[str]) -> list[Curve]:
 
 
 def _sums(metrics: Series, timings: Series) -> Series:
-    """What a run has cost up to each step: tokens that it learned from, and seconds, without those
-    of its evaluations."""
+    """What a run has cost up to each step: tokens that it sampled and that it learned from, and
+    seconds, without those of its evaluations."""
     evaluated = dict(timings.get("time/evaluate", ()))
     seconds = [(step, s - evaluated.get(step, 0.0)) for step, s in timings.get("time/step", ())]
-    costs = {"sum/tokens": metrics.get("train/tokens", []), "sum/seconds": seconds}
+    costs = {
+        "sum/sampled": metrics.get("rollout/tokens_sampled", []),
+        "sum/tokens": metrics.get("train/tokens", []),
+        "sum/seconds": seconds,
+    }
     return {
         name: list(zip((s for s, _ in rows), accumulate(v for _, v in rows), strict=True))
         for name, rows in costs.items()

@@ -14,9 +14,10 @@ FREE = (
     *("train.steps", "validation.every", "checkpoint", "log", "name", "description"),
     *("train.mismatch_mean", "train.mismatch_max"),
     *("selection.max_asked", "selection.on_bound", "mesh"),
+    *("engine.python", "engine.url", "engine.deadline"),
 )
-"""Settings that a resumed run may change: they say how long and how often, or when a run stops, and
-alter no result so far."""
+"""Settings that a resumed run may change: they say how long and how often, when a run stops, or
+where its engine is, and alter no result so far."""
 
 
 def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:

@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
-from burnish.schema import critic, frozen, mesh, selection
+from burnish.schema import critic, engines, frozen, mesh, selection
 from burnish.schema.critic import CriticConfig
+from burnish.schema.engines import EngineConfig, Precision
 from burnish.schema.frozen import RewardModelConfig, TeacherConfig
 from burnish.schema.learning import AllLearn, AnyLearning
 from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
@@ -21,9 +22,6 @@ from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, SortTask, Written
 from burnish.sections import Section
 from burnish.strategy import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, LaggedLoop, RuntimeConfig
-
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-"""auto: bf16 where the processor or GPU multiplies it, else fp32."""
 
 
 class RolloutConfig(Section):
@@ -40,14 +38,6 @@ class RolloutConfig(Section):
     max_errors: float = Field(0.1, ge=0, le=1, description="share of grades that may be errors")
     overlong: Overlong = Field("keep", description="what becomes of responses cut at the limit")
     think: ThinkConfig | None = Field(None, description="a budget for thinking; None: none")
-
-
-class EngineConfig(Section):
-    """The sampler; the learner's precision is ``train.precision``."""
-
-    precision: Precision = Field("auto", description="auto: as train.precision")
-    kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
-    max_running: int = Field(128, ge=1, description="samples that decode at once")
 
 
 class ValidationConfig(Section):
@@ -145,6 +135,7 @@ class Recipe(Section):
             check_length(self)
             frozen.check(self)
             selection.check(self)
+            engines.check(self)
         return self
 
     def _check_batches(self) -> None:

@@ -84,6 +84,7 @@ def check_conductor(rank, folder):
             for one in (alone, conductor):
                 one.load_state(State(tensors, state["learner"]))
             assert conductor.version == 2
+            assert conductor.policy.probe() == pytest.approx(alone.policy.probe(), abs=1e-10)
         take_steps(alone, conductor, 1, torch.float64)
         batch = pack(make_groups())
         bad = make_learn_batch(alone, batch)

@@ -306,16 +306,18 @@ def test_a_browser_switches_the_axis_and_draws_one_chart_alone(browser, tmp_path
     for run in runs:
         with RunDirectory(run) as opened:
             for step in range(9):
-                opened.append_row("metrics.jsonl", {"step": step, "train/tokens": 100})
+                tokens = {"rollout/tokens_sampled": 70, "train/tokens": 100}
+                opened.append_row("metrics.jsonl", {"step": step} | tokens)
     page = tmp_path / "out.html"
     comparison.write_comparison(runs, page)
     browser.check(page.as_uri())
     cells = "[...document.querySelectorAll('tr:last-child td')].map(e => e.textContent)"
-    assert browser.evaluate(cells) == ["sort", "3", "0 ± 0", "8 ± 0", "900", "0"]
+    assert browser.evaluate(cells) == ["sort", "3", "0 ± 0", "8 ± 0", "630", "900", "0"]
     label = "document.querySelector('svg').getAttribute('aria-label')"
     assert browser.evaluate(label) == "rollout/reward, by step"
-    browser.evaluate("document.querySelectorAll('.toggle button')[1].click()")
-    assert browser.evaluate(label) == "rollout/reward, by learned tokens"
+    for button, axis in enumerate(["sampled tokens", "learned tokens"], 1):
+        browser.evaluate(f"document.querySelectorAll('.toggle button')[{button}].click()")
+        assert browser.evaluate(label) == f"rollout/reward, by {axis}"
     browser.check(f"{page.as_uri()}#metric=rollout/reward&x=tokens", width=390)
     assert browser.evaluate("document.querySelectorAll('svg').length") == 1
     assert browser.evaluate(label) == "rollout/reward, by learned tokens"

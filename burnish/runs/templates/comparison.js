@@ -3,7 +3,7 @@
    A page with #metric=NAME&x=AXIS shows that chart alone. */
 const { title, about, labels, seeds, metrics } = JSON.parse(document.getElementById("data").textContent);
 const FIRST = ["rollout/reward", "validation/reward", "validation/accuracy", "kl/initial_k1"];
-const AXES = { step: "step", tokens: "learned tokens", seconds: "seconds" };
+const AXES = { step: "step", sampled: "sampled tokens", tokens: "learned tokens", seconds: "seconds" };
 const asked = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 const full = labels.map((label, i) => seeds[i] > 1 ? `${label} (${seeds[i]} seeds)` : label);
 const drawn = Object.keys(metrics).filter(name => !name.startsWith("sum/") && metrics[name].some(line => line.points.length > 1));
@@ -34,10 +34,10 @@ function table() {
   const held = ["validation/reward", "validation/loss", "rollout/reward", "train/loss"].find(name => metrics[name]);
   const words = { "validation/reward": "held-out reward", "validation/loss": "held-out loss", "rollout/reward": "reward", "train/loss": "loss" }[held];
   const total = (axis, i) => count(Math.round(metrics[`sum/${axis}`]?.[i].points.at(-1)?.[1] ?? 0));
-  const heads = ["", "seeds", `first ${words}`, "last", "learned tokens", "seconds"];
+  const heads = ["", "seeds", `first ${words}`, "last", "sampled tokens", "learned tokens", "seconds"];
   return h("div", { class: "card", style: { margin: "12px 0 14px" } }, h("table", {}, h("tr", {}, heads.map((head, i) => h("th", i ? { class: "n" } : {}, head))),
     labels.map((label, i) => h("tr", {}, h("td", {}, swatch(i), label),
-      [String(seeds[i]), within(metrics[held][i], 0), within(metrics[held][i], -1), total("tokens", i), total("seconds", i)].map((text, n) => h("td", { class: "n", title: heads[n + 1] }, text))))));
+      [String(seeds[i]), within(metrics[held][i], 0), within(metrics[held][i], -1), total("sampled", i), total("tokens", i), total("seconds", i)].map((text, n) => h("td", { class: "n", title: heads[n + 1] }, text))))));
 }
 function show(axis) {
   const press = axes_.map(name => h("button", { "aria-pressed": name === axis, onclick: () => show(name) }, AXES[name]));

@@ -1,0 +1,319 @@
+"""The conformance suite: whether an engine does what the protocol says, before anyone trusts it.
+
+It knows the protocol and an oracle, which gives a model's log-probabilities by burnish's own
+forward pass, and weights to load. A check passes, fails, or is not offered: then the engine refuses
+what it can't do, and a recipe that needs it is refused as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from burnish.engine.protocol import Engine, Request
+from burnish.errors import EngineError
+from burnish.types import Completion, Finish, FloatArray, IntArray, SamplingParams, Weights
+
+PASS, FAIL, NOT_OFFERED = "pass", "fail", "not offered"
+BOUNDS = {"fp32": (1e-4, 5e-3), "bf16": (0.05, 1.0), "fp16": (0.02, 0.3)}
+"""The mean and the largest gap between log-probabilities of engine and oracle, by precision."""
+TEMPERATURES = (0.7, 1.0, 1.3)
+TOKENS = 32
+SAMPLES = 4
+LIMIT = 20_000
+"""Steps in which a request must be complete."""
+
+
+class Oracle(Protocol):
+    def score(self, prompt: IntArray, response: IntArray, temperature: float) -> FloatArray:
+        """Log-probabilities [C] of a response's tokens, by the weights that were taken last."""
+
+    def take(self, change: float) -> dict[str, Any]:
+        """The tensors of the model, each of them times 1 + ``change``, which are scored from now
+        on."""
+
+    def probe(self) -> tuple[float, ...]: ...
+
+
+class Result(NamedTuple):
+    name: str
+    status: str
+    told: str
+
+
+class Broken(Exception):
+    """The engine does not do what a check asks for."""
+
+
+class Suite:
+    def __init__(
+        self,
+        engine: Engine,
+        oracle: Oracle,
+        prompts: Sequence[IntArray],
+        *,
+        precision: str = "fp32",
+        on_update: str = "recompute",
+    ) -> None:
+        """``prompts``: a few, of which the first is the longest."""
+        self.engine, self.oracle, self.prompts = engine, oracle, prompts
+        self.bounds, self.on_update = BOUNDS[precision], on_update
+        self.version = 0
+        self._asked: dict[str, IntArray] = {}
+        """The prompt of each request."""
+
+    @property
+    def checks(self) -> dict[str, Callable[[], tuple[str, str]]]:
+        """In an order in which later ones need earlier ones."""
+        heats = {f"log-probabilities at temperature {t:g}": t for t in TEMPERATURES}
+        return {
+            **{name: partial(self.logprobs, heat) for name, heat in heats.items()},
+            "greedy tokens": self.greedy,
+            "samples differ": self.differ,
+            "a seed repeats": self.repeats,
+            "end ids": self.end_ids,
+            "stop strings": self.stop_strings,
+            "min_tokens": self.min_tokens,
+            "top_p": self.top_p,
+            "a response that has begun": self.begun,
+            "abort": self.abort,
+            "new weights are in use": self.load,
+            "weights in flight": self.in_flight,
+            "a failed load": self.failed_load,
+            "an older incarnation": self.older,
+            "ten loads without learning": self.still,
+        }
+
+    def run(self, name: str) -> Result:
+        """The result of a check by its name."""
+        try:
+            return Result(name, *self.checks[name]())
+        except Broken as broken:
+            return Result(name, FAIL, str(broken))
+        except EngineError as error:
+            return Result(name, FAIL, f"the engine says: {error}")
+
+    def logprobs(self, temperature: float) -> tuple[str, str]:
+        return PASS, self._close(self._sample(temperature=temperature))
+
+    def greedy(self) -> tuple[str, str]:
+        """Its log-probabilities are those at temperature 1."""
+        done = self._sample(temperature=0.0)
+        first = {tuple(c.token_ids) for c in done[:SAMPLES]}
+        _demand(len(first) == 1, f"{SAMPLES} greedy samples of a prompt are {len(first)} texts")
+        return PASS, self._close(done)
+
+    def differ(self) -> tuple[str, str]:
+        kinds = len({tuple(c.token_ids) for c in self._sample()[:SAMPLES]})
+        _demand(kinds > SAMPLES // 2, f"{SAMPLES} samples of a prompt are {kinds} texts")
+        return PASS, f"{kinds} of {SAMPLES}"
+
+    def repeats(self) -> tuple[str, str]:
+        if not self.engine.capabilities.counter_draws:
+            return NOT_OFFERED, "draws are the engine's own"
+        one, two, three = (
+            [c.token_ids.tolist() for c in self._sample(seed=seed)] for seed in (1, 1, 2)
+        )
+        _demand(one == two, "the same seed gives other tokens")
+        _demand(one != three, "another seed gives the same tokens")
+        return PASS, "the same tokens by the same seed, others by another"
+
+    def end_ids(self) -> tuple[str, str]:
+        """Some tokens of earlier responses are end ids now: a response ends with the first."""
+        ends = {int(t) for c in self._sample() for t in c.token_ids[4:12]}
+        done, stopped = self._sample(stop_ids=tuple(ends)), 0
+        for c in done:
+            hits = [i for i, token in enumerate(c.token_ids.tolist()) if token in ends]
+            if c.stop in ends:
+                stopped += 1
+                found = c.finish, c.stop, hits
+                last = len(c.token_ids) - 1
+                _demand(found == (Finish.STOP, c.token_ids[last], [last]), f"it ended by {found}")
+            else:
+                _demand(not hits, f"{c.token_ids[hits].tolist()} did not end a response")
+        _demand(stopped > 0, "no response ended")
+        return PASS, f"{stopped} of {len(done)} responses ended by one, which is their last token"
+
+    def stop_strings(self) -> tuple[str, str]:
+        texts = "".join(c.text for c in self._sample())
+        _demand(bool(texts), "the responses have no text")
+        stop = max(sorted(set(texts)), key=texts.count)
+        done, stopped = self._sample(stop=(stop,)), 0
+        for c in done:
+            if c.stop == stop:
+                stopped += 1
+                _demand(c.finish is Finish.STOP, f"it finished by {c.finish}")
+                _demand(c.text.find(stop) + len(stop) == len(c.text), f"the text is {c.text!r}")
+            else:
+                _demand(stop not in c.text, f"{stop!r} did not end {c.text!r}")
+        _demand(stopped > 0, "no response ended")
+        return PASS, f"{stopped} of {len(done)} responses ended at {stop!r}; {self._close(done)}"
+
+    def min_tokens(self) -> tuple[str, str]:
+        ends = tuple({int(t) for c in self._sample() for t in c.token_ids[:3]})
+        how = {"stop_ids": ends, "min_tokens": 8}
+        if (done := self._offered(**how)) is None:
+            return NOT_OFFERED, "the engine refuses it"
+        early = [c for c in done if len(c.token_ids) < 8 or set(c.token_ids[:7]) & set(ends)]
+        _demand(not early, f"{len(early)} responses ended before 8 tokens")
+        return PASS, f"none ended before; before the mask, {self._close(done)}"
+
+    def top_p(self) -> tuple[str, str]:
+        if (done := self._offered(top_p=0.5)) is None:
+            return NOT_OFFERED, "the engine refuses it"
+        return PASS, f"before the truncation, {self._close(done)}"
+
+    def begun(self) -> tuple[str, str]:
+        whole = self._sample(samples=1)[0]
+        names = ("token_ids", "logprobs", "versions", "sampled")
+        half = {name: getattr(whole, name)[: len(whole.token_ids) // 2] for name in names}
+        request = replace(self._request(self.prompts[0], SAMPLES), begun=replace(whole, **half))
+        done, kept = self._finish([request]), len(half["token_ids"])
+        for c in done:
+            same = all(np.array_equal(getattr(c, name)[:kept], half[name]) for name in names)
+            _demand(same and len(c.token_ids) > kept, "its beginning was not kept")
+        return PASS, f"goes on from {kept} tokens; {self._close(done)}"
+
+    def abort(self) -> tuple[str, str]:
+        request = self._request(self.prompts[0], SAMPLES, stop_ids=())
+        self.engine.submit(request)
+        early = [c for _ in range(3) for c in self.engine.step()]
+        if not self.engine.unfinished:
+            return NOT_OFFERED, "a step samples whole responses"
+        self.engine.abort(request.request_id)
+        done = self._drain()
+        _demand(len(early + done) == SAMPLES, f"{len(early + done)} of {SAMPLES} came back")
+        _demand(all(c.finish is Finish.ABORT for c in done), "samples went on")
+        return PASS, f"{len(done)} samples came back with {len(done[0].token_ids)} tokens so far"
+
+    def load(self) -> tuple[str, str]:
+        """The same prompts again: a cache of the old weights would be seen."""
+        before = self.engine.probe()
+        self._load(0.1)
+        moved = float(np.abs(np.subtract(before, self.engine.probe())).max())
+        gap = float(np.abs(np.subtract(self.oracle.probe(), self.engine.probe())).max())
+        _demand(moved > 10 * gap, f"the probe moved by {moved:.2g}, with a gap of {gap:.2g}")
+        done = self._sample()
+        _demand(all(set(c.versions) == {self.version} for c in done), "tokens have other versions")
+        return PASS, f"the probe moved by {moved:.2g}, gap {gap:.2g}; {self._close(done)}"
+
+    def in_flight(self) -> tuple[str, str]:
+        request = self._request(self.prompts[0], SAMPLES, temperature=1.0)
+        self.engine.submit(request)
+        for _ in range(TOKENS // 4):
+            self.engine.step()
+        if not self.engine.unfinished:
+            return NOT_OFFERED, "a step samples whole responses"
+        old = self.version
+        self._load(0.2)
+        mixed = self._drain()
+        stamps = {int(stamp) for c in mixed for stamp in c.versions}
+        _demand(stamps == {old, self.version}, f"tokens have the versions {stamps}")
+        gaps = np.concatenate([self._gaps(c)[c.versions == self.version] for c in mixed])
+        keeps = self.on_update == "keep"
+        how = "are kept" if keeps else "are computed again"
+        return PASS, f"caches {how}: {self._near(gaps, demanded=not keeps)} after the update"
+
+    def failed_load(self) -> tuple[str, str]:
+        before, tensors = self.engine.probe(), self.oracle.take(0.2)
+        name = min(tensors, key=lambda name: tensors[name].numel())
+        broken = {
+            "not finite": tensors | {name: tensors[name] * np.nan},
+            "a tensor short": {k: v for k, v in tensors.items() if k != name},
+            "of another shape": tensors | {name: tensors[name][:1]},
+        }
+        for kind, bad in broken.items():
+            try:
+                self.engine.load(Weights(self.version + 1, 0, bad))
+            except EngineError:
+                continue
+            raise Broken(f"weights that are {kind} were loaded")
+        gap = float(np.abs(np.subtract(before, self.engine.probe())).max())
+        _demand(gap == 0, f"the probe moved by {gap:.2g} after failed loads")
+        _demand(self.engine.version == self.version, f"the version is {self.engine.version}")
+        return PASS, f"{', '.join(broken)}: refused, and version {self.version} stays"
+
+    def older(self) -> tuple[str, str]:
+        self._load(0.1, incarnation=2)
+        try:
+            self._load(0.1, incarnation=1)
+        except EngineError:
+            self.version -= 1
+            return PASS, "refused"
+        raise Broken("weights of incarnation 1 were loaded after incarnation 2")
+
+    def still(self) -> tuple[str, str]:
+        """A learning rate of 0: the same weights again and again leave the gap as it is."""
+        gaps = []
+        for _ in range(10):
+            self._load(0.1, incarnation=2)
+            gaps.append(float(np.mean([self._gaps(c).mean() for c in self._sample()])))
+        spread = max(gaps) - min(gaps)
+        _demand(
+            spread <= self.bounds[0], f"the mean gap goes from {min(gaps):.2g} to {max(gaps):.2g}"
+        )
+        return PASS, f"mean gap {min(gaps):.2g} to {max(gaps):.2g}"
+
+    def _request(self, prompt: IntArray, samples: int, **params: Any) -> Request:
+        name = f"check-{len(self._asked)}"
+        self._asked[name] = prompt
+        how = SamplingParams(**{"max_tokens": TOKENS} | params)
+        return Request(name, prompt, samples, how, group=len(self._asked) * ("seed" not in params))
+
+    def _sample(self, samples: int = SAMPLES, **params: Any) -> list[Completion]:
+        """Completions of all prompts; those of the first come first."""
+        return self._finish([self._request(prompt, samples, **params) for prompt in self.prompts])
+
+    def _offered(self, **params: Any) -> list[Completion] | None:
+        """As `_sample`; None if the engine refuses it."""
+        try:
+            return self._sample(**params)
+        except EngineError:
+            self._drain()
+            return None
+
+    def _finish(self, requests: list[Request]) -> list[Completion]:
+        for request in requests:
+            self.engine.submit(request)
+        order = [request.request_id for request in requests]
+        return sorted(self._drain(), key=lambda c: (order.index(c.request_id), c.sample_index))
+
+    def _drain(self) -> list[Completion]:
+        done: list[Completion] = []
+        for _ in range(LIMIT):
+            if not self.engine.unfinished:
+                return done
+            done += self.engine.step()
+        raise Broken(f"{self.engine.unfinished} samples are not complete after {LIMIT} steps")
+
+    def _load(self, change: float, incarnation: int = 0) -> None:
+        self.version += 1
+        self.engine.load(Weights(self.version, incarnation, self.oracle.take(change)))
+        found = self.engine.version
+        _demand(found == self.version, f"its version is {found} after a load of {self.version}")
+
+    def _gaps(self, c: Completion) -> FloatArray:
+        heat = c.params.temperature or 1.0
+        scores = self.oracle.score(self._asked[c.request_id], c.token_ids, heat)
+        found: FloatArray = np.abs(c.logprobs - scores)
+        return found
+
+    def _close(self, completions: list[Completion]) -> str:
+        return self._near(np.concatenate([self._gaps(c) for c in completions]))
+
+    def _near(self, gaps: FloatArray, *, demanded: bool = True) -> str:
+        """The gaps in words; raises if they are too large."""
+        found = f"gap {gaps.mean():.2g} on average, {gaps.max():.2g} at most"
+        mean, most = self.bounds
+        is_near = gaps.mean() <= mean and gaps.max() <= most
+        _demand(is_near or not demanded, f"{found}, over {mean:g} or {most:g}")
+        return found
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Broken(otherwise)

@@ -1,0 +1,80 @@
+"""The environment of an engine: whether a Python has the packages that the engine needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from burnish.errors import EngineError
+
+if TYPE_CHECKING:
+    from burnish.schema.recipe import Recipe
+
+TOKEN = "BURNISH_ENGINE_TOKEN"
+"""The variable of the environment that holds the token of an engine that serves."""
+
+NEEDED = {"native": ("torch", "2.11")}
+"""The package that an engine needs in its environment, and the oldest version that has all of it,
+by the engine's name."""
+ALWAYS = {"numpy": "1.26", "safetensors": "0.5"}
+"""The packages that every engine's process needs."""
+OLDEST = (3, 11)
+"""The oldest Python that runs burnish."""
+DEADLINE = 120.0
+ASKED = """
+import importlib.metadata as m, json, sys
+owners, found = m.packages_distributions(), {}
+for name in sys.argv[1:]:
+    found[name] = m.version(owners[name][0]) if name in owners else None
+print(json.dumps([list(sys.version_info[:2]), found]))
+"""
+"""A program that prints its Python's version and the versions of packages."""
+
+
+def check_engine(recipe: Recipe) -> None:
+    """Raises if a recipe's engine can't run in its environment, or would not let this run in."""
+    own = recipe.engine
+    if own.url is not None and not os.environ.get(TOKEN):
+        raise EngineError(
+            f"engine.url = '{own.url}' needs a token: set {TOKEN} in the environment to the one "
+            "that `burnish engine serve` printed there"
+        )
+    if own.is_apart and own.url is None:
+        check(own.name, own.python)
+
+
+def check(name: str, python: str | None) -> dict[str, str]:
+    """Raises if the environment of ``python`` (None: this one) can't run the engine ``name``;
+    returns the versions of the packages that it needs."""
+    needed, where = dict([NEEDED[name]]) | ALWAYS, python or sys.executable
+    given = f"engine.python = {python!r}" if python else f"this Python ({where})"
+    command = [where, "-P", "-c", ASKED, *needed]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+        version, found = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise EngineError(
+            f"{given} is not a Python that runs: {error}; give the path of one, such as "
+            "ENV/bin/python"
+        ) from None
+    problems = [
+        f"{package} {oldest} or newer, and has {found[package] or 'none'}"
+        for package, oldest in needed.items()
+        if found[package] is None or _parts(found[package]) < _parts(oldest)
+    ]
+    if tuple(version) < OLDEST:
+        problems.append(f"Python 3.11 or newer, and is {version[0]}.{version[1]}")
+    if problems:
+        raise EngineError(
+            f"engine.name = '{name}': {given} needs {'; and '.join(problems)}; install it there, "
+            "or name another environment by engine.python (docs/engines.md)"
+        )
+    return dict(found)
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

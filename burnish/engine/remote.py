@@ -1,0 +1,274 @@
+"""An engine in another process, environment or machine; to its caller it is an engine like any.
+
+``start`` runs `burnish/engine/serving.py` under another Python and talks to it by a socket that
+only the two of them have; ``connect`` reaches a `burnish engine serve` by TCP. Every call has a
+deadline, and an engine that is silent or gone is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from burnish.engine import wire
+from burnish.engine.protocol import Capabilities, Request, check, check_probe
+from burnish.engine.serving import Settings
+from burnish.errors import EngineError
+from burnish.types import Completion, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BUCKET = 64 << 20
+"""Bytes of weights that travel at a time, if they can't be shared."""
+SHARED = Path("/dev/shm")
+GRACE = 10.0
+"""Seconds that an engine has to end by itself."""
+WORDS = 30
+"""Lines of its log that an error about a dead engine quotes."""
+Probe = Callable[[], tuple[float, ...]]
+
+
+class Child:
+    """A process that serves an engine, and its log."""
+
+    def __init__(self, python: str, settings: Settings, connection: socket.socket) -> None:
+        """``connection`` is the engine's end of a socket; this process closes its copy."""
+        # The other Python must not see the packages beside burnish, so it gets burnish alone.
+        self.folder = tempfile.TemporaryDirectory(prefix="burnish-engine-")
+        root = Path(self.folder.name)
+        (root / "burnish").symlink_to(Path(__file__).parents[1])
+        self.python, self.log = python, root / "log.txt"
+        command = [python, "-m", "burnish.engine.serving", str(connection.fileno())]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, json.dumps(asdict(settings))],
+                env=os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"},
+                pass_fds=[connection.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the run, which ends its step first
+            )
+        connection.close()
+
+    def __str__(self) -> str:
+        return f"process {self.process.pid} of {self.python}"
+
+    def words(self) -> str:
+        """The end of its log."""
+        said = self.log.read_text(errors="replace").splitlines()[-WORDS:]
+        return "\n".join(["; the end of its log:", *(f"  {line}" for line in said)] if said else "")
+
+    def end(self, grace: float = GRACE) -> int | None:
+        """Ends it, and all that it started -> its exit code."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def close(self, grace: float = GRACE) -> None:
+        """Ends it and removes its log."""
+        self.end(grace)
+        self.folder.cleanup()
+
+
+class RemoteEngine:
+    def __init__(
+        self, connection: socket.socket, label: str, deadline: float, child: Child | None = None
+    ) -> None:
+        """``label`` names the engine in errors; ``child`` is None if others started the process.
+
+        Waits until the engine is there, for as long as ``deadline`` says in seconds.
+        """
+        self._connection, self._child, self._deadline = connection, child, deadline
+        self.label = f"the engine {label}" + ("" if child is None else f" ({child})")
+        self._end = weakref.finalize(self, _close, connection, child)
+        self._lost: str | None = None
+        """Why the engine can't be asked any more; None while it can."""
+        self._shares = connection.family == socket.AF_UNIX and SHARED.is_dir()
+        self._requests: dict[str, Request] = {}
+        self._left: dict[str, int] = {}
+        """Samples of each request that are not complete."""
+        self._expected: tuple[Probe, float] | None = None
+        self.version = self.unfinished = self.sampled = 0
+        self.facts = self._receive("start")[0]
+        self.capabilities = Capabilities(**self.facts["capabilities"])
+
+    def submit(self, request: Request) -> None:
+        bounds = {name: self.facts[name] for name in ("vocab_size", "context")}
+        check(request, **bounds)
+        header, arrays = wire.pack_request(request)
+        self._call("submit", arrays, **header)
+        self._requests[request.request_id], self._left[request.request_id] = request, request.n
+
+    def step(self) -> list[Completion]:
+        told, arrays = self._call("step")
+        found = wire.unpack_completions(
+            told["completions"], arrays, lambda name: self._requests[name].params
+        )
+        for completion in found:
+            name = completion.request_id
+            self._left[name] -= 1
+            if not self._left[name]:
+                del self._left[name], self._requests[name]
+        return found
+
+    def abort(self, request_id: str) -> None:
+        self._call("abort", request_id=request_id)
+
+    def probe(self) -> tuple[float, ...]:
+        return tuple(self._call("probe")[0]["probe"])
+
+    def load(self, weights: Weights) -> None:
+        """All tensors, and no token before they are all there; if a probe is expected, the engine's
+        must agree, so that weights that stayed old are seen."""
+        about = {
+            "version": weights.version,
+            "incarnation": weights.incarnation,
+            "is_partial": weights.is_partial,
+            "names": sorted(weights.tensors),
+        }
+        tensors = {name: t.detach().cpu().contiguous() for name, t in weights.tensors.items()}
+        (self._share if self._shares else self._stream)(tensors, about)
+        if self._expected is not None:
+            probe, tolerance = self._expected
+            try:
+                check_probe(weights.version, probe(), self.probe(), tolerance)
+            except EngineError as error:
+                raise self._lose(str(error)) from None
+
+    def expect(self, probe: Probe, tolerance: float) -> None:
+        """After each load, the engine's probe must be ``probe()`` within ``tolerance``."""
+        self._expected = probe, tolerance
+
+    def close(self) -> None:
+        self._lost = "was closed"
+        self._end()
+
+    def _share(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        file = SHARED / f"burnish-{uuid.uuid4().hex}"
+        try:
+            save_file(tensors, file)
+            self._call(
+                "load",
+                file=str(file),
+                checksum=wire.checksum(np.memmap(file, np.uint8, "r")),
+                **about,
+            )
+        except (OSError, SafetensorError) as error:
+            raise EngineError(
+                f"weights of version {about['version']} can't be put into {SHARED} for "
+                f"{self.label}: {error}; make room there"
+            ) from error
+        finally:
+            file.unlink(missing_ok=True)
+
+    def _stream(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        from safetensors.torch import save
+
+        for number, bucket in enumerate(_buckets(tensors)):
+            data = np.frombuffer(save(bucket), np.uint8)
+            self._call("bucket", [data], first=number == 0, checksum=wire.checksum(data))
+        self._call("load", file=None, checksum=None, **about)
+
+    def _call(self, call: str, arrays: list[wire.Array] | None = None, **told: Any) -> wire.Message:
+        if self._lost is not None:
+            raise EngineError(f"{self.label} {self._lost}")
+        try:
+            wire.send(self._connection, {"call": call} | told, arrays or (), self._deadline)
+        except TimeoutError:
+            raise self._lose(f"did not take {call!r} within {self._deadline:g} s") from None
+        except OSError as error:
+            raise self._died(call, error) from None
+        return self._receive(call)
+
+    def _receive(self, call: str) -> wire.Message:
+        try:
+            answer, arrays = wire.receive(self._connection, self._deadline)
+        except TimeoutError:
+            late = f"did not answer {call!r} within engine.deadline = {self._deadline:g} s"
+            raise self._lose(late) from None
+        except (EOFError, OSError, ValueError) as error:
+            raise self._died(call, error) from None
+        if "fatal" in answer:
+            raise self._lose(f"failed at {call!r}: {answer['fatal']}")
+        for key, value in answer.get("state", {}).items():
+            setattr(self, key, value)
+        if "error" in answer:
+            raise EngineError(f"{self.label}: {answer['error']}")
+        return answer, arrays
+
+    def _died(self, call: str, error: Exception) -> EngineError:
+        code = None if self._child is None else self._child.end(1.0)
+        why = str(error) or "it closed the connection"
+        return self._lose(f"died at {call!r} ({why if code is None else f'exit code {code}'})")
+
+    def _lose(self, why: str) -> EngineError:
+        """The error about an engine that is not asked again."""
+        words = "" if self._child is None else self._child.words()
+        self._lost = why
+        self._end()
+        return EngineError(f"{self.label} {why}; go on with `burnish resume`{words}")
+
+
+def _close(connection: socket.socket, child: Child | None) -> None:
+    connection.close()
+    if child is not None:
+        child.close()
+
+
+def _buckets(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The tensors in their order, some at a time."""
+    bucket, size = dict[str, Any](), 0
+    for name, tensor in tensors.items():
+        if bucket and size + tensor.nbytes > BUCKET:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    yield bucket
+
+
+def start(settings: Settings, *, python: str, deadline: float) -> RemoteEngine:
+    """An engine in a process of its own under ``python``."""
+    ours, theirs = socket.socketpair()
+    child = Child(python, settings, theirs)
+    return RemoteEngine(ours, settings.name, deadline, child)
+
+
+def connect(url: str, token: str, *, deadline: float) -> RemoteEngine:
+    """The engine that a `burnish engine serve` makes for this client; ``url``: tcp://HOST:PORT."""
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    try:
+        connection = socket.create_connection((host, int(port)), deadline)
+        keep_alive(connection)
+        wire.send(connection, {"token": token}, seconds=deadline)
+    except OSError as error:
+        raise EngineError(
+            f"no engine answers at {url}: {error}; start one there with `burnish engine serve`"
+        ) from error
+    return RemoteEngine(connection, f"at {url}", deadline)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Lets the system notice within some minutes that the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,151 @@
+"""The conformance suite passes the native engine, and sees an engine that breaks a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from burnish.engine.check import FAIL, NOT_OFFERED, PASS, Suite
+from burnish.engine.engine import NativeEngine
+from burnish.engine_commands import Reference
+from burnish.errors import EngineError
+from burnish.model import checkpoint
+from burnish.types import Completion
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    checkpoint.save(tiny.model(), path)
+    return path
+
+
+def examined(engine: NativeEngine, model: Path, names: Any = None) -> dict[str, str]:
+    """The results of the checks, of all of them if none is named."""
+    suite = Suite(engine, Reference(model, "fp32", tiny.DEVICE), [tiny.prompt(20), tiny.prompt(3)])
+    return {name: suite.run(name).status for name in names or suite.checks}
+
+
+def test_the_native_engine_passes(model: Path) -> None:
+    found = examined(tiny.engine(text=True), model)
+    assert set(found.values()) == {PASS}
+    assert len(found) == 17
+
+
+def changed_request(**params: Any) -> Callable[[NativeEngine], None]:
+    """An engine that overlooks settings of a request."""
+
+    def spoil(engine: NativeEngine) -> None:
+        submit = engine.submit
+        engine.submit = lambda r: submit(replace(r, params=replace(r.params, **params)))
+
+    return spoil
+
+
+def changed_completion(change: Callable[[Completion], dict[str, Any]]) -> Any:
+    def spoil(engine: NativeEngine) -> None:
+        step = engine.step
+        engine.step = lambda: [replace(c, **change(c)) for c in step()]
+
+    return spoil
+
+
+def changed_load(**fields: Any) -> Any:
+    def spoil(engine: NativeEngine) -> None:
+        load = engine.load
+        engine.load = lambda weights: load(weights._replace(**fields))
+
+    return spoil
+
+
+def stale(engine: NativeEngine) -> None:
+    """The version is new, and the weights are not."""
+
+    def load(weights: Any) -> None:
+        engine.version = weights.version
+
+    engine.load = load  # type: ignore[method-assign]
+
+
+def swallowing(engine: NativeEngine) -> None:
+    load = engine.load
+
+    def quiet(weights: Any) -> None:
+        with suppress(EngineError):
+            load(weights)
+
+    engine.load = quiet  # type: ignore[method-assign]
+
+
+def raw(completion: Completion) -> dict[str, Any]:
+    """Log-probabilities of another temperature, roughly."""
+    return {"logprobs": completion.logprobs * np.float32(completion.params.temperature or 1)}
+
+
+def deaf(engine: NativeEngine) -> None:
+    engine.abort = lambda request_id: None  # type: ignore[method-assign]
+
+
+def alike(engine: NativeEngine) -> None:
+    """All samples draw the same numbers, whatever the seed."""
+    draws = engine._draws
+    engine._draws = lambda samples, steps: (
+        draws(samples, steps)[0] * 0 + 0.5,
+        *draws(samples, steps)[1:],
+    )
+
+
+SPOILED: dict[str, tuple[Any, set[str]]] = {
+    "raw": (changed_completion(raw), {f"log-probabilities at temperature {t}" for t in (0.7, 1.3)}),
+    "alike": (alike, {"samples differ", "a seed repeats"}),
+    "overlooks end ids": (changed_request(stop_ids=()), {"end ids"}),
+    "overlooks stops": (changed_request(stop=()), {"stop strings"}),
+    "overlooks min_tokens": (changed_request(min_tokens=0), {"min_tokens"}),
+    "cuts off": (
+        changed_completion(lambda c: {"logprobs": c.logprobs + (c.params.top_p < 1)}),
+        {"top_p"},
+    ),
+    "deaf": (deaf, {"abort"}),
+    "stale": (stale, {"new weights are in use", "weights in flight", "a failed load"}),
+    "swallows errors": (swallowing, {"a failed load", "an older incarnation"}),
+    "takes older": (changed_load(incarnation=0), {"an older incarnation"}),
+    "old stamps": (
+        changed_completion(lambda c: {"versions": c.versions * 0}),
+        {"new weights are in use", "weights in flight"},
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_broken_rule_is_seen(how: str, model: Path) -> None:
+    spoil, wanted = SPOILED[how]
+    engine = tiny.engine(text=True)
+    spoil(engine)
+    assert set(examined(engine, model, sorted(wanted)).values()) == {FAIL}
+
+
+def test_caches_that_are_kept_are_seen(model: Path) -> None:
+    names = ["weights in flight"]
+    assert examined(tiny.engine(text=True), model, names) == {names[0]: PASS}
+    assert examined(tiny.engine(text=True, on_update="keep"), model, names) == {names[0]: FAIL}
+
+
+def test_a_refusal_is_not_offered(model: Path) -> None:
+    engine = tiny.engine(text=True)
+    submit = engine.submit
+
+    def refuse(request: Any) -> None:
+        if request.params.top_p < 1 or request.params.min_tokens:
+            raise EngineError("not here")
+        submit(request)
+
+    engine.submit = refuse  # type: ignore[method-assign]
+    found = examined(engine, model, ["top_p", "min_tokens", "samples differ"])
+    assert list(found.values()) == [NOT_OFFERED, NOT_OFFERED, PASS]

@@ -1,0 +1,105 @@
+"""A run whose engine is in a process of its own, and the settings that name an engine."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import burnish
+from burnish import config, engines, plan
+from burnish.engine import environment, remote
+from burnish.errors import ConfigError, EngineError
+
+SIZE = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 64}
+SMALL = {
+    "model": {"name": "scratch", "tokenizer": "bytes", **SIZE},
+    "rollout": {"batch": 8, "group_size": 4, "max_tokens": 6},
+    "train": {"steps": 3, "batch": 8, "learning_rate": 1e-3},
+    "checkpoint": {"every": 1},
+    "task": {"chat": False},
+    "device": "cpu",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch, tmp_path):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BURNISH_CORES", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def vowels(text, row):
+    return float(sum(letter in "aeiou" for letter in text))
+
+
+def test_a_run_whose_engine_dies_is_resumed_to_the_same_bits(tmp_path, monkeypatch):
+    """The native engine in another process, killed after step 1, against one that lives here."""
+    given = SMALL | {"reward": vowels, "show": False}
+    here = burnish.train("keywords", prompts=["one", "two"], out=tmp_path / "here", **given)
+    children = []
+
+    class Known(remote.Child):
+        def __init__(self, *given):
+            super().__init__(*given)
+            children.append(self)
+
+    def kill(progress):
+        if progress.phase == "step" and progress.step == 1:
+            os.kill(children[0].process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(remote, "Child", Known)
+    apart = given | {"engine": {"python": sys.executable}}
+    told = r"(?s)engine native \(process \d+ of .*died at 'submit' \(exit code -9\); go on with"
+    with pytest.raises(EngineError, match=told):
+        burnish.train(
+            "keywords", prompts=["one", "two"], out=tmp_path / "apart", **apart | {"show": kill}
+        )
+    there = burnish.resume(tmp_path / "apart", reward=vowels, show=False)
+    assert (there / "metrics.jsonl").read_text() == (here / "metrics.jsonl").read_text()
+    assert len(children) == 2
+    assert all(child.process.poll() is not None for child in children)
+
+
+def test_an_engine_that_serves_another_model_is_refused(monkeypatch, tmp_path):
+    closed = []
+
+    class Served:
+        def __init__(self):
+            self.facts = {"name": "native", "precision": "fp32", "model": "0123"}
+
+        def close(self):
+            closed.append(1)
+
+    monkeypatch.setenv(environment.TOKEN, "t")
+    monkeypatch.setattr(remote, "connect", lambda url, token, deadline: Served())
+    recipe = config.load(
+        "keywords", [{"model": SMALL["model"]}, "engine.url=tcp://host:1", "engine.precision=fp32"]
+    )
+    with pytest.raises(EngineError, match=r"at tcp://host:1 has model = '0123', and this run"):
+        engines.open_engine(recipe)
+    assert closed
+
+
+def test_settings_of_an_engine(monkeypatch):
+    monkeypatch.delenv(environment.TOKEN, raising=False)
+    served = config.load("keywords", "engine.url=tcp://host:8422")
+    with pytest.raises(EngineError, match="needs a token: set BURNISH_ENGINE_TOKEN"):
+        environment.check_engine(served)
+    wrong = {
+        "engine.deadline has no effect with engine.name": ["engine.deadline=5"],
+        "engine.kv_mb has no effect with engine.url": ["engine.url=tcp://a:1", "engine.kv_mb=9"],
+        "engine.url must match pattern": ["engine.url=host:1"],
+        "names one that runs; remove one": ["engine.url=tcp://a:1", "engine.python=p"],
+    }
+    for message, settings in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            config.load("keywords", settings)
+    sections = dict(plan.plan(served, Path("out")))
+    assert sections["engine"] == [("engine", "native, served at tcp://host:8422")]
+    assert "engine" not in dict(plan.plan(config.load("keywords"), Path("out")))
