@@ -335,17 +335,13 @@ def generate(
     model = hub.as_setting(model)
     named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
     recipe = config.load(named | {"device": device})
-    preflight.check(recipe)
     with shown(show, recipe.model.name):
-        tell("load", "loading torch")
-        from burnish import build, models
+        engine, tokenizer = open_engine(recipe)
         from burnish.rollout.rollout import sample
         from burnish.tasks.text import encode
 
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         params = SamplingParams(**sampling, stop=stops)
-        recipe = build.prepare(recipe)
-        engine, tokenizer = build.build_engine(recipe), models.open_tokenizer(recipe)
         chat = chat and tokenizer.chat_template is not None
         inputs = [encode(tokenizer, text, chat=chat) for text in texts]
         asked = [(i, Prompt(str(i), text, ids, "generate")) for i, (text, ids) in enumerate(inputs)]
@@ -358,6 +354,16 @@ def generate(
         for text, completions in zip(texts, done, strict=True)
         for c in completions
     ]
+
+
+def open_engine(recipe: Recipe) -> tuple[Any, Any]:
+    """The engine of a recipe's language model, and the model's tokenizer."""
+    preflight.check(recipe)
+    tell("load", "loading torch")
+    from burnish import build, models
+
+    recipe = build.prepare(recipe)
+    return build.build_engine(recipe), models.open_tokenizer(recipe)
 
 
 def export(

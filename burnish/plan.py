@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from burnish import strategy
 from burnish.errors import ConfigError
@@ -14,7 +14,7 @@ from burnish.pieces.terms import KL
 from burnish.schema import critic, engines, length, mesh, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import JudgedTask, MixtureTask, PreferencesTask, Written
+from burnish.schema.tasks import JudgedTask, PreferencesTask, Written
 from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
@@ -117,12 +117,14 @@ def plan(
         resources = [("memory", "known once the model is here; `burnish train` downloads it")]
     if rates is not None:
         resources.append(("time", spoken(recipe, size, rates)))
-    loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
+    objective = [*formula(recipe.objective), *length.describe(recipe)]
+    if recipe.is_supervised:
+        objective = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     if isinstance(recipe.task, PreferencesTask):
-        loss = [("loss", "−mean over pairs of log σ(r(chosen) − r(rejected))")]
+        objective = [("loss", "−mean over pairs of log σ(r(chosen) − r(rejected))")]
     return [
         ("task", _task(recipe, size)),
-        ("objective", loss if recipe.is_supervised else _objective(recipe)),
+        ("objective", objective),
         *critic.describe(recipe),
         ("batches", _batches(recipe)),
         *selection.describe(recipe),
@@ -131,10 +133,6 @@ def plan(
         *mesh.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]
-
-
-def _objective(recipe: Recipe) -> Lines:
-    return [*formula(recipe.objective), *length.describe(recipe)]
 
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
@@ -163,10 +161,8 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
 
 def _judges(recipe: Recipe) -> Lines:
     """The rubric and the judge of each judged task, and the calls that are to be expected."""
-    task, lines = recipe.task, list[tuple[str, str]]()
-    parts: dict[str, Any] = task.tasks if isinstance(task, MixtureTask) else {"": task}
-    weights = task.weights if isinstance(task, MixtureTask) else {"": 1.0}
-    for name, part in parts.items():
+    weights, lines = getattr(recipe.task, "weights", {"": 1.0}), list[tuple[str, str]]()
+    for name, part in recipe.parts.items():
         if not isinstance(part, JudgedTask):
             continue
         judge, evolve, of = part.judge, part.evolve, f" of {name}" if name else ""
@@ -343,7 +339,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
         return 3 * recipe.task.epochs * written / learned_per_second
     prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
     rollout = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
-    rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks]
+    rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks.values()]
     asked = FILLED * (validation.max_tokens or recipe.rollout.max_tokens)
     held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
     evaluations = 2 + (train.steps - 1) // validation.every

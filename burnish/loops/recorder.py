@@ -127,6 +127,8 @@ def go_back(directory: RunDirectory, parts: Parts, chosen: Path | None) -> int:
         _load_position(parts, tensors, state)
     elif parts.prompts is not None:
         parts.prompts.load_state(PromptStream.BEGINNING)
+        if parts.buffer is not None:
+            parts.buffer.restore([], [])
     directory.cut_back(positions)  # it checks all before it cuts, and before more is deleted
     if chosen is not None:
         checkpoints.return_to(directory.path, chosen, **parts.recipe.checkpoint.model_dump())

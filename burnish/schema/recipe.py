@@ -166,13 +166,19 @@ class Recipe(Section):
     @property
     def stop(self) -> tuple[str, ...]:
         """Texts that end a response: the recipe's own, and the closing tag of tagged answers."""
-        tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in self.tasks)
+        asked = (task for task in self.tasks.values() if isinstance(task, Asked))
+        tagged = any(task.answer_format == "r1_zero" for task in asked)
         return tuple(dict.fromkeys([*self.rollout.stop, *["</answer>"] * tagged]))
 
     @property
-    def tasks(self) -> list[Any]:
-        """The task, or the tasks of a mixture."""
-        return list(self.task.tasks.values()) if isinstance(self.task, MixtureTask) else [self.task]
+    def parts(self) -> dict[str, Any]:
+        """The tasks of a mixture by their names; without a mixture the task, whose name is ""."""
+        return self.task.tasks if isinstance(self.task, MixtureTask) else {"": self.task}
+
+    @property
+    def tasks(self) -> dict[str, Any]:
+        """The same by their sections, such as "task.tasks.NAME"."""
+        return {f"task.tasks.{name}" if name else "task": t for name, t in self.parts.items()}
 
     @property
     def source(self) -> str:
