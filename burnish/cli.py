@@ -69,7 +69,9 @@ def options(
 @app.command()
 def recipes() -> None:
     """List the recipes and presets, a line each."""
-    for folder in (config.RECIPES, config.PRESETS):
+    presets = "\npresets, which go on any recipe by --set preset=NAME"
+    for folder, title in {config.RECIPES: "recipes", config.PRESETS: presets}.items():
+        _say(title)
         found = {name: config.read_recipe(name, folder) for name in config.list_recipes(folder)}
         _print_table((f"[bold]{n}", escape(table["description"])) for n, table in found.items())
 
