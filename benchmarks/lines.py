@@ -53,6 +53,8 @@ DISTRIBUTED = (
 
 
 ENGINES = (
+    *("learner/parallel.py", "learner/ranks.py", "learner/slices.py", "learner/watch.py"),
+    *("loops/conductor.py", "runs/shards.py", "schema/mesh.py", "torchrun.py", "__main__.py"),
     *("engine/wire.py", "engine/serving.py", "engine/remote.py", "engine/listening.py"),
     *(
         "engine/environment.py",

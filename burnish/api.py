@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from burnish import config, preflight
+from burnish import config, preflight, torchrun
 from burnish.config import Overrides, Table
 from burnish.display import Display
 from burnish.draws import Stream
@@ -91,7 +91,7 @@ def train(
         from burnish import build, sizes
         from burnish.loops.recorder import record
 
-        recipe = build.prepare(recipe)
+        recipe = build.prepare(recipe, torchrun.threads(recipe))
         sizes.check_room(recipe, path)
         read = preflight.hashes(recipe)
         try:
@@ -114,6 +114,8 @@ def _parts(recipe: Recipe) -> Parts:
         from burnish import distribute
 
         return distribute.build(recipe)
+    if recipe.runtime.name == "torchrun":
+        return torchrun.build(recipe)
     from burnish import build
 
     return build.build(recipe)

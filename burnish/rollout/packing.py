@@ -129,6 +129,15 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
     return Pack(PackedBatch(**streams, **shape, group_ids=new_group, **per_response), slots)
 
 
+def first_token(batch: PackedBatch) -> Pack:
+    """The first token of the first prompt: a pack without actions, which adds nothing to a loss."""
+    one, slots = torch.ones_like(batch.segment_offsets[:1]), Pack.whole(batch).slots[:1]
+    given = {name: getattr(batch, name) for name in STREAMS}
+    streams: dict[str, Any] = {k: v if v is None else v[slots] for k, v in given.items()}
+    none = {name: getattr(batch, name)[:0] for name in ("group_ids", "rewards", "parts")}
+    return Pack(PackedBatch(**streams, **_lay_out(one, one > 0), **none), slots)
+
+
 def train_batches(batch: PackedBatch, responses: int, *, count: int | None = None) -> list[Pack]:
     """The groups of a rollout, dealt out to ``count`` train batches that differ by a group at most.
 

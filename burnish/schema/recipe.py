@@ -9,13 +9,14 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
-from burnish.schema import critic, engines, frozen, selection
+from burnish.schema import critic, engines, frozen, mesh, selection
 from burnish.schema.critic import CriticConfig
 from burnish.schema.engines import EngineConfig, Precision
 from burnish.schema.frozen import RewardModelConfig, TeacherConfig
 from burnish.schema.learning import AllLearn, AnyLearning
 from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
 from burnish.schema.length import check as check_length
+from burnish.schema.mesh import MeshConfig
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, SortTask, Written
@@ -104,6 +105,7 @@ class Recipe(Section):
     loop: AnyLoop = LaggedLoop()
     buffer: BufferConfig | None = Field(None, description="replay of groups; None: none")
     runtime: AnyRuntime = RuntimeConfig()
+    mesh: MeshConfig = MeshConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -124,6 +126,7 @@ class Recipe(Section):
                 "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
                 f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
             )
+        mesh.check(self)
         if not self.is_supervised:
             self._check_batches()
             self.objective.advantage.check(self)
