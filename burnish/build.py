@@ -72,7 +72,7 @@ def build(recipe: Recipe) -> Parts:
     if recipe.is_supervised:
         return _build_supervised(recipe)
     task, engine, decode = build_sampler(recipe)
-    require(engine.capabilities, repeats=True)  # a resumed run draws the same
+    require(engine.capabilities, repeats=recipe.engine.repeats)  # a resumed run draws the same
     learner = build_learner(recipe)
     shut = engines.attach(recipe, engine, learner.policy)
     stream, buffer = stream_of(recipe, task), buffer_of(recipe)
