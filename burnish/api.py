@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from burnish import config, preflight
+from burnish import config, preflight, torchrun
 from burnish.config import Overrides, Table
 from burnish.display import Display
 from burnish.draws import Stream
@@ -91,7 +91,7 @@ def train(
         from burnish import build, sizes
         from burnish.loops.recorder import record
 
-        recipe = build.prepare(recipe)
+        recipe = build.prepare(recipe, torchrun.threads(recipe))
         sizes.check_room(recipe, path)
         read = preflight.hashes(recipe)
         try:
@@ -114,6 +114,8 @@ def _parts(recipe: Recipe) -> Parts:
         from burnish import distribute
 
         return distribute.build(recipe)
+    if recipe.runtime.name == "torchrun":
+        return torchrun.build(recipe)
     from burnish import build
 
     return build.build(recipe)
@@ -333,17 +335,13 @@ def generate(
     model = hub.as_setting(model)
     named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
     recipe = config.load(named | {"device": device})
-    preflight.check(recipe)
     with shown(show, recipe.model.name):
-        tell("load", "loading torch")
-        from burnish import build, models
+        engine, tokenizer = open_engine(recipe)
         from burnish.rollout.rollout import sample
         from burnish.tasks.text import encode
 
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         params = SamplingParams(**sampling, stop=stops)
-        recipe = build.prepare(recipe)
-        engine, tokenizer = build.build_engine(recipe), models.open_tokenizer(recipe)
         chat = chat and tokenizer.chat_template is not None
         inputs = [encode(tokenizer, text, chat=chat) for text in texts]
         asked = [(i, Prompt(str(i), text, ids, "generate")) for i, (text, ids) in enumerate(inputs)]
@@ -356,6 +354,16 @@ def generate(
         for text, completions in zip(texts, done, strict=True)
         for c in completions
     ]
+
+
+def open_engine(recipe: Recipe) -> tuple[Any, Any]:
+    """The engine of a recipe's language model, and the model's tokenizer."""
+    preflight.check(recipe)
+    tell("load", "loading torch")
+    from burnish import build, models
+
+    recipe = build.prepare(recipe)
+    return build.build_engine(recipe), models.open_tokenizer(recipe)
 
 
 def export(

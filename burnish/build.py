@@ -19,6 +19,7 @@ from burnish.learner.learner import Learner
 from burnish.learner.objective import compile
 from burnish.learner.optim import Optimizer, Policy
 from burnish.learner.preferences import Preferences
+from burnish.learner.ranks import Ranks
 from burnish.loops import asynchronous, supervised, sync
 from burnish.loops.evaluate import Decode, validation
 from burnish.loops.recorder import Parts
@@ -44,6 +45,7 @@ from burnish.sizes import (
     check_adapter,
     check_device,
     check_frozen,
+    check_heads,
     device_of,
     lacking_room,
     measure,
@@ -67,13 +69,14 @@ TASKS: dict[str, Any] = {
 }
 
 
-def build(recipe: Recipe) -> Parts:
-    """The parts of a recipe's run."""
+def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Parts:
+    """The parts of a recipe's run. ``make`` makes the learner; None for `build_learner`."""
+    make = make or build_learner
     if recipe.is_supervised:
-        return _build_supervised(recipe)
+        return _build_supervised(recipe, make)
     task, engine, decode = build_sampler(recipe)
     require(engine.capabilities, repeats=recipe.engine.repeats)  # a resumed run draws the same
-    learner = build_learner(recipe)
+    learner = make(recipe)
     shut = engines.attach(recipe, engine, learner.policy)
     stream, buffer = stream_of(recipe, task), buffer_of(recipe)
 
@@ -120,11 +123,11 @@ def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     return PromptStream(task, bound, history, judged.evolving(recipe))
 
 
-def _build_supervised(recipe: Recipe) -> Parts:
+def _build_supervised(recipe: Recipe, make: Callable[[Recipe], Learner]) -> Parts:
     tell("load", "reading the rows")
     answers = _written(recipe)
     recipe = config.with_steps(recipe, answers.steps(recipe.train.batch))
-    learner = build_learner(recipe)
+    learner = make(recipe)
     is_reward = isinstance(recipe.task, PreferencesTask)
     measure = supervised.measure_preferences if is_reward else supervised.measure_answers
     return Parts(
@@ -142,34 +145,38 @@ def _written(recipe: Recipe) -> pairs.Pairs:
     return pairs.make_pairs(task, **given, context=bounds[0], together=bounds[1])
 
 
-def build_learner(recipe: Recipe) -> Learner:
-    """The learner of a recipe's model, with the program of its objective."""
+def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
+    """The learner of a recipe's model, with the program of its objective. ``ranks`` as in
+    `Learner`; they move a model to their devices, part by part."""
     policy: Policy
     if isinstance(recipe.task, SortTask):
         policy = _sorter(recipe)
     else:
-        policy = learned(recipe, open_policy(recipe)).to(device_of(recipe))
+        policy = learned(recipe, open_policy(recipe))
+        policy = policy if ranks else policy.to(device_of(recipe))
     tell("load", "preparing the learner")
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
     if isinstance(policy, RewardModel):
         # It has all that is asked of the program of a run that samples nothing.
         return Learner(policy, Preferences(), train)  # type: ignore[arg-type]
     if recipe.is_supervised:
-        return Learner(policy, supervised.PROGRAM, train)
+        return Learner(policy, supervised.PROGRAM, train, ranks=ranks)
     program, critic = compile(recipe.objective, recipe.critic), None
     if recipe.critic is not None:
         assert isinstance(policy, Transformer), "the schema refuses a critic of the sorting model"
         own = train.model_copy(update={"learning_rate": recipe.critic.learning_rate})
-        critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own)
-    return Learner(policy, program, train, teacher=_teacher(recipe), critic=critic)
+        critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own, ranks)
+    frozen = {"teacher": _teacher(recipe, ranks)}
+    return Learner(policy, program, train, **frozen, critic=critic, ranks=ranks)
 
 
-def _teacher(recipe: Recipe) -> Transformer | None:
+def _teacher(recipe: Recipe, ranks: Ranks | None) -> Transformer | None:
     other = preflight.frozen(recipe).get("teacher.model")
     if other is None:
         return None
     model = open_model(other, DTYPES[settled(recipe).train.precision])[0]
-    return model.to(device_of(recipe)).requires_grad_(False)
+    model.requires_grad_(False)
+    return ranks.place(model, "fp32") if ranks else model.to(device_of(recipe))
 
 
 def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
@@ -296,7 +303,7 @@ def look(
     lacks = [*preflight.problems(recipe, path), *unknown]
     recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
-    for check in () if is_absent else (check_frozen, check_adapter):
+    for check in () if is_absent else (check_frozen, check_adapter, check_heads):
         lacks += preflight.problem_of(check, recipe)
     size = None if is_absent else measure(recipe)
     if size is not None and has_prompts and not lacks:

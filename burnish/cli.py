@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 from collections.abc import Iterable
@@ -17,14 +18,14 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Option
 
-from burnish import api, config, engine_commands, preflight, serve
+from burnish import api, config, engine_commands, preflight, serve, torchrun
 from burnish.display import Display
 from burnish.errors import BurnishError
 from burnish.interrupt import Interrupts
 from burnish.plan import Section
 from burnish.plan import plan as make_plan
 from burnish.progress import tell
-from burnish.runs import directory
+from burnish.runs import directory, resuming
 from burnish.runs.run import answers, outcome
 from burnish.schema.recipe import Recipe
 from burnish.threads import share_cores
@@ -47,7 +48,7 @@ Seed = Annotated[int | None, Option(help="the run's seed")]
 Out = Annotated[Path | None, Option(help="a new run directory", show_default="runs/RECIPE-N")]
 Data = Annotated[Path | None, Option(help="rows of your own: a JSONL file or a directory")]
 RunPath = Annotated[Path, Argument(help="a run directory")]
-Runtime = Annotated[str | None, Option(help="local, or ray: parts in processes of their own")]
+Runtime = Annotated[str | None, Option(help="local, ray or torchrun")]
 Address = Annotated[str | None, Option(help="a Ray cluster to join, such as auto or HOST:PORT")]
 Quiet = Annotated[bool, Option("--quiet", help="a line per step instead of a display")]
 
@@ -68,7 +69,9 @@ def options(
 @app.command()
 def recipes() -> None:
     """List the recipes and presets, a line each."""
-    for folder in (config.RECIPES, config.PRESETS):
+    presets = "\npresets, which go on any recipe by --set preset=NAME"
+    for folder, title in {config.RECIPES: "recipes", config.PRESETS: presets}.items():
+        _say(title)
         found = {name: config.read_recipe(name, folder) for name in config.list_recipes(folder)}
         _print_table((f"[bold]{n}", escape(table["description"])) for n, table in found.items())
 
@@ -117,6 +120,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Run a recipe: sample, score, learn, and leave a run directory."""
+    runtime = runtime or ("torchrun" if torchrun.is_started() else None)
     changes = _changes(overrides, seed=seed, runtime=_runtime(runtime, address))
     _run(api.recipe_of(recipe, changes, data=data, reward=reward), out, quiet=quiet)
 
@@ -128,10 +132,12 @@ def sft(
     seed: Seed = None,
     out: Out = None,
     data: Data = None,
+    runtime: Runtime = None,
     quiet: Quiet = False,
 ) -> None:
     """Learn written answers, prompt by prompt: a warm start for `burnish train`."""
-    changes = _changes(overrides, task="pairs", seed=seed)
+    runtime = runtime or ("torchrun" if torchrun.is_started() else None)
+    changes = _changes(overrides, task="pairs", seed=seed, runtime=runtime)
     _run(api.recipe_of(recipe, changes, data=data), out, quiet=quiet)
 
 
@@ -167,10 +173,12 @@ def demo(
 
 
 def _run(recipe: Recipe, out: Path | None, *, quiet: bool) -> None:
+    if torchrun.is_follower(recipe, sys.argv[1:]):
+        return torchrun.follow(recipe)
     with directory.claimed(out, recipe.name) as path:
         with _live(path, quiet=quiet) as live:
             api.train(recipe, out=path, show=live.show, stop=live.is_asked)
-        _show_end(path)
+        return _show_end(path)
 
 
 @app.command()
@@ -182,6 +190,10 @@ def resume(
     quiet: Quiet = False,
 ) -> None:
     """Continue a run from its last checkpoint, bit for bit."""
+    directory.read_recipe(run)  # it raises if there is no run
+    recipe = resuming.resumed_recipe(run, overrides or ())
+    if torchrun.is_follower(recipe, sys.argv[1:]):
+        return torchrun.follow(recipe)
     with _live(run, quiet=quiet) as live:
         api.resume(
             run,
@@ -191,7 +203,7 @@ def resume(
             show=live.show,
             stop=live.is_asked,
         )
-    _show_end(run)
+    return _show_end(run)
 
 
 @app.command()
@@ -416,4 +428,6 @@ def main() -> None:
         app(prog_name="burnish")
     except (BurnishError, OSError) as error:
         err_console.print(f"[red]error:[/] {escape(printable(str(error)))}", soft_wrap=True)
+        if torchrun.is_started():
+            os._exit(1)  # the usual way out takes apart groups that may wait for a dead rank
         sys.exit(1)

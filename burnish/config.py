@@ -62,6 +62,8 @@ APART = [
     *("runtime.threads", "runtime.transport", "runtime.deadline"),
 ]
 """Settings that only a run with actors reads."""
+TOGETHER = ["runtime.threads", "runtime.deadline"]
+"""Those of them that a run on a mesh reads, too."""
 SHARES = {
     "objective.reduction": ("constant", "length", 1.0),
     "length": ("overlong", "buffer", 0.2),
@@ -254,6 +256,8 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         *["objective.ratio"] * ("ratio" not in loss.reads),
         *["objective.proximal"] * (not is_compared),
     ]
+    on_mesh = recipe.runtime.name == "torchrun"
+    written = [name for name in SAMPLED if name != "runtime" or not on_mesh]
     in_loss = getattr(recipe.objective.kl, "where", "loss") == "loss"
     free = recipe.objective.advantage.is_scale_free and in_loss
     causes = {
@@ -264,9 +268,13 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "selection.dead_groups": [] if chosen.fills else FILLING,
         "selection.target": ["selection.floor"] if chosen.target is None else [],
         **dict.fromkeys(endless(recipe), HISTORY),
-        "task.name": SAMPLED if recipe.is_supervised else [],
+        "task.name": written if recipe.is_supervised else [],
         "engine.url" if recipe.engine.url else "engine.name": recipe.engine.useless,
-        "runtime.name": APART if recipe.runtime.name == "local" else [],
+        "runtime.name": {
+            "local": [*APART, "mesh"],
+            "ray": ["mesh"],
+            "torchrun": [name for name in APART if name not in TOGETHER],
+        }[recipe.runtime.name],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
         "objective.advantage.name": [

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from burnish import strategy
 from burnish.errors import ConfigError
 from burnish.pieces.advantages import STEP, Remax, Vine
 from burnish.pieces.objective import formula
 from burnish.pieces.terms import KL
-from burnish.schema import critic, engines, length, selection
+from burnish.schema import critic, engines, length, mesh, selection
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import JudgedTask, MixtureTask, PreferencesTask, Written
+from burnish.schema.tasks import JudgedTask, PreferencesTask, Written
 from burnish.wording import counted, duration
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ WRITTEN = 4
 REACHED = {"cpu": (0.65, 0.7), "cuda": (0.12, 0.25)}
 """The share of the measured rates that sampling and learning reach: on a CPU as two AVX-512 cores
 did on the recipe demo-small, on a GPU as an H200 did on gsm8k, roughly."""
+ENGINE = "the engine's weights"
 Lines = list[tuple[str, str]]
 Section = tuple[str, Lines]
 
@@ -50,6 +51,8 @@ class Size(NamedTuple):
     """Tokens of the longest prompt that was looked at."""
     layers: int = 1
     """Layers of the transformer."""
+    outer: int = 0
+    """Parameters outside of the layers: embedding, final norm and head."""
     learned: int | None = None
     """Parameters that learn, in the model or in its adapter; None if it is all of them."""
     copied: int = 0
@@ -104,28 +107,32 @@ def plan(
         resources = [("precision", f"{learned} to learn, {sampled} to sample{head}")]
         if size.learned is not None:
             resources.append(("learns", f"{size.learned:,} parameters of {size.parameters:,}"))
-        resources += _resources(needs(recipe, size))
+        found = needs(recipe, size)
+        resources += _resources(found)
+        if recipe.runtime.name == "torchrun":
+            own = sum(n.size for n in found if n.resource == "memory" and n.what != ENGINE)
+            told = f"{spell(own)} of it on each rank; the engine and its cache are rank 0's"
+            resources.append(("per rank", told))
     elif not isinstance(recipe.model, SorterConfig):
         resources = [("memory", "known once the model is here; `burnish train` downloads it")]
     if rates is not None:
         resources.append(("time", spoken(recipe, size, rates)))
-    loss = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
+    objective = [*formula(recipe.objective), *length.describe(recipe)]
+    if recipe.is_supervised:
+        objective = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     if isinstance(recipe.task, PreferencesTask):
-        loss = [("loss", "−mean over pairs of log σ(r(chosen) − r(rejected))")]
+        objective = [("loss", "−mean over pairs of log σ(r(chosen) − r(rejected))")]
     return [
         ("task", _task(recipe, size)),
-        ("objective", loss if recipe.is_supervised else _objective(recipe)),
+        ("objective", objective),
         *critic.describe(recipe),
         ("batches", _batches(recipe)),
         *selection.describe(recipe),
         *engines.describe(recipe),
         *strategy.describe(recipe),
+        *mesh.describe(recipe),
         ("resources", [*resources, ("written to", str(out))]),
     ]
-
-
-def _objective(recipe: Recipe) -> Lines:
-    return [*formula(recipe.objective), *length.describe(recipe)]
 
 
 def _task(recipe: Recipe, size: Size | None) -> Lines:
@@ -154,10 +161,8 @@ def _task(recipe: Recipe, size: Size | None) -> Lines:
 
 def _judges(recipe: Recipe) -> Lines:
     """The rubric and the judge of each judged task, and the calls that are to be expected."""
-    task, lines = recipe.task, list[tuple[str, str]]()
-    parts: dict[str, Any] = task.tasks if isinstance(task, MixtureTask) else {"": task}
-    weights = task.weights if isinstance(task, MixtureTask) else {"": 1.0}
-    for name, part in parts.items():
+    weights, lines = getattr(recipe.task, "weights", {"": 1.0}), list[tuple[str, str]]()
+    for name, part in recipe.parts.items():
         if not isinstance(part, JudgedTask):
             continue
         judge, evolve, of = part.judge, part.evolve, f" of {name}" if name else ""
@@ -264,11 +269,29 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
         # It shares the masters of weights that do not learn.
         Need("memory", "the critic", has_body * (16 * learned + (low < 4) * low * count)),
         Need("memory", f"{' and '.join(others)} in {train.precision}", low * size.frozen),
-        Need("memory", "the engine's weights", samples * (wide + size.copied) * count),
+    ]
+    if recipe.runtime.name == "torchrun":
+        found = _per_rank(recipe, size, found)
+    found += [
+        Need("memory", ENGINE, samples * (wide + size.copied) * count),
         Need("cache", tokens, samples * cache),
         Need("disk", f"{files} of {spell(each)}", min(kept, saves) * each),
     ]
     return [need for need in found if need.size]
+
+
+def _per_rank(recipe: Recipe, size: Size, found: list[Need]) -> list[Need]:
+    """A rank's share of the learner's memory. Weights in compute precision exist while their layer
+    runs: one layer, the next one, and the weights outside of the layers, with their gradients."""
+    mesh, low = recipe.mesh, BYTES[recipe.train.precision]
+    layer = (size.parameters - size.outer) / size.layers
+    gathered = 2 * low * (2 * layer + size.outer) / mesh.tensor
+    shared = [
+        need._replace(size=math.ceil(need.size / (mesh.shard * mesh.tensor)))
+        for need in found
+        if need.what != f"{recipe.train.precision} weights"
+    ]
+    return [*shared, Need("memory", "gathered weights and gradients", math.ceil(gathered))]
 
 
 def _resources(found: list[Need]) -> Lines:
@@ -316,7 +339,7 @@ def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
         return 3 * recipe.task.epochs * written / learned_per_second
     prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
     rollout = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
-    rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks]
+    rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks.values()]
     asked = FILLED * (validation.max_tokens or recipe.rollout.max_tokens)
     held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
     evaluations = 2 + (train.steps - 1) // validation.every

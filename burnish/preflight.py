@@ -32,7 +32,6 @@ from burnish.schema.tasks import (
     GymTask,
     JudgedTask,
     MathTask,
-    MixtureTask,
     PreferencesTask,
     Rows,
 )
@@ -102,7 +101,7 @@ def is_installed(extra: str) -> bool:
 
 def check_extras(recipe: Recipe) -> None:
     source, needed = origin(recipe).source, []  # (an extra, the setting that needs it)
-    for task in recipe.tasks:
+    for task in recipe.tasks.values():
         if isinstance(task, MathTask):
             needed.append(("math", "task.name = 'math'"))
         if isinstance(task, GymTask):
@@ -119,7 +118,7 @@ def check_extras(recipe: Recipe) -> None:
 def check_files(recipe: Recipe) -> None:
     absent = _missing_files(recipe)
     if absent:
-        told = " and ".join(f"task.{key} = {file!r}" for key, file in absent.items())
+        told = " and ".join(f"{key} = {file!r}" for key, file in absent.items())
         remedy = [*_made(recipe), "give rows as JSONL files by these names"][0]
         raise DataError(f"{told} can't be read: no such file; first: {remedy}")
 
@@ -129,7 +128,7 @@ def check_rows(recipe: Recipe) -> None:
     does not answer one question."""
     from burnish.tasks import judged, math, pairs, rows, text
 
-    for task in recipe.tasks:
+    for task in recipe.tasks.values():
         if isinstance(task, FilesTask):
             reward = text.reward_of(task)
             if isinstance(reward, str):
@@ -195,7 +194,7 @@ def _made(recipe: Recipe) -> list[str]:
 
 
 def _missing_files(recipe: Recipe) -> dict[str, str]:
-    files = {key: file for task in recipe.tasks for key, file in _files_of(task).items()}
+    files = {f"{s}.{k}": file for s, t in recipe.tasks.items() for k, file in _files_of(t).items()}
     return {key: file for key, file in files.items() if file and not Path(file).exists()}
 
 
@@ -245,19 +244,14 @@ def run_of(recipe: Recipe) -> Recipe | None:
 
 def frozen(recipe: Recipe) -> dict[str, Recipe]:
     """For each frozen model beside the policy, by its setting, the recipe with it as its model."""
-    names = {}
-    if recipe.teacher is not None:
-        names["teacher.model"] = recipe.teacher.model
-    if recipe.reward_model is not None:
-        names["reward_model.name"] = recipe.reward_model.name
-    head = getattr(recipe.model, "fp32_head", False)
-    alone = {"teacher": None, "reward_model": None}
-    return {
-        setting: recipe.model_copy(
-            update={"model": LanguageConfig(name=name, fp32_head=head)} | alone
-        )
-        for setting, name in names.items()
+    names = {
+        "teacher.model": recipe.teacher and recipe.teacher.model,
+        "reward_model.name": recipe.reward_model and recipe.reward_model.name,
     }
+    head = getattr(recipe.model, "fp32_head", False)
+    models = {setting: LanguageConfig(name=n, fp32_head=head) for setting, n in names.items() if n}
+    alone = {"teacher": None, "reward_model": None}
+    return {s: recipe.model_copy(update={"model": own} | alone) for s, own in models.items()}
 
 
 def raise_all(found: Sequence[BurnishError]) -> None:
@@ -278,10 +272,7 @@ def hashes(recipe: Recipe) -> dict[str, str]:
     root, task = Path(__file__).parent, recipe.task
     code = (file for folder in CODE for file in (root / folder).rglob("*"))
     found = {"code": of_files(sorted(file for file in code if file.suffix in (".py", ".txt")))}
-    tasks: dict[str, Any] = {"task": task}
-    if isinstance(task, MixtureTask):
-        tasks = {f"task.tasks.{name}": part for name, part in task.tasks.items()}
-    for section, part in tasks.items():
+    for section, part in recipe.tasks.items():
         found |= {f"{section}.{key}": value for key, value in _of_task(part)}
     if isinstance(task, Rows) and task.rows is not None:
         found["prompts"] = _hash(to_jsonl(task.rows).encode())

@@ -17,11 +17,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 from typer import Argument, Option, echo
 
-from burnish import config, preflight
-from burnish.api import shown
+from burnish import config
+from burnish.api import open_engine, shown
 from burnish.draws import Stream
 from burnish.errors import BurnishError, ConfigError
-from burnish.progress import tell
 from burnish.sections import Section
 from burnish.types import Prompt, SamplingParams
 
@@ -50,13 +49,8 @@ class Chat:
     def __init__(self, model: str) -> None:
         """model: a name, a directory, hf:ORG/NAME or a run."""
         recipe = config.load({"task": "keywords", "model": {"name": model}})
-        preflight.check(recipe)
-        tell("load", "loading torch")
-        from burnish import build, models
-
-        recipe = build.prepare(recipe)
         self.model, self._lock = model, threading.Lock()
-        self._engine, self._tokenizer = build.build_engine(recipe), models.open_tokenizer(recipe)
+        self._engine, self._tokenizer = open_engine(recipe)
 
     def answer(self, request: ChatRequest) -> dict[str, Any]:
         from burnish.rollout.rollout import sample

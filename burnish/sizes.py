@@ -12,7 +12,7 @@ from burnish.model import checkpoint as models
 from burnish.model import hub, lora, peft
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import Size, needs, room
+from burnish.plan import ENGINE, Size, needs, room
 from burnish.schema.learning import LoraLearns
 from burnish.schema.models import ScratchConfig, SorterConfig
 from burnish.schema.recipe import Recipe
@@ -36,6 +36,7 @@ def measure(recipe: Recipe) -> Size | None:
         context=shape.context,
         longest_prompt=0,
         layers=shape.n_layers,
+        outer=sum(p.numel() for name, p in model.named_parameters() if "layers." not in name),
         learned=sum(
             p.numel() for p in lora.learn(model, recipe.train, 0).parameters() if p.requires_grad
         ),
@@ -52,6 +53,13 @@ def _shape(recipe: Recipe) -> tuple[ModelConfig, Tokenizer] | None:
         return None
     tokenizer, is_scratch = Tokenizer.load(path), isinstance(origin.model, ScratchConfig)
     return scratch_shape(origin, tokenizer) if is_scratch else models.read_config(path), tokenizer
+
+
+def shape_of(recipe: Recipe) -> ModelConfig:
+    """The shape of a recipe's language model, whose files are here."""
+    found = _shape(recipe)
+    assert found is not None, "the files were looked for before"
+    return found[0]
 
 
 def _empty(shape: ModelConfig) -> Transformer:
@@ -80,6 +88,20 @@ def check_frozen(recipe: Recipe) -> None:
                 f"{setting} = {other.model.name!r} has a context of {theirs[0].context:,} tokens, "
                 f"and {recipe.model.name} has {own[0].context:,}; choose one with as much"
             )
+
+
+def check_heads(recipe: Recipe) -> None:
+    """Raises if the heads of a model can't be dealt out to the tensor ranks of a mesh."""
+    ranks, found = recipe.mesh.tensor, None if recipe.mesh.tensor == 1 else _shape(recipe)
+    if found is None:
+        return
+    heads, pairs = found[0].n_heads, found[0].kv_heads
+    if heads % ranks or pairs % ranks:
+        fit = [str(n) for n in range(1, pairs + 1) if heads % n == 0 and pairs % n == 0]
+        raise ConfigError(
+            f"mesh.tensor = {ranks} must divide the {heads} heads and {pairs} key and value heads "
+            f"of {recipe.model.name}; use {' or '.join(fit)}"
+        )
 
 
 def check_adapter(recipe: Recipe) -> None:
@@ -152,6 +174,7 @@ def check_room(recipe: Recipe, path: Path) -> None:
         for one in (recipe, *preflight.frozen(recipe).values()):
             hub.resolve(preflight.origin(one).source)
         check_frozen(recipe)
+        check_heads(recipe)
         check_adapter(recipe)
         size = measured(recipe)
         preflight.raise_all(lacking_room(recipe, path, size))
@@ -165,7 +188,11 @@ def lacking_room(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishE
         return []
     device, found = device_of(recipe), needs(recipe, size)
     total, free = machine.memory(device)
-    if device != "cpu":  # all of the cache is taken at once
+    if device == "cpu":  # ranks share the machine's memory
+        ranks = recipe.mesh.ranks if recipe.runtime.name == "torchrun" else 1
+        is_own = [n.resource == "memory" and n.what != ENGINE for n in found]
+        found = [n._replace(size=n.size * ranks**own) for n, own in zip(found, is_own, strict=True)]
+    else:  # all of the cache is taken at once
         found = [n._replace(resource="memory") if n.resource == "cache" else n for n in found]
     saved = sum(file.stat().st_size for file in (path / "checkpoints").rglob("*"))
     there = {"memory": free, "cache": total, "disk": machine.disk(path) + saved}

@@ -51,7 +51,8 @@ class Resources(Section):
 
 
 class RuntimeConfig(Section):
-    name: Literal["local", "ray"] = Field("local", description="one process, or Ray's actors")
+    name: Literal["local", "ray", "torchrun"] = "local"
+    """One process, Ray's actors, or ranks that learn together on a mesh."""
     address: str | None = Field(None, description="of a Ray cluster; None: one is started here")
     generators: int = Field(1, ge=1, description="actors that sample")
     generator: Resources = Resources()

@@ -94,7 +94,9 @@ def test_plan_says_what_will_be_computed_and_writes_nothing(burnish, tmp_path):
 def test_the_version_is_printed_and_recipes_are_listed(burnish):
     done = burnish("--version")
     assert (done.code, done.out) == (0, f"burnish {version('burnish')}\n")
-    assert "the lecture's example" in burnish("recipes").out
+    listed, _, presets = burnish("recipes").out.partition("\npresets, which go on any recipe")
+    assert "the lecture's example" in listed
+    assert "DAPO: clip-higher" in presets
 
 
 def test_the_end_is_told_with_whole_prompts_singulars_and_no_negative_zero(tmp_path, capsys):

@@ -143,7 +143,8 @@ def test_commands_are_real(page, tmp_path, monkeypatch):
         given = {word for word in words if word.startswith("--")}
         assert given <= known | {"--help", "--debug"}, line
         if words[0] in ("train", "plan") and len(words) > 1:
-            overrides = [b for a, b in pairwise(words) if a == "--set"]
+            overrides = [f"runtime={b}" for a, b in pairwise(words) if a == "--runtime"]
+            overrides += [b for a, b in pairwise(words) if a == "--set"]
             config.load(words[1], [o for o in overrides if "$" not in o])
 
 

@@ -91,6 +91,13 @@ def test_a_problem_of_two_models_is_said_once(tmp_path, without):
     assert len(preflight.problems(recipe, tmp_path / "run")) == 1
 
 
+def test_files_that_a_mixture_lacks_are_named_by_its_parts(tmp_path):
+    parts = {name: {"name": "math", "train": f"no/{name}.jsonl"} for name in ("one", "two")}
+    task = {"name": "mixture", "weights": {"one": 1, "two": 1}, "tasks": parts}
+    with pytest.raises(DataError, match=r"task\.tasks\.one\.train = .* and task\.tasks\.two\."):
+        preflight.check_files(config.load({"task": task, "model": "smollm2-135m"}))
+
+
 def test_too_little_room_is_said(tmp_path, monkeypatch):
     """A model of a million weights in fp32: 16 MB to learn, 4 to sample, 12 a checkpoint."""
     sets = ["checkpoint.keep=3", "checkpoint.every=1", "engine.kv_mb=100", "device=cpu"]

@@ -177,7 +177,7 @@ class LearnerPart:
 
     def state(self) -> tuple[Parcel, Any, dict[str, Any]]:
         state, sender = self.learner.state(), self._states()
-        parcel = sender.send(Weights(0, 0, state.tensors))
+        parcel = sender.send(Weights(0, 0, dict(state.tensors)))
         return parcel, sender.data(parcel.space), state.numbers
 
     def load_state(self, parcel: Parcel, data: Any, numbers: dict[str, Any]) -> int:

@@ -58,7 +58,7 @@ class RemoteLearner:
 
     def load_state(self, state: State) -> None:
         sender = Sender("shared" if self._how == "shared" else "store", self._folder)
-        parcel = sender.send(Weights(0, 0, state.tensors))
+        parcel = sender.send(Weights(0, 0, dict(state.tensors)))
         sent, ask = (parcel, sender.data(parcel.space)), self._fleet.supervisor.ask
         self.version = ask("learner", "load_state", *sent, state.numbers)
         discard(parcel)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -16,6 +15,7 @@ from burnish.errors import BurnishError
 from burnish.learner import alarm
 from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
 from burnish.learner.optim import Optimizer, Policy, copy_weights
+from burnish.learner.ranks import Alone, Ranks
 from burnish.model import lora
 from burnish.model.transformer import Transformer
 from burnish.model.value import Critic
@@ -32,7 +32,7 @@ class State(NamedTuple):
     Names begin with the model that they belong to: "policy." or "critic.".
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     numbers: dict[str, Any]
 
 
@@ -72,11 +72,14 @@ class Learner:
         train: TrainConfig,
         teacher: Policy | None = None,
         critic: Optimizer[Critic] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """``critic`` is None if the program reads no values; it was made from this policy."""
+        """``critic`` is None if the program reads no values; it was made from this policy.
+        ``ranks`` are the processes that learn together; None if this is the only one."""
         self.program = program
         self.train = train
-        self.optimizer = Optimizer(policy, train)
+        self.ranks: Ranks = ranks or Alone()
+        self.optimizer = Optimizer(policy, train, self.ranks)
         self.policy = self.optimizer.policy
         self.critic = None if critic is None else critic.policy
         self.optimizers: dict[str, Optimizer[Any]] = {"policy": self.optimizer}
@@ -118,13 +121,14 @@ class Learner:
         packs = self._packs(parts)
         lower = self._lower(packs)
         passes: dict[str, Any] = {
-            "proximal": partial(_logprobs, self.policy),
-            "reference": partial(_logprobs, cast(Policy, self.reference)),
-            "teacher": partial(_logprobs, cast(Policy, self.teacher)),
+            "proximal": partial(self._logprobs, self.policy),
+            "reference": partial(self._logprobs, cast(Policy, self.reference)),
+            "teacher": partial(self._logprobs, cast(Policy, self.teacher)),
             "values": self._values,
         }
         needed = self.program.passes(self.train.epochs * len(parts))
-        scores = Scores(**{name: passes[name](packs, lower) for name in needed})
+        size = len(batch.tokens)
+        scores = Scores(**{name: passes[name](packs, size, lower) for name in needed})
         others = self._others(batch, packs, lower, scores)
         if scores.teacher is not None:
             others["teacher"] = Pack.whole(batch), scores.teacher
@@ -176,7 +180,8 @@ class Learner:
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """[N] of the policy as it is, without gradient."""
-        return _logprobs(self.policy, self._packs(train_batches(batch, self.train.batch)))
+        packs = self._packs(train_batches(batch, self.train.batch))
+        return self._logprobs(self.policy, packs, len(batch.tokens))
 
     def held_out_drift(self, batch: PackedBatch) -> Metrics:
         """KL of the policy as it is to the initial model, on responses that it sampled but does not
@@ -185,20 +190,20 @@ class Learner:
         if self.initial is None or not self.version:
             return {}
         packs = self._packs(train_batches(batch, self.train.batch))
-        lower = self._lower(packs)
-        ours, initial = (_logprobs(p, packs, lower) for p in (self.policy, self.initial))
+        lower, size = self._lower(packs), len(batch.tokens)
+        both = self.policy, self.initial
+        ours, initial = (self._logprobs(policy, packs, size, lower) for policy in both)
         return describe_kl("held_out", ours, initial, batch)
 
     def weights(self) -> Weights:
         """A copy of the policy's weights that learn, in compute precision. Those that an adapter
         changes are merged with its masters in fp32, and rounded once."""
-        views = self.policy.exchange(learned=True)
-        tensors = {name: view.clone() for name, view in views.items()}
+        tensors = self.ranks.exchange(self.policy, self.train.precision)
         masters = self.optimizer.masters
         adapter = lora.adapter_of(masters)
         if adapter is not None and isinstance(masters, Transformer):
             tensors |= lora.merged(masters, adapter)
-        is_partial = len(tensors) < len(self.policy.exchange())
+        is_partial = not all(p.requires_grad for p in self.policy.parameters())
         return Weights(self.version, self.incarnation, tensors, is_partial)
 
     def state(self) -> State:
@@ -225,8 +230,7 @@ class Learner:
         """Takes over the state of a learner that was made from the same model and recipe."""
         if state.numbers["refreshed"]:
             self._refresh_reference()
-        for name, view in self.state().tensors.items():
-            view.copy_(state.tensors[name])
+        self.ranks.fill(self.state().tensors, state.tensors)
         for name, optimizer in self.optimizers.items():
             optimizer.load_numbers(state.numbers[name])
         self.version = state.numbers["version"]
@@ -256,8 +260,8 @@ class Learner:
                 self.optimizers["critic"].backward(value_loss)
             streams = measured if values is None else (*measured, values.detach())
             parts.append((pack.slots, torch.stack(streams, 1)))
-        logprobs, entropy, *more = _join(parts).unbind(1)
-        return Measured(logprobs, entropy), more[0] if more else None, loss
+        logprobs, entropy, *more = self._join(parts, len(learn.batch.tokens)).unbind(1)
+        return Measured(logprobs, entropy), more[0] if more else None, self.ranks.total(loss)
 
     def _measure(self, batch: PackedBatch, lower: Tensor | None) -> tuple[Measured, Tensor | None]:
         """Log-probabilities and entropies, with gradient if the policy learns; and the values of a
@@ -266,16 +270,16 @@ class Learner:
             if self.critic is None or self.critic.body is not None:
                 return self.policy.score(batch, lower), None
             policy = cast(Transformer, self.policy)  # the sorting model has no critic
-            hidden = policy.hidden(batch, lower)
-            measured = policy.measure(hidden, batch)
+            measured, hidden = policy.read(batch, lower)
         return measured, self.critic.values(hidden, batch)
 
     @torch.no_grad()
-    def _values(self, packs: list[Pack], lower: Tensor | None) -> Tensor:
+    def _values(self, packs: list[Pack], size: int, lower: Tensor | None) -> Tensor:
         """[N] of the critic as it is."""
         assert self.critic is not None, "the program reads values"
         score = partial(self.critic.score, self.policy)
-        return _join([(p.slots, score(p.batch, at(p.slots, lower))) for p in each(packs)])
+        scored = [(p.slots, score(p.batch, at(p.slots, lower))) for p in each(packs)]
+        return self._join(scored, size)
 
     def _remember(self, logprobs: Tensor) -> None:
         """The first step, if it runs over the whole rollout, has scored the policy before it."""
@@ -312,11 +316,12 @@ class Learner:
             part = take(batch, torch.arange(some, device=batch.tokens.device))
             packs = self._packs(train_batches(part.batch, self.train.batch))
             lower = at(part.slots, lower)
-        others = {"previous": (part, _logprobs(self.previous, packs, lower))}
+        size = len(part.slots)
+        others = {"previous": (part, self._logprobs(self.previous, packs, size, lower))}
         if scores.reference is not None and self.reference is self.initial:
             others["initial"] = whole, scores.reference
         else:
-            others["initial"] = part, _logprobs(self.initial, packs, lower)
+            others["initial"] = part, self._logprobs(self.initial, packs, size, lower)
         copy_weights(self.policy, self.previous)
         return others
 
@@ -329,10 +334,12 @@ class Learner:
         """[N, d] hidden states below the layers that learn; None if all layers learn."""
         if not self.policy.lower_layers:
             return None
-        return _join([(pack.slots, self.policy.lower(pack.batch)) for pack in each(packs)])
+        size = 1 + max(int(pack.slots.max()) for pack in packs)
+        return self._join([(p.slots, self.policy.lower(p.batch)) for p in each(packs)], size)
 
     def _cut(self, batch: PackedBatch) -> list[Pack]:
-        return cut(batch, self.train.micro_tokens, self.train.micro_sequences)
+        tokens, sequences = self.train.micro_tokens, self.train.micro_sequences
+        return self.ranks.divide(batch, partial(cut, tokens=tokens, sequences=sequences))
 
     def _packs(self, parts: Sequence[Pack]) -> list[Pack]:
         """The packs that training will use, so that the numerics are the same."""
@@ -357,24 +364,24 @@ class Learner:
             )
 
     def _frozen(self) -> Policy:
-        """A copy that shares the weights that never change."""
-        shared = {id(p): p for p in self.policy.parameters() if not p.requires_grad}
-        return copy.deepcopy(self.policy, shared).requires_grad_(False)
+        frozen: Policy = self.ranks.frozen(self.policy, self.train.precision)
+        return frozen
 
+    @torch.no_grad()
+    def _logprobs(
+        self, policy: Policy, packs: list[Pack], size: int, lower: Tensor | None = None
+    ) -> Tensor:
+        """[N], where N is ``size``; ``lower`` as in `_Rollout`. A policy that has no frozen layers
+        does not share them."""
+        lower = lower if policy.lower_layers else None
+        scored = ((p.slots, policy.score(p.batch, at(p.slots, lower))) for p in each(packs))
+        return self._join([(slots, measured.logprobs) for slots, measured in scored], size)
 
-@torch.no_grad()
-def _logprobs(policy: Policy, packs: list[Pack], lower: Tensor | None = None) -> Tensor:
-    """[N]; ``lower`` as in `_Rollout`. A policy that has no frozen layers does not share them."""
-    lower = lower if policy.lower_layers else None
-    scored = ((p.slots, policy.score(p.batch, at(p.slots, lower)).logprobs) for p in each(packs))
-    return _join(list(scored))
+    def _join(self, parts: list[tuple[Tensor, Tensor]], size: int) -> Tensor:
+        """[N, …] from (slots [n], values [n, …]) of packs; the ranks have every slot between them.
 
-
-def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """[N, …] from (slots [n], values [n, …]) of packs, which have every slot between them.
-
-    A prompt may be in several of them, with the same values.
-    """
-    slots, values = (torch.cat(column) for column in zip(*parts, strict=True))
-    size = int(slots.max()) + 1
-    return values.new_zeros(size, *values.shape[1:]).index_copy(0, slots, values)
+        A prompt may be in several packs, with the same values.
+        """
+        slots, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        own = values.new_zeros(size, *values.shape[1:]).index_copy(0, slots, values)
+        return self.ranks.join(own)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from burnish.learner.ranks import Alone, Ranks, local
 from burnish.model.reward import RewardModel
 from burnish.model.sorter import Sorter
 from burnish.model.transformer import Transformer
@@ -47,10 +48,11 @@ def rate(train: TrainConfig, step: int) -> float:
 
 
 class Optimizer(Generic[Model]):
-    def __init__(self, policy: Model, train: TrainConfig) -> None:
+    def __init__(self, policy: Model, train: TrainConfig, ranks: Ranks | None = None) -> None:
         """The masters start as the policy's (or the critic's) weights, so hand it over in fp32 (or
-        better)."""
-        self.train = train
+        better). ``ranks`` as in `Learner`."""
+        self.train, self.ranks = train, ranks or Alone()
+        policy = self.ranks.place(policy, train.precision)
         self.is_scaled = train.precision == "fp16"
         self.scale = FIRST_SCALE if self.is_scaled else 1.0
         """The loss scale of fp16: a gradient too large halves it, a long run without doubles it."""
@@ -58,7 +60,7 @@ class Optimizer(Generic[Model]):
         self.masters = self.policy = policy
         self._learning = [p for p in policy.parameters() if p.requires_grad]
         """The masters of the weights that learn."""
-        if train.precision in PRECISIONS:
+        if train.precision in PRECISIONS and not self.ranks.casts:
             self.masters = policy.to(torch.float32)
             self.policy = copy.deepcopy(policy).to(PRECISIONS[train.precision])
             both = zip(self.policy.parameters(), self.masters.parameters(), strict=True)
@@ -82,7 +84,10 @@ class Optimizer(Generic[Model]):
 
     def gradient_norm(self) -> float:
         """The norm of the gradients that were added up so far, without the loss scale."""
-        return nn.utils.get_total_norm(self._gradients()).item() / self.scale
+        named = self.masters.named_parameters()
+        return (
+            self.ranks.norm((name, p.grad) for name, p in named if p.grad is not None) / self.scale
+        )
 
     def step(self, number: int, norm: float) -> float:
         """Steps along the gradients, clipped given their norm; returns the learning rate.
@@ -140,7 +145,8 @@ class Optimizer(Generic[Model]):
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """The weights that learn in the source, rounded to the target's precision."""
     both = zip(target.parameters(), source.parameters(), strict=True)
-    to, of = zip(*(pair for pair in both if pair[1].requires_grad), strict=True)
+    learned = (map(local, pair) for pair in both if pair[1].requires_grad)
+    to, of = zip(*learned, strict=True)
     torch._foreach_copy_(to, of)
 
 

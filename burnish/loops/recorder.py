@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -31,6 +31,7 @@ from burnish.runs.directory import RunDirectory
 from burnish.runs.ledger import Ledger
 from burnish.runs.metrics import Metrics, Timers
 from burnish.runs.run import summarise
+from burnish.runs.shards import Shards
 from burnish.schema.recipe import Recipe
 from burnish.tasks.stream import PromptStream
 from burnish.types import Group, IntArray
@@ -70,6 +71,9 @@ class Parts(NamedTuple):
     each of its steps learns from its own rollout."""
     places: Callable[[], dict[str, Any]] = dict
     """The machine and the process of each actor, by its name."""
+    shards: Callable[[Path], None] | None = None
+    """Has ranks write their parts of the learner's state into a directory, in the place of the
+    tensors of its `state`; None if one process learns."""
     revive: Callable[[], None] = lambda: None
     """Starts a learner that died again, as it was before the first step."""
 
@@ -123,6 +127,8 @@ def go_back(directory: RunDirectory, parts: Parts, chosen: Path | None) -> int:
         _load_position(parts, tensors, state)
     elif parts.prompts is not None:
         parts.prompts.load_state(PromptStream.BEGINNING)
+        if parts.buffer is not None:
+            parts.buffer.restore([], [])
     directory.cut_back(positions)  # it checks all before it cuts, and before more is deleted
     if chosen is not None:
         checkpoints.return_to(directory.path, chosen, **parts.recipe.checkpoint.model_dump())
@@ -130,8 +136,10 @@ def go_back(directory: RunDirectory, parts: Parts, chosen: Path | None) -> int:
     return step
 
 
-def _load_position(parts: Parts, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    learned = {name: tensor for name, tensor in tensors.items() if not name.startswith(HELD)}
+def _load_position(parts: Parts, tensors: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+    learned = tensors
+    if not isinstance(tensors, Shards):
+        learned = {name: tensor for name, tensor in tensors.items() if not name.startswith(HELD)}
     parts.learner.load_state(State(learned, state["learner"]))
     if parts.prompts is None:
         return
@@ -274,7 +282,8 @@ class _Recorder:
         }
         cadence = self.recipe.checkpoint.model_dump()
         path, score = self.directory.path, self._score
-        checkpoints.save(path, step, tensors | held, state, score=score, **cadence)
+        saved, write = {**tensors, **held}, self.parts.shards
+        checkpoints.save(path, step, saved, state, score=score, write=write, **cadence)
         self._saved = step
 
     def _note_state(self) -> None:

@@ -38,13 +38,14 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         wide = torch.promote_types(x.dtype, torch.float32)
-        out, r = torch.empty_like(rows), rows.new_empty(len(rows), 1, dtype=wide)
+        whole, r = torch.empty_like(x), rows.new_empty(len(rows), 1, dtype=wide)
+        out = whole.view(rows.shape)
         for tile in _tiles(rows):
             part = rows[tile].to(wide, copy=True)
             r[tile] = part.square().mean(1, keepdim=True).add_(eps).rsqrt_()
             out[tile] = part.mul_(r[tile]).mul_(weight)
         ctx.save_for_backward(x, weight, r)
-        return out.view(x.shape)
+        return whole
 
     @staticmethod
     @once_differentiable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,19 @@ CHUNK = 1024
 """Rows of logits that exist at a time: 1024 × 50k in bfloat16 are 100 MB."""
 TILE = 2**18
 """Logits that a CPU takes through the softmax at a time, so that they stay in its cache."""
+
+
+class Vocabulary(Protocol):
+    """The part of the vocabulary whose rows of the head this process has."""
+
+    start: int
+    """The first token of the part."""
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of each number among the parts."""
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum of each number over the parts."""
 
 
 def token_logprobs(
@@ -36,7 +49,8 @@ def token_logprobs(
     """
     rows, weight = model.head_inputs(hidden.index_select(0, predecessor[slots]))
     heat = temperature[slots].to(torch.promote_types(rows.dtype, torch.float32))
-    found = _Head.apply(rows, weight, tokens[slots], heat)  # type: ignore[no-untyped-call]
+    streams = rows, weight, tokens[slots], heat
+    found = _Head.apply(*streams, model.vocabulary)  # type: ignore[no-untyped-call]
     return Measured(*found)
 
 
@@ -60,42 +74,58 @@ class _Head(torch.autograd.Function):
         H = −Σ p_j log p_j                  ∂/∂x_j = −p_j (log p_j + H)
 
     By hand rather than by autograd: a row passes through memory a few times, not twenty, and the
-    weight's gradient adds up over chunks in float32.
+    weight's gradient adds up over chunks in float32. With a part of the vocabulary, x holds the
+    part's logits, and the parts exchange a few numbers per row: their highest logits, and sums.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, heat: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        heat: Tensor,
+        vocabulary: Vocabulary | None,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, total = heat.new_empty(3, len(tokens))
+        tokens, is_here = _here(tokens, len(weight), vocabulary)
+        highest, mass, weighted, chosen = heat.new_empty(4, len(tokens))
         logits: Tensor | None = None
         for rows in _pieces(len(tokens), CHUNK):
             logits = None  # so that these are gone before the next are made
             logits = product(hidden[rows], weight.T)
             for part, tile in _tiles(logits, rows):
                 x = _scaled(part, heat[tile])
-                highest = x.amax(1)
-                x.sub_(highest[:, None])
+                highest[tile] = x.amax(1)
+                x.sub_(highest[tile, None])
                 p = x.exp()
-                mass = p.sum(1)
+                mass[tile] = p.sum(1)
                 at = torch.arange(len(x), device=x.device), tokens[tile]
-                logprobs[tile] = x[at] - mass.log()
-                entropy[tile] = mass.log() - p.mul_(x).sum(1) / mass
-                total[tile] = highest + mass.log()
-        ctx.save_for_backward(hidden, weight, tokens, heat, total, entropy)
-        ctx.last_logits = logits
+                chosen[tile] = x[at]
+                weighted[tile] = p.mul_(x).sum(1)
+        if vocabulary is not None:
+            below = highest - (highest := vocabulary.largest(highest))
+            share = below.exp()
+            chosen = (chosen + below) * is_here
+            parts = share * mass, share * (weighted + below * mass), chosen
+            mass, weighted, chosen = vocabulary.add(torch.stack(parts)).unbind()
+        logprobs, total = chosen - mass.log(), highest + mass.log()
+        entropy = mass.log() - weighted / mass
+        ctx.save_for_backward(hidden, weight, tokens, is_here, heat, total, entropy)
+        ctx.last_logits, ctx.vocabulary = logits, vocabulary
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, up: Tensor | None, up_entropy: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, tokens, heat, total, entropy = ctx.saved_tensors
+        hidden, weight, tokens, is_here, heat, total, entropy = ctx.saved_tensors
         logits, ctx.last_logits = ctx.last_logits, None  # written over below, so for one pass alone
         up = (torch.zeros_like(total) if up is None else up) / heat
         up_entropy = None if up_entropy is None else up_entropy / heat
         to_hidden = torch.empty_like(hidden)
-        to_weight: Tensor | None = None
+        # Without rows the gradient is 0, not absent: ranks that learn together all need one.
+        to_weight = None if len(tokens) else torch.zeros_like(weight, dtype=heat.dtype)
+        own = up * is_here
         for rows in reversed(list(_pieces(len(tokens), CHUNK))):
             logits = product(hidden[rows], weight.T) if logits is None else logits
             for part, tile in _tiles(logits, rows):
@@ -105,7 +135,7 @@ class _Head(torch.autograd.Function):
                 if up_entropy is not None:
                     scale = scale - (x + entropy[tile, None]).mul_(up_entropy[tile, None])
                 gradient = x.exp_().mul_(scale)
-                gradient[at] += up[tile]
+                gradient[at] += own[tile]
                 part.copy_(gradient)
             to_hidden[rows] = product(logits, weight)
             if ctx.needs_input_grad[1]:
@@ -113,7 +143,16 @@ class _Head(torch.autograd.Function):
                 to_weight = more.to(heat.dtype) if to_weight is None else to_weight.add_(more)
             logits = None
         given = None if to_weight is None else to_weight.to(weight.dtype)
-        return to_hidden, given, None, None
+        if ctx.vocabulary is not None:
+            to_hidden = ctx.vocabulary.add(to_hidden)
+        return to_hidden, given, None, None, None
+
+
+def _here(tokens: Tensor, size: int, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
+    """[M]: tokens as rows of the head, 0 for those of other parts, and whether they are here."""
+    own = tokens if vocabulary is None else tokens - vocabulary.start
+    is_here = (own >= 0) & (own < size)
+    return own.where(is_here, torch.zeros_like(own)), is_here
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from burnish.errors import ModelError
 from burnish.model.activations import RMSNorm, swiglu
 from burnish.model.attention import Attend, causal, packed
-from burnish.model.logprobs import token_logprobs
+from burnish.model.logprobs import Vocabulary, token_logprobs
 from burnish.model.products import linear
 from burnish.types import Measured, PackedBatch
 
@@ -241,6 +241,18 @@ class Layer(nn.Module):
         return out
 
 
+def hf_views(config: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Views of the parameter ``name`` of a transformer under Hugging Face's names."""
+    *layer, module, kind = name.split(".")
+    prefix = f"model.{'.'.join(layer)}." if layer else ""
+    parts = HF_MODULES[module]
+    rows = [len(tensor) // len(parts)] * len(parts)
+    if module == "qkv":
+        rows = [config.head_width * heads for heads in config.heads]
+    cut = torch.split(tensor, rows)
+    return {f"{prefix}{part}.{kind}": view for part, view in zip(parts, cut, strict=True)}
+
+
 class Transformer(nn.Module):
     """Weights are uninitialised until a checkpoint or `init_weights` fills them."""
 
@@ -248,6 +260,8 @@ class Transformer(nn.Module):
     """How many of the first layers do not learn; 0 if all weights learn."""
     recompute = False
     """Whether the backward pass makes the activations of a layer again, which are not kept then."""
+    vocabulary: Vocabulary | None = None
+    """The part of the vocabulary that this process has; None if it has all of it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -291,10 +305,18 @@ class Transformer(nn.Module):
         A group's prompt runs once, and the head runs on the contexts of actions alone. ``lower``
         [N, d] are the hidden states below the layers that learn; None if they are not known.
         """
-        return self.measure(self.hidden(batch, lower), batch)
+        return self.measure(self._hidden(batch, lower), batch)
+
+    def read(self, batch: PackedBatch, lower: Tensor | None = None) -> tuple[Measured, Tensor]:
+        """As `score`, and the hidden states [N, d] after the final norm."""
+        hidden = self._hidden(batch, lower)
+        return self.measure(hidden, batch), hidden
 
     def hidden(self, batch: PackedBatch, lower: Tensor | None = None) -> Tensor:
         """[N, d] after the final norm; ``lower`` as in `score`."""
+        return self._hidden(batch, lower)
+
+    def _hidden(self, batch: PackedBatch, lower: Tensor | None) -> Tensor:
         attend = self._attend(batch)
         if lower is None:
             lower = self.lower(batch, attend)
@@ -321,9 +343,10 @@ class Transformer(nn.Module):
         """Log-probabilities of a few tokens after a few fixed ones."""
         places = torch.arange(min(PROBE, self.config.context), device=self.embed.weight.device)
         tokens = places * 7919 % self.config.vocab_size
-        hidden = self(tokens, places, causal([len(places)], places.device))
-        logprobs = self.logits(hidden[-1:]).float().log_softmax(-1)[0]
-        return tuple(logprobs[tokens].tolist())
+        x = self._run(self.layers, self.embed(tokens), places, causal([len(places)], places.device))
+        last, heat = torch.full_like(places, len(places) - 1), torch.ones_like(places).float()
+        found = token_logprobs(self, self.norm(x), tokens, last, places, heat)
+        return tuple(found.logprobs.tolist())
 
     def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:
         """Views of the weights under Hugging Face's names, without gradient; clone to keep.
@@ -331,18 +354,9 @@ class Transformer(nn.Module):
         ``learned``: only of those that learn. An adapter is not among them.
         """
         views: dict[str, Tensor] = {}
-        width = self.config.head_width
         for name, parameter in self.named_parameters():
-            if ".lora." in name or (learned and not parameter.requires_grad):
-                continue
-            *layer, module, kind = name.split(".")
-            prefix = f"model.{'.'.join(layer)}." if layer else ""
-            parts = HF_MODULES[module]
-            rows = [len(parameter) // len(parts)] * len(parts)
-            if module == "qkv":
-                rows = [width * heads for heads in self.config.heads]
-            cut = torch.split(parameter.detach(), rows)
-            views |= {f"{prefix}{part}.{kind}": view for part, view in zip(parts, cut, strict=True)}
+            if ".lora." not in name and (parameter.requires_grad or not learned):
+                views |= hf_views(self.config, name, parameter.detach())
         return views
 
     @torch.no_grad()

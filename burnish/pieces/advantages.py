@@ -125,8 +125,8 @@ class BatchStd(Advantage):
 class PassAtK(Advantage):
     name: Literal["pass_at_k"] = "pass_at_k"
     written: ClassVar[str] = (
-        "A_i = (E[M | i is drawn] − E[M]) / (std[M] + {eps:g}),  M = best of {k} responses of the "
-        "group, drawn"
+        "A_i = (E[M | i is drawn] − E[M]) / (std[M] + {eps:g}),  M = best reward of {k} responses "
+        "drawn from the group"
     )
     is_scale_free: ClassVar[bool] = True
     k: int = Field(ge=1, description="responses of which the best counts; below the group size")
@@ -148,7 +148,7 @@ class MaxAtK(Advantage):
 
     def formula(self) -> str:
         scale = "" if self.eps is None else f" / (std_g(r) + {self.eps:g})"
-        sets = f"sets I of {self.k} responses that hold i"
+        sets = f"I: sets of {self.k} responses that hold i"
         return f"A_i = Σ_I (max_I r − max_(I without i) r) / C(G, {self.k}){scale},  {sets}"
 
 
@@ -325,10 +325,10 @@ class Vine(Advantage):
                 raise ValueError(f"objective.advantage = 'vine' {told}")
 
     def formula(self) -> str:
-        cut = f"{self.steps} tokens" if isinstance(self.steps, int) else f"one of its {self.steps}"
+        cut = f"{self.steps} tokens" if isinstance(self.steps, int) else f"a {self.steps[:-1]}"
         value = f"V = mean reward of {self.continuations} continuations"
-        ends = "V(first) = mean r of the group's other responses, V(end) = r_i"
-        return f"A_t = V(next step) − V(t's step),  step: {cut},  {value},  {ends}"
+        ends = "V(first step) = mean r of the group's other responses,  V(end) = r_i"
+        return f"A_t = V(next step) − V(step of t),  a step is {cut},  {value},  {ends}"
 
     def continued(self, length: int) -> int:
         size = self.steps if isinstance(self.steps, int) else STEP

@@ -121,8 +121,8 @@ class Gmpo(Loss):
 class Dppo(Loss):
     name: Literal["dppo"] = "dppo"
     reads: ClassVar[tuple[str, ...]] = ("logprobs", "proximal", "advantages")
-    low: float = Field(0.2, ge=0, description="divergence that a bad token may have")
-    high: float = Field(0.2, ge=0, description="divergence that a good token may have")
+    low: float = Field(0.2, ge=0, description="for bad tokens; the paper: 0.15 by tv, 0.05 by kl")
+    high: float = Field(0.2, ge=0, description="for good tokens; the paper: the same")
     divergence: Literal["tv", "kl"] = Field("tv", description="of the token against the rest")
     cap: float = Field(20.0, gt=0, description="the largest ratio")
     kl: float = Field(0.0, ge=0, allow_inf_nan=False, description="weight of (log ρ)²")

@@ -15,7 +15,7 @@ KINDS = ("advantage", "loss", "reduction", "kl", "importance")
 """Settings of an objective that choose a piece by its name."""
 RATIOS = {
     "token": "ρ_t = exp(log π − log π_prox)",
-    "sequence": "ρ_t = exp(mean over the response of log π − log π_prox), own gradient per token",
+    "sequence": "ρ_t = exp(mean over the response of log π − log π_prox),  ∇ρ_t = ρ_t ∇ log π",
 }
 PROXIMALS = {
     "behavior": "the sampler, by its own log-probabilities",

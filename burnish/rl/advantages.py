@@ -214,7 +214,7 @@ def remax(rewards: Tensor, greedy: Tensor) -> Tensor:
     Li et al. 2024, https://arxiv.org/abs/2310.10505 (ReMax). ``greedy`` [S] has one reward per
     prompt, repeated for its responses; takes and returns [S].
     Differs from the paper in allowing several responses per prompt. With a KL in the reward, a
-    response has the whole of it, and not each token the KL from there on, as in the authors' code.
+    response has the whole of it, and not each token the KL from there on, as in verl.
     """
     return rewards - greedy
 

@@ -91,7 +91,7 @@ def keep_between(weights: Tensor, *, low: float, high: float) -> Tensor:
         w ← w [low ≤ w ≤ high]
 
     Ling team 2025, https://arxiv.org/abs/2510.18855 (IcePop; masked importance sampling). Any
-    shape.
+    shape. Differs from the paper in nothing.
     """
     inside = (weights >= low) & (weights <= high)
     return torch.where(inside, weights, torch.zeros_like(weights))

@@ -36,16 +36,14 @@ class Pack(NamedTuple):
         return cls(batch, torch.arange(len(batch.tokens), device=batch.tokens.device))
 
 
-def pack(
-    groups: Sequence[Group], parts: Sequence[str] = (), *, device: torch.device | str = "cpu"
-) -> PackedBatch:
+def pack(groups: Sequence[Group], parts: Sequence[str] = ()) -> PackedBatch:
     """Lays the groups out one after the other, each as prompt, response 1, response 2, …
 
     ``parts`` names the parts of the grades that the batch carries.
     """
     segments = [segment for group in groups for segment in _segments(group)]
     streams = {
-        name: torch.from_numpy(np.concatenate(values).astype(kind)).to(device)
+        name: torch.from_numpy(np.concatenate(values).astype(kind))
         for (name, kind), values in zip(STREAMS.items(), zip(*segments, strict=True), strict=True)
         if name != "values" or _has_values(groups)
     }
@@ -53,11 +51,10 @@ def pack(
     is_prompt = torch.zeros(len(segments), dtype=torch.bool)
     is_prompt[pad((sizes + 1).cumsum(0), (1, 0))[:-1]] = True
     lengths = torch.tensor([len(tokens) for tokens, *_ in segments])
-    shape = _lay_out(lengths.to(device), is_prompt.to(device))
-    group_ids = torch.arange(len(groups)).repeat_interleave(sizes).to(device)
-    rewards = torch.from_numpy(np.concatenate([group.rewards for group in groups])).to(device)
+    shape = _lay_out(lengths, is_prompt)
+    group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
+    rewards = torch.from_numpy(np.concatenate([group.rewards for group in groups]))
     graded = torch.from_numpy(np.concatenate([_parts(group, parts) for group in groups]))
-    graded = graded.to(device)
     return PackedBatch(**streams, **shape, group_ids=group_ids, rewards=rewards, parts=graded)
 
 
@@ -130,6 +127,15 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
     streams: dict[str, Any] = {k: v if v is None else v[slots] for k, v in given.items()}
     per_response = {name: getattr(batch, name)[sequences] for name in ("rewards", "parts")}
     return Pack(PackedBatch(**streams, **shape, group_ids=new_group, **per_response), slots)
+
+
+def first_token(batch: PackedBatch) -> Pack:
+    """The first token of the first prompt: a pack without actions, which adds nothing to a loss."""
+    one, slots = torch.ones_like(batch.segment_offsets[:1]), Pack.whole(batch).slots[:1]
+    given = {name: getattr(batch, name) for name in STREAMS}
+    streams: dict[str, Any] = {k: v if v is None else v[slots] for k, v in given.items()}
+    none = {name: getattr(batch, name)[:0] for name in ("group_ids", "rewards", "parts")}
+    return Pack(PackedBatch(**streams, **_lay_out(one, one > 0), **none), slots)
 
 
 def train_batches(batch: PackedBatch, responses: int, *, count: int | None = None) -> list[Pack]:

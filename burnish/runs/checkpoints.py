@@ -2,6 +2,7 @@
 
 checkpoints/step-00000040 is one safetensors file. Its tensors are the model and the optimizer; its
 metadata are the step's score, and the state as JSON: counters and positions in files and streams.
+If several ranks learn, it is a directory, see ``shards``.
 
 A checkpoint is whole or absent: it is written under a hidden name, flushed and renamed. Only the
 process that holds the run's lock writes; pickles are never read.
@@ -12,11 +13,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish.errors import RunError
+from burnish.runs import shards
 from burnish.runs.directory import fsync
 
 if TYPE_CHECKING:
@@ -42,12 +45,14 @@ def save(
     score: float | None = None,
     keep: int = 2,
     every: int = 1,
+    write: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes a checkpoint, then deletes all but the last ``keep`` and the one of highest score.
 
     A checkpoint between the steps that ``every`` asks for, saved because the run stopped or halted,
     is deleted when the next one is saved: a stopped and resumed run keeps the same checkpoints as
-    one never stopped.
+    one never stopped. ``write`` has ranks write their parts into a directory; None if ``tensors``
+    are all there are.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -59,13 +64,20 @@ def save(
     alone = {name: _alone(tensor) for name, tensor in tensors.items()}
     try:
         folder.mkdir(exist_ok=True)
-        save_file(alone, temporary, about)
+        _delete(temporary)
+        if write is not None:
+            temporary.mkdir()
+            write(temporary)
+            shards.write_index(temporary)
+        file = temporary if write is None else temporary / shards.MAIN
+        save_file(alone, file, about)
+        fsync(file)
         fsync(temporary)
         os.rename(temporary, final)
         fsync(folder)
         fsync(run)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        _delete(temporary)
         raise RunError(
             f"can't save a checkpoint of step {step} in {folder}: {error}; earlier ones are "
             "intact; make room there and continue with `burnish resume`"
@@ -105,22 +117,24 @@ def describe(path: Path) -> Saved:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "numpy") as file:
+        with safe_open(_main(path), "numpy") as file:
             score = json.loads(file.metadata()["score"])
     except (OSError, SafetensorError):
         score = None
     return Saved(path.name, step_of(path), score, path)
 
 
-def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the state of a checkpoint."""
+def load(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """The tensors and the state of a checkpoint; tensors of several ranks are read one by one."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "torch") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, json.loads(file.metadata()["state"])
-    except (OSError, SafetensorError) as error:
+        with safe_open(_main(path), "torch") as file:
+            state = json.loads(file.metadata()["state"])
+            if path.is_dir():
+                return shards.Shards(path), state
+            return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
         raise RunError(
             f"the checkpoint {path} is damaged: {error}; put it back, or resume from an earlier "
             "one with --from"
@@ -132,7 +146,7 @@ def return_to(run: Path, path: Path, *, keep: int = 2, every: int = 1) -> None:
     no time to delete or to finish."""
     for later in all_of(run):
         if step_of(later) > step_of(path):
-            later.unlink()
+            _delete(later)
     _prune(run, keep, every)
 
 
@@ -159,4 +173,16 @@ def _prune(run: Path, keep: int, every: int) -> None:
     unfinished = (run / "checkpoints").glob(".*")  # ours, and those of safetensors
     for path in (*unfinished, *paths):
         if path not in kept:
-            path.unlink()
+            _delete(path)
+
+
+def _main(path: Path) -> Path:
+    """The file of a checkpoint that has its metadata."""
+    return path / shards.MAIN if path.is_dir() else path
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from burnish.schema.recipe import Recipe
 FREE = (
     *("train.steps", "validation.every", "checkpoint", "log", "name", "description"),
     *("train.mismatch_mean", "train.mismatch_max"),
-    *("selection.max_asked", "selection.on_bound"),
+    *("selection.max_asked", "selection.on_bound", "mesh"),
     *("engine.python", "engine.url", "engine.deadline"),
 )
 """Settings that a resumed run may change: they say how long and how often, when a run stops, or

@@ -36,7 +36,7 @@ def check(recipe: Recipe) -> None:
             "the sorting model has no teacher and no reward model; use a language model"
         )
     if not is_taught and recipe.reward_model is None:
-        for task in recipe.tasks:
+        for task in recipe.tasks.values():
             if getattr(task, "reward", None) == "none":
                 raise ValueError(
                     "task.reward = 'none' leaves nothing to learn from; set reward_model.name, or "

@@ -9,13 +9,14 @@ from pydantic import Field, model_validator
 
 from burnish import strategy
 from burnish.pieces.objective import ObjectiveConfig
-from burnish.schema import critic, engines, frozen, selection
+from burnish.schema import critic, engines, frozen, mesh, selection
 from burnish.schema.critic import CriticConfig
 from burnish.schema.engines import EngineConfig, Precision
 from burnish.schema.frozen import RewardModelConfig, TeacherConfig
 from burnish.schema.learning import AllLearn, AnyLearning
 from burnish.schema.length import AnyPenalty, NoPenalty, Overlong, ThinkConfig
 from burnish.schema.length import check as check_length
+from burnish.schema.mesh import MeshConfig
 from burnish.schema.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
 from burnish.schema.selection import SelectionConfig
 from burnish.schema.tasks import AnyTask, Asked, MixtureTask, SortTask, Written
@@ -104,6 +105,7 @@ class Recipe(Section):
     loop: AnyLoop = LaggedLoop()
     buffer: BufferConfig | None = Field(None, description="replay of groups; None: none")
     runtime: AnyRuntime = RuntimeConfig()
+    mesh: MeshConfig = MeshConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -124,6 +126,7 @@ class Recipe(Section):
                 "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
                 f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
             )
+        mesh.check(self)
         if not self.is_supervised:
             self._check_batches()
             self.objective.advantage.check(self)
@@ -163,13 +166,19 @@ class Recipe(Section):
     @property
     def stop(self) -> tuple[str, ...]:
         """Texts that end a response: the recipe's own, and the closing tag of tagged answers."""
-        tagged = any(isinstance(t, Asked) and t.answer_format == "r1_zero" for t in self.tasks)
+        asked = (task for task in self.tasks.values() if isinstance(task, Asked))
+        tagged = any(task.answer_format == "r1_zero" for task in asked)
         return tuple(dict.fromkeys([*self.rollout.stop, *["</answer>"] * tagged]))
 
     @property
-    def tasks(self) -> list[Any]:
-        """The task, or the tasks of a mixture."""
-        return list(self.task.tasks.values()) if isinstance(self.task, MixtureTask) else [self.task]
+    def parts(self) -> dict[str, Any]:
+        """The tasks of a mixture by their names; without a mixture the task, whose name is ""."""
+        return self.task.tasks if isinstance(self.task, MixtureTask) else {"": self.task}
+
+    @property
+    def tasks(self) -> dict[str, Any]:
+        """The same by their sections, such as "task.tasks.NAME"."""
+        return {f"task.tasks.{name}" if name else "task": t for name, t in self.parts.items()}
 
     @property
     def source(self) -> str:

@@ -65,10 +65,8 @@ def check(recipe: Recipe) -> None:
 
 def endless(recipe: Recipe) -> list[str]:
     """The settings because of which prompts never come again, so that none has a history."""
-    tasks = getattr(recipe.task, "tasks", None)
-    paths = {"task": recipe.task} if tasks is None else {f"task.tasks.{n}": tasks[n] for n in tasks}
-    settings = {f"{path}.train_prompts": task for path, task in paths.items()}
-    return [name for name, t in settings.items() if getattr(t, "train_prompts", 1) is None]
+    tasks = recipe.tasks.items()
+    return [f"{path}.train_prompts" for path, t in tasks if getattr(t, "train_prompts", 1) is None]
 
 
 def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -22,13 +22,13 @@ class History:
     def __init__(self, chosen: SelectionConfig, seed: int) -> None:
         self._chosen, self._seed = chosen, seed
         self.load({})
-        self._row = self._passed = 0
-        """Prompts that have left, in a row; prompts passed over since the last ``note``."""
 
     def load(self, rates: Mapping[str, float]) -> None:
         self.rates = dict(rates)
         self.left = sum(map(self.has_left, rates))
         """How many prompts have left."""
+        self._row = self._passed = 0
+        """Prompts that have left, in a row; prompts passed over since the last ``note``."""
 
     def has_left(self, prompt_id: str) -> bool:
         """No-positive-resampling (ScaleRL, https://arxiv.org/abs/2510.13786): a prompt that was

@@ -16,7 +16,7 @@ from burnish.graders.judge import Judge
 from burnish.graders.rubric import ask_criteria, read_criteria
 from burnish.schema.judged import EvolveConfig, Rubric
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import JudgedTask, MixtureTask
+from burnish.schema.tasks import JudgedTask
 from burnish.tasks.rows import DataRow, check_prompt, rows_of
 from burnish.tasks.text import TextTask, ask_rows, shown
 from burnish.types import Group, Prompt
@@ -140,12 +140,10 @@ def contrast(groups: Sequence[Group]) -> tuple[Prompt, str, str] | None:
     return found[1:] if found and found[0] > 0 else None
 
 
-def evolving(recipe: Recipe) -> dict[str | None, Evolving]:
-    """Evolving criteria by the part of a mixture whose prompts take them; None: of the task."""
-    task = recipe.task
-    parts: Any = task.tasks if isinstance(task, MixtureTask) else {None: task}
+def evolving(recipe: Recipe) -> dict[str, Evolving]:
+    """Evolving criteria by the part of a mixture whose prompts take them; "" without a mixture."""
     return {
         part: Evolving(one.evolve, Judge(one.judge))
-        for part, one in parts.items()
+        for part, one in recipe.parts.items()
         if isinstance(one, JudgedTask) and one.evolve is not None
     }

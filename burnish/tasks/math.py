@@ -16,12 +16,10 @@ from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import DataError
 from burnish.graders import extract
 from burnish.graders.answers import MathGrader, gold_texts, readable
-from burnish.model.tokenizer import Tokenizer
-from burnish.plan import Room
 from burnish.schema.tasks import MathTask
 from burnish.tasks import rows
 from burnish.tasks.rows import MARKS, DataRow, check_text
-from burnish.tasks.text import Question, TextTask, ask, ask_all, ask_shuffled, limits_of
+from burnish.tasks.text import Question, TextTask, ask, ask_rows, ask_shuffled, limits_of
 
 _PERCENT = re.compile(
     r"\b(?:what|which|how many)\b(?:\W+\w+){0,4}?\W+percent|\bas an? percent", re.IGNORECASE
@@ -44,35 +42,25 @@ def ask_hinted(rows: Sequence[DataRow], hints: float, seed: int, number: int) ->
     return replace(whole, name=f"{whole.name}/{cut}", hint=begun[cut], part="hinted")
 
 
-def make_math(
-    config: MathTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
-) -> TextTask:
+def make_math(config: MathTask, *, seed: int, **how: Any) -> TextTask:
     """The task of a recipe's section."""
     train, validation = rows_of(config, seed=seed)
     for row in (*train, *validation):
         row["prompt"] = config.template.replace("{question}", row["question"])
-    if config.hints and not any(beginnings(row["solution"]) for row in train):
-        raise DataError(
-            f"task.hints = {config.hints:g} needs worked answers, lines or equations before #### "
-            f"or a box, and no row of {config.train} has one; leave it at 0"
-        )
-    hinted = partial(ask_hinted, train, config.hints, seed)
-    task = TextTask(
-        config,
-        question=hinted if config.hints else partial(ask_shuffled, train, seed),
-        held_out=ask_all(validation),
-        tokenizer=tokenizer,
-        grader=MathGrader(config.answer_format, limits_of(config)),
-    )
-    every = (*train, *validation)
-    task.check_room(room, ((row.where, _longest(row, config.hints)) for row in every))
-    return task
+    if config.hints:
+        if not any(beginnings(row["solution"]) for row in train):
+            raise DataError(
+                f"task.hints = {config.hints:g} needs worked answers, lines or equations before "
+                f"#### or a box, and no row of {config.train} has one; leave it at 0"
+            )
+        how |= {"question": partial(ask_hinted, train, config.hints, seed), "longest": _longest}
+    grader = MathGrader(config.answer_format, limits_of(config))
+    return ask_rows(config, (train, validation), grader, seed=seed, **how)
 
 
-def _longest(row: DataRow, hints: float) -> Question:
+def _longest(row: DataRow) -> Question:
     """The row's question with its longest hint."""
-    begun = beginnings(row["solution"]) if hints else []
-    return replace(ask(row), hint=begun[-1] if begun else "")
+    return replace(ask(row), hint=["", *beginnings(row["solution"])][-1])
 
 
 def beginnings(solution: Any) -> list[str]:

@@ -31,7 +31,7 @@ class PromptStream:
         task: Task,
         room: Room | None = None,
         history: History | None = None,
-        evolving: Mapping[str | None, Evolving] | None = None,
+        evolving: Mapping[str, Evolving] | None = None,
     ) -> None:
         """room: for the longest prompt; None if no model bounds it. history: None if every prompt
         is asked in its turn, whatever was learned about it. evolving: criteria that are proposed
@@ -73,17 +73,17 @@ class PromptStream:
         """Takes back what a step has learned about prompts, and tells what follows in figures."""
         figures = {} if self._history is None else self._history.note(groups)
         for part, own in self._evolving.items():
-            told = own.note([group for group in groups if group.prompt.part == part])
-            figures |= {name if part is None else f"{name}/{part}": n for name, n in told.items()}
+            told = own.note([group for group in groups if (group.prompt.part or "") == part])
+            figures |= {f"{name}/{part}" if part else name: n for name, n in told.items()}
         return figures
 
     def versions(self, step: int) -> list[dict[str, Any]]:
         """The versions of rubrics that a step made."""
         every = [(part, row) for part, own in self._evolving.items() for row in own.versions]
-        return [row | {"part": part} for part, row in every if row["step"] == step]
+        return [row | {"part": part or None} for part, row in every if row["step"] == step]
 
     def state(self) -> dict[str, Any]:
-        rubrics = {part or "": own.state() for part, own in self._evolving.items()}
+        rubrics = {part: own.state() for part, own in self._evolving.items()}
         counts = {"groups": self._groups, "prompts": self._prompts, "skipped": self.skipped}
         rates = {} if self._history is None else dict(self._history.rates)
         known = {"rates": rates, "rubrics": rubrics}
@@ -95,7 +95,7 @@ class PromptStream:
         self._groups, self._prompts = state["groups"], state["prompts"]
         self.skipped, self._open = state["skipped"], dict(state["open"])
         for part, own in self._evolving.items():
-            own.load_state(state.get("rubrics", {}).get(part or "", {}))
+            own.load_state(state.get("rubrics", {}).get(part, {}))
 
     def _begin(self, place: int) -> tuple[int, Prompt]:
         index, self._groups = self._groups, self._groups + 1
@@ -104,7 +104,7 @@ class PromptStream:
 
     def _ask(self, place: int) -> Prompt:
         prompt = self._task.prompt(place)
-        own = self._evolving.get(prompt.part)
+        own = self._evolving.get(prompt.part or "")
         return prompt if own is None else own.attach(prompt)
 
     def _next(self) -> tuple[int, Prompt]:

@@ -18,7 +18,7 @@ from burnish.graders.pool import Grader, Limits, grade_pairs, make_grader
 from burnish.graders.rewards import Reward
 from burnish.model.tokenizer import Tokenizer
 from burnish.plan import Room
-from burnish.schema.tasks import AnyPart, Asked, FilesTask, Graded, JudgedTask
+from burnish.schema.tasks import AnyPart, Asked, FilesTask, Graded, JudgedTask, MathTask
 from burnish.tasks.rows import DataRow, rows_of, shuffled
 from burnish.types import Completion, Grade, IntArray, Prompt
 
@@ -143,10 +143,6 @@ def ask_among(
     return question(shuffled(number, count, seed=seed))
 
 
-def ask_all(rows: Sequence[DataRow]) -> list[Question]:
-    return [ask(row, f"validation/{i}") for i, row in enumerate(rows)]
-
-
 def make_files(config: FilesTask, *, seed: int, **how: Any) -> TextTask:
     """The task of a recipe's section."""
     chosen, rows = reward_of(config), rows_of(config, seed=seed)
@@ -154,21 +150,26 @@ def make_files(config: FilesTask, *, seed: int, **how: Any) -> TextTask:
 
 
 def ask_rows(
-    config: FilesTask | JudgedTask,
+    config: FilesTask | JudgedTask | MathTask,
     rows: tuple[list[DataRow], list[DataRow]],
     grader: Grader,
     *,
     tokenizer: Tokenizer,
     seed: int,
     room: Room | None = None,
+    question: Callable[[int], Question] | None = None,
+    longest: Callable[[DataRow], Question] = ask,
 ) -> TextTask:
-    """The task that asks train rows in every epoch's own order, and validation rows."""
+    """The task that asks train rows and validation rows. ``question`` gives the train rows; None if
+    every epoch asks each of them in an order of its own. ``longest`` is a row's longest question.
+    """
     train, validation = rows
-    question, held_out = partial(ask_shuffled, train, seed), ask_all(validation)
+    question = question or partial(ask_shuffled, train, seed)
+    held_out = [ask(row, f"validation/{i}") for i, row in enumerate(validation)]
     task = TextTask(
         config, question=question, held_out=held_out, tokenizer=tokenizer, grader=grader
     )
-    task.check_room(room, ((row.where, ask(row)) for row in (*train, *validation)))
+    task.check_room(room, ((row.where, longest(row)) for row in (*train, *validation)))
     return task
 
 

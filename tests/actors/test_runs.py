@@ -98,6 +98,27 @@ def test_free_running_keeps_its_bound(tmp_path: Path, on_update: str) -> None:
     assert verdict.lag > 0
 
 
+def test_a_free_run_goes_on_whatever_it_drops(tmp_path: Path) -> None:
+    """A rollout adds ten versions, so that every group that is begun while the learner works is
+    stale; others are dead, or their prompts have left."""
+    run = burnish.train(
+        "sort",
+        out=tmp_path / "free",
+        show=False,
+        loop={"name": "free", "max_lag": 2, "on_stale": "drop", "on_update": "recompute"},
+        objective=STALE,
+        runtime={"name": "ray", "generators": 2},
+        selection={"dead_groups": "drop", "leave_at": 0.5},
+        rollout={"batch": 6, "group_size": 2},
+        train={"steps": 6, "batch": 6},
+        task={"prompts": 40},
+    )
+    verdict = judge(run.path, batch=3, window=3, max_lag=2)
+    assert not verdict.problems, verdict
+    assert verdict.steps == 6
+    assert verdict.dropped > 0
+
+
 def test_a_killed_generator_of_a_free_run_gets_its_groups_again(tmp_path: Path) -> None:
     killed = []
 

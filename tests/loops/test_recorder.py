@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ import torch
 from burnish import api, build, cli, config, machine, sizes
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import BurnishError, ConfigError, RunError
+from burnish.loops.recorder import go_back
+from burnish.rollout.buffer import Buffer
 from burnish.runs import checkpoints
 from burnish.runs.report import write_report
 from tests.conftest import aborted
@@ -408,6 +411,16 @@ def test_an_exported_model_repeats_the_validation(smollm2, language_run, tmp_pat
         assert value == pytest.approx(rows[-1][name]), name
     with pytest.raises(RunError, match="is not empty"):
         api.export(path, tmp_path / "hf")
+
+
+def test_a_run_that_begins_again_replays_nothing(two_groups):
+    """A learner that dies before the first checkpoint leaves the driver with its old buffer."""
+    prompts = SimpleNamespace(load_state=lambda state: None)
+    parts = SimpleNamespace(prompts=prompts, buffer=Buffer(4), learner=SimpleNamespace())
+    parts.buffer.put(two_groups)
+    directory = SimpleNamespace(cut_back=lambda positions: None, restart=lambda step: 1)
+    assert go_back(directory, parts, None) == 0
+    assert not parts.buffer.kept
 
 
 def test_an_export_that_fails_leaves_nothing(language_run, tmp_path, monkeypatch):

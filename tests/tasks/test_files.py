@@ -1,5 +1,4 @@
 import json
-from functools import partial
 
 import numpy as np
 import pytest
@@ -9,19 +8,15 @@ from burnish.graders.pool import InProcess
 from burnish.rollout.rollout import check_errors, grade
 from burnish.schema.tasks import FilesTask
 from burnish.tasks.rows import DataRow, read_rows, rows_of, split
-from burnish.tasks.text import TextTask, ask_all, ask_shuffled, make_files
+from burnish.tasks.text import ask_rows, make_files
 from burnish.types import Status
 from tests.conftest import byte_tokenizer, make_group
 
 
 def make(rows, validation=(), **more):
-    return TextTask(
-        FilesTask(**more),
-        question=partial(ask_shuffled, rows, 5),
-        held_out=ask_all(validation),
-        tokenizer=byte_tokenizer(),
-        grader=InProcess(lambda text, row: {"reward": len(text), "n": row["n"]}),
-    )
+    grader = InProcess(lambda text, row: {"reward": len(text), "n": row["n"]})
+    given = (rows, list(validation))
+    return ask_rows(FilesTask(**more), given, grader, tokenizer=byte_tokenizer(), seed=5)
 
 
 ROWS = [DataRow({"prompt": f"question {i}", "n": i}, f"row {i}") for i in range(7)]

@@ -58,6 +58,18 @@ def test_a_prompt_that_is_solved_leaves_for_good():
         stream.take(1)
 
 
+def test_a_run_that_goes_back_forgets_whom_it_passed_over():
+    """The process goes on, as after the death of a learner on Ray."""
+    stream = stream_of(3, leave_at=0.75)
+    stream.take(3)
+    stream.note([result("p0", 1, 1)])
+    saved = stream.state()
+    assert names(stream.take(2)) == ["p1", "p2"]
+    stream.load_state(saved)
+    assert names(stream.take(2)) == ["p1", "p2"]
+    assert stream.note([])["rollout/passed_prompts"] == 1
+
+
 def test_a_length_penalty_does_not_make_an_answer_wrong():
     assert Grade(0.7, {"length": -0.3}).is_right
     assert not Grade(0.7, {"length": 0.3}).is_right

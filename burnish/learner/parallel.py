@@ -1,0 +1,199 @@
+"""A learner on a mesh of replicate × shard × tensor ranks, one process each.
+
+Parameters, gradients and moments are cut twice: over tensor (``slices``), and what is left over
+shard, by FSDP2's ``fully_shard``, whose own replicas are the first dimension. Train batches are
+divided over replicate × shard by tokens. Denominators are weights over the whole train batch, so
+gradients are summed and never divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from burnish.learner import slices
+from burnish.learner.optim import copy_weights
+from burnish.learner.ranks import Named, local
+from burnish.learner.slices import Piece
+from burnish.model.transformer import ModelConfig, Transformer, hf_views
+from burnish.model.value import Critic
+from burnish.rollout.packing import Pack, first_token, take
+from burnish.types import PackedBatch
+
+Model = TypeVar("Model", bound=nn.Module)
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = ("replicate", "shard", "tensor")
+
+
+class Mesh:
+    """The ranks of a learner. The process group exists already, and has as many ranks."""
+
+    casts = True
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        shape: ModelConfig,
+        device: str = "cpu",
+        *,
+        offload: bool = False,
+    ) -> None:
+        """``sizes`` are the ranks along replicate, shard and tensor; ``shape`` is the policy's.
+        ``offload``: the learner is moved to main memory while nobody learns."""
+        self.device, self.shape, self.offload = device, shape, offload
+        self.mesh = init_device_mesh(device.partition(":")[0], sizes, mesh_dim_names=NAMES)
+        self._plane = self.mesh["replicate", "shard"]
+        self._data, self._tensor = self._plane._flatten("data").get_group(), self.mesh["tensor"]
+        self.replica, self.shard, self.slice = (self.mesh.get_local_rank(name) for name in NAMES)
+        self.sizes = sizes
+
+    def place(self, model: Model, precision: str) -> Model:
+        """Cuts a whole model in place."""
+        body = model.body if isinstance(model, Critic) else model
+        if isinstance(body, Transformer):
+            slices.cut(body, self.sizes[2], self.slice, self._tensor.get_group())
+        low = PRECISIONS.get(precision)
+        policy = MixedPrecisionPolicy(
+            low, torch.float32 if low else None, cast_forward_inputs=False
+        )
+        parts = [*body.layers, model] if isinstance(body, Transformer) else [model]
+        for part in parts:
+            fully_shard(part, mesh=self._plane, mp_policy=policy, reshard_after_forward=True)
+            cut = cast(FSDPModule, part)
+            cut.set_gradient_divide_factor(1.0)
+            cut.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sums
+        # Each gathers the weights outside of the layers first. None of them calls another.
+        methods = ["read", "score", "hidden", "probe"]
+        if isinstance(model, Critic):
+            methods = ["values"] if model.body is None else ["score"]
+        for method in methods:
+            register_fsdp_forward_method(model, method)
+        return model
+
+    def frozen(self, policy: Transformer, precision: str) -> Transformer:
+        dtype = PRECISIONS.get(precision, next(policy.parameters()).dtype)
+        with torch.device("meta"):
+            copy = Transformer(policy.config).to(dtype)
+        self.place(copy, "fp32").to_empty(device=self.device)
+        copy_weights(policy, copy)
+        return copy.requires_grad_(False)
+
+    def divide(self, batch: PackedBatch, cut: Callable[[PackedBatch], list[Pack]]) -> list[Pack]:
+        """Responses go to the ranks in order, about as many tokens to each. A rank without packs
+        enough has empty ones, because every rank takes part in every sum."""
+        share = (responsible(batch, self.sizes[0] * self.sizes[1]) == self._data.rank()).nonzero()
+        packs = []
+        if len(share):
+            own = take(batch, share.squeeze(1))
+            packs = [Pack(part.batch, own.slots[part.slots]) for part in cut(own.batch)]
+        most = torch.tensor(len(packs), device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, self._data)
+        return packs + [first_token(batch)] * (int(most) - len(packs))
+
+    def join(self, stream: Tensor) -> Tensor:
+        dist.all_reduce(stream, group=self._data)
+        return stream
+
+    def total(self, number: float) -> float:
+        whole = torch.tensor(number, dtype=torch.float64, device=self.device)
+        return self.join(whole).item()
+
+    def norm(self, gradients: Iterable[Named]) -> float:
+        """Of each gradient that several ranks have, one rank's counts."""
+        counted = [torch.zeros((), dtype=torch.float64, device=self.device)]
+        for name, gradient in gradients:
+            own = local(gradient)
+            if slices.module_of(name) in slices.PARTIAL:
+                dist.all_reduce(own, group=self._tensor.get_group())
+            if self._is_mine(name):
+                counted.append(torch.linalg.vector_norm(own).double().square())
+        whole = torch.stack(counted).sum()
+        dist.all_reduce(whole)
+        return float(whole.sqrt())
+
+    def exchange(self, policy: Transformer, precision: str) -> dict[str, Tensor]:
+        """A parameter at a time is whole on every rank; only rank 0 keeps it, in main memory."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in policy.named_parameters():
+            low = PRECISIONS.get(precision, parameter.dtype)
+            own = cast(DTensor, parameter.detach().to(low))
+            part, whole = self._slice(name), own.full_tensor()
+            if part is not None:
+                whole = part.whole(whole, self._tensor.get_group())
+            if not dist.get_rank():
+                tensors |= hf_views(self.shape, name, whole.cpu())
+        return tensors
+
+    def fill(self, views: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        for name, view in views.items():
+            if not isinstance(view, DTensor):
+                view.copy_(whole[name])
+                continue
+            part = self._slice(name)
+            own = whole[name] if part is None else part.of(whole[name])
+            rows, start = local(view), self._start(view)
+            rows.copy_(own[start : start + len(rows)])
+
+    def pieces(self, views: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+        """This rank's boxes of a learner's state; every number is in one box of one rank."""
+        found: dict[str, list[Piece]] = {}
+        for name, view in views.items():
+            own, part = local(view), self._slice(name)
+            if not isinstance(view, DTensor):
+                boxes = [] if dist.get_rank() else [Piece([*view.shape], [0] * view.ndim, view)]
+            elif not self._is_mine(name):
+                boxes = []
+            elif part is None:
+                boxes = [Piece([*view.shape], [self._start(view), *[0] * (view.ndim - 1)], own)]
+            else:
+                boxes = part.boxes(own, self._start(view), [*view.shape])
+            if boxes := [piece for piece in boxes if piece.box.numel()]:
+                found[name] = boxes
+        return found
+
+    def move(self, learner: Any, device: str) -> None:
+        """Moves all that a learner holds to a device: its GPU, or the main memory."""
+        frozen = (learner.reference, learner.initial, learner.previous, learner.teacher)
+        for model in frozen:
+            if model is not None:
+                model.to(device)
+        for optimizer in learner.optimizers.values():
+            optimizer.policy.to(device)
+            for moments in optimizer.adamw.state.values():
+                moments |= {name: tensor.to(device) for name, tensor in moments.items()}
+
+    def _is_mine(self, name: str) -> bool:
+        """Whether this rank's part of a tensor is no copy of another rank's."""
+        return not self.replica and (self._slice(name) is not None or not self.slice)
+
+    def _slice(self, name: str) -> slices.Slice | None:
+        return slices.slice_of(self.shape, name, self.sizes[2], self.slice)
+
+    def _start(self, view: DTensor) -> int:
+        """The first row of a rank's part, in its slice of the tensor."""
+        of = compute_local_shape_and_global_offset
+        return int(of(view.shape, view.device_mesh, view.placements)[1][0])
+
+
+def responsible(batch: PackedBatch, count: int) -> Tensor:
+    """[S]: the rank of each response, by the tokens up to its middle. A group's first response has
+    the prompt's tokens, too."""
+    lengths = batch.segment_offsets.diff()
+    responses = lengths[~batch.segment_is_prompt]
+    is_first = batch.group_ids.diff(prepend=batch.group_ids[:1] - 1) > 0
+    tokens = responses + is_first * lengths[batch.segment_is_prompt][batch.group_ids]
+    ends = tokens.cumsum(0)
+    return (2 * ends - tokens) * count // (2 * ends[-1])

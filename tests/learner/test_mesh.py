@@ -1,0 +1,169 @@
+"""A mesh takes the same steps as one process, whatever its shape; gloo, on tiny models."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burnish.learner.learner import Learner, State
+from burnish.learner.optim import Optimizer
+from burnish.learner.parallel import Mesh, responsible
+from burnish.model.transformer import Transformer
+from burnish.model.value import Critic
+from burnish.rollout.packing import first_token, pack
+from tests.learner.conftest import CONFIG, make_groups, make_learn_batch, make_learner
+from tests.learner.gang import run_ranks
+
+WHITENED = {
+    "advantage": "reinforce_plus_plus_baseline",
+    "kl": {"name": "k3", "coefficient": 0.1, "refresh": 1},
+    "entropy_coefficient": 0.01,
+}
+"""An objective that looks at the whole batch, at a reference and at entropies."""
+GAE = {"advantage": {"name": "gae", "whiten": True}}
+UNEVEN = ((5, (4, 1, 6, 4)), (3, (7, 2, 7)), (1, (3, 5, 5)), (6, (2, 2)), (2, (17, 1)))
+FAMILIES = {
+    "llama": CONFIG,
+    "qwen3": dataclasses.replace(CONFIG, family="qwen3", tied=False, fp32_head=True),
+    "qwen2": dataclasses.replace(CONFIG, family="qwen2", vocab_size=38),
+}
+
+
+def both(sizes, family, dtype, objective=None, critic=None, **train):
+    """A learner of one process, and the same learner on a mesh."""
+    shape = FAMILIES[family]
+    train = {"micro_tokens": 24, "clip_norm": 0.5} | train
+
+    def policy():
+        model = Transformer(shape).init_weights(3).to(dtype)
+        return model.learn(recompute=family == "qwen2")
+
+    alone = make_learner(policy(), objective, critic, **train)
+    mesh, model, values = Mesh(sizes, shape), policy(), None
+    if critic is not None:
+        own = alone.optimizers["critic"].train
+        values = Optimizer(Critic(model, shared=alone.program.critic.shared), own, mesh)
+    return alone, Learner(model, alone.program, alone.train, critic=values, ranks=mesh)
+
+
+def take_steps(alone, meshed, number, dtype):
+    """The same rollout for both; their metrics and log-probabilities must agree."""
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-5
+    batch = pack(make_groups(UNEVEN))
+    for learner in (alone, meshed):
+        learner.begin(number)
+    for ours, theirs in zip(alone.score(batch), meshed.score(batch), strict=True):
+        if ours is not None:
+            torch.testing.assert_close(theirs, ours, rtol=tolerance, atol=tolerance)
+    learn = make_learn_batch(alone, batch)
+    meshed.score(batch)  # because the line before has scored, too
+    for _ in range(2):
+        expected, found = alone.step(learn), meshed.step(learn)
+        assert found == pytest.approx(expected, rel=100 * tolerance, abs=100 * tolerance)
+    expected, found = alone.finish()[0], meshed.finish()[0]
+    assert found == pytest.approx(expected, rel=100 * tolerance, abs=100 * tolerance)
+
+
+def check_weights(alone, meshed, tolerance):
+    """Rank 0 has all weights, and the other ranks have none."""
+    expected, found = alone.weights(), meshed.weights()
+    assert found.version == expected.version
+    assert dist.get_rank() or found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in found.tensors.items():
+        torch.testing.assert_close(tensor, expected.tensors[name], rtol=0, atol=tolerance)
+
+
+def whole_state(learner):
+    """The state that the ranks' pieces make together."""
+    tensors, numbers = learner.state()
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, learner.ranks.pieces(tensors))
+    found = {}
+    for rank in pieces:
+        for name, boxes in rank.items():
+            for shape, at, box in boxes:
+                whole = found.setdefault(name, torch.full(shape, math.nan, dtype=box.dtype))
+                place = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
+                assert whole[place].isnan().all(), "two ranks have the same numbers"
+                whole[place] = box
+    return State(found, numbers)
+
+
+def check_step(rank, sizes):
+    """Whitening and a KL over uneven packs, in float64 and in float32.
+
+    Adam divides a gradient by its size, so the rounding of a small one is that of a step of 1e-2.
+    """
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
+        pair = both(sizes, "qwen3", dtype, WHITENED)
+        take_steps(*pair, 0, dtype)
+        check_weights(*pair, tolerance)
+
+
+def check_more(rank, sizes):
+    """Drift, a reference that moves, recomputed layers; critics; and a state that moves."""
+    pair = both(sizes, "qwen2", torch.float64, WHITENED, log_kl=True)
+    for number in range(2):
+        take_steps(*pair, number, torch.float64)
+    check_weights(*pair, 1e-10)
+    for shared in (True, False):
+        section = {"shared": shared, "learning_rate": 1e-2, "warmup_rollouts": 1}
+        pair = both(sizes, "llama", torch.float64, GAE, section, micro_tokens=None)
+        for number in range(2):
+            take_steps(*pair, number, torch.float64)
+        check_weights(*pair, 1e-10)
+    check_state(pair, sizes)
+
+
+def check_state(pair, sizes):
+    """The pieces make the state of one process, and other meshes go on from it as it does."""
+    alone, meshed = pair
+    expected, found = alone.state(), whole_state(meshed)
+    assert found.numbers == expected.numbers
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=1e-10)
+    section = alone.program.critic.model_dump()
+    for other in sorted({sizes[::-1], (dist.get_world_size(), 1, 1)}):
+        _, fresh = both(other, "llama", torch.float64, GAE, section, micro_tokens=None)
+        fresh.load_state(found)
+        take_steps(alone, fresh, 2, torch.float64)
+        alone.load_state(found)
+
+
+def test_shards_take_the_steps_of_one_process():
+    run_ranks(2, check_step, (1, 2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2)], ids=str
+)
+def test_a_mesh_takes_the_steps_of_one_process(sizes):
+    run_ranks(math.prod(sizes), check_step, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)], ids=str)
+def test_copies_critics_and_states(sizes):
+    run_ranks(2, check_more, sizes)
+
+
+def test_responses_are_divided_by_tokens():
+    """Tokens up to the middle of a response, prompts with their first: 19 of 20 + 17 + 14 + 10."""
+    batch = pack(make_groups(UNEVEN))
+    ranks = responsible(batch, 3)
+    assert ranks.tolist() == sorted(ranks.tolist())
+    lengths = batch.segment_offsets.diff()[~batch.segment_is_prompt]
+    shares = [int(lengths[ranks == rank].sum()) for rank in range(3)]
+    assert max(shares) - min(shares) <= int(lengths.max())
+    assert responsible(batch, 1).tolist() == [0] * len(lengths)
+
+
+def test_the_empty_pack_has_no_action():
+    one = first_token(pack(make_groups(UNEVEN)))
+    assert one.slots.tolist() == [0]
+    assert not one.batch.is_action.any()
+    assert len(one.batch.rewards) == 0

@@ -1,0 +1,114 @@
+"""Runs on the ranks that torchrun starts: what is refused and planned, and a run like any other."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from burnish import config, sizes, torchrun
+from burnish.errors import ConfigError
+from burnish.plan import Size, needs, plan
+from burnish.runs import checkpoints
+from burnish.runs.metrics import iterate_rows
+
+ROWS = {"name": "pairs", "train": "t.jsonl", "validation": "v.jsonl", "chat": False}
+MODEL = {"name": "scratch", "tokenizer": "bytes", "layers": 1, "width": 16, "heads": 2, "d_ff": 24}
+SIZE = Size(parameters=1000, cached=1, context=64, longest_prompt=1, layers=4, outer=200)
+
+
+def recipe(**changes):
+    table = {"task": ROWS, "model": MODEL, "runtime": "torchrun", "train": {"batch": 8}}
+    return config.load(table, changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"mesh": {"shard": 3}}, "use train.batch = 9, or a product of 1, 2, 4, 8"),
+        ({"train": {"learn": "lora"}}, "learns all weights, got train.learn = 'lora'"),
+        ({"device": "cuda:1"}, "would put all ranks on one GPU"),
+        ({"runtime.generators": 2}, "runtime.generators has no effect with runtime.name"),
+        ({"mesh": {"shard": 0}}, "mesh.shard must be greater than or equal to 1"),
+    ],
+)
+def test_recipes_that_a_mesh_can_not_learn(changes, told):
+    with pytest.raises(ConfigError, match=told):
+        recipe(**changes)
+
+
+def test_a_mesh_needs_ranks_and_a_language_model():
+    with pytest.raises(ConfigError, match=r"mesh\.shard has no effect"):
+        config.load("keywords", {"mesh": {"shard": 2}})
+    with pytest.raises(ConfigError, match="needs a language model, got the sorting model"):
+        config.load("sort", {"runtime": "torchrun"})
+
+
+def test_the_mesh_must_have_as_many_ranks_as_torchrun_started(monkeypatch):
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 1 -m burnish"):
+        torchrun.check_ranks(recipe())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    told = "2 ranks .1 replicate × 2 shard × 1 tensor.*started 4; set mesh.shard = 4 or"
+    with pytest.raises(ConfigError, match=told):
+        torchrun.check_ranks(recipe(mesh={"shard": 2}))
+    torchrun.check_ranks(recipe(mesh={"shard": 2, "tensor": 2}))
+    with pytest.raises(ConfigError, match="each of them would be a run of its own"):
+        torchrun.is_follower(config.load("keywords"), [])
+
+
+def test_heads_must_divide():
+    with pytest.raises(ConfigError, match=r"must divide the 2 heads and 2 key .*; use 1 or 2"):
+        sizes.check_heads(recipe(mesh={"tensor": 4}))
+    sizes.check_heads(recipe(mesh={"tensor": 2}))
+
+
+def test_a_plan_has_the_memory_of_a_rank(tmp_path):
+    """Of 1,000 parameters in fp32: masters, gradients and moments are 4, 4 and 8 kB, over 2 × 2
+    ranks. Two of four layers of 200 and 200 outer parameters are gathered, with gradients, over 2
+    tensor ranks: 2 · 4 · (400 + 200) / 2."""
+    one = recipe(mesh={"replicate": 2, "shard": 2, "tensor": 2}, train={"precision": "fp32"})
+    found = {need.what: need.size for need in needs(one, SIZE) if need.resource == "memory"}
+    assert found == {
+        "fp32 masters": 1000,
+        "gradients": 1000,
+        "Adam's moments": 2000,
+        "gathered weights and gradients": 2400,
+    }
+    lines = dict(dict(plan(one, tmp_path, SIZE))["mesh"])
+    assert lines["ranks"] == "8 = 2 replicate × 2 shard × 2 tensor"
+    assert lines["packs"].startswith("about 2 of 8 responses")
+
+
+@pytest.mark.slow
+def test_a_run_on_ranks_is_a_run_like_any_other(tmp_path):
+    """Two ranks learn the losses of one process; the run goes on on another mesh."""
+    rows = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(40)]
+    (tmp_path / "t.jsonl").write_text("".join(rows[:32]))
+    (tmp_path / "v.jsonl").write_text("".join(rows[32:]))
+    (tmp_path / "r.toml").write_text(config.to_toml({"task": ROWS, "model": MODEL}))
+
+    def burnish(*given):
+        command = [sys.executable, "-m", "burnish", *given, "--quiet"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    less = ["--set", "train.batch=8", "--set", "checkpoint.every=2"]
+    burnish("sft", "r.toml", "--out", "alone", *less)
+    burnish(
+        "sft", "r.toml", "--out", "shards", *less, "--runtime", "torchrun", "--set", "mesh.shard=2"
+    )
+    for name in ("step-00000004",):
+        (tmp_path / "shards/checkpoints" / name).is_dir()
+    losses = [
+        [row["train/loss"] for row in iterate_rows(tmp_path / run / "metrics.jsonl") if row["step"]]
+        for run in ("alone", "shards")
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    first = checkpoints.all_of(tmp_path / "shards")[0].name
+    tensor = ["--set", "mesh.shard=1", "--set", "mesh.tensor=2"]
+    burnish("resume", "shards", "--from", first, *tensor)
+    after = [
+        row["train/loss"] for row in iterate_rows(tmp_path / "shards/metrics.jsonl") if row["step"]
+    ]
+    assert after == pytest.approx(losses[0], abs=1e-5)
