@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -30,10 +29,11 @@ from burnish.engine import protocol
 from burnish.engine.environment import parts
 from burnish.engine.protocol import Capabilities, Request
 from burnish.engine.sequence import RequestGroup, Sequence
-from burnish.errors import EngineError, ModelError
-from burnish.model.checkpoint import load_hf_state, read_config
+from burnish.engine.shapes import Shapes
+from burnish.errors import EngineError
+from burnish.model.checkpoint import read_config
 from burnish.model.tokenizer import Tokenizer
-from burnish.model.transformer import PROBE, Transformer
+from burnish.model.transformer import PROBE
 from burnish.types import Completion, Finish, Weights
 
 OLDEST = "0.5.15"
@@ -119,12 +119,9 @@ class SglangEngine:
         self._aborted: set[str] = set()
         """Requests whose samples end with the tokens that they have."""
         self.version = self.sampled = self._incarnation = 0
-        self._loaded: set[str] = set()
-        """The tensors that any load has changed."""
         self._expected: tuple[Probe, float] | None = None
-        config = read_config(Path(model))
-        with torch.device("meta"):
-            self._outline = Transformer(config)
+        self._config = config = read_config(Path(model))
+        self._shapes = Shapes(config)
         told = self._server.call("/server_info") or {}
         if parts(str(told.get("version"))) < parts(OLDEST):
             raise self._server.error(f"must be {OLDEST} or newer, is {told.get('version')}")
@@ -144,8 +141,7 @@ class SglangEngine:
         return len(self._calls)
 
     def submit(self, request: Request) -> None:
-        vocabulary = self._outline.config.vocab_size
-        protocol.check(request, vocab_size=vocabulary, context=self._context)
+        protocol.check(request, vocab_size=self._config.vocab_size, context=self._context)
         if request.params.min_tokens or request.params.think_tokens:
             raise EngineError(
                 f"request {request.request_id!r}: SGLang has no log-probabilities from before the "
@@ -175,8 +171,8 @@ class SglangEngine:
                 self._server.call("/abort_request", {"rid": call.name})
 
     def probe(self) -> tuple[float, ...]:
-        config = self._outline.config
-        ids = [i * 7919 % config.vocab_size for i in range(min(PROBE, config.context))]
+        size = self._config.vocab_size
+        ids = [i * 7919 % size for i in range(min(PROBE, self._config.context))]
         params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
         asked = {"input_ids": ids, "return_logprob": True, "token_ids_logprob": ids}
         asked |= {"extra_key": uuid.uuid4().hex, "sampling_params": params}  # not from the cache
@@ -192,21 +188,19 @@ class SglangEngine:
     def load(self, weights: Weights) -> None:
         """New weights for all tokens from here on; samples in flight go on with them."""
         protocol.check_weights(weights, self.version, self._incarnation)
-        named = self._loaded | weights.tensors.keys() if weights.is_partial else None
+        # The server misses no tensor and ignores those that it does not know.
+        self._shapes.check(weights, self.version)
         tensors = {name: t.detach().cpu().contiguous() for name, t in weights.tensors.items()}
         folder = Path(tempfile.mkdtemp(prefix="burnish-sglang-", dir=SHARED))
         try:
-            # The server misses no tensor and ignores those that it does not know.
-            load_hf_state(self._outline, tensors, named)
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             self._update(folder, weights.version)
-        except (ModelError, OSError, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:
             raise EngineError(f"{error}; version {self.version} stays loaded") from error
         except EngineError as error:
             raise self._failed(error) from error
         finally:
             shutil.rmtree(folder)
-        self._loaded |= tensors.keys()
         self.version, self._incarnation = weights.version, weights.incarnation
         self._last = self.probe()
         if self._expected is not None:

@@ -158,7 +158,7 @@ def test_a_part_of_the_weights_is_enough_if_the_rest_is_as_it_was(engine: Sglang
     engine.expect(new.probe, 1e-4)
     engine.load(Weights(1, 0, {some: new.exchange()[some].clone()}, is_partial=True))
     other = {"model.embed_tokens.weight": new.exchange()["model.embed_tokens.weight"].clone()}
-    with pytest.raises(EngineError, match=r"missing model\.norm.*version 1 stays loaded"):
+    with pytest.raises(EngineError, match=r"model\.norm.*differ; version 1 stays loaded"):
         engine.load(Weights(2, 0, other, is_partial=True))
 
 
@@ -174,8 +174,8 @@ def test_an_aborted_request_gives_its_tokens_so_far(engine: SglangEngine) -> Non
     ("weights", "rule"),
     [
         (lambda: tiny.weights(tiny.model(d_ff=40), 1), "do not fit"),
-        (lambda: tiny.weights(tiny.model(n_layers=3), 1), "not expected model.layers.2"),
-        (lambda: tiny.weights(tiny.model(n_layers=1), 1), "missing model.layers.1"),
+        (lambda: tiny.weights(tiny.model(n_layers=3), 1), r"model\.layers\.2.*differ"),
+        (lambda: tiny.weights(tiny.model(n_layers=1), 1), r"model\.layers\.1.*differ"),
     ],
 )
 def test_wrong_weights_are_not_sent(engine: SglangEngine, weights: Any, rule: str) -> None:
