@@ -92,7 +92,11 @@ def build(recipe: Recipe) -> Parts:
         made.append(Conductor(learner, mesh, channel))
         return made[0]
 
-    parts = local.build(recipe, make)  # type: ignore[arg-type]
+    try:
+        parts = local.build(recipe, make)  # type: ignore[arg-type]
+    except BaseException as error:
+        channel.watch.fail(error)  # the others wait for a learner
+        raise
     close = parts.close
 
     def leave() -> None:
