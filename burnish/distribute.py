@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from burnish import build as local
-from burnish import engines
+from burnish import engines, preflight
 from burnish.actors import cluster
 from burnish.actors.cast import Generator, LearnerPart, Scorer
 from burnish.actors.fleet import Fleet
@@ -103,6 +103,7 @@ def make_generator(recipe: Recipe) -> Generator:
 
 
 def make_scorer(recipe: Recipe) -> Scorer:
+    preflight.check(recipe)  # its node may lack a package, a file or the key of a judge
     recipe = local.prepare(recipe, recipe.runtime.threads)  # a learned reward computes, too
     return Scorer(local.build_task(recipe)[0], shaping(recipe))
 

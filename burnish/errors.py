@@ -78,15 +78,11 @@ class ActorDied(ActorError):
 
 
 class MissingExtra(BurnishError):
-    """An optional part is not installed."""
-
-    def __init__(self, extra: str, needed_for: str) -> None:
-        super().__init__(extra, needed_for)
-        self.extra = extra
-        self.needed_for = needed_for
+    """An optional part is not installed: the part, and the thing that needs it."""
 
     def __str__(self) -> str:
-        return f"{self.needed_for} needs the optional part '{self.extra}'; {installed(self.extra)}"
+        extra, needed_for = self.args
+        return f"{needed_for} needs the optional part '{extra}'; {installed(extra)}"
 
 
 def installed(extra: str) -> str:

@@ -133,7 +133,8 @@ class FreeRun:
         """New groups for a generator, as many as the bound and its share of the work allow. They
         begin with the newest weights, which it is given with them."""
         found, version = dict[int, Prompt](), self.learner.version
-        while len(worker.holds) + len(found) < self._share:
+        share = -(-self._useful // len(self.workers))  # groups that a generator samples at once
+        while len(worker.holds) + len(found) < share:
             number = min(self.again) if self.again else self.prompts.next_index
             if not self._may_begin(number, version):
                 break
@@ -144,11 +145,6 @@ class FreeRun:
             self.pace.begin(number, version)
             found[number] = prompt
         return found
-
-    @property
-    def _share(self) -> int:
-        """Groups that a generator samples at once."""
-        return -(-self._useful // len(self.workers))
 
     @property
     def _useful(self) -> int:

@@ -12,9 +12,9 @@ from burnish import config
 from burnish.actors.learner import RemoteLearner
 from burnish.actors.transport import Parcel
 from burnish.build import build_task, settled
-from burnish.distribute import make_generator, make_learner
+from burnish.distribute import make_generator, make_learner, make_scorer
 from burnish.draws import Stream
-from burnish.errors import ActorError
+from burnish.errors import ActorError, ConfigError
 from burnish.rollout.rollout import requests_of, sampling
 
 
@@ -40,3 +40,16 @@ def test_a_state_of_another_step_is_no_checkpoint(tmp_path: Path) -> None:
     learner.version = 2
     with pytest.raises(ActorError, match="at version 3, and the run at 2"):
         learner.state()
+
+
+def test_a_scorer_whose_node_lacks_a_key_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 3)
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "m", "key": "NO_SUCH_KEY"}
+    task = {"name": "judged", "train": tmp_path / "rows.jsonl", "rubric": [["Short.", 1]]}
+    model = {"name": "scratch", "tokenizer": "bytes"}
+    recipe = config.load({"task": task | {"judge": judge}, "model": model, "runtime": "ray"})
+    with pytest.raises(ConfigError, match="'NO_SUCH_KEY' is not set in the environment"):
+        make_scorer(recipe)
