@@ -56,13 +56,8 @@ ENGINES = (
     *("learner/parallel.py", "learner/ranks.py", "learner/slices.py", "learner/watch.py"),
     *("loops/conductor.py", "runs/shards.py", "schema/mesh.py", "torchrun.py", "__main__.py"),
     *("engine/wire.py", "engine/serving.py", "engine/remote.py", "engine/listening.py"),
-    *(
-        "engine/environment.py",
-        "engine/check.py",
-        "engines.py",
-        "engine_commands.py",
-        "schema/engines.py",
-    ),
+    *("engine/environment.py", "engine/check.py", "engine/vllm.py", "engine/hf.py"),
+    *("engine/shapes.py", "engines.py", "engine_commands.py", "schema/engines.py"),
 )
 """Files that are there for other engines and for the mesh."""
 

@@ -75,7 +75,7 @@ def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Pa
     if recipe.is_supervised:
         return _build_supervised(recipe, make)
     task, engine, decode = build_sampler(recipe)
-    require(engine.capabilities, repeats=True)  # a resumed run draws the same
+    require(engine.capabilities, repeats=recipe.engine.repeats)  # a resumed run draws the same
     learner = make(recipe)
     shut = engines.attach(recipe, engine, learner.policy)
     stream, buffer = stream_of(recipe, task), buffer_of(recipe)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,12 @@ def test_settings_of_an_engine(monkeypatch):
         "engine.deadline has no effect with engine.name": ["engine.deadline=5"],
         "engine.kv_mb has no effect with engine.url": ["engine.url=tcp://a:1", "engine.kv_mb=9"],
         "engine.url must match pattern": ["engine.url=host:1"],
+        "rollout.min_tokens needs the native engine": ["engine.name=vllm", "rollout.min_tokens=2"],
+        "rollout.top_k needs the native engine": [
+            *("engine.name=vllm", "rollout.top_k=9", "rollout.truncated=true")
+        ],
+        "model.fp32_head needs the native engine": ["engine.name=vllm", "model.fp32_head=true"],
+        "can't draw a lost rollout again": ["engine.name=vllm", "runtime.name=ray"],
         "names one that runs; remove one": ["engine.url=tcp://a:1", "engine.python=p"],
     }
     for message, settings in wrong.items():
@@ -102,4 +109,16 @@ def test_settings_of_an_engine(monkeypatch):
             config.load("keywords", settings)
     sections = dict(plan.plan(served, Path("out")))
     assert sections["engine"] == [("engine", "native, served at tcp://host:8422")]
+    other = dict(plan.plan(config.load("keywords", "engine.name=vllm"), Path("out")))["engine"]
+    assert other[0] == ("engine", "vllm, a process of its own by this Python")
+    assert other[1][0] == "draws"
     assert "engine" not in dict(plan.plan(config.load("keywords"), Path("out")))
+
+
+def test_an_environment_without_the_engine_is_named():
+    recipe = config.load("keywords", "engine.name=vllm")
+    if find_spec("vllm") is None:
+        with pytest.raises(EngineError, match=r"needs vllm 0\.24 or newer, and has none; install"):
+            environment.check_engine(recipe)
+    else:
+        environment.check_engine(recipe)

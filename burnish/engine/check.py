@@ -113,11 +113,11 @@ class Suite:
         return PASS, f"{kinds} of {SAMPLES}"
 
     def repeats(self) -> tuple[str, str]:
-        if not self.engine.capabilities.counter_draws:
-            return NOT_OFFERED, "draws are the engine's own"
         one, two, three = (
             [c.token_ids.tolist() for c in self._sample(seed=seed)] for seed in (1, 1, 2)
         )
+        if one != two and not self.engine.capabilities.counter_draws:
+            return NOT_OFFERED, "draws are the engine's own"
         _demand(one == two, "the same seed gives other tokens")
         _demand(one != three, "another seed gives the same tokens")
         return PASS, "the same tokens by the same seed, others by another"

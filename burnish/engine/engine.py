@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.draws import uniforms
 from burnish.engine import protocol, sampler
 from burnish.engine.cache import Cache, Run
 from burnish.engine.plain import Backend, Plain
 from burnish.engine.protocol import Capabilities, Request
 from burnish.engine.scheduler import EngineSettings, Plan, Scheduler
-from burnish.engine.sequence import ANY, GREEDY, Limits, RequestGroup, Sequence
+from burnish.engine.sequence import ANY, GREEDY, RequestGroup, Sequence
 from burnish.errors import EngineError, ModelError
 from burnish.model.checkpoint import load_hf_state
 from burnish.model.tokenizer import Tokenizer
@@ -143,25 +141,7 @@ class NativeEngine:
         return steps if alike and steps > 1 and self.scheduler.reserve(plan, steps) else 1
 
     def _draws(self, samples: list[Sequence], steps: int) -> tuple[Tensor, Tensor, sampler.Limited]:
-        """How samples draw their next tokens: points [samples, steps], temperatures [samples], and
-        the rows of limited samples."""
-        places, heat, limited = [], [], dict[Limits, list[int]]()
-        for row, sequence in enumerate(samples):
-            request, limits = sequence.group.request, sequence.limits
-            sample = request.first + sequence.index
-            place = request.params.seed, request.stream, request.group, sample
-            places.append((*place, len(sequence.logprobs)))
-            heat.append(request.params.temperature or 1.0)
-            if limits != ANY:
-                limited.setdefault(limits, []).append(row)
-        seed, stream, group, sample, position = np.array(places).T[..., None]
-        points = uniforms(seed, stream, group, sample, position + np.arange(steps))
-        device = self._cache.device
-        return (
-            torch.from_numpy(points).to(device),
-            torch.tensor(heat, device=device, dtype=torch.float64),
-            limited,
-        )
+        return sampler.draws(samples, steps, self._cache.device)
 
     def _extend(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:
         """A sample's next tokens, up to the one that ends it."""

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 TOKEN = "BURNISH_ENGINE_TOKEN"
 """The variable of the environment that holds the token of an engine that serves."""
 
-NEEDED = {"native": ("torch", "2.11")}
+NEEDED = {
+    "native": ("torch", "2.11"),
+    "hf": ("transformers", "5.0"),
+    "vllm": ("vllm", "0.24"),
+}
 """The package that an engine needs in its environment, and the oldest version that has all of it,
 by the engine's name."""
 ALWAYS = {"numpy": "1.26", "safetensors": "0.5"}

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.engine.sequence import GREEDY, Limits
+from burnish.draws import uniforms
+from burnish.engine.sequence import ANY, GREEDY, Limits
+from burnish.engine.sequence import Sequence as Sample
 
 BLOCK = 256
 """Tokens whose weights are summed up together."""
@@ -38,6 +41,29 @@ def plain_weigh(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
 
 Limited = Mapping[Limits, Sequence[int]]
 """The rows whose tokens are drawn within limits; any other row may draw any token, by chance."""
+
+
+def draws(
+    samples: Sequence[Sample], steps: int, device: torch.device | str
+) -> tuple[Tensor, Tensor, Limited]:
+    """How samples draw their next tokens: points [samples, steps], temperatures [samples], and the
+    rows of limited samples."""
+    places, heat, limited = [], [], dict[Limits, list[int]]()
+    for row, sequence in enumerate(samples):
+        request, limits = sequence.group.request, sequence.limits
+        sample = request.first + sequence.index
+        place = request.params.seed, request.stream, request.group, sample
+        places.append((*place, len(sequence.logprobs)))
+        heat.append(request.params.temperature or 1.0)
+        if limits != ANY:
+            limited.setdefault(limits, []).append(row)
+    seed, stream, group, sample, position = np.array(places).T[..., None]
+    points = uniforms(seed, stream, group, sample, position + np.arange(steps))
+    return (
+        torch.from_numpy(points).to(device),
+        torch.tensor(heat, device=device, dtype=torch.float64),
+        limited,
+    )
 
 
 @torch.no_grad()

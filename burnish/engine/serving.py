@@ -29,6 +29,8 @@ from burnish.types import Weights
 if TYPE_CHECKING:
     from burnish.engine.protocol import Engine
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's names of precisions."""
 TAIL = 1 << 20
 """Bytes of a file's end that a fingerprint reads."""
 
@@ -62,10 +64,8 @@ def make_native(given: Settings) -> Engine:
     from burnish.model import checkpoint
     from burnish.model.tokenizer import Tokenizer
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    model = checkpoint.load(
-        given.model, dtype=dtypes[given.precision], fp32_head=given.fp32_head
-    ).to(given.device)
+    how = {"dtype": getattr(torch, DTYPES[given.precision]), "fp32_head": given.fp32_head}
+    model = checkpoint.load(given.model, **how).to(given.device)
     settings = EngineSettings(
         kv_bytes=given.kv_mb * 2**20,
         max_running=given.max_running,
@@ -75,7 +75,23 @@ def make_native(given: Settings) -> Engine:
     return NativeEngine(model, Tokenizer.load(given.model), settings)
 
 
-MAKERS: dict[str, Callable[[Settings], Engine]] = {"native": make_native}
+def make_hf(given: Settings) -> Engine:
+    from burnish.engine.hf import HfEngine
+
+    return HfEngine(given)
+
+
+def make_vllm(given: Settings) -> Engine:
+    from burnish.engine.vllm import VllmEngine
+
+    return VllmEngine(given)
+
+
+MAKERS: dict[str, Callable[[Settings], Engine]] = {
+    "native": make_native,
+    "hf": make_hf,
+    "vllm": make_vllm,
+}
 
 
 def fingerprint(model: str | Path) -> str:

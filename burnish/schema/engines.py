@@ -18,7 +18,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 class EngineConfig(Section):
     """The sampler; the learner's precision is ``train.precision``."""
 
-    name: Literal["native"] = Field("native", description="who samples")
+    name: Literal["native", "hf", "vllm"] = Field("native", description="who samples")
     python: str | None = Field(None, description="of the engine's own environment; None: this one")
     url: str | None = Field(None, pattern=r"^tcp://.+:\d+$", description="of an engine that serves")
     deadline: float = Field(600.0, gt=0, description="seconds in which another process answers")
@@ -32,9 +32,15 @@ class EngineConfig(Section):
         return self.name != "native" or self.python is not None or self.url is not None
 
     @property
+    def repeats(self) -> bool:
+        """Whether a group that is sampled again draws the same."""
+        return self.name in ("native", "hf")
+
+    @property
     def useless(self) -> list[str]:
         """Settings that this engine does not read."""
         unread = [] if self.is_apart else ["engine.deadline"]
+        unread += ["engine.kv_mb"] * (self.name == "hf")
         return unread + (["engine.kv_mb", "engine.max_running"] if self.url else [])
 
 
@@ -47,13 +53,36 @@ def check(recipe: Recipe) -> None:
             "names one that runs; remove one"
         )
 
+    if engine.name == "hf" and getattr(recipe.model, "fp32_head", False):
+        raise ValueError("model.fp32_head needs the native engine; remove it or engine.name = 'hf'")
+    if engine.repeats:
+        return
+    rollout, think = recipe.rollout, recipe.rollout.think
+    masks = {"min_tokens": rollout.min_tokens, "top_p": rollout.top_p < 1, "top_k": rollout.top_k}
+    asked = [f"rollout.{name}" for name, value in (masks | {"think": think}).items() if value]
+    asked += ["model.fp32_head"] * bool(getattr(recipe.model, "fp32_head", False))
+    if asked:
+        raise ValueError(
+            f"{asked[0]} needs the native engine, and engine.name = '{engine.name}' does not offer "
+            "it; remove one of the two"
+        )
+    if recipe.runtime.name == "ray" and recipe.loop.name == "lagged":
+        raise ValueError(
+            f"engine.name = '{engine.name}' can't draw a lost rollout again, as loop.name = "
+            "'lagged' does on Ray; use loop.name = 'free', or runtime.name = 'local'"
+        )
+
 
 def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     """A section of a plan; empty for the native engine in this process."""
     engine = recipe.engine
     if not engine.is_apart:
         return []
-    where = f"a process of its own, {engine.python or 'by this Python'}"
+    where = f"a process of its own by {engine.python or 'this Python'}"
     if engine.url is not None:
         where = f"served at {engine.url}"
-    return [("engine", [("engine", f"{engine.name}, {where}")])]
+    lines = [("engine", f"{engine.name}, {where}")]
+    if not engine.repeats:
+        told = "the engine's own: a run that is resumed or run again draws other samples"
+        lines.append(("draws", told))
+    return [("engine", lines)]

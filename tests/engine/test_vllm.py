@@ -1,0 +1,66 @@
+"""vLLM in an environment of its own. BURNISH_TEST_VLLM names its Python, ENV/bin/python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+from burnish.engine import remote
+from burnish.engine.check import NOT_OFFERED, PASS, Suite
+from burnish.engine.remote import RemoteEngine
+from burnish.engine.serving import Settings
+from burnish.engine_commands import Reference
+from burnish.errors import EngineError
+from burnish.model import checkpoint
+
+PYTHON = os.environ.get("BURNISH_TEST_VLLM")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="BURNISH_TEST_VLLM names no environment with vLLM"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's kernels for a CPU read heads of 32 numbers and more."""
+    path = tmp_path_factory.mktemp("model")
+    checkpoint.save(tiny.model(d_model=128, context=128), path)
+    tiny.tokenizer().save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[RemoteEngine]:
+    settings = Settings("vllm", str(model), kv_mb=64)
+    assert PYTHON is not None
+    with closing(remote.start(settings, python=PYTHON, deadline=300)) as started:
+        yield started
+
+
+def test_it_does_what_an_engine_does(engine: RemoteEngine, model: Path) -> None:
+    suite = Suite(engine, Reference(model, "fp32", "cpu"), [tiny.prompt(60), tiny.prompt(3)])
+    found = {name: suite.run(name) for name in suite.checks}
+    refused = {name for name, result in found.items() if result.status == NOT_OFFERED}
+    assert refused == {"min_tokens", "top_p"}
+    assert {r.status for name, r in found.items() if name not in refused} == {PASS}, found
+
+
+def test_a_part_of_the_weights_is_loaded_over_the_first_ones(
+    engine: RemoteEngine, model: Path
+) -> None:
+    """The incarnation follows those of the suite, and so do the tensors that must be named."""
+    own = tiny.model(d_model=128, context=128)
+    whole = {name: tensor.clone() for name, tensor in own.exchange().items()}
+    weights = tiny.weights(own, 90)._replace(incarnation=5)
+    engine.load(weights._replace(is_partial=True))
+    part = {name: whole[name] for name in list(whole)[:3]}
+    with pytest.raises(EngineError, match="do not fit"):
+        engine.load(weights._replace(version=91, tensors=part, is_partial=True))
+    assert engine.version == 90
+    assert np.allclose(engine.probe(), own.probe(), atol=1e-4)
