@@ -174,7 +174,7 @@ def demo(
 
 def _run(recipe: Recipe, out: Path | None, *, quiet: bool) -> None:
     if torchrun.is_follower(recipe, sys.argv[1:]):
-        return torchrun.follow(recipe)
+        return torchrun.obey(recipe)
     with directory.claimed(out, recipe.name) as path:
         with _live(path, quiet=quiet) as live:
             api.train(recipe, out=path, show=live.show, stop=live.is_asked)
@@ -193,7 +193,7 @@ def resume(
     directory.read_recipe(run)  # it raises if there is no run
     recipe = resuming.resumed_recipe(run, overrides or ())
     if torchrun.is_follower(recipe, sys.argv[1:]):
-        return torchrun.follow(recipe)
+        return torchrun.obey(recipe)
     with _live(run, quiet=quiet) as live:
         api.resume(
             run,

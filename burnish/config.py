@@ -272,7 +272,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "engine.url" if recipe.engine.url else "engine.name": recipe.engine.useless,
         "runtime.name": {
             "local": [*APART, "mesh"],
-            "ray": ["mesh"],
+            "ray": [],
             "torchrun": [name for name in APART if name not in TOGETHER],
         }[recipe.runtime.name],
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],

@@ -6,13 +6,14 @@ Each actor builds its own part from the recipe, in its own process, with the fun
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from functools import partial
 from typing import Any
 
 from burnish import build as local
-from burnish import engines, preflight
+from burnish import engines, preflight, torchrun
 from burnish.actors import cluster
 from burnish.actors.cast import Generator, LearnerPart, Scorer
 from burnish.actors.fleet import Fleet
@@ -41,7 +42,10 @@ def build(recipe: Recipe) -> Parts:
     tell("load", "reading the prompts")
     task, decode = local.build_task(recipe)
     tell("load", "starting Ray")
-    leave = cluster.connect(runtime)
+    ranks = recipe.mesh.ranks
+    leave = cluster.connect(runtime, ranks)
+    meeting = torchrun.Meeting(ranks, cluster.own_address(runtime)) if ranks > 1 else None
+    place = None if meeting is None else meeting.place
     note(f"the transport of weights is {how!r}, {why}")
     folder = tempfile.mkdtemp(prefix="burnish-", dir=cluster.SHARED if how == "shared" else None)
     names = [f"generator-{number}" for number in range(runtime.generators)]
@@ -51,7 +55,10 @@ def build(recipe: Recipe) -> Parts:
     for name in names:
         begin(name, partial(make_generator, recipe), **options(runtime.generator))
     begin("scorer", partial(make_scorer, recipe), num_cpus=0)
-    make = partial(make_learner, recipe, how, folder)
+    make = partial(make_learner, recipe, how, folder, place)
+    for rank in range(1, ranks):
+        follow = partial(make_follower, recipe, rank, place)
+        begin(f"rank-{rank}", follow, restarts=False, **options(runtime.learner))
     begin("learner", make, restarts=False, **options(runtime.learner))
     size = recipe.rollout.group_size
     fleet = Fleet(supervisor, names, size=size, params=sampling(recipe), tell=note)
@@ -60,7 +67,11 @@ def build(recipe: Recipe) -> Parts:
 
     def revive() -> None:
         # Generators that read the dead learner's own memory start again, too.
-        for name in ["learner", *([] if how in ("shared", "store") else names)]:
+        others = [] if how in ("shared", "store") else names
+        if meeting is not None:
+            meeting.renew()
+            others = [*others, *(f"rank-{rank}" for rank in range(1, ranks))]
+        for name in ["learner", *others]:
             supervisor.restart(name)
         fleet.restore([])
         learner.version = 0
@@ -89,6 +100,7 @@ def build(recipe: Recipe) -> Parts:
         decode=decode,
         close=close,
         places=supervisor.places,
+        shards=None if meeting is None else learner.write,
         revive=revive,
     )
 
@@ -108,10 +120,23 @@ def make_scorer(recipe: Recipe) -> Scorer:
     return Scorer(local.build_task(recipe)[0], shaping(recipe))
 
 
-def make_learner(recipe: Recipe, how: str, folder: str) -> LearnerPart:
+def make_follower(recipe: Recipe, rank: int, place: dict[str, str] | None) -> None:
+    """Learns with the learner's actor until it ends."""
+    os.environ |= {**(place or {}), "RANK": str(rank)}
+    torchrun.follow(recipe, recipe.runtime.threads)
+
+
+def make_learner(
+    recipe: Recipe, how: str, folder: str, place: dict[str, str] | None = None
+) -> LearnerPart:
+    """``place`` is where ranks meet that learn together; None if this actor learns alone."""
     recipe = local.prepare(recipe, recipe.runtime.threads)
+    own: Any = None
+    if place is not None:
+        os.environ |= {**place, "RANK": "0"}
+        own = torchrun.conduct(recipe)
 
     def learn(learner: Any, number: int, groups: list[Group]) -> sync.Step:
         return sync.learn(recipe, learner, number, groups, Timers())
 
-    return LearnerPart(local.build_learner(recipe), learn, how, folder)
+    return LearnerPart(own or local.build_learner(recipe), learn, how, folder)

@@ -109,9 +109,9 @@ def plan(
             resources.append(("learns", f"{size.learned:,} parameters of {size.parameters:,}"))
         found = needs(recipe, size)
         resources += _resources(found)
-        if recipe.runtime.name == "torchrun":
+        if recipe.on_mesh:
             own = sum(n.size for n in found if n.resource == "memory" and n.what != ENGINE)
-            told = f"{spell(own)} of it on each rank; the engine and its cache are rank 0's"
+            told = f"{spell(own)} of it on each rank; the rest is the engine's"
             resources.append(("per rank", told))
     elif not isinstance(recipe.model, SorterConfig):
         resources = [("memory", "known once the model is here; `burnish train` downloads it")]
@@ -270,7 +270,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
         Need("memory", "the critic", has_body * (16 * learned + (low < 4) * low * count)),
         Need("memory", f"{' and '.join(others)} in {train.precision}", low * size.frozen),
     ]
-    if recipe.runtime.name == "torchrun":
+    if recipe.on_mesh:
         found = _per_rank(recipe, size, found)
     found += [
         Need("memory", ENGINE, samples * (wide + size.copied) * count),

@@ -189,7 +189,7 @@ def lacking_room(recipe: Recipe, path: Path, size: Size | None) -> list[BurnishE
     device, found = device_of(recipe), needs(recipe, size)
     total, free = machine.memory(device)
     if device == "cpu":  # ranks share the machine's memory
-        ranks = recipe.mesh.ranks if recipe.runtime.name == "torchrun" else 1
+        ranks = recipe.mesh.ranks if recipe.on_mesh else 1
         is_own = [n.resource == "memory" and n.what != ENGINE for n in found]
         found = [n._replace(size=n.size * ranks**own) for n, own in zip(found, is_own, strict=True)]
     else:  # all of the cache is taken at once

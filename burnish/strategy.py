@@ -128,6 +128,6 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
         where = "a Ray of its own on this machine"
         lines.append(("Ray", where if runtime.address is None else f"at {runtime.address}"))
         lines.append(("generators", f"{runtime.generators} × ({runtime.generator})"))
-        lines.append(("learner", f"1 × ({runtime.learner})"))
+        lines.append(("learner", f"{recipe.mesh.ranks} × ({runtime.learner})"))
         lines.append(("scorer", "1, with grader processes of its own"))
     return [("strategy", lines)] if lines else []

@@ -20,8 +20,34 @@ from burnish.schema.recipe import Recipe
 if TYPE_CHECKING:
     from burnish.learner.learner import Learner
     from burnish.learner.parallel import Mesh
-    from burnish.loops.conductor import Channel
+    from burnish.loops.conductor import Channel, Conductor
     from burnish.loops.recorder import Parts
+
+
+class Meeting:
+    """A place where ranks meet that torchrun has not started; whoever starts them keeps it."""
+
+    def __init__(self, ranks: int, address: str) -> None:
+        """``address`` is one of this machine's."""
+        from torch._C._distributed_c10d import TCPStore
+
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self.place = {
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": "0",
+            "TORCHELASTIC_RUN_ID": "burnish",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        """The environment of each rank, as torchrun gives it."""
+
+    def renew(self) -> None:
+        """All ranks start again."""
+        count = int(self.place["TORCHELASTIC_RESTART_COUNT"])
+        self.place["TORCHELASTIC_RESTART_COUNT"] = str(count + 1)
+
 
 IDLE = timedelta(days=30)
 """How long a rank waits for its next call; ranks that are gone are found by their watch."""
@@ -81,18 +107,19 @@ def check_ranks(recipe: Recipe) -> None:
 def build(recipe: Recipe) -> Parts:
     """The parts of rank 0's run; `follow` answers to it on the other ranks."""
     from burnish import build as local
-    from burnish.loops.conductor import Conductor
 
     channel = join(recipe)
     made: list[Conductor] = []
 
     def make(own: Recipe) -> Conductor:
-        channel.send(own)  # with its number of steps
-        learner, mesh = channel.call(_learner, own)
-        made.append(Conductor(learner, mesh, channel))
+        made.append(conduct(own, channel))
         return made[0]
 
-    parts = local.build(recipe, make)  # type: ignore[arg-type]
+    try:
+        parts = local.build(recipe, make)  # type: ignore[arg-type]
+    except BaseException as error:
+        channel.watch.fail(error)  # the others wait for a learner
+        raise
     close = parts.close
 
     def leave() -> None:
@@ -102,14 +129,29 @@ def build(recipe: Recipe) -> Parts:
     return parts._replace(close=leave, shards=made[0].write)
 
 
-def follow(recipe: Recipe) -> None:
-    """Learns with rank 0 until it ends."""
+def conduct(recipe: Recipe, channel: Channel | None = None) -> Conductor:
+    """The learner of rank 0; the other ranks get its recipe, which has a number of steps now."""
+    from burnish.loops.conductor import Conductor
+
+    channel = channel or join(recipe)
+    channel.send(recipe)
+    learner, mesh = channel.call(_learner, recipe)
+    return Conductor(learner, mesh, channel)
+
+
+def obey(recipe: Recipe) -> None:
+    """Follows rank 0, which decides when the run stops."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    follow(recipe, threads(recipe))
+
+
+def follow(recipe: Recipe, count: int | None) -> None:
+    """Learns with rank 0 until it ends, on so many threads."""
     from burnish import build as local
     from burnish.loops import conductor
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the run stops
-    recipe = local.prepare(recipe, threads(recipe))
+    recipe = local.prepare(recipe, count)
     channel = join(recipe)
     own = channel.call(channel.receive)
     learner, mesh = channel.call(_learner, own)
@@ -137,7 +179,8 @@ def join(recipe: Recipe) -> Channel:
         (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
     )
     store = TCPStore(*address, is_master=False, timeout=deadline)
-    watch = Watch(PrefixStore("burnish", store), rank(), count)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    watch = Watch(PrefixStore(f"burnish/{attempt}", store), rank(), count)
     watch.start()
     recipes: list[str] = [""] * count
     dist.all_gather_object(recipes, config.to_toml(config.effective(recipe)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from burnish.actors.transport import Parcel, Receiver, Sender
@@ -175,8 +176,19 @@ class LearnerPart:
         found: dict[str, float] = self.learner.held_out_drift(pack(groups).to(self.learner.device))
         return found
 
-    def state(self) -> tuple[Parcel, Any, dict[str, Any]]:
+    def write(self, folder: Path) -> None:
+        """Has ranks write their parts of the state into a folder."""
+        self.learner.write(folder)
+
+    def load_shards(self, state: State) -> int:
+        """As `load_state`, from files that the ranks read themselves."""
+        self.learner.load_state(state)
+        return int(self.version)
+
+    def state(self) -> tuple[Parcel | None, Any, dict[str, Any]]:
         state, sender = self.learner.state(), self._states()
+        if not state.tensors:  # ranks write them
+            return None, None, state.numbers
         parcel = sender.send(Weights(0, 0, dict(state.tensors)))
         return parcel, sender.data(parcel.space), state.numbers
 

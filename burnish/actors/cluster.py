@@ -101,8 +101,9 @@ def _join(shell: Any, rank: int, how: str, size: int, name: str) -> None:
     collective.init_collective_group(size, rank, Backend(how), group_name=name)
 
 
-def connect(runtime: RuntimeConfig) -> Callable[[], None]:
-    """Starts Ray on this machine, or joins the cluster at the recipe's address.
+def connect(runtime: RuntimeConfig, learners: int = 1) -> Callable[[], None]:
+    """Starts Ray on this machine, or joins the cluster at the recipe's address. ``learners`` are
+    the actors that learn together.
 
     Returns the function that leaves it; a script's own Ray stays as it is.
 
@@ -139,11 +140,18 @@ def connect(runtime: RuntimeConfig) -> Callable[[], None]:
             ) from None
     if leave is not _stay:  # Ray has a long text for each process that dies; ours is a line
         ray_worker.print_to_stdstream = lambda data, ignore_prefix: None
-    problem = lacking(runtime, ray.cluster_resources())  # type: ignore[no-untyped-call]
+    problem = lacking(runtime, ray.cluster_resources(), learners)  # type: ignore[no-untyped-call]
     if problem is not None:
         leave()
         raise ConfigError(problem)
     return leave
+
+
+def own_address(runtime: RuntimeConfig) -> str:
+    """An address of this process that all actors reach."""
+    if runtime.address is None:
+        return "127.0.0.1"
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _stay() -> None:
@@ -177,11 +185,11 @@ def options(resources: Resources) -> dict[str, Any]:
     }
 
 
-def lacking(runtime: RuntimeConfig, there: dict[str, float]) -> str | None:
+def lacking(runtime: RuntimeConfig, there: dict[str, float], learners: int = 1) -> str | None:
     """The arithmetic of actors that do not fit; None if they do."""
     each, own = _units(runtime.generator), _units(runtime.learner)
     for name in each | own:
-        of_one, of_learner = each.get(name, 0.0), own.get(name, 0.0)
+        of_one, of_learner = each.get(name, 0.0), learners * own.get(name, 0.0)
         wanted, found = runtime.generators * of_one + of_learner, there.get(name, 0.0)
         if wanted > found:
             return (

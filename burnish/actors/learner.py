@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from burnish.actors.fleet import Fleet
@@ -9,6 +10,7 @@ from burnish.actors.supervisor import Call
 from burnish.actors.transport import Parcel, Receiver, Sender, discard
 from burnish.errors import ActorError
 from burnish.learner.learner import State
+from burnish.runs.shards import Shards
 from burnish.types import Group, Weights
 
 
@@ -46,6 +48,8 @@ class RemoteLearner:
     def state(self) -> State:
         """Raises if a step that was given up here has changed the learner's state since."""
         parcel, data, numbers = self._fleet.supervisor.ask("learner", "state")
+        if parcel is None:
+            return State({}, numbers)
         try:
             if numbers["version"] != self.version:
                 told = f"version {numbers['version']}, and the run at {self.version}"
@@ -56,7 +60,14 @@ class RemoteLearner:
             discard(parcel)
         return State(tensors, numbers)
 
+    def write(self, folder: Path) -> None:
+        """Has ranks write their parts of the state into a folder."""
+        self._fleet.supervisor.ask("learner", "write", folder)
+
     def load_state(self, state: State) -> None:
+        if isinstance(state.tensors, Shards):
+            self.version = self._fleet.supervisor.ask("learner", "load_shards", state)
+            return
         sender = Sender("shared" if self._how == "shared" else "store", self._folder)
         parcel = sender.send(Weights(0, 0, dict(state.tensors)))
         sent, ask = (parcel, sender.data(parcel.space)), self._fleet.supervisor.ask

@@ -44,25 +44,26 @@ class MeshConfig(Section):
 def check(recipe: Recipe) -> None:
     """Raises where a recipe can't learn on a mesh."""
     mesh, train = recipe.mesh, recipe.train
-    if recipe.runtime.name != "torchrun":
+    if not recipe.on_mesh:
         return
-    if isinstance(recipe.model, SorterConfig):
+    if recipe.runtime.transport in ("gloo", "nccl"):
         raise ValueError(
-            "runtime.name = 'torchrun' needs a language model, got the sorting model; use 'local'"
+            f"runtime.transport = '{recipe.runtime.transport}' can't go with a mesh, whose ranks "
+            "have a group of their own; use 'auto'"
         )
+    if isinstance(recipe.model, SorterConfig):
+        raise ValueError("a mesh needs a language model, got the sorting model; use 'local'")
     if train.learn.name != "all":
         raise ValueError(
-            f"runtime.name = 'torchrun' learns all weights, got train.learn = "
+            f"a mesh learns all weights, got train.learn = "
             f"'{train.learn.name}'; use train.learn = 'all', or runtime.name = 'local'"
         )
     if recipe.task.name == "preferences":
-        raise ValueError(
-            "runtime.name = 'torchrun' can't learn a reward; use runtime.name = 'local'"
-        )
+        raise ValueError("a mesh can't learn a reward; use runtime.name = 'local'")
     if recipe.device.startswith("cuda:"):
         raise ValueError(
             f"device = '{recipe.device}' would put all ranks on one GPU; use 'cuda' with "
-            "runtime.name = 'torchrun', where every rank takes its own"
+            "a mesh, where every rank takes its own"
         )
     if train.batch % mesh.data_ranks:
         unit = math.lcm(mesh.data_ranks, 1 if recipe.is_supervised else recipe.rollout.group_size)
@@ -83,7 +84,7 @@ def shapes(ranks: int) -> str:
 
 def describe(recipe: Recipe) -> list[tuple[str, Lines]]:
     """A section of a plan; it is empty if one process learns."""
-    if recipe.runtime.name != "torchrun":
+    if not recipe.on_mesh:
         return []
     mesh = recipe.mesh
     lines = [("ranks", f"{mesh.ranks} = {mesh}")]

@@ -164,6 +164,12 @@ class Recipe(Section):
         return lag > 0 or self.buffer is not None
 
     @property
+    def on_mesh(self) -> bool:
+        """Whether ranks learn together; torchrun's do even if there is one."""
+        name = self.runtime.name
+        return name == "torchrun" or (name == "ray" and self.mesh.ranks > 1)
+
+    @property
     def stop(self) -> tuple[str, ...]:
         """Texts that end a response: the recipe's own, and the closing tag of tagged answers."""
         asked = (task for task in self.tasks.values() if isinstance(task, Asked))
