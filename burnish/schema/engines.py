@@ -62,6 +62,11 @@ def check(recipe: Recipe) -> None:
             f"engine.name = '{engine.name}' has engine.url = {engine.url!r}; SGLang, and no other "
             "engine, is named by the url of its HTTP server, such as http://127.0.0.1:30000"
         )
+    if is_sglang and recipe.runtime.name == "ray":
+        raise ValueError(
+            "engine.name = 'sglang' serves one sampler, and runtime.name = 'ray' may have several; "
+            "use runtime.name = 'local'"
+        )
     if is_sglang and (recipe.rollout.min_tokens or recipe.rollout.think):
         raise ValueError(
             "engine.name = 'sglang' gives no log-probabilities before the mask of "

@@ -76,6 +76,7 @@ def test_settings_of_sglang():
         "mask of rollout.min_tokens": [URL, "rollout.min_tokens=3"],
         "phrase of rollout.think": [URL, "rollout.think.tokens=3"],
         "names one that runs; remove one": [URL, "engine.python=p"],
+        "sglang' serves one sampler": [URL, "runtime.name=ray"],
     }
     for message, settings in wrong.items():
         with pytest.raises(ConfigError, match=message):
