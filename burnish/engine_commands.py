@@ -24,7 +24,7 @@ from burnish.wording import printable
 app = typer.Typer(no_args_is_help=True, help="Serve an engine to other machines, or check one.")
 
 Model = Annotated[str, Argument(help="a name, a directory, hf:ORG/NAME or a run")]
-Name = Annotated[str, Option(help="native, hf or vllm")]
+Name = Annotated[str, Option(help="native, hf, vllm or sglang")]
 Python = Annotated[str | None, Option(help="of the engine's environment; this one by default")]
 Overrides = Annotated[list[str] | None, Option("--set", metavar="A.B=C", help="may be repeated")]
 

@@ -13,14 +13,17 @@ from burnish.engine import remote
 from burnish.engine.environment import TOKEN
 from burnish.engine.protocol import Engine
 from burnish.engine.serving import Settings, fingerprint
+from burnish.engine.sglang import SglangEngine
 from burnish.errors import EngineError
 from burnish.model import hub
+from burnish.model.tokenizer import Tokenizer
 from burnish.models import DTYPES, open_model
 from burnish.progress import tell
 from burnish.schema.models import LanguageConfig
 from burnish.schema.recipe import Recipe
 from burnish.sizes import device_of
 
+Apart = remote.RemoteEngine | SglangEngine
 ROUGH = 0.25
 """How far log-probabilities of a probe may differ if not everything is computed in fp32."""
 
@@ -32,8 +35,20 @@ def open_engine(recipe: Recipe) -> Engine:
     if own.url is None:
         settings = settings_of(recipe, directory)
         return remote.start(settings, python=own.python or sys.executable, deadline=own.deadline)
-    engine = remote.connect(own.url, os.environ[TOKEN], deadline=own.deadline)
     wanted = {"name": own.name, "precision": own.precision, "model": fingerprint(directory)}
+    engine: Apart
+    if own.name == "sglang":
+        engine = SglangEngine(
+            own.url,
+            directory,
+            Tokenizer.load(directory),
+            deadline=own.deadline,
+            max_running=own.max_running,
+            keeps_cache=recipe.loop.on_update == "keep",
+        )
+        del wanted["model"]  # it has loaded the directory's
+    else:
+        engine = remote.connect(own.url, os.environ[TOKEN], deadline=own.deadline)
     for key, value in wanted.items():
         if engine.facts[key] != value:
             engine.close()
@@ -52,8 +67,8 @@ def tolerance(recipe: Recipe) -> float:
 
 def attach(recipe: Recipe, engine: Engine, policy: Any) -> Callable[[], None]:
     """Holds an engine in another process to the learner's policy after each load -> a function that
-    ends the process."""
-    if not isinstance(engine, remote.RemoteEngine):
+    ends the process, or leaves the server."""
+    if not isinstance(engine, Apart):
         return lambda: None
     engine.expect(policy.probe, tolerance(recipe))
     return engine.close

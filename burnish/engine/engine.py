@@ -165,10 +165,7 @@ class NativeEngine:
         group.sequences.remove(sequence)
         if not group.sequences:
             del self._groups[group.request.request_id]
-        recorded = sequence.response, sequence.logprobs, sequence.versions
-        ended = finish, sequence.stop, sequence.text
-        index, put_in = sequence.index, sequence.put_in
-        return protocol.completed(group.request, index, recorded, ended, put_in)
+        return sequence.complete(finish)
 
 
 def choose_backend(model: Transformer, cache: Cache, rows: int) -> Backend:

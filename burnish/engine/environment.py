@@ -42,7 +42,7 @@ print(json.dumps([list(sys.version_info[:2]), found]))
 def check_engine(recipe: Recipe) -> None:
     """Raises if a recipe's engine can't run in its environment, or would not let this run in."""
     own = recipe.engine
-    if own.url is not None and not os.environ.get(TOKEN):
+    if own.url is not None and own.name != "sglang" and not os.environ.get(TOKEN):
         raise EngineError(
             f"engine.url = '{own.url}' needs a token: set {TOKEN} in the environment to the one "
             "that `burnish engine serve` printed there"
@@ -68,7 +68,7 @@ def check(name: str, python: str | None) -> dict[str, str]:
     problems = [
         f"{package} {oldest} or newer, and has {found[package] or 'none'}"
         for package, oldest in needed.items()
-        if found[package] is None or _parts(found[package]) < _parts(oldest)
+        if found[package] is None or parts(found[package]) < parts(oldest)
     ]
     if tuple(version) < OLDEST:
         problems.append(f"Python 3.11 or newer, and is {version[0]}.{version[1]}")
@@ -80,5 +80,6 @@ def check(name: str, python: str | None) -> dict[str, str]:
     return dict(found)
 
 
-def _parts(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+def parts(version: str) -> tuple[int, ...]:
+    """To compare versions by."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

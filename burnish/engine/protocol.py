@@ -97,7 +97,8 @@ def require(found: Capabilities, *, repeats: bool) -> None:
         "draws that repeat, of burnish/draws.py": found.counter_draws or not repeats,
     }
     if missing := _broken(rules):
-        raise EngineError(f"the engine must give {'; and '.join(missing)}; use the native engine")
+        remedy = "use the native engine; SGLang needs --enable-deterministic-inference for draws"
+        raise EngineError(f"the engine must give {'; and '.join(missing)}; {remedy}")
 
 
 def check(request: Request, *, vocab_size: int, context: int) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from burnish.engine.protocol import Request
-from burnish.types import Finish
+from burnish.engine.protocol import Request, completed
+from burnish.types import Completion, Finish
 
 if TYPE_CHECKING:
     from burnish.model.tokenizer import Tokenizer
@@ -185,6 +185,11 @@ class Sequence:
         if self.finish is None and len(self.logprobs) == self.group.budget and self._thinks():
             self.forced_from = self.group.budget
         return count
+
+    def complete(self, finish: Finish) -> Completion:
+        recorded = self.response, self.logprobs, self.versions
+        ended = finish, self.stop, self.text
+        return completed(self.group.request, self.index, recorded, ended, self.put_in)
 
     def _thinks(self) -> bool:
         """Whether the response has not said the end of its thinking."""

@@ -18,9 +18,11 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 class EngineConfig(Section):
     """The sampler; the learner's precision is ``train.precision``."""
 
-    name: Literal["native", "hf", "vllm"] = Field("native", description="who samples")
+    name: Literal["native", "hf", "vllm", "sglang"] = Field("native", description="who samples")
     python: str | None = Field(None, description="of the engine's own environment; None: this one")
-    url: str | None = Field(None, pattern=r"^tcp://.+:\d+$", description="of an engine that serves")
+    url: str | None = Field(
+        None, pattern=r"^(tcp|http)://.+:\d+$", description="of an engine that serves"
+    )
     deadline: float = Field(600.0, gt=0, description="seconds in which another process answers")
     precision: Precision = Field("auto", description="auto: as train.precision")
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
@@ -34,13 +36,15 @@ class EngineConfig(Section):
     @property
     def repeats(self) -> bool:
         """Whether a group that is sampled again draws the same."""
-        return self.name in ("native", "hf")
+        return self.name != "vllm"
 
     @property
     def useless(self) -> list[str]:
         """Settings that this engine does not read."""
         unread = [] if self.is_apart else ["engine.deadline"]
-        unread += ["engine.kv_mb"] * (self.name == "hf")
+        unread += ["engine.kv_mb"] * (self.name in ("hf", "sglang"))
+        if self.name == "sglang":
+            return unread
         return unread + (["engine.kv_mb", "engine.max_running"] if self.url else [])
 
 
@@ -52,9 +56,22 @@ def check(recipe: Recipe) -> None:
             f"engine.python = '{engine.python}' starts an engine and engine.url = '{engine.url}' "
             "names one that runs; remove one"
         )
-
-    if engine.name == "hf" and getattr(recipe.model, "fp32_head", False):
-        raise ValueError("model.fp32_head needs the native engine; remove it or engine.name = 'hf'")
+    is_http, is_sglang = (engine.url or "").startswith("http"), engine.name == "sglang"
+    if is_http != is_sglang:
+        raise ValueError(
+            f"engine.name = '{engine.name}' has engine.url = {engine.url!r}; SGLang, and no other "
+            "engine, is named by the url of its HTTP server, such as http://127.0.0.1:30000"
+        )
+    if is_sglang and (recipe.rollout.min_tokens or recipe.rollout.think):
+        raise ValueError(
+            "engine.name = 'sglang' gives no log-probabilities before the mask of "
+            "rollout.min_tokens, and none of the phrase of rollout.think; remove them, or use the "
+            "native engine"
+        )
+    if engine.name in ("hf", "sglang") and getattr(recipe.model, "fp32_head", False):
+        raise ValueError(
+            f"model.fp32_head needs the native engine; remove it or engine.name = '{engine.name}'"
+        )
     if engine.repeats:
         return
     rollout, think = recipe.rollout, recipe.rollout.think

@@ -1,0 +1,280 @@
+"""SGLang's HTTP server as an engine: tokens in, tokens out.
+
+The server samples, and this client decides where a response ends, by the rules of `sequence.py`. A
+call is cut when weights come, and the response goes on in another call, so all tokens of a call are
+of one version. docs/engines.md tells which answers of the server this rests on.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from burnish.draws import uniforms
+from burnish.engine import protocol
+from burnish.engine.environment import parts
+from burnish.engine.protocol import Capabilities, Request
+from burnish.engine.sequence import RequestGroup, Sequence
+from burnish.engine.shapes import Shapes
+from burnish.errors import EngineError
+from burnish.model.checkpoint import read_config
+from burnish.model.tokenizer import Tokenizer
+from burnish.model.transformer import PROBE
+from burnish.types import Completion, Finish, Weights
+
+OLDEST = "0.5.15"
+"""The version of SGLang whose answers were recorded (tests/engine/sglang_contract.json)."""
+SHARED = Path("/dev/shm")
+"""Where weights wait for the server, which is on this machine."""
+GLANCE = 0.02
+"""Seconds after which a step returns though no call has ended, so that weights can come."""
+SAME = 1e-2
+"""How far two probes of the same weights may differ: sums depend on the batch."""
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""burnish's names for the precisions that a server may be started with."""
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+Probe = Callable[[], tuple[float, ...]]
+
+
+class Server:
+    """One SGLang server; every error names its url."""
+
+    def __init__(self, url: str, deadline: float) -> None:
+        self.url, self.deadline = url.rstrip("/"), deadline
+        self.lost: str | None = None
+        """Why the server is not asked any more; None while it is."""
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """GET, or POST if there is a body -> the answer's JSON, None if it has none."""
+        if self.lost is not None:
+            raise self.error(self.lost)
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data)
+        request.add_header("Content-Type", "application/json")
+        try:
+            with OPENER.open(request, timeout=self.deadline) as answer:
+                said = answer.read()
+        except urllib.error.HTTPError as error:
+            why = f"refused {path} ({error.code}): {error.read(1000).decode(errors='replace')}"
+        except (OSError, http.client.HTTPException) as error:
+            why = f"does not answer {path}: {error}; is it running? See its log"
+            if TimeoutError in (type(error), type(getattr(error, "reason", None))):
+                why = f"did not answer {path} within engine.deadline = {self.deadline:g} s"
+        else:
+            return json.loads(said) if said.startswith(b"{") else None
+        raise self.error(why)
+
+    def error(self, why: str) -> EngineError:
+        return EngineError(f"SGLang at {self.url} {why}")
+
+
+class Call(NamedTuple):
+    """A sample's next tokens, which the server is sampling."""
+
+    sequence: Sequence
+    name: str
+    """The server's name for it."""
+    version: int
+    """The loaded weights when it was sent."""
+
+    @property
+    def request_id(self) -> str:
+        return self.sequence.group.request.request_id
+
+
+class SglangEngine:
+    """Owns the server's weights: nobody else may use the server meanwhile."""
+
+    def __init__(
+        self,
+        url: str,
+        model: Path | str,
+        tokenizer: Tokenizer | None = None,
+        *,
+        deadline: float = 600.0,
+        max_running: int = 128,
+        keeps_cache: bool = False,
+    ) -> None:
+        """``model`` is the directory of version 0, which the server loads at once.
+
+        ``keeps_cache``: samples in flight keep the keys and values of older weights.
+        """
+        self._server, self._tokenizer, self._keeps = Server(url, deadline), tokenizer, keeps_cache
+        self._pool = ThreadPoolExecutor(max_running, "sglang")
+        self._calls: dict[Future[Any], Call] = {}
+        self._aborted: set[str] = set()
+        """Requests whose samples end with the tokens that they have."""
+        self.version = self.sampled = self._incarnation = 0
+        self._expected: tuple[Probe, float] | None = None
+        self._config = config = read_config(Path(model))
+        self._shapes = Shapes(config)
+        told = self._server.call("/server_info") or {}
+        if parts(str(told.get("version"))) < parts(OLDEST):
+            raise self._server.error(f"must be {OLDEST} or newer, is {told.get('version')}")
+        self._context: int = min(config.context, told["max_req_input_len"])
+        self._reads = not told["skip_tokenizer_init"]
+        self.facts = {"name": "sglang", "precision": PRECISIONS.get(told["dtype"], told["dtype"])}
+        self.capabilities = Capabilities(
+            model_logprobs=True,
+            token_versions=True,
+            counter_draws=told["enable_deterministic_inference"],
+        )
+        self._update(Path(model).absolute(), 0)
+        self._last = self.probe()
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._calls)
+
+    def submit(self, request: Request) -> None:
+        protocol.check(request, vocab_size=self._config.vocab_size, context=self._context)
+        if request.params.min_tokens or request.params.think_tokens:
+            raise EngineError(
+                f"request {request.request_id!r}: SGLang has no log-probabilities from before the "
+                "mask of min_tokens, and none of a think budget's phrase; leave both out, or use "
+                "the native engine"
+            )
+        for sequence in RequestGroup(request, self._tokenizer, self._context).sequences:
+            self._send(sequence)
+
+    def step(self) -> list[Completion]:
+        """Wait a moment for calls -> the samples that are complete; the others go on."""
+        done = []
+        for future in wait(self._calls, GLANCE, FIRST_COMPLETED).done:
+            call = self._calls.pop(future)
+            self._take(call, future.result()["meta_info"])
+            if call.sequence.finish is None:
+                self._send(call.sequence)
+            else:
+                done.append(call.sequence.complete(call.sequence.finish))
+        self._aborted &= {call.request_id for call in self._calls.values()}
+        return done
+
+    def abort(self, request_id: str) -> None:
+        for call in self._calls.values():
+            if call.request_id == request_id:
+                self._aborted.add(request_id)
+                self._server.call("/abort_request", {"rid": call.name})
+
+    def probe(self) -> tuple[float, ...]:
+        size = self._config.vocab_size
+        ids = [i * 7919 % size for i in range(min(PROBE, self._config.context))]
+        params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
+        asked = {"input_ids": ids, "return_logprob": True, "token_ids_logprob": ids}
+        asked |= {"extra_key": uuid.uuid4().hex, "sampling_params": params}  # not from the cache
+        told = self._server.call("/generate", asked)
+        rows = told["meta_info"]["output_token_ids_logprobs"][0]
+        found = {token: logprob for logprob, token, _ in rows}
+        return tuple(found[token] for token in ids)
+
+    def expect(self, probe: Probe, tolerance: float) -> None:
+        """After each load, the server's probe must be ``probe()`` within ``tolerance``."""
+        self._expected = probe, tolerance
+
+    def load(self, weights: Weights) -> None:
+        """New weights for all tokens from here on; samples in flight go on with them."""
+        protocol.check_weights(weights, self.version, self._incarnation)
+        # The server misses no tensor and ignores those that it does not know.
+        self._shapes.check(weights, self.version)
+        tensors = {name: t.detach().cpu().contiguous() for name, t in weights.tensors.items()}
+        folder = Path(tempfile.mkdtemp(prefix="burnish-sglang-", dir=SHARED))
+        try:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            self._update(folder, weights.version)
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"{error}; version {self.version} stays loaded") from error
+        except EngineError as error:
+            raise self._failed(error) from error
+        finally:
+            shutil.rmtree(folder)
+        self.version, self._incarnation = weights.version, weights.incarnation
+        self._last = self.probe()
+        if self._expected is not None:
+            probe, tolerance = self._expected
+            try:
+                protocol.check_probe(weights.version, probe(), self._last, tolerance)
+            except EngineError as error:
+                raise self._lose(str(error)) from None
+
+    def close(self) -> None:
+        """Ends the samples in flight; the server stays."""
+        with suppress(EngineError):
+            self._server.call("/abort_request", {"abort_all": True})
+        self._server.lost = "was left by this client"
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, sequence: Sequence) -> None:
+        request, params = sequence.group.request, sequence.group.request.params
+        place = params.seed, request.stream, request.group, request.first + sequence.index
+        drawn = {
+            "max_new_tokens": sequence.room,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "stop_token_ids": sorted(sequence.group.end_ids),
+            "sampling_seed": int(uniforms(*place, 0) * 2**53),
+        }
+        if params.stop and self._reads:  # else a response runs on, and is cut here
+            drawn["stop"] = list(params.stop)
+        name = uuid.uuid4().hex  # the server aborts every name that begins with the given one
+        asked = {"rid": name, "input_ids": sequence.tokens, "return_logprob": True}
+        if self._keeps:  # a new sample must not find keys of older weights in the cache
+            asked["extra_key"] = str([*sequence.versions, self.version][0])
+        body = asked | {"sampling_params": drawn}
+        future = self._pool.submit(self._server.call, "/generate", body)
+        self._calls[future] = Call(sequence, name, self.version)
+
+    def _take(self, call: Call, told: dict[str, Any]) -> None:
+        """The tokens of an answer, up to the one that ends the response."""
+        rows, sequence = told.get("output_token_logprobs") or [], call.sequence
+        is_aborted = call.request_id in self._aborted
+        if not rows and not is_aborted and call.version == self.version:
+            raise self._server.error(
+                f"sampled nothing for request {call.request_id!r}: {told['finish_reason']}"
+            )
+        sound = next((i for i, row in enumerate(rows) if row[0] is None), len(rows))
+        logprobs, tokens = [row[0] for row in rows[:sound]], [row[1] for row in rows[:sound]]
+        self.sampled += sequence.take(tokens, logprobs, int(told["weight_version"]))
+        if sequence.finish is None and (is_aborted or sound < len(rows)):
+            sequence.finish = Finish.ABORT
+
+    def _update(self, folder: Path, version: int) -> None:
+        """Calls in flight return the tokens that they have; later ones wait for the weights."""
+        told = {"model_path": str(folder), "weight_version": str(version)}
+        self._server.call("/pause_generation", {"mode": "abort"})
+        try:
+            self._server.call("/update_weights_from_disk", told | {"flush_cache": not self._keeps})
+        except EngineError:
+            with suppress(EngineError):
+                self._server.call("/continue_generation", {})
+            raise
+        self._server.call("/continue_generation", {})
+
+    def _failed(self, error: EngineError) -> EngineError:
+        """The error of a load. The server may have changed tensors or died: a probe shows it."""
+        try:
+            gap = max(abs(a - b) for a, b in zip(self.probe(), self._last, strict=True))
+        except EngineError:
+            gap = math.inf
+        if gap > SAME:
+            return self._lose(f"holds no known weights after a load that failed: {error}")
+        return EngineError(f"{error}; version {self.version} stays loaded")
+
+    def _lose(self, why: str) -> EngineError:
+        """The error about a server that is not asked again."""
+        self._server.lost = f"{why}; start it again, and go on with `burnish resume`"
+        return self._server.error(self._server.lost)

@@ -1,0 +1,280 @@
+"""A server that answers as SGLang does, sampling by burnish's native engine.
+
+It is stricter than SGLang, which ignores fields that it does not know. `sglang_contract.json` holds
+answers of the real one, and test_sglang.py asks both the same.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from burnish.draws import Stream
+from burnish.engine.engine import NativeEngine
+from burnish.engine.protocol import Request
+from burnish.errors import BurnishError
+from burnish.model.attention import causal
+from burnish.types import Completion, Finish, SamplingParams, Weights
+
+FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "/generate": {
+        "rid": str,
+        "input_ids": list,
+        "return_logprob": bool,
+        "token_ids_logprob": list,
+        "extra_key": str,
+        "sampling_params": dict,
+    },
+    "/update_weights_from_disk": {"model_path": str, "weight_version": str, "flush_cache": bool},
+    "/pause_generation": {"mode": str},
+    "/continue_generation": {},
+    "/abort_request": {"rid": str, "abort_all": bool},
+}
+"""The fields of each call that the client sends, with their types."""
+DRAWN: dict[str, type | tuple[type, ...]] = {
+    "max_new_tokens": int,
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": int,
+    "stop": list,
+    "stop_token_ids": list,
+    "sampling_seed": int,
+}
+
+
+class Refused(Exception):
+    """A call that SGLang answers with status 400."""
+
+
+def strict(given: dict[str, Any], fields: dict[str, type | tuple[type, ...]], path: str) -> None:
+    for name, value in given.items():
+        if name not in fields:
+            raise Refused(f"{path} has no field {name}")
+        kind = fields[name]
+        is_right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
+        if not is_right:
+            raise Refused(f"{path}: {name} must be {kind}, got {value!r}")
+
+
+class TestServer:
+    """An HTTP server in threads of this process; `faults` are named below."""
+
+    __test__ = False
+
+    def __init__(self, engine: NativeEngine, *, version: str = "0.5.15", pace: float = 0.0) -> None:
+        """``pace``: seconds between the engine's steps."""
+        self.engine, self.pace, self.version = engine, pace, version
+        self.weight_version, self.paused, self.flushed = "default", False, 0
+        self.fault: str | None = None
+        """stale: loads say that they are done; torn: they fail half-way; dead: no call is answered
+        and the connection closes; silent: calls are not answered."""
+        self.seen: list[tuple[str, dict[str, Any] | None]] = []
+        self._waiting: dict[str, Completion | None] = {}
+        self._changed = threading.Condition()
+        self._loads, self._ended = 0, False
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        for work in (self._http.serve_forever, self._sample):
+            threading.Thread(target=work, daemon=True).start()
+
+    def close(self) -> None:
+        self._ended = True
+        self._http.shutdown()
+        self._http.server_close()
+
+    def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+        self.seen.append((path, body))
+        try:
+            if body is None:
+                return 200, self._facts()
+            if path not in FIELDS:
+                return 404, {"detail": "Not Found"}
+            strict(body, FIELDS[path], path)
+            return getattr(self, "_" + path.strip("/"))(**body)
+        except (Refused, TypeError, BurnishError) as error:
+            return 400, {"error": {"message": str(error)}}
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "max_req_input_len": self.engine._model.config.context - 6,
+            "skip_tokenizer_init": self.engine._tokenizer is None,
+            "enable_deterministic_inference": True,
+            "weight_version": self.weight_version,
+            "dtype": "float32",
+        }
+
+    def _generate(
+        self,
+        input_ids: list[int],
+        sampling_params: dict[str, Any],
+        return_logprob: bool,
+        rid: str = "probe",
+        token_ids_logprob: list[int] | None = None,
+        extra_key: str | None = None,
+    ) -> tuple[int, Any]:
+        strict(sampling_params, DRAWN, "sampling_params")
+        if not all(type(token) is int for token in input_ids) or not return_logprob:
+            raise Refused("elements must be int")
+        with self._changed:
+            self._changed.wait_for(lambda: not self.paused)
+            request = _request(rid, input_ids, sampling_params)
+            facts = self._after(input_ids, token_ids_logprob) if token_ids_logprob else {}
+            self.engine.submit(request)
+            self._waiting[rid] = None
+            self._changed.wait_for(lambda: self._waiting[rid] is not None)
+            done = self._waiting.pop(rid)
+            assert done is not None
+            self._changed.notify_all()
+            tokens = done.token_ids[len(input_ids) - 1 :].tolist()
+            logprobs = done.logprobs[len(input_ids) - 1 :].tolist()
+            reason: dict[str, Any] = {"type": done.finish.value}
+            if done.finish is Finish.STOP:
+                reason["matched"] = done.stop
+            elif done.finish is Finish.LENGTH:
+                reason["length"] = len(tokens)
+            else:
+                reason |= {"message": "Aborted", "status_code": None, "err_type": None}
+            meta = {
+                "id": rid,
+                "finish_reason": reason,
+                "prompt_tokens": len(input_ids),
+                "weight_version": self.weight_version,
+                "output_token_logprobs": [
+                    [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)
+                ],
+                "output_token_logprobs_length": len(tokens),
+                "completion_tokens": len(tokens),
+            }
+        return 200, {"text": done.text, "output_ids": tokens, "meta_info": meta | facts}
+
+    @torch.no_grad()
+    def _after(self, ids: list[int], wanted: list[int]) -> dict[str, Any]:
+        """Log-probabilities of tokens that could follow."""
+        model, tokens = self.engine._model, torch.tensor(ids)
+        hidden = model(tokens, torch.arange(len(ids)), causal([len(ids)], tokens.device))
+        logprobs = model.logits(hidden[-1:]).float().log_softmax(-1)[0]
+        rows = [[float(logprobs[token]), token, None] for token in wanted]
+        return {"output_token_ids_logprobs": [rows]}
+
+    def _pause_generation(self, mode: str = "abort") -> tuple[int, Any]:
+        if mode != "abort":
+            raise Refused(f"Input should be 'abort', 'retract' or 'in_place', got {mode!r}")
+        with self._changed:
+            self.paused = True
+            self._abort_all("")
+            self._changed.wait_for(lambda: not self._waiting)
+        return 200, {"message": "Generation paused successfully.", "status": "ok"}
+
+    def _continue_generation(self) -> tuple[int, Any]:
+        with self._changed:
+            self.paused = False
+            self._changed.notify_all()
+        return 200, {"message": "Generation continued successfully.", "status": "ok"}
+
+    def _update_weights_from_disk(
+        self, model_path: str, weight_version: str | None = None, flush_cache: bool = True
+    ) -> tuple[int, Any]:
+        with self._changed:
+            said, status = "Succeeded to update model weights.", 200
+            self.flushed += flush_cache
+            try:
+                tensors = load_file(Path(model_path) / "model.safetensors")
+            except OSError as error:
+                said, status = f"Failed to get weights iterator: {error}.", 400
+            else:
+                self._load(tensors)
+            if self.fault == "torn":
+                said, status = "Failed to update weights: no room.", 400
+            if status == 200:
+                self.weight_version = weight_version or self.weight_version
+        return status, {"success": status == 200, "message": said, "num_paused_requests": 0}
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self.fault == "stale":
+            return
+        if self.fault == "torn":
+            tensors = dict(list(tensors.items())[:1])
+        self._loads += 1
+        old = self.engine._model.exchange()  # SGLang misses no tensor
+        whole = {name: tensor.clone() for name, tensor in old.items()} | tensors
+        self.engine.load(Weights(self._loads, 0, whole))
+
+    def _abort_request(self, rid: str = "", abort_all: bool = False) -> tuple[int, Any]:
+        with self._changed:
+            if rid or abort_all:
+                self._abort_all(rid)
+        return 200, None
+
+    def _abort_all(self, prefix: str) -> None:
+        for name in list(self._waiting):
+            if name.startswith(prefix):
+                self.engine.abort(name)
+
+    def _sample(self) -> None:
+        """The engine's loop."""
+        while not self._ended:
+            with self._changed:
+                for done in self.engine.step():
+                    self._waiting[done.request_id] = done
+                    self._changed.notify_all()
+            time.sleep(self.pace if self.engine.unfinished else 2e-3)
+
+
+def _request(rid: str, ids: list[int], given: dict[str, Any]) -> Request:
+    """All tokens but the first are a beginning, so that draws depend on a token's place alone."""
+    held, top_k = len(ids) - 1, given.get("top_k", -1)
+    params = SamplingParams(
+        temperature=float(given.get("temperature", 1.0)),
+        top_p=given.get("top_p", 1.0),
+        top_k=None if top_k == -1 else top_k,
+        max_tokens=held + given["max_new_tokens"],
+        stop=tuple(given.get("stop", ())),
+        stop_ids=tuple(given.get("stop_token_ids", ())),
+        seed=given.get("sampling_seed", 42),  # SGLang's own, so samples without one are the same
+    )
+    begun = None
+    if held:
+        zeros, whole = np.zeros(held, np.float32), np.array(ids[1:], np.int32)
+        stamps = np.zeros(held, np.int32)
+        sampled = np.zeros(held, np.bool_)
+        begun = Completion(rid, 0, whole, zeros, stamps, sampled, params, Finish.ABORT, None, "")
+    first = np.array(ids[:1], np.int32)
+    return Request(rid, first, 1, params, stream=Stream.GENERATE, begun=begun)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: TestServer
+
+    def do_GET(self) -> None:
+        self._reply(None)
+
+    def do_POST(self) -> None:
+        self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _reply(self, body: dict[str, Any] | None) -> None:
+        if self.owner.fault == "silent":
+            time.sleep(30)
+        if self.owner.fault == "dead":
+            return
+        status, told = self.owner.answer(self.path, body)
+        data = b"" if told is None else json.dumps(told).encode()
+        with suppress(BrokenPipeError):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    def log_message(self, *words: Any) -> None:
+        """Says nothing."""

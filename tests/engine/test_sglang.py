@@ -1,0 +1,301 @@
+"""SGLang's client against a strict server, and the strict server against the real one's answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from record_sglang import CONTRACT, EXCHANGES, ask
+from sglang_server import TestServer
+
+from burnish.engine.sglang import SglangEngine
+from burnish.errors import EngineError
+from burnish.model import checkpoint
+from burnish.types import Finish, Weights
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE != "cpu", reason="the servers compute on the CPU")
+REAL = os.environ.get("BURNISH_TEST_SGLANG")
+"""The url of a real server of the tiny model: BURNISH_TEST_SGLANG=http://127.0.0.1:30000"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the tiny model and its tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    checkpoint.save(tiny.model(), path)
+    tiny.tokenizer().save(path)
+    tiny.finish(tiny.engine(), [tiny.request("compiles")])  # before any deadline
+    return path
+
+
+@pytest.fixture
+def server() -> Iterator[TestServer]:
+    # Its own weights are others, so that the client must load the model's.
+    with closing(TestServer(tiny.engine(9, text=True), pace=2e-3)) as server:
+        yield server
+
+
+@pytest.fixture(params=["strict", "real"])
+def engine(request: Any, model: Path) -> Iterator[SglangEngine]:
+    """The client of each server."""
+    if request.param == "real" and REAL is None:
+        pytest.skip("no real SGLang server: set BURNISH_TEST_SGLANG to its url")
+    url = REAL if request.param == "real" else request.getfixturevalue("server").url
+    with closing(client(str(url), model)) as engine:
+        yield engine
+
+
+def client(url: str, model: Path, deadline: float = 20.0, **more: Any) -> SglangEngine:
+    return SglangEngine(url, model, tiny.tokenizer(), deadline=deadline, **more)
+
+
+def drive(
+    engine: SglangEngine, requests: list[Any], between: Callable[[], None] = lambda: None
+) -> dict[tuple[str, int], Any]:
+    """Submits all, calls ``between`` when some tokens must be there, and waits for all."""
+    for one in requests:
+        engine.submit(one)
+    time.sleep(0.1)
+    between()
+    return tiny.finish(engine, [])
+
+
+def expected(weights: list[Any], request: Any, found: Any) -> np.ndarray:
+    """Log-probabilities of a completion, each token by the weights of its version."""
+    heat = request.params.temperature
+    rows = [tiny.learner_logprobs(m, request.prompt, found.token_ids, heat) for m in weights]
+    return np.choose(found.versions, rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_logprobs_are_the_models(engine: SglangEngine, temperature: float) -> None:
+    request = tiny.request("a", 9, n=4, temperature=temperature, max_tokens=16)
+    done = drive(engine, [request, replace(request, request_id="b", group=1)])
+    for found in done.values():
+        np.testing.assert_allclose(
+            found.logprobs, expected([tiny.model()], request, found), atol=tiny.CLOSE
+        )
+        assert found.sampled.all()
+        assert not found.versions.any()
+    groups = [{tuple(done[name, i].token_ids) for i in range(4)} for name in "ab"]
+    assert [len(group) for group in groups] == ([1, 1] if temperature == 0 else [4, 4])
+    assert engine.sampled == sum(len(found.token_ids) for found in done.values())
+
+
+def test_truncation_does_not_change_logprobs(engine: SglangEngine) -> None:
+    request = tiny.request("a", 9, n=4, top_p=0.6, top_k=9, max_tokens=16)
+    for found in drive(engine, [request]).values():
+        wanted = expected([tiny.model()], request, found)
+        np.testing.assert_allclose(found.logprobs, wanted, atol=tiny.CLOSE)
+
+
+def test_responses_end_as_the_native_engine_ends_them(engine: SglangEngine) -> None:
+    request = tiny.request("a", 9, n=6, max_tokens=40, stop=("e", "\x04"), stop_ids=(7, 9))
+    ids, text = request.params.stop_ids, tiny.tokenizer()
+    for found in drive(engine, [request]).values():
+        told = found.token_ids.tolist()
+        ends = [i for i, token in enumerate(told) if token in (*ids, tiny.END)]
+        if found.finish is Finish.LENGTH:
+            assert len(told) == 40
+            assert not ends
+        elif isinstance(found.stop, int):
+            assert ends == [len(told) - 1]
+            assert told[-1] == found.stop
+        else:
+            assert found.text.endswith(found.stop)
+            assert text.decode(told).endswith(found.stop)
+            assert not any(stop in text.decode(told[:-1]) for stop in request.params.stop)
+
+
+def test_a_seed_repeats_a_sample_and_a_load_does_not_change_its_draws(
+    engine: SglangEngine,
+) -> None:
+    request = tiny.request("a", 9, n=4, max_tokens=60, group=3)
+    same = drive(engine, [request])
+    cut = drive(engine, [request], lambda: engine.load(tiny.weights(tiny.model(), 1)))
+    tiny.assert_same(same, cut)
+    assert any(set(found.versions) == {0, 1} for found in cut.values())
+    whole = max(same.values(), key=lambda found: len(found.token_ids))
+    part = {name: getattr(whole, name)[:5] for name in ("token_ids", "logprobs", "versions")}
+    begun = replace(whole, **part, sampled=whole.sampled[:5])
+    again = replace(request, n=1, first=whole.sample_index, begun=begun)
+    assert drive(engine, [again])["a", 0].token_ids.tolist() == whole.token_ids.tolist()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_each_token_is_of_its_version(server: TestServer, model: Path, keeps: bool) -> None:
+    request, new = tiny.request("a", 9, n=6, max_tokens=60), tiny.model(5)
+    with closing(client(server.url, model, keeps_cache=keeps)) as engine:
+        engine.expect(new.probe, 1e-4)
+        done = drive(engine, [request], lambda: engine.load(tiny.weights(new, 1)))
+        assert engine.version == 1
+        assert server.flushed == (0 if keeps else 2)
+    mixed = [found for found in done.values() if set(found.versions) == {0, 1}]
+    assert mixed, "no sample was cut"
+    for found in done.values():
+        wanted = expected([tiny.model(), new], request, found)
+        np.testing.assert_allclose(found.logprobs, wanted, atol=tiny.CLOSE)
+    asked = [body or {} for path, body in server.seen if path == "/generate"]
+    keys = {body.get("extra_key") for body in asked if "rid" in body}  # a probe has none
+    assert keys == ({"0"} if keeps else {None})
+
+
+def test_a_part_of_the_weights_is_enough_if_the_rest_is_as_it_was(engine: SglangEngine) -> None:
+    new, some = tiny.model(), "model.norm.weight"
+    with torch.no_grad():
+        new.exchange()[some].mul_(1.5)
+    engine.expect(new.probe, 1e-4)
+    engine.load(Weights(1, 0, {some: new.exchange()[some].clone()}, is_partial=True))
+    other = {"model.embed_tokens.weight": new.exchange()["model.embed_tokens.weight"].clone()}
+    with pytest.raises(EngineError, match=r"model\.norm.*differ; version 1 stays loaded"):
+        engine.load(Weights(2, 0, other, is_partial=True))
+
+
+def test_an_aborted_request_gives_its_tokens_so_far(engine: SglangEngine) -> None:
+    requests = [tiny.request(name, 9, n=2, max_tokens=80, group=2) for name in ("a", "ab")]
+    done = drive(engine, requests, lambda: engine.abort("a"))
+    assert {done["a", i].finish for i in range(2)} <= {Finish.ABORT, Finish.STOP}
+    assert all(done["ab", i].finish is not Finish.ABORT for i in range(2))
+    assert not engine.unfinished
+
+
+@pytest.mark.parametrize(
+    ("weights", "rule"),
+    [
+        (lambda: tiny.weights(tiny.model(d_ff=40), 1), "do not fit"),
+        (lambda: tiny.weights(tiny.model(n_layers=3), 1), r"model\.layers\.2.*differ"),
+        (lambda: tiny.weights(tiny.model(n_layers=1), 1), r"model\.layers\.1.*differ"),
+    ],
+)
+def test_wrong_weights_are_not_sent(engine: SglangEngine, weights: Any, rule: str) -> None:
+    before = engine.probe()
+    with pytest.raises(EngineError, match=f"{rule}.*version 0 stays loaded"):
+        engine.load(weights())
+    assert np.allclose(engine.probe(), before, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule"), [("stale", "stale or torn"), ("torn", "holds no known weights.*no room")]
+)
+def test_a_load_that_failed_leaves_no_mixture(
+    server: TestServer, model: Path, fault: str, rule: str
+) -> None:
+    new = tiny.model(5)
+    with closing(client(server.url, model)) as engine:
+        engine.expect(new.probe, 1e-4)
+        server.fault = fault
+        for _ in range(2):  # and it is not asked again
+            with pytest.raises(EngineError, match=f"{server.url} .*{rule}.*burnish resume"):
+                engine.load(tiny.weights(new, 1))
+        with pytest.raises(EngineError, match=rule):
+            drive(engine, [tiny.request("a")])
+
+
+def test_a_load_that_changed_nothing_keeps_the_version(
+    server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(client(server.url, model)) as engine:
+        monkeypatch.setattr("burnish.engine.sglang.save_file", lambda *a, **k: None)
+        with pytest.raises(EngineError, match=r"refused /update.*version 0 stays loaded"):
+            engine.load(tiny.weights(tiny.model(5), 1))
+        monkeypatch.undo()
+        engine.load(tiny.weights(tiny.model(5), 1))
+        assert engine.version == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule"), [("silent", "within engine.deadline"), ("dead", "does")]
+)
+def test_no_wait_is_endless(server: TestServer, model: Path, fault: str, rule: str) -> None:
+    engine = client(server.url, model, deadline=0.3)
+    engine.submit(tiny.request("a", 9, max_tokens=80))
+    server.fault = fault
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=f"{server.url} .*{rule}"):
+        engine.load(tiny.weights(tiny.model(), 1))
+    assert time.monotonic() - start < 5
+
+
+def test_bad_servers_and_requests_are_refused(server: TestServer, model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(EngineError, match=f"{nobody} does not answer /server_info.*running"):
+        client(nobody, model)
+    server.version = "0.5.9"
+    with pytest.raises(EngineError, match=r"must be 0\.5\.15 or newer, is 0\.5\.9"):
+        client(server.url, model)
+    server.version = "0.5.15.post1"
+    engine = client(server.url, model)
+    for changes, rule in [
+        ({"min_tokens": 3}, "mask of min_tokens"),
+        ({"think_tokens": 3, "think_end": "x", "think_phrase": "x"}, "think budget"),
+        ({"stop_ids": (900,)}, "token ids must lie in"),
+    ]:
+        with pytest.raises(EngineError, match=rule):
+            engine.submit(tiny.request("a", **changes))
+    with pytest.raises(EngineError, match="1 to 89 tokens"):  # 96, and SGLang keeps 6
+        engine.submit(tiny.request("a", 90))
+    engine.close()
+
+
+def test_another_model_is_seen(server: TestServer, tmp_path: Path) -> None:
+    checkpoint.save(tiny.model(d_ff=40), tmp_path)
+    with pytest.raises(EngineError, match="refused /update_weights_from_disk"):
+        client(server.url, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [1], "return_logprobs": True, "sampling_params": {}}),
+        ("/generate", {"input_ids": "1", "return_logprob": True, "sampling_params": {}}),
+        ("/pause_generation", {"mode": "abort", "hard": True}),
+    ],
+)
+def test_the_strict_server_is_strict(server: TestServer, path: str, body: Any, model: Path) -> None:
+    assert ask(server.url, path, body, model)[0] == 400
+
+
+def shape(told: Any, wanted: Any) -> Any:
+    """The parts of an answer that ``wanted`` has, by their JSON types."""
+    if isinstance(wanted, dict):
+        return {name: shape(told[name], value) for name, value in wanted.items()}
+    if isinstance(wanted, list):
+        return [shape(told[0], wanted[0])] if wanted else []
+    return type(told)
+
+
+def test_the_strict_server_answers_as_the_real_one(server: TestServer, model: Path) -> None:
+    rows = json.loads(CONTRACT.read_text())
+    assert [(row["path"], row["body"]) for row in rows] == EXCHANGES
+    for row in rows:
+        status, told = ask(server.url, row["path"], row["body"], model)
+        assert status == row["status"], row
+        if status == 200 and told:
+            meant = shape(told, told)
+            assert meant == shape(row["answer"], told), row["path"]
+
+
+def test_the_real_servers_logprobs_are_the_models() -> None:
+    """Recorded from SGLang 0.5.15 after it had loaded the tiny model, in float32 on a CPU."""
+    rows = [row for row in json.loads(CONTRACT.read_text()) if row["path"] == "/generate"]
+    found = [row for row in rows if row["status"] == 200]
+    assert len(found) == 4
+    for row in found:
+        told = row["answer"]["meta_info"]["output_token_logprobs"]
+        prompt, tokens = (np.array(ids) for ids in (row["body"]["input_ids"], [t[1] for t in told]))
+        heat = row["body"]["sampling_params"].get("temperature", 1.0)
+        wanted = tiny.learner_logprobs(tiny.model(), prompt, tokens, heat)
+        np.testing.assert_allclose([t[0] for t in told], wanted, atol=tiny.CLOSE)

@@ -1,0 +1,90 @@
+"""A recipe whose engine is an SGLang server: settings that are refused, and a run."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from sglang_server import TestServer
+
+import burnish
+from burnish import config, engines, plan
+from burnish.engine.engine import NativeEngine
+from burnish.engine.scheduler import EngineSettings
+from burnish.errors import ConfigError, EngineError
+from burnish.model import checkpoint
+from burnish.model.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE != "cpu", reason="the server computes on the CPU")
+URL = "engine.url=http://127.0.0.1:30000"
+SIZE = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 64}
+SMALL = {
+    "model": {"name": "scratch", "tokenizer": "bytes", **SIZE},
+    "rollout": {"batch": 8, "group_size": 4, "max_tokens": 6},
+    "train": {"steps": 2, "batch": 8, "learning_rate": 1e-2},
+    "task": {"chat": False},
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """Has the shape of the recipe's model, and other weights."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BURNISH_CORES", "1")
+    threads = torch.get_num_threads()
+    recipe = config.load("keywords", [SMALL, "engine.precision=fp32"])
+    folder = engines.directory_of(recipe)
+    model, settings = checkpoint.load(folder), EngineSettings(kv_bytes=2**20)
+    with torch.no_grad():
+        model.embed.weight.mul_(2)
+    with closing(TestServer(NativeEngine(model, Tokenizer.load(folder), settings))) as server:
+        yield server
+    torch.set_num_threads(threads)
+
+
+def test_a_run_samples_by_sglang_and_learns_from_its_logprobs(server, tmp_path):
+    engine = {"name": "sglang", "url": server.url, "precision": "fp32"}
+    run = burnish.train(
+        "keywords",
+        prompts=["one", "two"],
+        reward=lambda text, row: float(sum(letter in "aeiou" for letter in text)),
+        out=tmp_path / "run",
+        show=False,
+        **SMALL,
+        engine=engine,
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["mismatch/logprob_max"] for row in rows if "mismatch/logprob_max" in row]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4
+    loads = [b["weight_version"] for path, b in server.seen if path == "/update_weights_from_disk"]
+    assert loads[-3:] == ["0", "1", "2"]
+
+
+def test_settings_of_sglang():
+    recipe = config.load("keywords", ["engine.name=sglang", URL])
+    assert dict(plan.plan(recipe, Path("out")))["engine"] == [
+        ("engine", "sglang, served at http://127.0.0.1:30000")
+    ]
+    wrong = {
+        "engine.kv_mb has no effect": [URL, "engine.kv_mb=9"],
+        "named by the url": [],
+        "engine.url = 'tcp://host:1'": ["engine.url=tcp://host:1"],
+        "mask of rollout.min_tokens": [URL, "rollout.min_tokens=3"],
+        "phrase of rollout.think": [URL, "rollout.think.tokens=3"],
+        "names one that runs; remove one": [URL, "engine.python=p"],
+    }
+    for message, settings in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            config.load("keywords", ["engine.name=sglang", *settings])
+    with pytest.raises(ConfigError, match="SGLang, and no other engine"):
+        config.load("keywords", [URL])
+
+
+def test_a_server_of_another_precision_is_refused(server):
+    given = [SMALL, "engine.name=sglang", f"engine.url={server.url}", "engine.precision=bf16"]
+    with pytest.raises(EngineError, match="has precision = 'fp32', and this run needs 'bf16'"):
+        engines.open_engine(config.load("keywords", given))
