@@ -106,6 +106,8 @@ class RemoteEngine:
         """Samples of each request that are not complete."""
         self._expected: tuple[Probe, float] | None = None
         self.version = self.unfinished = self.sampled = 0
+        self.facts: dict[str, Any] = {}
+        """What the engine said about itself; empty until it is there."""
         self.facts = self._receive("start")[0]
         self.capabilities = Capabilities(**self.facts["capabilities"])
 
@@ -226,7 +228,8 @@ class RemoteEngine:
         words = "" if self._child is None else self._child.words()
         self._lost = why
         self._end()
-        return EngineError(f"{self.label} {why}; go on with `burnish resume`{words}")
+        remedy = "; go on with `burnish resume`" if self.facts else ""
+        return EngineError(f"{self.label} {why}{remedy}{words}")
 
 
 def _close(connection: socket.socket, child: Child | None) -> None:
