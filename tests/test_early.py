@@ -104,7 +104,7 @@ def test_a_missing_extra_is_named_at_once(recipe, package, overrides, monkeypatc
     monkeypatch.setattr(
         preflight.importlib.util, "find_spec", lambda name: None if name == package else real(name)
     )
-    with pytest.raises(BurnishError, match="install it with: pip install"):
+    with pytest.raises(BurnishError, match="install it: pip install"):
         preflight.check(config.load(recipe, overrides))
 
 
