@@ -42,7 +42,6 @@ EXTRAS = {
     "hf": ("huggingface_hub", "models by hf:ORG/NAME"),
     "tensorboard": ("tensorboard", "events of runs for TensorBoard; none is needed to run"),
     "ray": ("ray", "sampling and learning in processes of their own (--runtime ray)"),
-    "vllm": ("vllm", "engine.name = 'vllm'; better in an environment of its own"),
 }
 """The optional parts of the package: for each, a module that it installs, and its purpose."""
 MADE = {

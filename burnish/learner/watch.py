@@ -19,6 +19,8 @@ BEAT_S = 0.5
 SILENT_S = 20.0
 """A rank without a sign of life for so long counts as dead. It is less than the 30 seconds that
 torchrun leaves the others before it kills them, too."""
+HEARD_S = 3.0
+"""Seconds that rank 0 waits until the others know why all ranks stop."""
 GRACE_S = 5.0
 """Seconds that the main thread has to stop by itself: a collective may hold it."""
 
@@ -47,6 +49,9 @@ class Watch(threading.Thread):
                 self.verdict = (
                     f"rank 0 or torchrun, which keep the ranks' store, are gone ({error})"
                 )
+        with suppress(Exception):  # whoever keeps the store may be gone
+            if self.verdict is not None:
+                self._store.set(f"heard/{self._rank}", "")
         # If the main thread does not stop by itself, something that waits for a dead rank holds it.
         if self.verdict is not None and not self._ended.wait(GRACE_S):
             print(f"error: {self.verdict}; rank {self._rank} stops", file=sys.stderr, flush=True)
@@ -91,7 +96,19 @@ class Watch(threading.Thread):
             time.sleep(BEAT_S / 5)
         if self.verdict is None:
             self.fail(error)
+        if self._rank == 0:
+            self._wait_until_heard()
         return ActorError(f"{self.verdict or error}; all ranks stop, and a checkpoint resumes them")
+
+    def _wait_until_heard(self) -> None:
+        """Rank 0 may keep the store, so it leaves after the others, but for the one that died."""
+        end = time.monotonic() + HEARD_S
+        with suppress(Exception):
+            while time.monotonic() < end:
+                heard = [self._store.check([f"heard/{rank}"]) for rank in range(self._count)]
+                if sum(heard) >= self._count - 1:
+                    return
+                time.sleep(BEAT_S / 5)
 
     def end(self) -> None:
         """This rank is about to leave, and is not to be missed."""

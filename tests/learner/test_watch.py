@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from burnish.errors import ActorError, BurnishError
+from burnish.learner import watch
 from burnish.learner.learner import State
-from burnish.learner.watch import Watch
 from burnish.loops.conductor import Channel, Conductor, make
 from burnish.rollout.packing import pack
 from burnish.runs import checkpoints
@@ -25,16 +25,21 @@ from tests.learner.test_mesh import WHITENED, both, take_steps
 def open_channel(rank):
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    watch = Watch(dist.PrefixStore("burnish", store), rank, dist.get_world_size())
-    watch.start()
-    return Channel(dist.new_group(backend="gloo"), watch, "cpu")
+    watching = watch.Watch(dist.PrefixStore("burnish", store), rank, dist.get_world_size())
+    watching.start()
+    return Channel(dist.new_group(backend="gloo"), watching, "cpu")
 
 
 def check_death(rank):
-    """Rank 2 is killed while rank 0 is in a collective and rank 1 waits for a call."""
+    """Rank 2 is killed while rank 0 is in a collective and rank 1 waits for a call.
+
+    Rank 1 looks around less often, so rank 0, which keeps the store, has to wait for it.
+    """
+    if rank == 1:
+        watch.BEAT_S = 1.5
     channel = open_channel(rank)
     dist.barrier()
-    time.sleep(1.5)  # until everyone has seen everyone
+    time.sleep(3.5)  # until everyone has seen everyone
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
