@@ -126,6 +126,7 @@ class Supervisor:
     def _work(self, connection: Connection) -> None:
         """A worker's life, which the supervisor ends."""
         self.pool.close()
+        self.connection.close()  # the supervisor's end; without it a dead supervisor is noticed
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent's SIG_IGN would be inherited
         try:
             reward = self.loaded or load(self.source)
@@ -136,7 +137,10 @@ class Supervisor:
         own = os.getpid()
         connection.send(True)
         while True:
-            response, row = connection.recv()
+            try:
+                response, row = connection.recv()
+            except EOFError:  # somebody has killed the supervisor
+                return
             signal.setitimer(signal.ITIMER_PROF, self.limits.cpu_seconds)
             try:
                 outcome = score(reward, response, row)
