@@ -139,13 +139,13 @@ def check(
         engine, tokenizer = build.build_engine(recipe), models.open_tokenizer(recipe)
         own = engines.directory_of(recipe)
         reference = Reference(own, recipe.engine.precision, sizes.device_of(recipe))
-        longest = sizes.measured(recipe).context - TOKENS - 1
-        prompts = [tokenizer.encode(text)[:longest] for text in TEXTS]
+        context = sizes.measured(recipe).context - 1
+        prompts = [tokenizer.encode(text)[: context - TOKENS] for text in TEXTS]
     typer.echo(f"{name} with {model} in {recipe.engine.precision}")
 
     given, found = engines.settings_of(recipe, own), list[Result]()
     how = {"precision": given.precision, "on_update": given.on_update}
-    suite = Suite(engine, reference, prompts, **how)
+    suite = Suite(engine, reference, prompts, room=context - len(prompts[0]), **how)
     for check in suite.checks:
         found.append(suite.run(check))
         typer.echo(f"{check:<36} {found[-1].status:<12} {printable(found[-1].told)}")

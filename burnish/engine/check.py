@@ -23,7 +23,12 @@ BOUNDS = {"fp32": (1e-4, 5e-3), "bf16": (0.05, 1.0), "fp16": (0.02, 0.3)}
 """The mean and the largest gap between log-probabilities of engine and oracle, by precision."""
 TEMPERATURES = (0.7, 1.0, 1.3)
 TOKENS = 32
+LONG = 1024
+"""Tokens of a response that will be interrupted: a fast engine must not be done with it by then."""
 SAMPLES = 4
+CHANGE = 0.02
+"""New weights are the first ones times 1 + or - this. It compounds over the layers: far more than
+this, and the logits are so large that rounding alone passes the bounds."""
 LIMIT = 20_000
 """Steps in which a request must be complete."""
 
@@ -56,12 +61,14 @@ class Suite:
         oracle: Oracle,
         prompts: Sequence[IntArray],
         *,
+        room: int = TOKENS,
         precision: str = "fp32",
         on_update: str = "recompute",
     ) -> None:
-        """``prompts``: a few, of which the first is the longest."""
+        """``prompts``: a few, of which the first is the longest and leaves ``room`` for tokens."""
         self.engine, self.oracle, self.prompts = engine, oracle, prompts
         self.bounds, self.on_update = BOUNDS[precision], on_update
+        self.room = min(room, LONG)
         self.version = 0
         self._asked: dict[str, IntArray] = {}
         """The prompt of each request."""
@@ -179,7 +186,7 @@ class Suite:
         return PASS, f"goes on from {kept} tokens; {self._close(done)}"
 
     def abort(self) -> tuple[str, str]:
-        request = self._request(self.prompts[0], SAMPLES, stop_ids=())
+        request = self._request(self.prompts[0], SAMPLES, max_tokens=self.room)
         self.engine.submit(request)
         early = [c for _ in range(3) for c in self.engine.step()]
         if not self.engine.unfinished:
@@ -193,7 +200,7 @@ class Suite:
     def load(self) -> tuple[str, str]:
         """The same prompts again: a cache of the old weights would be seen."""
         before = self.engine.probe()
-        self._load(0.1)
+        self._load(CHANGE)
         moved = float(np.abs(np.subtract(before, self.engine.probe())).max())
         gap = float(np.abs(np.subtract(self.oracle.probe(), self.engine.probe())).max())
         _demand(moved > 10 * gap, f"the probe moved by {moved:.2g}, with a gap of {gap:.2g}")
@@ -202,15 +209,16 @@ class Suite:
         return PASS, f"the probe moved by {moved:.2g}, gap {gap:.2g}; {self._close(done)}"
 
     def in_flight(self) -> tuple[str, str]:
-        request = self._request(self.prompts[0], SAMPLES, temperature=1.0)
+        request = self._request(self.prompts[0], SAMPLES, max_tokens=self.room)
         self.engine.submit(request)
-        for _ in range(TOKENS // 4):
-            self.engine.step()
+        mixed = [c for _ in range(TOKENS // 4) for c in self.engine.step()]
         if not self.engine.unfinished:
             return NOT_OFFERED, "a step samples whole responses"
         old = self.version
-        self._load(0.2)
-        mixed = self._drain()
+        self._load(-CHANGE)
+        mixed += [c for _ in range(TOKENS // 4) for c in self.engine.step()]
+        self.engine.abort(request.request_id)
+        mixed += self._drain()
         stamps = {int(stamp) for c in mixed for stamp in c.versions}
         _demand(stamps == {old, self.version}, f"tokens have the versions {stamps}")
         gaps = np.concatenate([self._gaps(c)[c.versions == self.version] for c in mixed])
@@ -219,7 +227,7 @@ class Suite:
         return PASS, f"caches {how}: {self._near(gaps, demanded=not keeps)} after the update"
 
     def failed_load(self) -> tuple[str, str]:
-        before, tensors = self.engine.probe(), self.oracle.take(0.2)
+        before, tensors = self.engine.probe(), self.oracle.take(-CHANGE)
         name = min(tensors, key=lambda name: tensors[name].numel())
         broken = {
             "not finite": tensors | {name: tensors[name] * np.nan},
@@ -238,9 +246,9 @@ class Suite:
         return PASS, f"{', '.join(broken)}: refused, and version {self.version} stays"
 
     def older(self) -> tuple[str, str]:
-        self._load(0.1, incarnation=2)
+        self._load(CHANGE, incarnation=2)
         try:
-            self._load(0.1, incarnation=1)
+            self._load(CHANGE, incarnation=1)
         except EngineError:
             self.version -= 1
             return PASS, "refused"
@@ -250,8 +258,8 @@ class Suite:
         """A learning rate of 0: the same weights again and again leave the gap as it is."""
         gaps = []
         for _ in range(10):
-            self._load(0.1, incarnation=2)
-            gaps.append(float(np.mean([self._gaps(c).mean() for c in self._sample()])))
+            self._load(CHANGE, incarnation=2)
+            gaps.append(float(np.mean([self._gaps(c).mean() for c in self._sample(1)])))
         spread = max(gaps) - min(gaps)
         _demand(
             spread <= self.bounds[0], f"the mean gap goes from {min(gaps):.2g} to {max(gaps):.2g}"

@@ -9,9 +9,11 @@ import pytest
 import tiny
 import torch
 
+from burnish.engine.check import PASS, Suite
 from burnish.engine.engine import NativeEngine
 from burnish.engine.protocol import Request
 from burnish.engine.scheduler import EngineSettings
+from burnish.engine_commands import Reference
 from burnish.errors import ModelError
 from burnish.model import hub
 from burnish.model.checkpoint import load
@@ -47,3 +49,13 @@ def test_decode_equals_the_learners_forward_and_greedy_equals_transformers(path:
     theirs = peer.generate(torch.tensor(ids[None]).long(), do_sample=False, max_new_tokens=24)
     assert done["greedy", 0].token_ids.tolist() == theirs[0, len(ids) :].tolist()
     assert done["greedy", 0].text
+
+
+def test_new_weights_of_a_deep_model_pass_the_check(path: Path) -> None:
+    """A change compounds over thirty layers, and rounding with it: it must stay in the bounds."""
+    tokenizer = Tokenizer.load(path)
+    engine = NativeEngine(load(path), tokenizer, EngineSettings(kv_bytes=1 << 28))
+    suite = Suite(engine, Reference(path, "fp32", "cpu"), [tokenizer.encode("1 2 3")], room=64)
+    for name in ("new weights are in use", "weights in flight"):
+        found = suite.run(name)
+        assert found.status == PASS, found
