@@ -20,7 +20,14 @@ seeds = [0, 1]
 set = { "train.steps" = 2, "train.epochs" = 1, "objective.proximal" = "behavior" }
 """
 GRID = '[grid]\n"loop.lag" = [0, 1]\n'
-AFTER_A_WARM_START = {"adapters", "learned_reward", "shorter", "presets"}
+AFTER_A_WARM_START = {
+    "adapters",
+    "adapters-arithmetic",
+    "distill",
+    "learned_reward",
+    "presets",
+    "shorter",
+}
 """Experiments that need rows and a run which their files say how to make."""
 EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
 

@@ -14,7 +14,9 @@ function h(tag, attributes = {}, ...children) {
   element.append(...children.flat().filter(child => child !== null && child !== undefined));
   return element;
 }
-const colour = i => `var(--c${i % 8})`;
+/* After eight colours they come again, dashed. */
+const colour = i => `var(--c${i % 8})`, dashes = i => i < 8 ? {} : { "stroke-dasharray": "6 3" };
+const swatch = i => h("i", { style: { background: i < 8 ? colour(i) : `repeating-linear-gradient(90deg, ${colour(i)} 0 4px, transparent 4px 6px)` } });
 const count = n => n.toLocaleString("en-US"), many = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 const fixed = (v, digits) => (+v.toFixed(digits) || 0).toFixed(digits);  /* no -0.00 */
 function number(v) {
@@ -75,6 +77,7 @@ const around = (line, sign) => line.points.map((p, i) => [p[0], p[1] + sign * li
 
 /* A line has a name, or a label of its own, which stands beside the chart; its spread is drawn as a band. */
 function chart({ title, lines, section, along = "step" }) {
+  if (lines.length > 8) lines = lines.map(line => ({ ...line, spread: null }));  /* bands would hide each other */
   const height = section === "reward" ? 250 : 190, xs = lines.flatMap(l => l.points.map(p => p[0])), ys = lines.flatMap(l => l.points).map(p => p[1]);
   const room = (Math.max(...ys) - Math.min(...ys) || Math.abs(ys[0]) || 1) / 2, near = v => Math.min(Math.max(...ys) + room, Math.max(Math.min(...ys) - room, v));
   const bounds = range(ys.concat(lines.flatMap(l => l.spread ? [...around(l, 1), ...around(l, -1)] : []).map(p => near(p[1]))));
@@ -83,7 +86,7 @@ function chart({ title, lines, section, along = "step" }) {
   const legend = step => readout.replaceChildren(...lines.map((line, i) => {
     const at = step === null ? line.points.at(-1) : line.points.find(p => p[0] === step);
     const [label, value] = step === null && line.head || [line.label === undefined ? short(line.name) : "", at ? number(at[1]) : "–"];
-    return h("span", {}, h("i", { style: { background: colour(i) } }), `${label} `, h("b", {}, value));
+    return h("span", {}, swatch(i), `${label} `, h("b", {}, value));
   }));
   let cursor, X;
   const svg = drawing(height, (svg, width) => {
@@ -91,7 +94,7 @@ function chart({ title, lines, section, along = "step" }) {
     [X, Y] = axes(svg, width, height, span, bounds, along);
     lines.forEach((line, i) => {
       const sparse = line.points.length <= 24, soft = smooth && !line.spread && line.points.length > 24;
-      const stroke = { fill: "none", stroke: colour(i), "stroke-width": 1.8, "stroke-linejoin": "round" };
+      const stroke = { fill: "none", stroke: colour(i), "stroke-width": 1.8, "stroke-linejoin": "round", ...dashes(i) };
       if (line.spread) svg.append(h("path", { d: pathOf(around(line, 1).concat(around(line, -1).reverse()).map(p => [p[0], Math.min(bounds[1], Math.max(bounds[0], p[1]))]), X, Y), fill: colour(i), opacity: lines.length > 3 ? 0.08 : 0.15 }));
       svg.append(h("path", { ...stroke, d: pathOf(line.points, X, Y), ...(soft ? { "stroke-width": 1, opacity: 0.45 } : {}) }));
       if (soft) svg.append(h("path", { ...stroke, d: pathOf(mean(line.points, 5), X, Y) }));

@@ -24,7 +24,6 @@ function along(line, axis, i) {
 const panel = axis => name => chart({ title: asked.title ?? name, section: FIRST.includes(name) ? "reward" : "other", along: AXES[axis],
   lines: metrics[name].map((line, i) => ({ ...along(line, axis, i), name, label: full[i] })) });
 
-const swatch = i => h("i", { style: { background: colour(i) } });
 function within(line, i) {
   if (!line.points.length) return "–";
   const mean = number(line.points.at(i)[1]), digits = Math.max(2, (mean.split(".")[1] ?? "").length);
@@ -42,7 +41,7 @@ function table() {
 function show(axis) {
   const press = axes_.map(name => h("button", { "aria-pressed": name === axis, onclick: () => show(name) }, AXES[name]));
   page.replaceChildren(h("h1", {}, title), h("p", {}, about),
-    h("p", { class: "soft small" }, "A line is the mean over the seeds, and a band the 95% interval of that mean by Student's t; one seed has no band. Steps are rollouts, each with its gradient steps; tokens are those that gradient steps learned from, and seconds leave evaluations out."),
+    h("p", { class: "soft small" }, "A line is the mean over the seeds, and a band the 95% interval of that mean by Student's t; one seed has no band, and more than eight lines have none. Steps are rollouts, each with its gradient steps; tokens are those that gradient steps learned from, and seconds leave evaluations out."),
     table(), h("div", { class: "controls" }, h("span", { class: "toggle", role: "group" }, press)),
     h("div", { class: "grid wide" }, first.map(panel(axis))), h("h2", {}, "Everything else"), h("div", { class: "grid" }, others.map(panel(axis))));
 }
