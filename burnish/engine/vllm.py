@@ -74,6 +74,7 @@ class VllmEngine:
                 disable_cascade_attn=True,
                 async_scheduling=False,
                 enforce_eager=on_cpu,
+                enable_chunked_prefill=not on_cpu,  # a cut prompt and a seed end vLLM on a CPU
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # none: all settings are the request's
                 disable_log_stats=True,

@@ -52,6 +52,12 @@ def test_it_does_what_an_engine_does(engine: RemoteEngine, model: Path) -> None:
     assert {r.status for name, r in found.items() if name not in refused} == {PASS}, found
 
 
+def test_more_prompts_may_come_than_a_step_computes(engine: RemoteEngine) -> None:
+    """vLLM computes 2,048 tokens a step on a CPU, and cuts a prompt that crosses the bound."""
+    asked = [tiny.request(f"r{number}", 100, n=8, group=number) for number in range(4)]
+    assert len(tiny.finish(engine, asked)) == 32
+
+
 def test_a_part_of_the_weights_is_loaded_over_the_first_ones(
     engine: RemoteEngine, model: Path
 ) -> None:
