@@ -90,7 +90,8 @@ def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Pa
     steps = branching(recipe, lambda: decode)
     rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
     train: Callable[..., Iterator[sync.Step]]
-    train = partial(sync.train, recipe, task=task, engine=engine, learner=learner, steps=steps)
+    parts: dict[str, Any] = {"task": task, "engine": engine, "rest": engines.rest(recipe, engine)}
+    train = partial(sync.train, recipe, learner=learner, steps=steps, **parts)
     if recipe.is_stale:
         local = asynchronous.LocalLearner(recipe, learner, engine)
         train = partial(asynchronous.train, recipe, rollouts=rollouts, learner=local, buffer=buffer)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from burnish import machine, preflight
 from burnish.engine import remote
@@ -74,6 +78,22 @@ def attach(recipe: Recipe, engine: Engine, policy: Any) -> Callable[[], None]:
     return engine.close
 
 
+def rest(recipe: Recipe, engine: Engine) -> Callable[[], AbstractContextManager[None]]:
+    """A function whose context gives the engine's GPU memory to the learner, if the recipe says
+    so; the engine wakes when it is next asked."""
+    if not recipe.engine.sleep:
+        return nullcontext
+    assert isinstance(engine, remote.RemoteEngine)
+    return partial(_asleep, engine)
+
+
+@contextmanager
+def _asleep(engine: remote.RemoteEngine) -> Iterator[None]:
+    engine.sleep()
+    yield
+    torch.cuda.empty_cache()  # memory that the learner's torch has kept goes to the engine
+
+
 def settings_of(recipe: Recipe, directory: Path) -> Settings:
     """How an engine's process is to make the engine of a settled recipe."""
     own = recipe.engine
@@ -87,6 +107,7 @@ def settings_of(recipe: Recipe, directory: Path) -> Settings:
         on_update="keep" if recipe.loop.on_update == "keep" else "recompute",
         threads=recipe.runtime.threads or machine.cores(),
         fp32_head=getattr(recipe.model, "fp32_head", False),
+        sleep=own.sleep,
     )
 
 

@@ -166,6 +166,8 @@ def check_device(recipe: Recipe) -> None:
     if name == "cuda" and int(number or 0) >= known:
         told = counted(known, "CUDA device") if known else "no CUDA device"
         raise ConfigError(f"device = '{recipe.device}' but torch finds {told}; use 'auto'")
+    if recipe.engine.sleep and device_of(recipe) == "cpu":
+        raise ConfigError("engine.sleep = true frees memory of a GPU, and none is used; remove it")
 
 
 def check_room(recipe: Recipe, path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import burnish
-from burnish import config, engines, plan
+from burnish import config, engines, plan, sizes
 from burnish.engine import environment, remote
 from burnish.errors import ConfigError, EngineError
 
@@ -87,6 +87,11 @@ def test_an_engine_that_serves_another_model_is_refused(monkeypatch, tmp_path):
     assert closed
 
 
+def plan_of(recipe):
+    """The lines about the engine."""
+    return dict(plan.plan(recipe, Path("out")))["engine"]
+
+
 def test_settings_of_an_engine(monkeypatch):
     monkeypatch.delenv(environment.TOKEN, raising=False)
     served = config.load("keywords", "engine.url=tcp://host:8422")
@@ -102,6 +107,13 @@ def test_settings_of_an_engine(monkeypatch):
         ],
         "model.fp32_head needs the native engine": ["engine.name=vllm", "model.fp32_head=true"],
         "can't draw a lost rollout again": ["engine.name=vllm", "runtime.name=ray"],
+        'engine.sleep has no effect with engine.name = "native"': ["engine.sleep=true"],
+        "engine.sleep has no effect with engine.url": [
+            *("engine.name=vllm", "engine.url=tcp://a:1", "engine.sleep=true")
+        ],
+        "engine.sleep = true needs a loop that samples and learns in turns": [
+            *("engine.name=vllm", "engine.sleep=true", "loop.lag=1")
+        ],
         "names one that runs; remove one": ["engine.url=tcp://a:1", "engine.python=p"],
     }
     for message, settings in wrong.items():
@@ -109,16 +121,25 @@ def test_settings_of_an_engine(monkeypatch):
             config.load("keywords", settings)
     sections = dict(plan.plan(served, Path("out")))
     assert sections["engine"] == [("engine", "native, served at tcp://host:8422")]
-    other = dict(plan.plan(config.load("keywords", "engine.name=vllm"), Path("out")))["engine"]
+    other = plan_of(config.load("keywords", "engine.name=vllm"))
     assert other[0] == ("engine", "vllm, a process of its own by this Python")
     assert other[1][0] == "draws"
     assert "engine" not in dict(plan.plan(config.load("keywords"), Path("out")))
 
 
+def test_an_engine_sleeps_on_a_gpu_alone():
+    recipe = config.load("keywords", ["engine.name=vllm", "engine.sleep=true"])
+    told = ("sleep", "the engine's caches and weights leave the GPU to learn")
+    assert told in plan_of(recipe)
+    assert engines.settings_of(recipe, Path("model")).sleep
+    with pytest.raises(ConfigError, match=r"engine\.sleep = true frees memory of a GPU"):
+        sizes.check_device(recipe.model_copy(update={"device": "cpu"}))
+
+
 def test_an_environment_without_the_engine_is_named():
     recipe = config.load("keywords", "engine.name=vllm")
     if find_spec("vllm") is None:
-        with pytest.raises(EngineError, match=r"needs vllm 0\.24 or newer, and has none; install"):
+        with pytest.raises(EngineError, match=r"needs vllm 0\.24 to 0\.32, and has none; install"):
             environment.check_engine(recipe)
     else:
         environment.check_engine(recipe)

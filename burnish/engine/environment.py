@@ -24,6 +24,8 @@ NEEDED = {
 }
 """The package that an engine needs in its environment, and the oldest version that has all of it,
 by the engine's name."""
+NEWEST = {"vllm": "0.32"}
+"""The newest version of a package that burnish has been read against; others have no bound."""
 ALWAYS = {"numpy": "1.26", "safetensors": "0.5"}
 """The packages that every engine's process needs."""
 OLDEST = (3, 11)
@@ -66,9 +68,9 @@ def check(name: str, python: str | None) -> dict[str, str]:
             "ENV/bin/python"
         ) from None
     problems = [
-        f"{package} {oldest} or newer, and has {found[package] or 'none'}"
+        f"{package} {_span(package, oldest)}, and has {found[package] or 'none'}"
         for package, oldest in needed.items()
-        if found[package] is None or parts(found[package]) < parts(oldest)
+        if found[package] is None or not _fits(package, oldest, parts(found[package]))
     ]
     if tuple(version) < OLDEST:
         problems.append(f"Python 3.11 or newer, and is {version[0]}.{version[1]}")
@@ -78,6 +80,15 @@ def check(name: str, python: str | None) -> dict[str, str]:
             "or name another environment by engine.python (docs/engines.md)"
         )
     return dict(found)
+
+
+def _fits(package: str, oldest: str, version: tuple[int, ...]) -> bool:
+    newest = parts(NEWEST.get(package, "")) or version
+    return parts(oldest) <= version and version[: len(newest)] <= newest
+
+
+def _span(package: str, oldest: str) -> str:
+    return f"{oldest} to {NEWEST[package]}" if package in NEWEST else f"{oldest} or newer"
 
 
 def parts(version: str) -> tuple[int, ...]:

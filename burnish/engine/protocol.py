@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,14 @@ class Engine(Server, Protocol):
 
     def abort(self, request_id: str) -> None:
         """End a request's unfinished samples, if it has any; `step` returns their tokens so far."""
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give its memory on a GPU away."""
+
+    def sleep(self) -> None:
+        """Give it away until the next call; no sample may be unfinished."""
 
 
 def require(found: Capabilities, *, repeats: bool) -> None:

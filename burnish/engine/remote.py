@@ -133,6 +133,9 @@ class RemoteEngine:
     def abort(self, request_id: str) -> None:
         self._call("abort", request_id=request_id)
 
+    def sleep(self) -> None:
+        self._call("sleep")
+
     def probe(self) -> tuple[float, ...]:
         return tuple(self._call("probe")[0]["probe"])
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from burnish.engine import wire
 from burnish.engine.environment import NEEDED
+from burnish.engine.protocol import Sleeper
 from burnish.errors import BurnishError, EngineError
 from burnish.types import Weights
 
@@ -51,6 +52,8 @@ class Settings:
     """Whether samples in flight keep their caches when weights come, or compute them again."""
     threads: int = 1
     fp32_head: bool = False
+    sleep: bool = False
+    """Whether the engine can give its GPU memory away between rollouts."""
 
 
 def make_native(given: Settings) -> Engine:
@@ -141,6 +144,8 @@ class Service:
             return {"probe": engine.probe()}, []
         elif call == "abort":
             engine.abort(told["request_id"])
+        elif call == "sleep" and isinstance(engine, Sleeper):
+            engine.sleep()
         elif call == "bucket":
             kept = [] if told["first"] else self._buckets
             self._buckets = [*kept, _checked(arrays[0], told["checksum"])]

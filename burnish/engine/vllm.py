@@ -35,7 +35,13 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",  # one process needs no network
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it gives no processed log-probabilities
+    "TRITON_F32_DEFAULT": "ieee",  # or attention in fp32 multiplies in tf32
 }
+SHARE = 0.01
+"""vLLM starts only if this share of the GPU's memory is free; ``kv_mb`` bounds its cache."""
 PROBED = "probe"
 """The name of the request that probes the weights; those of samples have a slash."""
 
@@ -45,6 +51,7 @@ class VllmEngine:
 
     def __init__(self, given: Settings) -> None:
         os.environ.update(ENVIRONMENT | {"OMP_NUM_THREADS": str(given.threads)})
+        _see_only(given.device)
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -60,11 +67,14 @@ class VllmEngine:
                 max_model_len=self._config.context,
                 max_num_seqs=given.max_running,
                 kv_cache_memory_bytes=given.kv_mb << 20,
+                gpu_memory_utilization=SHARE,
+                enable_sleep_mode=given.sleep,
                 logprobs_mode="processed_logprobs",
                 enable_prefix_caching=True,  # a group shares its prompt
                 disable_cascade_attn=True,
                 async_scheduling=False,
                 enforce_eager=on_cpu,
+                enable_chunked_prefill=not on_cpu,  # a cut prompt and a seed end vLLM on a CPU
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # none: all settings are the request's
                 disable_log_stats=True,
@@ -76,6 +86,7 @@ class VllmEngine:
         self._probed: dict[int, float] = {}
         """Log-probabilities of a probe, by token; empty until it is answered."""
         self.version = self.sampled = self._incarnation = 0
+        self._sleeps = False
 
     @property
     def unfinished(self) -> int:
@@ -90,6 +101,7 @@ class VllmEngine:
                 "min_tokens, top_p and top_k, and it has no think budget; leave them out, or use "
                 "the native engine"
             )
+        self._wake()
         group = RequestGroup(request, self._tokenizer, config.context)
         for sequence in group.sequences:
             place = request.stream, request.group, request.first + sequence.index
@@ -113,6 +125,7 @@ class VllmEngine:
 
     def probe(self) -> tuple[float, ...]:
         """As `burnish.model.transformer.Transformer.probe`; samples in flight go on beside it."""
+        self._wake()
         tokens = np.arange(min(PROBE, self._config.context)) * 7919 % self._config.vocab_size
         asked, self._probed = list(map(int, tokens)), {}
         # A cache of older weights may be kept for samples, and would answer here.
@@ -130,6 +143,7 @@ class VllmEngine:
         tensors = weights.tensors
         if weights.is_partial:  # the others are as they were at first
             tensors = checkpoint.read_state(self._directory) | tensors
+        self._wake()
         new = iter(tensors.items())
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new})
         if self._config.tied:
@@ -137,6 +151,19 @@ class VllmEngine:
         if self._given.on_update != "keep":
             self._engine.reset_prefix_cache(reset_running_requests=True)
         self.version, self._incarnation = weights.version, weights.incarnation
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory away until the next request, probe or load. Caches are dropped;
+        the weights wait in main memory, so that a load that is refused leaves them."""
+        if self.unfinished:
+            raise EngineError(f"{self.unfinished} samples are not delivered; step until they are")
+        self._engine.sleep(level=1)
+        self._sleeps = True
+
+    def _wake(self) -> None:
+        if self._sleeps:
+            self._engine.wake_up()
+            self._sleeps = False
 
     def _ask(self, name: str, tokens: list[int], **how: Any) -> None:
         from vllm import SamplingParams
@@ -172,7 +199,15 @@ class VllmEngine:
         self._undelivered.append(protocol.completed(request, sequence.index, recorded, ended))
 
 
+def _see_only(device: str) -> None:
+    """vLLM takes the first GPU that it sees."""
+    _, _, number = device.partition(":")
+    if number:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(number)] if seen else number
+
+
 def _tie(worker: Any) -> None:
-    """On a CPU, vLLM 0.32.0 multiplies by a copy of a tied head, which a reload leaves old."""
+    """On a CPU, vLLM multiplies by a copy of a tied head, which a reload leaves old."""
     head = worker.model_runner.get_model().lm_head
     head.quant_method.process_weights_after_loading(head)

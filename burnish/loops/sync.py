@@ -15,7 +15,8 @@ scores and steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -64,8 +65,12 @@ def train(
     timers: Timers,
     start: int = 0,
     steps: Steps = None,
+    rest: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Step]:
-    """Runs the loop from step ``start`` on, yielding after each step."""
+    """Runs the loop from step ``start`` on, yielding after each step.
+
+    The learner learns in the context of ``rest``, in which nobody samples.
+    """
     params, size = sampling(recipe), recipe.rollout.group_size
 
     def ask(count: int) -> list[Group]:
@@ -86,7 +91,8 @@ def train(
         learner.begin(number)
         skipped = prompts.skipped
         filled = fill(recipe, ask(recipe.prompts_per_rollout), ask)
-        step = learn(recipe, learner, number + 1, filled.groups, timers)
+        with rest():
+            step = learn(recipe, learner, number + 1, filled.groups, timers)
         prompts.close(group.index for group in filled.sampled)
         with timers("publish"):
             begin("publish", "handing the new weights to the sampler")

@@ -27,6 +27,7 @@ class EngineConfig(Section):
     precision: Precision = Field("auto", description="auto: as train.precision")
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
     max_running: int = Field(128, ge=1, description="samples that decode at once")
+    sleep: bool = Field(False, description="the sampler's GPU memory is free while others learn")
 
     @property
     def is_apart(self) -> bool:
@@ -42,6 +43,7 @@ class EngineConfig(Section):
     def useless(self) -> list[str]:
         """Settings that this engine does not read."""
         unread = [] if self.is_apart else ["engine.deadline"]
+        unread += ["engine.sleep"] * (self.name != "vllm" or self.url is not None)
         unread += ["engine.kv_mb"] * (self.name in ("hf", "sglang"))
         if self.name == "sglang":
             return unread
@@ -77,6 +79,11 @@ def check(recipe: Recipe) -> None:
         raise ValueError(
             f"model.fp32_head needs the native engine; remove it or engine.name = '{engine.name}'"
         )
+    if engine.sleep and (recipe.is_stale or recipe.runtime.name == "ray"):
+        raise ValueError(
+            "engine.sleep = true needs a loop that samples and learns in turns; remove it, or use "
+            "loop.lag = 0 without a buffer, and runtime.name = 'local' or 'torchrun'"
+        )
     if engine.repeats:
         return
     rollout, think = recipe.rollout, recipe.rollout.think
@@ -104,6 +111,8 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     if engine.url is not None:
         where = f"served at {engine.url}"
     lines = [("engine", f"{engine.name}, {where}")]
+    if engine.sleep:
+        lines.append(("sleep", "the engine's caches and weights leave the GPU to learn"))
     if not engine.repeats:
         told = "the engine's own: a run that is resumed or run again draws other samples"
         lines.append(("draws", told))

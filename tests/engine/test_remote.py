@@ -103,6 +103,16 @@ def test_weights_arrive_between_two_steps(
     assert not list(remote.SHARED.glob(f"burnish-*{os.getpid()}*"))
 
 
+def test_only_an_engine_that_sleeps_is_put_to_sleep(model: Path) -> None:
+    engine, slept = tiny.engine(), list[int]()
+    asked = behind(engine, model)
+    with pytest.raises(EngineError, match="there is no call 'sleep'"):
+        asked.sleep()
+    engine.sleep = lambda: slept.append(1)  # type: ignore[attr-defined]
+    asked.sleep()
+    assert slept == [1]
+
+
 def test_a_failed_load_leaves_the_old_weights(model: Path) -> None:
     engine = behind(tiny.engine(), model)
     before = engine.probe()
@@ -296,6 +306,12 @@ def test_an_environment_must_have_the_engine(
     monkeypatch.setitem(environment.NEEDED, "native", ("torch", "99.1"))
     with pytest.raises(EngineError, match=r"needs torch 99\.1 or newer, and has 2\."):
         environment.check("native", sys.executable)
+    monkeypatch.setitem(environment.NEEDED, "native", ("torch", "1.9"))
+    monkeypatch.setitem(environment.NEWEST, "torch", "2.0")
+    with pytest.raises(EngineError, match=r"needs torch 1\.9 to 2\.0, and has 2\."):
+        environment.check("native", sys.executable)
+    monkeypatch.setitem(environment.NEWEST, "torch", "2")
+    environment.check("native", sys.executable)
     monkeypatch.setitem(environment.NEEDED, "native", ("no_such_package", "1"))
     with pytest.raises(EngineError, match=r"no_such_package 1 or newer, and has none; install it"):
         environment.check("native", sys.executable)

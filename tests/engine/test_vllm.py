@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+import torch
 
 from burnish.engine import remote
 from burnish.engine.check import NOT_OFFERED, PASS, Suite
@@ -37,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[RemoteEngine]:
-    settings = Settings("vllm", str(model), kv_mb=64)
+    settings = Settings("vllm", str(model), device=tiny.DEVICE, kv_mb=64)
     assert PYTHON is not None
     with closing(remote.start(settings, python=PYTHON, deadline=300)) as started:
         yield started
@@ -49,6 +50,12 @@ def test_it_does_what_an_engine_does(engine: RemoteEngine, model: Path) -> None:
     refused = {name for name, result in found.items() if result.status == NOT_OFFERED}
     assert refused == {"min_tokens", "top_p"}
     assert {r.status for name, r in found.items() if name not in refused} == {PASS}, found
+
+
+def test_more_prompts_may_come_than_a_step_computes(engine: RemoteEngine) -> None:
+    """vLLM computes 2,048 tokens a step on a CPU, and cuts a prompt that crosses the bound."""
+    asked = [tiny.request(f"r{number}", 100, n=8, group=number) for number in range(4)]
+    assert len(tiny.finish(engine, asked)) == 32
 
 
 def test_a_part_of_the_weights_is_loaded_over_the_first_ones(
@@ -64,3 +71,28 @@ def test_a_part_of_the_weights_is_loaded_over_the_first_ones(
         engine.load(weights._replace(version=91, tensors=part, is_partial=True))
     assert engine.version == 90
     assert np.allclose(engine.probe(), own.probe(), atol=1e-4)
+
+
+@pytest.mark.skipif(tiny.DEVICE == "cpu", reason="only on a GPU vLLM gives its memory away")
+def test_it_gives_its_memory_away_while_it_sleeps(model: Path) -> None:
+    """Weights and caches leave the GPU; afterwards the same seed draws the same tokens."""
+    settings = Settings("vllm", str(model), device=tiny.DEVICE, kv_mb=2048, sleep=True)
+    assert PYTHON is not None
+    with closing(remote.start(settings, python=PYTHON, deadline=300)) as engine:
+        asked = [tiny.request("a", 9, n=4)]
+        first, probe = tiny.finish(engine, asked), engine.probe()
+        engine.submit(asked[0])
+        with pytest.raises(EngineError, match="4 samples are not delivered"):
+            engine.sleep()
+        while engine.unfinished:
+            engine.step()
+        awake = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        assert torch.cuda.mem_get_info()[0] - awake > 1900 << 20
+        assert np.allclose(engine.probe(), probe, atol=1e-4)
+        assert awake > torch.cuda.mem_get_info()[0] - (100 << 20)
+        for key, completion in tiny.finish(engine, asked).items():
+            assert np.array_equal(completion.token_ids, first[key].token_ids)
+        engine.sleep()
+        engine.load(tiny.weights(tiny.model(3, d_model=128, context=128), 1))
+        assert not np.allclose(engine.probe(), probe, atol=1e-2)

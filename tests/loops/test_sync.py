@@ -1,4 +1,6 @@
 import importlib.util
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from tests.conftest import aborted, make_group
 ROOT = Path(__file__).parents[2]
 
 
-def run(*overrides, seed=0, name="sort", sampler=SorterEngine):
+def run(*overrides, seed=0, name="sort", sampler=SorterEngine, **how):
     recipe = config.load(name, overrides, seed=seed)
     task = Sorting(recipe.task, seed=recipe.seed)
     size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
@@ -32,7 +34,7 @@ def run(*overrides, seed=0, name="sort", sampler=SorterEngine):
     )
     engine = sampler(Sorter(*size, seed=recipe.seed))
     parts = {"prompts": PromptStream(task), "task": task, "engine": engine, "learner": learner}
-    steps = sync.train(recipe, **parts, timers=Timers())
+    steps = sync.train(recipe, **parts, timers=Timers(), **how)
     return list(steps), learner
 
 
@@ -100,6 +102,32 @@ def test_generator_and_learner_stay_in_step():
     versions = [step.groups[0].completions[0].versions[0] for step in steps]
     assert versions == [0, 10, 20, 30]
     assert [group.index for step in steps for group in step.groups] == list(range(12))
+
+
+def test_the_engine_rests_while_the_learner_works(monkeypatch):
+    told = []
+    for part, name in [(SorterEngine, "step"), (SorterEngine, "load"), (Learner, "step")]:
+        own = getattr(part, name)
+        note = f"{part.__name__}.{name}"
+
+        def noted(self, *given, own=own, note=note):
+            told.append(note)
+            return own(self, *given)
+
+        monkeypatch.setattr(part, name, noted)
+
+    @contextmanager
+    def rest():
+        told.append("rests")
+        yield
+        told.append("rested")
+
+    run("train.steps=2", rest=rest)
+    load, sample, learn = "SorterEngine.load", "SorterEngine.step", "Learner.step"
+    assert [name for name, _ in groupby(told)] == [
+        load,
+        *[sample, "rests", learn, "rested", load] * 2,
+    ]
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
