@@ -174,6 +174,8 @@ class Mesh:
             optimizer.policy.to(device)
             for moments in optimizer.adamw.state.values():
                 moments |= {name: tensor.to(device) for name, tensor in moments.items()}
+        if device == "cpu":
+            torch.cuda.empty_cache()  # an engine in another process may take it
 
     def _is_mine(self, name: str) -> bool:
         """Whether this rank's part of a tensor is no copy of another rank's."""

@@ -27,7 +27,7 @@ class EngineConfig(Section):
     precision: Precision = Field("auto", description="auto: as train.precision")
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
     max_running: int = Field(128, ge=1, description="samples that decode at once")
-    sleep: bool = Field(False, description="the sampler's GPU memory is free while others learn")
+    sleep: bool = Field(False, description="vLLM leaves the GPU while the learner works")
 
     @property
     def is_apart(self) -> bool:
