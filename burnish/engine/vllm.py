@@ -42,6 +42,8 @@ ENVIRONMENT = {
 }
 SHARE = 0.01
 """vLLM starts only if this share of the GPU's memory is free; ``kv_mb`` bounds its cache."""
+STEP_TOKENS = 8192
+"""Tokens that a step computes, or more: a token of each sample, and on a CPU the longest prompt."""
 PROBED = "probe"
 """The name of the request that probes the weights; those of samples have a slash."""
 
@@ -59,6 +61,7 @@ class VllmEngine:
         self._given, self._tokenizer = given, Tokenizer.load(given.model)
         self._directory = Path(given.model)
         self._config = checkpoint.read_config(self._directory)
+        longest = self._config.context if on_cpu else 0
         torch.set_num_threads(given.threads)
         self._engine: Any = LLMEngine.from_engine_args(
             EngineArgs(
@@ -66,6 +69,7 @@ class VllmEngine:
                 dtype=DTYPES[given.precision],
                 max_model_len=self._config.context,
                 max_num_seqs=given.max_running,
+                max_num_batched_tokens=max(STEP_TOKENS, given.max_running, longest),
                 kv_cache_memory_bytes=given.kv_mb << 20,
                 gpu_memory_utilization=SHARE,
                 enable_sleep_mode=given.sleep,
