@@ -19,12 +19,14 @@ from burnish.errors import EngineError
 from burnish.types import Completion, Finish, FloatArray, IntArray, SamplingParams, Weights
 
 PASS, FAIL, NOT_OFFERED = "pass", "fail", "not offered"
-BOUNDS = {"fp32": (1e-4, 5e-3), "bf16": (0.05, 1.0), "fp16": (0.02, 0.3)}
+BOUNDS = {"fp32": (1e-4, 5e-3), "bf16": (0.1, 1.0), "fp16": (0.02, 0.3)}
 """The mean and the largest gap between log-probabilities of engine and oracle, by precision."""
 TEMPERATURES = (0.7, 1.0, 1.3)
 TOKENS = 32
 LONG = 1024
 """Tokens of a response that will be interrupted: a fast engine must not be done with it by then."""
+EARLY = 3
+"""Steps before it is interrupted."""
 SAMPLES = 4
 CHANGE = 0.02
 """New weights are the first ones times 1 + or - this. It compounds over the layers: far more than
@@ -175,7 +177,7 @@ class Suite:
         return PASS, f"before the truncation, {self._close(done)}"
 
     def begun(self) -> tuple[str, str]:
-        whole = self._sample(samples=1)[0]
+        whole = max(self._sample()[:SAMPLES], key=lambda c: len(c.token_ids))
         names = ("token_ids", "logprobs", "versions", "sampled")
         half = {name: getattr(whole, name)[: len(whole.token_ids) // 2] for name in names}
         request = replace(self._request(self.prompts[0], SAMPLES), begun=replace(whole, **half))
@@ -188,14 +190,16 @@ class Suite:
     def abort(self) -> tuple[str, str]:
         request = self._request(self.prompts[0], SAMPLES, max_tokens=self.room)
         self.engine.submit(request)
-        early = [c for _ in range(3) for c in self.engine.step()]
+        early = [c for _ in range(EARLY) for c in self.engine.step()]
         if not self.engine.unfinished:
             return NOT_OFFERED, "a step samples whole responses"
         self.engine.abort(request.request_id)
-        done = self._drain()
-        _demand(len(early + done) == SAMPLES, f"{len(early + done)} of {SAMPLES} came back")
-        _demand(all(c.finish is Finish.ABORT for c in done), "samples went on")
-        return PASS, f"{len(done)} samples came back with {len(done[0].token_ids)} tokens so far"
+        done = early + self._drain()
+        _demand(len(done) == SAMPLES, f"{len(done)} of {SAMPLES} came back")
+        _demand(all(c.finish is not Finish.LENGTH for c in done), "samples went on")
+        cut = [len(c.token_ids) for c in done if c.finish is Finish.ABORT]
+        _demand(bool(cut), "all samples had ended before; try another model")
+        return PASS, f"{len(cut)} samples came back with {cut[0]} tokens so far"
 
     def load(self) -> tuple[str, str]:
         """The same prompts again: a cache of the old weights would be seen."""
@@ -203,7 +207,7 @@ class Suite:
         self._load(CHANGE)
         moved = float(np.abs(np.subtract(before, self.engine.probe())).max())
         gap = float(np.abs(np.subtract(self.oracle.probe(), self.engine.probe())).max())
-        _demand(moved > 10 * gap, f"the probe moved by {moved:.2g}, with a gap of {gap:.2g}")
+        _demand(moved > 3 * gap, f"the probe moved by {moved:.2g}, with a gap of {gap:.2g}")
         done = self._sample()
         _demand(all(set(c.versions) == {self.version} for c in done), "tokens have other versions")
         return PASS, f"the probe moved by {moved:.2g}, gap {gap:.2g}; {self._close(done)}"
@@ -211,7 +215,7 @@ class Suite:
     def in_flight(self) -> tuple[str, str]:
         request = self._request(self.prompts[0], SAMPLES, max_tokens=self.room)
         self.engine.submit(request)
-        mixed = [c for _ in range(TOKENS // 4) for c in self.engine.step()]
+        mixed = [c for _ in range(EARLY) for c in self.engine.step()]
         if not self.engine.unfinished:
             return NOT_OFFERED, "a step samples whole responses"
         old = self.version

@@ -29,7 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def examined(engine: NativeEngine, model: Path, names: Any = None) -> dict[str, str]:
     """The results of the checks, of all of them if none is named."""
-    suite = Suite(engine, Reference(model, "fp32", tiny.DEVICE), [tiny.prompt(20), tiny.prompt(3)])
+    prompts = [tiny.prompt(20), tiny.prompt(3)]
+    suite = Suite(engine, Reference(model, "fp32", tiny.DEVICE), prompts, room=75)
     return {name: suite.run(name).status for name in names or suite.checks}
 
 
