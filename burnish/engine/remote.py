@@ -142,6 +142,8 @@ class RemoteEngine:
     def load(self, weights: Weights) -> None:
         """All tensors, and no token before they are all there; if a probe is expected, the engine's
         must agree, so that weights that stayed old are seen."""
+        # The learner answers first: it may need the GPU's memory, which the engine takes then.
+        wanted = None if self._expected is None else self._expected[0]()
         about = {
             "version": weights.version,
             "incarnation": weights.incarnation,
@@ -150,10 +152,9 @@ class RemoteEngine:
         }
         tensors = {name: t.detach().cpu().contiguous() for name, t in weights.tensors.items()}
         (self._share if self._shares else self._stream)(tensors, about)
-        if self._expected is not None:
-            probe, tolerance = self._expected
+        if self._expected is not None and wanted is not None:
             try:
-                check_probe(weights.version, probe(), self.probe(), tolerance)
+                check_probe(weights.version, wanted, self.probe(), self._expected[1])
             except EngineError as error:
                 raise self._lose(str(error)) from None
 
