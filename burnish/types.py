@@ -9,6 +9,7 @@ from there on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -255,6 +256,7 @@ class Weights(NamedTuple):
     """0 is the initial model, +1 per optimizer step that was taken."""
     incarnation: int
     """How often the run was restarted."""
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    """A mesh gathers each of them when it is asked for: take them before the next step."""
     is_partial: bool = False
     """Whether the tensors that are not named have not changed since the model was opened."""

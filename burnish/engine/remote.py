@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET = 64 << 20
-"""Bytes of weights that travel at a time, if they can't be shared."""
+"""Bytes of weights that are read at a time, and put into shared memory or sent."""
 SHARED = Path("/dev/shm")
 GRACE = 10.0
 """Seconds that an engine has to end by itself."""
@@ -150,8 +150,7 @@ class RemoteEngine:
             "is_partial": weights.is_partial,
             "names": sorted(weights.tensors),
         }
-        tensors = {name: t.detach().cpu().contiguous() for name, t in weights.tensors.items()}
-        (self._share if self._shares else self._stream)(tensors, about)
+        (self._share if self._shares else self._stream)(_buckets(weights.tensors), about)
         if self._expected is not None and wanted is not None:
             try:
                 check_probe(weights.version, wanted, self.probe(), self._expected[1])
@@ -166,34 +165,33 @@ class RemoteEngine:
         self._lost = "was closed"
         self._end()
 
-    def _share(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    def _share(self, buckets: Iterator[dict[str, Tensor]], about: dict[str, Any]) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        file = SHARED / f"burnish-{uuid.uuid4().hex}"
+        files = list[Path]()
         try:
-            save_file(tensors, file)
-            self._call(
-                "load",
-                file=str(file),
-                checksum=wire.checksum(np.memmap(file, np.uint8, "r")),
-                **about,
-            )
+            for bucket in buckets:
+                files.append(SHARED / f"burnish-{uuid.uuid4().hex}")
+                save_file(bucket, files[-1])
+            sums = [wire.checksum(np.memmap(file, np.uint8, "r")) for file in files]
+            self._call("load", files=list(map(str, files)), checksums=sums, **about)
         except (OSError, SafetensorError) as error:
             raise EngineError(
                 f"weights of version {about['version']} can't be put into {SHARED} for "
                 f"{self.label}: {error}; make room there"
             ) from error
         finally:
-            file.unlink(missing_ok=True)
+            for file in files:
+                file.unlink(missing_ok=True)
 
-    def _stream(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    def _stream(self, buckets: Iterator[dict[str, Tensor]], about: dict[str, Any]) -> None:
         from safetensors.torch import save
 
-        for number, bucket in enumerate(_buckets(tensors)):
+        for number, bucket in enumerate(buckets):
             data = np.frombuffer(save(bucket), np.uint8)
             self._call("bucket", [data], first=number == 0, checksum=wire.checksum(data))
-        self._call("load", file=None, checksum=None, **about)
+        self._call("load", files=[], checksums=[], **about)
 
     def _call(self, call: str, arrays: list[wire.Array] | None = None, **told: Any) -> wire.Message:
         if self._lost is not None:
@@ -242,14 +240,14 @@ def _close(connection: socket.socket, child: Child | None) -> None:
         child.close()
 
 
-def _buckets(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors in their order, some at a time."""
+def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The tensors in their order and in main memory, some at a time."""
     bucket, size = dict[str, Any](), 0
     for name, tensor in tensors.items():
         if bucket and size + tensor.nbytes > BUCKET:
             yield bucket
             bucket, size = {}, 0
-        bucket[name] = tensor
+        bucket[name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
     yield bucket
 

@@ -156,15 +156,14 @@ class Service:
         return {}, []
 
     def _weights(self, told: dict[str, Any]) -> Weights:
-        """Of a file of shared memory, or of the buckets that came before."""
+        """Of files of shared memory, or of the buckets that came before."""
         from safetensors.torch import load, load_file
 
         buckets, self._buckets = self._buckets, []
-        if told["file"] is not None:
-            _checked(np.memmap(told["file"], np.uint8, "r"), told["checksum"])
-            tensors = load_file(told["file"])
-        else:
-            tensors = {name: t for one in buckets for name, t in load(one.tobytes()).items()}
+        tensors = {name: t for one in buckets for name, t in load(one.tobytes()).items()}
+        for file, wanted in zip(told["files"], told["checksums"], strict=True):
+            _checked(np.memmap(file, np.uint8, "r"), wanted)
+            tensors |= load_file(file)
         if sorted(tensors) != told["names"]:
             raise EngineError(
                 f"{len(tensors)} of {len(told['names'])} tensors of version {told['version']} "

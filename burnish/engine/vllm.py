@@ -146,7 +146,7 @@ class VllmEngine:
         self._shapes.check(weights, self.version)
         tensors = weights.tensors
         if weights.is_partial:  # the others are as they were at first
-            tensors = checkpoint.read_state(self._directory) | tensors
+            tensors = {**checkpoint.read_state(self._directory), **tensors}
         self._wake()
         new = iter(tensors.items())
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new})

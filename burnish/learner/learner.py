@@ -196,13 +196,13 @@ class Learner:
         return describe_kl("held_out", ours, initial, batch)
 
     def weights(self) -> Weights:
-        """A copy of the policy's weights that learn, in compute precision. Those that an adapter
-        changes are merged with its masters in fp32, and rounded once."""
+        """The policy's weights that learn, in compute precision. Those that an adapter changes are
+        merged with its masters in fp32, and rounded once."""
         tensors = self.ranks.exchange(self.policy, self.train.precision)
         masters = self.optimizer.masters
         adapter = lora.adapter_of(masters)
         if adapter is not None and isinstance(masters, Transformer):
-            tensors |= lora.merged(masters, adapter)
+            tensors = {**tensors, **lora.merged(masters, adapter)}
         is_partial = not all(p.requires_grad for p in self.policy.parameters())
         return Weights(self.version, self.incarnation, tensors, is_partial)
 

@@ -8,7 +8,8 @@ gradients are summed and never divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -124,18 +125,15 @@ class Mesh:
         dist.all_reduce(whole)
         return float(whole.sqrt())
 
-    def exchange(self, policy: Transformer, precision: str) -> dict[str, Tensor]:
-        """A parameter at a time is whole on every rank; only rank 0 keeps it, in main memory."""
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in policy.named_parameters():
-            low = PRECISIONS.get(precision, parameter.dtype)
-            own = cast(DTensor, parameter.detach().to(low))
-            part, whole = self._slice(name), own.full_tensor()
-            if part is not None:
-                whole = part.whole(whole, self._tensor.get_group())
-            if not dist.get_rank():
-                tensors |= hf_views(self.shape, name, whole.cpu())
-        return tensors
+    def exchange(self, policy: Transformer, precision: str) -> Gathered:
+        return Gathered(self.shape, partial(self.gather, policy, precision))
+
+    def gather(self, policy: Any, precision: str, name: str) -> Tensor:
+        """A whole parameter, on every rank."""
+        parameter = policy.get_parameter(name)
+        low = PRECISIONS.get(precision, parameter.dtype)
+        part, whole = self._slice(name), cast(DTensor, parameter.detach().to(low)).full_tensor()
+        return whole if part is None else part.whole(whole, self._tensor.get_group())
 
     def fill(self, views: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
         for name, view in views.items():
@@ -188,6 +186,33 @@ class Mesh:
         """The first row of a rank's part, in its slice of the tensor."""
         of = compute_local_shape_and_global_offset
         return int(of(view.shape, view.device_mesh, view.placements)[1][0])
+
+
+class Gathered(Mapping[str, Tensor]):
+    """Whole weights under Hugging Face's names, each gathered when it is asked for. Only the last
+    parameter is kept, so that no rank ever has all of them."""
+
+    def __init__(self, shape: ModelConfig, gather: Callable[[str], Tensor]) -> None:
+        """``gather`` is given the name of a parameter."""
+        self._shape, self._gather = shape, gather
+        with torch.device("meta"):
+            parameters = Transformer(shape).named_parameters()
+        self._sources = {view: name for name, p in parameters for view in hf_views(shape, name, p)}
+        """The parameter that has each view."""
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        source = self._sources[name]
+        if self._last[0] != source:
+            self._last = ("", {})  # before the next one is there
+            self._last = source, hf_views(self._shape, source, self._gather(source))
+        return self._last[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
 
 
 def responsible(batch: PackedBatch, count: int) -> Tensor:

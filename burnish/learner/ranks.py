@@ -47,9 +47,9 @@ class Ranks(Protocol):
     def norm(self, gradients: Iterable[Named]) -> float:
         """Of the whole gradient."""
 
-    def exchange(self, policy: Any, precision: str) -> dict[str, Tensor]:
-        """Copies of the whole weights that learn under Hugging Face's names, as
-        `Transformer.exchange` gives them; on ranks but the first there are none."""
+    def exchange(self, policy: Any, precision: str) -> Mapping[str, Tensor]:
+        """The whole weights that learn under Hugging Face's names, as `Transformer.exchange` gives
+        them: copies, or a mapping that all ranks must read in the same order."""
 
     def fill(self, views: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
         """Writes whole tensors of a learner's state into this rank's parts of them."""
@@ -75,7 +75,7 @@ class Alone:
     def norm(self, gradients: Iterable[Named]) -> float:
         return float(nn.utils.get_total_norm([gradient for _, gradient in gradients]))
 
-    def exchange(self, policy: Any, precision: str) -> dict[str, Tensor]:
+    def exchange(self, policy: Any, precision: str) -> Mapping[str, Tensor]:
         views: dict[str, Tensor] = policy.exchange(learned=True)
         return {name: view.clone() for name, view in views.items()}
 

@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 from burnish.errors import BurnishError
 from burnish.learner.learner import Learner, State
-from burnish.learner.parallel import Mesh
+from burnish.learner.parallel import Gathered, Mesh
 from burnish.learner.watch import Watch
 from burnish.runs import shards
+from burnish.types import Weights
 
 CALLS = (
-    *("begin", "score", "step", "finish", "logprobs", "held_out_drift"),
-    *("weights", "load_state", "probe"),
+    *("begin", "score", "step", "finish", "logprobs", "held_out_drift", "load_state", "probe"),
 )
 """Calls of a learner, and of its policy, that all ranks make together."""
 
-NEEDED = ("score", "step", "logprobs", "held_out_drift", "weights", "load_state", "probe")
+NEEDED = ("score", "step", "logprobs", "held_out_drift", "gather", "load_state", "probe")
 """Those of them that need the weights on their device."""
 
 
@@ -93,6 +93,17 @@ class Conductor:
         self._channel.send((name, args))
         return make(self._learner, self._mesh, name, args)
 
+    def weights(self) -> Weights:
+        """The ranks gather each tensor when it is asked for; if the GPU is to be free before the
+        engine has them, rank 0 keeps all of them in main memory."""
+        weights = self._learner.weights()
+        tensors = Gathered(self._mesh.shape, partial(self._call, "gather"))
+        if not self._mesh.offload:
+            return weights._replace(tensors=tensors)
+        kept = {name: tensor.cpu() for name, tensor in tensors.items()}
+        self._call("rest")
+        return weights._replace(tensors=kept)
+
     def state(self) -> State:
         """Without tensors: `write` has all ranks write them."""
         return State({}, self._learner.state().numbers)
@@ -126,15 +137,17 @@ def follow(learner: Learner, mesh: Mesh, channel: Channel) -> None:
 
 def make(learner: Learner, mesh: Mesh, name: str, args: tuple[Any, ...]) -> Any:
     """A call of one rank."""
-    if name == "close":
-        return None
+    if name in ("close", "rest"):
+        return mesh.move(learner, "cpu") if name == "rest" else None
     if name == "write":
         (folder,) = args
         shards.write(folder, dist.get_rank(), mesh.pieces(learner.state().tensors))
         return dist.barrier()  # rank 0 reads the files next
     if mesh.offload and name in NEEDED:
         mesh.move(learner, mesh.device)
+    if name == "gather":
+        return mesh.gather(learner.policy, learner.train.precision, *args)
     found = getattr(learner.policy if name == "probe" else learner, name)(*args)
-    if mesh.offload and name in ("weights", "probe", "held_out_drift"):
+    if mesh.offload and name in ("probe", "held_out_drift"):
         mesh.move(learner, "cpu")
     return found

@@ -95,12 +95,15 @@ def load_hf_state(
     if names is not None:
         views = {name: view for name, view in views.items() if name in names}
     # Older checkpoints carry RoPE's frequencies, which the config determines.
-    given = {k: v for k, v in state.items() if not k.endswith("rotary_emb.inv_freq")}
+    # Only names are kept: a mesh gathers each tensor when it is asked for.
+    given = {name for name in state if not name.endswith("rotary_emb.inv_freq")}
     if model.head is None and "lm_head.weight" in given:
-        head = given.pop("lm_head.weight")
-        if not torch.equal(head, given.get("model.embed_tokens.weight", head)):
+        given.remove("lm_head.weight")
+        head = state["lm_head.weight"]
+        if not torch.equal(head, state.get("model.embed_tokens.weight", head)):
             raise ModelError("lm_head.weight differs from the embedding that the config ties it to")
-    ours, theirs = ({(name, *t.shape) for name, t in of.items()} for of in (views, given))
+    ours = {(name, *view.shape) for name, view in views.items()}
+    theirs = {(name, *t.shape) for name, t in state.items() if name in given}
     if ours != theirs:
         missing, more = (
             ", ".join(f"{name} {shape}" for name, *shape in sorted(some)[:8]) or "nothing"
@@ -110,7 +113,7 @@ def load_hf_state(
             f"the weights do not fit the model's config: missing {missing}; not expected {more}"
         )
     for name, view in views.items():
-        view.copy_(given[name])
+        view.copy_(state[name])
 
 
 def read_json(path: Path) -> dict[str, Any]:
