@@ -71,8 +71,7 @@ def build(recipe: Recipe) -> Parts:
         if meeting is not None:
             meeting.renew()
             others = [*others, *(f"rank-{rank}" for rank in range(1, ranks))]
-        for name in ["learner", *others]:
-            supervisor.restart(name)
+        supervisor.restart("learner", others)
         fleet.restore([])
         learner.version = 0
 
