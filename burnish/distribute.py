@@ -21,7 +21,7 @@ from burnish.actors.learner import RemoteLearner
 from burnish.actors.supervisor import Supervisor
 from burnish.engine.protocol import require
 from burnish.loops import asynchronous, free, sync
-from burnish.loops.evaluate import validation
+from burnish.loops.evaluate import Evaluator
 from burnish.loops.recorder import Parts
 from burnish.models import open_tokenizer
 from burnish.progress import tell
@@ -71,8 +71,7 @@ def build(recipe: Recipe) -> Parts:
         if meeting is not None:
             meeting.renew()
             others = [*others, *(f"rank-{rank}" for rank in range(1, ranks))]
-        for name in ["learner", *others]:
-            supervisor.restart(name)
+        supervisor.restart("learner", others)
         fleet.restore([])
         learner.version = 0
 
@@ -91,7 +90,7 @@ def build(recipe: Recipe) -> Parts:
         learner=learner,  # type: ignore[arg-type]
         prompts=stream,
         train=partial(train, recipe, prompts=stream, learner=learner),
-        validate=validation(recipe, task, fleet, decode, learner.held_out_drift),
+        validate=partial(Evaluator(recipe, task, fleet, decode).validate, learner.held_out_drift),
         listen=fleet.listen,
         in_flight=fleet.in_flight,
         restore=fleet.restore,

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tomllib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from burnish import config, machine
 from burnish.errors import ConfigError
+from burnish.runs.resuming import differences
 from burnish.schema.mesh import shapes
 from burnish.schema.recipe import Recipe
 
@@ -29,24 +31,24 @@ class Meeting:
 
     def __init__(self, ranks: int, address: str) -> None:
         """``address`` is one of this machine's."""
-        from torch._C._distributed_c10d import TCPStore
-
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         self.place = {
             "MASTER_ADDR": address,
-            "MASTER_PORT": str(self._store.port),
             "WORLD_SIZE": str(ranks),
             "LOCAL_RANK": "0",
             "TORCHELASTIC_RUN_ID": "burnish",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
         }
         """The environment of each rank, as torchrun gives it."""
+        self.renew()
 
     def renew(self) -> None:
-        """All ranks start again."""
-        count = int(self.place["TORCHELASTIC_RESTART_COUNT"])
-        self.place["TORCHELASTIC_RESTART_COUNT"] = str(count + 1)
+        """All ranks start, perhaps again: the addresses of dead ranks stay in their store, so each
+        time has its own."""
+        from torch._C._distributed_c10d import TCPStore
+
+        address = self.place["MASTER_ADDR"]
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self.place["MASTER_PORT"] = str(self._store.port)
 
 
 IDLE = timedelta(days=30)
@@ -78,6 +80,8 @@ def is_follower(recipe: Recipe, arguments: Sequence[str]) -> bool:
             f"torchrun has started {os.environ['WORLD_SIZE']} ranks, and with runtime.name = "
             f"'{recipe.runtime.name}' each of them would be a run of its own; use 'torchrun'"
         )
+    if recipe.runtime.name == "torchrun":
+        check_ranks(recipe)  # before anyone loads torch
     return is_started() and rank() > 0
 
 
@@ -130,11 +134,11 @@ def build(recipe: Recipe) -> Parts:
 
 
 def conduct(recipe: Recipe, channel: Channel | None = None) -> Conductor:
-    """The learner of rank 0; the other ranks get its recipe, which has a number of steps now."""
+    """The learner of rank 0; the other ranks have its recipe, and get the number of its steps."""
     from burnish.loops.conductor import Conductor
 
     channel = channel or join(recipe)
-    channel.send(recipe)
+    channel.send(recipe.train.steps)
     learner, mesh = channel.call(_learner, recipe)
     return Conductor(learner, mesh, channel)
 
@@ -153,8 +157,8 @@ def follow(recipe: Recipe, count: int | None) -> None:
 
     recipe = local.prepare(recipe, count)
     channel = join(recipe)
-    own = channel.call(channel.receive)
-    learner, mesh = channel.call(_learner, own)
+    recipe = config.with_steps(recipe, channel.call(channel.receive))
+    learner, mesh = channel.call(_learner, recipe)
     conductor.follow(learner, mesh, channel)
 
 
@@ -174,21 +178,19 @@ def join(recipe: Recipe) -> Channel:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deadline = timedelta(seconds=recipe.runtime.deadline)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=deadline)
-    count, address = (
-        dist.get_world_size(),
-        (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-    )
-    store = TCPStore(*address, is_master=False, timeout=deadline)
+    count, port = dist.get_world_size(), int(os.environ["MASTER_PORT"])
+    store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=deadline)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     watch = Watch(PrefixStore(f"burnish/{attempt}", store), rank(), count)
     watch.start()
     recipes: list[str] = [""] * count
     dist.all_gather_object(recipes, config.to_toml(config.effective(recipe)))
     if others := [number for number in range(count) if recipes[number] != recipes[0]]:
-        lines = set(recipes[0].splitlines()) ^ set(recipes[others[0]].splitlines())
+        first, other = (tomllib.loads(recipes[number]) for number in (0, others[0]))
         watch.end()
         raise ConfigError(
-            f"the recipe of rank {others[0]} is not that of rank 0 ({'; '.join(sorted(lines))}); "
+            f"the recipes of ranks 0 and {others[0]} differ "
+            f"({differences(config.flat(first), config.flat(other))}); "
             "start all ranks with one command line"
         )
     return Channel(dist.new_group(backend="gloo", timeout=IDLE), watch, device_of(recipe))

@@ -1,6 +1,7 @@
 """Runs on the ranks that torchrun starts: what is refused and planned, and a run like any other."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -80,13 +81,65 @@ def test_a_plan_has_the_memory_of_a_rank(tmp_path):
     assert lines["packs"].startswith("about 2 of 8 responses")
 
 
+def refusals(folder, *own):
+    """The words of two ranks, each with settings of its own, that can't be a run together."""
+    write_recipe(folder)
+    meeting = torchrun.Meeting(2, "127.0.0.1")
+    ranks = []
+    for number, settings in enumerate(own):
+        given = [word for text in settings for word in ("--set", text)]
+        command = [sys.executable, "-m", "burnish", "sft", "r.toml", "--out", "run", *given]
+        place = os.environ | meeting.place | {"RANK": str(number), "LOCAL_WORLD_SIZE": "2"}
+        ranks.append(
+            subprocess.Popen(command, cwd=folder, env=place, stderr=subprocess.PIPE, text=True)
+        )
+    told = []
+    for one in ranks:
+        try:
+            told.append(one.communicate(timeout=60)[1].strip())
+        finally:
+            one.kill()
+    assert [one.returncode for one in ranks] == [1, 1], told
+    assert not (folder / "run" / "metrics.jsonl").exists()
+    return told
+
+
+@pytest.mark.slow
+def test_ranks_with_different_recipes_are_refused(tmp_path):
+    """As two machines with two command lines."""
+    same = ("mesh.shard=2", "train.batch=8")
+    told = refusals(
+        tmp_path,
+        (*same, "train.learning_rate=0.001"),
+        (*same, "train.learning_rate=0.002"),
+    )
+    expected = (
+        "error: the recipes of ranks 0 and 1 differ (train.learning_rate: 0.001 → 0.002); start "
+        "all ranks with one command line"
+    )
+    assert told == [expected] * 2
+
+
+def test_a_mesh_of_another_size_than_the_ranks_is_refused(tmp_path):
+    settings = ("mesh.shard=2", "mesh.tensor=2", "train.batch=8")
+    expected = (
+        "error: the mesh has 4 ranks (1 replicate × 2 shard × 2 tensor), and torchrun has started "
+        "2; set mesh.shard = 2 or mesh.replicate = 2, or start 4"
+    )
+    assert refusals(tmp_path, settings, settings) == [expected] * 2
+
+
+def write_recipe(folder):
+    rows = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(40)]
+    (folder / "t.jsonl").write_text("".join(rows[:32]))
+    (folder / "v.jsonl").write_text("".join(rows[32:]))
+    (folder / "r.toml").write_text(config.to_toml({"task": ROWS, "model": MODEL}))
+
+
 @pytest.mark.slow
 def test_a_run_on_ranks_is_a_run_like_any_other(tmp_path):
     """Two ranks learn the losses of one process; the run goes on on another mesh."""
-    rows = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(40)]
-    (tmp_path / "t.jsonl").write_text("".join(rows[:32]))
-    (tmp_path / "v.jsonl").write_text("".join(rows[32:]))
-    (tmp_path / "r.toml").write_text(config.to_toml({"task": ROWS, "model": MODEL}))
+    write_recipe(tmp_path)
 
     def burnish(*given):
         command = [sys.executable, "-m", "burnish", *given, "--quiet"]

@@ -99,13 +99,14 @@ class Supervisor:
         self._looked, self._is_ending = 0.0, False
         """When the head node last answered, and whether Ray is known to end."""
 
-    def restart(self, name: str) -> None:
-        """Starts an actor again that has lost its state; its calls are forgotten."""
-        actor = self._actors[name]
-        actor.calls.clear()
-        ray.kill(actor.handle)
-        self._count_death(actor, "it could not go on")
-        self._begin(actor)
+    def restart(self, name: str, others: Sequence[str] = ()) -> None:
+        """Starts an actor again that has lost its state, and others that can't go on without it;
+        their calls are forgotten."""
+        self._count_death(self._actors[name], "it could not go on")
+        for actor in (self._actors[one] for one in (name, *others)):
+            actor.calls.clear()
+            ray.kill(actor.handle)
+            self._begin(actor)
 
     def start(
         self, name: str, make: Callable[[], Any], *, restarts: bool = True, **options: Any

@@ -57,12 +57,12 @@ class HfEngine:
         if batch:
             self._generate(batch)
         done, self._undelivered = self._undelivered, []
-        return done + [_completed(sequence) for sequence in batch]
+        return done + [s.complete(s.finish or Finish.ABORT) for s in batch]
 
     def abort(self, request_id: str) -> None:
         ended = [s for s in self._waiting if s.group.request.request_id == request_id]
         self._waiting = [s for s in self._waiting if s not in ended]
-        self._undelivered += [_completed(sequence) for sequence in ended]
+        self._undelivered += [sequence.complete(Finish.ABORT) for sequence in ended]
 
     @torch.inference_mode()
     def probe(self) -> tuple[float, ...]:
@@ -106,10 +106,3 @@ class HfEngine:
         elif sequence.finish is None:
             drawn = sequence.forced is None
             self.sampled += sequence.take([token], [logprob], self.version) * drawn
-
-
-def _completed(sequence: Sequence) -> Completion:
-    request = sequence.group.request
-    recorded = sequence.response, sequence.logprobs, sequence.versions
-    ended = sequence.finish or Finish.ABORT, sequence.stop, sequence.text
-    return protocol.completed(request, sequence.index, recorded, ended, sequence.put_in)

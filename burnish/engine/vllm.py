@@ -194,13 +194,10 @@ class VllmEngine:
                 self._end(sequence, sequence.finish or Finish.LENGTH)
 
     def _end(self, sequence: Sequence, finish: Finish) -> None:
-        request = sequence.group.request
-        name = f"{request.request_id}/{sequence.index}"
+        name = f"{sequence.group.request.request_id}/{sequence.index}"
         self._engine.abort_request([name])  # nothing happens if vLLM has ended it, too
         del self._samples[name]
-        recorded = sequence.response, sequence.logprobs, sequence.versions
-        ended = finish, sequence.stop, sequence.text
-        self._undelivered.append(protocol.completed(request, sequence.index, recorded, ended))
+        self._undelivered.append(sequence.complete(finish))
 
 
 def _see_only(device: str) -> None:

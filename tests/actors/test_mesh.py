@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import burnish
 from burnish.actors import cluster
 from burnish.errors import ConfigError
+from burnish.progress import Progress
 from burnish.runs import checkpoints
 from burnish.runs.metrics import iterate_rows
 from burnish.strategy import RuntimeConfig
@@ -31,29 +37,69 @@ def test_a_group_of_rays_own_is_refused() -> None:
         burnish.train("keywords", runtime={"name": "ray", "transport": "gloo"}, mesh={"shard": 2})
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-def test_ranks_are_actors(tmp_path: Path) -> None:
-    """fp32: the sums of two ranks are rounded in another order."""
+RANKS = {"runtime": {"name": "ray", "threads": 1}, "mesh": {"shard": 2}}
+
+
+def train(path: Path, **more: Any) -> list[float]:
+    """Runs four steps -> the gradient norm of each."""
     settings = {
         "prompts": [f"say {n}" for n in range(8)],
         "reward": score,
         "show": False,
+        "task": {"chat": False},
         "model": MODEL,
         "rollout": {"batch": 8, "group_size": 4, "max_tokens": 8},
-        "train": {"steps": 3, "batch": 8, "log_kl": True},
+        "train": {"steps": 4, "batch": 8, "log_kl": True},
         "engine": {"kv_mb": 16},
-        "validation": {"every": 3},
+        "validation": {"every": 4},
         "checkpoint": {"every": 2},
     }
-    ranks = {"runtime": {"name": "ray", "threads": 1}, "mesh": {"shard": 2}}
-    task = {"task": {"chat": False}}
-    alone = burnish.train("keywords", out=tmp_path / "alone", **settings, **task)
-    meshed = burnish.train("keywords", out=tmp_path / "mesh", **settings, **task, **ranks)
-    norms = [
-        [row.get("train/grad_norm", 0.0) for row in iterate_rows(run.path / "metrics.jsonl")]
-        for run in (alone, meshed)
-    ]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
-    assert max(norms[0]) > 0
-    assert all(path.is_dir() for path in checkpoints.all_of(meshed.path))
+    run = burnish.train("keywords", out=path, **(settings | more))
+    assert all(saved.is_dir() == ("mesh" in more) for saved in checkpoints.all_of(run.path))
+    rows = iterate_rows(run.path / "metrics.jsonl")
+    return [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
+
+
+class Kill:
+    """Kills rank 1 after the third step, and keeps the notes that the run tells."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.killed: float | None = None
+        self.told: float | None = None
+
+    def show(self, progress: Progress) -> None:
+        if progress.phase == "note":
+            self.notes.append(progress.doing)
+            if self.killed is not None and self.told is None:
+                self.told = time.monotonic()
+        if progress.phase == "step" and progress.step == 3 and self.killed is None:
+            (rank,) = pids_of("ray::Rank")
+            os.kill(rank, signal.SIGKILL)
+            self.killed = time.monotonic()
+
+
+def pids_of(name: str) -> list[int]:
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if line.read_bytes().startswith(name.encode()):
+                found.append(int(line.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="it finds ranks by /proc")
+def test_ranks_are_actors_and_a_killed_one_is_named_and_started_again(tmp_path: Path) -> None:
+    """fp32: the sums of two ranks are rounded in another order."""
+    kill = Kill()
+    alone = train(tmp_path / "alone")
+    meshed = train(tmp_path / "mesh", show=kill.show, **RANKS)
+    assert meshed == pytest.approx(alone, rel=1e-4)
+    assert min(alone) > 0
+    assert any("rank-1 died" in note for note in kill.notes), kill.notes
+    assert kill.killed is not None
+    assert kill.told is not None
+    assert kill.told - kill.killed < 20
+    assert (tmp_path / "mesh" / "restarts.txt").read_text() == "from step 2\n"
