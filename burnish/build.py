@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from burnish import config, engines, machine, preflight
+from burnish import config, engines, machine, preflight, sizes
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import SorterEngine, spell
 from burnish.errors import BurnishError, MissingExtra, ModelError
@@ -21,7 +21,7 @@ from burnish.learner.optim import Optimizer, Policy
 from burnish.learner.preferences import Preferences
 from burnish.learner.ranks import Ranks
 from burnish.loops import asynchronous, supervised, sync
-from burnish.loops.evaluate import Decode, validation
+from burnish.loops.evaluate import Decode, Evaluator
 from burnish.loops.recorder import Parts
 from burnish.model import hub, products, reward
 from burnish.model.reward import RewardModel
@@ -41,17 +41,6 @@ from burnish.runs.metrics import Metrics
 from burnish.schema.models import SorterConfig
 from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
-from burnish.sizes import (
-    check_adapter,
-    check_device,
-    check_frozen,
-    check_heads,
-    device_of,
-    lacking_room,
-    measure,
-    measured,
-    settled,
-)
 from burnish.tasks import gym, judged, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream, fits
@@ -100,7 +89,7 @@ def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Pa
         learner=learner,
         prompts=stream,
         train=partial(train, prompts=stream),
-        validate=validation(recipe, task, engine, decode, drift),
+        validate=partial(Evaluator(recipe, task, engine, decode).validate, drift),
         listen=rollouts.listen if recipe.is_stale else None,
         in_flight=rollouts.in_flight,
         restore=rollouts.restore,
@@ -119,7 +108,7 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
-    bound = None if is_sorter else room(recipe, measured(recipe))
+    bound = None if is_sorter else room(recipe, sizes.measured(recipe))
     history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
     return PromptStream(task, bound, history, judged.evolving(recipe))
 
@@ -140,10 +129,10 @@ def _build_supervised(recipe: Recipe, make: Callable[[Recipe], Learner]) -> Part
 
 
 def _written(recipe: Recipe) -> pairs.Pairs:
-    task, bounds = recipe.task, (measured(recipe).context, recipe.train.micro_tokens)
-    assert isinstance(task, PairsTask | PreferencesTask)
+    assert isinstance(recipe.task, PairsTask | PreferencesTask)
+    context, together = sizes.measured(recipe).context, recipe.train.micro_tokens
     given: dict[str, Any] = {"tokenizer": open_tokenizer(recipe), "seed": recipe.seed}
-    return pairs.make_pairs(task, **given, context=bounds[0], together=bounds[1])
+    return pairs.make_pairs(recipe.task, **given, context=context, together=together)
 
 
 def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
@@ -154,7 +143,7 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
         policy = _sorter(recipe)
     else:
         policy = learned(recipe, open_policy(recipe))
-        policy = policy if ranks else policy.to(device_of(recipe))
+        policy = policy if ranks else policy.to(sizes.device_of(recipe))
     tell("load", "preparing the learner")
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
     if isinstance(policy, RewardModel):
@@ -167,22 +156,21 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
         assert isinstance(policy, Transformer), "the schema refuses a critic of the sorting model"
         own = train.model_copy(update={"learning_rate": recipe.critic.learning_rate})
         critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own, ranks)
-    frozen = {"teacher": _teacher(recipe, ranks)}
-    return Learner(policy, program, train, **frozen, critic=critic, ranks=ranks)
+    return Learner(policy, program, train, _teacher(recipe, ranks), critic, ranks)
 
 
 def _teacher(recipe: Recipe, ranks: Ranks | None) -> Transformer | None:
     other = preflight.frozen(recipe).get("teacher.model")
     if other is None:
         return None
-    model = open_model(other, DTYPES[settled(recipe).train.precision])[0]
+    model = open_model(other, DTYPES[sizes.settled(recipe).train.precision])[0]
     model.requires_grad_(False)
-    return ranks.place(model, "fp32") if ranks else model.to(device_of(recipe))
+    return ranks.place(model, "fp32") if ranks else model.to(sizes.device_of(recipe))
 
 
 def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
     """A recipe's task and engine, and a function that turns token ids into a text each."""
-    recipe = settled(recipe)
+    recipe = sizes.settled(recipe)
     engine = build_engine(recipe)
     tell("load", "reading the prompts")
     task, decode = build_task(recipe)
@@ -201,9 +189,10 @@ def _with_reward(recipe: Recipe, task: Task) -> Task:
     """The task with its learned reward, if the recipe has one."""
     if recipe.reward_model is None:
         return task
-    name, train = recipe.reward_model.name, settled(recipe).train
+    name, train = recipe.reward_model.name, sizes.settled(recipe).train
+    device, dtype = sizes.device_of(recipe), DTYPES[train.precision]
     tell("load", f"loading {name}")
-    model = reward.load(hub.resolve(name), dtype=DTYPES[train.precision]).to(device_of(recipe))
+    model = reward.load(hub.resolve(name), dtype=dtype).to(device)
     split = partial(cut, tokens=train.micro_tokens, sequences=train.micro_sequences)
     return LearnedReward(task, model, weight=recipe.reward_model.task, cut=split)
 
@@ -214,7 +203,7 @@ def decoder(tokenizer: Tokenizer) -> Decode:
 
 def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     check_phrase(recipe, tokenizer)
-    bound = room(recipe, measured(recipe))
+    bound = room(recipe, sizes.measured(recipe))
 
     def make(part: Any) -> Any:
         return TASKS[part.name](part, tokenizer=tokenizer, seed=recipe.seed, room=bound)
@@ -238,7 +227,7 @@ def build_engine(recipe: Recipe) -> Engine:
     from burnish.engine.engine import NativeEngine  # numba takes a second
     from burnish.engine.scheduler import STEP_TOKENS, EngineSettings
 
-    dtype, device = DTYPES[recipe.engine.precision], device_of(recipe)
+    dtype, device = DTYPES[recipe.engine.precision], sizes.device_of(recipe)
     total, free = machine.memory(device)
     cache = Need("cache", f"engine.kv_mb = {recipe.engine.kv_mb}", recipe.engine.kv_mb * 2**20)
     preflight.raise_all(preflight.lacking([cache], {"cache": total if device == "cpu" else free}))
@@ -283,10 +272,10 @@ def prepare(recipe: Recipe, threads: int | None = None) -> Recipe:
     run here, with no precision left open.
     """
     machine.set_up_torch(threads or machine.cores())
-    check_device(recipe)
-    chosen = settled(recipe)
+    sizes.check_device(recipe)
+    chosen = sizes.settled(recipe)
     for precision in {chosen.engine.precision, chosen.train.precision} - {"fp32"}:
-        if not machine.multiplies(precision, device_of(chosen)):
+        if not machine.multiplies(precision, sizes.device_of(chosen)):
             factor = products.cost(DTYPES[precision])
             tell(
                 "note",
@@ -300,16 +289,16 @@ def look(
     recipe: Recipe, path: Path, *, has_prompts: bool = True
 ) -> tuple[Recipe, Size | None, list[BurnishError]]:
     """The recipe as it would run here, its size, and its problems: for a plan."""
-    unknown = preflight.problem_of(check_device, recipe)
+    unknown = preflight.problem_of(sizes.check_device, recipe)
     lacks = [*preflight.problems(recipe, path), *unknown]
-    recipe = settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
+    recipe = sizes.settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
     is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
-    for check in () if is_absent else (check_frozen, check_adapter, check_heads):
+    for check in () if is_absent else (sizes.check_frozen, sizes.check_adapter, sizes.check_heads):
         lacks += preflight.problem_of(check, recipe)
-    size = None if is_absent else measure(recipe)
+    size = None if is_absent else sizes.measure(recipe)
     if size is not None and has_prompts and not lacks:
         try:
             size = probe(recipe, size)
         except BurnishError as error:
             lacks.append(error)
-    return recipe, size, [*lacks, *lacking_room(recipe, path, size)]
+    return recipe, size, [*lacks, *sizes.lacking_room(recipe, path, size)]

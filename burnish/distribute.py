@@ -21,7 +21,7 @@ from burnish.actors.learner import RemoteLearner
 from burnish.actors.supervisor import Supervisor
 from burnish.engine.protocol import require
 from burnish.loops import asynchronous, free, sync
-from burnish.loops.evaluate import validation
+from burnish.loops.evaluate import Evaluator
 from burnish.loops.recorder import Parts
 from burnish.models import open_tokenizer
 from burnish.progress import tell
@@ -90,7 +90,7 @@ def build(recipe: Recipe) -> Parts:
         learner=learner,  # type: ignore[arg-type]
         prompts=stream,
         train=partial(train, recipe, prompts=stream, learner=learner),
-        validate=validation(recipe, task, fleet, decode, learner.held_out_drift),
+        validate=partial(Evaluator(recipe, task, fleet, decode).validate, learner.held_out_drift),
         listen=fleet.listen,
         in_flight=fleet.in_flight,
         restore=fleet.restore,

@@ -27,14 +27,7 @@ from burnish.runs.directory import check_new, to_jsonl, version_of
 from burnish.schema.learning import LoraLearns
 from burnish.schema.models import LanguageConfig, ScratchConfig
 from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import (
-    FilesTask,
-    GymTask,
-    JudgedTask,
-    MathTask,
-    PreferencesTask,
-    Rows,
-)
+from burnish.schema.tasks import FilesTask, GymTask, JudgedTask, MathTask, PreferencesTask, Rows
 
 EXTRAS = {
     "math": ("math_verify", "grading answers of math tasks"),

@@ -21,6 +21,7 @@ from burnish.engine.cache import Array, Cache, Run, slots_of
 from burnish.engine.plain import RunAttention, SampleAhead, last_states
 from burnish.engine.sampler import BLOCK
 from burnish.engine.sequence import Prefix
+from burnish.model.attention import alike
 from burnish.model.products import linear, multiplies, widened
 from burnish.model.transformer import Layer, Transformer, rotation
 
@@ -178,12 +179,7 @@ def _prefixes(cache: Cache, decoding: Sequence[Run]) -> list[_Shared]:
     for row, run in enumerate(decoding):
         if run.sequence.prefix and run.shared:
             rows_of.setdefault(run.sequence.prefix, []).append(row)
-    buckets: list[list[Prefix]] = []
-    for prefix in sorted(rows_of, key=lambda prefix: -len(prefix.pages)):
-        if buckets and 4 * len(prefix.pages) >= 3 * len(buckets[-1][0].pages):
-            buckets[-1].append(prefix)
-        else:  # padding to the longest of the bucket would waste over a quarter
-            buckets.append([prefix])
+    buckets = alike(rows_of, lambda prefix: len(prefix.pages))
     return [_shared(cache, {prefix: rows_of[prefix] for prefix in some}) for some in buckets]
 
 

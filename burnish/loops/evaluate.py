@@ -32,6 +32,8 @@ TOGETHER = 512
 """Responses that are sampled together at least."""
 Decode = Callable[[IntArray], list[str]]
 """Turns token ids into one text each."""
+Drift = Callable[[list[Group]], Metrics]
+"""Measures the KL to the initial model on responses."""
 Row = dict[str, Any]
 """A response as results.jsonl has it."""
 
@@ -54,7 +56,6 @@ class Evaluator:
             top_p=1.0,
             top_k=None,
             max_tokens=config.max_tokens or self.recipe.rollout.max_tokens,
-            stop=self.recipe.stop,
         )
         prompts = list(enumerate(self.task.validation))
         doing = f"evaluating {len(prompts)} prompts {when}".rstrip()
@@ -84,6 +85,17 @@ class Evaluator:
             for row, (prompt, message) in zip(rows, grades, strict=True)
         ]
 
+    def validate(self, drift: Drift, when: str) -> tuple[list[Group], Metrics]:
+        """Graded responses to all prompts, and the figures of a policy in training."""
+        recipe, groups = self.recipe, self.answered(when)
+        found = figures(self.rows(groups))
+        found |= {f"validation/{name}": value for name, value in costs(groups).items()}
+        whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
+        if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
+            tell("evaluate", f"measuring the KL {when}")
+            found |= drift(whole)
+        return groups, found
+
     def evaluate_into(self, directory: Path, settings: Mapping[str, Any]) -> None:
         """Keeps every response, and the figures, in a directory, unless it has them already.
 
@@ -95,30 +107,6 @@ class Evaluator:
                 rows = self.rows(self.answered())
                 replace_file(directory / "results.jsonl", to_jsonl(rows))
                 replace_file(directory / FIGURES, json.dumps(figures(rows), indent=2) + "\n")
-
-
-def validation(
-    recipe: Recipe,
-    task: Task,
-    engine: Server,
-    decode: Decode,
-    drift: Callable[[list[Group]], Metrics],
-) -> Callable[[str], tuple[list[Group], Metrics]]:
-    """The function that measures a policy on held-out prompts; ``drift`` is given the responses on
-    which the KL to the initial model is measured."""
-    evaluator = Evaluator(recipe, task, engine, decode)
-
-    def validate(when: str) -> tuple[list[Group], Metrics]:
-        groups = evaluator.answered(when)
-        found = figures(evaluator.rows(groups))
-        found |= {f"validation/{name}": value for name, value in costs(groups).items()}
-        whole = [g for g in groups[:DRIFT] if not any(map(is_aborted, g.completions))]
-        if whole and recipe.train.log_kl and recipe.validation.temperature:  # greedy has no KL
-            tell("evaluate", f"measuring the KL {when}")
-            found |= drift(whole)
-        return groups, found
-
-    return validate
 
 
 def figures(rows: Sequence[Row]) -> Metrics:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from burnish.model.products import attention
 
+Item = TypeVar("Item")
 _Segment = tuple[range, range]
 """Slots of a segment, and of the prompt before it; none are before a prompt."""
 
@@ -79,7 +80,9 @@ class PackedAttention:
             before = range(0) if is_prompt else prompt
             after.setdefault(len(before), []).append((own, before))
         self._blocks = [
-            _Block.of(run, device) for segments in after.values() for run in _runs(segments)
+            _Block.of(run, device)
+            for segments in after.values()
+            for run in alike(segments, lambda segment: len(segment[0]))
         ]
         # One gather for all blocks, not one each: the backward pass of a gather writes a tensor
         # as large as the tensor that was gathered from.
@@ -152,13 +155,13 @@ def causal(
     return PackedAttention(offsets, torch.ones(len(lengths), dtype=torch.bool), widens=widens)
 
 
-def _runs(segments: list[_Segment]) -> list[list[_Segment]]:
-    """Segments sorted by length and cut where padding to the longest would waste over a quarter."""
-    runs: list[list[_Segment]] = []
-    for segment in sorted(segments, key=lambda segment: -len(segment[0])):
-        length = len(segment[0])
-        if runs and 4 * length >= 3 * len(runs[-1][0][0]):
-            runs[-1].append(segment)
-        elif length:
-            runs.append([segment])
+def alike(items: Iterable[Item], length: Callable[[Item], int]) -> list[list[Item]]:
+    """Items from long to short, cut where padding to the longest would waste over a quarter; items
+    of length 0 are left out."""
+    runs: list[list[Item]] = []
+    for item in sorted(filter(length, items), key=length, reverse=True):
+        if runs and 4 * length(item) >= 3 * length(runs[-1][0]):
+            runs[-1].append(item)
+        else:
+            runs.append([item])
     return runs

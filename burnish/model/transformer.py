@@ -316,6 +316,7 @@ class Transformer(nn.Module):
         """[N, d] after the final norm; ``lower`` as in `score`."""
         return self._hidden(batch, lower)
 
+    # Ranks wrap each public pass and gather weights for it, so no pass calls another.
     def _hidden(self, batch: PackedBatch, lower: Tensor | None) -> Tensor:
         attend = self._attend(batch)
         if lower is None:
@@ -343,9 +344,9 @@ class Transformer(nn.Module):
         """Log-probabilities of a few tokens after a few fixed ones."""
         places = torch.arange(min(PROBE, self.config.context), device=self.embed.weight.device)
         tokens = places * 7919 % self.config.vocab_size
-        x = self._run(self.layers, self.embed(tokens), places, causal([len(places)], places.device))
+        hidden = self.forward(tokens, places, causal([len(places)], places.device))
         last, heat = torch.full_like(places, len(places) - 1), torch.ones_like(places).float()
-        found = token_logprobs(self, self.norm(x), tokens, last, places, heat)
+        found = token_logprobs(self, hidden, tokens, last, places, heat)
         return tuple(found.logprobs.tolist())
 
     def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:

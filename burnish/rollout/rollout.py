@@ -18,7 +18,7 @@ from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
 from burnish.rollout.branches import Steps, describe_steps, valued
 from burnish.rollout.greedy import set_apart
-from burnish.rollout.length import PART, Shape, is_cut, mask_cut, unshaped
+from burnish.rollout.length import Shape, is_cut, mask_cut, unshaped
 from burnish.schema.length import Overlong
 from burnish.schema.recipe import Recipe
 from burnish.tasks.task import Task
@@ -280,10 +280,9 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     A response whose grade is an error has no reward; without any reward there is no such mean.
     """
     scored = [r for r in responses if r["status"] != Status.ERROR]
-    columns: dict[str, list[float]] = {
-        "length": [_length(r) for r in responses],
-        "length_correct": [_length(r) for r in scored if _is_right(r)],
-    }
+    right = [r for r in scored if Grade(r["reward"], r["parts"]).is_right]
+    columns: dict[str, list[float]] = {"length": [_length(r) for r in responses]}
+    columns["length_correct"] = [_length(r) for r in right]
     columns |= {name: [r["finish"] == end for r in responses] for name, end in ENDINGS.items()}
     columns["reward"] = [r["reward"] for r in scored]
     for part in sorted({r["part"] for r in scored if r.get("part") is not None}):
@@ -298,8 +297,3 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _length(response: Mapping[str, Any]) -> int:
     """Tokens that were sampled."""
     return len(response["tokens"]) - len(response.get("forced", ()))
-
-
-def _is_right(response: Mapping[str, Any]) -> bool:
-    """Whether a response earned 1 before its length counted."""
-    return bool(response["reward"] - response["parts"].get(PART, 0) > 1 - 1e-6)

@@ -13,15 +13,14 @@ from burnish.runs import pages
 from burnish.runs.directory import read_json, replace_file
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.responses import ResponseRow
-from burnish.types import ENDINGS, Status
+from burnish.types import ENDINGS, Grade, Status
 
 Z = 1.959963984540054
 """95% of a normal distribution lie within so many standard deviations."""
 
 
 def is_right(row: ResponseRow) -> bool:
-    """Whether a response earned 1, or did all that a reward with partial credit asks: it sorted."""
-    return (row["parts"].get("sorted", row["reward"]) or 0) >= 1
+    return Grade(row["reward"] or 0.0, row["parts"]).is_right
 
 
 def has_format(row: ResponseRow) -> bool:

@@ -182,9 +182,5 @@ def reward_of(config: FilesTask) -> Reward | str:
 
 
 def limits_of(config: Graded) -> Limits:
-    return Limits(
-        workers=config.workers,
-        cpu_seconds=config.cpu_seconds,
-        wall_seconds=config.wall_seconds,
-        memory_bytes=config.memory_mb * 2**20,
-    )
+    same = config.model_dump(include={"workers", "cpu_seconds", "wall_seconds"})
+    return Limits(**same, memory_bytes=config.memory_mb * 2**20)
