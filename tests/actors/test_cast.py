@@ -11,11 +11,12 @@ import pytest
 from burnish import config
 from burnish.actors.learner import RemoteLearner
 from burnish.actors.transport import Parcel
-from burnish.build import build_task, settled
+from burnish.build import build_task
 from burnish.distribute import make_generator, make_learner, make_scorer
 from burnish.draws import Stream
 from burnish.errors import ActorError, ConfigError
 from burnish.rollout.rollout import requests_of, sampling
+from burnish.sizes import settled
 
 
 def test_groups_that_an_evaluation_finished_are_handed_over(tmp_path: Path) -> None:

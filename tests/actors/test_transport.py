@@ -11,10 +11,10 @@ import torch
 
 from burnish import config
 from burnish.actors.transport import Receiver, Sender, checksum, discard
-from burnish.build import settled
 from burnish.errors import ConfigError, EngineError
 from burnish.model.attention import causal
 from burnish.model.transformer import ModelConfig, Transformer
+from burnish.sizes import settled
 from burnish.strategy import RuntimeConfig
 from burnish.types import Weights
 
