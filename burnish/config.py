@@ -30,14 +30,7 @@ from burnish.sections import OWN, as_table, nearest
 RECIPES = Path(__file__).parent / "recipes"
 PRESETS = Path(__file__).parent / "presets"
 """Published algorithms: settings that go over those of any recipe."""
-CHOSEN = (
-    "task",
-    "model",
-    "loop",
-    "length",
-    "train.learn",
-    *(f"objective.{kind}" for kind in KINDS),
-)
+CHOSEN = ("task", "model", "loop", "length", "train.learn", *(f"objective.{k}" for k in KINDS))
 """Sections that a recipe chooses by name, out of several."""
 LANGUAGE = [
     *("device", "engine", "train.learn", "train.recompute", "validation.max_tokens"),
@@ -258,8 +251,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     ]
     on_mesh = recipe.runtime.name == "torchrun"
     written = [name for name in SAMPLED if name != "runtime" or not on_mesh]
-    in_loss = getattr(recipe.objective.kl, "where", "loss") == "loss"
-    free = recipe.objective.advantage.is_scale_free and in_loss
+    free = advantage.is_scale_free and recipe.objective.kl.where != "reward"
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],

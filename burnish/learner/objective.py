@@ -85,7 +85,7 @@ class Program:
     @property
     def refresh(self) -> int | None:
         """The policy becomes the reference every so many rollouts; None if it never does."""
-        return self._kl.refresh if self._kl else None
+        return self.objective.kl.refresh
 
     def advantages(self, batch: PackedBatch, scores: Scores) -> Tensor:
         """The advantage of every action, [N]; a KL term in the reward is a part of it."""
