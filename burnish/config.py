@@ -68,12 +68,7 @@ Overrides = str | Table | Sequence[str | Table]
 """Changes to a recipe: "section.key=value" texts and tables, one or several."""
 
 
-def load(
-    source: str | os.PathLike[str] | Table | Recipe,
-    overrides: Overrides = (),
-    *,
-    seed: int | None = None,
-) -> Recipe:
+def load(source: str | os.PathLike[str] | Table | Recipe, overrides: Overrides = ()) -> Recipe:
     """The recipe of a name, a TOML file, a table or a recipe, with the overrides applied.
 
     ``preset`` names settings of a published algorithm. They go over the recipe's own, and overrides
@@ -98,8 +93,6 @@ def load(
     merged = given
     for over in (chosen, changes):
         merged = _without_replaced(merged, over) | over
-    if seed is not None:
-        merged["seed"] = seed
     recipe = _validate(merged)
     useless = _useless(merged, recipe)
     for key, cause in useless.items():
