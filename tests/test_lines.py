@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 LINES = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "lines.py"))
-LIMIT = 12_406
+LIMIT = 12_391
 """Of the core's code lines, modern RL among them. Whoever deletes lowers it; the aim is 10,300."""
 DISTRIBUTED_LIMIT = 1_877
 """Of code lines for Ray, for learning from old tokens, and for sweeps; the aim is 1,500."""
