@@ -2,15 +2,15 @@
 
     python examples/first_wrong.py easy-sums --write
     burnish sft sums-sft --data easy-sums --out runs/easy-sft \\
-        --set task.epochs=300 --set model.layers=2 --set model.width=64 --set model.d_ff=172
+        --set task.epochs=600 --set model.layers=2 --set model.width=64 --set model.d_ff=172
     burnish train sums --set model.name=runs/easy-sft --out runs/easy \\
         --set task.train=easy-sums/train.jsonl --set task.validation=easy-sums/validation.jsonl \\
-        --set objective.advantage=vine --set rollout.temperature=1.5 --set train.steps=1 \\
+        --set objective.advantage=vine --set rollout.temperature=2 --set train.steps=1 \\
         --set rollout.batch=128 --set train.batch=128 --set log.rollouts=128
     python examples/first_wrong.py runs/easy
 
 The first command writes 64 easy sums, which a model of 100,000 weights can learn by heart; at
-temperature 1.5 it slips now and then. The last command reads the responses that the run kept. The
+temperature 2 it slips now and then. The last command reads the responses that the run kept. The
 first wrong line of a wrong response is the first that differs from the worked answer. The script
 counts how often the step with the lowest advantage is that line. Responses without a single lowest
 step are left out: no continuation earned more than another. An advantage per response, such as
