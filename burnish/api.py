@@ -95,11 +95,8 @@ def train(
         sizes.check_room(recipe, path)
         read = preflight.hashes(recipe)
         try:
-            with (
-                closing(_parts(recipe)) as parts,
-                RunDirectory(path, recipe, inputs=read) as opened,
-            ):
-                record(opened, parts, stop=stop)
+            with closing(_parts(recipe)) as parts, RunDirectory(path, recipe, inputs=read) as run:
+                record(run, parts, stop=stop)
         except KeyboardInterrupt:
             learned = any(row["step"] > 0 for row in iterate_rows(path / "metrics.jsonl"))
             if is_new and not learned:
@@ -133,9 +130,8 @@ def sft(
     validation.jsonl, or the rows themselves; ``how`` is as in ``train``.
     """
     how["task"] = {"name": "pairs"} | how.get("task", {})
-    if isinstance(data, str | os.PathLike):
-        return train(recipe, data=data, **how)
-    return train(recipe, prompts=data, **how)
+    how["data" if isinstance(data, str | os.PathLike) else "prompts"] = data
+    return train(recipe, **how)
 
 
 def recipe_of(
@@ -332,9 +328,8 @@ def generate(
     ``min_tokens`` and ``seed``.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    model = hub.as_setting(model)
-    named = {"task": "keywords", "model": model, "engine": {"precision": precision}}
-    recipe = config.load(named | {"device": device})
+    named = {"task": "keywords", "model": hub.as_setting(model), "device": device}
+    recipe = config.load(named | {"engine": {"precision": precision}})
     with shown(show, recipe.model.name):
         engine, tokenizer = open_engine(recipe)
         from burnish.rollout.rollout import sample

@@ -6,24 +6,21 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from typer import Argument, Option
 
-from burnish import api, config, engine_commands, preflight, serve, torchrun
+from burnish import api, config, engine_commands, preflight, printing, serve, torchrun
 from burnish.display import Display
 from burnish.errors import BurnishError
 from burnish.interrupt import Interrupts
-from burnish.plan import Section
 from burnish.plan import plan as make_plan
+from burnish.printing import print_sections, print_table, say
 from burnish.progress import tell
 from burnish.runs import directory, resuming
 from burnish.runs.run import answers, outcome
@@ -37,8 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Post-train language models with reinforcement learning.",
 )
-out_console = Console(highlight=False)
-err_console = Console(highlight=False, stderr=True)
 app.command()(serve.serve)
 app.add_typer(engine_commands.app, name="engine")
 
@@ -71,9 +66,9 @@ def recipes() -> None:
     """List the recipes and presets, a line each."""
     presets = "\npresets, which go on any recipe by --set preset=NAME"
     for folder, title in {config.RECIPES: "recipes", config.PRESETS: presets}.items():
-        _say(title)
+        say(title)
         found = {name: config.read_recipe(name, folder) for name in config.list_recipes(folder)}
-        _print_table((f"[bold]{n}", escape(table["description"])) for n, table in found.items())
+        print_table((f"[bold]{n}", escape(table["description"])) for n, table in found.items())
 
 
 @app.command()
@@ -91,9 +86,9 @@ def plan(
         if size is not None:
             device = None if loaded.device == "auto" else loaded.device
             rates = machine.measure(0.3, precision=loaded.train.precision, device=device)
-    _print_sections(make_plan(loaded, where, size, rates))
+    print_sections(make_plan(loaded, where, size, rates))
     if lacks:
-        _print_sections([("it can't run yet", [("lacks", str(problem)) for problem in lacks])])
+        print_sections([("it can't run yet", [("lacks", str(problem)) for problem in lacks])])
 
 
 @app.command()
@@ -104,7 +99,7 @@ def doctor() -> None:
         from burnish import doctor
 
         sections = doctor.examine()
-    _print_sections(sections)
+    print_sections(sections)
 
 
 @app.command()
@@ -120,7 +115,6 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Run a recipe: sample, score, learn, and leave a run directory."""
-    runtime = runtime or ("torchrun" if torchrun.is_started() else None)
     changes = _changes(overrides, seed=seed, runtime=_runtime(runtime, address))
     _run(api.recipe_of(recipe, changes, data=data, reward=reward), out, quiet=quiet)
 
@@ -136,8 +130,7 @@ def sft(
     quiet: Quiet = False,
 ) -> None:
     """Learn written answers, prompt by prompt: a warm start for `burnish train`."""
-    runtime = runtime or ("torchrun" if torchrun.is_started() else None)
-    changes = _changes(overrides, task="pairs", seed=seed, runtime=runtime)
+    changes = _changes(overrides, task="pairs", seed=seed, runtime=_runtime(runtime))
     _run(api.recipe_of(recipe, changes, data=data), out, quiet=quiet)
 
 
@@ -168,7 +161,7 @@ def demo(
         from burnish import demo
 
         recipe, lines = demo.choose(is_full=full, seed=seed)
-    _print_sections([("demo", lines)])
+    print_sections([("demo", lines)])
     _run(recipe, out, quiet=quiet)
 
 
@@ -229,7 +222,7 @@ def chaos(
             finally:
                 killer.end()
         found = verdict(path, loaded)
-        _say(f"killed: {', '.join(killer.killed) or 'nobody, the run was too short'}\n{found}")
+        say(f"killed: {', '.join(killer.killed) or 'nobody, the run was too short'}\n{found}")
     raise typer.Exit(1 if found.problems else 0)
 
 
@@ -247,12 +240,12 @@ def sweep(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
-        failed = sweep.run(file, out, _say, parallel, gpus)
+        failed = sweep.run(file, out, say, parallel, gpus)
     except KeyboardInterrupt:
-        _say("stopped; the same command goes on from here")
+        say("stopped; the same command goes on from here")
         raise typer.Exit(130) from None
     told = [f"failed: {name}: {error}" for name, error in failed.items()]
-    _say("\n".join([*told, f"report: {out / sweep.PAGE}"]))
+    say("\n".join([*told, f"report: {out / sweep.PAGE}"]))
     raise typer.Exit(1 if failed else 0)
 
 
@@ -261,7 +254,7 @@ def report(run: RunPath) -> None:
     """Write a run's report.html, also while it runs."""
     from burnish.runs.report import write_report
 
-    _say(f"report: {write_report(run)}")
+    say(f"report: {write_report(run)}")
 
 
 @app.command()
@@ -273,7 +266,7 @@ def watch(
     from burnish.runs.watch import Server
 
     with Server(path, port) as server, suppress(KeyboardInterrupt):
-        _say(f"watching {path} at {server.url}")
+        say(f"watching {path} at {server.url}")
         server.serve_forever()
 
 
@@ -285,7 +278,7 @@ def export(
     adapter: Annotated[bool, Option("--adapter", help="the adapter alone, as PEFT's")] = False,
 ) -> None:
     """Write a run's model as a Hugging Face directory."""
-    _say(f"{api.export(run, out, which=which, adapter=adapter).name} of {run} → {out}")
+    say(f"{api.export(run, out, which=which, adapter=adapter).name} of {run} → {out}")
 
 
 @app.command(name="eval")
@@ -312,7 +305,7 @@ def evaluate(
         for number, one in enumerate(chosen, 1)
     ]
     names = dict.fromkeys(name for measured in done for name in measured.figures)
-    _print_table(
+    print_table(
         [name, *(f"{measured.figures.get(name, math.nan):z.4f}" for measured in done)]
         for name in names
     )
@@ -322,7 +315,7 @@ def evaluate(
         from burnish.runs.results import write_evaluation
 
         page = write_evaluation(paths, (out or paths[0]) / "side-by-side.html")
-    _say(f"report: {page}")
+    say(f"report: {page}")
 
 
 @app.command()
@@ -336,27 +329,13 @@ def compare(
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
     the last 10 steps, or over the last third of a short run; the rest is the last validation.
     """
-    import numpy as np
-
-    from burnish.runs.comparison import ends, write_comparison
+    from burnish.runs.comparison import tabulate, write_comparison
     from burnish.runs.results import write_evaluation
 
     if all((run / "results.jsonl").exists() for run in runs):
-        return _say(f"report: {write_evaluation(runs, out)}")
-    curves = [(curve, ends(curve)) for curve in write_comparison(runs, out)]
-    shown = [name for name in curves[0][1] if any(np.isfinite(e[name]).any() for _, e in curves)]
-    rows: list[list[str]] = [["", *shown]]
-    for curve, end in curves:
-        rows.append([escape(curve.label)])
-        columns = [end[name] for name in shown]
-        for seed, *values in sorted(zip(curve.seeds, *columns, strict=True)):
-            told = ("–" if np.isnan(value) else f"{value:z.3f}" for value in values)
-            rows.append([f"  seed {seed}", *told])
-        if len(curve.seeds) > 1:
-            for name, over in (("mean", np.mean), ("std", np.std)):
-                rows.append([f"  {name}", *(f"{over(values):z.3f}" for values in columns)])
-    _print_table(rows)
-    return _say(f"report: {out}")
+        return say(f"report: {write_evaluation(runs, out)}")
+    print_table(map(escape, row) for row in tabulate(write_comparison(runs, out)))
+    return say(f"report: {out}")
 
 
 @app.command()
@@ -376,8 +355,8 @@ def generate(
     said = api.generate(prompt, **how)
     for number, answer in enumerate(said):
         if len(said) > 1:
-            _say(f"── prompt {number // samples + 1}, sample {answer.sample + 1} ──")
-        _say(printable(answer.text))
+            say(f"── prompt {number // samples + 1}, sample {answer.sample + 1} ──")
+        say(printable(answer.text))
 
 
 def _changes(overrides: list[str] | None, **options: Any) -> list[str | config.Table]:
@@ -386,39 +365,22 @@ def _changes(overrides: list[str] | None, **options: Any) -> list[str | config.T
     return [given, *(overrides or ())]
 
 
-def _runtime(name: str | None, address: str | None) -> config.Table | None:
-    """The section of a recipe that --runtime and --address stand for; an address means Ray."""
-    if name is None and address is None:
-        return None
-    found = {"name": name or "ray"}
-    return found if address is None else found | {"address": address}
-
-
-def _say(text: str) -> None:
-    out_console.print(text, markup=False, emoji=False, soft_wrap=True)
-
-
-def _print_table(rows: Iterable[Iterable[str]]) -> None:
-    table = Table.grid(padding=(0, 2))
-    for row in rows:
-        table.add_row(*row)
-    out_console.print(table)
-
-
-def _print_sections(sections: Iterable[Section]) -> None:
-    for title, rows in sections:
-        out_console.print(f"[bold]{title}")
-        _print_table((f"  {escape(what)}", escape(value)) for what, value in rows)
+def _runtime(name: str | None, address: str | None = None) -> config.Table | None:
+    """The section of a recipe that --runtime and --address stand for; an address means Ray, and a
+    process that torchrun started learns with the others."""
+    name = name or ("torchrun" if torchrun.is_started() else address and "ray")
+    found = {"name": name, "address": address}
+    return {key: value for key, value in found.items() if value is not None} or None
 
 
 def _live(path: Path, *, quiet: bool) -> Interrupts:
-    return Interrupts(path, Display(path.name, out_console, quiet=quiet))
+    return Interrupts(path, Display(path.name, printing.out_console, quiet=quiet))
 
 
 def _show_end(path: Path) -> None:
     """Prints how a run went, some answers before and after, and where its report is."""
     end = directory.read_json(path / "summary.json")
-    _say("\n".join([*outcome(end), *answers(end), f"report: {path / 'report.html'}"]))
+    say("\n".join([*outcome(end), *answers(end), f"report: {path / 'report.html'}"]))
 
 
 def main() -> None:
@@ -427,7 +389,8 @@ def main() -> None:
     try:
         app(prog_name="burnish")
     except (BurnishError, OSError) as error:
-        err_console.print(f"[red]error:[/] {escape(printable(str(error)))}", soft_wrap=True)
+        told = escape(printable(str(error)))
+        printing.err_console.print(f"[red]error:[/] {told}", soft_wrap=True)
         if torchrun.is_started():
             os._exit(1)  # the usual way out takes apart groups that may wait for a dead rank
         sys.exit(1)

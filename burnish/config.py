@@ -30,14 +30,7 @@ from burnish.sections import OWN, as_table, nearest
 RECIPES = Path(__file__).parent / "recipes"
 PRESETS = Path(__file__).parent / "presets"
 """Published algorithms: settings that go over those of any recipe."""
-CHOSEN = (
-    "task",
-    "model",
-    "loop",
-    "length",
-    "train.learn",
-    *(f"objective.{kind}" for kind in KINDS),
-)
+CHOSEN = ("task", "model", "loop", "length", "train.learn", *(f"objective.{k}" for k in KINDS))
 """Sections that a recipe chooses by name, out of several."""
 LANGUAGE = [
     *("device", "engine", "train.learn", "train.recompute", "validation.max_tokens"),
@@ -75,12 +68,7 @@ Overrides = str | Table | Sequence[str | Table]
 """Changes to a recipe: "section.key=value" texts and tables, one or several."""
 
 
-def load(
-    source: str | os.PathLike[str] | Table | Recipe,
-    overrides: Overrides = (),
-    *,
-    seed: int | None = None,
-) -> Recipe:
+def load(source: str | os.PathLike[str] | Table | Recipe, overrides: Overrides = ()) -> Recipe:
     """The recipe of a name, a TOML file, a table or a recipe, with the overrides applied.
 
     ``preset`` names settings of a published algorithm. They go over the recipe's own, and overrides
@@ -105,8 +93,6 @@ def load(
     merged = given
     for over in (chosen, changes):
         merged = _without_replaced(merged, over) | over
-    if seed is not None:
-        merged["seed"] = seed
     recipe = _validate(merged)
     useless = _useless(merged, recipe)
     for key, cause in useless.items():
@@ -258,8 +244,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     ]
     on_mesh = recipe.runtime.name == "torchrun"
     written = [name for name in SAMPLED if name != "runtime" or not on_mesh]
-    in_loss = getattr(recipe.objective.kl, "where", "loss") == "loss"
-    free = recipe.objective.advantage.is_scale_free and in_loss
+    free = advantage.is_scale_free and recipe.objective.kl.where != "reward"
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],

@@ -27,7 +27,8 @@ def choose(*, is_full: bool = False, seed: int | None = None) -> tuple[Recipe, L
     Returns its recipe, with no precision left open, and lines about the machine, the form and the
     time it takes.
     """
-    recipes = {name: sizes.settled(config.load(FORMS[name], seed=seed)) for name in FORMS}
+    changes = {} if seed is None else {"seed": seed}
+    recipes = {name: sizes.settled(config.load(FORMS[name], changes)) for name in FORMS}
     rates = machine.measure(SECONDS, precision=recipes["small"].train.precision)
     times = {name: plan.seconds(recipe, SIZE, rates) for name, recipe in recipes.items()}
     fits = [name for name in FORMS if name == "small" or times[name] <= BUDGET_S]

@@ -245,7 +245,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     learned = count if size.learned is None else size.learned
     has_lora = train.learn.name == "lora"
     low, wide, cache = BYTES[train.precision], BYTES[engine.precision], engine.kv_mb * 2**20
-    kl, refreshes = recipe.objective.kl, getattr(recipe.objective.kl, "refresh", None) is not None
+    kl, refreshes = recipe.objective.kl, recipe.objective.kl.refresh is not None
     # The reference, the initial model and the previous policy. The initial model is the reference
     # if there is one that is never refreshed.
     copies = isinstance(kl, KL) + train.log_kl * (2 - (isinstance(kl, KL) and not refreshes))

@@ -63,7 +63,7 @@ def by_places(before: int, sign: str, number: int) -> Iterator[str]:
 
 def questions(count: int, seed: int) -> list[str]:
     """Different questions of the recipe, in the order of its training prompts."""
-    recipe = config.load("arithmetic", seed=seed)
+    recipe = config.load("arithmetic", {"seed": seed})
     tokenizer = Tokenizer.of_bytes()  # any tokenizer: only texts are read
     endless = recipe.task.model_copy(update={"train_prompts": None})
     task = make_gym(endless, tokenizer=tokenizer, seed=recipe.seed)

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest
 from rich.console import Console
 
-from burnish import cli
+from burnish import cli, printing
 
 BURNISH = str(Path(sys.executable).with_name("burnish"))
 SHORT = ["--set", "train.steps=2", "--set", "train.epochs=1"]
@@ -23,7 +23,7 @@ SHORT = ["--set", "train.steps=2", "--set", "train.epochs=1"]
 def burnish(tmp_path, monkeypatch, capsys):
     """Runs a command in this process, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "out_console", Console(highlight=False, width=160))
+    monkeypatch.setattr(printing, "out_console", Console(highlight=False, width=160))
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["burnish", *map(str, arguments)])

@@ -91,7 +91,7 @@ def test_a_recipe_may_be_a_table():
     table = config.read_recipe("sort")
     assert config.load(table | {"name": "sort"}) == config.load("sort")
     assert config.load(table).name == "run"
-    assert config.load({"task": "sort"}, seed=3).seed == 3
+    assert config.load({"task": "sort"}, {"seed": 3}).seed == 3
     assert config.load(config.RECIPES / "sort.toml") == config.load("sort")
     assert "did you mean 'train.steps'?" in refused(name={"train": {"step": 3}})
     assert "has no effect" in refused(name={"objective": {"kl": {"coefficient": 0.1}}})
@@ -113,7 +113,7 @@ def test_tables_are_refused_with_the_words_of_the_command_line(overrides, messag
 
 
 def test_seed_and_overrides_win_over_the_recipe():
-    recipe = config.load("sort", ["train.steps=7", "train.steps=8"], seed=5)
+    recipe = config.load("sort", ["train.steps=7", "train.steps=8", {"seed": 5}])
     assert (recipe.train.steps, recipe.seed) == (8, 5)
 
 
@@ -220,7 +220,7 @@ def test_a_recipe_with_a_setting_without_effect_is_refused(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('[objective]\nloss = "reinforce"\nratio = "sequence"\n')
     with pytest.raises(ConfigError, match=r"objective\.ratio has no effect"):
-        config.load(str(file), seed=3)
+        config.load(str(file), {"seed": 3})
     file.write_text('[objective.loss]\nname = "reinforce"\nlow = 0.1\n')
     with pytest.raises(ConfigError, match=r"loss\.low has no effect .* 'reinforce'"):
         config.load(str(file))

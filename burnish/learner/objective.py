@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from burnish.errors import ConfigError
 from burnish.pieces.advantages import CRITIC, Gae
-from burnish.pieces.losses import Streams
+from burnish.pieces.losses import Reduction, Streams
 from burnish.pieces.objective import ObjectiveConfig
 from burnish.pieces.terms import KL, Importance
 from burnish.rl import kl, losses, ratios
@@ -85,7 +85,7 @@ class Program:
     @property
     def refresh(self) -> int | None:
         """The policy becomes the reference every so many rollouts; None if it never does."""
-        return self._kl.refresh if self._kl else None
+        return self.objective.kl.refresh
 
     def advantages(self, batch: PackedBatch, scores: Scores) -> Tensor:
         """The advantage of every action, [N]; a KL term in the reward is a part of it."""
@@ -125,20 +125,16 @@ class Program:
             assert proximal is not None, "it is in passes"
             correction = self.objective.importance.weights(proximal, batch)
         returns = None if self.critic is None else self._estimate(batch, scores)[1]
-        batches = [
-            LearnBatch(
-                batch=part,
-                advantages=advantages[slots],
-                loss_weight=self.objective.reduction.weights(part).float(),
-                proximal_logprobs=at(slots, proximal),
-                reference_logprobs=at(slots, scores.reference),
-                importance=at(slots, correction),
-                returns=at(slots, returns),
-                old_values=at(slots, scores.values),
-                slots=slots,
-            )
-            for part, slots in parts
-        ]
+        batches = deal(
+            parts,
+            self.objective.reduction,
+            advantages=advantages,
+            proximal_logprobs=proximal,
+            reference_logprobs=scores.reference,
+            importance=correction,
+            returns=returns,
+            old_values=scores.values,
+        )
         has_term = self._kl or self.objective.entropy_coefficient or self.objective.loss.has_term
         is_whole = has_term or self.critic or len(batches) == 1
         return batches if is_whole else [live(learn) for learn in batches]
@@ -221,6 +217,16 @@ class Program:
             ratio = ratios.sequence_ratio(logprobs, proximal, mask, sequence_ids=ids)
         streams = {"logprobs": logprobs, "proximal": proximal, "ratio": ratio}
         return streams | {"advantages": learn.advantages, "mask": mask, "sequence_ids": ids}
+
+
+def deal(parts: Sequence[Pack], reduction: Reduction, **streams: Tensor | None) -> list[LearnBatch]:
+    """A batch to learn from for each part: its slots of the streams [N], and its own weights."""
+    found = []
+    for part, slots in parts:
+        own: dict[str, Any] = {name: at(slots, stream) for name, stream in streams.items()}
+        weight = reduction.weights(part).float()
+        found.append(LearnBatch(part, loss_weight=weight, slots=slots, **own))
+    return found
 
 
 def live(learn: LearnBatch) -> LearnBatch:

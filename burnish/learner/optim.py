@@ -95,7 +95,8 @@ class Optimizer(Generic[Model]):
         Without gradients no weight changes.
         """
         shrink = min(1.0, self.train.clip_norm / norm if norm else 1.0) / self.scale
-        if shrink != 1 and (gradients := self._gradients()):
+        gradients = [p.grad for p in self._learning if p.grad is not None]
+        if shrink != 1 and gradients:
             torch._foreach_mul_(gradients, shrink)
         learning_rate = rate(self.train, number)
         for group in self.adamw.param_groups:
@@ -136,9 +137,6 @@ class Optimizer(Generic[Model]):
     def _refresh(self) -> None:
         if self.policy is not self.masters:
             copy_weights(self.masters, self.policy)
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._learning if p.grad is not None]
 
 
 @torch.no_grad()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from burnish.learner.objective import Metrics, Pass
+from burnish.learner.objective import Metrics, Pass, deal
 from burnish.model.reward import ends
+from burnish.pieces.losses import SequenceMean
 from burnish.rl.preferences import bradley_terry
-from burnish.rl.reduce import sequence_mean
 from burnish.rl.sequences import to_tokens
 from burnish.rollout.packing import Pack
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores
@@ -35,15 +35,7 @@ class Preferences:
     def batches(
         self, batch: PackedBatch, advantages: Tensor, scores: Scores, parts: Sequence[Pack]
     ) -> list[LearnBatch]:
-        return [
-            LearnBatch(
-                batch=part,
-                advantages=advantages[slots],
-                loss_weight=sequence_mean(part.is_action, sequence_ids=part.sequence_ids).float(),
-                slots=slots,
-            )
-            for part, slots in parts
-        ]
+        return deal(parts, SequenceMean(), advantages=advantages)
 
     def token_loss(self, measured: Measured, learn: LearnBatch) -> Tensor:
         batch = learn.batch

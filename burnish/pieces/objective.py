@@ -43,11 +43,7 @@ class ObjectiveConfig(Section):
                 "has importance, which corrects proximal against behavior, and proximal = "
                 "'behavior': it would always be 1; use proximal = 'recompute'"
             )
-        if (
-            isinstance(self.kl, KL)
-            and self.kl.where == "reward"
-            and not self.advantage.takes_penalty
-        ):
+        if self.kl.where == "reward" and not self.advantage.takes_penalty:
             raise ValueError(
                 f"has kl.where = 'reward', which advantage = '{self.advantage.name}' has no place "
                 "for; use kl.where = 'loss'"
@@ -61,9 +57,8 @@ class ObjectiveConfig(Section):
         An importance correction, a KL in the reward and a teacher read them then. A loss reads them
         in the step, and at the first step the proximal policy is the policy itself.
         """
-        in_reward = isinstance(self.kl, KL) and self.kl.where == "reward"
-        in_advantage = "proximal" in self.advantage.reads
-        return in_reward or in_advantage or isinstance(self.importance, Importance)
+        in_advantage = self.kl.where == "reward" or "proximal" in self.advantage.reads
+        return in_advantage or isinstance(self.importance, Importance)
 
 
 def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:

@@ -19,6 +19,8 @@ class Absent(Section):
     """The recipe has no piece of this kind."""
 
     name: Literal["none"] = "none"
+    where: ClassVar[None] = None
+    refresh: ClassVar[None] = None
 
 
 class KL(Section):

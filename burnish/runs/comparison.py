@@ -118,6 +118,23 @@ def ends(curve: Curve) -> dict[str, list[float]]:
     return {name: [_last(run, metric) for run in curve.runs] for name, metric in ENDS.items()}
 
 
+def tabulate(curves: Sequence[Curve]) -> list[list[str]]:
+    """Rows of a table: the figures that any run has, by seed, with mean and std of each curve."""
+    found = [(curve, ends(curve)) for curve in curves]
+    shown = [name for name in ENDS if any(np.isfinite(end[name]).any() for _, end in found)]
+    rows = [["", *shown]]
+    for curve, end in found:
+        rows.append([curve.label])
+        columns = [end[name] for name in shown]
+        for seed, *values in sorted(zip(curve.seeds, *columns, strict=True)):
+            told = ("–" if np.isnan(value) else f"{value:z.3f}" for value in values)
+            rows.append([f"  seed {seed}", *told])
+        if len(curve.seeds) > 1:
+            for name, over in (("mean", np.mean), ("std", np.std)):
+                rows.append([f"  {name}", *(f"{over(values):z.3f}" for values in columns)])
+    return rows
+
+
 def _last(run: Series, metric: str) -> float:
     values = [value for _, value in run.get(metric, ())] or [float("nan")]
     return values[-1] if metric.startswith("validation/") else end_means(values)[1]

@@ -79,16 +79,8 @@ class SolveRatePenalty(Piece):
     coefficient: Coefficient = 0.2
 
 
-AnyPenalty = Annotated[
-    NoPenalty
-    | OverlongPenalty
-    | TargetPenalty
-    | AtMostPenalty
-    | AmongCorrectPenalty
-    | SolveRatePenalty,
-    BY_NAME,
-    named("none"),
-]
+Penalty = OverlongPenalty | TargetPenalty | AtMostPenalty | AmongCorrectPenalty | SolveRatePenalty
+AnyPenalty = Annotated[NoPenalty | Penalty, BY_NAME, named("none")]
 
 
 def check(recipe: Recipe) -> None:

@@ -13,8 +13,6 @@ from burnish.sections import Section
 if TYPE_CHECKING:
     from burnish.schema.recipe import Recipe
 
-Lines = list[tuple[str, str]]
-
 
 class MeshConfig(Section):
     """Replicas hold the same weights; shards and tensor ranks hold parts of them."""
@@ -82,7 +80,7 @@ def shapes(ranks: int) -> str:
     return " or ".join(found)
 
 
-def describe(recipe: Recipe) -> list[tuple[str, Lines]]:
+def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     """A section of a plan; it is empty if one process learns."""
     if not recipe.on_mesh:
         return []

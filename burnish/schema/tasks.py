@@ -152,9 +152,8 @@ class PairsTask(Written):
     answer: str = Field("{answer}", pattern=r"\{answer\}", description="how its answer is written")
 
 
-AnyPart = Annotated[KeywordsTask | FilesTask | MathTask | GymTask | JudgedTask, BY_NAME]
-
-
+Part = KeywordsTask | FilesTask | MathTask | GymTask | JudgedTask
+AnyPart = Annotated[Part, BY_NAME]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -177,15 +176,5 @@ class MixtureTask(Section):
 
 
 AnyTask = Annotated[
-    SortTask
-    | KeywordsTask
-    | FilesTask
-    | MathTask
-    | GymTask
-    | JudgedTask
-    | PairsTask
-    | PreferencesTask
-    | MixtureTask,
-    BY_NAME,
-    named("sort"),
+    SortTask | Part | PairsTask | PreferencesTask | MixtureTask, BY_NAME, named("sort")
 ]

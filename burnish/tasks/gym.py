@@ -17,8 +17,6 @@ from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.graders.pool import GraderPool
 from burnish.graders.rewards import Source
-from burnish.model.tokenizer import Tokenizer
-from burnish.plan import Room
 from burnish.schema.tasks import GymTask
 from burnish.tasks.text import Question, TextTask, ask_among, limits_of
 
@@ -34,22 +32,16 @@ PATIENCE = 100
 """Draws until a question must be a new one."""
 
 
-def make_gym(
-    config: GymTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
-) -> TextTask:
+def make_gym(config: GymTask, *, seed: int, **how: Any) -> TextTask:
     """The task of a recipe's section. Grades have the parts format (an answer was found), answer
     (it has the whole point) and ended."""
     held_out = hold_out(config)
     dataset = make_dataset(config, seed, Purpose.TRAIN)
     question = partial(ask_new, config, dataset, frozenset(held_out))
-    return TextTask(
-        config,
-        question=partial(ask_among, config.train_prompts, seed, question),
-        held_out=(ask(config, f"validation/{i}", e) for i, e in enumerate(held_out.values())),
-        tokenizer=tokenizer,
-        grader=GraderPool(SCORER, limits_of(config)),
-        room=room,
-    )
+    among = partial(ask_among, config.train_prompts, seed, question)
+    asked = (ask(config, f"validation/{i}", e) for i, e in enumerate(held_out.values()))
+    grader = GraderPool(SCORER, limits_of(config))
+    return TextTask(config, question=among, held_out=asked, grader=grader, **how)
 
 
 def ask(config: GymTask, name: str, entry: dict[str, Any]) -> Question:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -19,8 +20,6 @@ from burnish.draws import Purpose, Stream, permutation, uniforms
 from burnish.errors import ConfigError
 from burnish.graders import keywords
 from burnish.graders.pool import InProcess
-from burnish.model.tokenizer import Tokenizer
-from burnish.plan import Room
 from burnish.schema.tasks import KeywordsTask
 from burnish.tasks.text import Question, TextTask, ask_among
 
@@ -82,19 +81,13 @@ def ask(
     )
 
 
-def make_keywords(
-    config: KeywordsTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
-) -> TextTask:
+def make_keywords(config: KeywordsTask, *, seed: int, **how: Any) -> TextTask:
     """The task of a recipe's section. Grades have the reward's own parts (``graders/keywords.py``)
     and the part ended."""
     train, validation = split_words(config)
     held_out = partial(ask, config, validation, HELD_OUT_SEED, Purpose.VALIDATION)
     question = partial(ask, config, train, seed, Purpose.TRAIN)
-    return TextTask(
-        config,
-        question=partial(ask_among, config.train_prompts, seed, question),
-        held_out=map(held_out, range(config.validation_prompts)),
-        tokenizer=tokenizer,
-        grader=InProcess(keywords.REWARDS[config.reward]),
-        room=room,
-    )
+    among = partial(ask_among, config.train_prompts, seed, question)
+    asked = map(held_out, range(config.validation_prompts))
+    grader = InProcess(keywords.REWARDS[config.reward])
+    return TextTask(config, question=among, held_out=asked, grader=grader, **how)

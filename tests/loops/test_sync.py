@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*overrides, seed=0, name="sort", sampler=SorterEngine, **how):
-    recipe = config.load(name, overrides, seed=seed)
+    recipe = config.load(name, [*overrides, {"seed": seed}])
     task = Sorting(recipe.task, seed=recipe.seed)
     size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
     learner = Learner(

@@ -245,7 +245,7 @@ def test_only_a_run_can_be_reopened(tmp_path):
 
 
 def make_run(path, rewards, *overrides, seed=0):
-    recipe = config.load("sort", overrides, seed=seed)
+    recipe = config.load("sort", [*overrides, {"seed": seed}])
     with RunDirectory(path, recipe) as run:
         for step, reward in enumerate(rewards):
             row = {"step": step, "rollout/reward": reward, "train/version": step}

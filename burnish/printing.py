@@ -1,0 +1,32 @@
+"""Printing on a terminal: texts, tables, and the sections of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from burnish.plan import Section
+
+out_console = Console(highlight=False)
+err_console = Console(highlight=False, stderr=True)
+
+
+def say(text: str) -> None:
+    out_console.print(text, markup=False, emoji=False, soft_wrap=True)
+
+
+def print_table(rows: Iterable[Iterable[str]]) -> None:
+    """Rows of texts with rich's markup."""
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    out_console.print(table)
+
+
+def print_sections(sections: Iterable[Section]) -> None:
+    for title, rows in sections:
+        out_console.print(f"[bold]{title}")
+        print_table((f"  {escape(what)}", escape(value)) for what, value in rows)
