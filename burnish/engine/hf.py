@@ -18,7 +18,6 @@ from burnish.engine.serving import DTYPES, Settings
 from burnish.engine.shapes import Shapes
 from burnish.model import checkpoint
 from burnish.model.tokenizer import Tokenizer
-from burnish.model.transformer import PROBE
 from burnish.types import Completion, Finish, Weights
 
 
@@ -67,8 +66,7 @@ class HfEngine:
     @torch.inference_mode()
     def probe(self) -> tuple[float, ...]:
         """As `burnish.model.transformer.Transformer.probe`."""
-        places = torch.arange(min(PROBE, self._config.context), device=self._device)
-        tokens = places * 7919 % self._config.vocab_size
+        tokens = torch.tensor(self._config.probed, device=self._device)
         logits = self._model(tokens[None]).logits[0, -1]
         return tuple(logits.float().log_softmax(-1)[tokens].tolist())
 

@@ -33,7 +33,6 @@ from burnish.engine.shapes import Shapes
 from burnish.errors import EngineError
 from burnish.model.checkpoint import read_config
 from burnish.model.tokenizer import Tokenizer
-from burnish.model.transformer import PROBE
 from burnish.types import Completion, Finish, Weights
 
 OLDEST = "0.5.15"
@@ -171,8 +170,7 @@ class SglangEngine:
                 self._server.call("/abort_request", {"rid": call.name})
 
     def probe(self) -> tuple[float, ...]:
-        size = self._config.vocab_size
-        ids = [i * 7919 % size for i in range(min(PROBE, self._config.context))]
+        ids = self._config.probed
         params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
         asked = {"input_ids": ids, "return_logprob": True, "token_ids_logprob": ids}
         asked |= {"extra_key": uuid.uuid4().hex, "sampling_params": params}  # not from the cache

@@ -13,7 +13,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from burnish.draws import uniforms
@@ -25,7 +24,6 @@ from burnish.engine.shapes import Shapes
 from burnish.errors import EngineError
 from burnish.model import checkpoint
 from burnish.model.tokenizer import Tokenizer
-from burnish.model.transformer import PROBE
 from burnish.types import Completion, Finish, Weights
 
 ENVIRONMENT = {
@@ -130,8 +128,7 @@ class VllmEngine:
     def probe(self) -> tuple[float, ...]:
         """As `burnish.model.transformer.Transformer.probe`; samples in flight go on beside it."""
         self._wake()
-        tokens = np.arange(min(PROBE, self._config.context)) * 7919 % self._config.vocab_size
-        asked, self._probed = list(map(int, tokens)), {}
+        asked, self._probed = self._config.probed, {}
         # A cache of older weights may be kept for samples, and would answer here.
         fresh = {"skip_reading_prefix_cache": True, "logprob_token_ids": list(dict.fromkeys(asked))}
         self._ask(PROBED, asked, max_tokens=1, **fresh)

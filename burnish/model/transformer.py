@@ -139,6 +139,11 @@ class ModelConfig:
         return [self.n_heads, self.kv_heads, self.kv_heads]
 
     @property
+    def probed(self) -> list[int]:
+        """Fixed tokens that all engines probe their weights with."""
+        return [place * 7919 % self.vocab_size for place in range(min(PROBE, self.context))]
+
+    @property
     def head_width(self) -> int:
         return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
 
@@ -342,8 +347,8 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def probe(self) -> tuple[float, ...]:
         """Log-probabilities of a few tokens after a few fixed ones."""
-        places = torch.arange(min(PROBE, self.config.context), device=self.embed.weight.device)
-        tokens = places * 7919 % self.config.vocab_size
+        tokens = torch.tensor(self.config.probed, device=self.embed.weight.device)
+        places = torch.arange(len(tokens), device=tokens.device)
         hidden = self.forward(tokens, places, causal([len(places)], places.device))
         last, heat = torch.full_like(places, len(places) - 1), torch.ones_like(places).float()
         found = token_logprobs(self, hidden, tokens, last, places, heat)
