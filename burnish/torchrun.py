@@ -110,6 +110,11 @@ def check_ranks(recipe: Recipe) -> None:
 
 def build(recipe: Recipe) -> Parts:
     """The parts of rank 0's run; `follow` answers to it on the other ranks."""
+    if rank() > 0:
+        raise ConfigError(
+            f"rank {rank()} runs a script that calls burnish itself, and only rank 0 conducts a "
+            "run; start the ranks with: torchrun … -m burnish train RECIPE --reward FILE.py:NAME"
+        )
     from burnish import build as local
 
     channel = join(recipe)

@@ -58,6 +58,13 @@ def test_the_mesh_must_have_as_many_ranks_as_torchrun_started(monkeypatch):
         torchrun.is_follower(config.load("keywords"), [])
 
 
+def test_a_script_is_no_rank(monkeypatch):
+    """Two conductors would wait for each other for ever."""
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match=r"rank 1 runs a script.*-m burnish train RECIPE"):
+        torchrun.build(recipe(mesh={"shard": 2}))
+
+
 def test_heads_must_divide():
     with pytest.raises(ConfigError, match=r"must divide the 2 heads and 2 key .*; use 1 or 2"):
         sizes.check_heads(recipe(mesh={"tensor": 4}))
