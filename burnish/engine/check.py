@@ -29,8 +29,8 @@ EARLY = 3
 """Steps before it is interrupted."""
 SAMPLES = 4
 CHANGE = 0.02
-"""New weights are the first ones times 1 + or - this. It compounds over the layers: far more than
-this, and the logits are so large that rounding alone passes the bounds."""
+"""New weights are the first ones times 1 plus or minus this. It compounds over the layers: with
+much more, logits are so large that rounding alone exceeds the bounds."""
 LIMIT = 20_000
 """Steps in which a request must be complete."""
 

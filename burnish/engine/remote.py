@@ -141,7 +141,7 @@ class RemoteEngine:
 
     def load(self, weights: Weights) -> None:
         """All tensors, and no token before they are all there; if a probe is expected, the engine's
-        must agree, so that weights that stayed old are seen."""
+        must agree, so that torn weights are seen, and in fp32 those that stayed old."""
         # The learner answers first: it may need the GPU's memory, which the engine takes then.
         wanted = None if self._expected is None else self._expected[0]()
         about = {

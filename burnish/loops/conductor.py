@@ -137,8 +137,10 @@ def follow(learner: Learner, mesh: Mesh, channel: Channel) -> None:
 
 def make(learner: Learner, mesh: Mesh, name: str, args: tuple[Any, ...]) -> Any:
     """A call of one rank."""
-    if name in ("close", "rest"):
-        return mesh.move(learner, "cpu") if name == "rest" else None
+    if name == "close":
+        return None
+    if name == "rest":
+        return mesh.move(learner, "cpu")
     if name == "write":
         (folder,) = args
         shards.write(folder, dist.get_rank(), mesh.pieces(learner.state().tensors))
