@@ -15,7 +15,7 @@ import torch
 from burnish import machine, preflight
 from burnish.engine import remote
 from burnish.engine.environment import TOKEN
-from burnish.engine.protocol import Engine
+from burnish.engine.protocol import Engine, Sleeper
 from burnish.engine.serving import Settings, fingerprint
 from burnish.engine.sglang import SglangEngine
 from burnish.errors import EngineError
@@ -50,6 +50,9 @@ def open_engine(recipe: Recipe) -> Engine:
             deadline=own.deadline,
             max_running=own.max_running,
             keeps_cache=recipe.loop.on_update == "keep",
+            weights=own.weights,
+            device=device_of(recipe),
+            sleeps=own.sleep,
         )
         del wanted["model"]  # it has loaded the directory's
     else:
@@ -84,12 +87,12 @@ def rest(recipe: Recipe, engine: Engine) -> Callable[[], AbstractContextManager[
     so; the engine wakes when it is next asked."""
     if not recipe.engine.sleep:
         return nullcontext
-    assert isinstance(engine, remote.RemoteEngine)
+    assert isinstance(engine, Sleeper)
     return partial(_asleep, engine)
 
 
 @contextmanager
-def _asleep(engine: remote.RemoteEngine) -> Iterator[None]:
+def _asleep(engine: Sleeper) -> Iterator[None]:
     engine.sleep()
     yield
     torch.cuda.empty_cache()  # memory that the learner's torch has kept goes to the engine

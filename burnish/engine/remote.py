@@ -150,7 +150,7 @@ class RemoteEngine:
             "is_partial": weights.is_partial,
             "names": sorted(weights.tensors),
         }
-        (self._share if self._shares else self._stream)(_buckets(weights.tensors), about)
+        (self._share if self._shares else self._stream)(buckets(weights.tensors), about)
         if self._expected is not None and wanted is not None:
             try:
                 check_probe(weights.version, wanted, self.probe(), self._expected[1])
@@ -240,14 +240,16 @@ def _close(connection: socket.socket, child: Child | None) -> None:
         child.close()
 
 
-def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors in their order and in main memory, some at a time."""
+def buckets(
+    tensors: Mapping[str, Tensor], device: str | None = "cpu"
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors in their order, some at a time; ``device``: None if each stays where it is."""
     bucket, size = dict[str, Any](), 0
     for name, tensor in tensors.items():
         if bucket and size + tensor.nbytes > BUCKET:
             yield bucket
             bucket, size = {}, 0
-        bucket[name] = tensor.detach().cpu().contiguous()
+        bucket[name] = tensor.detach().to(device or tensor.device).contiguous()
         size += tensor.nbytes
     yield bucket
 

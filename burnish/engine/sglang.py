@@ -10,35 +10,32 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import shutil
-import tempfile
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from torch import Tensor
 
 from burnish.draws import uniforms
 from burnish.engine import protocol
 from burnish.engine.environment import parts
 from burnish.engine.protocol import Capabilities, Request
 from burnish.engine.sequence import RequestGroup, Sequence
+from burnish.engine.sglang_weights import WAYS, Way
 from burnish.engine.shapes import Shapes
 from burnish.errors import EngineError
-from burnish.model.checkpoint import read_config
+from burnish.model.checkpoint import read_config, read_state
 from burnish.model.tokenizer import Tokenizer
 from burnish.types import Completion, Finish, Weights
 
 OLDEST = "0.5.15"
 """The version of SGLang whose answers were recorded (tests/engine/sglang_contract.json)."""
-SHARED = Path("/dev/shm")
-"""Where weights wait for the server, which is on this machine."""
 GLANCE = 0.02
 """Seconds after which a step returns though no call has ended, so that weights can come."""
 SAME = 1e-2
@@ -73,9 +70,22 @@ class Server:
             why = f"does not answer {path}: {error}; is it running? See its log"
             if TimeoutError in (type(error), type(getattr(error, "reason", None))):
                 why = f"did not answer {path} within engine.deadline = {self.deadline:g} s"
+            self.lost = why
         else:
             return json.loads(said) if said.startswith(b"{") else None
         raise self.error(why)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls in flight return the tokens that they have; later ones wait for the weights."""
+        self.call("/pause_generation", {"mode": "abort"})
+        try:
+            yield
+        except BaseException:
+            with suppress(EngineError):
+                self.call("/continue_generation", {})
+            raise
+        self.call("/continue_generation", {})
 
     def error(self, why: str) -> EngineError:
         return EngineError(f"SGLang at {self.url} {why}")
@@ -107,10 +117,14 @@ class SglangEngine:
         deadline: float = 600.0,
         max_running: int = 128,
         keeps_cache: bool = False,
+        weights: str = "disk",
+        device: str = "cpu",
+        sleeps: bool = False,
     ) -> None:
         """``model`` is the directory of version 0, which the server loads at once.
 
-        ``keeps_cache``: samples in flight keep the keys and values of older weights.
+        ``keeps_cache``: samples in flight keep the keys and values of older weights; ``weights``:
+        the way by which they come; ``device``: of the learner; ``sleeps``: `sleep` will be called.
         """
         self._server, self._tokenizer, self._keeps = Server(url, deadline), tokenizer, keeps_cache
         self._pool = ThreadPoolExecutor(max_running, "sglang")
@@ -132,7 +146,21 @@ class SglangEngine:
             token_versions=True,
             counter_draws=told["enable_deterministic_inference"],
         )
-        self._update(Path(model).absolute(), 0)
+        self._is_asleep, self._tags = False, ["kv_cache"]
+        # Weights without a copy in main memory would be lost, and a load may be refused.
+        self._tags += ["weights"] * bool(told["enable_weights_cpu_backup"])
+        if sleeps and not told["enable_memory_saver"]:
+            raise self._server.error(
+                "can't give its memory away, as engine.sleep = true asks; start it with "
+                "--enable-memory-saver"
+            )
+        if weights != "disk" and told["pp_size"] * told["dp_size"] > 1:
+            raise self._server.error(
+                f"has pp_size = {told['pp_size']} and dp_size = {told['dp_size']}; they must be 1 "
+                f"for engine.weights = '{weights}'; start it so, or use engine.weights = 'disk'"
+            )
+        self._way: Way = WAYS[weights](self._server, told, device)
+        self._update(read_state(Path(model)), 0)
         self._last = self.probe()
 
     @property
@@ -147,6 +175,7 @@ class SglangEngine:
                 "mask of min_tokens, and none of a think budget's phrase; leave both out, or use "
                 "the native engine"
             )
+        self._wake()
         for sequence in RequestGroup(request, self._tokenizer, self._context).sequences:
             self._send(sequence)
 
@@ -170,6 +199,7 @@ class SglangEngine:
                 self._server.call("/abort_request", {"rid": call.name})
 
     def probe(self) -> tuple[float, ...]:
+        self._wake()
         ids = self._config.probed
         params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
         asked = {"input_ids": ids, "return_logprob": True, "token_ids_logprob": ids}
@@ -188,30 +218,40 @@ class SglangEngine:
         protocol.check_weights(weights, self.version, self._incarnation)
         # The server misses no tensor and ignores those that it does not know.
         self._shapes.check(weights, self.version)
-        tensors = {name: t.detach().cpu().contiguous() for name, t in weights.tensors.items()}
-        folder = Path(tempfile.mkdtemp(prefix="burnish-sglang-", dir=SHARED))
+        # The learner answers first: it may need the GPU's memory, which the server takes then.
+        wanted = None if self._expected is None else self._expected[0]()
         try:
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-            self._update(folder, weights.version)
-        except (OSError, SafetensorError) as error:
-            raise EngineError(f"{error}; version {self.version} stays loaded") from error
-        except EngineError as error:
+            self._update(weights.tensors, weights.version)
+        except (EngineError, OSError, RuntimeError, SafetensorError) as error:
             raise self._failed(error) from error
-        finally:
-            shutil.rmtree(folder)
         self.version, self._incarnation = weights.version, weights.incarnation
         self._last = self.probe()
-        if self._expected is not None:
-            probe, tolerance = self._expected
+        if self._expected is not None and wanted is not None:
             try:
-                protocol.check_probe(weights.version, probe(), self._last, tolerance)
+                protocol.check_probe(weights.version, wanted, self._last, self._expected[1])
             except EngineError as error:
                 raise self._lose(str(error)) from None
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory away until the next request, probe or load."""
+        if self.unfinished:
+            raise EngineError(f"{self.unfinished} samples are not delivered; step until they are")
+        # A server that is not idle would end; it empties its cache as soon as it is.
+        self._server.call(f"/flush_cache?timeout={self._server.deadline:g}", {})
+        self._server.call("/release_memory_occupation", {"tags": self._tags})
+        self._is_asleep = True
+
+    def _wake(self) -> None:
+        if self._is_asleep:
+            self._server.call("/resume_memory_occupation", {"tags": self._tags})
+            self._is_asleep = False
 
     def close(self) -> None:
         """Ends the samples in flight; the server stays."""
         with suppress(EngineError):
+            self._wake()
             self._server.call("/abort_request", {"abort_all": True})
+        self._way.close()
         self._server.lost = "was left by this client"
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -250,24 +290,16 @@ class SglangEngine:
         if sequence.finish is None and (is_aborted or sound < len(rows)):
             sequence.finish = Finish.ABORT
 
-    def _update(self, folder: Path, version: int) -> None:
-        """Calls in flight return the tokens that they have; later ones wait for the weights."""
-        told = {"model_path": str(folder), "weight_version": str(version)}
-        self._server.call("/pause_generation", {"mode": "abort"})
-        try:
-            self._server.call("/update_weights_from_disk", told | {"flush_cache": not self._keeps})
-        except EngineError:
-            with suppress(EngineError):
-                self._server.call("/continue_generation", {})
-            raise
-        self._server.call("/continue_generation", {})
+    def _update(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self._wake()
+        self._way.send(tensors, {"weight_version": str(version), "flush_cache": not self._keeps})
 
-    def _failed(self, error: EngineError) -> EngineError:
+    def _failed(self, error: Exception) -> EngineError:
         """The error of a load. The server may have changed tensors or died: a probe shows it."""
-        try:
-            gap = max(abs(a - b) for a, b in zip(self.probe(), self._last, strict=True))
-        except EngineError:
-            gap = math.inf
+        gap = math.inf
+        if not self._way.has_begun:
+            with suppress(EngineError):
+                gap = max(abs(a - b) for a, b in zip(self.probe(), self._last, strict=True))
         if gap > SAME:
             return self._lose(f"holds no known weights after a load that failed: {error}")
         return EngineError(f"{error}; version {self.version} stays loaded")

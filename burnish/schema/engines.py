@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 """auto: bf16 where the processor or GPU multiplies it, else fp32."""
 
+WAYS = {
+    "disk": "through files in /dev/shm, on the machine of the run",
+    "tensor": "from the learner's own memory, on the machine of the run",
+    "distributed": "broadcast by a process group, to any machine",
+}
+"""How weights reach SGLang, as a plan says it."""
+
 
 class EngineConfig(Section):
     """The sampler; the learner's precision is ``train.precision``."""
@@ -27,7 +34,10 @@ class EngineConfig(Section):
     precision: Precision = Field("auto", description="auto: as train.precision")
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
     max_running: int = Field(128, ge=1, description="samples that decode at once")
-    sleep: bool = Field(False, description="vLLM leaves the GPU while the learner works")
+    sleep: bool = Field(False, description="vLLM or SGLang leaves the GPU to the learner's work")
+    weights: Literal["disk", "tensor", "distributed"] = Field(
+        "disk", description="how they reach SGLang"
+    )
 
     @property
     def is_apart(self) -> bool:
@@ -43,7 +53,9 @@ class EngineConfig(Section):
     def useless(self) -> list[str]:
         """Settings that this engine does not read."""
         unread = [] if self.is_apart else ["engine.deadline"]
-        unread += ["engine.sleep"] * (self.name != "vllm" or self.url is not None)
+        sleeps = self.name == "sglang" or (self.name == "vllm" and self.url is None)
+        unread += [] if sleeps else ["engine.sleep"]
+        unread += ["engine.weights"] * (self.name != "sglang")
         unread += ["engine.kv_mb"] * (self.name in ("hf", "sglang"))
         if self.name == "sglang":
             return unread
@@ -111,6 +123,8 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     if engine.url is not None:
         where = f"served at {engine.url}"
     lines = [("engine", f"{engine.name}, {where}")]
+    if engine.name == "sglang":
+        lines.append(("weights", WAYS[engine.weights]))
     if engine.sleep:
         lines.append(("sleep", "the engine's caches and weights leave the GPU to learn"))
     if not engine.repeats:

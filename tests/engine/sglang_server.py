@@ -6,17 +6,23 @@ answers of the real one, and test_sglang.py asks both the same.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import pickle
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.distributed_c10d import _new_process_group_helper, rendezvous
 
 from burnish.draws import Stream
 from burnish.engine.engine import NativeEngine
@@ -35,6 +41,31 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
         "sampling_params": dict,
     },
     "/update_weights_from_disk": {"model_path": str, "weight_version": str, "flush_cache": bool},
+    "/update_weights_from_tensor": {
+        "serialized_named_tensors": list,
+        "weight_version": str,
+        "flush_cache": bool,
+    },
+    "/update_weights_from_distributed": {
+        "names": list,
+        "dtypes": list,
+        "shapes": list,
+        "group_name": str,
+        "weight_version": str,
+        "flush_cache": bool,
+    },
+    "/init_weights_update_group": {
+        "master_address": str,
+        "master_port": int,
+        "rank_offset": int,
+        "world_size": int,
+        "group_name": str,
+        "backend": str,
+    },
+    "/destroy_weights_update_group": {"group_name": str},
+    "/release_memory_occupation": {"tags": list},
+    "/resume_memory_occupation": {"tags": list},
+    "/flush_cache": {},
     "/pause_generation": {"mode": str},
     "/continue_generation": {},
     "/abort_request": {"rid": str, "abort_all": bool},
@@ -76,7 +107,13 @@ class TestServer:
         self.weight_version, self.paused, self.flushed = "default", False, 0
         self.fault: str | None = None
         """stale: loads say that they are done; torn: they fail half-way; dead: no call is answered
-        and the connection closes; silent: calls are not answered."""
+        and the connection closes; silent: calls are not answered; deaf: no broadcast is taken;
+        refuses: nor is one, and the call is refused; killed: it dies then."""
+        self.options = {"enable_memory_saver": False, "enable_weights_cpu_backup": False}
+        self.options |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "device": "cpu"}
+        self.groups: dict[str, Any] = {}
+        self.released: list[str] = []
+        """Memory that was given away: whoever needs it ends a real server."""
         self.seen: list[tuple[str, dict[str, Any] | None]] = []
         self._waiting: dict[str, Completion | None] = {}
         self._changed = threading.Condition()
@@ -96,6 +133,7 @@ class TestServer:
     def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         self.seen.append((path, body))
         try:
+            path = path.partition("?")[0]
             if body is None:
                 return 200, self._facts()
             if path not in FIELDS:
@@ -113,6 +151,7 @@ class TestServer:
             "enable_deterministic_inference": True,
             "weight_version": self.weight_version,
             "dtype": "float32",
+            **self.options,
         }
 
     def _generate(
@@ -129,6 +168,7 @@ class TestServer:
             raise Refused("elements must be int")
         with self._changed:
             self._changed.wait_for(lambda: not self.paused)
+            assert not self.released
             request = _request(rid, input_ids, sampling_params)
             facts = self._after(input_ids, token_ids_logprob) if token_ids_logprob else {}
             self.engine.submit(request)
@@ -186,20 +226,108 @@ class TestServer:
     def _update_weights_from_disk(
         self, model_path: str, weight_version: str | None = None, flush_cache: bool = True
     ) -> tuple[int, Any]:
+        try:
+            files = sorted(Path(model_path).glob("*.safetensors"))
+            tensors = {name: t for file in files for name, t in load_file(file).items()}
+            assert tensors
+        except (OSError, AssertionError) as error:
+            said = {"success": False, "message": f"Failed to get weights iterator: {error}."}
+            return 400, said | {"num_paused_requests": 0}
+        status, said = self._take(tensors, weight_version, flush_cache)
+        return status, said | {"num_paused_requests": 0}
+
+    def _update_weights_from_tensor(
+        self,
+        serialized_named_tensors: list[str],
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+    ) -> tuple[int, Any]:
+        (data,) = serialized_named_tensors
+        tensors = dict(Unpickler(io.BytesIO(base64.b64decode(data, validate=True))).load())
+        return self._take(tensors, weight_version, flush_cache)
+
+    def _update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+    ) -> tuple[int, Any]:
+        group, tensors = self.groups[group_name], dict[str, torch.Tensor]()
+        if self.fault == "killed":
+            dist.destroy_process_group(self.groups.pop(group_name))
+            self.fault = "dead"
+            raise ConnectionError
+        if self.fault in ("deaf", "refuses"):
+            time.sleep(30 if self.fault == "deaf" else 0)
+            return 400, {"success": False, "message": "Failed to update parameter online"}
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(tensors[name], 0, group)
+        return self._take(tensors, weight_version, flush_cache)
+
+    def _init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "nccl",
+    ) -> tuple[int, Any]:
+        """As SGLang joins: by torch's own rendezvous and names."""
+        if self.fault == "refuses":
+            return 400, {"success": False, "message": "Failed to initialize"}
+        where, wait = f"tcp://{master_address}:{master_port}", timedelta(seconds=30)
+        store, rank, size = next(rendezvous(where, rank_offset, world_size, timeout=wait))
+        group, _ = _new_process_group_helper(
+            size,
+            rank,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(group_name, store),
+            group_name=group_name,
+            timeout=wait,
+        )
+        dist.distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+        self.groups[group_name] = group
+        said = "Succeeded to initialize custom process group."
+        return 200, {"success": True, "message": said}
+
+    def _destroy_weights_update_group(self, group_name: str) -> tuple[int, Any]:
+        if group_name not in self.groups:
+            said = "The group to be destroyed does not exist."
+            return 400, {"success": False, "message": said}
+        dist.destroy_process_group(self.groups.pop(group_name))
+        return 200, {"success": True, "message": "Succeeded to destroy custom process group."}
+
+    def _flush_cache(self) -> tuple[int, Any]:
+        return 200, None
+
+    def _release_memory_occupation(self, tags: list[str]) -> tuple[int, Any]:
+        assert not self._waiting
+        self.released += tags
+        return 200, None
+
+    def _resume_memory_occupation(self, tags: list[str]) -> tuple[int, Any]:
+        for tag in tags:
+            self.released.remove(tag)
+        return 200, None
+
+    def _take(
+        self, tensors: dict[str, torch.Tensor], weight_version: str | None, flush_cache: bool
+    ) -> tuple[int, Any]:
+        """The end of each way of the weights."""
         with self._changed:
-            said, status = "Succeeded to update model weights.", 200
+            assert not self.released
             self.flushed += flush_cache
-            try:
-                tensors = load_file(Path(model_path) / "model.safetensors")
-            except OSError as error:
-                said, status = f"Failed to get weights iterator: {error}.", 400
-            else:
-                self._load(tensors)
+            self._load(tensors)
             if self.fault == "torn":
-                said, status = "Failed to update weights: no room.", 400
-            if status == 200:
-                self.weight_version = weight_version or self.weight_version
-        return status, {"success": status == 200, "message": said, "num_paused_requests": 0}
+                return 400, {"success": False, "message": "Failed to update weights: no room."}
+            self.weight_version = weight_version or self.weight_version
+        return 200, {"success": True, "message": "Succeeded to update model weights."}
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
         if self.fault == "stale":
@@ -254,6 +382,14 @@ def _request(rid: str, ids: list[int], given: dict[str, Any]) -> Request:
     return Request(rid, first, 1, params, stream=Stream.GENERATE, begun=begun)
 
 
+class Unpickler(pickle.Unpickler):
+    """Finds classes of torch alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert module.partition(".")[0] in ("torch", "collections"), module
+        return super().find_class(module, name)
+
+
 class _Handler(BaseHTTPRequestHandler):
     owner: TestServer
 
@@ -268,7 +404,10 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(30)
         if self.owner.fault == "dead":
             return
-        status, told = self.owner.answer(self.path, body)
+        try:
+            status, told = self.owner.answer(self.path, body)
+        except ConnectionError:
+            return
         data = b"" if told is None else json.dumps(told).encode()
         with suppress(BrokenPipeError):
             self.send_response(status)

@@ -46,13 +46,23 @@ def server() -> Iterator[TestServer]:
         yield server
 
 
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burnish.engine.remote.BUCKET", 8000)
+
+
 @pytest.fixture(params=["strict", "real"])
-def engine(request: Any, model: Path) -> Iterator[SglangEngine]:
-    """The client of each server."""
+def url(request: Any) -> str:
+    """The url of each server."""
     if request.param == "real" and REAL is None:
         pytest.skip("no real SGLang server: set BURNISH_TEST_SGLANG to its url")
-    url = REAL if request.param == "real" else request.getfixturevalue("server").url
-    with closing(client(str(url), model)) as engine:
+    return str(REAL if request.param == "real" else request.getfixturevalue("server").url)
+
+
+@pytest.fixture
+def engine(url: str, model: Path) -> Iterator[SglangEngine]:
+    """The client of each server."""
+    with closing(client(url, model)) as engine:
         yield engine
 
 
@@ -207,7 +217,7 @@ def test_a_load_that_changed_nothing_keeps_the_version(
     server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(client(server.url, model)) as engine:
-        monkeypatch.setattr("burnish.engine.sglang.save_file", lambda *a, **k: None)
+        monkeypatch.setattr("burnish.engine.sglang_weights.save_file", lambda *a, **k: None)
         with pytest.raises(EngineError, match=r"refused /update.*version 0 stays loaded"):
             engine.load(tiny.weights(tiny.model(5), 1))
         monkeypatch.undo()
@@ -226,6 +236,107 @@ def test_no_wait_is_endless(server: TestServer, model: Path, fault: str, rule: s
     with pytest.raises(EngineError, match=f"{server.url} .*{rule}"):
         engine.load(tiny.weights(tiny.model(), 1))
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
+def test_each_way_brings_the_same_weights(url: str, model: Path, way: str) -> None:
+    request, new = tiny.request("a", 9, n=6, max_tokens=60), tiny.model(5)
+    with closing(client(url, model, weights=way)) as engine:
+        np.testing.assert_allclose(engine.probe(), tiny.model().probe(), atol=1e-4)
+        engine.expect(new.probe, 1e-4)
+        done = drive(engine, [request], lambda: engine.load(tiny.weights(new, 1)))
+        part = {"model.norm.weight": new.exchange()["model.norm.weight"].clone()}
+        other = tiny.weights(new, 2).tensors | part
+        engine.load(Weights(2, 0, other))
+        assert engine.version == 2
+        assert engine._server.call("/server_info")["weight_version"] == "2"
+    assert any(set(found.versions) == {0, 1} for found in done.values())
+    for found in done.values():
+        wanted = expected([tiny.model(), new], request, found)
+        np.testing.assert_allclose(found.logprobs, wanted, atol=2 * tiny.CLOSE)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
+def test_the_last_bucket_empties_the_cache(server: TestServer, model: Path, way: str) -> None:
+    with closing(client(server.url, model, weights=way)) as engine:
+        engine.load(tiny.weights(tiny.model(5), 1))
+        assert server.flushed == 2
+    sent = [body for path, body in server.seen if body and path.startswith("/update_weights")]
+    assert (len(sent) > 4) == (way != "disk")
+    assert [body["weight_version"] for body in sent if "weight_version" in body] == ["0", "1"]
+    assert not server.groups
+    assert not server.paused
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize(
+    ("way", "fault", "rule"),
+    [
+        ("tensor", "torn", "holds no known weights.*no room"),
+        ("distributed", "torn", "holds no known weights.*no room"),
+        ("distributed", "killed", "holds no known weights.*does not answer /update"),
+        ("distributed", "deaf", "/update_weights_from_distributed within engine.deadline"),
+    ],
+)
+def test_a_bucket_that_is_lost_leaves_no_mixture(
+    server: TestServer, model: Path, way: str, fault: str, rule: str
+) -> None:
+    deadline = 1.0 if fault == "deaf" else 20.0
+    with closing(client(server.url, model, deadline=deadline, weights=way)) as engine:
+        server.fault, start = fault, time.monotonic()
+        for _ in range(2):
+            with pytest.raises(EngineError, match=f"{server.url} .*{rule}.*burnish resume"):
+                engine.load(tiny.weights(tiny.model(5), 1))
+    assert time.monotonic() - start < 5
+
+
+def test_a_refused_broadcast_keeps_the_version_and_makes_a_new_group(
+    server: TestServer, model: Path
+) -> None:
+    with closing(client(server.url, model, weights="distributed")) as engine:
+        for _ in range(2):  # the update is refused, then the group
+            server.fault, start = "refuses", time.monotonic()
+            with pytest.raises(EngineError, match=r"refused /.*version 0 stays loaded"):
+                engine.load(tiny.weights(tiny.model(5), 1))
+            assert time.monotonic() - start < 5
+        server.fault = None
+        engine.expect(tiny.model(5).probe, 1e-4)
+        engine.load(tiny.weights(tiny.model(5), 1))
+        assert engine.version == 1
+        assert len(server.groups) == 1
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_sleeping_server_wakes_when_it_is_asked(
+    server: TestServer, model: Path, has_copy: bool
+) -> None:
+    with pytest.raises(EngineError, match=f"{server.url} .*engine.sleep.*--enable-memory-saver"):
+        client(server.url, model, sleeps=True)
+    server.options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": has_copy}
+    engine, request = client(server.url, model, sleeps=True), tiny.request("a", 9, max_tokens=60)
+    uses: list[Callable[[], Any]] = [
+        engine.probe,
+        lambda: drive(engine, [request]),
+        lambda: engine.load(tiny.weights(tiny.model(5), 1)),
+        engine.close,
+    ]
+    engine.submit(request)
+    with pytest.raises(EngineError, match="1 samples are not delivered"):
+        engine.sleep()
+    tiny.finish(engine, [])
+    for use in uses:
+        engine.sleep()
+        assert server.released == ["kv_cache", "weights"][: 1 + has_copy]
+        use()
+        assert not server.released
+
+
+def test_a_server_of_several_pipelines_is_refused(server: TestServer, model: Path) -> None:
+    server.options["dp_size"] = 2
+    with pytest.raises(EngineError, match=r"dp_size = 2.*engine\.weights = 'disk'"):
+        client(server.url, model, weights="tensor")
 
 
 def test_bad_servers_and_requests_are_refused(server: TestServer, model: Path) -> None:

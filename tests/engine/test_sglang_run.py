@@ -45,8 +45,12 @@ def server(monkeypatch, tmp_path):
     torch.set_num_threads(threads)
 
 
-def test_a_run_samples_by_sglang_and_learns_from_its_logprobs(server, tmp_path):
-    engine = {"name": "sglang", "url": server.url, "precision": "fp32"}
+@pytest.mark.parametrize(
+    ("way", "path"),
+    [("disk", "/update_weights_from_disk"), ("distributed", "/update_weights_from_distributed")],
+)
+def test_a_run_samples_by_sglang_and_learns_from_its_logprobs(server, tmp_path, way, path):
+    engine = {"name": "sglang", "url": server.url, "precision": "fp32", "weights": way}
     run = burnish.train(
         "keywords",
         prompts=["one", "two"],
@@ -60,14 +64,22 @@ def test_a_run_samples_by_sglang_and_learns_from_its_logprobs(server, tmp_path):
     gaps = [row["mismatch/logprob_max"] for row in rows if "mismatch/logprob_max" in row]
     assert len(gaps) == 2
     assert max(gaps) < 1e-4
-    loads = [b["weight_version"] for path, b in server.seen if path == "/update_weights_from_disk"]
+    loads = [body["weight_version"] for asked, body in server.seen if asked == path]
     assert loads[-3:] == ["0", "1", "2"]
+    assert not server.groups
 
 
 def test_settings_of_sglang():
     recipe = config.load("keywords", ["engine.name=sglang", URL])
     assert dict(plan.plan(recipe, Path("out")))["engine"] == [
-        ("engine", "sglang, served at http://127.0.0.1:30000")
+        ("engine", "sglang, served at http://127.0.0.1:30000"),
+        ("weights", "through files in /dev/shm, on the machine of the run"),
+    ]
+    settings = [URL, "engine.weights=distributed", "engine.sleep=true"]
+    recipe = config.load("keywords", ["engine.name=sglang", *settings])
+    assert dict(plan.plan(recipe, Path("out")))["engine"][1:] == [
+        ("weights", "broadcast by a process group, to any machine"),
+        ("sleep", "the engine's caches and weights leave the GPU to learn"),
     ]
     wrong = {
         "engine.kv_mb has no effect": [URL, "engine.kv_mb=9"],
@@ -77,10 +89,14 @@ def test_settings_of_sglang():
         "phrase of rollout.think": [URL, "rollout.think.tokens=3"],
         "names one that runs; remove one": [URL, "engine.python=p"],
         "sglang' serves one sampler": [URL, "runtime.name=ray"],
+        "engine.weights": [URL, "engine.weights=carrier-pigeon"],
+        "engine.sleep = true needs a loop": [URL, "engine.sleep=true", "loop.lag=1"],
     }
     for message, settings in wrong.items():
         with pytest.raises(ConfigError, match=message):
             config.load("keywords", ["engine.name=sglang", *settings])
+    with pytest.raises(ConfigError, match=r"engine\.weights has no effect"):
+        config.load("keywords", ["engine.name=vllm", "engine.weights=tensor"])
     with pytest.raises(ConfigError, match="SGLang, and no other engine"):
         config.load("keywords", [URL])
 
