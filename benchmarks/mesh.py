@@ -126,14 +126,14 @@ def start() -> str:
     return device
 
 
-def compare(name: str, responses: int, length: int, count: int) -> None:
+def compare(name: str, responses: int, length: int, count: int, gather: str) -> None:
     """Steps of the plain learner and of the mesh in turn, on the same batch."""
     device = start()
     groups = make_batch(name, device, responses, length)
     medians: dict[str, list[float]] = {"plain": [], "mesh": []}
     for _ in range(3):
         for kind in medians:
-            mesh = Mesh((1, 1, 1), shape(name), device) if kind == "mesh" else None
+            mesh = Mesh((1, 1, 1), shape(name), device, gather=gather) if kind == "mesh" else None
             learner = make(name, device, mesh)
             taken = steps(learner, groups, device, count)
             medians[kind].append(statistics.median(taken))
@@ -146,7 +146,8 @@ def compare(name: str, responses: int, length: int, count: int) -> None:
                 torch.cuda.reset_peak_memory_stats()
     ratio = statistics.median(medians["mesh"]) / statistics.median(medians["plain"])
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
-    told = f"{name}, bf16, {responses} responses of {tokens} tokens, {PACK} tokens a pack"
+    told = f"{name}, bf16, {responses} responses of {tokens} tokens, {PACK} tokens a pack, "
+    told += f"mesh.gather = {gather!r}"
     print(f"{told}: a mesh of 1 × 1 × 1 takes {ratio:.4f} times as long as the plain learner")
     dist.destroy_process_group()
 
@@ -181,18 +182,19 @@ def arithmetic() -> None:
     print(f"simulated: {RESPONSES} responses × {TOKENS} tokens a step, packs of {PACK} tokens,")
     print(f"{REACHED:.0%} of {PEAK / 1e12:.0f} TFLOP/s, {NVLINK / 1e9:.0f} GB/s in a node of 8,")
     print(f"{NETWORK / 1e9:.0f} GB/s beyond; layers are recomputed, AdamW in fp32\n")
-    print("| model | mesh | GB per rank | GB over shard | over replicate | over tensor |", end="")
-    print(" compute s | links s | step s |\n" + "| --- " * 9 + "|")
+    print("| model | mesh | gather | GB per rank | GB over shard | over replicate |", end="")
+    print(" over tensor | compute s | links s | step s |\n" + "| --- " * 10 + "|")
     meshes = {
         "7B": [(1, 8, 1), (1, 4, 2), (8, 8, 1), (1, 64, 1)],
         "70B": [(1, 8, 1), (1, 4, 2), (1, 64, 1), (1, 8, 8), (2, 8, 4)],
     }
     for name, all_sizes in meshes.items():
         for sizes in all_sizes:
-            print(row(name, sizes))
+            print(row(name, sizes, "step"))
+            print(row(name, sizes, "layer"))
 
 
-def row(name: str, sizes: tuple[int, int, int]) -> str:
+def row(name: str, sizes: tuple[int, int, int], gather: str) -> str:
     config, (replicate, shard, tensor) = shape(name), sizes
     with torch.device("meta"):
         model = Transformer(config)
@@ -201,12 +203,15 @@ def row(name: str, sizes: tuple[int, int, int]) -> str:
     layer = (count - outer) / config.n_layers
     tokens = RESPONSES * TOKENS / (replicate * shard)  # of a rank
     packs = -(-tokens // PACK)
-    # masters, gradients, moments and the reference; two layers and the outer weights, gathered
-    memory = (16 + 2) * count / (shard * tensor) + 4 * (2 * layer + outer) / tensor
+    # Masters, gradients, moments and the reference; gathered weights and gradients, in bf16.
+    few = 2 * layer + outer
+    kept = count if gather == "step" else few
+    memory = (16 + 2) * count / (shard * tensor) + 2 * (kept + few) / tensor
     memory += 2 * PACK * config.d_model * config.n_layers  # a pack's input of each layer
     memory += PACK * (8 * config.d_model + 6 * config.d_ff / tensor)  # one layer, made again
     # Weights in bf16 for the reference's pass, forward and backward, and gradients in fp32.
-    over_shard = packs * (3 * 2 + 4) * count / tensor * (shard - 1) / shard
+    weights = 2 * 2 if gather == "step" else packs * 3 * 2
+    over_shard = (weights + packs * 4) * count / tensor * (shard - 1) / shard
     over_replicate = packs * 2 * 4 * count / (tensor * shard) * (replicate - 1) / replicate
     sums = (2 + 2 + 2 + 2) * config.n_layers  # reference, forward, again, backward
     over_tensor = sums * 2 * 2 * tokens * config.d_model * (tensor - 1) / tensor
@@ -220,8 +225,8 @@ def row(name: str, sizes: tuple[int, int, int]) -> str:
     gigabytes = " | ".join(
         f"{x / 1e9:,.0f}" for x in (memory, over_shard, over_replicate, over_tensor)
     )
-    mesh = " × ".join(map(str, sizes))
-    return f"| {name} | {mesh} | {gigabytes} | {compute:.1f} | {links:.1f} | {step:.1f} |"
+    seconds = " | ".join(f"{x:.1f}" for x in (compute, links, step))
+    return f"| {name} | {' × '.join(map(str, sizes))} | {gather} | {gigabytes} | {seconds} |"
 
 
 def main() -> None:
@@ -231,12 +236,13 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--gather", default="step", choices=["step", "layer"])
     given = parser.parse_args()
     if given.what == "arithmetic":
         return arithmetic()
     if given.what == "offload":
         return offload(given.shape, given.responses, given.length)
-    return compare(given.shape, given.responses, given.length, given.steps)
+    return compare(given.shape, given.responses, given.length, given.steps, given.gather)
 
 
 if __name__ == "__main__":

@@ -281,11 +281,12 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
 
 
 def _per_rank(recipe: Recipe, size: Size, found: list[Need]) -> list[Need]:
-    """A rank's share of the learner's memory. Weights in compute precision exist while their layer
-    runs: one layer, the next one, and the weights outside of the layers, with their gradients."""
+    """A rank's share of the learner's memory. Gathered are all weights, or one layer, the next one
+    and the weights outside of the layers; gradients are those of the latter in any case."""
     mesh, low = recipe.mesh, BYTES[recipe.train.precision]
-    layer = (size.parameters - size.outer) / size.layers
-    gathered = 2 * low * (2 * layer + size.outer) / mesh.tensor
+    few = 2 * (size.parameters - size.outer) / size.layers + size.outer
+    weights = size.parameters if mesh.gather == "step" else few
+    gathered = low * (weights + few) / mesh.tensor
     shared = [
         need._replace(size=math.ceil(need.size / (mesh.shard * mesh.tensor)))
         for need in found

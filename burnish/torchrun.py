@@ -206,6 +206,6 @@ def _learner(recipe: Recipe) -> tuple[Learner, Mesh]:
     from burnish.learner.parallel import Mesh
     from burnish.sizes import device_of, shape_of
 
-    sizes = recipe.mesh.sizes
-    mesh = Mesh(sizes, shape_of(recipe), device_of(recipe), offload=recipe.mesh.offload)
+    sizes, kinds = recipe.mesh.sizes, recipe.mesh.model_dump(include={"gather", "offload"})
+    mesh = Mesh(sizes, shape_of(recipe), device_of(recipe), **kinds)
     return local.build_learner(recipe, mesh), mesh

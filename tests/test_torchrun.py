@@ -73,16 +73,18 @@ def test_heads_must_divide():
 
 def test_a_plan_has_the_memory_of_a_rank(tmp_path):
     """Of 1,000 parameters in fp32: masters, gradients and moments are 4, 4 and 8 kB, over 2 × 2
-    ranks. Two of four layers of 200 and 200 outer parameters are gathered, with gradients, over 2
-    tensor ranks: 2 · 4 · (400 + 200) / 2."""
-    one = recipe(mesh={"replicate": 2, "shard": 2, "tensor": 2}, train={"precision": "fp32"})
+    ranks. All weights are gathered, or two of four layers of 200 and 200 outer parameters, over 2
+    tensor ranks, beside the gradients of the latter: 4 · (1000 + 600) / 2 and 4 · 2 · 600 / 2."""
+    mesh, train = {"replicate": 2, "shard": 2, "tensor": 2}, {"precision": "fp32"}
+    one, less = recipe(mesh=mesh, train=train), recipe(mesh=mesh | {"gather": "layer"}, train=train)
     found = {need.what: need.size for need in needs(one, SIZE) if need.resource == "memory"}
     assert found == {
         "fp32 masters": 1000,
         "gradients": 1000,
         "Adam's moments": 2000,
-        "gathered weights and gradients": 2400,
+        "gathered weights and gradients": 3200,
     }
+    assert {n.what: n.size for n in needs(less, SIZE)}["gathered weights and gradients"] == 2400
     lines = dict(dict(plan(one, tmp_path, SIZE))["mesh"])
     assert lines["ranks"] == "8 = 2 replicate × 2 shard × 2 tensor"
     assert lines["packs"].startswith("about 2 of 8 responses")

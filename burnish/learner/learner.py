@@ -137,7 +137,8 @@ class Learner:
 
     def step(self, learn: LearnBatch) -> Metrics:
         """Takes a gradient step on a train batch; skips and counts a step that is not finite."""
-        measured, values, loss = self._accumulate(learn)
+        with self.ranks.gathered(self.policy, self.critic):
+            measured, values, loss = self._accumulate(learn)
         self._remember(measured.logprobs)
         norms = {name: o.gradient_norm() for name, o in self.optimizers.items()}
         metrics = self.program.metrics(measured, learn)
@@ -375,7 +376,9 @@ class Learner:
         does not share them."""
         lower = lower if policy.lower_layers else None
         scored = ((p.slots, policy.score(p.batch, at(p.slots, lower))) for p in each(packs))
-        return self._join([(slots, measured.logprobs) for slots, measured in scored], size)
+        with self.ranks.gathered(policy):
+            parts = [(slots, measured.logprobs) for slots, measured in scored]
+        return self._join(parts, size)
 
     def _join(self, parts: list[tuple[Tensor, Tensor]], size: int) -> Tensor:
         """[N, …] from (slots [n], values [n, …]) of packs; the ranks have every slot between them.

@@ -9,6 +9,7 @@ gradients are summed and never divided.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -50,11 +51,14 @@ class Mesh:
         shape: ModelConfig,
         device: str = "cpu",
         *,
+        gather: str = "step",
         offload: bool = False,
     ) -> None:
         """``sizes`` are the ranks along replicate, shard and tensor; ``shape`` is the policy's.
-        ``offload``: the learner is moved to main memory while nobody learns."""
+        ``gather``: weights stay gathered for a "step", or a "layer" lets go of its own when it has
+        run. ``offload``: the learner is moved to main memory while nobody learns."""
         self.device, self.shape, self.offload = device, shape, offload
+        self._keeps = gather == "step"
         self.mesh = init_device_mesh(device.partition(":")[0], sizes, mesh_dim_names=NAMES)
         self._plane = self.mesh["replicate", "shard"]
         self._data, self._tensor = self._plane._flatten("data").get_group(), self.mesh["tensor"]
@@ -74,7 +78,8 @@ class Mesh:
         for part in parts:
             fully_shard(part, mesh=self._plane, mp_policy=policy, reshard_after_forward=True)
             cut = cast(FSDPModule, part)
-            cut.set_gradient_divide_factor(1.0)
+            if self.sizes[0] * self.sizes[1] > 1:  # else torch divides by 1, which takes a copy
+                cut.set_gradient_divide_factor(1.0)
             cut.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sums
         # Each gathers the weights outside of the layers first. None of them calls another.
         methods = ["read", "score", "hidden", "probe"]
@@ -83,6 +88,18 @@ class Mesh:
         for method in methods:
             register_fsdp_forward_method(model, method)
         return model
+
+    @contextmanager
+    def gathered(self, *models: nn.Module | None) -> Iterator[None]:
+        modules = [part for model in models if model is not None for part in model.modules()]
+        parts = [part for part in modules if self._keeps and isinstance(part, FSDPModule)]
+        _keep(parts, True)
+        try:
+            yield
+        finally:
+            _keep(parts, False)
+            for part in parts:
+                part.reshard()
 
     def frozen(self, policy: Transformer, precision: str) -> Transformer:
         dtype = PRECISIONS.get(precision, next(policy.parameters()).dtype)
@@ -114,14 +131,14 @@ class Mesh:
 
     def norm(self, gradients: Iterable[Named]) -> float:
         """Of each gradient that several ranks have, one rank's counts."""
-        counted = [torch.zeros((), dtype=torch.float64, device=self.device)]
+        counted = [torch.zeros(1, device=self.device)]  # there may be no other
         for name, gradient in gradients:
             own = local(gradient)
             if slices.module_of(name) in slices.PARTIAL:
                 dist.all_reduce(own, group=self._tensor.get_group())
             if self._is_mine(name):
-                counted.append(torch.linalg.vector_norm(own).double().square())
-        whole = torch.stack(counted).sum()
+                counted.append(own)
+        whole = torch.stack([n.double() for n in torch._foreach_norm(counted)]).square().sum()
         dist.all_reduce(whole)
         return float(whole.sqrt())
 
@@ -186,6 +203,13 @@ class Mesh:
         """The first row of a rank's part, in its slice of the tensor."""
         of = compute_local_shape_and_global_offset
         return int(of(view.shape, view.device_mesh, view.placements)[1][0])
+
+
+def _keep(parts: Iterable[FSDPModule], keeps: bool) -> None:
+    """Whether parts of a model keep their weights gathered once they have run."""
+    for part in parts:
+        part.set_reshard_after_forward(not keeps, recurse=False)
+        part.set_reshard_after_backward(not keeps, recurse=False)
 
 
 class Gathered(Mapping[str, Tensor]):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from burnish.rollout.packing import Pack
@@ -18,8 +20,9 @@ Named = tuple[str, Tensor]
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that a mesh has cut; any other tensor as it is."""
-    to_local = getattr(tensor.detach(), "to_local", None)
-    return tensor if to_local is None else to_local()
+    to_local = getattr(tensor, "to_local", None)
+    with torch.no_grad():
+        return tensor if to_local is None else to_local()
 
 
 class Ranks(Protocol):
@@ -31,6 +34,9 @@ class Ranks(Protocol):
 
     def place(self, model: Model, precision: str) -> Model:
         """The model with this rank's part of its weights."""
+
+    def gathered(self, *models: nn.Module | None) -> AbstractContextManager[None]:
+        """Within it, ranks that share weights may keep those that they have gathered."""
 
     def frozen(self, policy: Any, precision: str) -> Any:
         """A copy of a policy that does not learn."""
@@ -62,6 +68,9 @@ class Alone:
 
     def place(self, model: Model, precision: str) -> Model:
         return model
+
+    def gathered(self, *models: nn.Module | None) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def divide(self, batch: PackedBatch, cut: Callable[[PackedBatch], list[Pack]]) -> list[Pack]:
         return cut(batch)

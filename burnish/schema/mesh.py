@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,9 @@ class MeshConfig(Section):
     replicate: int = Field(1, ge=1, description="copies of the weights that are cut over shard")
     shard: int = Field(1, ge=1, description="ranks that share weights and moments (FSDP2)")
     tensor: int = Field(1, ge=1, description="ranks that share heads, MLP and vocabulary")
+    gather: Literal["step", "layer"] = Field(
+        "step", description="gathered weights are kept for a step, or while their layer runs"
+    )
     offload: bool = Field(False, description="the learner waits in main memory during sampling")
 
     @property
@@ -88,6 +91,8 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     lines = [("ranks", f"{mesh.ranks} = {mesh}")]
     share = recipe.train.batch / mesh.data_ranks
     lines.append(("packs", f"about {share:g} of {recipe.train.batch} responses per rank and step"))
+    kept = {"step": "once, and kept for the step", "layer": "whenever their layer runs"}
+    lines.append(("weights", f"gathered {kept[mesh.gather]}"))
     if mesh.offload:
         lines.append(("offload", "the learner's weights and moments leave the GPU to sample"))
     return [("mesh", lines)]

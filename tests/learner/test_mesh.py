@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish.learner.learner import Learner, State
 from burnish.learner.optim import Optimizer
@@ -31,7 +32,7 @@ FAMILIES = {
 }
 
 
-def both(sizes, family, dtype, objective=None, critic=None, **train):
+def both(sizes, family, dtype, objective=None, critic=None, gather="step", **train):
     """A learner of one process, and the same learner on a mesh."""
     shape = FAMILIES[family]
     train = {"micro_tokens": 24, "clip_norm": 0.5} | train
@@ -41,7 +42,7 @@ def both(sizes, family, dtype, objective=None, critic=None, **train):
         return model.learn(recompute=family == "qwen2")
 
     alone = make_learner(policy(), objective, critic, **train)
-    mesh, model, values = Mesh(sizes, shape), policy(), None
+    mesh, model, values = Mesh(sizes, shape, gather=gather), policy(), None
     if critic is not None:
         own = alone.optimizers["critic"].train
         values = Optimizer(Critic(model, shared=alone.program.critic.shared), own, mesh)
@@ -92,12 +93,15 @@ def whole_state(learner):
 
 
 def check_step(rank, sizes):
-    """Whitening and a KL over uneven packs, in float64 and in float32.
+    """Whitening and a KL over uneven packs, in float64, and by layers in float32.
 
     Adam divides a gradient by its size, so the rounding of a small one is that of a step of 1e-2.
     """
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 5e-5)):
-        pair = both(sizes, "qwen3", dtype, WHITENED)
+    for dtype, tolerance, gather in (
+        (torch.float64, 1e-10, "step"),
+        (torch.float32, 5e-5, "layer"),
+    ):
+        pair = both(sizes, "qwen3", dtype, WHITENED, gather=gather)
         take_steps(*pair, 0, dtype)
         check_weights(*pair, tolerance)
 
@@ -133,8 +137,37 @@ def check_state(pair, sizes):
         alone.load_state(found)
 
 
+class Gathers(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "allgather" in str(func)
+        return func(*args, **kwargs or {})
+
+
+def check_gathers(rank, sizes):
+    """Each layer, and the weights outside of them, once a step, or twice a pack."""
+    counts = {}
+    for gather in ("step", "layer"):
+        _, meshed = both(sizes, "llama", torch.float32, gather=gather)
+        learn = make_learn_batch(meshed, pack(make_groups(UNEVEN)))
+        with Gathers() as gathers:
+            meshed.step(learn)
+        counts[gather] = gathers.count
+    packs = len(meshed._cut(learn.batch))
+    parts = CONFIG.n_layers + 1
+    assert packs > 1
+    assert counts == {"step": parts, "layer": 2 * packs * parts}
+
+
 def test_shards_take_the_steps_of_one_process():
     run_ranks(2, check_step, (1, 2, 1))
+
+
+def test_weights_are_gathered_once_a_step():
+    run_ranks(2, check_gathers, (1, 2, 1))
 
 
 @pytest.mark.slow
