@@ -57,7 +57,7 @@ ENGINES = (
     *("loops/conductor.py", "runs/shards.py", "schema/mesh.py", "torchrun.py", "__main__.py"),
     *("engine/wire.py", "engine/serving.py", "engine/remote.py", "engine/listening.py"),
     *("engine/environment.py", "engine/check.py", "engine/vllm.py", "engine/hf.py"),
-    *("engine/sglang.py", "engine/sglang_weights.py"),
+    *("engine/sglang.py", "engine/sglang_weights.py", "engine/callers.py"),
     *("engine/shapes.py", "engines.py", "engine_commands.py", "schema/engines.py"),
 )
 """Files that are there for other engines and for the mesh."""

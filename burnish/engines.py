@@ -51,7 +51,6 @@ def open_engine(recipe: Recipe) -> Engine:
             max_running=own.max_running,
             keeps_cache=recipe.loop.on_update == "keep",
             weights=own.weights,
-            device=device_of(recipe),
             sleeps=own.sleep,
         )
         del wanted["model"]  # it has loaded the directory's

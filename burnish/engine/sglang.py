@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from burnish.draws import uniforms
 from burnish.engine import protocol
+from burnish.engine.callers import Callers
 from burnish.engine.environment import parts
 from burnish.engine.protocol import Capabilities, Request
 from burnish.engine.sequence import RequestGroup, Sequence
@@ -118,16 +119,14 @@ class SglangEngine:
         max_running: int = 128,
         keeps_cache: bool = False,
         weights: str = "disk",
-        device: str = "cpu",
         sleeps: bool = False,
     ) -> None:
         """``model`` is the directory of version 0, which the server loads at once.
 
         ``keeps_cache``: samples in flight keep the keys and values of older weights; ``weights``:
-        the way by which they come; ``device``: of the learner; ``sleeps``: `sleep` will be called.
+        the way by which they come; ``sleeps``: `sleep` will be called.
         """
         self._server, self._tokenizer, self._keeps = Server(url, deadline), tokenizer, keeps_cache
-        self._pool = ThreadPoolExecutor(max_running, "sglang")
         self._calls: dict[Future[Any], Call] = {}
         self._aborted: set[str] = set()
         """Requests whose samples end with the tokens that they have."""
@@ -146,9 +145,9 @@ class SglangEngine:
             token_versions=True,
             counter_draws=told["enable_deterministic_inference"],
         )
-        self._is_asleep, self._tags = False, ["kv_cache"]
         # Weights without a copy in main memory would be lost, and a load may be refused.
-        self._tags += ["weights"] * bool(told["enable_weights_cpu_backup"])
+        self._tags = ["kv_cache", "weights"][: 1 + told["enable_weights_cpu_backup"]]
+        self._is_asleep = False
         if sleeps and not told["enable_memory_saver"]:
             raise self._server.error(
                 "can't give its memory away, as engine.sleep = true asks; start it with "
@@ -159,9 +158,9 @@ class SglangEngine:
                 f"has pp_size = {told['pp_size']} and dp_size = {told['dp_size']}; they must be 1 "
                 f"for engine.weights = '{weights}'; start it so, or use engine.weights = 'disk'"
             )
-        self._way: Way = WAYS[weights](self._server, told, device)
+        self._way: Way = WAYS[weights](self._server, told)
         self._update(read_state(Path(model)), 0)
-        self._last = self.probe()
+        self._last, self._callers = self.probe(), Callers(max_running)
 
     @property
     def unfinished(self) -> int:
@@ -222,7 +221,7 @@ class SglangEngine:
         wanted = None if self._expected is None else self._expected[0]()
         try:
             self._update(weights.tensors, weights.version)
-        except (EngineError, OSError, RuntimeError, SafetensorError) as error:
+        except EngineError as error:
             raise self._failed(error) from error
         self.version, self._incarnation = weights.version, weights.incarnation
         self._last = self.probe()
@@ -253,7 +252,7 @@ class SglangEngine:
             self._server.call("/abort_request", {"abort_all": True})
         self._way.close()
         self._server.lost = "was left by this client"
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._callers.close()
 
     def _send(self, sequence: Sequence) -> None:
         request, params = sequence.group.request, sequence.group.request.params
@@ -273,7 +272,7 @@ class SglangEngine:
         if self._keeps:  # a new sample must not find keys of older weights in the cache
             asked["extra_key"] = str([*sequence.versions, self.version][0])
         body = asked | {"sampling_params": drawn}
-        future = self._pool.submit(self._server.call, "/generate", body)
+        future = self._callers.submit(self._server.call, "/generate", body)
         self._calls[future] = Call(sequence, name, self.version)
 
     def _take(self, call: Call, told: dict[str, Any]) -> None:
@@ -292,9 +291,13 @@ class SglangEngine:
 
     def _update(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._wake()
-        self._way.send(tensors, {"weight_version": str(version), "flush_cache": not self._keeps})
+        last = {"weight_version": str(version), "flush_cache": not self._keeps}
+        try:
+            self._way.send(tensors, last)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise self._server.error(f"gets no weights: {error}") from error
 
-    def _failed(self, error: Exception) -> EngineError:
+    def _failed(self, error: EngineError) -> EngineError:
         """The error of a load. The server may have changed tensors or died: a probe shows it."""
         gap = math.inf
         if not self._way.has_begun:

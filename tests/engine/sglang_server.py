@@ -108,10 +108,13 @@ class TestServer:
         self.fault: str | None = None
         """stale: loads say that they are done; torn: they fail half-way; dead: no call is answered
         and the connection closes; silent: calls are not answered; deaf: no broadcast is taken;
-        refuses: nor is one, and the call is refused; killed: it dies then."""
+        refuses: nor is one, and the call is refused; killed: it dies then. The last three hold for
+        a group, too; late: it comes to the group's store, and no further."""
         self.options = {"enable_memory_saver": False, "enable_weights_cpu_backup": False}
         self.options |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "device": "cpu"}
         self.groups: dict[str, Any] = {}
+        self.cut_at: int | None = None
+        """Tokens after which the engine waits for a pause, which waits for them: calls are cut."""
         self.released: list[str] = []
         """Memory that was given away: whoever needs it ends a real server."""
         self.seen: list[tuple[str, dict[str, Any] | None]] = []
@@ -212,7 +215,8 @@ class TestServer:
         if mode != "abort":
             raise Refused(f"Input should be 'abort', 'retract' or 'in_place', got {mode!r}")
         with self._changed:
-            self.paused = True
+            self._changed.wait_for(lambda: self.cut_at is None or self._is_there())
+            self.paused, self.cut_at = True, None
             self._abort_all("")
             self._changed.wait_for(lambda: not self._waiting)
         return 200, {"message": "Generation paused successfully.", "status": "ok"}
@@ -278,10 +282,15 @@ class TestServer:
         backend: str = "nccl",
     ) -> tuple[int, Any]:
         """As SGLang joins: by torch's own rendezvous and names."""
-        if self.fault == "refuses":
+        if self.fault in ("deaf", "refuses"):
+            time.sleep(30 if self.fault == "deaf" else 0)
             return 400, {"success": False, "message": "Failed to initialize"}
         where, wait = f"tcp://{master_address}:{master_port}", timedelta(seconds=30)
         store, rank, size = next(rendezvous(where, rank_offset, world_size, timeout=wait))
+        if self.fault in ("killed", "late"):
+            time.sleep(30 if self.fault == "late" else 0)
+            self.fault = "dead"
+            raise ConnectionError
         group, _ = _new_process_group_helper(
             size,
             rank,
@@ -350,13 +359,16 @@ class TestServer:
             if name.startswith(prefix):
                 self.engine.abort(name)
 
+    def _is_there(self) -> bool:
+        return self.cut_at is not None and self.engine.sampled >= self.cut_at
+
     def _sample(self) -> None:
         """The engine's loop."""
         while not self._ended:
             with self._changed:
-                for done in self.engine.step():
+                for done in [] if self._is_there() else self.engine.step():
                     self._waiting[done.request_id] = done
-                    self._changed.notify_all()
+                self._changed.notify_all()
             time.sleep(self.pace if self.engine.unfinished else 2e-3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -57,6 +58,18 @@ def url(request: Any) -> str:
     if request.param == "real" and REAL is None:
         pytest.skip("no real SGLang server: set BURNISH_TEST_SGLANG to its url")
     return str(REAL if request.param == "real" else request.getfixturevalue("server").url)
+
+
+@pytest.fixture
+def will_cut(url: str, request: Any) -> Callable[[], None]:
+    """Call it before requests that a load must find in flight; a real server is slow enough."""
+
+    def will_cut() -> None:
+        if url != REAL:
+            server = request.getfixturevalue("server")
+            server.cut_at = server.engine.sampled + 20
+
+    return will_cut
 
 
 @pytest.fixture
@@ -129,10 +142,11 @@ def test_responses_end_as_the_native_engine_ends_them(engine: SglangEngine) -> N
 
 
 def test_a_seed_repeats_a_sample_and_a_load_does_not_change_its_draws(
-    engine: SglangEngine,
+    engine: SglangEngine, will_cut: Callable[[], None]
 ) -> None:
     request = tiny.request("a", 9, n=4, max_tokens=60, group=3)
     same = drive(engine, [request])
+    will_cut()
     cut = drive(engine, [request], lambda: engine.load(tiny.weights(tiny.model(), 1)))
     tiny.assert_same(same, cut)
     assert any(set(found.versions) == {0, 1} for found in cut.values())
@@ -148,6 +162,7 @@ def test_each_token_is_of_its_version(server: TestServer, model: Path, keeps: bo
     request, new = tiny.request("a", 9, n=6, max_tokens=60), tiny.model(5)
     with closing(client(server.url, model, keeps_cache=keeps)) as engine:
         engine.expect(new.probe, 1e-4)
+        server.cut_at = server.engine.sampled + 20
         done = drive(engine, [request], lambda: engine.load(tiny.weights(new, 1)))
         assert engine.version == 1
         assert server.flushed == (0 if keeps else 2)
@@ -229,6 +244,7 @@ def test_a_load_that_changed_nothing_keeps_the_version(
     ("fault", "rule"), [("silent", "within engine.deadline"), ("dead", "does")]
 )
 def test_no_wait_is_endless(server: TestServer, model: Path, fault: str, rule: str) -> None:
+    before = threading.enumerate()
     engine = client(server.url, model, deadline=0.3)
     engine.submit(tiny.request("a", 9, max_tokens=80))
     server.fault = fault
@@ -236,15 +252,40 @@ def test_no_wait_is_endless(server: TestServer, model: Path, fault: str, rule: s
     with pytest.raises(EngineError, match=f"{server.url} .*{rule}"):
         engine.load(tiny.weights(tiny.model(), 1))
     assert time.monotonic() - start < 5
+    keeping = [t for t in threading.enumerate() if t not in before and not t.daemon]
+    assert not keeping, "the interpreter's end waits for these threads"
+
+
+@pytest.mark.parametrize(
+    ("fault", "deadline", "rule"),
+    [
+        ("refuses", 9.0, "refused /init"),
+        ("killed", 9.0, "does not answer /init"),
+        ("deaf", 1.0, "did not answer /init_weights_update_group within engine.deadline"),
+        ("late", 1.0, "did not answer /init_weights_update_group within engine.deadline"),
+    ],
+)
+def test_a_server_that_does_not_join_is_an_error(
+    server: TestServer, model: Path, fault: str, deadline: float, rule: str
+) -> None:
+    server.fault, start = fault, time.monotonic()
+    before = threading.enumerate()
+    with pytest.raises(EngineError, match=f"{server.url} .*{rule}"):
+        client(server.url, model, deadline=deadline, weights="distributed")
+    assert time.monotonic() - start < 5
+    assert all(t.daemon for t in threading.enumerate() if t not in before)
 
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
-def test_each_way_brings_the_same_weights(url: str, model: Path, way: str) -> None:
+def test_each_way_brings_the_same_weights(
+    url: str, model: Path, way: str, will_cut: Callable[[], None]
+) -> None:
     request, new = tiny.request("a", 9, n=6, max_tokens=60), tiny.model(5)
     with closing(client(url, model, weights=way)) as engine:
         np.testing.assert_allclose(engine.probe(), tiny.model().probe(), atol=1e-4)
         engine.expect(new.probe, 1e-4)
+        will_cut()
         done = drive(engine, [request], lambda: engine.load(tiny.weights(new, 1)))
         part = {"model.norm.weight": new.exchange()["model.norm.weight"].clone()}
         other = tiny.weights(new, 2).tensors | part

@@ -23,7 +23,7 @@ SIZE = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 64}
 SMALL = {
     "model": {"name": "scratch", "tokenizer": "bytes", **SIZE},
     "rollout": {"batch": 8, "group_size": 4, "max_tokens": 6},
-    "train": {"steps": 2, "batch": 8, "learning_rate": 1e-2},
+    "train": {"steps": 2, "batch": 8, "learning_rate": 1e-2, "precision": "fp32"},
     "task": {"chat": False},
     "device": "cpu",
 }
@@ -79,7 +79,7 @@ def test_settings_of_sglang():
     recipe = config.load("keywords", ["engine.name=sglang", *settings])
     assert dict(plan.plan(recipe, Path("out")))["engine"][1:] == [
         ("weights", "broadcast by a process group, to any machine"),
-        ("sleep", "the engine's caches and weights leave the GPU to learn"),
+        ("sleep", "the engine's caches leave the GPU to learn; its weights, too, if it keeps a copy"),
     ]
     wrong = {
         "engine.kv_mb has no effect": [URL, "engine.kv_mb=9"],
