@@ -129,7 +129,7 @@ def test_settings_of_an_engine(monkeypatch):
 
 def test_an_engine_sleeps_on_a_gpu_alone():
     recipe = config.load("keywords", ["engine.name=vllm", "engine.sleep=true"])
-    told = ("sleep", "the engine's caches and weights leave the GPU to learn")
+    told = ("sleep", "caches, and weights with a copy in main memory, leave the GPU")
     assert told in plan_of(recipe)
     assert engines.settings_of(recipe, Path("model")).sleep
     with pytest.raises(ConfigError, match=r"engine\.sleep = true frees memory of a GPU"):

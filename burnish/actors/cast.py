@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.actors.transport import Parcel, Receiver, Sender
-from burnish.engine.protocol import Engine, Request
+from burnish.engine.protocol import Engine, ProbeCheck, Request
 from burnish.errors import EngineError
 from burnish.learner.learner import State
 from burnish.progress import begin
@@ -43,7 +43,7 @@ class Generator:
         log-probabilities of a probe."""
         self._steps = steps
         self.engine, self._drains, self._receiver = engine, drains, Receiver()
-        self._tolerance = tolerance
+        self._check_probe = ProbeCheck(tolerance)
         self._loaded: tuple[int, int] | None = None
         self._missing: dict[str, int] = {}
         """Samples in flight, by request."""
@@ -109,7 +109,7 @@ class Generator:
                 self._step()
             with self._receiver.opened(parcel, data) as weights:
                 self.engine.load(weights)
-            parcel.check(self.engine.probe(), self._tolerance)
+            self._check_probe(parcel.version, parcel.probe, self.engine.probe())
             self._loaded = parcel.incarnation, parcel.version
 
     def _submit(self, requests: Sequence[Request]) -> None:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from burnish.engine.protocol import check_probe
 from burnish.errors import EngineError
 from burnish.types import Weights
 
@@ -48,11 +47,6 @@ class Parcel(NamedTuple):
     model."""
     is_partial: bool = False
     """See ``Weights``."""
-
-    def check(self, found: tuple[float, ...], limit: float) -> None:
-        """Raises if the receiver's model, once loaded, gives log-probabilities that differ by more
-        than ``limit``."""
-        check_probe(self.version, self.probe, found, limit)
 
 
 class Sender:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     import torch
 
 
+Probed = tuple[float, ...]
+"""Log-probabilities of fixed tokens."""
+MOVED = 1e-3
+"""Nats by which new weights may move a probe and leave that of an engine in bf16 as it was."""
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     request_id: str
@@ -155,16 +161,30 @@ def check_weights(
         raise EngineError(f"{'; '.join(broken)}; version {version} stays loaded")
 
 
-def check_probe(
-    version: int, expected: tuple[float, ...], found: tuple[float, ...], limit: float
-) -> None:
-    """Refuse an engine whose probe, once it has loaded ``version``, differs by more than ``limit``
-    from the ``expected`` one of the sender's model."""
-    if not np.allclose(expected, found, rtol=0, atol=limit):
+class ProbeCheck:
+    """Holds an engine's probes, load by load, to those of the model that its weights come from."""
+
+    def __init__(self, limit: float) -> None:
+        """``limit``: how far the two may differ by rounding."""
+        self._limit = limit
+        self._last: tuple[Probed, Probed] | None = None
+        """The engine's probe, and the model's when the engine's last changed."""
+
+    def __call__(self, version: int, expected: Probed, found: Probed) -> None:
+        """Refuse an engine whose probe is ``found``, once it has loaded ``version``, if it differs
+        from the ``expected`` one by more than the limit, or has not changed while that one has."""
+        since = self._last[1] if self._last is not None and self._last[0] == found else expected
+        self._last = found, since
+        told = f"log-probabilities of fixed tokens are {found[:3]} …"
+        if not np.allclose(expected, found, rtol=0, atol=self._limit):
+            why = f"{expected[:3]} … were expected (they may differ by {self._limit:g})"
+        elif not np.allclose(expected, since, rtol=0, atol=MOVED):
+            why = f"as they were while the expected ones moved from {since[:3]} … to {expected[:3]}"
+        else:
+            return
         raise EngineError(
-            f"the weights that were loaded as version {version} are stale or torn: "
-            f"log-probabilities of fixed tokens are {found[:3]} …, and {expected[:3]} … were "
-            f"expected (they may differ by {limit:g}); resume the run from its last checkpoint"
+            f"the weights that were loaded as version {version} are stale or torn: {told}, {why}; "
+            "resume the run from its last checkpoint"
         )
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from burnish.engine import wire
-from burnish.engine.protocol import Capabilities, Request, check, check_probe
+from burnish.engine.protocol import Capabilities, ProbeCheck, Request, check
 from burnish.engine.serving import Settings
 from burnish.errors import EngineError
 from burnish.types import Completion, Weights
@@ -104,7 +104,7 @@ class RemoteEngine:
         self._requests: dict[str, Request] = {}
         self._left: dict[str, int] = {}
         """Samples of each request that are not complete."""
-        self._expected: tuple[Probe, float] | None = None
+        self._expected: tuple[Probe, ProbeCheck] | None = None
         self.version = self.unfinished = self.sampled = 0
         self.facts: dict[str, Any] = {}
         """What the engine said about itself; empty until it is there."""
@@ -141,7 +141,7 @@ class RemoteEngine:
 
     def load(self, weights: Weights) -> None:
         """All tensors, and no token before they are all there; if a probe is expected, the engine's
-        must agree, so that torn weights are seen, and in fp32 those that stayed old."""
+        must agree, so that weights that are torn or stayed old are seen."""
         # The learner answers first: it may need the GPU's memory, which the engine takes then.
         wanted = None if self._expected is None else self._expected[0]()
         about = {
@@ -153,13 +153,13 @@ class RemoteEngine:
         (self._share if self._shares else self._stream)(buckets(weights.tensors), about)
         if self._expected is not None and wanted is not None:
             try:
-                check_probe(weights.version, wanted, self.probe(), self._expected[1])
+                self._expected[1](weights.version, wanted, self.probe())
             except EngineError as error:
                 raise self._lose(str(error)) from None
 
     def expect(self, probe: Probe, tolerance: float) -> None:
         """After each load, the engine's probe must be ``probe()`` within ``tolerance``."""
-        self._expected = probe, tolerance
+        self._expected = probe, ProbeCheck(tolerance)
 
     def close(self) -> None:
         self._lost = "was closed"

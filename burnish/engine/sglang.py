@@ -26,7 +26,7 @@ from burnish.draws import uniforms
 from burnish.engine import protocol
 from burnish.engine.callers import Callers
 from burnish.engine.environment import parts
-from burnish.engine.protocol import Capabilities, Request
+from burnish.engine.protocol import Capabilities, ProbeCheck, Request
 from burnish.engine.sequence import RequestGroup, Sequence
 from burnish.engine.sglang_weights import WAYS, Way
 from burnish.engine.shapes import Shapes
@@ -131,7 +131,7 @@ class SglangEngine:
         self._aborted: set[str] = set()
         """Requests whose samples end with the tokens that they have."""
         self.version = self.sampled = self._incarnation = 0
-        self._expected: tuple[Probe, float] | None = None
+        self._expected: tuple[Probe, ProbeCheck] | None = None
         self._config = config = read_config(Path(model))
         self._shapes = Shapes(config)
         told = self._server.call("/server_info") or {}
@@ -210,7 +210,7 @@ class SglangEngine:
 
     def expect(self, probe: Probe, tolerance: float) -> None:
         """After each load, the server's probe must be ``probe()`` within ``tolerance``."""
-        self._expected = probe, tolerance
+        self._expected = probe, ProbeCheck(tolerance)
 
     def load(self, weights: Weights) -> None:
         """New weights for all tokens from here on; samples in flight go on with them."""
@@ -227,7 +227,7 @@ class SglangEngine:
         self._last = self.probe()
         if self._expected is not None and wanted is not None:
             try:
-                protocol.check_probe(weights.version, wanted, self._last, self._expected[1])
+                self._expected[1](weights.version, wanted, self._last)
             except EngineError as error:
                 raise self._lose(str(error)) from None
 

@@ -138,9 +138,10 @@ class Learner:
     def step(self, learn: LearnBatch) -> Metrics:
         """Takes a gradient step on a train batch; skips and counts a step that is not finite."""
         with self.ranks.gathered(self.policy, self.critic):
-            measured, values, loss = self._accumulate(learn)
+            measured, values, summed = self._accumulate(learn)
         self._remember(measured.logprobs)
         norms = {name: o.gradient_norm() for name, o in self.optimizers.items()}
+        loss = summed.item()
         metrics = self.program.metrics(measured, learn)
         if values is not None:
             metrics |= self.program.value_metrics(values, learn)
@@ -237,11 +238,12 @@ class Learner:
         self.version = state.numbers["version"]
         self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
 
-    def _accumulate(self, learn: LearnBatch) -> tuple[Measured, Tensor | None, float]:
+    def _accumulate(self, learn: LearnBatch) -> tuple[Measured, Tensor | None, Tensor]:
         """Adds up the gradients over the packs -> log-probabilities and entropies, the critic's
-        values (None without a critic), and the loss."""
+        values (None without a critic), and the loss. A GPU is not waited for."""
         saved = None if self._rollout is None else self._rollout.lower
-        parts, loss = [], 0.0
+        parts = []
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for pack in each(self._cut(learn.batch)):
             part = take_streams(learn, pack)
             lower = None if part.slots is None else at(part.slots, saved)
@@ -254,7 +256,7 @@ class Learner:
             measured = Measured(*(x.detach() for x in measured))
             if part_loss.requires_grad:  # unless a critic with a body of its own learns alone
                 self.optimizer.backward(part_loss)
-            loss += part_loss.item()
+            loss += part_loss.detach()
             if self.critic is not None and values is None:
                 values = self.critic.score(self.policy, pack.batch, lower)
                 value_loss = weighted_sum(self.program.value_loss(values, part), part.loss_weight)
@@ -262,7 +264,7 @@ class Learner:
             streams = measured if values is None else (*measured, values.detach())
             parts.append((pack.slots, torch.stack(streams, 1)))
         logprobs, entropy, *more = self._join(parts, len(learn.batch.tokens)).unbind(1)
-        return Measured(logprobs, entropy), more[0] if more else None, self.ranks.total(loss)
+        return Measured(logprobs, entropy), more[0] if more else None, self.ranks.join(loss)
 
     def _measure(self, batch: PackedBatch, lower: Tensor | None) -> tuple[Measured, Tensor | None]:
         """Log-probabilities and entropies, with gradient if the policy learns; and the values of a

@@ -95,7 +95,7 @@ class Optimizer(Generic[Model]):
         Without gradients no weight changes.
         """
         shrink = min(1.0, self.train.clip_norm / norm if norm else 1.0) / self.scale
-        gradients = [p.grad for p in self._learning if p.grad is not None]
+        gradients = [local(p.grad) for p in self._learning if p.grad is not None]
         if shrink != 1 and gradients:
             torch._foreach_mul_(gradients, shrink)
         learning_rate = rate(self.train, number)

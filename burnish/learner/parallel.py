@@ -125,10 +125,6 @@ class Mesh:
         dist.all_reduce(stream, group=self._data)
         return stream
 
-    def total(self, number: float) -> float:
-        whole = torch.tensor(number, dtype=torch.float64, device=self.device)
-        return self.join(whole).item()
-
     def norm(self, gradients: Iterable[Named]) -> float:
         """Of each gradient that several ranks have, one rank's counts."""
         counted = [torch.zeros(1, device=self.device)]  # there may be no other
@@ -138,7 +134,7 @@ class Mesh:
                 dist.all_reduce(own, group=self._tensor.get_group())
             if self._is_mine(name):
                 counted.append(own)
-        whole = torch.stack([n.double() for n in torch._foreach_norm(counted)]).square().sum()
+        whole = torch.stack(torch._foreach_norm(counted)).double().square().sum()
         dist.all_reduce(whole)
         return float(whole.sqrt())
 

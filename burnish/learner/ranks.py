@@ -45,10 +45,8 @@ class Ranks(Protocol):
         """This rank's packs of a batch; all ranks have equally many."""
 
     def join(self, stream: Tensor) -> Tensor:
-        """[N, …]: the sum of the ranks' streams, which are 0 in the slots of other ranks."""
-
-    def total(self, number: float) -> float:
-        """The sum of a number over the ranks that have packs of their own."""
+        """The sum over the ranks that have packs of their own, which may be written over it: of a
+        number, or of streams [N, …], which are 0 in the slots of other ranks."""
 
     def norm(self, gradients: Iterable[Named]) -> float:
         """Of the whole gradient."""
@@ -77,9 +75,6 @@ class Alone:
 
     def join(self, stream: Tensor) -> Tensor:
         return stream
-
-    def total(self, number: float) -> float:
-        return number
 
     def norm(self, gradients: Iterable[Named]) -> float:
         return float(nn.utils.get_total_norm([gradient for _, gradient in gradients]))

@@ -93,11 +93,13 @@ def slice_of(config: ModelConfig, name: str, ranks: int, rank: int) -> Slice | N
 
 
 class _Sum(torch.autograd.Function):
-    """Σ over the ranks forward, the gradient as it is backward."""
+    """Σ over the ranks forward, written over x; the gradient as it is backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return summed(x, group)
+        dist.all_reduce(x, group=group)
+        ctx.mark_dirty(x)
+        return x
 
     @staticmethod
     def backward(ctx: Any, up: Tensor) -> tuple[Tensor, None]:
@@ -105,7 +107,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _Fan(torch.autograd.Function):
-    """x as it is forward, Σ of the ranks' gradients backward."""
+    """x as it is forward, Σ of the ranks' gradients backward, written over the gradient: nobody
+    else has it, because one product alone reads x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -114,7 +117,8 @@ class _Fan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, up: Tensor) -> tuple[Tensor, None]:
-        return summed(up, ctx.group), None
+        dist.all_reduce(up, group=ctx.group)
+        return up, None
 
 
 def summed(x: Tensor, group: Any, how: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -89,12 +89,13 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tokens, is_here = _here(tokens, len(weight), vocabulary)
         highest, mass, weighted, chosen = heat.new_empty(4, len(tokens))
+        ctx.is_scaled = bool((heat != 1).any())  # asked once: a GPU must finish before it answers
         logits: Tensor | None = None
         for rows in _pieces(len(tokens), CHUNK):
             logits = None  # so that these are gone before the next are made
             logits = product(hidden[rows], weight.T)
             for part, tile in _tiles(logits, rows):
-                x = _scaled(part, heat[tile])
+                x = _wide(part, heat[tile], ctx.is_scaled)
                 highest[tile] = x.amax(1)
                 x.sub_(highest[tile, None])
                 p = x.exp()
@@ -129,7 +130,7 @@ class _Head(torch.autograd.Function):
         for rows in reversed(list(_pieces(len(tokens), CHUNK))):
             logits = product(hidden[rows], weight.T) if logits is None else logits
             for part, tile in _tiles(logits, rows):
-                x = _scaled(part, heat[tile]).sub_(total[tile, None])  # log p
+                x = _wide(part, heat[tile], ctx.is_scaled).sub_(total[tile, None])  # log p
                 at = torch.arange(len(x), device=x.device), tokens[tile]
                 scale = -up[tile, None]
                 if up_entropy is not None:
@@ -166,7 +167,7 @@ def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
         yield logits[piece], slice(rows.start + piece.start, rows.start + piece.stop)
 
 
-def _scaled(logits: Tensor, heat: Tensor) -> Tensor:
-    """A copy in the precision of the temperatures, which is float32 or better."""
+def _wide(logits: Tensor, heat: Tensor, is_scaled: bool) -> Tensor:
+    """A copy in the precision of the temperatures, which is float32 or better, divided by them."""
     wide = logits.to(heat.dtype, copy=True)
-    return wide if bool((heat == 1).all()) else wide.div_(heat[:, None])
+    return wide.div_(heat[:, None]) if is_scaled else wide

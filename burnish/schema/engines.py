@@ -126,8 +126,7 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     if engine.name == "sglang":
         lines.append(("weights", WAYS[engine.weights]))
     if engine.sleep:
-        told = "the engine's caches leave the GPU to learn; its weights, too, if it keeps a copy"
-        lines.append(("sleep", told))
+        lines.append(("sleep", "caches, and weights with a copy in main memory, leave the GPU"))
     if not engine.repeats:
         told = "the engine's own: a run that is resumed or run again draws other samples"
         lines.append(("draws", told))

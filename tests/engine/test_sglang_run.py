@@ -79,7 +79,7 @@ def test_settings_of_sglang():
     recipe = config.load("keywords", ["engine.name=sglang", *settings])
     assert dict(plan.plan(recipe, Path("out")))["engine"][1:] == [
         ("weights", "broadcast by a process group, to any machine"),
-        ("sleep", "the engine's caches leave the GPU to learn; its weights, too, if it keeps a copy"),
+        ("sleep", "caches, and weights with a copy in main memory, leave the GPU"),
     ]
     wrong = {
         "engine.kv_mb has no effect": [URL, "engine.kv_mb=9"],

@@ -132,7 +132,7 @@ def test_any_split_is_the_whole_batch(critic, layers, batch):
     parts._rollout = whole._rollout
     outcomes = [learner._accumulate(learn) for learner in (whole, parts)]
     torch.testing.assert_close(*(values for _, values, _ in outcomes), rtol=0, atol=1e-10)
-    assert outcomes[0][2] == pytest.approx(outcomes[1][2], abs=1e-10)
+    assert outcomes[0][2].item() == pytest.approx(outcomes[1][2].item(), abs=1e-10)
     for model in ("policy", "critic"):
         a, b = (grads(getattr(learner, model)) for learner in (whole, parts))
         assert a.keys() == b.keys()

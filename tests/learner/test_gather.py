@@ -74,7 +74,7 @@ def check_takers(conductor, other, folder):
     with Receiver().opened(parcel) as found:
         check_same(found.tensors, conductor)
     sent = {}
-    for bucket in remote._buckets(conductor.weights().tensors):
+    for bucket in remote.buckets(conductor.weights().tensors):
         sent |= {name: tensor.clone() for name, tensor in bucket.items()}
     check_same(sent, conductor)
 

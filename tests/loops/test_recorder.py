@@ -69,7 +69,8 @@ def steady(file):
         tensors, state = checkpoints.load(file)
         state = without(state, "incarnation")
         state |= {"positions": without(state["positions"], "timings.jsonl")}
-        bits = {name: t.numpy().tobytes() for name, t in tensors.items()}
+        flat = {name: t.reshape(-1).view(torch.uint8) for name, t in tensors.items()}
+        bits = {name: t.numpy().tobytes() for name, t in flat.items()}
         return checkpoints.describe(file)[:3], state, bits
     if file.name == "report.html":
         page, _, rest = file.read_text().partition('id="data">')
