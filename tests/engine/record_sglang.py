@@ -12,6 +12,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from burnish.engine.sglang import Server
+from burnish.engine.sglang_weights import Group, Handles
+
 CONTRACT = Path(__file__).with_name("sglang_contract.json")
 FACTS = (
     "version",
@@ -20,6 +25,12 @@ FACTS = (
     "enable_deterministic_inference",
     "weight_version",
     "dtype",
+    "device",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "enable_memory_saver",
+    "enable_weights_cpu_backup",
 )
 """The part of /server_info that is kept."""
 DRAWN = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "stop_token_ids": [2], "sampling_seed": 5}
@@ -49,6 +60,10 @@ EXCHANGES: list[tuple[str, dict[str, Any] | None]] = [
     ("/pause_generation", {"mode": "soon"}),
     ("/abort_request", {"rid": "a1"}),
     ("/abort_request", {"abort_all": True}),
+    ("/destroy_weights_update_group", {"group_name": "nobody's"}),
+    ("/flush_cache?timeout=9", {}),
+    ("/release_memory_occupation", {"tags": ["kv_cache"]}),
+    ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
 ]
 """Paths with their bodies, in this order; None is a GET."""
 
@@ -71,11 +86,30 @@ def ask(url: str, path: str, body: dict[str, Any] | None, model: Path) -> tuple[
     return status, told
 
 
+def send(url: str) -> list[dict[str, Any]]:
+    """The calls of the client's own ways without files, with the names of their fields."""
+    rows: list[dict[str, Any]] = []
+
+    class Noting(Server):
+        def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+            told = super().call(path, body)
+            rows.append({"path": path, "fields": sorted(body or {}), "answer": told})
+            return told
+
+    facts = Server(url, 60.0).call("/server_info")
+    for kind in (Handles, Group):
+        way = kind(Noting(url, 60.0), facts)
+        way.send({"model.norm.weight": torch.ones(32)}, {"weight_version": "8"})
+        way.close()
+    return rows
+
+
 def main(url: str, model: str) -> None:
     rows = []
     for path, body in EXCHANGES:
         status, told = ask(url, path, body, Path(model).absolute())
         rows.append({"path": path, "body": body, "status": status, "answer": told})
+    rows += send(url)
     CONTRACT.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
