@@ -13,8 +13,8 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, wait
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # its types do not name the groups' options
 SHARED = Path("/dev/shm")
 """Where files wait for a server on this machine."""
+GRACE = 2.0
+"""Seconds for our part of a group's work to end, once the server's has."""
 
 
 class Way(Protocol):
@@ -97,20 +99,20 @@ class Group:
     def __init__(self, server: Server, told: dict[str, Any]) -> None:
         self._server, self._size = server, 1 + told["tp_size"]
         self._wait = timedelta(seconds=server.deadline)
-        self._name, self._group = "", cast(Any, None)
+        self._name, self._group, self._ours = "", cast(Any, None), list[Future[Any]]()
 
     def send(self, tensors: Mapping[str, Tensor], last: dict[str, Any]) -> None:
         self.has_begun = False
         try:
-            group = self._group = self._group or self._join()
             with self._server.paused():
+                self._group = self._group or self._join()
                 for bucket, fields in _calls(tensors, last, "cpu"):
                     given = list(bucket.values())
                     told = {"group_name": self._name, "names": list(bucket)} | fields
                     told["dtypes"] = [str(t.dtype).removeprefix("torch.") for t in given]
                     told["shapes"] = [list(t.shape) for t in given]
-                    ours = _broadcast, group, given, self._wait
-                    self._both("/update_weights_from_distributed", told, *ours)
+                    path = "/update_weights_from_distributed"
+                    self._both(path, told, _broadcast, self._group, given)
                     self.has_begun = True
         except BaseException:
             self.close()
@@ -122,6 +124,8 @@ class Group:
             with suppress(EngineError):
                 self._server.call("/destroy_weights_update_group", {"group_name": self._name})
             self._group = None
+        # A thread of gloo that drops a tensor while the interpreter ends aborts the process.
+        wait(self._ours, GRACE)
 
     def _join(self) -> Any:
         url = urlsplit(self._server.url)
@@ -135,14 +139,14 @@ class Group:
         ours = _group, self._name, store, self._size, address, self._wait
         return self._both("/init_weights_update_group", told, *ours)
 
-    def _both(self, path: str, told: dict[str, Any], ours: Callable[..., Any], *given: Any) -> Any:
+    def _both(self, path: str, told: dict[str, Any], *ours: Any) -> Any:
         """The server's part and ours at once. A server that fails is not waited for."""
         callers = Callers(2)
-        theirs, done = callers.submit(self._server.call, path, told), callers.submit(ours, *given)
+        theirs, self._ours = callers.submit(self._server.call, path, told), [callers.submit(*ours)]
         callers.close()
-        wait([theirs, done], return_when=FIRST_EXCEPTION)
+        wait([theirs, *self._ours], return_when=FIRST_EXCEPTION)
         theirs.result()  # if both fail, the server says why
-        return done.result()
+        return self._ours[0].result()
 
 
 WAYS: dict[str, type[Any]] = {"disk": Files, "tensor": Handles, "distributed": Group}
@@ -190,6 +194,7 @@ def _group(name: str, store: Any, size: int, address: str, wait: timedelta) -> A
     return dist.ProcessGroupGloo(store, 0, size, options)
 
 
-def _broadcast(group: Any, tensors: list[Tensor], wait: timedelta) -> None:
-    for work in [group.broadcast([t], dist.BroadcastOptions()) for t in tensors]:
-        work.wait(wait)
+def _broadcast(group: Any, tensors: list[Tensor]) -> None:
+    """The last one first: when it has ended, gloo holds no tensor any more."""
+    for work in [group.broadcast([t], dist.BroadcastOptions()) for t in tensors][::-1]:
+        work.wait()  # as long as the group's deadline

@@ -273,7 +273,10 @@ def test_a_server_that_does_not_join_is_an_error(
     with pytest.raises(EngineError, match=f"{server.url} .*{rule}"):
         client(server.url, model, deadline=deadline, weights="distributed")
     assert time.monotonic() - start < 5
-    assert all(t.daemon for t in threading.enumerate() if t not in before)
+    left = [t for t in threading.enumerate() if t not in before]
+    assert all(t.daemon for t in left)
+    # gloo's own deadline is over: a thread that returns from it at exit would abort the process.
+    assert deadline > 5 or not any("_work" in t.name for t in left)
 
 
 @pytest.mark.usefixtures("small_buckets")
