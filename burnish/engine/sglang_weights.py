@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -41,22 +41,22 @@ GRACE = 2.0
 
 
 class Way(Protocol):
-    has_begun: bool
+    has_begun: bool = False
     """Whether the server has taken a part of the weights that were sent last."""
 
     def send(self, tensors: Mapping[str, Tensor], last: dict[str, Any]) -> None:
         """``last``: the fields of the last call, which ends the load."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Only a group has something to close."""
 
 
-class Files:
+class Files(Way):
     """The server reads safetensors from /dev/shm."""
 
     def __init__(self, server: Server, told: dict[str, Any]) -> None:
         """``told``: the server's /server_info."""
         self._server = server
-        self.has_begun = False
 
     def send(self, tensors: Mapping[str, Tensor], last: dict[str, Any]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="burnish-sglang-", dir=SHARED))
@@ -68,11 +68,8 @@ class Files:
         finally:
             shutil.rmtree(folder)
 
-    def close(self) -> None:
-        """Nothing is left to close."""
 
-
-class Handles:
+class Handles(Way):
     """The server maps the tensors' own memory on a GPU; from a CPU their numbers are sent."""
 
     def __init__(self, server: Server, told: dict[str, Any]) -> None:
@@ -89,11 +86,8 @@ class Handles:
                 self._server.call("/update_weights_from_tensor", told | fields)
                 self.has_begun = True
 
-    def close(self) -> None:
-        """Nothing is left to close."""
 
-
-class Group:
+class Group(Way):
     """A process group of this process, rank 0, and the server's: beside torch's default one."""
 
     def __init__(self, server: Server, told: dict[str, Any]) -> None:
@@ -149,7 +143,7 @@ class Group:
         return self._ours[0].result()
 
 
-WAYS: dict[str, type[Any]] = {"disk": Files, "tensor": Handles, "distributed": Group}
+WAYS: dict[str, Callable[..., Way]] = {"disk": Files, "tensor": Handles, "distributed": Group}
 """By the name in engine.weights."""
 
 
