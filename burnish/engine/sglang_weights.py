@@ -189,6 +189,6 @@ def _group(name: str, store: Any, size: int, address: str, wait: timedelta) -> A
 
 
 def _broadcast(group: Any, tensors: list[Tensor]) -> None:
-    """The last one first: when it has ended, gloo holds no tensor any more."""
+    """The last one first: it ends last, and gloo has then let the others go."""
     for work in [group.broadcast([t], dist.BroadcastOptions()) for t in tensors][::-1]:
         work.wait()  # as long as the group's deadline

@@ -18,6 +18,7 @@ SETS += [
     "checkpoint.every=1",
     "validation.every=3",
     "train.learning_rate=0.05",
+    "train.precision=fp32",  # in bf16 the base, which does not learn, is held and exported rounded
 ]
 
 REFRESH = "objective.kl.refresh=2"
