@@ -49,7 +49,7 @@ def train(path: Path, **more: Any) -> list[float]:
         "task": {"chat": False},
         "model": MODEL,
         "rollout": {"batch": 8, "group_size": 4, "max_tokens": 8},
-        "train": {"steps": 4, "batch": 8, "log_kl": True},
+        "train": {"steps": 4, "batch": 8, "log_kl": True, "precision": "fp32"},
         "engine": {"kv_mb": 16},
         "validation": {"every": 4},
         "checkpoint": {"every": 2},
