@@ -14,6 +14,7 @@ BYTES = [
     "model=scratch", "model.tokenizer=bytes", "model.layers=1", "model.width=32", "model.heads=4",
     "model.d_ff=48", "rollout.batch=8", "rollout.group_size=4", "train.batch=8", "train.steps=3",
     "rollout.max_tokens=16", "checkpoint.every=1", "validation.every=3",
+    "train.precision=fp32",
 ]  # fmt: skip
 LONG = ["rollout.think.tokens=5", "rollout.think.end=:", "rollout.think.phrase=so:"]
 LONG += ["length=solve_rate", "rollout.overlong=mask", f"rollout.stop={list(ascii_lowercase)}"]
