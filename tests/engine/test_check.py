@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from burnish.engine.check import FAIL, NOT_OFFERED, PASS, Suite
+from burnish.engine.check import BOUNDS, FAIL, NOT_OFFERED, PASS, Suite
 from burnish.engine.engine import NativeEngine
 from burnish.engine_commands import Reference
 from burnish.errors import EngineError
@@ -106,6 +106,7 @@ def alike(engine: NativeEngine) -> None:
 SPOILED: dict[str, tuple[Any, set[str]]] = {
     "raw": (changed_completion(raw), {f"log-probabilities at temperature {t}" for t in (0.7, 1.3)}),
     "alike": (alike, {"samples differ", "a seed repeats"}),
+    "never greedy": (changed_request(temperature=1.0), {"greedy tokens"}),
     "overlooks end ids": (changed_request(stop_ids=()), {"end ids"}),
     "overlooks stops": (changed_request(stop=()), {"stop strings"}),
     "overlooks min_tokens": (changed_request(min_tokens=0), {"min_tokens"}),
@@ -130,6 +131,22 @@ def test_a_broken_rule_is_seen(how: str, model: Path) -> None:
     engine = tiny.engine(text=True)
     spoil(engine)
     assert set(examined(engine, model, sorted(wanted)).values()) == {FAIL}
+
+
+@pytest.mark.parametrize(("apart", "status"), [(0.02, PASS), (2.0, FAIL)])
+def test_greedy_samples_may_part_at_a_tie(
+    apart: float, status: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding in bf16 makes one of two likely tokens the likeliest, and then the other."""
+    suite = Suite(tiny.engine(text=True), Reference(model, "fp32", tiny.DEVICE), [tiny.prompt(3)])
+    suite.bounds = BOUNDS["bf16"]
+    one, *others = suite._sample(temperature=0.0)
+    turned = one.token_ids.copy()
+    turned[5] = (turned[5] + 1) % tiny.VOCAB
+    other = replace(one, token_ids=turned, logprobs=one.logprobs + np.float32(apart))
+    monkeypatch.setattr(suite, "_sample", lambda **_: [one, other, *others[1:]])
+    monkeypatch.setattr(suite, "_close", lambda done: "")
+    assert suite.run("greedy tokens").status == status
 
 
 def test_caches_that_are_kept_are_seen(model: Path) -> None:
