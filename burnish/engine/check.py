@@ -121,7 +121,8 @@ class Suite:
             both = list(zip(done[0].token_ids, other.token_ids, strict=False))
             parted = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), 0)
             gap = abs(float(done[0].logprobs[parted] - other.logprobs[parted]))
-            _demand(gap <= TIE * self.bounds[0], f"samples of a prompt part by {gap:.2g} nats")
+            told = f"two samples of a prompt part at no tie: they are {gap:.2g} nats apart there"
+            _demand(gap <= TIE * self.bounds[0], told)
         return PASS, self._close(done)
 
     def differ(self) -> tuple[str, str]:
