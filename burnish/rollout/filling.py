@@ -1,4 +1,4 @@
-"""Rollouts that are filled: groups without variance leave, and other prompts are asked.
+"""Rollouts that are filled: groups that teach nothing leave, and other prompts are asked.
 
 All randomness and every choice hang on the numbers of groups and on the engine's steps, never on
 the time that grading takes, so a rollout repeats bit for bit.
@@ -6,16 +6,15 @@ the time that grading takes, so a rollout repeats bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
-
-import numpy as np
 
 from burnish.draws import Stream
 from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError
 from burnish.progress import Report, unheard
 from burnish.rollout.length import shaping
+from burnish.rollout.packing import pack
 from burnish.rollout.rollout import (
     Answered,
     Asked,
@@ -41,9 +40,32 @@ class Filled(NamedTuple):
     figures: dict[str, float]
 
 
-def with_variance(groups: Sequence[Group]) -> list[Group]:
-    """The groups whose rewards are not all equal."""
-    return [group for group in groups if np.ptp(group.rewards) > 0]
+Judge = Callable[[Group], bool]
+"""Whether a group is dead: nothing can be learned from it."""
+
+
+def judge_of(recipe: Recipe) -> Judge:
+    """The judge of ``selection.dead_by``.
+
+    advantage: all advantages of the group are 0 by the recipe's own estimator. correct: none or all
+    of its responses are correct by the task's grade, whatever a length penalty made of the reward.
+    """
+    if recipe.selection.dead_by == "correct":
+        return _is_uniform
+    if not recipe.objective.judges_groups:
+        return lambda group: False
+    advantage = recipe.objective.advantage
+    return lambda group: advantage.is_dead(pack([group], advantage.graded))
+
+
+def _is_uniform(group: Group) -> bool:
+    if all(grade.correct is None for grade in group.grades):
+        raise DataError(
+            "selection.dead_by = 'correct' needs grades that say whether a response is correct, "
+            f"and those of {group.prompt.prompt_id} don't; return 'correct' from the reward, or "
+            "use selection.dead_by = 'advantage'"
+        )
+    return bool(group.correct.all()) or not group.correct.any()
 
 
 def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]) -> Filled:
@@ -52,22 +74,27 @@ def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]
     ``ask`` gives so many further groups. A round asks for as many as are missing; DAPO
     (https://arxiv.org/abs/2503.14476) asks for a whole batch each time and drops the surplus.
     """
-    chosen, wanted = recipe.selection, recipe.prompts_per_rollout
+    chosen, wanted, is_dead = recipe.selection, recipe.prompts_per_rollout, judge_of(recipe)
+    dead: dict[int, bool] = {}
     while True:
         check_errors(sampled, limit=recipe.rollout.max_errors)
         whole, figures = drop_errors(sampled, recipe.rollout.overlong)
-        groups = whole if chosen.dead_groups == "keep" else with_variance(whole)
+        dead |= {group.index: is_dead(group) for group in whole if group.index not in dead}
+        alive = [group for group in whole if not dead[group.index]]
+        groups = whole if chosen.dead_groups == "keep" else alive
         left = wanted * chosen.max_asked - len(sampled)
         if not chosen.fills or len(groups) >= wanted or left <= 0:
             break
         sampled = sampled + ask(min(wanted - len(groups), left))
     if chosen.fills and chosen.on_bound == "stop" and len(groups) < wanted:
         raise DataError(
-            f"{len(groups)} of {len(sampled)} groups had unequal rewards; a step needs {wanted} "
+            f"{len(groups)} of {len(sampled)} groups teach something; a step needs {wanted} "
             f"and selection.max_asked = {chosen.max_asked} allows no more. The prompts are too "
             "easy or too hard for the model: choose others, or resume with a higher "
             "selection.max_asked or with selection.on_bound = 'learn'"
         )
+    if whole:
+        figures["rollout/dead_groups"] = 1 - len(alive) / len(whole)
     if groups:
         figures["rollout/asked_per_used"] = len(sampled) / len(groups)
     used, intact = ({group.index for group in own} for own in (groups, whole))
@@ -95,7 +122,7 @@ def sample_actively(
     ``take`` gives further prompts. Differs from the paper in that the engine waits for grades, so
     that the step at which a prompt is submitted does not depend on the time they take.
     """
-    size, params = recipe.rollout.group_size, sampling(recipe)
+    size, params, is_dead = recipe.rollout.group_size, sampling(recipe), judge_of(recipe)
     bound = recipe.prompts_per_rollout * recipe.selection.max_asked
     prompts, groups = dict(asked), list[Group]()
 
@@ -105,7 +132,7 @@ def sample_actively(
         groups.extend(found)
         check_errors(groups, limit=recipe.rollout.max_errors, asked=len(prompts) * size)
         whole, _ = drop_errors(found, recipe.rollout.overlong)
-        lost = len(found) - len(with_variance(whole))
+        lost = len(found) - sum(not is_dead(group) for group in whole)
         further = take(min(lost, bound - len(prompts)))
         prompts.update(further)
         return requests_of(further, size, params, Stream.TRAIN)
