@@ -181,9 +181,10 @@ def group_of(index, scores, texts="wxyz", name="evolved_1"):
 
 
 def test_discrimination_is_the_mean_over_groups_of_the_std_over_a_group():
-    # std(0, 1) = 1/2; std(0, 0, 0, 1) = sqrt(1/4 − 1/16) = sqrt(3) / 4; errors have no score.
+    # Over G − 1: std(0, 1) = sqrt(1/2); std(0, 0, 0, 1) = sqrt((3/4) / 3) = 1/2. Errors have no
+    # score, and one score has no std.
     groups = [group_of(0, [0, 1, None]), group_of(1, [0, 0, 0, 1]), group_of(2, [1, None])]
-    assert discrimination(groups, "evolved_1") == pytest.approx((0.5 + 3**0.5 / 4) / 2)
+    assert discrimination(groups, "evolved_1") == pytest.approx((0.5**0.5 + 0.5) / 2)
     assert discrimination(groups, "evolved_2") is None
 
 
@@ -215,9 +216,9 @@ def test_criteria_come_stay_and_leave():
             "better response": "x",
             "worse response": "w",
         }
-        # It discriminates (std 1/2), and the next answer has the wrong form.
+        # It discriminates (std sqrt(1/2)), and the next answer has the wrong form.
         metrics = own.note([group_of(1, [0, 1])])
-        assert (metrics["rubric/failed"], metrics["rubric/std"]) == (1, 0.5)
+        assert (metrics["rubric/failed"], metrics["rubric/std"]) == (1, pytest.approx(0.5**0.5))
         assert own.active == {"evolved_1": "New."}
         assert told(requests[1])["criterion 2"] == "New."
         # All meet it: it leaves, and does not come back; rewards that differ bring another.
