@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import os
 import random
+from functools import partial
 from string import ascii_lowercase
 from typing import Literal, get_args, get_origin
 
@@ -88,8 +89,15 @@ def models(tmp_path_factory):
 
 
 def part(name):
+    """A task of rows; a partial function is called in this process, without workers."""
     rows = [{"prompt": f"{name}{n}"} for n in range(12)]
-    return {"name": "files", "rows": rows, "function": score, "validation_rows": 1, "chat": False}
+    return {
+        "name": "files",
+        "rows": rows,
+        "function": partial(score),
+        "validation_rows": 1,
+        "chat": False,
+    }
 
 
 def transformer(models, **settings):
@@ -483,7 +491,7 @@ EFFECTS = {
     "objective.importance.high": (TRUNCATE, {}, 1.01),
     "objective.ratio": (MANY, {}, "sequence"),
     "objective.entropy_coefficient": ({}, {}, 0.5),
-    "objective.proximal": ({"loop.lag": 1, **MANY, **STALE}, {}, "recompute"),
+    "objective.proximal": ({**MANY, **STALE}, {}, "recompute"),
     "length.overlong.buffer": ({}, {"length": {"name": "overlong", "buffer": 3}}, 8),
     "length.overlong.coefficient": ({}, {"length": {"name": "overlong", "buffer": 6}}, 0.1),
     "length.target.tokens": ({}, {"length": {"name": "target", "tokens": 3}}, 8),
