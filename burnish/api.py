@@ -372,7 +372,9 @@ def export(
     """Writes a run's model as a Hugging Face directory; returns the checkpoint it came from.
 
     ``which`` is "best" (by validation; the last where there was none), "last" or a checkpoint's
-    name. ``adapter`` writes the run's adapter alone, in PEFT's layout; otherwise it is merged.
+    name. ``adapter`` writes the run's adapter alone, in PEFT's layout; otherwise it is merged. If
+    the run's model is itself a run, or began with random weights, the model that the adapter was
+    made for is written to the folder ``base`` beside it, because PEFT can't open a run.
     """
     path, target = Path(run_path), Path(out).resolve()
     recipe = resuming.resumed_recipe(path, ())
@@ -394,6 +396,6 @@ def export(
         from burnish import models
 
         tell("export", f"writing {out}")
-        models.write_run(recipe, chosen, Path(made, "model"), adapter=adapter)
+        models.write_run(recipe, chosen, Path(made, "model"), adapter=adapter, final=target)
         Path(made, "model").rename(target)
     return chosen

@@ -21,6 +21,8 @@ from burnish.schema.recipe import Recipe
 from burnish.schema.tasks import PreferencesTask
 from burnish.sizes import scratch_shape, settled
 
+BASE = "base"
+"""The folder of an exported adapter that has the adapter's base model, if it has to be written."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,17 +86,38 @@ def open_run(run: Recipe, chosen: Path) -> tuple[Opened, Transformer | RewardMod
     return opened, model
 
 
-def write_run(run: Recipe, chosen: Path, target: Path, *, adapter: bool = False) -> None:
+def write_run(
+    run: Recipe, chosen: Path, target: Path, *, adapter: bool = False, final: Path | None = None
+) -> None:
     """Writes the model of a run at a checkpoint in Hugging Face's layout, its adapter merged; or
-    the adapter alone, in PEFT's."""
+    the adapter alone, in PEFT's, which names the model that it was made for.
+
+    If only burnish can open that model, it is written to the folder ``base`` of the target.
+    ``final``: the path that the target is going to have; None if it stays where it is.
+    """
     opened, model = open_run(run, chosen)
     own = lora.adapter_of(opened.model)
     if adapter and own is not None:
-        return peft.write(own, target, base=run.model.name)
+        base = named_base(run)
+        peft.write(own, target, base=base or str((final or target).resolve() / BASE))
+        if base is None:
+            plain = lora.without(opened.model)
+            checkpoint.save(plain, target / BASE, source=opened.path)
+        return None
     lora.fold(opened.model)
     if isinstance(model, RewardModel):
         return model.save(target, source=opened.path)
     return checkpoint.save(model, target, source=opened.path)
+
+
+def named_base(run: Recipe) -> str | None:
+    """The name by which other programs load the model that a run's adapter was made for: a name on
+    Hugging Face's hub or a directory; None if the model is a run or began with random weights."""
+    if not isinstance(run.model, LanguageConfig) or preflight.run_of(run) is not None:
+        return None
+    if run.model.name.startswith("hf:"):
+        return run.model.name.removeprefix("hf:")
+    return str(hub.resolve(run.model.name).resolve())
 
 
 def _open_base(recipe: Recipe, dtype: torch.dtype) -> Opened:

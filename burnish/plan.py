@@ -61,6 +61,8 @@ class Size(NamedTuple):
     """Weights of the teacher and of the reward model; 0 if there is none."""
     too_long: int = 0
     """Prompts that were skipped because they are too long."""
+    frozen_contexts: tuple[tuple[str, int], ...] = ()
+    """Settings of the teacher and of the reward model, and the tokens of their contexts."""
 
 
 class Room(NamedTuple):
@@ -73,19 +75,24 @@ class Room(NamedTuple):
 
 def room(recipe: Recipe, size: Size) -> Room:
     """A prompt leaves room for a token of the response in the model's context, and for all of the
-    response in the engine's cache and in a pack of ``train.micro_tokens``."""
+    response in the engine's cache, in a pack of ``train.micro_tokens``, and in the context of a
+    frozen model that reads it."""
     engine, micro = recipe.engine, recipe.train.micro_tokens
     response = max(recipe.rollout.max_tokens, recipe.validation.max_tokens or 0)
     pages = engine.kv_mb * 2**20 // (PAGE * size.cached * BYTES[engine.precision])
-    held = {f"engine.kv_mb = {engine.kv_mb}": pages * PAGE + 1}  # the last token is never read
+    # The last token is never read.
+    held = {f"engine.kv_mb = {engine.kv_mb}": (pages * PAGE + 1, response)}
     if micro is not None:
-        held[f"train.micro_tokens = {micro}"] = micro
+        held[f"train.micro_tokens = {micro}"] = micro, response
+    for name, context in size.frozen_contexts:  # a teacher reads no held-out responses
+        longest = recipe.rollout.max_tokens if name.startswith("teacher") else response
+        held[f"{name}'s context of {context:,} tokens"] = context, longest
     bounds = [Room(size.context - 1, f"the model's context of {size.context:,} tokens")]
-    for setting, tokens in held.items():
+    for setting, (tokens, response) in held.items():
         if tokens <= min(response, size.context - 1):
             raise ConfigError(
                 f"{setting} holds sequences of {tokens} tokens, and max_tokens = {response} leaves "
-                "no room for a prompt; use more"
+                "no room for a prompt; use more, or a smaller max_tokens"
             )
         if tokens < size.context:
             bounds.append(Room(tokens - response, f"{setting} beside max_tokens = {response}"))

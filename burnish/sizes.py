@@ -27,7 +27,7 @@ def measure(recipe: Recipe) -> Size | None:
     if found is None:
         return None
     shape, model = found[0], _empty(found[0])
-    others = [_shape(other) for other in preflight.frozen(recipe).values()]
+    others = {name: _shape(other) for name, other in preflight.frozen(recipe).items()}
     packed = recipe.engine.precision != "fp16" and device_of(recipe) == "cpu"
     narrow = recipe.engine.precision == "bf16" and machine.multiplies("bf16", "cpu")
     return Size(
@@ -41,7 +41,10 @@ def measure(recipe: Recipe) -> Size | None:
             p.numel() for p in lora.learn(model, recipe.train, 0).parameters() if p.requires_grad
         ),
         copied=packed * (2 if narrow else 4),
-        frozen=sum(p.numel() for one in others if one for p in _empty(one[0]).parameters()),
+        frozen=sum(
+            p.numel() for one in others.values() if one for p in _empty(one[0]).parameters()
+        ),
+        frozen_contexts=tuple((name, one[0].context) for name, one in others.items() if one),
     )
 
 
@@ -83,25 +86,27 @@ def check_frozen(recipe: Recipe) -> None:
                 f"{recipe.model.name}, and {differ:,} tokens differ; choose a model with the same "
                 "tokenizer"
             )
-        if theirs[0].context < own[0].context:
-            raise ModelError(
-                f"{setting} = {other.model.name!r} has a context of {theirs[0].context:,} tokens, "
-                f"and {recipe.model.name} has {own[0].context:,}; choose one with as much"
-            )
 
 
 def check_heads(recipe: Recipe) -> None:
-    """Raises if the heads of a model can't be dealt out to the tensor ranks of a mesh."""
-    ranks, found = recipe.mesh.tensor, None if recipe.mesh.tensor == 1 else _shape(recipe)
-    if found is None:
+    """Raises if the heads of the policy or of its teacher can't be dealt out to the tensor ranks of
+    a mesh. A reward model runs whole on every rank that scores."""
+    ranks = recipe.mesh.tensor
+    if ranks == 1:
         return
-    heads, pairs = found[0].n_heads, found[0].kv_heads
-    if heads % ranks or pairs % ranks:
-        fit = [str(n) for n in range(1, pairs + 1) if heads % n == 0 and pairs % n == 0]
-        raise ConfigError(
-            f"mesh.tensor = {ranks} must divide the {heads} heads and {pairs} key and value heads "
-            f"of {recipe.model.name}; use {' or '.join(fit)}"
-        )
+    teacher = preflight.frozen(recipe).get("teacher.model")
+    models = {recipe.model.name: _shape(recipe)}
+    if teacher is not None:
+        models[f"teacher.model = {teacher.model.name!r}"] = _shape(teacher)
+    shapes = {name: found[0] for name, found in models.items() if found is not None}
+    counts = [n for shape in shapes.values() for n in (shape.n_heads, shape.kv_heads)]
+    for name, shape in shapes.items():
+        if shape.n_heads % ranks or shape.kv_heads % ranks:
+            fit = [str(n) for n in range(1, min(counts) + 1) if not any(m % n for m in counts)]
+            raise ConfigError(
+                f"mesh.tensor = {ranks} must divide the {shape.n_heads} heads and {shape.kv_heads} "
+                f"key and value heads of {name}; use {' or '.join(fit)}"
+            )
 
 
 def check_adapter(recipe: Recipe) -> None:

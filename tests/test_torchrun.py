@@ -7,11 +7,14 @@ import sys
 
 import pytest
 
-from burnish import config, sizes, torchrun
+from burnish import build, config, sizes, torchrun
 from burnish.errors import ConfigError
+from burnish.model import checkpoint
+from burnish.model.transformer import ModelConfig, Transformer
 from burnish.plan import Size, needs, plan
 from burnish.runs import checkpoints
 from burnish.runs.metrics import iterate_rows
+from tests.conftest import byte_tokenizer
 
 ROWS = {"name": "pairs", "train": "t.jsonl", "validation": "v.jsonl", "chat": False}
 MODEL = {"name": "scratch", "tokenizer": "bytes", "layers": 1, "width": 16, "heads": 2, "d_ff": 24}
@@ -69,6 +72,34 @@ def test_heads_must_divide():
     with pytest.raises(ConfigError, match=r"must divide the 2 heads and 2 key .*; use 1 or 2"):
         sizes.check_heads(recipe(mesh={"tensor": 4}))
     sizes.check_heads(recipe(mesh={"tensor": 2}))
+
+
+def test_heads_of_frozen_models_must_divide(tmp_path):
+    """A teacher is cut over the tensor ranks as the policy is; a reward model runs whole."""
+    shape = {"vocab_size": 256, "n_layers": 1, "d_model": 16, "d_ff": 24, "context": 128}
+
+    def taught(heads, kv_heads, ranks):
+        folder = tmp_path / f"{heads}-{kv_heads}"
+        folder.mkdir(exist_ok=True)
+        checkpoint.save(
+            Transformer(ModelConfig(**shape, n_heads=heads, n_kv_heads=kv_heads)), folder
+        )
+        byte_tokenizer().save(folder)
+        own = {**MODEL, "heads": 4}
+        asked = {"objective.advantage": "teacher", "teacher.model": str(folder)}
+        return config.load(
+            "keywords", {"model": own, "runtime": "torchrun", "mesh": {"tensor": ranks}} | asked
+        )
+
+    for heads, kv_heads, ranks, told in (
+        (4, 1, 2, "the 4 heads and 1 key and value heads of teacher.model = .*/4-1'; use 1$"),
+        (2, 2, 4, "the 2 heads and 2 key and value heads of teacher.model = .*/2-2'; use 1 or 2$"),
+    ):
+        given = taught(heads, kv_heads, ranks)
+        with pytest.raises(ConfigError, match=rf"mesh.tensor = {ranks} must divide {told}"):
+            sizes.check_heads(given)
+        assert any("must divide" in str(e) for e in build.look(given, tmp_path / "run")[2])
+    sizes.check_heads(taught(2, 2, 2))
 
 
 def test_a_plan_has_the_memory_of_a_rank(tmp_path):

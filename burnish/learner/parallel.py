@@ -149,31 +149,34 @@ class Mesh:
         return whole if part is None else part.whole(whole, self._tensor.get_group())
 
     def fill(self, views: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        """A mapping that can read a part of a tensor is asked for this rank's parts alone."""
         for name, view in views.items():
             if not isinstance(view, DTensor):
                 view.copy_(whole[name])
                 continue
-            part = self._slice(name)
-            own = whole[name] if part is None else part.of(whole[name])
-            rows, start = local(view), self._start(view)
-            rows.copy_(own[start : start + len(rows)])
+            for piece in self._boxes(name, view):
+                piece.box.copy_(_part(whole, name, piece))
 
     def pieces(self, views: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
         """This rank's boxes of a learner's state; every number is in one box of one rank."""
         found: dict[str, list[Piece]] = {}
         for name, view in views.items():
-            own, part = local(view), self._slice(name)
-            if not isinstance(view, DTensor):
-                boxes = [] if dist.get_rank() else [Piece([*view.shape], [0] * view.ndim, view)]
-            elif not self._is_mine(name):
-                boxes = []
-            elif part is None:
-                boxes = [Piece([*view.shape], [self._start(view), *[0] * (view.ndim - 1)], own)]
+            if isinstance(view, DTensor):
+                boxes = self._boxes(name, view) if self._is_mine(name) else []
             else:
-                boxes = part.boxes(own, self._start(view), [*view.shape])
-            if boxes := [piece for piece in boxes if piece.box.numel()]:
+                boxes = [] if dist.get_rank() else [Piece([*view.shape], [0] * view.ndim, view)]
+            if boxes:
                 found[name] = boxes
         return found
+
+    def _boxes(self, name: str, view: DTensor) -> list[Piece]:
+        """This rank's part of a tensor, as boxes of the whole that are views of the part."""
+        own, part, start = local(view), self._slice(name), self._start(view)
+        if part is None:
+            boxes = [Piece([*view.shape], [start, *[0] * (view.ndim - 1)], own)]
+        else:
+            boxes = part.boxes(own, start, [*view.shape])
+        return [piece for piece in boxes if piece.box.numel()]
 
     def move(self, learner: Any, device: str) -> None:
         """Moves all that a learner holds to a device: its GPU, or the main memory."""
@@ -199,6 +202,15 @@ class Mesh:
         """The first row of a rank's part, in its slice of the tensor."""
         of = compute_local_shape_and_global_offset
         return int(of(view.shape, view.device_mesh, view.placements)[1][0])
+
+
+def _part(whole: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
+    """The numbers of a box of a tensor; of a checkpoint's tensor no more than those is read."""
+    size, read = piece.box.shape, getattr(whole, "part", None)
+    if read is not None:
+        found: Tensor = read(name, piece.at, size)
+        return found
+    return whole[name][tuple(slice(a, a + n) for a, n in zip(piece.at, size, strict=True))]
 
 
 def _keep(parts: Iterable[FSDPModule], keeps: bool) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from itertools import chain
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from burnish.model.products import attention
+from burnish.model import kernels
+from burnish.model.products import widened
 
 Item = TypeVar("Item")
+SHORT = 512
+"""Tokens of a context up to which gathering keys and values takes a share of the time that counts:
+the backward pass then has the gathered ones, and makes them again where contexts are longer."""
+BOTTOM_RIGHT = 2
+"""PyTorch's name for a causal mask that is aligned to the ends of queries and keys."""
 _Segment = tuple[range, range]
 """Slots of a segment, and of the prompt before it; none are before a prompt."""
 
@@ -23,6 +31,33 @@ class Attend(Protocol):
         ...
 
 
+class _Pack(Protocol):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The result [N, Hq, D], and the tensors that the backward pass needs."""
+        ...
+
+    def backward(self, up: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v, from the gradient of the result and the kept tensors."""
+        ...
+
+
+class _Attention(torch.autograd.Function):
+    """Autograd would keep a mask, and copies of a prompt's keys and values for each response, in
+    every layer. A pack keeps what it needs, and makes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pack: _Pack) -> Tensor:
+        out, kept = pack.forward(q, k, v)
+        ctx.save_for_backward(*kept)
+        ctx.pack = pack
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, up: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return *ctx.pack.backward(up, ctx.saved_tensors), None
+
+
 @dataclass(frozen=True)
 class _Block:
     """Segments of about one length, after prompts of one length, attended in one call."""
@@ -31,8 +66,6 @@ class _Block:
     """[B, L] slots; a shorter segment repeats its last slot, and the repeated rows are dropped."""
     context: Tensor
     """[B, P + L] slots: the prompt's, then the segment's own."""
-    mask: Tensor | None
-    """[L, P + L] bool, the causal mask after a prompt; None without one."""
 
     @classmethod
     def of(cls, run: list[_Segment], device: torch.device) -> _Block:
@@ -41,17 +74,24 @@ class _Block:
         padded = [[*own, *[own[-1]] * (longest - len(own))] for own, _ in run]
         slots = torch.tensor(padded, device=device)
         if not before:
-            return cls(slots, slots, None)
+            return cls(slots, slots)
         prompt = torch.tensor([[*prompt] for _, prompt in run], device=device)
-        mask = torch.ones(longest, before + longest, dtype=torch.bool, device=device).tril(before)
-        return cls(slots, torch.cat((prompt, slots), dim=1), mask)
+        return cls(slots, torch.cat((prompt, slots), dim=1))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B · L, Hq, D], k and v [B · (P + L), Hkv, D] -> [B · L, Hq, D]"""
-        q = q.view(*self.queries.shape, *q.shape[1:]).transpose(1, 2)
-        k, v = (x.view(*self.context.shape, *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        out = attention(q, k, v, mask=self.mask, is_causal=self.mask is None)
-        return out.transpose(1, 2).flatten(0, 1)
+    @property
+    def length(self) -> int:
+        """L."""
+        return self.queries.shape[1]
+
+    @property
+    def before(self) -> int:
+        """P."""
+        return self.context.shape[1] - self.length
+
+    @property
+    def has_mask(self) -> bool:
+        on_cpu = self.queries.device.type == "cpu"
+        return on_cpu and self.before > 0 and self.length <= kernels.MASKED
 
 
 class PackedAttention:
@@ -84,28 +124,110 @@ class PackedAttention:
             for segments in after.values()
             for run in alike(segments, lambda segment: len(segment[0]))
         ]
-        # One gather for all blocks, not one each: the backward pass of a gather writes a tensor
-        # as large as the tensor that was gathered from.
+        # One gather for all blocks, not one each: with short segments, time goes by operations.
         self._queries = torch.cat([block.queries.flatten() for block in self._blocks])
         self._context = torch.cat([block.context.flatten() for block in self._blocks])
-        self._sizes = [block.queries.numel() for block in self._blocks]
-        self._context_sizes = [block.context.numel() for block in self._blocks]
         # The row of each slot. A padded slot repeats, and the first of equal slots is the real one.
         slots, order = self._queries.sort(stable=True)
         self._rows = order[torch.searchsorted(slots, torch.arange(offsets[-1], device=device))]
+        is_repeated = torch.ones_like(self._queries).index_fill_(0, self._rows, 0)
+        self._repeated = is_repeated.nonzero()[:, 0]
+        longest = max((block.context.shape[1] for block in self._blocks), default=0)
+        self._keeps = longest <= SHORT and len(self._context) <= 2 * offsets[-1]
+        masked = [(block.length, block.before) for block in self._blocks if block.has_mask]
+        self._largest = [max(sizes) for sizes in zip(*masked, strict=True)]
+        self._mask: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dtype = q.dtype
-        if self._widens and q.device.type == "cpu" and dtype.itemsize < 4:
-            # A CPU's attention over 16-bit numbers takes three times as long in the backward pass.
-            q, k, v = q.float(), k.float(), v.float()
-        queries = torch.split(q.index_select(0, self._queries), self._sizes)
-        keys = torch.split(k.index_select(0, self._context), self._context_sizes)
-        values = torch.split(v.index_select(0, self._context), self._context_sizes)
-        done = [
-            block(*rows) for block, *rows in zip(self._blocks, queries, keys, values, strict=True)
+        out: Tensor = _Attention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Keeps the rows of each block if its segments are short, or q, k, v, the result and its
+        logsumexp [N, Hq]."""
+        given = self._gather(q, k, v)
+        found = [
+            kernels.forward(*rows, self._mask_of(block, rows[0]))
+            for block, rows in zip(self._blocks, given, strict=True)
         ]
-        return torch.cat(done).to(dtype).index_select(0, self._rows)
+        out = _joined([x for x, _ in found]).index_select(0, self._rows).to(q.dtype)
+        if self._keeps:
+            return out, [x for pair in zip(given, found, strict=True) for x in chain(*pair)]
+        lse = _joined([x for _, x in found]).index_select(0, self._rows)
+        # v is a part of a larger tensor, which would be kept whole.
+        return out, (q, k, v.contiguous(), out, lse)
+
+    def backward(self, up: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        if self._keeps:
+            given = [kept[i : i + 5] for i in range(0, len(kept), 5)]
+        else:
+            results = (self._cut(x.index_select(0, self._queries)) for x in kept[3:])
+            given = [
+                (*rows, *more)
+                for rows, *more in zip(self._gather(*kept[:3]), *results, strict=True)
+            ]
+        # Rows that a block repeats have no gradient.
+        padded = up.index_select(0, self._queries).index_fill_(0, self._repeated, 0)
+        found = [
+            kernels.backward(high, *rows, self._mask_of(block, high))
+            for block, high, rows in zip(self._blocks, self._cut(padded), given, strict=True)
+        ]
+        to_q, *others = (_joined(x) for x in zip(*found, strict=True))
+        to_k, to_v = (
+            x.new_zeros(len(up), *x.shape[1:]).index_add_(0, self._context, x).to(up.dtype)
+            for x in others
+        )
+        return to_q.index_select(0, self._rows).to(up.dtype), to_k, to_v
+
+    def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
+        """Of each block: q [B, Hq, L, D], k and v [B, Hkv, P + L, D]."""
+        own = self._cut(q.index_select(0, self._queries))
+        seen = (self._cut(x.index_select(0, self._context), seen=True) for x in (k, v))
+        return list(zip(own, *seen, strict=True))
+
+    def _cut(self, rows: Tensor, *, seen: bool = False) -> list[Tensor]:
+        """[B, H, L or P + L, …] of each block, from the rows of all queries or contexts."""
+        if rows.dtype.itemsize < 4 and (self._widens or rows.device.type != "cpu"):
+            # A CPU's attention over 16-bit numbers takes three times as long in the backward pass;
+            # other devices have no kernel here that adds them up in float32.
+            rows = rows.float()
+        (rows,) = widened(rows)
+        shapes = [(block.context if seen else block.queries).shape for block in self._blocks]
+        parts = torch.split(rows, [shape.numel() for shape in shapes])
+        return [
+            part.view(*shape, *part.shape[1:]).transpose(1, 2)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    def _mask_of(self, block: _Block, like: Tensor) -> Tensor | None:
+        """A part of the one mask of all blocks and layers; None for a block that needs none."""
+        if not block.has_mask:
+            return None
+        if self._mask is None or self._mask.dtype != like.dtype:
+            self._mask = kernels.mask(*self._largest, like)
+        return kernels.part(self._mask, block.length, block.before)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """[B, H, L, …] of each block -> [rows, H, …] of all."""
+    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+
+
+def _varlen(segment_offsets: Tensor, segment_is_prompt: Tensor) -> tuple[Tensor, Any]:
+    """For kernels of sequences of different lengths: the slots of all contexts one after another,
+    and (starts of queries, starts of contexts, longest segment, longest context)."""
+    device, starts = segment_offsets.device, segment_offsets[:-1]
+    own, numbers = segment_offsets.diff(), torch.arange(len(starts), device=device)
+    prompt = torch.where(segment_is_prompt, numbers, 0).cummax(0).values
+    before = torch.where(segment_is_prompt | (own == 0), 0, own[prompt])
+    ends = F.pad((before + own).cumsum(0), (1, 0))
+    segment = numbers.repeat_interleave(before + own)
+    within = torch.arange(len(segment), device=device) - ends[segment]
+    context = within + torch.where(
+        within < before[segment], starts[prompt[segment]], (starts - before)[segment]
+    )
+    bounds = (x.to(torch.int32) for x in (segment_offsets, ends))
+    return context, (*bounds, *(int(x.max()) for x in (own, before + own)))
 
 
 class FlashPackedAttention:
@@ -114,20 +236,7 @@ class FlashPackedAttention:
 
     def __init__(self, segment_offsets: Tensor, segment_is_prompt: Tensor) -> None:
         """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`."""
-        device, starts = segment_offsets.device, segment_offsets[:-1]
-        own, numbers = segment_offsets.diff(), torch.arange(len(starts), device=device)
-        prompt = torch.where(segment_is_prompt, numbers, 0).cummax(0).values
-        before = torch.where(segment_is_prompt, 0, own[prompt])
-        ends = F.pad((before + own).cumsum(0), (1, 0))
-        segment = numbers.repeat_interleave(before + own)
-        within = torch.arange(len(segment), device=device) - ends[segment]
-        self._context = within + torch.where(
-            within < before[segment], starts[prompt[segment]], (starts - before)[segment]
-        )
-        self._arguments = (
-            *(x.to(torch.int32) for x in (segment_offsets, ends)),
-            *(int(x.max()) for x in (own, before + own)),
-        )
+        self._context, self._arguments = _varlen(segment_offsets, segment_is_prompt)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.index_select(0, self._context) for x in (k, v))
@@ -136,15 +245,69 @@ class FlashPackedAttention:
         return out
 
 
+class EfficientPackedAttention:
+    """The same attention by one varlen memory-efficient kernel, on a GPU in float32, too. It does
+    not know grouped heads: keys and values are repeated for it, and not kept."""
+
+    def __init__(self, segment_offsets: Tensor, segment_is_prompt: Tensor) -> None:
+        """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`."""
+        self._context, (queries, keys, *longest) = _varlen(segment_offsets, segment_is_prompt)
+        has_rows = F.pad(segment_offsets.diff() > 0, (1, 0), value=True)
+        self._bounds, self._longest = (queries[has_rows], keys[has_rows]), longest
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = _Attention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        rows, scale = self._rows(q, k, v), q.shape[-1] ** -0.5
+        run = torch.ops.aten._efficient_attention_forward
+        given = *rows, None, *self._bounds, *self._longest, 0.0, BOTTOM_RIGHT, True
+        out, lse, *state = run(*given, scale=scale)[:4]
+        out = out[0, ..., : q.shape[-1]].contiguous()
+        # v is a part of a larger tensor, which would be kept whole.
+        return out, (q, k, v.contiguous(), out, lse, *state)
+
+    def backward(self, up: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse, *state = kept
+        width, heads, repeats = q.shape[-1], k.shape[1], q.shape[1] // k.shape[1]
+        result, high = (_padded(x)[None] for x in (out, up))
+        run = torch.ops.aten._efficient_attention_backward
+        more = *self._bounds, *self._longest, lse, 0.0, *state, BOTTOM_RIGHT, False
+        found = run(high, *self._rows(q, k, v), None, result, *more, scale=width**-0.5)[:3]
+        to_q, *others = (x[0, ..., :width] for x in found)
+        to_k, to_v = (
+            torch.zeros_like(k).index_add_(
+                0, self._context, x.unflatten(1, (heads, repeats)).sum(2)
+            )
+            for x in others
+        )
+        return to_q, to_k, to_v
+
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """[1, N, Hq, D] and [1, contexts, Hq, D] twice, where D has the width of the kernel."""
+        repeats = q.shape[1] // k.shape[1]
+        seen = (x.index_select(0, self._context).repeat_interleave(repeats, 1) for x in (k, v))
+        return tuple(_padded(x)[None] for x in (q, *seen))
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Heads in the width of 16 bytes that the kernel needs; zeros add nothing to a product."""
+    return F.pad(x, (0, -x.shape[-1] % (16 // x.dtype.itemsize))).contiguous()
+
+
 def packed(
     segment_offsets: Tensor, segment_is_prompt: Tensor, dtype: torch.dtype, width: int
 ) -> Attend:
     """How the segments of a pack attend, given the precision and width of their heads."""
     device = segment_offsets.device
-    fits = device.type == "cuda" and dtype.itemsize == 2 and width % 8 == 0 and width <= 256
-    flash = fits and torch.cuda.get_device_capability(device) >= (8, 0)
-    kind = FlashPackedAttention if flash else PackedAttention
-    return kind(segment_offsets, segment_is_prompt)
+    if device.type == "cuda":
+        is_recent = torch.cuda.get_device_capability(device) >= (8, 0)
+        if is_recent and dtype.itemsize == 2 and width % 8 == 0 and width <= 256:
+            return FlashPackedAttention(segment_offsets, segment_is_prompt)
+        if dtype in (torch.float32, torch.float16) or (is_recent and dtype == torch.bfloat16):
+            return EfficientPackedAttention(segment_offsets, segment_is_prompt)
+    return PackedAttention(segment_offsets, segment_is_prompt)
 
 
 def causal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,36 +13,59 @@ if TYPE_CHECKING:
     from burnish.model.lora import Adapter
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PLAIN = (
-    *("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "bias"),
-    *("rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices"),
-)
-"""Settings of PEFT that must be off: burnish has LoRA as its paper has it."""
 PREFIX = "base_model.model."
+NO_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
+}
+"""Fields of adapter_config.json that do not change the function of an adapter's tensors: which
+modules have tensors is read from the file, dropout acts only in training, and the others describe
+the file or belong to a field that is off."""
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM"),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),
+}
+"""Values of fields that have others than off. The other initializations of PEFT (PiSSA, OLoRA,
+CorDA, LoRA-GA, LoftQ) also change the weights of the model that the adapter is added to."""
+OFF: tuple[Any, ...] = (None, False, [], {})
+"""Values of every other field, also of one that a later version of PEFT adds."""
 
 
 def read_config(directory: Path | str) -> dict[str, Any]:
-    """The settings of an adapter; other kinds than plain LoRA are refused."""
+    """The settings of an adapter. An adapter whose function is not W x + (alpha / rank) · B A x, or
+    that has a field that burnish does not know, is refused."""
     path = Path(directory).expanduser() / CONFIG
     try:
         found: dict[str, Any] = json.loads(path.read_text())
-        kind, _, _ = found["peft_type"], found["r"], found["lora_alpha"]
-    except (OSError, ValueError, KeyError) as error:
+        _ = found["peft_type"], found["r"], found["lora_alpha"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"model.adapter = '{directory}' is no adapter in PEFT's layout ({error!r}); it needs "
             f"{CONFIG} and {TENSORS}, as `burnish export --adapter` writes them"
         ) from error
-    more = [f"{key} = {found[key]!r}" for key in PLAIN if found.get(key) not in OFF]
-    if kind != "LORA" or more:
-        told = ", ".join([f"peft_type = {kind!r}", *more])
-        raise ModelError(
-            f"model.adapter = '{directory}' must be plain LoRA, got {told}; merge it into its "
-            "model with PEFT, and give that model as model.name"
-        )
+    wrong = [key for key in sorted(found) if not _is_plain(key, found[key])]
+    if wrong:
+        told = ", ".join(f"{key} = {found[key]!r}" for key in wrong)
+        remedy = "merge it into its model with PEFT, and give that model as model.name"
+        if "init_lora_weights" in wrong:
+            remedy += ", or save it again with PEFT's path_initial_model_for_weight_conversion"
+        if "alora_invocation_tokens" in wrong:
+            remedy = "it can't be merged, because it acts on some tokens only: train plain LoRA"
+        raise ModelError(f"model.adapter = '{directory}' must be plain LoRA, got {told}; {remedy}")
     return found
 
 
-OFF: tuple[Any, ...] = (None, False, "none", [], {})
+def _is_plain(key: str, value: Any) -> bool:
+    if key == "r":
+        return type(value) is int and value > 0
+    if key == "lora_alpha":
+        return type(value) in (int, float) and math.isfinite(value)
+    accepted = ACCEPTED.get(key, OFF)
+    # 0 and 1 equal False and True.
+    return key in NO_EFFECT or any(type(value) is type(x) and value == x for x in accepted)
 
 
 def read(directory: Path | str) -> Adapter:
@@ -71,7 +95,8 @@ def read(directory: Path | str) -> Adapter:
 
 
 def write(adapter: Adapter, directory: Path | str, *, base: str) -> None:
-    """``base`` names the model that the adapter changes."""
+    """``base`` is the directory of the model that the adapter was made for, or its name on Hugging
+    Face's hub."""
     from safetensors.torch import save_file
 
     directory = Path(directory)
@@ -86,7 +111,7 @@ def write(adapter: Adapter, directory: Path | str, *, base: str) -> None:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.removeprefix("hf:"),
+        "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         "target_modules": sorted({module.rpartition(".")[2] for module in adapter.pairs}),

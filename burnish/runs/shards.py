@@ -1,14 +1,16 @@
 """Checkpoints that several ranks write: a directory of safetensors files with a JSON index.
 
 Each rank writes the boxes of tensors that it has. The index names, for each tensor, its whole shape
-and the file, the entry and the place of each box. So a reader need not know the ranks: it puts a
-tensor together when it is asked for, and one process or another mesh can go on from it.
+and the file, the entry and the place of each box. So a reader need not know the ranks that wrote:
+it puts a tensor, or the part of it that it is asked for, together from the boxes that overlap with
+it, and one process or another mesh can go on from it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from operator import add, lt, sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,11 @@ def write(folder: Path, rank: int, pieces: Mapping[str, Sequence[tuple[Any, Any,
     for name, boxes in pieces.items():
         for number, (shape, at, box) in enumerate(boxes):
             tensors[f"{name}#{number}"] = box.detach().cpu().contiguous().clone()
-            places[f"{name}#{number}"] = {"shape": list(shape), "at": list(at)}
+            places[f"{name}#{number}"] = {
+                "shape": list(shape),
+                "at": list(at),
+                "size": list(box.shape),
+            }
     file = folder / f"rank-{rank:05d}.safetensors"
     save_file(tensors, file, {"places": json.dumps(places)})
     fsync(file)
@@ -48,7 +54,9 @@ def write_index(folder: Path) -> None:
             found = index.setdefault(
                 entry.rpartition("#")[0], {"shape": place["shape"], "boxes": []}
             )
-            found["boxes"].append({"file": file.name, "entry": entry, "at": place["at"]})
+            found["boxes"].append(
+                {"file": file.name, "entry": entry, "at": place["at"], "size": place["size"]}
+            )
     (folder / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
     fsync(folder / INDEX)
 
@@ -62,30 +70,50 @@ class Shards(Mapping[str, Any]):
 
         self._folder = folder
         self._index: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        self.bytes_read = 0
+        """Bytes of tensors that were read so far."""
         with safe_open(folder / MAIN, "numpy") as file:
             self._main = set(file.keys())
 
     def __getitem__(self, name: str) -> Tensor:
-        import torch
-
         if name in self._main:
             return self._read(MAIN, name)
-        whole: Tensor | None = None
-        for box in self._index[name]["boxes"]:
-            part = self._read(box["file"], box["entry"])
-            if whole is None:
-                whole = torch.empty(self._index[name]["shape"], dtype=part.dtype)
-            ends = (a + size for a, size in zip(box["at"], part.shape, strict=True))
-            whole[tuple(map(slice, box["at"], ends))] = part
-        assert whole is not None, "write makes an entry with a box"
-        return whole
+        shape = self._index[name]["shape"]
+        return self.part(name, [0] * len(shape), shape)
 
-    def _read(self, file: str, entry: str) -> Tensor:
+    def part(self, name: str, at: Sequence[int], size: Sequence[int]) -> Tensor:
+        """The box of a rank's tensor that begins ``at`` and has this size; no more is read."""
+        import torch
+
+        found: Tensor | None = None
+        for box in self._index[name]["boxes"]:
+            start, held = box["at"], box.get("size") or self._size(box)
+            low = list(map(max, start, at))
+            high = list(map(min, map(add, start, held), map(add, at, size)))
+            if all(map(lt, low, high)):
+                taken = tuple(map(slice, map(sub, low, start), map(sub, high, start)))
+                tensor = self._read(box["file"], box["entry"], taken)
+                if found is None:
+                    found = torch.empty(list(size), dtype=tensor.dtype)
+                found[tuple(map(slice, map(sub, low, at), map(sub, high, at)))] = tensor
+        assert found is not None, "every number of a tensor is in a box"
+        return found
+
+    def _size(self, box: Mapping[str, Any]) -> list[int]:
+        """The size of a box; an index that an earlier version wrote does not have it."""
+        from safetensors import safe_open
+
+        with safe_open(self._folder / box["file"], "numpy") as opened:
+            size: list[int] = opened.get_slice(box["entry"]).get_shape()
+        return size
+
+    def _read(self, file: str, entry: str, part: tuple[slice, ...] | None = None) -> Tensor:
         from safetensors import safe_open
 
         with safe_open(self._folder / file, "torch") as opened:
-            tensor: Tensor = opened.get_tensor(entry)
-            return tensor
+            tensor: Tensor = opened.get_slice(entry)[part] if part else opened.get_tensor(entry)
+        self.bytes_read += tensor.nbytes
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._index, *self._main])

@@ -126,6 +126,11 @@ class Recipe(Section):
                 "micro-batches are given in sequences or in tokens, got train.micro_sequences = "
                 f"{train.micro_sequences} and train.micro_tokens = {train.micro_tokens}; remove one"
             )
+        if task.name == "preferences" and train.micro_sequences == 1:
+            raise ValueError(
+                "train.micro_sequences = 1 would part the two responses of a pair, which are "
+                "compared in one forward pass; use at least 2"
+            )
         mesh.check(self)
         if not self.is_supervised:
             self._check_batches()

@@ -1,19 +1,25 @@
 """A mesh takes the same steps as one process, whatever its shape; gloo, on tiny models."""
 
 import dataclasses
+import json
 import math
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish.learner.learner import Learner, State
 from burnish.learner.optim import Optimizer
 from burnish.learner.parallel import Mesh, responsible
+from burnish.learner.ranks import local
 from burnish.model.transformer import Transformer
 from burnish.model.value import Critic
 from burnish.rollout.packing import first_token, pack
+from burnish.runs import shards
+from burnish.runs.shards import Shards
 from tests.learner.conftest import CONFIG, make_groups, make_learn_batch, make_learner
 from tests.learner.gang import run_ranks
 
@@ -137,6 +143,46 @@ def check_state(pair, sizes):
         alone.load_state(found)
 
 
+def check_reads(rank, folder, sizes, others):
+    """The ranks write a checkpoint; other meshes, and one process, go on from it. A rank reads only
+    its own part of the weights and moments, so that replicas together read them once each."""
+    section = {"shared": False, "learning_rate": 1e-2}
+    alone, meshed = both(sizes, "qwen3", torch.float64, GAE, section)
+    take_steps(alone, meshed, 0, torch.float64)
+    state = meshed.state()
+    shards.write(folder, rank, meshed.ranks.pieces(state.tensors))
+    dist.barrier()
+    if not rank:
+        shards.write_index(folder)
+        save_file({"held": torch.arange(3)}, folder / shards.MAIN)
+    dist.barrier()
+    found = {name: Shards(folder) for name in ("whole", *others)}
+    assert torch.equal(found["whole"]["held"], torch.arange(3))
+    expected = alone.state().tensors
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found["whole"][name], tensor, rtol=0, atol=1e-10)
+    earlier = json.loads((folder / shards.INDEX).read_text())
+    for box in (box for entry in earlier.values() for box in entry["boxes"]):
+        del box["size"]
+    found["earlier"] = Shards(folder)
+    found["earlier"]._index = earlier  # as it was before it held sizes
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found["earlier"][name], tensor, rtol=0, atol=1e-10)
+    size = sum(tensor.nbytes for tensor in expected.values())
+    assert found["whole"].bytes_read == size + 3 * 8
+    for other in others:
+        _, fresh = both(other, "qwen3", torch.float64, GAE, section)
+        fresh.load_state(State(pickle.loads(pickle.dumps(found[other])), state.numbers))
+        own = sum(local(tensor).nbytes for tensor in fresh.state().tensors.values())
+        read = Shards(folder)
+        fresh.load_state(State(read, state.numbers))
+        assert read.bytes_read == own
+        assert own < 1.2 * size / (other[1] * other[2])
+        take_steps(alone, fresh, 1, torch.float64)
+        alone.load_state(State(found["whole"], state.numbers))
+    dist.barrier()
+
+
 class Gathers(TorchDispatchMode):
     """Counts them."""
 
@@ -168,6 +214,16 @@ def test_shards_take_the_steps_of_one_process():
 
 def test_weights_are_gathered_once_a_step():
     run_ranks(2, check_gathers, (1, 2, 1))
+
+
+def test_a_rank_reads_its_own_part_of_a_checkpoint(tmp_path):
+    run_ranks(2, check_reads, tmp_path, (1, 2, 1), [(1, 2, 1), (1, 1, 2), (2, 1, 1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2)], ids=str)
+def test_four_ranks_read_their_own_parts_of_a_checkpoint(tmp_path, sizes):
+    run_ranks(4, check_reads, tmp_path, sizes, [(1, 4, 1), (1, 2, 2), (2, 2, 1)])
 
 
 @pytest.mark.slow

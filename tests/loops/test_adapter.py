@@ -1,5 +1,7 @@
 """A run that learns an adapter: with lag, killed and resumed, evaluated, exported, learned on."""
 
+import json
+
 import pytest
 import torch
 
@@ -115,3 +117,57 @@ def test_an_adapter_goes_on_learning(run, base, tmp_path):
 def test_a_run_without_an_adapter_exports_none(base, tmp_path):
     with pytest.raises(ConfigError, match=r"has no adapter: train\.learn is 'all'"):
         api.export(base.parent / "run", tmp_path / "out", adapter=True)
+
+
+def opened(name, adapter=None):
+    recipe = config.load("keywords", {"model": {"name": str(name), "adapter": adapter}})
+    return models.open_model(recipe).model.exchange()
+
+
+@pytest.mark.parametrize("origin", ["directory", "lora", "full", "scratch"])
+def test_an_exported_adapter_names_a_base_that_others_load(run, base, tmp_path, origin, smollm2):
+    """Of a run from a model directory, from a run with LoRA, from a run that learned all weights,
+    and from random weights: the base that adapter_config.json names is a directory in Hugging
+    Face's layout, and with the adapter it is the run's model."""
+    first = {"lora": run.path, "full": base.parent / "run"}.get(origin)
+    given = [*tiny(smollm2), *SETS] if first is None else sets(first)
+    made = run
+    if origin != "directory":
+        made = api.train("keywords", overrides=[*given, "train.steps=1"], out=tmp_path / "run")
+    adapter, whole = tmp_path / "adapter", tmp_path / "whole"
+    api.export(made, adapter, adapter=True)
+    api.export(made, whole)
+    named = json.loads((adapter / peft.CONFIG).read_text())["base_model_name_or_path"]
+    assert named == str(base if origin == "directory" else adapter / "base")
+    merged, beside, before = opened(whole), opened(named, str(adapter)), opened(named)
+    assert merged.keys() == beside.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(beside[name], tensor, rtol=0, atol=1e-6)
+    assert any(not torch.equal(before[name], merged[name]) for name in merged)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peft_loads_the_adapter_of_a_run_that_began_from_a_run(run, base, tmp_path):
+    """By AutoPeftModel, which reads the base's name from adapter_config.json."""
+    theirs = pytest.importorskip("peft", reason="peft is not installed")
+    from burnish.model.attention import causal
+
+    made = api.train("keywords", overrides=[*sets(run.path)], out=tmp_path / "second")
+    api.export(made, tmp_path / "adapter", adapter=True)
+    loaded = theirs.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    ours = models.open_run(made.recipe, checkpoints.choose(made.path, "best"))[0].model
+    tokens, places = torch.arange(40, 52), torch.arange(12)
+    with torch.no_grad():
+        wanted = ours.logits(ours(tokens, places, causal([12])))
+        plain = checkpoint.load(base)
+        began = plain.logits(plain(tokens, places, causal([12])))
+        torch.testing.assert_close(loaded(tokens[None]).logits[0], wanted, rtol=1e-4, atol=1e-4)
+    assert (began - wanted).abs().max() > 0.01
+
+
+def test_the_default_model_is_named_by_its_directory(monkeypatch):
+    recipe = config.load("keywords", [*LEARN])
+    monkeypatch.setattr(models.hub, "resolve", lambda name: models.hub.default_directory())
+    assert recipe.model.name == models.hub.DEFAULT
+    assert models.named_base(recipe) == str(models.hub.default_directory())
+    assert models.named_base(config.load("keywords", [*LEARN, "model.name=hf:a/b"])) == "a/b"

@@ -76,7 +76,9 @@ def test_rewards_are_read_at_the_last_token(pad):
     assert got.count_nonzero() == len(ends(batch))
 
 
-@pytest.mark.parametrize("split", [{}, {"micro_tokens": 60}, {"micro_sequences": 3}])
+@pytest.mark.parametrize(
+    "split", [{}, {"micro_tokens": 60}, {"micro_sequences": 2}, {"micro_sequences": 3}]
+)
 def test_the_loss_is_the_mean_over_pairs_however_it_is_cut(split):
     model, rows = make_model(), groups()
     scores = one_by_one(model, rows)
@@ -196,3 +198,8 @@ def test_what_goes_together():
     )
     with pytest.raises(ConfigError, match="no effect with task"):
         config.load("reward", ["reward_model.name=x"])
+    told = r"train\.micro_sequences = 1 would part the two responses of a pair.*use at least 2"
+    sequences = {"task.train": "x", "train.micro_tokens": None, "train.micro_sequences": 2}
+    config.load("reward", sequences)
+    with pytest.raises(ConfigError, match=told):
+        config.load("reward", sequences | {"train.micro_sequences": 1})

@@ -8,7 +8,7 @@ from burnish import api, build, config, preflight, sizes
 from burnish.errors import BurnishError, ConfigError, ModelError
 from burnish.model import checkpoint
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import plan
+from burnish.plan import plan, room
 from burnish.runs import checkpoints
 from tests.conftest import byte_tokenizer
 from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401
@@ -84,19 +84,44 @@ def test_distillation_without_a_reward_takes_its_last_checkpoint(taught, tmp_pat
         config.load("keywords", [*kept, "selection.dead_groups=drop"])
 
 
-def test_another_vocabulary_or_a_shorter_context_is_refused(taught, tmp_path):
+def test_another_vocabulary_is_refused(taught, tmp_path):
     more = byte_tokenizer()
     more.backend.add_special_tokens(["<more>"])
     other = written(tmp_path / "other", 0, more, vocab_size=257)
-    short = written(tmp_path / "short", 0, byte_tokenizer(), context=64)
-    for model, said in ((other, "vocabulary of .*, and 1 tokens differ"), (short, "context of 64")):
-        recipe = config.load("keywords", [*taught, f"teacher.model={model}"])
-        with pytest.raises(ModelError, match=rf"teacher\.model = .*{said}"):
-            sizes.check_frozen(recipe)
-        assert any(isinstance(e, ModelError) for e in build.look(recipe, tmp_path / "run")[2])
+    recipe = config.load("keywords", [*taught, f"teacher.model={other}"])
+    with pytest.raises(
+        ModelError, match=r"teacher\.model = .*vocabulary of .*, and 1 tokens differ"
+    ):
+        sizes.check_frozen(recipe)
+    assert any(isinstance(e, ModelError) for e in build.look(recipe, tmp_path / "run")[2])
     recipe = config.load("keywords", [*taught, "teacher.model=nowhere"])
     (problem,) = preflight.problems(recipe, tmp_path / "run")
     assert "no model 'nowhere'" in str(problem)
+
+
+def test_a_shorter_context_bounds_the_prompts(taught, tmp_path):
+    """A teacher reads prompt and response: the prompts must leave room for max_tokens = 6."""
+    asked = {}
+    for context in (120, 64, 6):
+        model = written(tmp_path / f"short-{context}", 0, byte_tokenizer(), context=context)
+        asked[context] = config.load("keywords", [*taught, f"teacher.model={model}"])
+    size = sizes.measure(asked[120])
+    found = room(asked[120], size)
+    assert found.tokens == 120 - 6
+    assert "teacher.model's context of 120 tokens beside max_tokens = 6" in found.why
+    assert build.look(asked[120], tmp_path / "run")[2] == []
+    api.train(asked[120], out=tmp_path / "run", show=False, train={"steps": 1})
+    told = [str(e) for e in build.look(asked[64], tmp_path / "other")[2]]
+    assert len(told) == 1
+    assert "teacher.model's context of 64 tokens" in told[0]
+    told = [str(e) for e in build.look(asked[6], tmp_path / "other")[2]]
+    assert len(told) == 1
+    assert "teacher.model's context of 6 tokens holds sequences of 6 tokens" in told[0]
+
+
+def test_a_longer_context_bounds_nothing(taught, tmp_path):
+    recipe = config.load("keywords", taught)
+    assert room(recipe, sizes.measure(recipe)).tokens == 127
 
 
 def test_a_plan_shows_the_teacher_and_its_memory(taught, teacher, tmp_path):

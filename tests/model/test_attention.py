@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.model.attention import FlashPackedAttention, PackedAttention, causal, packed
+from burnish.model import attention, kernels
+from burnish.model.attention import (
+    EfficientPackedAttention,
+    FlashPackedAttention,
+    PackedAttention,
+    causal,
+    packed,
+)
+from burnish.model.transformer import ModelConfig, Transformer
+from burnish.rollout.packing import pack
+from tests.conftest import make_group
 
 PACKS = {
     "one group": [(5, [3, 4, 3])],
@@ -46,13 +56,31 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def draw(n: int, heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(n, heads, 8, dtype=torch.float64).to(dtype).requires_grad_()
+def draw(n: int, heads: int, dtype: torch.dtype = torch.float64, width: int = 8) -> Tensor:
+    return torch.randn(n, heads, width, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+WAYS = ["mask", "two calls", "row by row"]
+"""How a block attends to prompt and own past: through one mask if it is short, by a call for each
+if it is long, and by plain products on a device that has no kernel."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(kernels, "MASKED", 512 if request.param == "mask" else 2)
+    monkeypatch.setattr(kernels, "ROWS", 4)
+    monkeypatch.setattr(attention, "SHORT", 512 if request.param == "mask" else 0)
+    if request.param == "row by row":
+        monkeypatch.setattr(kernels, "forward", lambda q, k, v, mask: kernels.rowwise(q, k, v))
+        monkeypatch.setattr(
+            kernels, "backward", lambda *given: kernels.rowwise_backward(*given[:-1])
+        )
+    return str(request.param)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("groups", PACKS.values(), ids=PACKS.keys())
-def test_equals_dense_mask(groups: list[tuple[int, list[int]]], kv_heads: int) -> None:
+def test_equals_dense_mask(groups: list[tuple[int, list[int]]], kv_heads: int, way: str) -> None:
     torch.manual_seed(0)
     offsets, is_prompt = layout(groups)
     n = int(offsets[-1])
@@ -69,8 +97,77 @@ def test_equals_dense_mask(groups: list[tuple[int, list[int]]], kv_heads: int) -
         torch.testing.assert_close(g, w, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_gradients_by_differences(kv_heads: int, way: str) -> None:
+    torch.manual_seed(0)
+    offsets, is_prompt = layout([(2, [1, 3])])
+    inputs = draw(6, 2), draw(6, kv_heads), draw(6, kv_heads)
+    attend = PackedAttention(offsets, is_prompt)
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(0, q, k, v), inputs)
+
+
+@pytest.mark.parametrize("groups", [[(40, [600, 530, 30])], [(700, [520]), (3, [513, 512])]])
+def test_long_responses_equal_a_dense_mask(groups: list[tuple[int, list[int]]]) -> None:
+    """Beyond the length up to which a mask is used, beside shorter ones in the same pack."""
+    torch.manual_seed(0)
+    offsets, is_prompt = layout(groups)
+    n = int(offsets[-1])
+    segment = torch.arange(len(is_prompt)).repeat_interleave(offsets.diff())
+    prompt = torch.where(is_prompt, torch.arange(len(is_prompt)), 0).cummax(0).values
+    same = (segment[:, None] == segment) | (prompt[segment][:, None] == segment)
+    inputs = draw(n, 2), draw(n, 1), draw(n, 1)
+    upstream = torch.randn(n, 2, 8, dtype=torch.float64)
+    attend = PackedAttention(offsets, is_prompt)
+    got, want = attend(0, *inputs), dense(*inputs, same.tril())
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    found = torch.autograd.grad(got, inputs, upstream)
+    for g, w in zip(found, torch.autograd.grad(want, inputs, upstream), strict=True):
+        torch.testing.assert_close(g, w, rtol=0, atol=1e-10)
+    again = torch.autograd.grad(attend(0, *inputs), inputs, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def kept_bytes(
+    groups: list[tuple[int, list[int]]], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> int:
+    """Bytes that the backward pass of a policy keeps, each storage once."""
+    config = ModelConfig(vocab_size=32, n_layers=3, d_model=16, n_heads=2, d_ff=16, n_kv_heads=1)
+    model = Transformer(config).init_weights(0).to(device, dtype).learn()
+    made = [
+        make_group(i, [1] * p, [[2] * n for n in r], [0.0] * len(r))
+        for i, (p, r) in enumerate(groups)
+    ]
+    found: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        measured = model.score(pack(made).to(device))
+    held = sum(size for pointer, size in found.items() if pointer not in weights)
+    measured.logprobs.sum().backward()
+    return held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_grows_with_the_length(dtype: torch.dtype) -> None:
+    """Twice the tokens keep twice the bytes; a mask of 4,096 × 4,160 would be 68 MB a layer."""
+    short, long = (kept_bytes([(64, [n])], dtype) for n in (2048, 4096))
+    assert 1.9 < long / short < 2.1
+
+
+def test_memory_counts_a_prompt_once() -> None:
+    """Eight responses of 8 tokens after 1,024: the prompt's keys and values are not kept for each
+    of them, so that the pack keeps as much as one response of 64 tokens."""
+    shared, alone = (kept_bytes([(1024, lengths)]) for lengths in ([8] * 8, [64]))
+    assert shared < 1.1 * alone
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
-def test_other_precisions(dtype: torch.dtype, atol: float) -> None:
+def test_other_precisions(dtype: torch.dtype, atol: float, way: str) -> None:
     torch.manual_seed(0)
     offsets, is_prompt = layout(PACKS["uneven responses"])
     n = int(offsets[-1])
@@ -125,20 +222,47 @@ def test_flash_reads_the_prompt_and_the_segment(groups: list[tuple[int, list[int
     assert flash._arguments[2:] == longest
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+ON_GPU = {
+    "flash": (torch.bfloat16, 8, FlashPackedAttention, 5e-2),
+    "efficient": (torch.float32, 8, EfficientPackedAttention, 1e-5),
+    "efficient, of another width": (torch.float32, 6, EfficientPackedAttention, 1e-5),
+    "efficient, 16 bits": (torch.float16, 6, EfficientPackedAttention, 1e-2),
+    "row by row": (torch.float64, 8, PackedAttention, 1e-10),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of a GPU need one")
+@pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("groups", PACKS.values(), ids=PACKS.keys())
-def test_flash_equals_dense_mask(groups: list[tuple[int, list[int]]], kv_heads: int) -> None:
+def test_a_gpu_equals_dense_mask(
+    groups: list[tuple[int, list[int]]], kv_heads: int, kind: str
+) -> None:
     torch.manual_seed(0)
+    dtype, width, wanted, atol = ON_GPU[kind]
     offsets, is_prompt = layout(groups)
     n = int(offsets[-1])
-    low = [draw(n, h, torch.bfloat16) for h in (4, kv_heads, kv_heads)]
+    low = [draw(n, h, dtype, width) for h in (4, kv_heads, kv_heads)]
     high = [x.detach().double().requires_grad_() for x in low]
     on_gpu = [x.detach().cuda().requires_grad_() for x in low]
-    attend = packed(offsets.cuda(), is_prompt.cuda(), torch.bfloat16, 8)
-    assert isinstance(attend, FlashPackedAttention)
+    attend = packed(offsets.cuda(), is_prompt.cuda(), dtype, width)
+    assert isinstance(attend, wanted)
+    up = torch.randn(n, 4, width, dtype=torch.float64).to(dtype)
     got, want = attend(0, *on_gpu), dense(*high, dense_mask(offsets, is_prompt))
-    torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=5e-2)
-    grads = torch.autograd.grad(got.sum(), on_gpu), torch.autograd.grad(want.sum(), high)
-    for g, w in zip(*grads, strict=True):
-        torch.testing.assert_close(g.double().cpu(), w, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=atol)
+    found = torch.autograd.grad(got, on_gpu, up.cuda())
+    for g, w in zip(found, torch.autograd.grad(want, high, up.double()), strict=True):
+        torch.testing.assert_close(g.double().cpu(), w, rtol=atol, atol=atol)
+    again = torch.autograd.grad(attend(0, *on_gpu), on_gpu, up.cuda())
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of a GPU need one")
+def test_memory_of_a_gpu_grows_with_the_length() -> None:
+    """In float32, peak memory of forward and backward pass beyond the weights."""
+    peaks = []
+    for n in (2048, 4096):
+        torch.cuda.reset_peak_memory_stats()
+        kept_bytes([(64, [n])], device="cuda")
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert 1.8 < peaks[1] / peaks[0] < 2.1

@@ -126,7 +126,7 @@ def test_weights_are_merged_in_fp32_and_rounded_once():
 
 def test_files_are_read_as_they_were_written(tmp_path):
     model = make(dtype=torch.float32, last=1)
-    peft.write(lora.adapter_of(model), tmp_path, base="hf:a/b")
+    peft.write(lora.adapter_of(model), tmp_path, base="a/b")
     config = json.loads((tmp_path / peft.CONFIG).read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 5, "a/b")
     assert config["layers_to_transform"] == [1]
@@ -156,21 +156,132 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     assert torch.equal(logits(wide), before)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"peft_type": "LOHA"}, "plain LoRA, got peft_type = 'LOHA'"),
-        ({"use_rslora": True}, "use_rslora = True"),
-        ({"bias": "all", "modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\], bias"),
-        ({"r": None}, "no adapter in PEFT's layout"),
-    ],
-)
+WRITTEN = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": None,
+    "base_model_name_or_path": "base",
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 5,
+    "lora_bias": False,
+    "lora_dropout": 0.1,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "peft_type": "LORA",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "r": 3,
+    "rank_pattern": {},
+    "revision": None,
+    "target_modules": ["up_proj"],
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+    "velora_config": None,
+}
+"""The adapter_config.json of plain LoRA, as PEFT 0.21.2 writes it."""
+
+
+def written(folder, **changes):
+    """An adapter whose adapter_config.json has every field of PEFT, some of them changed."""
+    peft.write(lora.adapter_of(make()), folder, base="base")
+    (folder / peft.CONFIG).write_text(json.dumps(WRITTEN | changes))
+    return folder
+
+
+ACCEPTED = [
+    {},
+    {"init_lora_weights": "gaussian"},
+    {"init_lora_weights": "orthogonal"},
+    {"init_lora_weights": "mica"},
+    {"init_lora_weights": "eva", "eva_config": {"rho": 1.0}},
+    {"init_lora_weights": False},
+    {"task_type": None, "auto_mapping": {"base_model_class": "LlamaForCausalLM"}},
+    {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+    {"target_modules": "all-linear", "exclude_modules": ["lm_head"]},
+    {"modules_to_save": [], "target_parameters": []},
+    {"a_field_of_a_later_version": None, "another": False, "third": {}},
+]
+
+
+@pytest.mark.parametrize("changes", ACCEPTED, ids=str)
+def test_plain_lora_is_read_however_it_was_drawn(tmp_path, changes):
+    adapter = peft.read(written(tmp_path, **changes))
+    assert (adapter.rank, adapter.alpha, len(adapter.pairs)) == (3, 5.0, 14)
+
+
+REFUSED = [
+    ({"peft_type": "LOHA"}, "plain LoRA, got peft_type = 'LOHA'"),
+    ({"task_type": "SEQ_CLS"}, "task_type = 'SEQ_CLS'"),
+    *(
+        ({"init_lora_weights": kind}, f"init_lora_weights = '{kind}'.*conversion")
+        for kind in ("pissa", "pissa_niter_16", "olora", "corda", "lora_ga", "loftq", "later")
+    ),
+    ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens = \[1, 2\].*can't be merged"),
+    ({"use_rslora": True}, "use_rslora = True"),
+    ({"use_dora": True}, "use_dora = True"),
+    ({"use_qalora": True}, "use_qalora = True"),
+    ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+    ({"lora_bias": True}, "lora_bias = True"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out = True"),
+    ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+    ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
+    (
+        {"bias": "all", "modules_to_save": ["lm_head"]},
+        r"bias = 'all', modules_to_save = \['lm_head'",
+    ),
+    ({"bias": "lora_only"}, "bias = 'lora_only'"),
+    ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+    ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
+    ({"trainable_token_indices": [5]}, "trainable_token_indices"),
+    ({"megatron_config": {"a": 1}}, "megatron_config"),
+    ({"loftq_config": {"loftq_bits": 4}}, "loftq_config"),
+    ({"corda_config": {"corda_method": "ipm"}}, "corda_config"),
+    ({"lora_ga_config": {"scale": "unit"}}, "lora_ga_config"),
+    ({"monteclora_config": {"num_samples": 8}}, "monteclora_config"),
+    ({"kasa_config": {"beta": 1}}, "kasa_config"),
+    ({"velora_config": {"scale": 1}}, "velora_config"),
+    ({"arrow_config": {"top_k": 3}}, "arrow_config"),
+    ({"ensure_weight_tying": True}, "ensure_weight_tying = True"),
+    ({"a_field_of_a_later_version": 2}, "a_field_of_a_later_version = 2"),
+    ({"r": None}, "r = None"),
+    ({"r": 0}, "r = 0"),
+    ({"r": True}, "r = True"),
+    ({"lora_alpha": "5"}, "lora_alpha = '5'"),
+    ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=str)
 def test_other_kinds_are_refused(tmp_path, changes, message):
-    peft.write(lora.adapter_of(make()), tmp_path, base="b")
-    config = json.loads((tmp_path / peft.CONFIG).read_text()) | changes
-    kept = {key: value for key, value in config.items() if value is not None}
-    (tmp_path / peft.CONFIG).write_text(json.dumps(kept))
     with pytest.raises(ModelError, match=message):
+        peft.read(written(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "1", "{}", '{"peft_type": "LORA", "r": 3}'])
+def test_a_file_that_is_no_config_is_refused(tmp_path, text):
+    (written(tmp_path) / peft.CONFIG).write_text(text)
+    with pytest.raises(ModelError, match="no adapter in PEFT's layout"):
         peft.read(tmp_path)
 
 
@@ -209,3 +320,82 @@ def test_peft_reads_and_writes_the_same_files(tmp_path, family, last):
     again = checkpoint.load(base)
     lora.fold(again, peft.read(tmp_path / "again"))
     torch.testing.assert_close(logits(again).detach(), wanted, rtol=1e-4, atol=1e-3)
+
+
+KINDS = {
+    "plain": {},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "mica": {"init_lora_weights": "mica"},
+    "eva": {"init_lora_weights": "eva"},
+    "random": {"init_lora_weights": False},
+    "some layers": {"layers_to_transform": [1], "target_modules": ["q_proj", "down_proj"]},
+    "pissa": {"init_lora_weights": "pissa"},
+    "pissa, fast": {"init_lora_weights": "pissa_niter_4"},
+    "olora": {"init_lora_weights": "olora"},
+    "alora": {"alora_invocation_tokens": [4, 1]},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}},
+    "bias": {"bias": "all"},
+    "bias of B": {"lora_bias": True},
+    "head": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [1, 2]},
+    "replicated": {"layer_replication": [[0, 2], [1, 2]]},
+}
+REFUSED_KINDS = {*list(KINDS)[list(KINDS).index("pissa") :]}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_writes_is_merged_exactly_or_refused(tmp_path, kind):
+    """Each kind of LoRA that PEFT offers, moved away from its initial values and saved by PEFT: the
+    merged model has the logits of PEFT's own, or the adapter is refused."""
+    theirs = pytest.importorskip("peft", reason="peft is not installed")
+    families.save(families.make("llama"), tmp_path / "base")
+    settings = {"target_modules": "all-linear", "r": 4, "lora_alpha": 6} | KINDS[kind]
+    made = theirs.LoraConfig(task_type="CAUSAL_LM", **settings)
+    model = theirs.get_peft_model(families.make("llama"), made).eval()
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or parameter.requires_grad:
+                parameter += torch.randn(parameter.shape, generator=random) / 10
+    model.save_pretrained(tmp_path / "adapter")
+    again = theirs.PeftModel.from_pretrained(families.make("llama"), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        wanted = again(TOKENS[None]).logits[0]
+    if kind in REFUSED_KINDS:
+        with pytest.raises(ModelError, match="must be plain LoRA"):
+            peft.read(tmp_path / "adapter")
+        return
+    ours = checkpoint.load(tmp_path / "base")
+    assert (logits(ours).detach() - wanted).abs().max() > 0.01
+    lora.fold(ours, peft.read(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(ours).detach(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_an_adapter_that_peft_converted_to_plain_lora_is_merged_exactly(tmp_path, kind):
+    """The remedy that the message for PiSSA and OLoRA names."""
+    theirs = pytest.importorskip("peft", reason="peft is not installed")
+    families.save(families.make("llama"), tmp_path / "base")
+    made = theirs.LoraConfig(
+        task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=kind
+    )
+    model = theirs.get_peft_model(families.make("llama"), made).eval()
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "initial")
+    model.peft_config["default"].init_lora_weights = kind
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter += torch.randn(parameter.shape, generator=random) / 10
+        wanted = model(TOKENS[None]).logits[0]
+    model.save_pretrained(
+        tmp_path / "adapter", path_initial_model_for_weight_conversion=str(tmp_path / "initial")
+    )
+    ours = lora.fold(checkpoint.load(tmp_path / "base"), peft.read(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(ours).detach(), wanted, rtol=1e-4, atol=1e-4)
