@@ -119,6 +119,7 @@ def facts(engine: Engine, given: Settings) -> dict[str, Any]:
         "package": f"{package} {metadata.version(owner)}",
         "model": fingerprint(given.model),
         "precision": given.precision,
+        "on_update": given.on_update,
         "vocab_size": config["vocab_size"],
         "context": config["max_position_embeddings"],
         "capabilities": asdict(engine.capabilities),
