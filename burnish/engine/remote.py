@@ -52,7 +52,8 @@ class Child:
         root = Path(self.folder.name)
         (root / "burnish").symlink_to(Path(__file__).parents[1])
         self.python, self.log = python, root / "log.txt"
-        command = [python, "-m", "burnish.engine.serving", str(connection.fileno())]
+        # -P: nor the modules of the directory that it starts in.
+        command = [python, "-P", "-m", "burnish.engine.serving", str(connection.fileno())]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, json.dumps(asdict(settings))],

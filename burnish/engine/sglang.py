@@ -10,9 +10,11 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import time
 import urllib.error
 import urllib.request
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
@@ -37,6 +39,8 @@ from burnish.types import Completion, Finish, Weights
 
 OLDEST = "0.5.15"
 """The version of SGLang whose answers were recorded (tests/engine/sglang_contract.json)."""
+AGAIN = 0.5
+"""Seconds after which the server is told again to abort calls that have not ended."""
 GLANCE = 0.02
 """Seconds after which a step returns though no call has ended, so that weights can come."""
 SAME = 1e-2
@@ -99,7 +103,8 @@ class Call(NamedTuple):
     name: str
     """The server's name for it."""
     version: int
-    """The loaded weights when it was sent."""
+    """The loaded weights when it was sent, and the incarnation of their run."""
+    incarnation: int
 
     @property
     def request_id(self) -> str:
@@ -128,8 +133,18 @@ class SglangEngine:
         """
         self._server, self._tokenizer, self._keeps = Server(url, deadline), tokenizer, keeps_cache
         self._calls: dict[Future[Any], Call] = {}
+        self._running, self._queued = max_running, deque[Sequence]()
+        """Samples that the server has not been asked for yet: it gets ``max_running`` at once."""
+        self._undelivered: list[Completion] = []
         self._aborted: set[str] = set()
         """Requests whose samples end with the tokens that they have."""
+        self._aborted_at = 0.0
+        """When the server was last told so."""
+        self._client, self._loads = uuid.uuid4().hex, 0
+        """The key of the server's prefix cache: a client of its own, and the loads so far. Versions
+        are no key, because a run that was restarted counts some of them again."""
+        self._keys: dict[Sequence, str] = {}
+        """Of samples that have tokens: those may read the cache of the weights that began them."""
         self.version = self.sampled = self._incarnation = 0
         self._expected: tuple[Probe, ProbeCheck] | None = None
         self._config = config = read_config(Path(model))
@@ -164,7 +179,7 @@ class SglangEngine:
 
     @property
     def unfinished(self) -> int:
-        return len(self._calls)
+        return len(self._calls) + len(self._queued) + len(self._undelivered)
 
     def submit(self, request: Request) -> None:
         protocol.check(request, vocab_size=self._config.vocab_size, context=self._context)
@@ -175,27 +190,39 @@ class SglangEngine:
                 "the native engine"
             )
         self._wake()
-        for sequence in RequestGroup(request, self._tokenizer, self._context).sequences:
-            self._send(sequence)
+        self._queued += RequestGroup(request, self._tokenizer, self._context).sequences
+        self._send_queued()
 
     def step(self) -> list[Completion]:
         """Wait a moment for calls -> the samples that are complete; the others go on."""
-        done = []
-        for future in wait(self._calls, GLANCE, FIRST_COMPLETED).done:
+        done, self._undelivered = self._undelivered, []
+        for future in wait(self._calls, 0 if done else GLANCE, FIRST_COMPLETED).done:
             call = self._calls.pop(future)
             self._take(call, future.result()["meta_info"])
             if call.sequence.finish is None:
                 self._send(call.sequence)
             else:
+                self._keys.pop(call.sequence, None)
                 done.append(call.sequence.complete(call.sequence.finish))
         self._aborted &= {call.request_id for call in self._calls.values()}
+        if self._aborted and time.monotonic() > self._aborted_at + AGAIN:
+            self._abort_calls()  # it may have overtaken the calls, which the server did not know
+        self._send_queued()
         return done
 
     def abort(self, request_id: str) -> None:
+        ended = [s for s in self._queued if s.group.request.request_id == request_id]
+        self._queued = deque(s for s in self._queued if s not in ended)
+        self._undelivered += [sequence.complete(Finish.ABORT) for sequence in ended]
+        if any(call.request_id == request_id for call in self._calls.values()):
+            self._aborted.add(request_id)
+            self._abort_calls()
+
+    def _abort_calls(self) -> None:
         for call in self._calls.values():
-            if call.request_id == request_id:
-                self._aborted.add(request_id)
+            if call.request_id in self._aborted:
                 self._server.call("/abort_request", {"rid": call.name})
+        self._aborted_at = time.monotonic()
 
     def probe(self) -> tuple[float, ...]:
         self._wake()
@@ -254,6 +281,11 @@ class SglangEngine:
         self._server.lost = "was left by this client"
         self._callers.close()
 
+    def _send_queued(self) -> None:
+        """The caller's thread sends, and the same thread loads: a call has the weights' key."""
+        while self._queued and len(self._calls) < self._running:
+            self._send(self._queued.popleft())
+
     def _send(self, sequence: Sequence) -> None:
         request, params = sequence.group.request, sequence.group.request.params
         place = params.seed, request.stream, request.group, request.first + sequence.index
@@ -270,19 +302,27 @@ class SglangEngine:
         name = uuid.uuid4().hex  # the server aborts every name that begins with the given one
         asked = {"rid": name, "input_ids": sequence.tokens, "return_logprob": True}
         if self._keeps:  # a new sample must not find keys of older weights in the cache
-            asked["extra_key"] = str([*sequence.versions, self.version][0])
+            key = f"{self._client}-{self._loads}"
+            asked["extra_key"] = self._keys.get(sequence, key)
+            self._keys.setdefault(sequence, key)
         body = asked | {"sampling_params": drawn}
         future = self._callers.submit(self._server.call, "/generate", body)
-        self._calls[future] = Call(sequence, name, self.version)
+        self._calls[future] = Call(sequence, name, self.version, self._incarnation)
 
     def _take(self, call: Call, told: dict[str, Any]) -> None:
         """The tokens of an answer, up to the one that ends the response."""
         rows, sequence = told.get("output_token_logprobs") or [], call.sequence
         is_aborted = call.request_id in self._aborted
-        if not rows and not is_aborted and call.version == self.version:
+        sent = call.version, call.incarnation
+        if not rows and not is_aborted and sent == (self.version, self._incarnation):
             raise self._server.error(
                 f"sampled nothing for request {call.request_id!r}: {told['finish_reason']}"
             )
+        begins = len(sequence.tokens) == sequence.group.prompt_length
+        if self._keeps and begins and sent != (int(told["weight_version"]), self._incarnation):
+            rows = []  # weights came while it was on its way: it may rest on a cache of older ones
+        if begins and not rows:
+            self._keys.pop(sequence, None)
         sound = next((i for i, row in enumerate(rows) if row[0] is None), len(rows))
         logprobs, tokens = [row[0] for row in rows[:sound]], [row[1] for row in rows[:sound]]
         self.sampled += sequence.take(tokens, logprobs, int(told["weight_version"]))
@@ -294,6 +334,7 @@ class SglangEngine:
         last = {"weight_version": str(version), "flush_cache": not self._keeps}
         try:
             self._way.send(tensors, last)
+            self._loads += 1
         except (OSError, RuntimeError, SafetensorError) as error:
             raise self._server.error(f"gets no weights: {error}") from error
 

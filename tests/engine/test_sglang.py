@@ -20,7 +20,9 @@ import torch
 from record_sglang import CONTRACT, EXCHANGES, ask, send
 from sglang_server import TestServer
 
+from burnish.engine.check import FAIL, PASS, UPDATES, Suite
 from burnish.engine.sglang import SglangEngine
+from burnish.engine_commands import Reference
 from burnish.errors import EngineError
 from burnish.model import checkpoint
 from burnish.types import Finish, Weights
@@ -171,12 +173,158 @@ def test_each_token_is_of_its_version(server: TestServer, model: Path, keeps: bo
     for found in done.values():
         wanted = expected([tiny.model(), new], request, found)
         # A response that goes on is computed in other pieces than the oracle's: 1.1e-5 was seen.
+        gaps = np.abs(found.logprobs - wanted)
+        is_mixed = set(found.versions) == {0, 1}
+        assert gaps[found.versions == 0].max(initial=0) < 2 * tiny.CLOSE
+        if keeps and is_mixed:
+            assert gaps[found.versions == 1].max() > 0.1, "its cache was computed again"
+        else:
+            assert gaps.max() < 2 * tiny.CLOSE
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_requests_that_wait_in_the_client_begin_with_the_new_weights(
+    server: TestServer, model: Path, keeps: bool
+) -> None:
+    """Samples beyond ``max_running`` have not been sent when weights come; neither they nor a later
+    request reads the cache of the old ones, which a request in flight goes on with."""
+    request, new = tiny.request("a", 41, n=2, max_tokens=40), tiny.model(5)
+    waiting = [replace(request, request_id=f"w{i}", n=3, group=i + 1) for i in range(3)]
+    late = replace(request, request_id="late", group=9)
+    with closing(client(server.url, model, keeps_cache=keeps, max_running=2)) as engine:
+        drive(engine, [replace(request, request_id="before")])
+
+        def update() -> None:
+            engine.load(tiny.weights(new, 1))
+            engine.submit(late)
+
+        server.cut_at = server.engine.sampled + 20
+        done = drive(engine, [request, *waiting], update)
+    assert len(done) == 2 + 9 + 2
+    others = [found for (name, _), found in done.items() if name != "a"]
+    assert all(set(found.versions) == {1} for found in others)
+    for found in others:
+        wanted = expected([tiny.model(), new], request, found)
         np.testing.assert_allclose(found.logprobs, wanted, atol=2 * tiny.CLOSE)
-    asked = [body or {} for path, body in server.seen if path == "/generate"]
-    keys = {body.get("extra_key") for body in asked if "rid" in body}  # a probe has none
-    # A sample that had no token yet when the weights came begins with the new ones.
-    begun = {"0"} | {str(found.versions[0]) for found in done.values()}
-    assert keys == (begun if keeps else {None})
+
+
+def test_a_call_that_meets_new_weights_on_its_way_is_sent_again(
+    server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was sent before the update and reached the server after it: its key is the old one."""
+    request, new, arrive = tiny.request("a", 41, max_tokens=20), tiny.model(5), server._generate
+    loaded = threading.Event()
+
+    def slow(**body: Any) -> Any:
+        assert "token_ids_logprob" in body or loaded.wait(20)
+        return arrive(**body)
+
+    with closing(client(server.url, model, keeps_cache=True)) as engine:
+        drive(engine, [replace(request, request_id="before")])
+        monkeypatch.setattr(server, "_generate", slow)
+        engine.submit(request)
+        engine.load(tiny.weights(new, 1))
+        loaded.set()
+        (found,) = tiny.finish(engine, []).values()
+    assert set(found.versions) == {1}
+    wanted = expected([tiny.model(), new], request, found)
+    np.testing.assert_allclose(found.logprobs, wanted, atol=2 * tiny.CLOSE)
+
+
+@pytest.mark.parametrize("restart", ["client", "incarnation"])
+def test_versions_that_are_counted_again_find_no_older_cache(
+    server: TestServer, model: Path, restart: str
+) -> None:
+    """A run that was restarted loads version 1 again, and its weights are others."""
+    request = tiny.request("a", 41, max_tokens=20)
+    engine = client(server.url, model, keeps_cache=True)
+    engine.load(tiny.weights(tiny.model(5), 1))
+    drive(engine, [request])
+    if restart == "client":
+        engine.close()
+        engine = client(server.url, model, keeps_cache=True)
+    new = tiny.model(6)
+    engine.load(tiny.weights(new, 1)._replace(incarnation=1))
+    (found,) = drive(engine, [request]).values()
+    engine.close()
+    wanted = expected([tiny.model(), new], request, found)
+    np.testing.assert_allclose(found.logprobs, wanted, atol=2 * tiny.CLOSE)
+
+
+def test_a_response_begun_elsewhere_finds_no_older_cache(server: TestServer, model: Path) -> None:
+    request, new = tiny.request("a", 41, max_tokens=20, stop_ids=()), tiny.model(5)
+    with closing(client(server.url, model, keeps_cache=True)) as engine:
+        (old,) = drive(engine, [request]).values()
+        names = ("token_ids", "logprobs", "versions", "sampled")
+        begun = replace(old, **{name: getattr(old, name)[:3] for name in names})
+        engine.load(tiny.weights(new, 1))
+        (found,) = drive(engine, [replace(request, begun=begun)]).values()
+    assert found.versions.tolist() == [0] * 3 + [1] * (len(found.versions) - 3)
+    wanted = expected([tiny.model(), new], request, found)
+    np.testing.assert_allclose(found.logprobs, wanted, atol=2 * tiny.CLOSE)
+
+
+def test_an_abort_reaches_requests_that_wait_in_the_client(server: TestServer, model: Path) -> None:
+    server.pace = 0.05
+    with closing(client(server.url, model, max_running=2)) as engine:
+        before = len(server.seen)
+        for name in "ab":
+            engine.submit(tiny.request(name, 9, n=5, max_tokens=80))
+        engine.abort("b")
+        assert engine.unfinished == 10
+        done = engine.step()
+        assert [(c.request_id, c.finish, len(c.token_ids)) for c in done] == [
+            ("b", Finish.ABORT, 0)
+        ] * 5
+        engine.abort("a")
+        done = tiny.finish(engine, [])
+    assert len(done) == 5
+    assert all(found.finish in (Finish.ABORT, Finish.STOP) for found in done.values())
+    sent = [body for path, body in server.seen[before:] if path == "/generate"]
+    assert len(sent) == 2
+
+
+def test_an_abort_that_overtakes_its_call_is_sent_again(
+    server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server does not know the call yet when the abort comes, and ignores it."""
+    arrive, aborted = server._generate, threading.Event()
+
+    def slow(**body: Any) -> Any:
+        assert aborted.wait(20)
+        return arrive(**body)
+
+    server.pace = 0.1
+    with closing(client(server.url, model)) as engine:
+        monkeypatch.setattr(server, "_generate", slow)
+        engine.submit(tiny.request("a", 9, max_tokens=80))
+        engine.abort("a")
+        aborted.set()
+        start = time.monotonic()
+        (found,) = tiny.finish(engine, []).values()
+        assert time.monotonic() - start < 4, "eighty tokens take eight seconds"
+    assert found.finish in (Finish.ABORT, Finish.STOP)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
+def test_the_check_passes_by_each_way_and_sees_a_key_that_stays(
+    server: TestServer, model: Path, way: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = "keep" if keeps else "recompute"
+    submit = server.cache.submit
+    for is_planted in (False, True)[: 1 + (way == "disk")]:
+        if is_planted:  # one key for all versions, or a cache that is not emptied
+            monkeypatch.setattr(server.cache, "submit", lambda request, key: submit(request, "0"))
+            monkeypatch.setattr(server.cache, "flush", lambda: None)
+        how = {"keeps_cache": keeps, "weights": way, "max_running": 3}
+        with closing(client(server.url, model, **how)) as engine:
+            reference, prompts = Reference(model, "fp32", "cpu"), [tiny.prompt(20), tiny.prompt(3)]
+            suite = Suite(engine, reference, prompts, room=69, on_update=mode)
+            for name in UPDATES[:2]:
+                found = suite.run(name)
+                assert found.status == (FAIL if is_planted else PASS), found
 
 
 def test_a_part_of_the_weights_is_enough_if_the_rest_is_as_it_was(engine: SglangEngine) -> None:
