@@ -37,6 +37,8 @@ BUCKET = 64 << 20
 SHARED = Path("/dev/shm")
 GRACE = 10.0
 """Seconds that an engine has to end by itself."""
+SILENCE, PROBES = 60, 3
+"""Seconds in which a machine must answer TCP, and the questions that it must not leave open."""
 WORDS = 30
 """Lines of its log that an error about a dead engine quotes."""
 Probe = Callable[[], tuple[float, ...]]
@@ -277,6 +279,18 @@ def connect(url: str, token: str, *, deadline: float) -> RemoteEngine:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Lets the system notice within some minutes that the other machine is gone."""
+    """Lets the system notice within `SILENCE` that the other machine is gone, whether a message is
+    on its way to it or none."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    first, every = SILENCE // 2, SILENCE // (2 * PROBES)
+    options = {
+        "TCP_NODELAY": 1,
+        "TCP_KEEPIDLE": first,  # seconds of silence before the first question
+        "TCP_KEEPALIVE": first,  # its name on a Mac
+        "TCP_KEEPINTVL": every,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": SILENCE * 1000,  # milliseconds
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
