@@ -14,7 +14,7 @@ import torch
 
 from burnish import machine, preflight
 from burnish.engine import remote
-from burnish.engine.environment import TOKEN
+from burnish.engine.environment import TOKEN, key_of
 from burnish.engine.protocol import Engine, Sleeper
 from burnish.engine.serving import Settings, fingerprint
 from burnish.engine.sglang import SglangEngine
@@ -52,6 +52,7 @@ def open_engine(recipe: Recipe) -> Engine:
             keeps_cache=recipe.loop.on_update == "keep",
             weights=own.weights,
             sleeps=own.sleep,
+            key=key_of(recipe),
         )
         del wanted["model"]  # it has loaded the directory's
     else:

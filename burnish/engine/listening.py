@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from burnish.engine import wire
+from burnish.engine import folders, wire
 from burnish.engine.environment import TOKEN
 from burnish.engine.remote import SILENCE, Child, keep_alive
 from burnish.engine.serving import Settings
@@ -146,6 +146,7 @@ def accept(
     tell: Callable[[str], None],
 ) -> None:
     """Serves clients until it is interrupted."""
+    folders.remove_dead()
     child: Child | None = None
     door = Door(listener, tell)
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -47,15 +48,38 @@ SAME = 1e-2
 """How far two probes of the same weights may differ: sums depend on the batch."""
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """burnish's names for the precisions that a server may be started with."""
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+FACTS: dict[str, type] = {
+    "version": str,
+    "max_req_input_len": int,
+    "skip_tokenizer_init": bool,
+    "enable_deterministic_inference": bool,
+    "dtype": str,
+    "device": str,
+    "tp_size": int,
+    "pp_size": int,
+    "dp_size": int,
+    "enable_memory_saver": bool,
+    "enable_weights_cpu_backup": bool,
+}
+"""The part of /server_info that burnish reads."""
 Probe = Callable[[], tuple[float, ...]]
 
 
 class Server:
     """One SGLang server; every error names its url."""
 
-    def __init__(self, url: str, deadline: float) -> None:
-        self.url, self.deadline = url.rstrip("/"), deadline
+    def __init__(self, url: str, deadline: float, key: str | None = None) -> None:
+        """``key``: the server's API key; None if it has none."""
+        self.url, self.deadline, self._key = url.rstrip("/"), deadline, key
+        self._opener = urllib.request.OpenerDirector()
+        # No proxy, and no redirection, which could give the key to another server.
+        for handler in (
+            urllib.request.HTTPHandler(),
+            urllib.request.HTTPSHandler(),
+            urllib.request.HTTPErrorProcessor(),
+            urllib.request.HTTPDefaultErrorHandler(),
+        ):
+            self._opener.add_handler(handler)
         self.lost: str | None = None
         """Why the server is not asked any more; None while it is."""
 
@@ -66,19 +90,60 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data)
         request.add_header("Content-Type", "application/json")
+        if self._key is not None:
+            request.add_header("Authorization", f"Bearer {self._key}")
         try:
-            with OPENER.open(request, timeout=self.deadline) as answer:
+            with self._opener.open(request, timeout=self.deadline) as answer:
                 said = answer.read()
         except urllib.error.HTTPError as error:
             why = f"refused {path} ({error.code}): {error.read(1000).decode(errors='replace')}"
+            if error.code in (401, 403):
+                why += "; engine.key must name the environment variable that holds its API key"
+            elif 300 <= error.code < 400:
+                where = error.headers.get("Location")
+                why = f"sends {path} to {where}, which burnish does not follow; use its own url"
         except (OSError, http.client.HTTPException) as error:
             why = f"does not answer {path}: {error}; is it running? See its log"
-            if TimeoutError in (type(error), type(getattr(error, "reason", None))):
+            if isinstance(getattr(error, "reason", None), ssl.SSLError):
+                why = (
+                    f"has no connection that is trusted here: {error}; use http:// if it has no "
+                    "TLS, or name its certificate's authority by the variable SSL_CERT_FILE"
+                )
+            elif TimeoutError in (type(error), type(getattr(error, "reason", None))):
                 why = f"did not answer {path} within engine.deadline = {self.deadline:g} s"
             self.lost = why
         else:
-            return json.loads(said) if said.startswith(b"{") else None
+            try:
+                return json.loads(said) if said.startswith(b"{") else None
+            except (ValueError, RecursionError) as error:
+                why = f"answers {path} with broken JSON ({error}); is it an SGLang server?"
         raise self.error(why)
+
+    def facts(self) -> dict[str, Any]:
+        """The part of /server_info that burnish reads."""
+        found = self.call("/server_info") or {}
+        if isinstance(found.get("version"), str) and parts(found["version"]) < parts(OLDEST):
+            raise self.error(f"must be {OLDEST} or newer, is {found['version']}")
+        wrong = [name for name, kind in FACTS.items() if type(found.get(name)) is not kind]
+        if wrong:
+            told = ", ".join(
+                f"{name} = {found[name]!r:.40}" if name in found else f"no {name}" for name in wrong
+            )
+            raise self.error(
+                f"answers /server_info with {told}; burnish needs SGLang {OLDEST} or newer there, "
+                "so check engine.url, and that no proxy answers for it"
+            )
+        return {name: found[name] for name in FACTS}
+
+    def part(self, told: Any, path: str, *names: str) -> Any:
+        """A part of the answer to ``path``, by the names of the objects that it is in."""
+        for name in names:
+            if not isinstance(told, dict) or name not in told:
+                raise self.error(
+                    f"answers {path} without {'.'.join(names)}; is it SGLang {OLDEST}?"
+                )
+            told = told[name]
+        return told
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -93,7 +158,8 @@ class Server:
         self.call("/continue_generation", {})
 
     def error(self, why: str) -> EngineError:
-        return EngineError(f"SGLang at {self.url} {why}")
+        told = why if self._key is None else why.replace(self._key, "(key)")
+        return EngineError(f"SGLang at {self.url} {told}")
 
 
 class Call(NamedTuple):
@@ -125,13 +191,16 @@ class SglangEngine:
         keeps_cache: bool = False,
         weights: str = "disk",
         sleeps: bool = False,
+        key: str | None = None,
     ) -> None:
         """``model`` is the directory of version 0, which the server loads at once.
 
         ``keeps_cache``: samples in flight keep the keys and values of older weights; ``weights``:
-        the way by which they come; ``sleeps``: `sleep` will be called.
+        the way by which they come; ``sleeps``: `sleep` will be called; ``key``: the server's API
+        key.
         """
-        self._server, self._tokenizer, self._keeps = Server(url, deadline), tokenizer, keeps_cache
+        self._server = Server(url, deadline, key)
+        self._tokenizer, self._keeps = tokenizer, keeps_cache
         self._calls: dict[Future[Any], Call] = {}
         self._running, self._queued = max_running, deque[Sequence]()
         """Samples that the server has not been asked for yet: it gets ``max_running`` at once."""
@@ -149,9 +218,7 @@ class SglangEngine:
         self._expected: tuple[Probe, ProbeCheck] | None = None
         self._config = config = read_config(Path(model))
         self._shapes = Shapes(config)
-        told = self._server.call("/server_info") or {}
-        if parts(str(told.get("version"))) < parts(OLDEST):
-            raise self._server.error(f"must be {OLDEST} or newer, is {told.get('version')}")
+        told = self._server.facts()
         self._context: int = min(config.context, told["max_req_input_len"])
         self._reads = not told["skip_tokenizer_init"]
         self.facts = {"name": "sglang", "precision": PRECISIONS.get(told["dtype"], told["dtype"])}
@@ -198,7 +265,7 @@ class SglangEngine:
         done, self._undelivered = self._undelivered, []
         for future in wait(self._calls, 0 if done else GLANCE, FIRST_COMPLETED).done:
             call = self._calls.pop(future)
-            self._take(call, future.result()["meta_info"])
+            self._take(call, self._server.part(future.result(), "/generate", "meta_info"))
             if call.sequence.finish is None:
                 self._send(call.sequence)
             else:
@@ -230,8 +297,9 @@ class SglangEngine:
         params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
         asked = {"input_ids": ids, "return_logprob": True, "token_ids_logprob": ids}
         asked |= {"extra_key": uuid.uuid4().hex, "sampling_params": params}  # not from the cache
-        told = self._server.call("/generate", asked)
-        rows = told["meta_info"]["output_token_ids_logprobs"][0]
+        told, path = self._server.call("/generate", asked), "/generate"
+        names = "meta_info", "output_token_ids_logprobs"
+        rows = self._server.part(told, path, *names)[0]
         found = {token: logprob for logprob, token, _ in rows}
         return tuple(found[token] for token in ids)
 
@@ -311,7 +379,10 @@ class SglangEngine:
 
     def _take(self, call: Call, told: dict[str, Any]) -> None:
         """The tokens of an answer, up to the one that ends the response."""
+        stamp = str(self._server.part(told, "/generate", "weight_version"))
         rows, sequence = told.get("output_token_logprobs") or [], call.sequence
+        if not stamp.isdecimal():
+            raise self._lose(f"was started again: its weights are {stamp!r}, and not of this run")
         is_aborted = call.request_id in self._aborted
         sent = call.version, call.incarnation
         if not rows and not is_aborted and sent == (self.version, self._incarnation):
@@ -319,13 +390,13 @@ class SglangEngine:
                 f"sampled nothing for request {call.request_id!r}: {told['finish_reason']}"
             )
         begins = len(sequence.tokens) == sequence.group.prompt_length
-        if self._keeps and begins and sent != (int(told["weight_version"]), self._incarnation):
+        if self._keeps and begins and sent != (int(stamp), self._incarnation):
             rows = []  # weights came while it was on its way: it may rest on a cache of older ones
         if begins and not rows:
             self._keys.pop(sequence, None)
         sound = next((i for i, row in enumerate(rows) if row[0] is None), len(rows))
         logprobs, tokens = [row[0] for row in rows[:sound]], [row[1] for row in rows[:sound]]
-        self.sampled += sequence.take(tokens, logprobs, int(told["weight_version"]))
+        self.sampled += sequence.take(tokens, logprobs, int(stamp))
         if sequence.finish is None and (is_aborted or sound < len(rows)):
             sequence.finish = Finish.ABORT
 

@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import pickle
+import ssl
 import threading
 import time
 from contextlib import suppress
@@ -150,8 +151,17 @@ class TestServer:
 
     __test__ = False
 
-    def __init__(self, engine: NativeEngine, *, version: str = "0.5.15", pace: float = 0.0) -> None:
-        """``pace``: seconds between the engine's steps."""
+    def __init__(
+        self,
+        engine: NativeEngine,
+        *,
+        version: str = "0.5.15",
+        pace: float = 0.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """``pace``: seconds between the engine's steps; ``tls``: of a server of https."""
+        self.key: str | None = None
+        """The API key that calls must have."""
         self.engine, self.pace, self.version = engine, pace, version
         self.cache = PrefixCache(engine)
         self.weight_version, self.paused, self.flushed = "default", False, 0
@@ -175,6 +185,9 @@ class TestServer:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
+        if tls is not None:
+            self._http.socket = tls.wrap_socket(self._http.socket, server_side=True)
+            self.url = self.url.replace("http:", "https:")
         for work in (self._http.serve_forever, self._sample):
             threading.Thread(target=work, daemon=True).start()
 
@@ -470,11 +483,19 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(30)
         if self.owner.fault == "dead":
             return
+        wanted = None if self.owner.key is None else f"Bearer {self.owner.key}"
         try:
-            status, told = self.owner.answer(self.path, body)
+            if wanted is not None and self.headers["Authorization"] != wanted:
+                status, told = 401, {"error": "Unauthorized"}
+            else:
+                status, told = self.owner.answer(self.path, body)
         except ConnectionError:
             return
-        data = b"" if told is None else json.dumps(told).encode()
+        if not isinstance(told, bytes):
+            told = b"" if told is None else json.dumps(told).encode()
+        self._write(status, told)
+
+    def _write(self, status: int, data: bytes) -> None:
         with suppress(BrokenPipeError):
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -554,6 +557,123 @@ def test_bad_servers_and_requests_are_refused(server: TestServer, model: Path) -
     with pytest.raises(EngineError, match="1 to 89 tokens"):  # 96, and SGLang keeps 6
         engine.submit(tiny.request("a", 90))
     engine.close()
+
+
+UNEXPECTED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a page": (lambda facts: b"<html>", "no version, no max_req_input_len, .*no tp_size"),
+    "nothing": (lambda facts: None, "no version, "),
+    "a list": (lambda facts: [facts], "no version, "),
+    "broken JSON": (lambda facts: b'{"version"', "broken JSON"),
+    "nested JSON": (lambda facts: b'{"a":' * 100_000, "broken JSON"),
+    "another server's facts": (lambda facts: {"version": "1.0"}, "no max_req_input_len, no skip"),
+    "one fact less": (
+        lambda facts: {k: v for k, v in facts.items() if k != "dp_size"},
+        "with no dp_size; ",
+    ),
+    "a fact of another kind": (
+        lambda facts: facts | {"tp_size": "1", "dtype": None},
+        "with dtype = None, tp_size = '1'; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNEXPECTED)
+def test_an_unexpected_server_info_is_one_error(
+    server: TestServer, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the url, what is wrong there, and what to check."""
+    change, rule = UNEXPECTED[name]
+    facts = server._facts()
+    monkeypatch.setattr(server, "_facts", lambda: change(facts))
+    with pytest.raises(EngineError, match=f"{server.url} answers /server_info .*{rule}") as error:
+        client(server.url, model)
+    assert "broken" in rule or "check engine.url" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_was_started_again_is_not_asked_for_more(
+    server: TestServer, model: Path
+) -> None:
+    engine = client(server.url, model)
+    server.weight_version = "default"
+    engine.submit(tiny.request("a"))
+    with pytest.raises(EngineError, match=r"was started again: its weights are 'default'.*resume"):
+        tiny.finish(engine, [])
+    with pytest.raises(EngineError, match="was started again"):
+        engine.probe()
+
+
+def test_an_answer_without_its_parts_is_one_error(
+    server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = client(server.url, model)
+    monkeypatch.setattr(server, "_generate", lambda **body: (200, {"meta_info": {}}))
+    rule = r"answers /generate without meta_info\.output_token_ids_logprobs"
+    with pytest.raises(EngineError, match=rule):
+        engine.probe()
+    engine.submit(tiny.request("a"))
+    with pytest.raises(EngineError, match="answers /generate without weight_version"):
+        tiny.finish(engine, [])
+
+
+KEY = "sk-not-to-be-seen"
+
+
+def test_a_server_with_an_api_key(server: TestServer, model: Path) -> None:
+    server.key = KEY
+    for wrong in (None, "another"):
+        with pytest.raises(
+            EngineError, match=r"refused /server_info \(401\).*engine\.key must name"
+        ):
+            client(server.url, model, key=wrong)
+    with closing(client(server.url, model, key=KEY)) as engine:
+        engine.load(tiny.weights(tiny.model(5), 1))
+        assert len(drive(engine, [tiny.request("a", 9, n=3)])) == 3
+        engine.abort("a")
+
+
+def test_no_error_holds_the_key(
+    server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may say it, and a redirection is not followed with it."""
+    monkeypatch.setattr(server, "_facts", lambda: {"version": f"0.5.9 for {KEY}"})
+    with pytest.raises(EngineError, match=r"newer, is 0\.5\.9 for \(key\)"):
+        client(server.url, model, key=KEY)
+    monkeypatch.setattr(server, "answer", lambda path, body: (307, None))
+    with pytest.raises(EngineError, match=r"sends /server_info to .*does not follow") as error:
+        client(server.url, model, key=KEY)
+    assert KEY not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a private key, and with a certificate for 127.0.0.1 that is its own authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl, to make a certificate")
+    file = tmp_path_factory.mktemp("tls") / "both.pem"
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(file), "-out", f"{file}.crt"]
+    subprocess.run([*made.split(), *names], check=True, capture_output=True, timeout=60)
+    with file.open("a") as both:
+        both.write(Path(f"{file}.crt").read_text())
+    return file
+
+
+@pytest.mark.parametrize("way", ["disk", "distributed"])
+def test_a_server_of_https(
+    certificate: Path, model: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate)
+    with closing(TestServer(tiny.engine(9, text=True), tls=tls)) as server:
+        server.key = KEY
+        with pytest.raises(EngineError, match=r"trusted here.*SSL_CERT_FILE"):
+            client(server.url, model, key=KEY)
+        monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+        with closing(client(server.url, model, key=KEY, weights=way)) as engine:
+            engine.expect(tiny.model(5).probe, 1e-4)
+            engine.load(tiny.weights(tiny.model(5), 1))
+            assert len(drive(engine, [tiny.request("a", 9, n=3)])) == 3
 
 
 def test_another_model_is_seen(server: TestServer, tmp_path: Path) -> None:
