@@ -171,10 +171,18 @@ def check(
             reference.take(0.0)
             loop = recipe.loop if is_served else FreeLoop(on_update=on_update)
             engine = build.build_engine(recipe.model_copy(update={"loop": loop}))
-        # An engine that others serve has their setting.
-        mode = engine.facts["on_update"] if is_served else on_update
-        how = {"precision": recipe.engine.precision, "on_update": mode, "running": running or 16}
-        suite = Suite(engine, reference, prompts, room=context - len(prompts[0]), **how)
+        mode = on_update
+        if is_served and isinstance(engine, engines.Apart):
+            mode = engine.facts["on_update"]  # the setting of those who serve it
+        suite = Suite(
+            engine,
+            reference,
+            prompts,
+            room=context - len(prompts[0]),
+            precision=recipe.engine.precision,
+            on_update=mode,
+            running=running or 16,
+        )
         for check in UPDATES if results else suite.checks:
             result = suite.run(check)
             results.append(result.status)

@@ -299,7 +299,7 @@ class Suite:
         done = [c for _ in range(EARLY) for c in self.engine.step()]
         waited = [asked(fork, 1) for _ in range(self.running)]
         self._turned = not self._turned
-        self._load(CHANGE / 2, turned=self._turned, part=part)
+        self._load(CHANGE * self._turned, turned=self._turned, part=part)
         kinds = {
             "a request with the prompt of one in flight": [asked(span)],
             "a request that shares a prompt's beginning": [asked(fork)],
