@@ -294,7 +294,7 @@ class Suite:
         first = asked(span, 1)
         asked(fork, 1)
         (told,) = (c for c in self._drain() if c.request_id == first.request_id)
-        flight = self._request(span, SAMPLES, max_tokens=self.context - len(span))
+        flight = self._request(span, SAMPLES, max_tokens=min(LONG, self.context - len(span)))
         self.engine.submit(flight)
         done = [c for _ in range(EARLY) for c in self.engine.step()]
         waited = [asked(fork, 1) for _ in range(self.running)]
