@@ -81,6 +81,9 @@ TEXTS = (
     "Once",
 )
 """Prompts of the checks, of several lengths."""
+RUNNING = 8
+"""Samples that decode at once during the checks: few, so that some requests wait while weights
+come."""
 
 
 class Reference:
@@ -111,12 +114,23 @@ class Reference:
         found: FloatArray = scores.cpu().numpy()
         return found
 
-    def take(self, change: float) -> dict[str, Any]:
+    def take(self, change: float, *, turned: bool = False, part: bool = False) -> dict[str, Any]:
         from burnish.model.checkpoint import load_hf_state
 
-        tensors = {name: tensor * (1 + change) for name, tensor in self._first.items()}
-        load_hf_state(self.model, tensors)
+        tensors = {
+            name: tensor * ((1 + change) * (-1 if turned and is_turned(name) else 1))
+            for name, tensor in self._first.items()
+            if ".self_attn." in name or not part
+        }
+        load_hf_state(self.model, self._first | tensors)
         return tensors
+
+
+def is_turned(name: str) -> bool:
+    """Whether a tensor takes part in a change of sign that leaves the model's function as it is:
+    (−q)·(−k) = q·k, and −O (−v) = O v. A bias of the projection O would not."""
+    _, _, own = name.partition(".self_attn.")
+    return own.startswith(("q_proj.", "k_proj.", "v_proj.")) or own == "o_proj.weight"
 
 
 @app.command()
@@ -129,28 +143,52 @@ def check(
 ) -> None:
     """Compare an engine with burnish's own forward pass, in a table; exit code 1 if a check fails.
 
-    The first checks are about log-probabilities, the others about ends, seeds and new weights.
+    The first checks are about log-probabilities, the others about ends, seeds and new weights. The
+    checks of caches after new weights are done for both values of loop.on_update.
     """
+    is_served = (url or "").startswith("tcp")
+    running = None if is_served else RUNNING
     with shown(None, model):
-        recipe = _recipe(model, overrides, name=name, python=python, url=url)
+        given = {"name": name, "python": python, "url": url, "max_running": running}
+        recipe = _recipe(model, overrides, **given)
         tell("load", "loading torch")
         from burnish import build, engines, models, sizes
-        from burnish.engine.check import FAIL, TOKENS, Result, Suite
+        from burnish.engine.check import FAIL, TOKENS, UPDATES, Suite
+        from burnish.strategy import FreeLoop
 
         recipe = build.prepare(recipe)
-        engine, tokenizer = build.build_engine(recipe), models.open_tokenizer(recipe)
-        own = engines.directory_of(recipe)
+        own, tokenizer = engines.directory_of(recipe), models.open_tokenizer(recipe)
         reference = Reference(own, recipe.engine.precision, sizes.device_of(recipe))
         context = sizes.measured(recipe).context - 1
         prompts = [tokenizer.encode(text)[: context - TOKENS] for text in TEXTS]
+        mode = engines.settings_of(recipe, own).on_update
     typer.echo(f"{name} with {model} in {recipe.engine.precision}")
 
-    given, found = engines.settings_of(recipe, own), list[Result]()
-    how = {"precision": given.precision, "on_update": given.on_update}
-    suite = Suite(engine, reference, prompts, room=context - len(prompts[0]), **how)
-    for check in suite.checks:
-        found.append(suite.run(check))
-        typer.echo(f"{check:<36} {found[-1].status:<12} {printable(found[-1].told)}")
-    failed = sum(result.status == FAIL for result in found)
-    typer.echo(f"{failed} of {len(found)} checks failed" if failed else "no check failed")
+    results = list[str]()
+    others = {"keep": "recompute", "recompute": "keep"}
+    for on_update in [mode] if is_served else [mode, others[mode]]:
+        with shown(None, model):
+            reference.take(0.0)
+            loop = recipe.loop if is_served else FreeLoop(on_update=on_update)
+            engine = build.build_engine(recipe.model_copy(update={"loop": loop}))
+        mode = on_update
+        if is_served and isinstance(engine, engines.Apart):
+            mode = engine.facts["on_update"]  # the setting of those who serve it
+        suite = Suite(
+            engine,
+            reference,
+            prompts,
+            room=context - len(prompts[0]),
+            precision=recipe.engine.precision,
+            on_update=mode,
+            running=running or 16,
+        )
+        for check in UPDATES if results else suite.checks:
+            result = suite.run(check)
+            results.append(result.status)
+            title = f"{check}, {mode}" if check in UPDATES else check
+            typer.echo(f"{title:<48} {result.status:<12} {printable(result.told)}")
+        engines.leave(engine)
+    failed = results.count(FAIL)
+    typer.echo(f"{failed} of {len(results)} checks failed" if failed else "no check failed")
     raise typer.Exit(1 if failed else 0)

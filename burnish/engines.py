@@ -14,7 +14,7 @@ import torch
 
 from burnish import machine, preflight
 from burnish.engine import remote
-from burnish.engine.environment import TOKEN
+from burnish.engine.environment import TOKEN, key_of
 from burnish.engine.protocol import Engine, Sleeper
 from burnish.engine.serving import Settings, fingerprint
 from burnish.engine.sglang import SglangEngine
@@ -52,10 +52,13 @@ def open_engine(recipe: Recipe) -> Engine:
             keeps_cache=recipe.loop.on_update == "keep",
             weights=own.weights,
             sleeps=own.sleep,
+            key=key_of(recipe),
         )
         del wanted["model"]  # it has loaded the directory's
     else:
         engine = remote.connect(own.url, os.environ[TOKEN], deadline=own.deadline)
+        if recipe.loop.on_update != "wait":  # else no weights come while samples are in flight
+            wanted["on_update"] = recipe.loop.on_update
     for key, value in wanted.items():
         if engine.facts[key] != value:
             engine.close()
@@ -79,6 +82,13 @@ def attach(recipe: Recipe, engine: Engine, policy: Any) -> Callable[[], None]:
         return lambda: None
     engine.expect(policy.probe, tolerance(recipe))
     return engine.close
+
+
+def leave(engine: Engine) -> None:
+    """Ends the process of an engine, or leaves its server; one in this process has nothing to
+    end."""
+    if isinstance(engine, Apart):
+        engine.close()
 
 
 def rest(recipe: Recipe, engine: Engine) -> Callable[[], AbstractContextManager[None]]:

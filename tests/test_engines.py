@@ -11,8 +11,9 @@ import torch
 
 import burnish
 from burnish import config, engines, plan, sizes
-from burnish.engine import environment, remote
+from burnish.engine import environment, remote, serving
 from burnish.errors import ConfigError, EngineError
+from burnish.strategy import FreeLoop
 
 SIZE = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 64}
 SMALL = {
@@ -68,11 +69,12 @@ def test_a_run_whose_engine_dies_is_resumed_to_the_same_bits(tmp_path, monkeypat
 
 
 def test_an_engine_that_serves_another_model_is_refused(monkeypatch, tmp_path):
-    closed = []
+    closed, served_model = [], "0123"
 
     class Served:
         def __init__(self):
-            self.facts = {"name": "native", "precision": "fp32", "model": "0123"}
+            self.facts = {"name": "native", "precision": "fp32", "on_update": "recompute"}
+            self.facts["model"] = served_model
 
         def close(self):
             closed.append(1)
@@ -85,6 +87,11 @@ def test_an_engine_that_serves_another_model_is_refused(monkeypatch, tmp_path):
     with pytest.raises(EngineError, match=r"at tcp://host:1 has model = '0123', and this run"):
         engines.open_engine(recipe)
     assert closed
+    served_model = serving.fingerprint(engines.directory_of(recipe))
+    assert engines.open_engine(recipe)
+    other = recipe.model_copy(update={"loop": FreeLoop(on_update="keep")})
+    with pytest.raises(EngineError, match="has on_update = 'recompute', and this run needs 'keep'"):
+        engines.open_engine(other)
 
 
 def plan_of(recipe):

@@ -37,15 +37,36 @@ CHANGE = 0.02
 much more, logits are so large that rounding alone exceeds the bounds."""
 LIMIT = 20_000
 """Steps in which a request must be complete."""
+SPAN = 3 * 128 + 5
+"""Tokens of a prompt that spans several blocks of a prefix cache, and a part of another. Engines
+were seen with blocks of 1, 16 and 128 tokens."""
+BLOCK = 16
+"""A model with a short context gets a prompt of whole blocks of this size, and 5 tokens."""
+BRIEF = 8
+"""Tokens of the responses that are compared after an update of the weights."""
+FEW = 3
+"""The mean gap of these few tokens may be this many times the bound for many tokens."""
+UPDATES = (
+    "requests after a part of the weights",
+    "requests after new weights",
+    "weights in flight",
+)
+"""The checks that depend on ``on_update``."""
 
 
 class Oracle(Protocol):
     def score(self, prompt: IntArray, response: IntArray, temperature: float) -> FloatArray:
         """Log-probabilities [C] of a response's tokens, by the weights that were taken last."""
 
-    def take(self, change: float) -> dict[str, Any]:
+    def take(self, change: float, *, turned: bool = False, part: bool = False) -> dict[str, Any]:
         """The tensors of the model, each of them times 1 + ``change``, which are scored from now
-        on."""
+        on.
+
+        turned: queries, keys, values and the projection after the attention have the other sign.
+        The model computes the same function with them, but not with keys and values that were
+        cached before: these make its log-probabilities wrong by far more than any rounding.
+        part: only the tensors of the attention change and are returned; the others are as at first.
+        """
 
     def probe(self) -> tuple[float, ...]: ...
 
@@ -70,12 +91,17 @@ class Suite:
         room: int = TOKENS,
         precision: str = "fp32",
         on_update: str = "recompute",
+        running: int = 8,
     ) -> None:
-        """``prompts``: a few, of which the first is the longest and leaves ``room`` for tokens."""
+        """``prompts``: a few, of which the first is the longest and leaves ``room`` for tokens.
+
+        ``running``: the number of requests that wait while weights come. With the engine's
+        max_running, some of them have not begun by then.
+        """
         self.engine, self.oracle, self.prompts = engine, oracle, prompts
-        self.bounds, self.on_update = BOUNDS[precision], on_update
-        self.room = min(room, LONG)
-        self.version = 0
+        self.bounds, self.on_update, self.running = BOUNDS[precision], on_update, running
+        self.room, self.context = min(room, LONG), len(prompts[0]) + room
+        self.version, self._turned = 0, False
         self._asked: dict[str, IntArray] = {}
         """The prompt of each request."""
 
@@ -94,6 +120,8 @@ class Suite:
             "top_p": self.top_p,
             "a response that has begun": self.begun,
             "abort": self.abort,
+            "requests after a part of the weights": partial(self.after_update, part=True),
+            "requests after new weights": partial(self.after_update, part=False),
             "new weights are in use": self.load,
             "weights in flight": self.in_flight,
             "a failed load": self.failed_load,
@@ -239,6 +267,73 @@ class Suite:
         how = "are kept" if keeps else "are computed again"
         return PASS, f"caches {how}: {self._near(gaps, demanded=not keeps)} after the update"
 
+    def after_update(self, *, part: bool) -> tuple[str, str]:
+        """A request that begins after an update never reads a cache of older weights, in any mode:
+        neither of requests that are complete nor of one in flight, and even if it was submitted
+        before the update. The prompts span several blocks and share their beginning."""
+        span, fork = self._spanning()
+        found = self._updated(part, span, fork)
+        gaps = {
+            kind: np.concatenate([self._gaps(c)[c.versions == self.version] for c in done])
+            for kind, done in found.items()
+        }
+        mean, most = FEW * self.bounds[0], self.bounds[1]
+        for kind, of in gaps.items():
+            is_near = of.mean() <= mean and of.max() <= most
+            _demand(is_near, f"{kind} read a cache of older weights: {_told(of)}")
+        return PASS, f"prompts of {len(span)} tokens: {_told(np.concatenate([*gaps.values()]))}"
+
+    def _updated(self, part: bool, span: IntArray, fork: IntArray) -> dict[str, list[Completion]]:
+        """Completions that must be the new weights' alone, by the kind of their request."""
+
+        def asked(prompt: IntArray, samples: int = SAMPLES) -> Request:
+            request = self._request(prompt, samples, max_tokens=BRIEF)
+            self.engine.submit(request)
+            return request
+
+        first = asked(span, 1)
+        asked(fork, 1)
+        (told,) = (c for c in self._drain() if c.request_id == first.request_id)
+        flight = self._request(span, SAMPLES, max_tokens=min(LONG, self.context - len(span)))
+        self.engine.submit(flight)
+        done = [c for _ in range(EARLY) for c in self.engine.step()]
+        waited = [asked(fork, 1) for _ in range(self.running)]
+        self._turned = not self._turned
+        self._load(CHANGE * self._turned, turned=self._turned, part=part)
+        kinds = {
+            "a request with the prompt of one in flight": [asked(span)],
+            "a request that shares a prompt's beginning": [asked(fork)],
+            "a request that goes on from an older response": [
+                asked(np.concatenate([span, told.token_ids]))
+            ],
+            "a request that waited during the update": waited,
+        }
+        done += self._drain([request for of in kinds.values() for request in of])
+        self.engine.abort(flight.request_id)
+        done += self._drain()
+        kinds["a request with a prompt of before"] = [asked(span)]
+        done += self._drain()
+        found = dict[str, list[Completion]]()
+        for kind, requests in kinds.items():
+            names = {request.request_id for request in requests}
+            own = [c for c in done if c.request_id in names]
+            found[kind] = [c for c in own if set(c.versions) == {self.version}]
+            # A server samples on between two steps: some that waited had begun by then.
+            is_new = len(found[kind]) == len(own) or requests is waited
+            _demand(is_new, f"{kind} has tokens of other versions")
+        if self.on_update != "keep":
+            cut = [c for c in done if c.request_id == flight.request_id]
+            found["a request in flight"] = [c for c in cut if self.version in c.versions]
+        return {kind: of for kind, of in found.items() if of}
+
+    def _spanning(self) -> tuple[IntArray, IntArray]:
+        """Two prompts of several blocks that have two thirds in common, others for each version."""
+        whole = (self.context // 2 - 5) // BLOCK * BLOCK
+        tokens = np.roll(np.concatenate(self.prompts), self.version)
+        span = np.resize(tokens, min(SPAN, max(whole, 0) + 5))
+        shared = len(span) * 2 // 3
+        return span, np.concatenate([span[:shared], span[::-1][: len(span) - shared]])
+
     def failed_load(self) -> tuple[str, str]:
         before, tensors = self.engine.probe(), self.oracle.take(-CHANGE)
         name = min(tensors, key=lambda name: tensors[name].numel())
@@ -303,17 +398,23 @@ class Suite:
         order = [request.request_id for request in requests]
         return sorted(self._drain(), key=lambda c: (order.index(c.request_id), c.sample_index))
 
-    def _drain(self) -> list[Completion]:
+    def _drain(self, awaited: list[Request] | None = None) -> list[Completion]:
+        """Completions until no sample is unfinished, or none of the ``awaited`` requests'."""
         done: list[Completion] = []
+        names = [request.request_id for request in awaited or () for _ in range(request.n)]
         for _ in range(LIMIT):
-            if not self.engine.unfinished:
+            is_there = awaited and len(names) == sum(c.request_id in names for c in done)
+            if not self.engine.unfinished or is_there:
                 return done
             done += self.engine.step()
         raise Broken(f"{self.engine.unfinished} samples are not complete after {LIMIT} steps")
 
-    def _load(self, change: float, incarnation: int = 0) -> None:
+    def _load(
+        self, change: float, incarnation: int = 0, *, turned: bool = False, part: bool = False
+    ) -> None:
         self.version += 1
-        self.engine.load(Weights(self.version, incarnation, self.oracle.take(change)))
+        tensors = self.oracle.take(change, turned=turned, part=part)
+        self.engine.load(Weights(self.version, incarnation, tensors, part))
         found = self.engine.version
         _demand(found == self.version, f"its version is {found} after a load of {self.version}")
 
@@ -328,11 +429,14 @@ class Suite:
 
     def _near(self, gaps: FloatArray, *, demanded: bool = True) -> str:
         """The gaps in words; raises if they are too large."""
-        found = f"gap {gaps.mean():.2g} on average, {gaps.max():.2g} at most"
-        mean, most = self.bounds
+        found, (mean, most) = _told(gaps), self.bounds
         is_near = gaps.mean() <= mean and gaps.max() <= most
         _demand(is_near or not demanded, f"{found}, over {mean:g} or {most:g}")
         return found
+
+
+def _told(gaps: FloatArray) -> str:
+    return f"gap {gaps.mean():.2g} on average, {gaps.max():.2g} at most"
 
 
 def _demand(holds: bool, otherwise: str) -> None:

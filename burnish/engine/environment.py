@@ -49,8 +49,23 @@ def check_engine(recipe: Recipe) -> None:
             f"engine.url = '{own.url}' needs a token: set {TOKEN} in the environment to the one "
             "that `burnish engine serve` printed there"
         )
+    key_of(recipe)
     if own.is_apart and own.url is None:
         check(own.name, own.python)
+
+
+def key_of(recipe: Recipe) -> str | None:
+    """The API key of a recipe's server; None if it has none."""
+    own = recipe.engine
+    if own.key is None:
+        return None
+    key = os.environ.get(own.key, "").strip()
+    if not re.fullmatch(r"[!-~]+", key):  # an error of HTTP would print any other
+        raise EngineError(
+            f"engine.key = '{own.key}' is not a variable of the environment that holds a key "
+            f"without blanks; export it with the API key of the server at {own.url}"
+        )
+    return key
 
 
 def check(name: str, python: str | None) -> dict[str, str]:

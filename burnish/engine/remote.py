@@ -12,8 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -23,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from burnish.engine import wire
+from burnish.engine import folders, wire
+from burnish.engine.folders import SHARED
 from burnish.engine.protocol import Capabilities, ProbeCheck, Request, check
 from burnish.engine.serving import Settings
 from burnish.errors import EngineError
@@ -34,9 +33,10 @@ if TYPE_CHECKING:
 
 BUCKET = 64 << 20
 """Bytes of weights that are read at a time, and put into shared memory or sent."""
-SHARED = Path("/dev/shm")
 GRACE = 10.0
 """Seconds that an engine has to end by itself."""
+SILENCE, PROBES = 60, 3
+"""Seconds in which a machine must answer TCP, and the questions that it must not leave open."""
 WORDS = 30
 """Lines of its log that an error about a dead engine quotes."""
 Probe = Callable[[], tuple[float, ...]]
@@ -48,21 +48,26 @@ class Child:
     def __init__(self, python: str, settings: Settings, connection: socket.socket) -> None:
         """``connection`` is the engine's end of a socket; this process closes its copy."""
         # The other Python must not see the packages beside burnish, so it gets burnish alone.
-        self.folder = tempfile.TemporaryDirectory(prefix="burnish-engine-")
-        root = Path(self.folder.name)
+        self.folder = folders.claim()
+        root = self.folder.path
         (root / "burnish").symlink_to(Path(__file__).parents[1])
         self.python, self.log = python, root / "log.txt"
-        command = [python, "-m", "burnish.engine.serving", str(connection.fileno())]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, json.dumps(asdict(settings))],
-                env=os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"},
-                pass_fds=[connection.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for the run, which ends its step first
-            )
+        # -P: nor the modules of the directory that it starts in.
+        command = [python, "-P", "-m", "burnish.engine.serving", str(connection.fileno())]
+        try:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    [*command, json.dumps(asdict(settings))],
+                    env=os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"},
+                    pass_fds=[connection.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is for the run, which ends its step first
+                )
+        except OSError:
+            self.folder.remove()
+            raise
         connection.close()
 
     def __str__(self) -> str:
@@ -84,7 +89,7 @@ class Child:
     def close(self, grace: float = GRACE) -> None:
         """Ends it and removes its log."""
         self.end(grace)
-        self.folder.cleanup()
+        self.folder.remove()
 
 
 class RemoteEngine:
@@ -169,10 +174,10 @@ class RemoteEngine:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        files = list[Path]()
+        files, folder = list[Path](), folders.claim(SHARED)
         try:
-            for bucket in buckets:
-                files.append(SHARED / f"burnish-{uuid.uuid4().hex}")
+            for number, bucket in enumerate(buckets):
+                files.append(folder.path / f"bucket-{number}")
                 save_file(bucket, files[-1])
             sums = [wire.checksum(np.memmap(file, np.uint8, "r")) for file in files]
             self._call("load", files=list(map(str, files)), checksums=sums, **about)
@@ -182,8 +187,7 @@ class RemoteEngine:
                 f"{self.label}: {error}; make room there"
             ) from error
         finally:
-            for file in files:
-                file.unlink(missing_ok=True)
+            folder.remove()
 
     def _stream(self, buckets: Iterator[dict[str, Tensor]], about: dict[str, Any]) -> None:
         from safetensors.torch import save
@@ -256,8 +260,14 @@ def buckets(
 
 def start(settings: Settings, *, python: str, deadline: float) -> RemoteEngine:
     """An engine in a process of its own under ``python``."""
+    folders.remove_dead()
     ours, theirs = socket.socketpair()
-    child = Child(python, settings, theirs)
+    try:
+        child = Child(python, settings, theirs)
+    except BaseException:
+        ours.close()
+        theirs.close()
+        raise
     return RemoteEngine(ours, settings.name, deadline, child)
 
 
@@ -276,6 +286,18 @@ def connect(url: str, token: str, *, deadline: float) -> RemoteEngine:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Lets the system notice within some minutes that the other machine is gone."""
+    """Lets the system notice within `SILENCE` that the other machine is gone, whether a message is
+    on its way to it or none."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    first, every = SILENCE // 2, SILENCE // (2 * PROBES)
+    options = {
+        "TCP_NODELAY": 1,
+        "TCP_KEEPIDLE": first,  # seconds of silence before the first question
+        "TCP_KEEPALIVE": first,  # its name on a Mac
+        "TCP_KEEPINTVL": every,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": SILENCE * 1000,  # milliseconds
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -14,6 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +29,7 @@ from burnish.errors import BurnishError, EngineError
 from burnish.types import Weights
 
 if TYPE_CHECKING:
-    from burnish.engine.protocol import Engine
+    from burnish.engine.protocol import Engine, Request
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of precisions."""
@@ -119,6 +120,7 @@ def facts(engine: Engine, given: Settings) -> dict[str, Any]:
         "package": f"{package} {metadata.version(owner)}",
         "model": fingerprint(given.model),
         "precision": given.precision,
+        "on_update": given.on_update,
         "vocab_size": config["vocab_size"],
         "context": config["max_position_embeddings"],
         "capabilities": asdict(engine.capabilities),
@@ -134,9 +136,9 @@ class Service:
         """Parts of weights that came and are not loaded yet, each in safetensors' layout."""
 
     def answer(self, told: dict[str, Any], arrays: list[wire.Array]) -> wire.Message:
-        engine, call = self.engine, told.pop("call")
+        engine, call = self.engine, told.pop("call", None)
         if call == "submit":
-            engine.submit(wire.unpack_request(told, arrays))
+            engine.submit(_request(told, arrays))
         elif call == "step":
             rows, streams = wire.pack_completions(engine.step())
             return {"completions": rows}, streams
@@ -172,6 +174,15 @@ class Service:
         return Weights(told["version"], told["incarnation"], tensors, told["is_partial"])
 
 
+def _request(told: dict[str, Any], arrays: list[wire.Array]) -> Request:
+    try:
+        return wire.unpack_request(told, arrays)
+    except (LookupError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"a request was not understood ({error}); use one burnish on both sides"
+        ) from None
+
+
 def _checked(data: Any, wanted: int) -> Any:
     if wire.checksum(data) != wanted:
         raise EngineError(
@@ -184,13 +195,22 @@ def serve(connection: socket.socket, engine: Engine) -> None:
     """Answers calls until the client is gone.
 
     An error of burnish leaves the engine as it was. Any other exception ends the engine, since
-    nobody knows its state: no token ever comes from a mixture of weights.
+    nobody knows its state: no token ever comes from a mixture of weights. So do bytes that are no
+    message, since nobody knows where the next one begins.
     """
+    with suppress(OSError):  # the client is gone, or its machine
+        _answer_all(connection, engine)
+
+
+def _answer_all(connection: socket.socket, engine: Engine) -> None:
     service = Service(engine)
     while True:
         try:
             told, arrays = wire.receive(connection)
-        except (EOFError, ConnectionError):
+        except EOFError:
+            return
+        except ValueError as error:
+            wire.send(connection, {"fatal": f"a message was not understood: {error}"})
             return
         answer: wire.Message = {}, []
         try:

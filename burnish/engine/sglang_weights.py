@@ -9,15 +9,12 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-import shutil
 import socket
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -26,7 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from burnish.engine import folders
 from burnish.engine.callers import Callers
+from burnish.engine.folders import SHARED
 from burnish.engine.remote import buckets
 from burnish.errors import EngineError
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from burnish.engine.sglang import Server
 
 dist: Any = torch.distributed  # its types do not name the groups' options
-SHARED = Path("/dev/shm")
-"""Where files wait for a server on this machine."""
 GRACE = 2.0
 """Seconds for our part of a group's work to end, once the server's has."""
 
@@ -57,16 +54,19 @@ class Files(Way):
     def __init__(self, server: Server, told: dict[str, Any]) -> None:
         """``told``: the server's /server_info."""
         self._server = server
+        folders.remove_dead()
 
     def send(self, tensors: Mapping[str, Tensor], last: dict[str, Any]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="burnish-sglang-", dir=SHARED))
+        folder = folders.claim(SHARED)
         try:
             for number, bucket in enumerate(buckets(tensors)):
-                save_file(bucket, folder / f"model-{number:05}.safetensors", {"format": "pt"})
+                file = folder.path / f"model-{number:05}.safetensors"
+                save_file(bucket, file, {"format": "pt"})
+            told = {"model_path": str(folder.path)} | last
             with self._server.paused():
-                self._server.call("/update_weights_from_disk", {"model_path": str(folder)} | last)
+                self._server.call("/update_weights_from_disk", told)
         finally:
-            shutil.rmtree(folder)
+            folder.remove()
 
 
 class Handles(Way):
@@ -123,7 +123,7 @@ class Group(Way):
 
     def _join(self) -> Any:
         url = urlsplit(self._server.url)
-        place = url.hostname or "", url.port or 80
+        place = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
         with socket.create_connection(place, self._server.deadline) as way:
             address = way.getsockname()[0]  # of this machine, as the server can reach it
         store = dist.TCPStore(address, 0, None, True, self._wait, wait_for_workers=False)

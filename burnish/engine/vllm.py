@@ -84,6 +84,11 @@ class VllmEngine:
         )
         self._shapes = Shapes(self._config)
         self._samples: dict[str, Sequence] = {}
+        """By vLLM's name for the request of the sample."""
+        self._names: dict[Sequence, str] = {}
+        self._loads = 0
+        """Loads of weights so far: the salt of the prefix cache. Versions are no salt, because a
+        run that was restarted counts some of them again."""
         self._undelivered: list[Completion] = []
         self._probed: dict[int, float] = {}
         """Log-probabilities of a probe, by token; empty until it is answered."""
@@ -104,15 +109,8 @@ class VllmEngine:
                 "the native engine"
             )
         self._wake()
-        group = RequestGroup(request, self._tokenizer, config.context)
-        for sequence in group.sequences:
-            place = request.stream, request.group, request.first + sequence.index
-            draw = uniforms(p.seed, *place, len(sequence.logprobs))
-            how = {"temperature": p.temperature, "seed": int(draw * 2**53), "logprobs": 0}
-            ends = {"max_tokens": sequence.room, "stop_token_ids": sorted(group.end_ids)}
-            name = f"{request.request_id}/{sequence.index}"
-            self._ask(name, group.given.tolist(), **how, **ends)
-            self._samples[name] = sequence
+        for sequence in RequestGroup(request, self._tokenizer, config.context).sequences:
+            self._begin(sequence)
 
     def step(self) -> list[Completion]:
         if self._samples:
@@ -149,9 +147,12 @@ class VllmEngine:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new})
         if self._config.tied:
             self._engine.collective_rpc(_tie)
-        if self._given.on_update != "keep":
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._loads += 1
+        keeps = self._given.on_update == "keep"
+        if not keeps and not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not drop the caches of the old weights")
         self.version, self._incarnation = weights.version, weights.incarnation
+        self._restart_unbegun()
 
     def sleep(self) -> None:
         """Gives the GPU's memory away until the next request, probe or load. Caches are dropped;
@@ -166,12 +167,35 @@ class VllmEngine:
             self._engine.wake_up()
             self._sleeps = False
 
+    def _restart_unbegun(self) -> None:
+        """Requests that have no token yet begin with the new weights, so their salt is new, too;
+        the other samples of a request that has begun may read its cache."""
+        begun = {s.group for s in self._samples.values() if len(s.tokens) > s.group.prompt_length}
+        for name, sequence in list(self._samples.items()):
+            if sequence.group not in begun:
+                self._engine.abort_request([name])
+                del self._samples[name]
+                self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        request, p = sequence.group.request, sequence.group.request.params
+        place = request.stream, request.group, request.first + sequence.index
+        draw = uniforms(p.seed, *place, len(sequence.logprobs))
+        how = {"temperature": p.temperature, "seed": int(draw * 2**53), "logprobs": 0}
+        ends = {"max_tokens": sequence.room, "stop_token_ids": sorted(sequence.group.end_ids)}
+        name = f"{request.request_id}/{sequence.index}/{self._loads}"
+        self._ask(name, sequence.group.given.tolist(), **how, **ends)
+        self._samples[name], self._names[sequence] = sequence, name
+
     def _ask(self, name: str, tokens: list[int], **how: Any) -> None:
+        """vLLM finds cached blocks only under the same salt: those of older weights serve no
+        request that begins now."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         fixed = {"output_kind": RequestOutputKind.DELTA, "detokenize": False, "ignore_eos": True}
-        self._engine.add_request(name, {"prompt_token_ids": tokens}, SamplingParams(**fixed, **how))
+        prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._loads)}
+        self._engine.add_request(name, prompt, SamplingParams(**fixed, **how))
 
     def _advance(self) -> None:
         """One step of vLLM: the new tokens of each sample, up to the one that ends it."""
@@ -191,7 +215,7 @@ class VllmEngine:
                 self._end(sequence, sequence.finish or Finish.LENGTH)
 
     def _end(self, sequence: Sequence, finish: Finish) -> None:
-        name = f"{sequence.group.request.request_id}/{sequence.index}"
+        name = self._names.pop(sequence)
         self._engine.abort_request([name])  # nothing happens if vLLM has ended it, too
         del self._samples[name]
         self._undelivered.append(sequence.complete(finish))

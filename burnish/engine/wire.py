@@ -1,13 +1,15 @@
 """Messages between an engine and its client: JSON and raw arrays, never a pickle.
 
 A message is two lengths of 8 bytes, a header in JSON, and the bytes of its arrays one after the
-other; the header says their types and shapes. Every wait for bytes has an end.
+other; the header says their types and shapes. Every wait for bytes has an end. Bytes that are no
+such message are a ValueError, whatever they are, and take no more memory than has arrived.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import struct
 import time
@@ -30,6 +32,15 @@ LONGEST = 1 << 28
 """Bytes of a header."""
 LARGEST = 1 << 38
 """Bytes of a message's arrays."""
+AT_ONCE = 4 << 20
+"""Bytes that are made room for before they arrive."""
+KIND = re.compile(r"[<>|=]?([iuf][248]|[iub]1)")
+"""numpy's names of numbers."""
+DIMENSIONS = 32
+HELLO_LENGTH = 4096
+"""Bytes of a header before its sender is known."""
+HELLO_DEPTH = 4
+"""Objects and lists of such a header, nested or not."""
 STREAMS = ("token_ids", "logprobs", "versions", "sampled")
 """The arrays of a completion."""
 TOLD = ("sample_index", "finish", "stop", "text")
@@ -53,9 +64,7 @@ def send(
             connection.sendall(np.ascontiguousarray(array).data.cast("B"))
 
 
-def receive(
-    connection: socket.socket, seconds: float | None = None, longest: int = LONGEST
-) -> Message:
+def receive(connection: socket.socket, seconds: float | None = None) -> Message:
     """The next message.
 
     Raises TimeoutError if it is not there after ``seconds``, EOFError if the other side is gone,
@@ -63,29 +72,78 @@ def receive(
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
     length, size = LENGTHS.unpack(_read(connection, LENGTHS.size, end))
-    if length > longest or size > (LARGEST if longest == LONGEST else 0):
+    if length > LONGEST or size > LARGEST:
         raise ValueError(f"a message of {length} and {size} bytes is too long")
-    header = json.loads(bytes(_read(connection, length, end)))
+    header = _header(bytes(_read(connection, length, end)))
+    kinds = [_kind(given) for given in _listed(header.pop("arrays", None))]
+    if sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds) != size:
+        raise ValueError(f"the arrays of a message must have the {size} bytes that follow it")
     body, arrays, offset = _read(connection, size, end), list[Array](), 0
-    for kind, shape in header.pop("arrays"):
-        dtype = np.dtype(kind)
-        if dtype.kind not in "iufb":
-            raise ValueError(f"arrays hold numbers, got {kind!r}")
+    for dtype, shape in kinds:
         array = np.frombuffer(body, dtype, math.prod(shape), offset).reshape(shape)
         arrays.append(array)
         offset += array.nbytes
     return header, arrays
 
 
+def hello_length(lengths: bytes) -> int:
+    """The length of a header whose sender is not known, by the lengths that come before it."""
+    length, size = LENGTHS.unpack(lengths)
+    if length > HELLO_LENGTH or size:
+        raise ValueError(f"a hello of {length} and {size} bytes is too long")
+    return int(length)
+
+
+def hello_token(text: bytes) -> bytes:
+    """The token in the header of a hello."""
+    if sum(map(text.count, (b"[", b"{"))) > HELLO_DEPTH:
+        raise ValueError("a hello is a flat object")
+    token = _header(text).get("token")
+    if not isinstance(token, str):
+        raise ValueError("a hello has a token")
+    return token.encode()  # a lone surrogate is a ValueError, too
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        raise ValueError("a message's header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"a message's header must be an object, got {type(header).__name__}")
+    return header
+
+
+def _listed(given: Any) -> list[Any]:
+    if not isinstance(given, list):
+        raise ValueError("a message's header must list its arrays")
+    return given
+
+
+def _kind(given: Any) -> tuple[np.dtype[Any], list[int]]:
+    """The type and the shape of an array."""
+    kind, shape = given if isinstance(given, list) and len(given) == 2 else (None, None)
+    if not isinstance(kind, str) or not KIND.fullmatch(kind):
+        raise ValueError(f"arrays hold numbers, got {kind!r:.40}")
+    lengths = _listed(shape)
+    is_sound = all(type(length) is int and 0 <= length <= LARGEST for length in lengths)
+    if not is_sound or len(lengths) > DIMENSIONS:
+        raise ValueError(f"an array can't have the shape {shape!r:.40}")
+    return np.dtype(kind), lengths
+
+
 def _read(connection: socket.socket, count: int, end: float) -> bytearray:
-    found, got = bytearray(count), 0
-    view = memoryview(found)
+    """Bytes as they arrive: a length alone reserves little."""
+    found, got = bytearray(min(count, AT_ONCE)), 0
     while got < count:
+        if got == len(found):
+            found += bytes(min(count - got, max(got, AT_ONCE)))
         left = end - time.monotonic()
         if left <= 0:
             raise TimeoutError
         connection.settimeout(None if math.isinf(left) else left)
-        more = connection.recv_into(view[got:])
+        with memoryview(found) as view:
+            more = connection.recv_into(view[got:])
         if not more:
             raise EOFError
         got += more
@@ -107,14 +165,18 @@ def pack_request(request: Request) -> Message:
 
 
 def unpack_request(header: dict[str, Any], arrays: list[Array]) -> Request:
+    """Raises ValueError, KeyError, TypeError or IndexError if it is no request."""
     given = header["params"]
     params = SamplingParams(
         **given | {"stop": tuple(given["stop"]), "stop_ids": tuple(given["stop_ids"])}
     )
     begun = unpack_completions(header["begun"], arrays[1:], lambda name: params)
+    prompt = arrays[0]
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+        raise ValueError(f"a prompt is a row of token ids, got {prompt.dtype} of {prompt.shape}")
     return Request(
-        header["request_id"],
-        arrays[0],
+        str(header["request_id"]),
+        prompt,
         header["n"],
         params,
         header["group"],

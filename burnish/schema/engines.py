@@ -28,8 +28,12 @@ class EngineConfig(Section):
     name: Literal["native", "hf", "vllm", "sglang"] = Field("native", description="who samples")
     python: str | None = Field(None, description="of the engine's own environment; None: this one")
     url: str | None = Field(
-        None, pattern=r"^(tcp|http)://.+:\d+$", description="of an engine that serves"
+        None,
+        pattern=r"^(tcp://[^/@]+:\d+|http://[^/@]+:\d+(/[^?#@]*)?|https://[^/@]+(/[^?#@]*)?)$",
+        description="of an engine that serves",
     )
+    key: str | None = Field(None, pattern=r"^[A-Z_][A-Z0-9_]*$")
+    """The environment variable that holds the API key of an SGLang server; None if it has none."""
     deadline: float = Field(600.0, gt=0, description="seconds in which another process answers")
     precision: Precision = Field("auto", description="auto: as train.precision")
     kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
@@ -55,7 +59,7 @@ class EngineConfig(Section):
         unread = [] if self.is_apart else ["engine.deadline"]
         sleeps = self.name == "sglang" or (self.name == "vllm" and self.url is None)
         unread += [] if sleeps else ["engine.sleep"]
-        unread += ["engine.weights"] * (self.name != "sglang")
+        unread += ["engine.weights", "engine.key"] * (self.name != "sglang")
         unread += ["engine.kv_mb"] * (self.name in ("hf", "sglang"))
         if self.name == "sglang":
             return unread
@@ -74,7 +78,9 @@ def check(recipe: Recipe) -> None:
     if is_http != is_sglang:
         raise ValueError(
             f"engine.name = '{engine.name}' has engine.url = {engine.url!r}; SGLang, and no other "
-            "engine, is named by the url of its HTTP server, such as http://127.0.0.1:30000"
+            "engine, is named by the url of its HTTP server, such as http://127.0.0.1:30000; what "
+            "`burnish engine serve` serves is at tcp://HOST:PORT, through an SSH tunnel if it must "
+            "be encrypted"
         )
     if is_sglang and recipe.runtime.name == "ray":
         raise ValueError(

@@ -1,7 +1,8 @@
 """A server that answers as SGLang does, sampling by burnish's native engine.
 
-It is stricter than SGLang, which ignores fields that it does not know. `sglang_contract.json` holds
-answers of the real one, and test_sglang.py asks both the same.
+Its prefix cache has the keys of the requests, so a wrong ``extra_key`` gives wrong
+log-probabilities. It is stricter than SGLang, which ignores fields that it does not know.
+`sglang_contract.json` holds answers of the real one, and test_sglang.py asks both the same.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import base64
 import io
 import json
 import pickle
+import ssl
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, rendez
 from burnish.draws import Stream
 from burnish.engine.engine import NativeEngine
 from burnish.engine.protocol import Request
+from burnish.engine.sequence import Sequence
 from burnish.errors import BurnishError
 from burnish.model.attention import causal
 from burnish.types import Completion, Finish, SamplingParams, Weights
@@ -96,14 +100,70 @@ def strict(given: dict[str, Any], fields: dict[str, type | tuple[type, ...]], pa
             raise Refused(f"{path}: {name} must be {kind}, got {value!r}")
 
 
+class PrefixCache:
+    """SGLang's prefix cache over the native engine's pages: those of complete requests stay, new
+    weights or not, and a request finds pages of its own ``extra_key`` alone."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine, self._pages = engine, engine.scheduler.pages
+        self._keys: dict[str, str] = {}
+        """By request."""
+        self._held: set[int] = set()
+        self._forget = self._pages.forget_names
+        self._finish = engine.scheduler.finish
+        engine.scheduler.finish = self._keep  # type: ignore[method-assign]
+        self._pages.forget_names = lambda: None  # type: ignore[method-assign]
+
+    def submit(self, request: Request, key: str | None) -> None:
+        if self._pages.free < self._pages.count // 2:
+            self.flush()
+        self._keys[request.request_id] = key or ""
+        self._engine.submit(request)
+        group = self._engine._groups[request.request_id]
+        group.names = self._names(group.given[:-1].tolist(), request.request_id)
+
+    def flush(self) -> None:
+        self._pages.release(self._held)
+        self._held = set()
+        self._forget()
+
+    def _keep(self, sequence: Sequence) -> None:
+        """The scheduler's ``finish``, which gives all pages of a sequence back."""
+        names = self._names(sequence.tokens[: sequence.computed], sequence.group.request.request_id)
+        for page, name in zip(sequence.pages, names, strict=False):
+            self._pages.name(page, name)
+            if self._pages._names.get(page) == name and page not in self._held:
+                self._pages.share([page])
+                self._held.add(page)
+        self._finish(sequence)
+
+    def _names(self, tokens: list[int], request_id: str) -> list[bytes]:
+        """Of all whole pages."""
+        names, name, size = list[bytes](), self._keys[request_id].encode(), self._pages.size
+        for start in range(0, len(tokens) // size * size, size):
+            page = np.array(tokens[start : start + size], np.int64).tobytes()
+            names.append(name := blake2b(name + page, digest_size=16).digest())
+        return names
+
+
 class TestServer:
     """An HTTP server in threads of this process; `faults` are named below."""
 
     __test__ = False
 
-    def __init__(self, engine: NativeEngine, *, version: str = "0.5.15", pace: float = 0.0) -> None:
-        """``pace``: seconds between the engine's steps."""
+    def __init__(
+        self,
+        engine: NativeEngine,
+        *,
+        version: str = "0.5.15",
+        pace: float = 0.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """``pace``: seconds between the engine's steps; ``tls``: of a server of https."""
+        self.key: str | None = None
+        """The API key that calls must have."""
         self.engine, self.pace, self.version = engine, pace, version
+        self.cache = PrefixCache(engine)
         self.weight_version, self.paused, self.flushed = "default", False, 0
         self.fault: str | None = None
         """stale: loads say that they are done; torn: they fail half-way; dead: no call is answered
@@ -125,6 +185,9 @@ class TestServer:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
+        if tls is not None:
+            self._http.socket = tls.wrap_socket(self._http.socket, server_side=True)
+            self.url = self.url.replace("http:", "https:")
         for work in (self._http.serve_forever, self._sample):
             threading.Thread(target=work, daemon=True).start()
 
@@ -174,7 +237,7 @@ class TestServer:
             assert not self.released
             request = _request(rid, input_ids, sampling_params)
             facts = self._after(input_ids, token_ids_logprob) if token_ids_logprob else {}
-            self.engine.submit(request)
+            self.cache.submit(request, extra_key)
             self._waiting[rid] = None
             self._changed.wait_for(lambda: self._waiting[rid] is not None)
             done = self._waiting.pop(rid)
@@ -313,6 +376,8 @@ class TestServer:
         return 200, {"success": True, "message": "Succeeded to destroy custom process group."}
 
     def _flush_cache(self) -> tuple[int, Any]:
+        with self._changed:
+            self.cache.flush()
         return 200, None
 
     def _release_memory_occupation(self, tags: list[str]) -> tuple[int, Any]:
@@ -332,6 +397,8 @@ class TestServer:
         with self._changed:
             assert not self.released
             self.flushed += flush_cache
+            if flush_cache:
+                self.cache.flush()
             self._load(tensors)
             if self.fault == "torn":
                 return 400, {"success": False, "message": "Failed to update weights: no room."}
@@ -416,11 +483,19 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(30)
         if self.owner.fault == "dead":
             return
+        wanted = None if self.owner.key is None else f"Bearer {self.owner.key}"
         try:
-            status, told = self.owner.answer(self.path, body)
+            if wanted is not None and self.headers["Authorization"] != wanted:
+                status, told = 401, {"error": "Unauthorized"}
+            else:
+                status, told = self.owner.answer(self.path, body)
         except ConnectionError:
             return
-        data = b"" if told is None else json.dumps(told).encode()
+        if not isinstance(told, bytes):
+            told = b"" if told is None else json.dumps(told).encode()
+        self._write(status, told)
+
+    def _write(self, status: int, data: bytes) -> None:
         with suppress(BrokenPipeError):
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from typer.testing import CliRunner
 
-from burnish.engine.check import BOUNDS, FAIL, NOT_OFFERED, PASS, Suite
+from burnish.engine.check import BOUNDS, FAIL, NOT_OFFERED, PASS, UPDATES, Suite
 from burnish.engine.engine import NativeEngine
-from burnish.engine_commands import Reference
+from burnish.engine_commands import Reference, app
 from burnish.errors import EngineError
 from burnish.model import checkpoint
 from burnish.types import Completion
@@ -27,17 +28,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def examined(engine: NativeEngine, model: Path, names: Any = None) -> dict[str, str]:
+def examined(engine: Any, model: Path, names: Any = None, mode: str = "recompute") -> Any:
     """The results of the checks, of all of them if none is named."""
     prompts = [tiny.prompt(20), tiny.prompt(3)]
-    suite = Suite(engine, Reference(model, "fp32", tiny.DEVICE), prompts, room=75)
+    reference = Reference(model, "fp32", tiny.DEVICE)
+    suite = Suite(engine, reference, prompts, room=75, on_update=mode)
     return {name: suite.run(name).status for name in names or suite.checks}
 
 
 def test_the_native_engine_passes(model: Path) -> None:
     found = examined(tiny.engine(text=True), model)
     assert set(found.values()) == {PASS}
-    assert len(found) == 17
+    assert len(found) == 19
 
 
 def changed_request(**params: Any) -> Callable[[NativeEngine], None]:
@@ -153,6 +155,39 @@ def test_caches_that_are_kept_are_seen(model: Path) -> None:
     names = ["weights in flight"]
     assert examined(tiny.engine(text=True), model, names) == {names[0]: PASS}
     assert examined(tiny.engine(text=True, on_update="keep"), model, names) == {names[0]: FAIL}
+
+
+def finds_older_pages(engine: NativeEngine) -> None:
+    """The prefix cache has no versions."""
+    engine.scheduler.pages.forget_names = lambda: None  # type: ignore[method-assign]
+
+
+def keeps_everything(engine: NativeEngine) -> None:
+    engine.scheduler.update = lambda: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mode"),
+    [(finds_older_pages, "keep"), (keeps_everything, "keep"), (keeps_everything, "recompute")],
+)
+def test_a_cache_of_older_weights_is_seen(spoil: Any, mode: str, model: Path) -> None:
+    """A new request reads pages of before the update, and its tokens have the new version."""
+    engine = tiny.engine(text=True, on_update=mode, max_running=8)
+    assert set(examined(engine, model, UPDATES[:2], mode).values()) == {PASS}
+    for names in (UPDATES[:2], UPDATES[1:2]):
+        spoil(engine := tiny.engine(text=True, on_update=mode, max_running=8))
+        assert set(examined(engine, model, names, mode).values()) == {FAIL}
+
+
+def test_the_command_checks_both_modes(model: Path) -> None:
+    tiny.tokenizer().save(model)
+    given = [str(model), "--set", "engine.kv_mb=8", "--set", "engine.precision=fp32"]
+    found = CliRunner().invoke(app, ["check", *given])
+    assert found.exit_code == 0, found.output
+    rows = [line for line in found.output.splitlines() if " pass " in line]
+    assert len(rows) == 19 + len(UPDATES)
+    for name in UPDATES:
+        assert [f"{name}, {mode} " in found.output for mode in ("keep", "recompute")] == [True] * 2
 
 
 def test_a_refusal_is_not_offered(model: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 import tiny
 
 from burnish import machine
+from burnish.engine.check import PASS, UPDATES, Suite
 from burnish.engine.hf import HfEngine
 from burnish.engine.serving import Settings
+from burnish.engine_commands import Reference
 from burnish.errors import EngineError
 from burnish.model import checkpoint
 
@@ -55,6 +57,13 @@ def test_weights_that_would_mix_are_refused(engine: HfEngine) -> None:
     assert engine.probe() == before
     engine.load(two)
     np.testing.assert_allclose(engine.probe(), tiny.model(2).probe(), atol=tiny.CLOSE)
+
+
+def test_new_requests_have_the_new_weights(engine: HfEngine, tmp_path: Path) -> None:
+    suite = Suite(engine, Reference(tmp_path, "fp32", "cpu"), [tiny.prompt(20)], room=75)
+    for name in UPDATES[:2]:
+        found = suite.run(name)
+        assert found.status == PASS, found
 
 
 def test_abort_gives_back_what_waits(engine: HfEngine) -> None:

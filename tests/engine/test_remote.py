@@ -22,9 +22,11 @@ import torch
 
 from burnish import machine
 from burnish.engine import environment, listening, remote, serving, wire
+from burnish.engine.check import FAIL, PASS, UPDATES, Suite
 from burnish.engine.engine import NativeEngine
 from burnish.engine.remote import RemoteEngine
 from burnish.engine.serving import Settings
+from burnish.engine_commands import Reference
 from burnish.errors import EngineError
 from burnish.model import checkpoint
 from burnish.types import Finish, Weights
@@ -100,7 +102,25 @@ def test_weights_arrive_between_two_steps(
     tiny.assert_same(found, tiny.finish(ours, asked, between(ours)), 0)
     assert set(found["a", 0].versions) == {version - 1, version} == {apart.version - 1, version}
     assert apart.probe() == other.probe()
-    assert not list(remote.SHARED.glob(f"burnish-*{os.getpid()}*"))
+    assert not list(remote.SHARED.glob(f"burnish-engine-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_cache_of_older_weights_is_seen_behind_a_socket(
+    model: Path, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of several buckets, through shared memory and the socket."""
+    monkeypatch.setattr(remote, "BUCKET", 9000)
+    for wanted in (PASS, FAIL):
+        own = tiny.engine(text=True, on_update="keep", max_running=8)
+        if wanted == FAIL:
+            own.scheduler.pages.forget_names = lambda: None  # type: ignore[method-assign]
+        with closing(behind(own, model)) as engine:
+            engine._shares = shares
+            prompts, reference = [tiny.prompt(20)], Reference(model, "fp32", "cpu")
+            suite = Suite(engine, reference, prompts, room=75, on_update="keep")
+            assert suite.run(UPDATES[0]).status == wanted
+            assert suite.run(UPDATES[1]).status == wanted
 
 
 def test_only_an_engine_that_sleeps_is_put_to_sleep(model: Path) -> None:

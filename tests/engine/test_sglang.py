@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +23,9 @@ import torch
 from record_sglang import CONTRACT, EXCHANGES, ask, send
 from sglang_server import TestServer
 
+from burnish.engine.check import FAIL, PASS, UPDATES, Suite
 from burnish.engine.sglang import SglangEngine
+from burnish.engine_commands import Reference
 from burnish.errors import EngineError
 from burnish.model import checkpoint
 from burnish.types import Finish, Weights
@@ -171,12 +176,158 @@ def test_each_token_is_of_its_version(server: TestServer, model: Path, keeps: bo
     for found in done.values():
         wanted = expected([tiny.model(), new], request, found)
         # A response that goes on is computed in other pieces than the oracle's: 1.1e-5 was seen.
+        gaps = np.abs(found.logprobs - wanted)
+        is_mixed = set(found.versions) == {0, 1}
+        assert gaps[found.versions == 0].max(initial=0) < 2 * tiny.CLOSE
+        if keeps and is_mixed:
+            assert gaps[found.versions == 1].max() > 0.1, "its cache was computed again"
+        else:
+            assert gaps.max() < 2 * tiny.CLOSE
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_requests_that_wait_in_the_client_begin_with_the_new_weights(
+    server: TestServer, model: Path, keeps: bool
+) -> None:
+    """Samples beyond ``max_running`` have not been sent when weights come; neither they nor a later
+    request reads the cache of the old ones, which a request in flight goes on with."""
+    request, new = tiny.request("a", 41, n=2, max_tokens=40), tiny.model(5)
+    waiting = [replace(request, request_id=f"w{i}", n=3, group=i + 1) for i in range(3)]
+    late = replace(request, request_id="late", group=9)
+    with closing(client(server.url, model, keeps_cache=keeps, max_running=2)) as engine:
+        drive(engine, [replace(request, request_id="before")])
+
+        def update() -> None:
+            engine.load(tiny.weights(new, 1))
+            engine.submit(late)
+
+        server.cut_at = server.engine.sampled + 20
+        done = drive(engine, [request, *waiting], update)
+    assert len(done) == 2 + 9 + 2
+    others = [found for (name, _), found in done.items() if name != "a"]
+    assert all(set(found.versions) == {1} for found in others)
+    for found in others:
+        wanted = expected([tiny.model(), new], request, found)
         np.testing.assert_allclose(found.logprobs, wanted, atol=2 * tiny.CLOSE)
-    asked = [body or {} for path, body in server.seen if path == "/generate"]
-    keys = {body.get("extra_key") for body in asked if "rid" in body}  # a probe has none
-    # A sample that had no token yet when the weights came begins with the new ones.
-    begun = {"0"} | {str(found.versions[0]) for found in done.values()}
-    assert keys == (begun if keeps else {None})
+
+
+def test_a_call_that_meets_new_weights_on_its_way_is_sent_again(
+    server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was sent before the update and reached the server after it: its key is the old one."""
+    request, new, arrive = tiny.request("a", 41, max_tokens=20), tiny.model(5), server._generate
+    loaded = threading.Event()
+
+    def slow(**body: Any) -> Any:
+        assert "token_ids_logprob" in body or loaded.wait(20)
+        return arrive(**body)
+
+    with closing(client(server.url, model, keeps_cache=True)) as engine:
+        drive(engine, [replace(request, request_id="before")])
+        monkeypatch.setattr(server, "_generate", slow)
+        engine.submit(request)
+        engine.load(tiny.weights(new, 1))
+        loaded.set()
+        (found,) = tiny.finish(engine, []).values()
+    assert set(found.versions) == {1}
+    wanted = expected([tiny.model(), new], request, found)
+    np.testing.assert_allclose(found.logprobs, wanted, atol=2 * tiny.CLOSE)
+
+
+@pytest.mark.parametrize("restart", ["client", "incarnation"])
+def test_versions_that_are_counted_again_find_no_older_cache(
+    server: TestServer, model: Path, restart: str
+) -> None:
+    """A run that was restarted loads version 1 again, and its weights are others."""
+    request = tiny.request("a", 41, max_tokens=20)
+    engine = client(server.url, model, keeps_cache=True)
+    engine.load(tiny.weights(tiny.model(5), 1))
+    drive(engine, [request])
+    if restart == "client":
+        engine.close()
+        engine = client(server.url, model, keeps_cache=True)
+    new = tiny.model(6)
+    engine.load(tiny.weights(new, 1)._replace(incarnation=1))
+    (found,) = drive(engine, [request]).values()
+    engine.close()
+    wanted = expected([tiny.model(), new], request, found)
+    np.testing.assert_allclose(found.logprobs, wanted, atol=2 * tiny.CLOSE)
+
+
+def test_a_response_begun_elsewhere_finds_no_older_cache(server: TestServer, model: Path) -> None:
+    request, new = tiny.request("a", 41, max_tokens=20, stop_ids=()), tiny.model(5)
+    with closing(client(server.url, model, keeps_cache=True)) as engine:
+        (old,) = drive(engine, [request]).values()
+        names = ("token_ids", "logprobs", "versions", "sampled")
+        begun = replace(old, **{name: getattr(old, name)[:3] for name in names})
+        engine.load(tiny.weights(new, 1))
+        (found,) = drive(engine, [replace(request, begun=begun)]).values()
+    assert found.versions.tolist() == [0] * 3 + [1] * (len(found.versions) - 3)
+    wanted = expected([tiny.model(), new], request, found)
+    np.testing.assert_allclose(found.logprobs, wanted, atol=2 * tiny.CLOSE)
+
+
+def test_an_abort_reaches_requests_that_wait_in_the_client(server: TestServer, model: Path) -> None:
+    server.pace = 0.05
+    with closing(client(server.url, model, max_running=2)) as engine:
+        before = len(server.seen)
+        for name in "ab":
+            engine.submit(tiny.request(name, 9, n=5, max_tokens=80))
+        engine.abort("b")
+        assert engine.unfinished == 10
+        done = engine.step()
+        assert [(c.request_id, c.finish, len(c.token_ids)) for c in done] == [
+            ("b", Finish.ABORT, 0)
+        ] * 5
+        engine.abort("a")
+        done = tiny.finish(engine, [])
+    assert len(done) == 5
+    assert all(found.finish in (Finish.ABORT, Finish.STOP) for found in done.values())
+    sent = [body for path, body in server.seen[before:] if path == "/generate"]
+    assert len(sent) == 2
+
+
+def test_an_abort_that_overtakes_its_call_is_sent_again(
+    server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server does not know the call yet when the abort comes, and ignores it."""
+    arrive, aborted = server._generate, threading.Event()
+
+    def slow(**body: Any) -> Any:
+        assert aborted.wait(20)
+        return arrive(**body)
+
+    server.pace = 0.1
+    with closing(client(server.url, model)) as engine:
+        monkeypatch.setattr(server, "_generate", slow)
+        engine.submit(tiny.request("a", 9, max_tokens=80))
+        engine.abort("a")
+        aborted.set()
+        start = time.monotonic()
+        (found,) = tiny.finish(engine, []).values()
+        assert time.monotonic() - start < 4, "eighty tokens take eight seconds"
+    assert found.finish in (Finish.ABORT, Finish.STOP)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
+def test_the_check_passes_by_each_way_and_sees_a_key_that_stays(
+    server: TestServer, model: Path, way: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = "keep" if keeps else "recompute"
+    submit = server.cache.submit
+    for is_planted in (False, True)[: 1 + (way == "disk")]:
+        if is_planted:  # one key for all versions, or a cache that is not emptied
+            monkeypatch.setattr(server.cache, "submit", lambda request, key: submit(request, "0"))
+            monkeypatch.setattr(server.cache, "flush", lambda: None)
+        how = {"keeps_cache": keeps, "weights": way, "max_running": 3}
+        with closing(client(server.url, model, **how)) as engine:
+            reference, prompts = Reference(model, "fp32", "cpu"), [tiny.prompt(20), tiny.prompt(3)]
+            suite = Suite(engine, reference, prompts, room=69, on_update=mode)
+            for name in UPDATES[:2]:
+                found = suite.run(name)
+                assert found.status == (FAIL if is_planted else PASS), found
 
 
 def test_a_part_of_the_weights_is_enough_if_the_rest_is_as_it_was(engine: SglangEngine) -> None:
@@ -406,6 +557,123 @@ def test_bad_servers_and_requests_are_refused(server: TestServer, model: Path) -
     with pytest.raises(EngineError, match="1 to 89 tokens"):  # 96, and SGLang keeps 6
         engine.submit(tiny.request("a", 90))
     engine.close()
+
+
+UNEXPECTED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a page": (lambda facts: b"<html>", "no version, no max_req_input_len, .*no tp_size"),
+    "nothing": (lambda facts: None, "no version, "),
+    "a list": (lambda facts: [facts], "no version, "),
+    "broken JSON": (lambda facts: b'{"version"', "broken JSON"),
+    "nested JSON": (lambda facts: b'{"a":' * 100_000, "broken JSON"),
+    "another server's facts": (lambda facts: {"version": "1.0"}, "no max_req_input_len, no skip"),
+    "one fact less": (
+        lambda facts: {k: v for k, v in facts.items() if k != "dp_size"},
+        "with no dp_size; ",
+    ),
+    "a fact of another kind": (
+        lambda facts: facts | {"tp_size": "1", "dtype": None},
+        "with dtype = None, tp_size = '1'; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNEXPECTED)
+def test_an_unexpected_server_info_is_one_error(
+    server: TestServer, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the url, what is wrong there, and what to check."""
+    change, rule = UNEXPECTED[name]
+    facts = server._facts()
+    monkeypatch.setattr(server, "_facts", lambda: change(facts))
+    with pytest.raises(EngineError, match=f"{server.url} answers /server_info .*{rule}") as error:
+        client(server.url, model)
+    assert "broken" in rule or "check engine.url" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_was_started_again_is_not_asked_for_more(
+    server: TestServer, model: Path
+) -> None:
+    engine = client(server.url, model)
+    server.weight_version = "default"
+    engine.submit(tiny.request("a"))
+    with pytest.raises(EngineError, match=r"was started again: its weights are 'default'.*resume"):
+        tiny.finish(engine, [])
+    with pytest.raises(EngineError, match="was started again"):
+        engine.probe()
+
+
+def test_an_answer_without_its_parts_is_one_error(
+    server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = client(server.url, model)
+    monkeypatch.setattr(server, "_generate", lambda **body: (200, {"meta_info": {}}))
+    rule = r"answers /generate without meta_info\.output_token_ids_logprobs"
+    with pytest.raises(EngineError, match=rule):
+        engine.probe()
+    engine.submit(tiny.request("a"))
+    with pytest.raises(EngineError, match="answers /generate without weight_version"):
+        tiny.finish(engine, [])
+
+
+KEY = "sk-not-to-be-seen"
+
+
+def test_a_server_with_an_api_key(server: TestServer, model: Path) -> None:
+    server.key = KEY
+    for wrong in (None, "another"):
+        with pytest.raises(
+            EngineError, match=r"refused /server_info \(401\).*engine\.key must name"
+        ):
+            client(server.url, model, key=wrong)
+    with closing(client(server.url, model, key=KEY)) as engine:
+        engine.load(tiny.weights(tiny.model(5), 1))
+        assert len(drive(engine, [tiny.request("a", 9, n=3)])) == 3
+        engine.abort("a")
+
+
+def test_no_error_holds_the_key(
+    server: TestServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may say it, and a redirection is not followed with it."""
+    monkeypatch.setattr(server, "_facts", lambda: {"version": f"0.5.9 for {KEY}"})
+    with pytest.raises(EngineError, match=r"newer, is 0\.5\.9 for \(key\)"):
+        client(server.url, model, key=KEY)
+    monkeypatch.setattr(server, "answer", lambda path, body: (307, None))
+    with pytest.raises(EngineError, match=r"sends /server_info to .*does not follow") as error:
+        client(server.url, model, key=KEY)
+    assert KEY not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a private key, and with a certificate for 127.0.0.1 that is its own authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl, to make a certificate")
+    file = tmp_path_factory.mktemp("tls") / "both.pem"
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(file), "-out", f"{file}.crt"]
+    subprocess.run([*made.split(), *names], check=True, capture_output=True, timeout=60)
+    with file.open("a") as both:
+        both.write(Path(f"{file}.crt").read_text())
+    return file
+
+
+@pytest.mark.parametrize("way", ["disk", "distributed"])
+def test_a_server_of_https(
+    certificate: Path, model: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate)
+    with closing(TestServer(tiny.engine(9, text=True), tls=tls)) as server:
+        server.key = KEY
+        with pytest.raises(EngineError, match=r"trusted here.*SSL_CERT_FILE"):
+            client(server.url, model, key=KEY)
+        monkeypatch.setenv("SSL_CERT_FILE", f"{certificate}.crt")
+        with closing(client(server.url, model, key=KEY, weights=way)) as engine:
+            engine.expect(tiny.model(5).probe, 1e-4)
+            engine.load(tiny.weights(tiny.model(5), 1))
+            assert len(drive(engine, [tiny.request("a", 9, n=3)])) == 3
 
 
 def test_another_model_is_seen(server: TestServer, tmp_path: Path) -> None:

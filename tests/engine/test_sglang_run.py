@@ -11,6 +11,7 @@ from sglang_server import TestServer
 
 import burnish
 from burnish import config, engines, plan
+from burnish.engine import environment
 from burnish.engine.engine import NativeEngine
 from burnish.engine.scheduler import EngineSettings
 from burnish.errors import ConfigError, EngineError
@@ -49,8 +50,14 @@ def server(monkeypatch, tmp_path):
     ("way", "path"),
     [("disk", "/update_weights_from_disk"), ("distributed", "/update_weights_from_distributed")],
 )
-def test_a_run_samples_by_sglang_and_learns_from_its_logprobs(server, tmp_path, way, path):
+def test_a_run_samples_by_sglang_and_learns_from_its_logprobs(
+    server, tmp_path, way, path, monkeypatch, capfd
+):
+    """The server has an API key, which the run neither writes down nor prints."""
+    server.key = "sk-not-to-be-seen"
+    monkeypatch.setenv("SGLANG_KEY", server.key)
     engine = {"name": "sglang", "url": server.url, "precision": "fp32", "weights": way}
+    engine["key"] = "SGLANG_KEY"
     run = burnish.train(
         "keywords",
         prompts=["one", "two"],
@@ -67,6 +74,10 @@ def test_a_run_samples_by_sglang_and_learns_from_its_logprobs(server, tmp_path, 
     loads = [body["weight_version"] for asked, body in server.seen if asked == path]
     assert loads[-3:] == ["0", "1", "2"]
     assert not server.groups
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert "SGLANG_KEY" in (run / "recipe.toml").read_text()
+    assert not [file for file in files if server.key.encode() in file.read_bytes()]
+    assert server.key not in "".join(capfd.readouterr())
 
 
 def test_settings_of_sglang():
@@ -90,6 +101,8 @@ def test_settings_of_sglang():
         "names one that runs; remove one": [URL, "engine.python=p"],
         "sglang' serves one sampler": [URL, "runtime.name=ray"],
         "engine.weights": [URL, "engine.weights=carrier-pigeon"],
+        "engine.key must match": [URL, "engine.key=sk-123"],
+        "engine.url must match": ["engine.url=https://user:word@host"],
         "engine.sleep = true needs a loop": [URL, "engine.sleep=true", "loop.lag=1"],
     }
     for message, settings in wrong.items():
@@ -97,8 +110,27 @@ def test_settings_of_sglang():
             config.load("keywords", ["engine.name=sglang", *settings])
     with pytest.raises(ConfigError, match=r"engine\.weights has no effect"):
         config.load("keywords", ["engine.name=vllm", "engine.weights=tensor"])
-    with pytest.raises(ConfigError, match="SGLang, and no other engine"):
-        config.load("keywords", [URL])
+    with pytest.raises(ConfigError, match=r"engine\.key has no effect"):
+        config.load("keywords", ["engine.url=tcp://host:1", "engine.key=KEY"])
+    for url in (URL, "engine.url=https://host:8422"):
+        with pytest.raises(ConfigError, match=r"no other engine.*through an SSH tunnel"):
+            config.load("keywords", [url])
+
+
+@pytest.mark.parametrize("url", ["https://host", "https://host:1/sglang", "http://host:1/sglang"])
+def test_a_key_comes_from_the_environment(monkeypatch, url):
+    given = ["engine.name=sglang", f"engine.url={url}", "engine.key=SGLANG_KEY"]
+    recipe = config.load("keywords", given)
+    for wrong in (None, "", "two words", "sk-12\n3"):
+        monkeypatch.delenv("SGLANG_KEY", raising=False)
+        if wrong is not None:
+            monkeypatch.setenv("SGLANG_KEY", wrong)
+        with pytest.raises(EngineError, match=r"engine\.key = 'SGLANG_KEY' .*export it") as error:
+            environment.check_engine(recipe)
+        assert not wrong or wrong not in str(error.value)
+    monkeypatch.setenv("SGLANG_KEY", "sk-123\n")
+    environment.check_engine(recipe)
+    assert environment.key_of(recipe) == "sk-123"
 
 
 def test_a_server_of_another_precision_is_refused(server):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import tiny
 import torch
 
 from burnish.engine import remote
-from burnish.engine.check import NOT_OFFERED, PASS, Suite
+from burnish.engine.check import FAIL, NOT_OFFERED, PASS, UPDATES, Result, Suite
 from burnish.engine.remote import RemoteEngine
 from burnish.engine.serving import Settings
 from burnish.engine_commands import Reference
@@ -31,7 +33,7 @@ pytestmark = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM's kernels for a CPU read heads of 32 numbers and more."""
     path = tmp_path_factory.mktemp("model")
-    checkpoint.save(tiny.model(d_model=128, context=128), path)
+    checkpoint.save(tiny.model(d_model=128, context=1024), path)
     tiny.tokenizer().save(path)
     return path
 
@@ -44,12 +46,37 @@ def engine(model: Path) -> Iterator[RemoteEngine]:
         yield started
 
 
+def examined(engine: RemoteEngine, model: Path, mode: str, names: Any = None) -> dict[str, Result]:
+    prompts = [tiny.prompt(60), tiny.prompt(3)]
+    how = {"room": 1024 - 61, "on_update": mode}
+    suite = Suite(engine, Reference(model, "fp32", "cpu"), prompts, **how)
+    return {name: suite.run(name) for name in names or suite.checks}
+
+
 def test_it_does_what_an_engine_does(engine: RemoteEngine, model: Path) -> None:
-    suite = Suite(engine, Reference(model, "fp32", "cpu"), [tiny.prompt(60), tiny.prompt(3)])
-    found = {name: suite.run(name) for name in suite.checks}
+    found = examined(engine, model, "recompute")
     refused = {name for name, result in found.items() if result.status == NOT_OFFERED}
     assert refused == {"min_tokens", "top_p"}
     assert {r.status for name, r in found.items() if name not in refused} == {PASS}, found
+
+
+@pytest.mark.parametrize("has_salt", [True, False])
+def test_new_requests_never_read_a_cache_that_is_kept(
+    has_salt: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the salt of the prefix cache, they do, and the check sees it."""
+    copy = shutil.copytree(Path(remote.__file__).parents[1], tmp_path / "burnish")
+    file, salt = copy / "engine" / "vllm.py", '"cache_salt": str(self._loads)'
+    text = file.read_text()
+    assert text.count(salt) == 1
+    file.write_text(text if has_salt else text.replace(salt, '"cache_salt": "0"'))
+    monkeypatch.setattr(remote, "__file__", str(copy / "engine" / "remote.py"))
+    settings = Settings("vllm", str(model), kv_mb=64, max_running=8, on_update="keep")
+    assert PYTHON is not None
+    with closing(remote.start(settings, python=PYTHON, deadline=300)) as engine:
+        found = examined(engine, model, "keep", UPDATES)
+    wanted = PASS if has_salt else FAIL
+    assert [result.status for result in found.values()] == [wanted, wanted, PASS], found
 
 
 def test_more_prompts_may_come_than_a_step_computes(engine: RemoteEngine) -> None:
@@ -62,7 +89,7 @@ def test_a_part_of_the_weights_is_loaded_over_the_first_ones(
     engine: RemoteEngine, model: Path
 ) -> None:
     """The incarnation follows those of the suite, and so do the tensors that must be named."""
-    own = tiny.model(d_model=128, context=128)
+    own = tiny.model(d_model=128, context=1024)
     whole = {name: tensor.clone() for name, tensor in own.exchange().items()}
     weights = tiny.weights(own, 90)._replace(incarnation=5)
     engine.load(weights._replace(is_partial=True))
@@ -94,5 +121,5 @@ def test_it_gives_its_memory_away_while_it_sleeps(model: Path) -> None:
         for key, completion in tiny.finish(engine, asked).items():
             assert np.array_equal(completion.token_ids, first[key].token_ids)
         engine.sleep()
-        engine.load(tiny.weights(tiny.model(3, d_model=128, context=128), 1))
+        engine.load(tiny.weights(tiny.model(3, d_model=128, context=1024), 1))
         assert not np.allclose(engine.probe(), probe, atol=1e-2)
