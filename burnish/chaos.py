@@ -47,13 +47,21 @@ class Killer(threading.Thread):
 
 def verdict(run: Path, recipe: Recipe) -> Verdict:
     """What the ledger of a run says of its recipe's strategy."""
+    batch, uses = recipe.prompts_per_rollout, 1 if recipe.buffer is None else recipe.buffer.max_uses
+    window, max_lag = bounds_of(recipe)
+    return judge(run, batch=batch, window=window, max_uses=uses, max_lag=max_lag)
+
+
+def bounds_of(recipe: Recipe) -> tuple[int, int | None]:
+    """The window and the bound on lag by which a ledger is judged; None if there is no bound."""
     loop, batch = recipe.loop, recipe.prompts_per_rollout
     if recipe.buffer is not None:
-        window = batch + recipe.buffer.capacity
-        return judge(run, batch=batch, window=window, max_uses=recipe.buffer.max_uses)
+        return batch + recipe.buffer.capacity, None
     if isinstance(loop, FreeLoop):
-        return judge(run, batch=batch, window=loop.window or batch, max_lag=loop.max_lag)
-    lag = loop.lag * recipe.gradient_steps_per_rollout
+        # Groups that begin again under new numbers leave others open, which began before.
+        again = loop.on_stale == "drop"
+        waiting = (1 + loop.max_lag // recipe.gradient_steps_per_rollout) * batch
+        return (loop.window or batch) + again * waiting, loop.max_lag
     # Groups that fill a rollout have higher numbers than the rollouts in flight.
     window = batch * (1 + loop.lag if recipe.selection.fills else 1)
-    return judge(run, batch=batch, window=window, max_lag=lag)
+    return window, loop.lag * recipe.gradient_steps_per_rollout

@@ -71,9 +71,7 @@ def build(recipe: Recipe) -> Parts:
         if meeting is not None:
             meeting.renew()
             others = [*others, *(f"rank-{rank}" for rank in range(1, ranks))]
-        supervisor.restart("learner", others)
-        fleet.restore([])
-        learner.version = 0
+        learner.revive(others)
 
     def close() -> None:
         task.close()

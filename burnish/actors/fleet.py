@@ -95,6 +95,14 @@ class Fleet:
         groups: list[Group] = rollout.grading.answer
         return groups
 
+    def forget(self) -> None:
+        """Gives up all rollouts and evaluations, and ends the samples that generators have in
+        flight. Whoever has called them forgets the calls."""
+        self.restore([])
+        calls = [self.supervisor.call(name, "forget") for name in self.generators]
+        while waiting := [call for call in calls if not call.is_done]:
+            self.supervisor.poll(waiting, PULSE)
+
     def restore(self, rollouts: Sequence[list[Group]]) -> None:
         """Puts rollouts in flight that are graded already: a checkpoint held them."""
         self._rollouts.clear()

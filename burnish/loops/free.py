@@ -7,12 +7,14 @@ docs/architecture.md says who waits for whom.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.actors.fleet import Fleet
 from burnish.actors.supervisor import PULSE, Call
+from burnish.errors import ActorError
 from burnish.loops.asynchronous import note_dropped
 from burnish.loops.sync import Step
 from burnish.progress import begin
@@ -55,11 +57,8 @@ class FreeRun:
             batch, loop.window or batch, recipe.gradient_steps_per_rollout, loop.max_lag
         )
         self.workers = [_Worker(name) for name in fleet.generators]
-        for worker in self.workers:  # a run that went back has no use for samples in flight
-            fleet.supervisor.ask(worker.name, "forget")
-        self.pace.reopen(prompts.open, prompts.next_index)
         self.again = {index: prompts.prompt(index) for index in prompts.open}
-        """Groups to be issued under numbers that they have already."""
+        """Groups to begin under numbers that they have already."""
         self.grading: dict[Call, None] = {}
         self.graded: dict[int, Group] = {}
         self.learning: Call | None = None
@@ -73,13 +72,28 @@ class FreeRun:
             if worker.call is None:
                 self._feed(worker)
         calls = [*(worker.call for worker in self.workers), *self.grading, self.learning]
-        self.fleet.supervisor.poll([call for call in calls if call and not call.is_done], PULSE)
+        waiting = [call for call in calls if call is not None and not call.is_done]
+        if not waiting:
+            raise ActorError(self._stuck())
+        self.fleet.supervisor.poll(waiting, PULSE)
         for worker in self.workers:
             if worker.call is not None and worker.call.is_done:
                 self._take(worker)
         for call in [call for call in self.grading if call.is_done]:
             del self.grading[call]
-            self.graded |= {group.index: group for group in call.answer}
+            for group in call.answer:
+                self.graded[group.index] = group
+                self.pace.know(group.index, group.oldest_version)
+
+    def _stuck(self) -> str:
+        """The error of a loop that waits although no actor works for it."""
+        return (
+            f"step {self.step} waits for {self.pace.batch} graded groups, and no actor has a call: "
+            f"the open groups are {reprlib.repr(self.pace.line)}, of which "
+            f"{reprlib.repr(sorted(self.graded))} are graded, {len(self.again)} more have not "
+            "begun, and none may begin; this is a defect of burnish: please report it, and "
+            "continue with `burnish resume`"
+        )
 
     def next_rollout(self) -> list[Group] | None:
         """The groups that are learned from next; None if they are not all there.
@@ -95,14 +109,14 @@ class FreeRun:
 
     def close(self, groups: list[Group]) -> None:
         """The groups were learned from."""
+        self.pace.learn(group.index for group in groups)
         for group in groups:
-            self.pace.close(group.index)
             del self.graded[group.index]
         self.prompts.close(group.index for group in groups)
 
     def _drop(self, number: int) -> None:
         """Closes a group that is too old; its prompt is asked again under a new number."""
-        self.pace.close(number)
+        self.pace.withdraw(number)
         del self.graded[number]
         self.fleet.note("dropped", step=self.step, group=number, why="stale")
         self.again.update([self.prompts.ask_again(number)])
@@ -115,13 +129,16 @@ class FreeRun:
         if not worker.holds:
             return
         weights: tuple[Any, Any] = None, None
-        if worker.version != self.learner.version:
-            weights, worker.version = self.fleet.weights, self.learner.version
+        if worker.version != self.fleet.version:
+            weights, worker.version = self.fleet.weights, self.fleet.version
         requests = self.fleet.requests(list(fresh.items()))
 
         def renew() -> tuple[Any, ...]:
-            """A new generator has lost all its groups: it gets them again under their numbers."""
-            worker.version = self.learner.version
+            """A new generator has lost all its groups: it gets them again under their numbers,
+            with the weights that were published last. The learner may be ahead of them."""
+            worker.version = self.fleet.version
+            for number in worker.holds:
+                self.pace.know(number, worker.version)
             lost = self.fleet.requests(list(worker.holds.items()))
             return *self.fleet.weights, lost, SLICE
 
@@ -132,13 +149,13 @@ class FreeRun:
     def _fresh(self, worker: _Worker) -> dict[int, Prompt]:
         """New groups for a generator, as many as the bound and its share of the work allow. They
         begin with the newest weights, which it is given with them."""
-        found, version = dict[int, Prompt](), self.learner.version
+        found, version = dict[int, Prompt](), self.fleet.version
         share = -(-self._useful // len(self.workers))  # groups that a generator samples at once
         while len(worker.holds) + len(found) < share:
-            number = min(self.again) if self.again else self.prompts.next_index
-            if not self._may_begin(number, version):
+            if not self._may_begin(version):
                 break
             if self.again:
+                number = min(self.again)
                 prompt = self.again.pop(number)
             else:
                 ((number, prompt),) = self.prompts.take(1)
@@ -151,11 +168,11 @@ class FreeRun:
         """Groups that can be learned from within the bound, if all were begun now."""
         return (1 + self.loop.max_lag // self.pace.gradient_steps) * self.pace.batch
 
-    def _may_begin(self, number: int, loaded: int) -> bool:
+    def _may_begin(self, loaded: int) -> bool:
         if self.loop.on_stale == "drop":
             return len(self.pace.loaded) < self._useful
         coming = self.pace.gradient_steps if self.learning is not None else 0
-        return self.pace.may_issue(number, loaded, self.learner.version + coming)
+        return self.pace.may_begin(loaded, self.learner.version + coming)
 
     def _take(self, worker: _Worker) -> None:
         """Sends a generator's answers to be graded."""

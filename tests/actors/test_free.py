@@ -19,13 +19,13 @@ def test_a_generator_that_was_idle_is_given_the_new_weights_with_its_next_groups
     recipe = config.load("sort", [*FREE, "objective.proximal=behavior"])
     learner = SimpleNamespace(version=0)
     supervisor = SimpleNamespace(
-        ask=lambda *call: None,
         call=lambda name, method, *args, renew=None: Call(name, method, args, renew=renew),
     )
     fleet: Any = SimpleNamespace(
         supervisor=supervisor,
         generators=["generator-0", "generator-1"],
         weights=("version 0", None),
+        version=0,
         requests=list,
     )
     prompts = stream_of(recipe, build_task(recipe)[0])
@@ -35,11 +35,10 @@ def test_a_generator_that_was_idle_is_given_the_new_weights_with_its_next_groups
     run._feed(second)
     assert [len(first.holds), len(second.holds)] == [2, 1]
     second.holds.clear()  # it is graded, and not learned from yet
-    second.call, fleet.weights, learner.version = None, ("version 1", None), 1
+    second.call, fleet.weights, fleet.version, learner.version = None, ("version 1", None), 1, 1
     run._feed(second)
     assert second.call is None
-    for number in list(run.pace.open):
-        run.pace.close(number)
+    run.pace.learn(list(run.pace.loaded))
     run._feed(second)
     assert second.call is not None
     assert second.call.args[0] == "version 1"
