@@ -103,6 +103,9 @@ class Clock:
     def open(self, name: str) -> list[Call]:
         return []
 
+    def life(self, name: str) -> int:
+        return 1
+
 
 def measure(window: int, max_lag: int, steps: int, seed: int) -> tuple[list[float], float]:
     """The mean length of each step's responses, and the seconds of all steps."""

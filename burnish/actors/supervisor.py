@@ -67,6 +67,8 @@ class _Actor:
     handle: Any = None
     calls: list[Call] = field(default_factory=list)
     """Not answered, in the order in which they were made."""
+    life: int = 0
+    """Processes that it has had."""
     deaths: int = 0
     heard: float = 0.0
     """When the actor last answered a call, or was started."""
@@ -172,6 +174,11 @@ class Supervisor:
         """The calls of an actor that are not answered."""
         return self._actors[name].calls
 
+    def life(self, name: str) -> int:
+        """The number of an actor's process, counted from 1: another one has lost all that the
+        process before it was given."""
+        return self._actors[name].life
+
     def places(self) -> dict[str, dict[str, Any]]:
         """The machine and the process of each actor that has given a sign of life."""
         return {
@@ -195,6 +202,7 @@ class Supervisor:
         make = cloudpickle.dumps(actor.make)  # type: ignore[no-untyped-call]
         actor.handle = kind.options(**actor.options).remote(make, is_direct)
         actor.handle.build.remote()
+        actor.life += 1
         actor.heard = actor.felt = actor.checked = self.clock()
         actor.feeling = actor.pulse = None
         for call in actor.calls:

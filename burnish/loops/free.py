@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from burnish.actors.fleet import Fleet
@@ -36,6 +37,8 @@ class _Worker:
     """The driver's view of a generator."""
 
     name: str
+    life: int = 0
+    """The process that was given weights and groups last; 0 if none was."""
     version: int = -1
     """Of the weights that it was given last."""
     holds: dict[int, Prompt] = field(default_factory=dict)
@@ -129,22 +132,23 @@ class FreeRun:
         if not worker.holds:
             return
         weights: tuple[Any, Any] = None, None
-        if worker.version != self.fleet.version:
-            weights, worker.version = self.fleet.weights, self.fleet.version
-        requests = self.fleet.requests(list(fresh.items()))
+        if worker.life != self.fleet.supervisor.life(worker.name):
+            args = self._anew(worker)
+        else:
+            if worker.version != self.fleet.version:
+                weights, worker.version = self.fleet.weights, self.fleet.version
+            args = *weights, self.fleet.requests(list(fresh.items())), SLICE
+        renew = partial(self._anew, worker)
+        worker.call = self.fleet.supervisor.call(worker.name, "advance", *args, renew=renew)
 
-        def renew() -> tuple[Any, ...]:
-            """A new generator has lost all its groups: it gets them again under their numbers,
-            with the weights that were published last. The learner may be ahead of them."""
-            worker.version = self.fleet.version
-            for number in worker.holds:
-                self.pace.know(number, worker.version)
-            lost = self.fleet.requests(list(worker.holds.items()))
-            return *self.fleet.weights, lost, SLICE
-
-        worker.call = self.fleet.supervisor.call(
-            worker.name, "advance", *weights, requests, SLICE, renew=renew
-        )
+    def _anew(self, worker: _Worker) -> tuple[Any, ...]:
+        """What a new process is called with: it has no groups, and gets all of them under their
+        numbers, with the weights that were published last. The learner may be ahead of them."""
+        worker.life = self.fleet.supervisor.life(worker.name)
+        worker.version = self.fleet.version
+        for number in worker.holds:
+            self.pace.know(number, worker.version)
+        return *self.fleet.weights, self.fleet.requests(list(worker.holds.items())), SLICE
 
     def _fresh(self, worker: _Worker) -> dict[int, Prompt]:
         """New groups for a generator, as many as the bound and its share of the work allow. They

@@ -90,12 +90,14 @@ class SimulatedRay:
     def __init__(self, seed: int, faults: Sequence[tuple[float, str, str]] = ()) -> None:
         """``faults``: the second, the kind and the actor of each. A "kill" ends the process that
         the actor has then; a "rekill" ends it, and soon afterwards the process that follows it; a
-        "freeze" leaves a process that answers nothing."""
+        "freeze" leaves a process that answers nothing; an "evaluation" ends the process so many
+        seconds after the run's next evaluation has begun."""
         self.now = 0.0
         self.local = 0.0
         """The clock of the process whose method runs."""
         self.chance = random.Random(seed)
-        self._faults = sorted(faults)
+        self._faults = sorted(one for one in faults if one[1] != "evaluation")
+        self._at_evaluation = [one for one in faults if one[1] == "evaluation"]
         self._processes: dict[str, Process] = {}
         self._doomed: set[str] = set()
         self._looks = 0
@@ -149,6 +151,12 @@ class SimulatedRay:
             self._doomed.remove(name)
             self._plan(self.chance.choice([0.1, 1.0, 3.0]), "kill", name)
         return Handle(self, process)
+
+    def evaluate(self) -> None:
+        """The run begins an evaluation."""
+        if self._at_evaluation:
+            seconds, _, name = self._at_evaluation.pop(0)
+            self._plan(seconds, "kill", name)
 
     def _plan(self, seconds: float, kind: str, name: str) -> None:
         self._faults = sorted([*self._faults, (self.now + seconds, kind, name)])
@@ -372,6 +380,7 @@ def simulate(
     learner = RemoteLearner(fleet, "", "store")
     prompts, buffer = PromptStream(task), buffer_of(recipe)  # type: ignore[arg-type]
     run = Run(recipe, fleet, learner, prompts, buffer, every, validate)
+    run.evaluating = ray.evaluate
     run.drive()
     window, max_lag = bounds_of(recipe)
     uses = 1 if recipe.buffer is None else recipe.buffer.max_uses
@@ -413,6 +422,7 @@ class Run:
         self.steps: list[tuple[int, list[int]]] = []
         self.metrics: list[dict[str, float]] = []
         self.deaths = 0
+        self.evaluating: Callable[[], None] = lambda: None
         fleet.listen(self._note)
         parts: dict[str, Any] = {"prompts": prompts, "learner": learner, "timers": Timers()}
         if isinstance(recipe.loop, FreeLoop):
@@ -443,7 +453,7 @@ class Run:
             state, held = self.prompts.state(), self.fleet.in_flight()
             kept = [] if self.buffer is None else [(k.group, k.uses) for k in self.buffer.kept]
             if step.number % self.validate == 0:
-                self._validate(step.number)
+                self._validate()
             numbers = [group.index for group in step.groups]
             oldest = min((group.oldest_version for group in step.groups), default=0)
             version = oldest + int(step.metrics["train/lag"])
@@ -468,8 +478,9 @@ class Run:
         self.steps = [one for one in self.steps if one[0] <= saved["step"]]
         self.metrics = [one for one in self.metrics if one["step"] <= saved["step"]]
 
-    def _validate(self, number: int) -> None:
-        asked = [(index, self.prompts._task.prompt(index)) for index in range(2)]
+    def _validate(self) -> None:
+        self.evaluating()
+        asked = [(index, self.prompts._task.prompt(index)) for index in range(3)]
         sample(self.fleet, asked, 1, sampling(self.recipe), Stream.EVALUATION)
 
     def _note(self, event: str, **told: Any) -> None:

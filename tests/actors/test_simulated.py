@@ -60,13 +60,16 @@ def schedule(seed: int) -> tuple[dict[str, Any], list[tuple[float, str, str]]]:
             faults.append(
                 (time + chance.choice([0.0, 0.2, 1.0, 2.5]), "kill", chance.choice(names))
             )
+    for name in names[2:]:
+        if chance.random() < 0.5:
+            faults.append((chance.choice([0.05, 0.3, 1.0]), "evaluation", name))
     return settings, faults
 
 
 def check(seed: int, monkeypatch: pytest.MonkeyPatch) -> Result:
     settings, faults = schedule(seed)
     print(f"seed {seed}: {settings} {faults}")
-    found = simulate(settings, seed, faults, monkeypatch)
+    found = simulate(settings, seed, faults, monkeypatch, validate=1 + seed % 3)
     assert not found.verdict.problems, found.verdict
     assert [number for number, _ in found.steps] == list(range(1, STEPS + 1))
     return found
@@ -133,7 +136,7 @@ def test_a_frozen_actor_ends_in_an_error_that_names_it(monkeypatch: pytest.Monke
     told = list[bool]()
     for seed in range(40):
         settings, faults = schedule(seed)
-        time, _, name = faults[-1]
+        time, _, name = faults[0]
         try:
             found = simulate(settings, seed, [(time, "freeze", name)], monkeypatch)
             assert found.ray.now < time + 60, f"{seed}: it ended before anybody could tell"
