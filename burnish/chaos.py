@@ -57,11 +57,16 @@ def bounds_of(recipe: Recipe) -> tuple[int, int | None]:
     loop, batch = recipe.loop, recipe.prompts_per_rollout
     if recipe.buffer is not None:
         return batch + recipe.buffer.capacity, None
+    chosen = recipe.selection
     if isinstance(loop, FreeLoop):
-        # Groups that begin again under new numbers leave others open, which began before.
-        again = loop.on_stale == "drop"
+        # Groups that begin under new numbers, in the place of others, leave groups open that began
+        # before; so do dead ones, which the next step closes.
+        again = loop.on_stale == "drop" or chosen.fills
         waiting = (1 + loop.max_lag // recipe.gradient_steps_per_rollout) * batch
-        return (loop.window or batch) + again * waiting, loop.max_lag
-    # Groups that fill a rollout have higher numbers than the rollouts in flight.
-    window = batch * (1 + loop.lag if recipe.selection.fills else 1)
+        dead = batch * chosen.max_asked if chosen.fills else 0
+        return (loop.window or batch) + again * waiting + dead, loop.max_lag
+    # Groups that fill a rollout have higher numbers than the rollouts in flight, or numbers that
+    # were reserved for it.
+    most = chosen.max_asked if chosen.dead_groups == "active" else 1
+    window = batch * most * (1 + loop.lag) if chosen.fills else batch
     return window, loop.lag * recipe.gradient_steps_per_rollout

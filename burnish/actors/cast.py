@@ -94,6 +94,18 @@ class Generator:
                 return self._finished(whole)
             self._step()
 
+    def sample_some(self, parcel: Parcel, data: Any, requests: Sequence[Request]) -> Answers:
+        """Takes these requests, too, and goes on until a step completes requests; answers those.
+
+        Nothing else may be asked of it before all are answered: others would change its batches,
+        and with them the last bits of its samples."""
+        self._load(parcel, data)
+        self._submit(requests)
+        begin("generate", "sampling", total=sum(self._missing.values()), unit="responses")
+        while not (whole := [name for name in self._done if name not in self._missing]):
+            self._step()
+        return self._finished(whole)
+
     def forget(self) -> None:
         """Ends all samples in flight: the run was set back to a checkpoint."""
         for name in list(self._missing):

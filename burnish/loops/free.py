@@ -19,9 +19,9 @@ from burnish.errors import ActorError
 from burnish.loops.asynchronous import note_dropped
 from burnish.loops.sync import Step
 from burnish.progress import begin
-from burnish.rollout.filling import fill
+from burnish.rollout.filling import fill, is_lost, judge_of
 from burnish.rollout.pace import Pace
-from burnish.rollout.rollout import describe
+from burnish.rollout.rollout import check_errors, describe
 from burnish.runs.metrics import Timers
 from burnish.schema.recipe import Recipe
 from burnish.strategy import FreeLoop
@@ -55,6 +55,7 @@ class FreeRun:
         loop = recipe.loop
         assert isinstance(loop, FreeLoop)
         self.loop, self.prompts, self.fleet, self.learner = loop, prompts, fleet, learner
+        self._recipe, self._is_dead = recipe, judge_of(recipe)
         batch = recipe.prompts_per_rollout
         self.pace = Pace(
             batch, loop.window or batch, recipe.gradient_steps_per_rollout, loop.max_lag
@@ -64,6 +65,8 @@ class FreeRun:
         """Groups to begin under numbers that they have already."""
         self.grading: dict[Call, None] = {}
         self.graded: dict[int, Group] = {}
+        self.dead: dict[int, Group] = {}
+        """Groups for which other prompts were asked; the next step closes and counts them."""
         self.learning: Call | None = None
         self.dropped = 0
         self.step = 0
@@ -85,8 +88,21 @@ class FreeRun:
         for call in [call for call in self.grading if call.is_done]:
             del self.grading[call]
             for group in call.answer:
-                self.graded[group.index] = group
-                self.pace.know(group.index, group.oldest_version)
+                self._accept(group)
+
+    def _accept(self, group: Group) -> None:
+        """Takes a graded group; if it is dead, and the recipe fills rollouts, its place is free for
+        another prompt at once."""
+        number, recipe = group.index, self._recipe
+        if not (recipe.selection.fills and is_lost(group, recipe, self._is_dead)):
+            self.graded[number] = group
+            self.pace.know(number, group.oldest_version)
+            return
+        self.pace.withdraw(number)
+        self.dead[number] = group
+        known = [*self.dead.values(), *self.graded.values()]
+        responses = recipe.rollout.batch
+        check_errors(known, limit=recipe.rollout.max_errors, asked=responses)
 
     def _stuck(self) -> str:
         """The error of a loop that waits although no actor works for it."""
@@ -99,22 +115,39 @@ class FreeRun:
         )
 
     def next_rollout(self) -> list[Group] | None:
-        """The groups that are learned from next; None if they are not all there.
+        """The groups of the next step by their numbers, dead ones included; None if they are not
+        all there.
 
-        Groups that are too old leave, and their prompts get new numbers.
-        """
+        Groups that are too old leave, and their prompts get new numbers. A step that has asked for
+        as many groups as ``selection.max_asked`` allows has the groups that are there."""
         limit = self.learner.version - self.loop.max_lag
         for number, group in list(self.graded.items()):
             if group.oldest_version < limit:
                 self._drop(number)
         numbers = self.pace.ready(self.graded)
-        return [self.graded[number] for number in numbers] or None
+        if not numbers and not self._is_bound():
+            return None
+        numbers = numbers or list(self.graded)
+        groups = [*self.dead.values(), *(self.graded[number] for number in numbers)]
+        return sorted(groups, key=lambda group: group.index)
+
+    def _is_bound(self) -> bool:
+        """Whether a step has asked for all groups that it may ask for, and lacks some."""
+        alive, batch = len(self.graded), self.pace.batch
+        most = batch * self._recipe.selection.max_asked
+        return alive < batch and len(self.dead) + alive >= most
 
     def close(self, groups: list[Group]) -> None:
-        """The groups were learned from."""
-        self.pace.learn(group.index for group in groups)
-        for group in groups:
-            del self.graded[group.index]
+        """The groups were learned from, or are dead."""
+        numbers = [group.index for group in groups if group.index in self.graded]
+        if len(numbers) == self.pace.batch:
+            self.pace.learn(numbers)
+        else:  # their rollout is smaller than the bound counts with
+            for number in numbers:
+                self.pace.withdraw(number)
+        for number in numbers:
+            del self.graded[number]
+        self.dead.clear()
         self.prompts.close(group.index for group in groups)
 
     def _drop(self, number: int) -> None:

@@ -35,11 +35,13 @@ from burnish.errors import ActorDied, EngineError
 from burnish.learner.learner import State
 from burnish.loops import asynchronous, free
 from burnish.loops.sync import Step
+from burnish.rollout.filling import replacing
 from burnish.rollout.rollout import sample, sampling
 from burnish.runs.ledger import Verdict, judge_rows
 from burnish.runs.metrics import Timers
 from burnish.schema.recipe import Recipe
 from burnish.strategy import FreeLoop
+from burnish.tasks.history import History
 from burnish.tasks.stream import PromptStream
 from burnish.types import Completion, Finish, Grade, Prompt, Weights
 
@@ -290,7 +292,7 @@ class Task:
         self._ray, self._seed, self._dead = ray, seed, dead
 
     def prompt(self, number: int) -> Prompt:
-        return Prompt(f"p{number}", "", np.ones(1, dtype=np.int32), "sort", number)
+        return Prompt(f"p{number % 40}", "", np.ones(1, dtype=np.int32), "sort", number)
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         self._ray.local += 0.01 * len(pairs)
@@ -376,9 +378,10 @@ def simulate(
     for name in parts:
         watcher.start(name, _Part(make, name), restarts=name != "learner")
     size = recipe.rollout.group_size
-    fleet = Fleet(watcher, names, size=size, params=sampling(recipe))
+    replace = replacing(recipe)
+    fleet = Fleet(watcher, names, size=size, params=sampling(recipe), replace=replace)
     learner = RemoteLearner(fleet, "", "store")
-    prompts, buffer = PromptStream(task), buffer_of(recipe)  # type: ignore[arg-type]
+    prompts, buffer = stream(recipe, task), buffer_of(recipe)
     run = Run(recipe, fleet, learner, prompts, buffer, every, validate)
     run.evaluating = ray.evaluate
     run.drive()
@@ -388,6 +391,11 @@ def simulate(
         run.rows, batch=recipe.prompts_per_rollout, window=window, max_uses=uses, max_lag=max_lag
     )
     return Result(verdict, run.rows, run.steps, ray, run.deaths, run.metrics)
+
+
+def stream(recipe: Recipe, task: Task) -> PromptStream:
+    history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
+    return PromptStream(task, history=history)  # type: ignore[arg-type]
 
 
 @dataclass

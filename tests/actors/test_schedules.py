@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 LIMIT = 600.0
 """Seconds after which a schedule counts as hung."""
-STEPS = 8
+STEPS = 6
 REWARD = """
 def mixed(response, row):
     return float(sum(map(ord, response)) % 2)
@@ -80,6 +80,9 @@ def schedule(seed: int) -> tuple[dict[str, Any], str]:
         given["loop"] = {"lag": lag}
         if has_buffer:
             given["buffer"] = {"capacity": 2 * groups, "order": "uniform", "max_uses": 2}
+    if seed % 3 == 2:
+        chosen = {"dead_groups": ("dynamic", "active")[seed % 2], "max_asked": 4}
+        given["selection"] = chosen | {"on_bound": "learn"}
     idle = {"cpus": 0}
     given["runtime"] = {"name": "ray", "generators": generators, "threads": 1}
     given["runtime"] |= {"generator": idle, "learner": idle}

@@ -12,10 +12,24 @@ from typing import Any
 
 import pytest
 
+from burnish import config
 from burnish.actors.supervisor import Supervisor
-from burnish.errors import ActorError
+from burnish.errors import ActorError, DataError
+from burnish.loops import asynchronous
+from burnish.loops.asynchronous import LocalRollouts
+from burnish.loops.sync import Step
 from burnish.rollout.pace import Pace
-from tests.actors.simulated import Result, simulate
+from burnish.runs.metrics import Timers
+from burnish.types import Weights
+from tests.actors.simulated import (
+    Result,
+    SimulatedRay,
+    SlowEngine,
+    SlowLearner,
+    Task,
+    simulate,
+    stream,
+)
 
 QUICK, ALL = 150, 1000
 """Schedules of `make test` and of `make proofs`."""
@@ -49,6 +63,11 @@ def schedule(seed: int) -> tuple[dict[str, Any], list[tuple[float, str, str]]]:
             capacity = batch * steps * chance.choice([1, 2, 4])
             settings |= {"buffer.capacity": capacity, "buffer.order": "uniform"}
             settings["buffer.max_uses"] = chance.choice([1, 2])
+    if chance.random() < 0.5:
+        settings["selection.dead_groups"] = chance.choice(["drop", "dynamic", "active", "active"])
+        if settings["selection.dead_groups"] != "drop":
+            settings["selection.max_asked"] = chance.choice([2, 4])
+            settings["selection.on_bound"] = "learn"
     names = ["scorer", "learner", *(f"generator-{number}" for number in range(generators))]
     faults, time = list[tuple[float, str, str]](), 0.0
     for _ in range(chance.randint(1, 6)):
@@ -66,10 +85,15 @@ def schedule(seed: int) -> tuple[dict[str, Any], list[tuple[float, str, str]]]:
     return settings, faults
 
 
+def dead(seed: int) -> float:
+    """The share of dead groups."""
+    return 0.0 if seed % 3 == 0 else 0.4 if seed % 3 == 1 else 0.7
+
+
 def check(seed: int, monkeypatch: pytest.MonkeyPatch) -> Result:
     settings, faults = schedule(seed)
     print(f"seed {seed}: {settings} {faults}")
-    found = simulate(settings, seed, faults, monkeypatch, validate=1 + seed % 3)
+    found = simulate(settings, seed, faults, monkeypatch, validate=1 + seed % 3, dead=dead(seed))
     assert not found.verdict.problems, found.verdict
     assert [number for number, _ in found.steps] == list(range(1, STEPS + 1))
     return found
@@ -123,8 +147,8 @@ def test_a_lagged_run_learns_the_same_whoever_dies(monkeypatch: pytest.MonkeyPat
     for seed in range(QUICK):
         settings, faults = schedule(seed)
         if settings.get("loop") != "free":
-            whole = simulate(settings, seed, [], monkeypatch)
-            found = simulate(settings, seed, faults, monkeypatch)
+            whole = simulate(settings, seed, [], monkeypatch, dead=dead(seed))
+            found = simulate(settings, seed, faults, monkeypatch, dead=dead(seed))
             assert found.steps == whole.steps, seed
             assert found.metrics == whole.metrics, seed
             tried += 1
@@ -144,3 +168,107 @@ def test_a_frozen_actor_ends_in_an_error_that_names_it(monkeypatch: pytest.Monke
             told.append(f"for {name} to answer" in str(error))
     assert all(told)
     assert len(told) > 20
+
+
+class Own:
+    """A learner of this process, which counts versions as `SlowLearner` does."""
+
+    def __init__(self, learner: SlowLearner, engine: SlowEngine) -> None:
+        self._learner, self._engine = learner, engine
+        self.learn = learner.learn
+
+    @property
+    def version(self) -> int:
+        return self._learner.version
+
+    def publish(self) -> None:
+        self._engine.load(Weights(self.version, 0, {}))
+
+
+def local(settings: dict[str, Any], seed: int, dead: float) -> list[Step]:
+    """The steps of the same run in one process."""
+    recipe = config.load("sort", [{"runtime": "ray", **settings}])
+    ray = SimulatedRay(seed)
+    engine, task = SlowEngine(ray, seed), Task(ray, seed, dead)
+    learner: Any = Own(SlowLearner(ray, seed, recipe), engine)
+    rollouts = LocalRollouts(recipe, task, engine)  # type: ignore[arg-type]
+    parts: dict[str, Any] = {"prompts": stream(recipe, task), "learner": learner}
+    return list(asynchronous.train(recipe, rollouts=rollouts, timers=Timers(), **parts))
+
+
+ACTIVE = {
+    "rollout.group_size": 2,
+    "rollout.batch": 8,
+    "train.batch": 8,
+    "train.epochs": 1,
+    "train.steps": STEPS,
+    "objective.proximal": "behavior",
+    "selection.dead_groups": "active",
+    "selection.on_bound": "learn",
+    "task.prompts": 30,
+}
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("more", [{}, {"selection.leave_at": 0.5, "selection.target": 0.3}])
+def test_active_sampling_by_one_generator_is_the_same_as_in_one_process(
+    lag: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ACTIVE | more | {"loop.lag": lag}
+    for seed in range(4):
+        expected = local(settings, seed, 0.5)
+        faults = [(2.0, "kill", "generator-0"), (5.0, "rekill", "generator-0")]
+        for deaths in ([], faults, [*faults, (6.0, "kill", "scorer"), (7.0, "kill", "learner")]):
+            found = simulate(settings, seed, deaths, monkeypatch, dead=0.5)
+            assert found.steps == [
+                (step.number, [group.index for group in step.groups]) for step in expected
+            ]
+            assert found.metrics == [{"step": step.number} | step.metrics for step in expected]
+        assert not found.verdict.problems
+        assert sum(row["event"] == "dropped" for row in found.rows) > 0
+
+
+def test_active_sampling_by_two_generators_repeats_whoever_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = ACTIVE | {"loop.lag": 1, "runtime.generators": 2}
+    for seed in range(4):
+        whole = simulate(settings, seed, [], monkeypatch, dead=0.5)
+        _, faults = schedule(seed)
+        names = {"generator-0", "generator-1", "scorer", "learner"}
+        faults = [one for one in faults if one[2] in names]
+        found = simulate(settings, seed, faults, monkeypatch, dead=0.5)
+        assert found.steps == whole.steps
+        assert found.metrics == whole.metrics
+
+
+def test_active_and_dynamic_sampling_fill_the_steps_of_a_free_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = {"loop": "free", "loop.max_lag": 2, "loop.on_update": "keep"}
+    for kind in ("dynamic", "active"):
+        settings = ACTIVE | loop | {"selection.dead_groups": kind, "selection.max_asked": 10}
+        found = simulate(settings, 1, [(3.0, "kill", "generator-0")], monkeypatch, dead=0.5)
+        assert not found.verdict.problems, found.verdict
+        assert [len(groups) for _, groups in found.steps] == [4] * STEPS
+        rates = [step["rollout/asked_per_used"] for step in found.metrics]
+        assert 1.5 < sum(rates) / len(rates) < 2.5, "half of the groups are dead"
+        dropped = [row for row in found.rows if row["event"] == "dropped"]
+        assert {row["why"] for row in dropped} == {"dead"}
+        learned = {number for _, groups in found.steps for number in groups}
+        assert not learned & {row["group"] for row in dropped}
+
+
+def test_a_free_run_ends_or_learns_from_fewer_past_max_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = {"loop": "free", "loop.max_lag": 2, "selection.max_asked": 2}
+    for on_stale in ("wait", "drop"):
+        settings = ACTIVE | loop | {"loop.on_stale": on_stale}
+        found = simulate(settings, 1, [], monkeypatch, dead=0.8)
+        assert not found.verdict.problems, found.verdict
+        sizes = [len(groups) for _, groups in found.steps]
+        assert min(sizes) < 4
+        assert max(sizes) <= 4
+        with pytest.raises(DataError, match=r"needs 4 and selection.max_asked = 2 "):
+            simulate(settings | {"selection.on_bound": "stop"}, 1, [], monkeypatch, dead=0.8)

@@ -574,3 +574,19 @@ def test_a_learner_that_dies_at_the_same_step_again_and_again_ends_the_run(tmp_p
     mortal(monkeypatch, [3] * 100)
     with pytest.raises(ActorError, match="died 5 times and the run has not come beyond step 2"):
         burnish.train("sort", out=tmp_path / "run", show=False, train={"steps": 6})
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_active_sampling_resumes_bit_for_bit(tmp_path, lag):
+    """Rollouts in flight have prompts in reserve, which a checkpoint keeps."""
+    chosen = {"dead_groups": "active", "leave_at": 0.9, "on_bound": "learn", "max_asked": 4}
+    sizes = {"rollout": {"batch": 6, "group_size": 2}, "train": {"steps": 8, "batch": 6}}
+    settings = sizes | {"task": {"prompts": 40}, "selection": chosen, "checkpoint": {"every": 3}}
+    settings |= {"loop": {"lag": lag}, "objective": {"proximal": "behavior"}, "show": False}
+    whole = burnish.train("sort", out=tmp_path / "whole" / "run", **settings)
+    assert any(row["rollout/asked_per_used"] > 1 for row in whole.metrics if row["step"])
+    path = tmp_path / "parts" / "run"
+    burnish.train("sort", out=path, stop=stopper(2), **settings)
+    burnish.resume(path, stop=stopper(3), show=False)
+    burnish.resume(path, show=False)
+    assert fingerprint(path) == fingerprint(whole.path)
