@@ -16,6 +16,7 @@ from burnish.errors import ActorError
 from burnish.progress import Progress
 from burnish.runs.ledger import judge
 from burnish.runs.metrics import iterate_rows
+from tests.actors import native
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
@@ -74,18 +75,27 @@ def pid_of(run: Path, name: str) -> int:
     return pid
 
 
+@pytest.mark.parametrize("engine", ["sorter", "native"])
 @pytest.mark.parametrize("victim", ["generator-0", "scorer", "learner"])
-def test_a_killed_actor_costs_time_alone(tmp_path: Path, victim: str) -> None:
-    whole = train(tmp_path / "whole", "local", 1)
+def test_a_killed_actor_costs_time_alone(tmp_path: Path, victim: str, engine: str) -> None:
+    """Also if another one dies with it: a generator after the learner, the learner after others.
+    The native engine takes a step per token, so that samples are in flight."""
+    recipe, given = "sort", SORT | {"objective": STALE}
+    if engine == "native":
+        recipe, given = "keywords", SORT | native.settings(tmp_path, groups=3)
+    given = given | {"loop": {"lag": 1}}
+    whole = burnish.train(recipe, out=tmp_path / "whole", show=False, **given)
     killed = []
 
     def show(progress: Progress) -> None:
-        if progress.phase == "step" and progress.step == 3 and not killed:
-            killed.append(pid_of(tmp_path / "killed", victim))
-            os.kill(killed[0], signal.SIGKILL)
+        second = "generator-0" if victim == "learner" else "learner"
+        due = {3: victim, 5: second}.get(progress.step)
+        if progress.phase == "step" and due is not None and progress.step not in killed:
+            killed.append(progress.step)
+            os.kill(pid_of(tmp_path / "killed", due), signal.SIGKILL)
 
-    run = train(tmp_path / "killed", "ray", 1, show=show)
-    assert killed
+    run = burnish.train(recipe, out=tmp_path / "killed", show=show, runtime="ray", **given)
+    assert killed == [3, 5]
     assert metrics(run) == metrics(whole)
     found = judge(run.path, batch=3, window=3)
     assert not found.problems, found
@@ -125,26 +135,31 @@ def test_a_free_run_goes_on_whatever_it_drops(tmp_path: Path) -> None:
     assert found.dropped > 0
 
 
-def test_a_killed_generator_of_a_free_run_gets_its_groups_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+@pytest.mark.parametrize("engine", ["sorter", "native"])
+def test_a_killed_generator_of_a_free_run_gets_its_groups_again(
+    tmp_path: Path, engine: str, on_stale: str
+) -> None:
+    """A generator dies, then the learner, then the generator again: it must not get the groups of
+    the incarnation before."""
     killed = []
+    recipe, given = "sort", SORT | {"objective": STALE}
+    if engine == "native":
+        recipe, given = "keywords", SORT | native.settings(tmp_path, groups=3)
 
     def show(progress: Progress) -> None:
-        if progress.phase == "step" and progress.step in (2, 4) and progress.step not in killed:
+        victim = {2: "generator-1", 4: "learner", 5: "generator-1"}.get(progress.step)
+        if progress.phase == "step" and victim is not None and progress.step not in killed:
             killed.append(progress.step)
-            victim = "generator-1" if progress.step == 2 else "learner"
             os.kill(pid_of(tmp_path / "free", victim), signal.SIGKILL)
 
+    loop = {"name": "free", "max_lag": 20, "on_update": "keep", "on_stale": on_stale}
+    runtime = {"name": "ray", "generators": 2, "threads": 1}
     run = burnish.train(
-        "sort",
-        out=tmp_path / "free",
-        show=show,
-        loop={"name": "free", "max_lag": 20, "on_update": "keep"},
-        objective=STALE,
-        runtime={"name": "ray", "generators": 2},
-        **SORT,
+        recipe, out=tmp_path / "free", show=show, loop=loop, runtime=runtime, **given
     )
-    found = judge(run.path, batch=3, window=3, max_lag=20)
-    assert killed == [2, 4]
+    found = verdict(run.path, config.load(str(run.path / "recipe.toml")))
+    assert killed == [2, 4, 5]
     assert not found.problems, found
     assert (found.steps, found.restarts) == (6, 1)
 

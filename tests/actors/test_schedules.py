@@ -1,8 +1,8 @@
 """Twenty random schedules of faults on real Ray, in all modes: nothing hangs, and every group and
 every bound is accounted for. `tests/actors/test_simulated.py` tries a thousand on a simulated Ray.
 
-Most of them sample with the native engine, which takes a step per token, so that actors die while
-samples are in flight.
+They sample with the native engine, which takes a step per token, so that actors die while samples
+are in flight.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import burnish
 from burnish import config
 from burnish.chaos import verdict
 from burnish.progress import Progress
+from tests.actors import native
 from tests.actors.test_faults import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -32,27 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 LIMIT = 600.0
 """Seconds after which a schedule counts as hung."""
 STEPS = 6
-REWARD = """
-def mixed(response, row):
-    return float(sum(map(ord, response)) % 2)
-"""
-TINY = {
-    "device": "cpu",
-    "task": {"name": "files", "chat": False, "validation_rows": 2},
-    "model": {
-        "name": "scratch",
-        "tokenizer": "bytes",
-        "layers": 2,
-        "width": 32,
-        "heads": 4,
-        "d_ff": 48,
-        "context": 128,
-    },
-    "engine": {"kv_mb": 16},
-    "train": {"learning_rate": 1e-3},
-}
-STOPS = list("abcdefghijklmnopqrstuvwxyz")
-"""A random model ends a response after ten tokens on average, and some after a hundred."""
+GROUPS = 4
 FREE = [
     (on_stale, on_update, generators)
     for generators in (1, 2)
@@ -67,19 +48,17 @@ PATTERNS = ("one after another", "two at once", "again while it recovers", "lear
 def schedule(seed: int) -> tuple[dict[str, Any], str]:
     """Settings of a run, and how its actors die."""
     chance = random.Random(seed)
-    groups = 4
-    sizes = {"batch": 2 * groups, "group_size": 2, "max_tokens": 96, "stop": STOPS}
-    given: dict[str, Any] = {"rollout": sizes, "train": {"batch": 2 * groups, "steps": STEPS}}
+    given: dict[str, Any] = {}
     if seed < len(FREE):
         on_stale, on_update, generators = FREE[seed]
         loop = {"name": "free", "on_stale": on_stale, "on_update": on_update}
         given["loop"] = loop | {"max_lag": chance.choice([1, 2, 4])}
-        given["loop"]["window"] = groups * chance.choice([1, 2])
+        given["loop"]["window"] = GROUPS * chance.choice([1, 2])
     else:
         lag, generators, has_buffer = LAGGED[seed % len(LAGGED)]
         given["loop"] = {"lag": lag}
         if has_buffer:
-            given["buffer"] = {"capacity": 2 * groups, "order": "uniform", "max_uses": 2}
+            given["buffer"] = {"capacity": 2 * GROUPS, "order": "uniform", "max_uses": 2}
     if seed % 3 == 2:
         chosen = {"dead_groups": ("dynamic", "active")[seed % 2], "max_asked": 4}
         given["selection"] = chosen | {"on_bound": "learn"}
@@ -170,28 +149,15 @@ def limited(seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("inputs")
-    (path / "reward.py").write_text(REWARD)
-    rows = [json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(40)]
-    (path / "rows.jsonl").write_text("".join(rows))
-    return path
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_a_schedule_of_faults(seed: int, inputs: Path, tmp_path: Path) -> None:
+def test_a_schedule_of_faults(seed: int, tmp_path: Path) -> None:
     given, pattern = schedule(seed)
     print(f"seed {seed}, {pattern}: {given}")
     path = tmp_path / "run"
     deaths = Deaths(path, pattern, given["runtime"]["generators"], seed)
-    base = {name: dict(value) if isinstance(value, dict) else value for name, value in TINY.items()}
-    base["task"] |= {"train": str(inputs / "rows.jsonl")}
-    base["task"]["reward"] = f"{inputs / 'reward.py'}:mixed"
-    base["train"] |= given.pop("train")
-    base["objective"] = {"proximal": "behavior", "kl": "none"}
+    given |= native.settings(tmp_path, groups=GROUPS, steps=STEPS)
     with limited(LIMIT):
-        burnish.train("keywords", out=path, show=deaths.show, **base, **given)
+        burnish.train("keywords", out=path, show=deaths.show, **given)
     deaths.join()
     found = verdict(path, config.load(str(path / "recipe.toml")))
     print(found, deaths.killed)
