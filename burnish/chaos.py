@@ -54,10 +54,7 @@ def verdict(run: Path, recipe: Recipe) -> Verdict:
 
 def bounds_of(recipe: Recipe) -> tuple[int, int | None]:
     """The window and the bound on lag by which a ledger is judged; None if there is no bound."""
-    loop, batch = recipe.loop, recipe.prompts_per_rollout
-    if recipe.buffer is not None:
-        return batch + recipe.buffer.capacity, None
-    chosen = recipe.selection
+    loop, batch, chosen = recipe.loop, recipe.prompts_per_rollout, recipe.selection
     if isinstance(loop, FreeLoop):
         # Groups that begin under new numbers, in the place of others, leave groups open that began
         # before; so do dead ones, which the next step closes.
@@ -69,4 +66,6 @@ def bounds_of(recipe: Recipe) -> tuple[int, int | None]:
     # were reserved for it.
     most = chosen.max_asked if chosen.dead_groups == "active" else 1
     window = batch * most * (1 + loop.lag) if chosen.fills else batch
+    if recipe.buffer is not None:
+        return window + recipe.buffer.capacity, None
     return window, loop.lag * recipe.gradient_steps_per_rollout
