@@ -82,10 +82,12 @@ class Generator:
         self, parcel: Parcel | None, data: Any, requests: Sequence[Request], seconds: float
     ) -> Answers:
         """Takes new weights, if there are any, and new requests, and goes on for ``seconds`` or
-        until a request is answered."""
+        until a request is answered. Whoever calls it waits for samples, so there must be some."""
         if parcel is not None:
             self._load(parcel, data)
         self._submit(requests)
+        if not self._done:
+            raise EngineError("the run waits for samples of a generator that has none in flight")
         begin("generate", "sampling", total=sum(self._missing.values()), unit="responses")
         end = time.monotonic() + seconds
         while True:  # an evaluation may have finished requests before

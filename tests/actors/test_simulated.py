@@ -5,6 +5,7 @@ The seed of a failing schedule is printed; `schedule` makes the same recipe and 
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,13 +15,13 @@ import pytest
 
 from burnish import config
 from burnish.actors.supervisor import Supervisor
-from burnish.errors import ActorError, DataError
+from burnish.errors import ActorError, DataError, GraderError
 from burnish.loops import asynchronous
 from burnish.loops.asynchronous import LocalRollouts
 from burnish.loops.sync import Step
 from burnish.rollout.pace import Pace
 from burnish.runs.metrics import Timers
-from burnish.types import Weights
+from burnish.types import Grade, Status, Weights
 from tests.actors.simulated import (
     Result,
     SimulatedRay,
@@ -272,3 +273,21 @@ def test_a_free_run_ends_or_learns_from_fewer_past_max_asked(
         assert max(sizes) <= 4
         with pytest.raises(DataError, match=r"needs 4 and selection.max_asked = 2 "):
             simulate(settings | {"selection.on_bound": "stop"}, 1, [], monkeypatch, dead=0.8)
+
+
+@pytest.mark.parametrize(
+    "loop", [{"loop.lag": 0}, {"loop.lag": 1}, {"loop": "free", "loop.max_lag": 2}]
+)
+def test_a_grader_that_fails_ends_the_run_before_it_has_asked_up_to_the_bound(
+    loop: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graded = list[str]()
+
+    def fail(task: Task, prompt: Any, completion: Any) -> Grade:
+        graded.append(prompt.prompt_id)
+        return Grade(math.nan, status=Status.ERROR, message="boom")
+
+    monkeypatch.setattr(Task, "_grade", fail)
+    with pytest.raises(GraderError, match="boom"):
+        simulate(ACTIVE | loop, 0, [(1.0, "kill", "generator-0")], monkeypatch)
+    assert len(graded) < 40, "four groups of two responses, up to ten times as many"
