@@ -109,7 +109,10 @@ def buffer_of(recipe: Recipe) -> Buffer | None:
 def stream_of(recipe: Recipe, task: Task) -> PromptStream:
     is_sorter = isinstance(recipe.task, SortTask)
     bound = None if is_sorter else room(recipe, sizes.measured(recipe))
-    history = History(recipe.selection, recipe.seed) if recipe.selection.remembers else None
+    history = None
+    if recipe.selection.remembers:
+        drops = recipe.rollout.overlong == "drop"
+        history = History(recipe.selection, recipe.seed, drops_truncated=drops)
     return PromptStream(task, bound, history, judged.evolving(recipe))
 
 

@@ -244,7 +244,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
     ]
     on_mesh = recipe.runtime.name == "torchrun"
     written = [name for name in SAMPLED if name != "runtime" or not on_mesh]
-    free = advantage.is_scale_free and recipe.objective.kl.where != "reward"
+    is_unscaled = not advantage.is_scaled and recipe.objective.kl.where != "reward"
     causes = {
         "train.schedule": ["train.decay_steps"] if train.schedule == "constant" else [],
         "train.log_kl": [] if train.log_kl else ["train.log_kl_responses"],
@@ -263,7 +263,7 @@ def _useless(settings: Table, recipe: Recipe) -> dict[str, str]:
         "model.name": LANGUAGE if isinstance(recipe.model, SorterConfig) else [],
         "objective.loss.name": unread,
         "objective.advantage.name": [
-            *["task.scales"] * free,
+            *["task.scales"] * is_unscaled,
             *["teacher"] * (not is_taught),
             *["critic"] * (not is_gae),
         ],

@@ -70,8 +70,8 @@ class BufferConfig(Section):
     """Groups that were sampled are kept, and each step learns from some of them."""
 
     capacity: int = Field(..., ge=1, description="groups that are kept")
-    order: Literal["recent", "uniform", "weighted"] = "recent"
-    """The newest first, all alike, or by 1 / (1 + age)."""
+    order: Literal["recent", "uniform", "weighted"] = "uniform"
+    """The newest first (which replays nothing), all alike, or by 1 / (1 + age)."""
     max_age: int | None = Field(None, ge=0, description="versions; None: no bound")
     max_uses: int = Field(1, ge=1, description="steps that may learn from a group")
 
@@ -89,6 +89,12 @@ def check(recipe: Recipe) -> None:
             )
         if recipe.buffer is not None:
             raise ValueError("has a buffer, which goes with loop.name = 'lagged' alone")
+    if recipe.buffer is not None and recipe.buffer.order == "recent" and recipe.buffer.max_uses > 1:
+        raise ValueError(
+            f"buffer.max_uses = {recipe.buffer.max_uses} has no effect with buffer.order = "
+            "'recent': as many groups are learned from as are new, so that none is used again; "
+            "use buffer.order = 'uniform' or 'weighted'"
+        )
     if recipe.buffer is not None and recipe.buffer.capacity < recipe.prompts_per_rollout:
         raise ValueError(
             f"buffer.capacity = {recipe.buffer.capacity} is smaller than the "

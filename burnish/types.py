@@ -40,7 +40,8 @@ class Prompt:
     asked: str | None = None
     """The question as a page shows it, without a chat template; None if the text is shown."""
     scale: float = 1.0
-    """The factor of its responses' rewards as they are learned; metrics show them without it."""
+    """Factor of the rewards, greedy rewards and step values of its responses. Only packing applies
+    it; all other code, metrics among it, sees unscaled rewards."""
 
 
 @dataclass(frozen=True)
@@ -132,16 +133,13 @@ class Grade:
     """The grader's message about an error; None if there was none."""
     cost: dict[str, float] = field(default_factory=dict)
     """Calls, tokens and retries of a judge; empty if none was asked."""
+    correct: bool | None = None
+    """Whether the task counts the response as correct, before length penalties and whatever a
+    reward model says; None if the task does not say."""
 
     @property
     def is_error(self) -> bool:
         return self.status is Status.ERROR
-
-    @property
-    def is_right(self) -> bool:
-        """Whether a response earned 1 before its length counted, or did all that a reward with
-        partial credit asks: it sorted."""
-        return self.parts.get("sorted", self.reward - self.parts.get("length", 0.0)) > 1 - 1e-6
 
 
 @dataclass(frozen=True)
@@ -158,9 +156,13 @@ class Group:
 
     @property
     def rewards(self) -> FloatArray:
-        """[G] as they are learned."""
-        scale = self.prompt.scale
-        return np.array([scale * grade.reward for grade in self.grades], dtype=np.float32)
+        """[G] after length penalties and before ``Prompt.scale``."""
+        return np.array([grade.reward for grade in self.grades], dtype=np.float32)
+
+    @property
+    def correct(self) -> BoolArray:
+        """[G] the responses that the task counts as correct."""
+        return np.array([grade.correct is True for grade in self.grades], dtype=np.bool_)
 
     @property
     def oldest_version(self) -> int:
@@ -195,13 +197,16 @@ class PackedBatch:
     """[segments] bool"""
     group_ids: Tensor
     """[S] int64 in [0, groups)"""
+    lengths: Tensor
+    """[S] int64: sampled tokens of each response, also of responses that are not in the loss."""
     rewards: Tensor
-    """[S] float"""
+    """[S] float, scaled by ``Prompt.scale``"""
     parts: Tensor
-    """[S, K] float: the parts of the grades that the objective reads; K is 0 if it reads none."""
+    """[S, K] float, scaled: the parts of the grades that the objective reads; K is 0 if it reads
+    none."""
     values: Tensor | None = None
-    """[N] float: the value before each token that begins a step, NaN before others; None if the
-    recipe values no steps."""
+    """[N] float, scaled: the value before each token that begins a step, NaN before others; None if
+    the recipe values no steps."""
 
     def to(self, device: Any) -> PackedBatch:
         moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in vars(self).items()}

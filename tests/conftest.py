@@ -36,7 +36,7 @@ def make_group(index, prompt, responses, rewards, *, version=0, temperature=1.0,
     )
     text = " ".join(map(str, prompt))
     head = Prompt(f"p{index}", text, np.array(prompt, dtype=np.int32), "t", sorted(prompt))
-    return Group(index, head, completions, tuple(Grade(r) for r in rewards))
+    return Group(index, head, completions, tuple(Grade(r, correct=r >= 1) for r in rewards))
 
 
 def aborted(completion, *, tokens=0):

@@ -20,6 +20,10 @@ STALE = {"objective.proximal": "behavior"}
     [
         ({"loop.lag": -1}, "loop.lag must be greater than or equal to 0, got -1"),
         ({"loop.lag": 1}, "objective.proximal = 'behavior'"),
+        (
+            {"buffer.capacity": 4, "buffer.order": "recent", "buffer.max_uses": 2} | STALE,
+            "buffer.max_uses = 2 has no effect with buffer.order = 'recent'",
+        ),
         ({"buffer.capacity": 2} | STALE, "buffer.capacity = 2 is smaller than the 3 groups"),
         ({"loop": "free"} | STALE, "set runtime.name = 'ray'"),
         ({"loop": "free", "loop.window": 2, "runtime": "ray"} | STALE, "window = 2 is smaller"),

@@ -29,7 +29,7 @@ def reward(response: str, row: Mapping[str, Any]) -> dict[str, Any]:
         return {"reward": 0.0, "format": 0.0, "answer": 0.0, "status": "unparsed"}
     scorer = _scorer(row["generator"], dumps(row["settings"]))
     score = float(scorer(answer, row["entry"]))
-    return {"reward": score, "format": 1.0, "answer": float(score == 1)}
+    return {"reward": score, "format": 1.0, "answer": float(score == 1), "correct": score == 1}
 
 
 @lru_cache(maxsize=64)

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from burnish.errors import ConfigError, GraderError
 from burnish.graders import rubric
 from burnish.graders.pool import Items
+from burnish.graders.rewards import FULL
 from burnish.schema.judged import JudgeConfig
 from burnish.types import Grade, Status
 from burnish.wording import printable
@@ -105,7 +106,8 @@ class Judge:
         if reply.answer is None:
             return Grade(math.nan, {}, Status.ERROR, reply.problem, reply.cost)
         parts = dict(zip(row["rubric"], map(float, reply.answer), strict=True))
-        return Grade(rubric.share(row["rubric"], reply.answer), parts, cost=reply.cost)
+        share = rubric.share(row["rubric"], reply.answer)
+        return Grade(share, parts, cost=reply.cost, correct=share >= FULL)
 
     def _chat(self, messages: rubric.Messages, seconds: float, max_tokens: int) -> tuple[str, int]:
         """An answer's text, and the tokens that the endpoint counted: 0 if it counts none."""

@@ -112,7 +112,8 @@ class GraderPool:
 
 
 def as_grade(outcome: Outcome) -> Grade:
-    return Grade(outcome.reward, outcome.parts, Status(outcome.status), outcome.message)
+    status, message, correct = Status(outcome.status), outcome.message, outcome.correct
+    return Grade(outcome.reward, outcome.parts, status, message, correct=correct)
 
 
 def _start(source: Source) -> _Supervisor:
@@ -196,5 +197,8 @@ def _with_end(grade: Grade, completion: Completion, must_end: bool) -> Grade:
     if grade.status is Status.ERROR:
         return grade
     ended = completion.finish is Finish.STOP
-    reward = grade.reward if ended or not must_end else min(0.0, grade.reward)
-    return replace(grade, reward=reward, parts=grade.parts | {"ended": float(ended)})
+    grade = replace(grade, parts=grade.parts | {"ended": float(ended)})
+    if ended or not must_end:
+        return grade
+    correct = None if grade.correct is None else False
+    return replace(grade, reward=min(0.0, grade.reward), correct=correct)

@@ -1,8 +1,10 @@
 """A reward is a function of (response text, row) that returns a number or a dict of parts.
 
 A dict has a "reward" and any other parts, all of them numbers; its "status" may say "unparsed" for
-a response that could not be read, which scores 0. Whatever else a function does is an error of the
-grader: a counted failure with a message, never a 0. (Workers import this file: no numpy.)
+a response that could not be read, which scores 0. Its "correct" says whether the response is right
+(True, False, or None if the reward has no such notion); without it, a reward of at least 1 counts.
+Whatever else a function does is an error of the grader: a counted failure with a message, never a
+0. (Workers import this file: no numpy.)
 
 A script that calls ``burnish.train`` at its top level, with no main guard, must not do so a second
 time in a worker. So of a running script a worker runs the definitions alone.
@@ -28,13 +30,15 @@ from burnish.wording import printable
 Reward = Callable[[str, Mapping[str, Any]], Any]
 
 
-def none(response: str, row: Mapping[str, Any]) -> float:
+def none(response: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """For rows without a reward of their own: a learned reward or a teacher is learned from."""
-    return 0.0
+    return {"reward": 0.0, "correct": None}
 
 
 BUILT_IN: dict[str, Reward] = {**keywords.REWARDS, "none": none}
 LONGEST_MESSAGE = 300
+FULL = 1 - 1e-6
+"""The least reward that counts as correct if the reward function does not say: 1 up to rounding."""
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
 ACTIONS = (ast.Call, ast.NamedExpr, ast.Await)
@@ -65,6 +69,7 @@ class Outcome(NamedTuple):
     reward: float
     parts: dict[str, float]
     message: str | None
+    correct: bool | None = None
 
 
 def score(reward: Reward, response: str, row: Mapping[str, Any]) -> Outcome:
@@ -83,6 +88,10 @@ def score(reward: Reward, response: str, row: Mapping[str, Any]) -> Outcome:
 def _read(value: Any) -> Outcome:
     parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
     status = parts.pop("status", "scored")
+    says_correct, correct = "correct" in parts, parts.pop("correct", None)
+    if correct not in (True, False, None):
+        shown = repr(correct)[:LONGEST_MESSAGE]
+        return _failed(f"correct must be True, False or None, got {shown}")
     if "reward" not in parts:
         return _failed(f"the reward's dict has no 'reward', only {', '.join(map(str, parts))}")
     for name, part in parts.items():
@@ -93,7 +102,9 @@ def _read(value: Any) -> Outcome:
     total = numbers.pop("reward")
     if status not in ("scored", "unparsed") or (status == "unparsed" and total):
         return _failed(f"status must be scored, or unparsed with reward 0, got {status!r}, {total}")
-    return Outcome(status, total, numbers, None)
+    if not says_correct:
+        correct = total >= FULL
+    return Outcome(status, total, numbers, None, None if correct is None else bool(correct))
 
 
 def _failed(message: str) -> Outcome:

@@ -312,7 +312,8 @@ class _Recorder:
     def _validate(self, step: int) -> Metrics:
         when = f"after step {step}" if step else "before the first step"
         groups, metrics = self.parts.validate(when)
-        self._score = metrics.get("validation/reward")
+        # Without a reward (distillation alone) there is no score, and the last checkpoint is taken.
+        self._score = metrics.get("validation/reward") if self.recipe.is_rewarded else None
         if "validation/loss" in metrics:
             self._score = -metrics["validation/loss"]  # the best is the highest
         self._keep("evaluations.jsonl", step, groups, limit=EVALUATED)

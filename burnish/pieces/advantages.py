@@ -34,16 +34,30 @@ class Advantage(Piece):
     """The smallest group that it takes, whatever its settings."""
     over_time: ClassVar[bool] = False
     """Whether it takes a reward per token, [N], and not one per response, [S]."""
-    is_scale_free: ClassVar[bool] = False
-    """Whether a factor of a group's rewards changes nothing."""
+    judges_groups: ClassVar[bool] = True
+    """Whether a group's advantages follow from the group alone, so that a group is dead if all of
+    them are 0. False: the other groups, a critic or a teacher decide, and no group is dead."""
     reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ()
     """The forward passes before the first gradient step that `from_scores` takes."""
     takes_penalty: ClassVar[bool] = True
     """Whether a KL in the reward, which may make it negative, has a place in it."""
 
+    reads_scale: ClassVar[bool] = True
+    """Whether a factor of a group's rewards changes its advantages by more than eps does."""
+
     @property
     def smallest_group(self) -> int:
         return self.group
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether it reads the reward of a response, of which a length penalty is a part."""
+        return True
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether ``task.scales`` changes its advantages."""
+        return self.reads_scale
 
     @property
     def graded(self) -> tuple[str, ...]:
@@ -75,6 +89,17 @@ class Advantage(Piece):
         per_response = self.estimator(*self.given(rewards, batch))
         return rl("sequences", "to_tokens")(per_response, batch.is_action, batch.sequence_ids)
 
+    def is_dead(self, batch: PackedBatch) -> bool:
+        """Whether a group, which is the whole batch, teaches nothing: all its advantages are 0,
+        whatever other groups there are."""
+        assert self.judges_groups, "a group alone does not say"
+        rewards = batch.rewards
+        if self.over_time:
+            rewards = rl("sequences", "on_last_action")(
+                rewards, batch.is_action, batch.sequence_ids
+            )
+        return not bool(self.per_token(rewards, batch).any())
+
     def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
         """The same, if ``scores`` has the passes that this advantage reads."""
         return self.per_token(rewards, batch)
@@ -94,7 +119,7 @@ class GroupMean(Advantage):
 class GroupZscore(Advantage):
     name: Literal["group_zscore"] = "group_zscore"
     written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / (std_g(r) + {eps:g})"
-    is_scale_free: ClassVar[bool] = True
+    reads_scale: ClassVar[bool] = False
     eps: float = Field(1e-6, gt=0, description="added to the std")
 
 
@@ -107,6 +132,10 @@ class BestOfGroup(Advantage):
     name: Literal["best_of_group"] = "best_of_group"
     group: ClassVar[int] = 1
     centered: bool = Field(False, description="subtract the group's mean")
+
+    @property
+    def smallest_group(self) -> int:
+        return 2 if self.centered else 1
 
     def formula(self) -> str:
         return f"A_i = {'(r_i − mean_g(r))' if self.centered else 'r_i'} [r_i = max_g(r)]"
@@ -128,7 +157,7 @@ class PassAtK(Advantage):
         "A_i = (E[M | i is drawn] − E[M]) / (std[M] + {eps:g}),  M = best reward of {k} responses "
         "drawn from the group"
     )
-    is_scale_free: ClassVar[bool] = True
+    reads_scale: ClassVar[bool] = False
     k: int = Field(ge=1, description="responses of which the best counts; below the group size")
     eps: float = Field(1e-6, gt=0, description="added to the std")
 
@@ -146,6 +175,10 @@ class MaxAtK(Advantage):
     def smallest_group(self) -> int:
         return self.k
 
+    @property
+    def is_scaled(self) -> bool:
+        return self.eps is None
+
     def formula(self) -> str:
         scale = "" if self.eps is None else f" / (std_g(r) + {self.eps:g})"
         sets = f"I: sets of {self.k} responses that hold i"
@@ -155,7 +188,7 @@ class MaxAtK(Advantage):
 class MaxRL(Advantage):
     name: Literal["maxrl"] = "maxrl"
     written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / (mean_g(r) + {eps:g})"
-    is_scale_free: ClassVar[bool] = True
+    reads_scale: ClassVar[bool] = False
     takes_penalty: ClassVar[bool] = False
     eps: float = Field(1e-6, gt=0, description="added to the mean")
 
@@ -164,7 +197,7 @@ class Gdpo(Advantage):
     """Each part of the reward is normalised on its own; ``parts`` has their weights by name."""
 
     name: Literal["gdpo"] = "gdpo"
-    is_scale_free: ClassVar[bool] = True
+    reads_scale: ClassVar[bool] = False
     takes_penalty: ClassVar[bool] = False
     parts: dict[str, FiniteFloat] = Field({}, validate_default=True)
     """The weight of each part of the grade that counts, by its name."""
@@ -185,6 +218,10 @@ class Gdpo(Advantage):
         return f"A_i = a_i / (std of a over the batch + {self.eps:g}),  a = {told}"
 
     @property
+    def reads_rewards(self) -> bool:
+        return False
+
+    @property
     def graded(self) -> tuple[str, ...]:
         return tuple(self.parts)
 
@@ -201,8 +238,7 @@ class Opo(Advantage):
     written: ClassVar[str] = "A_i = r_i − Σ_g |y_j| r_j / Σ_g |y_j|"
 
     def given(self, rewards: Tensor, batch: PackedBatch) -> tuple[Tensor, ...]:
-        lengths = rl("sequences", "sequence_lengths")(batch.is_action, batch.sequence_ids)
-        return rewards, batch.group_ids, lengths
+        return rewards, batch.group_ids, batch.lengths
 
 
 class Remax(Advantage):
@@ -230,6 +266,7 @@ class Remax(Advantage):
 
 class ReinforcePlusPlus(Advantage):
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    judges_groups: ClassVar[bool] = False
     written: ClassVar[str] = "A_t = whiten over the batch of R_t,  R_t = r_t + {gamma:g} R_(t+1)"
     group: ClassVar[int] = 1
     over_time: ClassVar[bool] = True
@@ -247,6 +284,11 @@ class ReinforcePlusPlusBaseline(Advantage):
         groups, mask, ids = batch.group_ids, batch.is_action, batch.sequence_ids
         return self.estimator(rewards, groups, mask, sequence_ids=ids)
 
+    def is_dead(self, batch: PackedBatch) -> bool:
+        """Whitening moves a group at its mean by the same small amount as all others, which says
+        nothing about its responses: the baseline decides."""
+        return bool((batch.rewards == batch.rewards[0]).all())
+
 
 class Gae(Advantage):
     """Generalised advantage estimation over the values of a source.
@@ -256,6 +298,7 @@ class Gae(Advantage):
     """
 
     name: Literal["gae"] = "gae"
+    judges_groups: ClassVar[bool] = False
     group: ClassVar[int] = 1
     over_time: ClassVar[bool] = True
     values: Function = Field(CRITIC, description="'critic', or a function from Python")
@@ -342,6 +385,7 @@ class Vine(Advantage):
 
 class Teacher(Advantage):
     name: Literal["teacher"] = "teacher"
+    judges_groups: ClassVar[bool] = False
     group: ClassVar[int] = 1
     takes_penalty: ClassVar[bool] = False
     reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ("proximal", "teacher")
@@ -351,6 +395,14 @@ class Teacher(Advantage):
     @property
     def smallest_group(self) -> int:
         return 2 if self.reward else 1
+
+    @property
+    def reads_rewards(self) -> bool:
+        return self.reward > 0
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.reward > 0
 
     def formula(self) -> str:
         reward = f" + {self.reward:g} (r_i − mean_g(r))" if self.reward else ""
@@ -378,6 +430,16 @@ class OwnAdvantage(Advantage):
     @property
     def estimator(self) -> Callable[..., Tensor]:
         return partial(self.function)
+
+    def is_dead(self, batch: PackedBatch) -> bool:
+        """The function may compare groups, as whitening does. So the group is put beside another
+        one, of higher and unequal rewards: only if its own advantages are 0 there too is it dead.
+        """
+        own, ids = batch.rewards, batch.group_ids
+        other = own.max() + 1 + own.new_tensor(range(len(own)))
+        both = own.new_tensor([*own.tolist(), *other.tolist()])
+        found = self.estimator(both, ids.new_tensor([*ids.tolist(), *(ids + 1).tolist()]))
+        return not bool(found[: len(own)].any())
 
 
 PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo | Remax

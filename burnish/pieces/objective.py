@@ -51,6 +51,12 @@ class ObjectiveConfig(Section):
         return self
 
     @property
+    def judges_groups(self) -> bool:
+        """Whether it is known from a group alone that the group teaches nothing. A KL in the reward
+        makes equal rewards unequal."""
+        return self.advantage.judges_groups and self.kl.where != "reward"
+
+    @property
     def reads_proximal_first(self) -> bool:
         """Whether the proximal policy's log-probabilities are read before the first gradient step.
 

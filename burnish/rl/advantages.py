@@ -197,7 +197,7 @@ def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
         A_i = r_i − Σ_g l_j r_j / Σ_g l_j
 
     Hao et al. 2025, https://arxiv.org/abs/2505.23585 (OPO). ``lengths`` [S] are numbers
-    of actions; takes and returns [S].
+    of sampled tokens; takes and returns [S].
     Differs from the paper in nothing; verl takes the raw reward in a group of one.
     """
     group, size = _groups(rewards, group_ids, least=2)

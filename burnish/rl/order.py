@@ -15,6 +15,8 @@ def best_of_k(rewards: Tensor, k: int, eps: float) -> Tensor:
     sets that hold i, C(i − 1, k − 1) have i as their best, and C(j − 2, k − 2) each j > i.
     """
     n, (ordered, order) = len(rewards), (rewards - rewards.min()).sort()
+    if ordered[k - 1] == ordered[-1]:  # the best of any k is the same: exactly 0, without rounding
+        return torch.zeros_like(rewards)
     alone = ordered.new_tensor([math.comb(j, k - 1) for j in range(n)])
     beside = ordered.new_tensor([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)])
     share = alone / math.comb(n, k)

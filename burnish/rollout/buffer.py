@@ -25,7 +25,7 @@ class Buffer:
     def __init__(
         self,
         capacity: int,
-        order: Literal["recent", "uniform", "weighted"] = "recent",
+        order: Literal["recent", "uniform", "weighted"] = "uniform",
         *,
         max_age: int | None = None,
         max_uses: int = 1,

@@ -1,4 +1,4 @@
-"""Rollouts that are filled: groups without variance leave, and other prompts are asked.
+"""Rollouts that are filled: groups that teach nothing leave, and other prompts are asked.
 
 All randomness and every choice hang on the numbers of groups and on the engine's steps, never on
 the time that grading takes, so a rollout repeats bit for bit.
@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from burnish.draws import Stream
 from burnish.engine.protocol import Request, Server
 from burnish.errors import DataError
 from burnish.progress import Report, unheard
 from burnish.rollout.length import shaping
+from burnish.rollout.packing import pack
 from burnish.rollout.rollout import (
     Answered,
     Asked,
@@ -48,8 +47,27 @@ Judge = Callable[[Group], bool]
 
 
 def judge_of(recipe: Recipe) -> Judge:
-    """The judge of dead groups: their rewards are all equal."""
-    return lambda group: float(np.ptp(group.rewards)) == 0
+    """The judge of ``selection.dead_by``.
+
+    advantage: all advantages of the group are 0 by the recipe's own estimator. correct: none or all
+    of its responses are correct by the task's grade, whatever a length penalty made of the reward.
+    """
+    if recipe.selection.dead_by == "correct":
+        return _is_uniform
+    if not recipe.objective.judges_groups:
+        return lambda group: False
+    advantage = recipe.objective.advantage
+    return lambda group: advantage.is_dead(pack([group], advantage.graded))
+
+
+def _is_uniform(group: Group) -> bool:
+    if all(grade.correct is None for grade in group.grades):
+        raise DataError(
+            "selection.dead_by = 'correct' needs grades that say whether a response is correct, "
+            f"and those of {group.prompt.prompt_id} don't; return 'correct' from the reward, or "
+            "use selection.dead_by = 'advantage'"
+        )
+    return bool(group.correct.all()) or not group.correct.any()
 
 
 def is_lost(group: Group, recipe: Recipe, is_dead: Judge) -> bool:
@@ -66,10 +84,12 @@ def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]
     (https://arxiv.org/abs/2503.14476) asks for a whole batch each time and drops the surplus.
     """
     chosen, wanted, is_dead = recipe.selection, recipe.prompts_per_rollout, judge_of(recipe)
+    dead: dict[int, bool] = {}
     while True:
         check_errors(sampled, limit=recipe.rollout.max_errors)
         whole, figures = drop_errors(sampled, recipe.rollout.overlong)
-        alive = [group for group in whole if not is_dead(group)]
+        dead |= {group.index: is_dead(group) for group in whole if group.index not in dead}
+        alive = [group for group in whole if not dead[group.index]]
         groups = whole if chosen.dead_groups == "keep" else alive
         left = wanted * chosen.max_asked - len(sampled)
         if not chosen.fills or len(groups) >= wanted or left <= 0:
@@ -77,11 +97,13 @@ def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]
         sampled = sampled + ask(min(wanted - len(groups), left))
     if chosen.fills and chosen.on_bound == "stop" and len(groups) < wanted:
         raise DataError(
-            f"{len(groups)} of {len(sampled)} groups had unequal rewards; a step needs {wanted} "
+            f"{len(groups)} of {len(sampled)} groups teach something; a step needs {wanted} "
             f"and selection.max_asked = {chosen.max_asked} allows no more. The prompts are too "
             "easy or too hard for the model: choose others, or resume with a higher "
             "selection.max_asked or with selection.on_bound = 'learn'"
         )
+    if whole:
+        figures["rollout/dead_groups"] = 1 - len(alive) / len(whole)
     if groups:
         figures["rollout/asked_per_used"] = len(sampled) / len(groups)
     used, intact = ({group.index for group in own} for own in (groups, whole))

@@ -37,15 +37,21 @@ def _greedy(request: Request) -> Request:
     return replace(request, request_id=f"{request.request_id}-greedy", n=1, params=params)
 
 
+def has_greedy(group: Group) -> bool:
+    """Whether the last response is the greedy baseline of the others."""
+    *own, last = group.completions
+    return bool(own) and last.params.temperature == 0 and own[0].params.temperature > 0
+
+
 def set_apart(group: Group) -> Group:
     """A graded group without its greedy response, if it has one beside others: the reward becomes a
     part of the other grades, and its tokens count as continued from the first response.
 
     If the greedy response has no grade, the others are errors, too: they have no baseline.
     """
-    (*own, last), (*grades, greedy) = group.completions, group.grades
-    if not own or last.params.temperature > 0 or own[0].params.temperature == 0:
+    if not has_greedy(group):
         return group
+    (*own, last), (*grades, greedy) = group.completions, group.grades
     if greedy.is_error:
         told = f"the greedy response has no grade: {greedy.message}"
         grades = [Grade(math.nan, status=Status.ERROR, message=told)] * len(own)

@@ -8,8 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from burnish.errors import ConfigError
-from burnish.graders.length import PENALTIES
+from burnish.graders.length import PENALTIES, Graded
 from burnish.model.tokenizer import Tokenizer
+from burnish.rollout.greedy import has_greedy
+from burnish.schema.length import Overlong
 from burnish.schema.recipe import Recipe
 from burnish.types import Completion, Finish, Group
 
@@ -26,7 +28,8 @@ def unshaped(group: Group) -> Group:
 def shaping(recipe: Recipe) -> Shape:
     """The function that adds a recipe's length penalty to the grades of a group.
 
-    A grade that is an error stays as it is and counts in no statistics.
+    A grade that is an error stays as it is and counts in no statistics. A greedy baseline pays the
+    same penalty and counts in none either.
     """
     name, settings = recipe.length.name, recipe.length.settings
     if name == "none":
@@ -37,9 +40,16 @@ def shaping(recipe: Recipe) -> Shape:
         if not good.any():
             return group
         lengths = np.array([c.sampled.sum() for c in group.completions], dtype=np.float64)
-        given = group.rewards[good].astype(np.float64), lengths[good]
+        sizes = np.array([len(c.token_ids) for c in group.completions], dtype=np.float64)
+        counted = [is_counted(c, recipe.rollout.overlong) for c in group.completions]
+        if has_greedy(group):
+            counted[-1] = False
+        rewards = group.rewards.astype(np.float64)
+        given = (rewards, group.correct, lengths, sizes - lengths, np.array(counted))
         change = np.zeros(len(good))
-        change[good] = PENALTIES[name](*given, limit=recipe.rollout.max_tokens, **settings)
+        change[good] = PENALTIES[name](
+            Graded(*(each[good] for each in given)), limit=recipe.rollout.max_tokens, **settings
+        )
         grades = tuple(
             replace(
                 grade, reward=grade.reward + float(own), parts={**grade.parts, PART: float(own)}
@@ -56,6 +66,11 @@ def shaping(recipe: Recipe) -> Shape:
 def is_cut(completion: Completion) -> bool:
     """Whether the response was cut at the length limit."""
     return completion.finish is Finish.LENGTH
+
+
+def is_counted(completion: Completion, overlong: Overlong) -> bool:
+    """Whether the response counts in its group's statistics: ``overlong`` may drop it."""
+    return not (overlong == "drop" and is_cut(completion))
 
 
 def mask_cut(groups: Sequence[Group]) -> list[Group]:

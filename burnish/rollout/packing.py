@@ -23,6 +23,8 @@ STREAMS = {
     "values": np.float32,
 }
 """Fields of a batch, [N] each or None, that do not follow from the lengths of its segments."""
+PER_RESPONSE = ("lengths", "rewards", "parts")
+"""Fields of a batch with one row per response."""
 
 
 class Pack(NamedTuple):
@@ -39,7 +41,9 @@ class Pack(NamedTuple):
 def pack(groups: Sequence[Group], parts: Sequence[str] = ()) -> PackedBatch:
     """Lays the groups out one after the other, each as prompt, response 1, response 2, …
 
-    ``parts`` names the parts of the grades that the batch carries.
+    ``parts`` names the parts of the grades that the batch carries. This is the one place that
+    applies ``Prompt.scale``: rewards, parts (a greedy reward among them) and step values of a group
+    are multiplied by the same factor, after length penalties and before the estimator.
     """
     segments = [segment for group in groups for segment in _segments(group)]
     streams = {
@@ -50,12 +54,23 @@ def pack(groups: Sequence[Group], parts: Sequence[str] = ()) -> PackedBatch:
     sizes = torch.tensor([len(group.completions) for group in groups])
     is_prompt = torch.zeros(len(segments), dtype=torch.bool)
     is_prompt[pad((sizes + 1).cumsum(0), (1, 0))[:-1]] = True
-    lengths = torch.tensor([len(tokens) for tokens, *_ in segments])
-    shape = _lay_out(lengths, is_prompt)
+    shape = _lay_out(torch.tensor([len(tokens) for tokens, *_ in segments]), is_prompt)
     group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
-    rewards = torch.from_numpy(np.concatenate([group.rewards for group in groups]))
-    graded = torch.from_numpy(np.concatenate([_parts(group, parts) for group in groups]))
-    return PackedBatch(**streams, **shape, group_ids=group_ids, rewards=rewards, parts=graded)
+    lengths = torch.tensor([int(c.sampled.sum()) for group in groups for c in group.completions])
+    rewards = np.concatenate([_scale(group) * group.rewards for group in groups])
+    graded = np.concatenate([_scale(group) * _parts(group, parts) for group in groups])
+    return PackedBatch(
+        **streams,
+        **shape,
+        group_ids=group_ids,
+        lengths=lengths,
+        rewards=torch.from_numpy(rewards),
+        parts=torch.from_numpy(graded),
+    )
+
+
+def _scale(group: Group) -> np.float32:
+    return np.float32(group.prompt.scale)
 
 
 def _parts(group: Group, names: Sequence[str]) -> FloatArray:
@@ -81,7 +96,9 @@ def _segments(group: Group) -> Iterator[tuple[np.ndarray, ...]]:
         temperature = np.full(len(c.token_ids), c.params.temperature)
         action = c.sampled & c.in_loss
         logprobs = np.where(action, c.logprobs, 0)
-        values = np.full(len(c.token_ids), np.nan) if c.values is None else c.values
+        values = np.full(len(c.token_ids), np.nan)
+        if c.values is not None:
+            values = _scale(group) * c.values
         yield c.token_ids, action, logprobs, temperature, c.versions, values
 
 
@@ -125,7 +142,7 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
     slots = Pack.whole(batch).slots[: int(lengths.sum())] + shift.repeat_interleave(lengths)
     given = {name: getattr(batch, name) for name in STREAMS}
     streams: dict[str, Any] = {k: v if v is None else v[slots] for k, v in given.items()}
-    per_response = {name: getattr(batch, name)[sequences] for name in ("rewards", "parts")}
+    per_response = {name: getattr(batch, name)[sequences] for name in PER_RESPONSE}
     return Pack(PackedBatch(**streams, **shape, group_ids=new_group, **per_response), slots)
 
 
@@ -134,7 +151,7 @@ def first_token(batch: PackedBatch) -> Pack:
     one, slots = torch.ones_like(batch.segment_offsets[:1]), Pack.whole(batch).slots[:1]
     given = {name: getattr(batch, name) for name in STREAMS}
     streams: dict[str, Any] = {k: v if v is None else v[slots] for k, v in given.items()}
-    none = {name: getattr(batch, name)[:0] for name in ("group_ids", "rewards", "parts")}
+    none = {name: getattr(batch, name)[:0] for name in ("group_ids", *PER_RESPONSE)}
     return Pack(PackedBatch(**streams, **_lay_out(one, one > 0), **none), slots)
 
 

@@ -18,7 +18,7 @@ from burnish.errors import DataError, EngineError, GraderError
 from burnish.progress import Report, unheard
 from burnish.rollout.branches import Steps, describe_steps, valued
 from burnish.rollout.greedy import set_apart
-from burnish.rollout.length import Shape, is_cut, mask_cut, unshaped
+from burnish.rollout.length import Shape, is_counted, is_cut, mask_cut, unshaped
 from burnish.schema.length import Overlong
 from burnish.schema.recipe import Recipe
 from burnish.tasks.task import Task
@@ -211,7 +211,7 @@ def drop_errors(
         good = [
             (completion, grade)
             for completion, grade in group.graded
-            if not grade.is_error and not (overlong == "drop" and is_cut(completion))
+            if not grade.is_error and is_counted(completion, overlong)
         ]
         if len(good) == len(group.grades):
             kept.append(group)
@@ -242,6 +242,7 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
             "reward": grade.reward,
             "parts": grade.parts,
             "status": grade.status,
+            "correct": grade.correct,
             "part": group.prompt.part,
         }
         for group in groups
@@ -261,7 +262,6 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
             "reward_std": float(rewards.std()),
             "reward_min": float(rewards.min()),
             "reward_max": float(rewards.max()),
-            "dead_groups": float(np.mean([np.ptp(own) == 0 for own in scored])),
         }
     return {f"rollout/{name}": value for name, value in figures.items()} | costs(groups)
 
@@ -274,13 +274,13 @@ def costs(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over responses, each with its tokens, finish, reward, parts, status and, in a mixture,
-    part.
+    """Means over responses, each with its tokens, finish, reward, parts, status, correctness and,
+    in a mixture, part.
 
     A response whose grade is an error has no reward; without any reward there is no such mean.
     """
     scored = [r for r in responses if r["status"] != Status.ERROR]
-    right = [r for r in scored if Grade(r["reward"], r["parts"]).is_right]
+    right = [r for r in scored if r["correct"]]
     columns: dict[str, list[float]] = {"length": [_length(r) for r in responses]}
     columns["length_correct"] = [_length(r) for r in right]
     columns |= {name: [r["finish"] == end for r in responses] for name, end in ENDINGS.items()}

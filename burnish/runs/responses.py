@@ -69,6 +69,7 @@ def rows(
             "reward": _finite(grade.reward),
             "parts": {name: _finite(value) for name, value in grade.parts.items()},
             "status": str(grade.status),
+            "correct": grade.correct,
             "advantage": None if advantages is None else _finite(advantages[place]),
             "finish": str(completion.finish),
             # The weights that sampled the first token; None if there are no tokens.

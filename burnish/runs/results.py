@@ -13,14 +13,19 @@ from burnish.runs import pages
 from burnish.runs.directory import read_json, replace_file
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.responses import ResponseRow
-from burnish.types import ENDINGS, Grade, Status
+from burnish.types import ENDINGS, Status
 
 Z = 1.959963984540054
 """95% of a normal distribution lie within so many standard deviations."""
 
 
 def is_right(row: ResponseRow) -> bool:
-    return Grade(row["reward"] or 0.0, row["parts"]).is_right
+    """Whether the task counts the response as correct. Rows of older runs have no such field: there
+    a response is correct that sorted, or earned 1 before its length penalty."""
+    if "correct" in row:
+        return row["correct"] is True
+    parts = row["parts"]
+    return bool(parts.get("sorted", (row["reward"] or 0.0) - parts.get("length", 0.0)) > 1 - 1e-6)
 
 
 def has_format(row: ResponseRow) -> bool:

@@ -126,13 +126,20 @@ def summarise(run: Path) -> dict[str, Any]:
         summary[f"{name}_first"], summary[f"{name}_last"] = ends
     if is_sampled:
         summary["responses"] = int(sum(count for _, count in series["rollout/responses"]))
-    if held_out := series.get(f"validation/{name}"):
+    if (held_out := series.get(f"validation/{name}")) and _is_rewarded(recipe):
         step, best = better(held_out, key=lambda point: point[1])
         first, last = held_out[0][1], held_out[-1][1]
         summary["validation"] = {"first": first, "last": last, "best": best, "best_step": step}
     if drift := series.get("kl/held_out_k1"):
         summary["kl_held_out_k1"] = drift[-1][1]
     return summary | {"before_and_after": _before_and_after(run)}
+
+
+def _is_rewarded(recipe: dict[str, Any]) -> bool:
+    """Whether a held-out reward says anything: not if a run only learns from a teacher."""
+    task = recipe.get("task", {})
+    rewards = [one.get("reward") for one in task.get("tasks", {"": task}).values()]
+    return "reward_model" in recipe or any(name != "none" for name in rewards)
 
 
 def _before_and_after(run: Path) -> list[dict[str, Any]]:

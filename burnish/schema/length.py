@@ -35,7 +35,12 @@ class ThinkConfig(Section):
         return self
 
 
-class NoPenalty(Piece):
+class LengthPiece(Piece):
+    reads_correct: ClassVar[bool] = False
+    """Whether it reads which responses are correct."""
+
+
+class NoPenalty(LengthPiece):
     name: Literal["none"] = "none"
     written: ClassVar[str] = "none"
 
@@ -43,23 +48,24 @@ class NoPenalty(Piece):
 Coefficient = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class OverlongPenalty(Piece):
+class OverlongPenalty(LengthPiece):
     name: Literal["overlong"] = "overlong"
     written: ClassVar[str] = (
-        "{coefficient:g} clip((|y_i| − (max_tokens − {buffer})) / {buffer}, 0, 1)"
+        "{coefficient:g} clip((|y_i| − (l_i − {buffer})) / {buffer}, 0, 1),  l_i = max_tokens − "
+        "inserted tokens"
     )
     buffer: int = Field(ge=1, description="tokens before the limit; left out: a fifth of it")
     coefficient: Coefficient = 1.0
 
 
-class TargetPenalty(Piece):
+class TargetPenalty(LengthPiece):
     name: Literal["target"] = "target"
     written: ClassVar[str] = "{coefficient:g} | {tokens} − |y_i| |"
     tokens: int = Field(ge=1, description="the length that costs nothing")
     coefficient: Coefficient = 3e-4
 
 
-class AtMostPenalty(Piece):
+class AtMostPenalty(LengthPiece):
     name: Literal["at_most"] = "at_most"
     written: ClassVar[str] = "r_i (1 − clip({coefficient:g} ({tokens} − |y_i|) + {delta:g}, 0, 1))"
     tokens: int = Field(ge=1, description="the length at which a reward is worth delta of itself")
@@ -67,14 +73,18 @@ class AtMostPenalty(Piece):
     delta: float = Field(0.5, ge=0, le=1)
 
 
-class AmongCorrectPenalty(Piece):
+class AmongCorrectPenalty(LengthPiece):
     name: Literal["among_correct"] = "among_correct"
-    written: ClassVar[str] = "{coefficient:g} [r_i ≥ 1] σ((|y_i| − mean) / std over right answers)"
+    reads_correct: ClassVar[bool] = True
+    written: ClassVar[str] = (
+        "{coefficient:g} [i is right] σ((|y_i| − mean) / std over right answers)"
+    )
     coefficient: float = Field(0.2, gt=0, lt=1)
 
 
-class SolveRatePenalty(Piece):
+class SolveRatePenalty(LengthPiece):
     name: Literal["solve_rate"] = "solve_rate"
+    reads_correct: ClassVar[bool] = True
     written: ClassVar[str] = "{coefficient:g} max(p_g, 1/G) |y_i| / max_tokens,  p_g = share right"
     coefficient: Coefficient = 0.2
 
@@ -100,6 +110,22 @@ def check(recipe: Recipe) -> None:
                 f"length.{setting} = {value} is above rollout.max_tokens = {most}, which no "
                 f"response exceeds; use {most} or less"
             )
+    advantage = recipe.objective.advantage
+    if recipe.length.name != "none" and not advantage.reads_rewards | (
+        "length" in advantage.graded
+    ):
+        remedy = "remove [length]"
+        if advantage.name == "gdpo":
+            remedy = "add objective.advantage.parts.length = 1, or remove [length]"
+        raise ValueError(
+            f"length.name = '{recipe.length.name}' has no effect with objective.advantage = "
+            f"'{advantage.name}', which does not read it; {remedy}"
+        )
+    if "length" in advantage.graded and recipe.length.name == "none":
+        raise ValueError(
+            "objective.advantage.parts.length reads a length penalty, and length.name = 'none' "
+            "makes none; choose one, or remove the part"
+        )
     if recipe.length.name == "solve_rate" and recipe.rollout.group_size < 2:
         raise ValueError(
             "length.name = 'solve_rate' reads the share of right answers in a group, and "

@@ -164,6 +164,12 @@ class Recipe(Section):
         return lag > 0 or self.buffer is not None
 
     @property
+    def is_rewarded(self) -> bool:
+        """Whether responses have a reward: a task's, or a reward model's."""
+        rewards = [getattr(task, "reward", None) for task in self.tasks.values()]
+        return self.reward_model is not None or any(name != "none" for name in rewards)
+
+    @property
     def on_mesh(self) -> bool:
         """Whether ranks learn together; torchrun's do even if there is one."""
         name = self.runtime.name

@@ -9,7 +9,7 @@ import numpy as np
 from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import DataError
 from burnish.schema.selection import SelectionConfig
-from burnish.types import Group
+from burnish.types import Finish, Group
 
 PATIENCE = 100, 4
 """Prompts in a row that may have left: so many, and so many for each that has. Every pass over the
@@ -17,10 +17,14 @@ prompts has each once, so all have left then, unless a mixture hardly ever asks 
 
 
 class History:
-    """Solve rates by the id of a prompt: the share of right responses in its last group."""
+    """Solve rates by the id of a prompt: the share of correct responses in its last group."""
 
-    def __init__(self, chosen: SelectionConfig, seed: int) -> None:
-        self._chosen, self._seed = chosen, seed
+    def __init__(
+        self, chosen: SelectionConfig, seed: int, *, drops_truncated: bool = False
+    ) -> None:
+        """``drops_truncated``: responses that were truncated at the length limit count in no solve
+        rate, because the recipe drops them."""
+        self._chosen, self._seed, self._drops_truncated = chosen, seed, drops_truncated
         self.load({})
 
     def load(self, rates: Mapping[str, float]) -> None:
@@ -77,10 +81,15 @@ class History:
         A prompt that has left stays away, whatever a group says that was in flight.
         """
         for group in groups:
-            right = [grade.is_right for grade in group.grades if not grade.is_error]
+            counted = [
+                grade.correct is True
+                for completion, grade in group.graded
+                if not grade.is_error
+                and not (self._drops_truncated and completion.finish is Finish.LENGTH)
+            ]
             name = group.prompt.prompt_id
-            if right and not self.has_left(name):
-                self.rates[name] = float(np.mean(right))
+            if counted and not self.has_left(name):
+                self.rates[name] = float(np.mean(counted))
                 self.left += self.has_left(name)
         figures = {"rollout/passed_prompts": float(self._passed)}
         self._passed = 0

@@ -70,5 +70,6 @@ class Sorting:
     def _grade(self, prompt: Prompt, completion: Completion) -> Grade:
         response = completion.token_ids.tolist()
         parts = REWARDS[self.config.reward](prompt.token_ids.tolist(), response)
-        is_sorted = float(response == prompt.reference)
-        return Grade(sum(parts.values()), parts | {"sorted": is_sorted})
+        is_sorted = response == prompt.reference
+        reward = sum(parts.values())
+        return Grade(reward, parts | {"sorted": float(is_sorted)}, correct=is_sorted)

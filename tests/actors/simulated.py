@@ -300,7 +300,8 @@ class Task:
 
     def _grade(self, prompt: Prompt, completion: Completion) -> Grade:
         draw = random.Random(f"{self._seed} {prompt.reference}").random()
-        return Grade(0.0 if draw < self._dead else float(completion.sample_index % 2))
+        right = draw >= self._dead and completion.sample_index % 2 == 1
+        return Grade(float(right), correct=right)
 
 
 class SlowLearner:

@@ -3,13 +3,21 @@
 import numpy as np
 import pytest
 
-from burnish.graders.length import PENALTIES
+from burnish.graders.length import PENALTIES, Graded
 from burnish.schema.length import AnyPenalty
 
 
-def change(name, rewards, lengths, **settings):
-    given = np.array(rewards, dtype=float), np.array(lengths, dtype=float)
-    return PENALTIES[name](*given, limit=100, **settings).tolist()
+def change(name, rewards, lengths, *, right=None, inserted=0, counted=True, **settings):
+    """Rewards of 1 are right unless ``right`` says otherwise."""
+    rewards = np.array(rewards, dtype=float)
+    given = Graded(
+        rewards,
+        rewards >= 1 if right is None else np.array(right),
+        np.array(lengths, dtype=float),
+        np.zeros_like(rewards) + inserted,
+        np.full(rewards.shape, True) & counted,
+    )
+    return PENALTIES[name](given, limit=100, **settings).tolist()
 
 
 def test_dapos_soft_penalty_falls_linearly_over_the_buffer():
@@ -17,6 +25,31 @@ def test_dapos_soft_penalty_falls_linearly_over_the_buffer():
     found = change("overlong", [1, 0, 1, 1, 0], [10, 80, 85, 95, 100], buffer=20, coefficient=1.0)
     assert found == pytest.approx([0, 0, -0.25, -0.75, -1])
     assert change("overlong", [1], [90], buffer=20, coefficient=0.5) == pytest.approx([-0.25])
+
+
+def test_a_response_truncated_at_the_limit_pays_in_full_whatever_was_inserted():
+    # 100 tokens in all, of which 15 were inserted: 85 sampled ones are the most there can be.
+    settings = {"buffer": 20, "coefficient": 1.0}
+    assert change("overlong", [0, 0], [85, 70], inserted=15, **settings) == pytest.approx(
+        [-1, -0.25]
+    )
+    assert change("overlong", [0], [85], **settings) == pytest.approx([-0.25])
+
+
+def test_statistics_leave_out_responses_that_do_not_count():
+    # The last response is a greedy baseline: it pays by the statistics of the others.
+    kept = np.array([True, True, True, False])
+    found = change("among_correct", [1, 0, 1, 1], [10, 99, 30, 20], counted=kept, coefficient=0.2)
+    assert found == pytest.approx([-0.2 * (1 - 0.7310585786), 0, -0.2 * 0.7310585786, -0.1])
+    found = change("solve_rate", [1, 0, 0, 1], [10, 20, 40, 100], counted=kept, coefficient=0.3)
+    assert found == pytest.approx([-0.01, -0.02, -0.04, -0.1])  # 0.3 × 1/3 × |y| / 100
+
+
+def test_the_task_says_which_responses_are_right():
+    right = [True, False]  # rewards of a reward model say nothing
+    assert change("among_correct", [0.2, 3.0], [5, 5], right=right, coefficient=0.2) == [-0.1, 0]
+    found = change("solve_rate", [0.2, 3.0], [10, 10], right=right, coefficient=0.2)
+    assert found == pytest.approx([-0.01, -0.01])
 
 
 def test_l1_exact_charges_each_token_away_from_the_target():

@@ -29,7 +29,33 @@ class Holder:
 
 @pytest.mark.parametrize("value", [1, True, np.float32(1), np.int64(1), {"reward": np.float64(1)}])
 def test_numbers_of_any_make(value):
-    assert score(lambda response, row: value, "", {}) == ("scored", 1.0, {}, None)
+    assert score(lambda response, row: value, "", {}) == ("scored", 1.0, {}, None, True)
+
+
+@pytest.mark.parametrize(
+    ("value", "correct"),
+    [
+        (1.5, True),
+        (1 - 1e-9, True),
+        (0.9, False),
+        ({"reward": 0.3, "correct": True}, True),
+        ({"reward": 7.0, "correct": False}, False),
+        ({"reward": 7.0, "correct": None}, None),
+        ({"reward": 0.0, "correct": np.True_}, True),
+        ({"reward": 0.0, "status": "unparsed"}, False),
+    ],
+)
+def test_a_reward_may_say_which_responses_are_correct(value, correct):
+    outcome = score(lambda response, row: value, "", {})
+    assert outcome.correct is correct
+    assert "correct" not in outcome.parts
+
+
+@pytest.mark.parametrize("said", [0.5, "yes", 2])
+def test_correct_is_yes_or_no(said):
+    outcome = score(lambda response, row: {"reward": 1.0, "correct": said}, "", {})
+    assert outcome.status == Status.ERROR
+    assert "correct must be True, False or None" in outcome.message
 
 
 @pytest.mark.parametrize("value", [np.zeros(1), 1j, "1", b"1", {"reward": math.nan}, [1], ()])

@@ -9,6 +9,7 @@ from burnish.errors import BurnishError, ConfigError, ModelError
 from burnish.model import checkpoint
 from burnish.model.transformer import ModelConfig, Transformer
 from burnish.plan import plan
+from burnish.runs import checkpoints
 from tests.conftest import byte_tokenizer
 from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401
 
@@ -62,6 +63,25 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit(more, taught, teacher, tmp_pat
     weights.write_bytes(weights.read_bytes() + b" ")
     with pytest.raises(BurnishError, match=r"teacher\.model"):
         api.resume(path, show=False, train={"steps": 5})
+
+
+def test_distillation_without_a_reward_takes_its_last_checkpoint(taught, tmp_path):
+    """Every held-out reward is 0, so that the first checkpoint would be the best."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(20)))
+    kept = [name for name in taught if not name.startswith("task.")]
+    kept += ["task=files", f"task.train={rows}", "task.reward=none", "validation.every=1"]
+    kept += ["checkpoint.every=1", "checkpoint.keep=9", "task.chat=false"]
+    path = api.train("keywords", overrides=kept, out=tmp_path / "run", show=False)
+    assert checkpoints.choose(path, "best").name == "step-00000004"
+    summary = json.loads((path / "summary.json").read_text())
+    assert "validation" not in summary
+    with pytest.raises(ConfigError, match=r"selection\.leave_at reads which responses are correct"):
+        config.load("keywords", [*kept, "selection.leave_at=0.9"])
+    with pytest.raises(
+        ConfigError, match=r"'drop' has no effect with objective\.advantage = 'teach"
+    ):
+        config.load("keywords", [*kept, "selection.dead_groups=drop"])
 
 
 def test_another_vocabulary_or_a_shorter_context_is_refused(taught, tmp_path):

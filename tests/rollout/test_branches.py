@@ -13,10 +13,11 @@ from burnish import config
 from burnish.draws import Stream, uniforms
 from burnish.engine.protocol import Request
 from burnish.errors import ConfigError
+from burnish.learner.objective import compile
 from burnish.rollout.branches import Branching, starts_of
 from burnish.rollout.packing import pack, take
 from burnish.rollout.rollout import describe, drop_errors, grade
-from burnish.types import Branch, Completion, Finish, Grade, Prompt, SamplingParams, Status
+from burnish.types import Branch, Completion, Finish, Grade, Prompt, SamplingParams, Scores, Status
 from tests.conftest import aborted, make_group
 
 
@@ -220,3 +221,17 @@ def test_an_aborted_response_has_values_that_nobody_reads() -> None:
     given = (replace(own[0], finish=Finish.ABORT), own[1])
     (group,) = grade(TASK, [(7, HEAD)], [given])  # type: ignore[arg-type]
     assert drop_errors([group])[0] == []
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_values_are_scaled_as_the_rewards_are(scale: float) -> None:
+    """All continuations and responses are right, so that no step gains or loses anything."""
+    right = Branch(2, continued(["good"] * 3))
+    prompt = replace(HEAD, scale=scale)
+    own = tuple(replace(c, text="r0") for c in sampled((right,), (right,))[0])
+    (group,) = grade(TASK, [(7, prompt)], [own])  # type: ignore[arg-type]
+    batch = pack([group])
+    program = compile(config.load("keywords", ["objective.advantage=vine"]).objective)
+    assert not program.advantages(batch, Scores()).any()
+    assert batch.values is not None
+    assert set(batch.values[batch.values.isfinite()].tolist()) == {scale}

@@ -13,7 +13,7 @@ from burnish.engine.protocol import completed
 from burnish.errors import ConfigError, DataError, GraderError
 from burnish.loops import asynchronous
 from burnish.plan import plan
-from burnish.rollout.filling import fill, sample_actively
+from burnish.rollout.filling import fill, judge_of, sample_actively
 from burnish.rollout.rollout import describe
 from burnish.types import Finish, Grade, Prompt, Status
 from tests.conftest import make_group
@@ -73,7 +73,7 @@ def test_dynamic_sampling_asks_until_the_batch_is_full():
     assert result.figures["rollout/asked_per_used"] == 5 / 3
     # five groups with responses of 1 and 2 tokens each
     assert describe(result.sampled)["rollout/tokens_sampled"] == 15
-    assert describe(result.sampled)["rollout/dead_groups"] == 2 / 5
+    assert result.figures["rollout/dead_groups"] == pytest.approx(2 / 5)
     # 5, 6, 7: 6 is dead; 8 fills the batch
     result, rounds = next(rollouts)
     assert rounds == [3, 1]
@@ -215,9 +215,10 @@ def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
 def test_a_plan_says_what_is_selected_and_the_most_that_it_costs():
     recipe = recipe_of("dynamic", "selection.max_asked=4", "selection.target=0.8")
     assert dict(plan(recipe, Path("runs/x")))["selection"] == [
+        ("a group is dead if", "all its advantages are 0"),
         (
             "dead groups",
-            "further prompts are asked, in further rounds, until 3 groups have unequal rewards",
+            "further prompts are asked, in further rounds, until 3 groups teach something",
         ),
         ("asked at most", "12 groups (24 responses) per step; if they are too few, the run stops"),
         ("curriculum",
@@ -226,11 +227,92 @@ def test_a_plan_says_what_is_selected_and_the_most_that_it_costs():
     assert "selection" not in dict(plan(config.load("sort"), Path("runs/x")))
 
 
+def right_and_wrong(number):
+    """0: all equal, none right; 1: all right, rewards unequal by a penalty; 2: one right."""
+    return [[0.5, 0.5], [1.0, 0.8], [1.0, 0.0]][number % 3]
+
+
+def test_dead_by_correct_ignores_what_a_penalty_made_of_the_rewards():
+    def graded_apart(number):
+        group = graded(number, right_and_wrong)
+        grades = [dataclasses.replace(g, correct=g.reward >= 0.8) for g in group.grades]
+        return dataclasses.replace(group, grades=tuple(grades))
+
+    sampled = [graded_apart(number) for number in range(3)]
+    by_advantage = fill(recipe_of("drop"), sampled, lambda some: [])
+    assert by_advantage.dropped == {0: "dead"}
+    by_answers = fill(recipe_of("drop", "selection.dead_by=correct"), sampled, lambda some: [])
+    assert by_answers.dropped == {0: "dead", 1: "dead"}
+    assert by_answers.figures["rollout/dead_groups"] == pytest.approx(2 / 3)
+    unsaid = [dataclasses.replace(sampled[0], grades=(Grade(1.0), Grade(0.0)))]
+    with pytest.raises(DataError, match="needs grades that say whether a response is correct"):
+        fill(recipe_of("drop", "selection.dead_by=correct"), unsaid, lambda some: [])
+
+
+def judged(advantage, rewards, parts=None, values=None, **more):
+    """Whether the estimator finds a group dead; ``values``: before the responses' first tokens."""
+    recipe = config.load("sort", [{"objective": {"advantage": advantage}}, *more.get("set", ())])
+    group = make_group(0, [1], [[1], [1, 1], [1] * 3][: len(rewards)], rewards)
+    if parts is not None:
+        grades = [Grade(r, p) for r, p in zip(rewards, parts, strict=True)]
+        group = dataclasses.replace(group, grades=tuple(grades))
+    if values is not None:
+        completions = [
+            dataclasses.replace(c, values=np.float32([v] + [np.nan] * (len(c.token_ids) - 1)))
+            for c, v in zip(group.completions, values, strict=True)
+        ]
+        group = dataclasses.replace(group, completions=tuple(completions))
+    return judge_of(recipe)(group)
+
+
+def test_the_estimator_decides_which_groups_teach_nothing():
+    gdpo = {"name": "gdpo", "parts": {"a": 1.0, "b": 1.0}}
+    # The rewards are equal, and the parts are not: z-scores of ±0.87 for weights 1 and 0.5.
+    assert not judged(gdpo, [1.0] * 3, [{"a": 1, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0.0}])
+    assert judged(gdpo, [0.0, 1.0], [{"a": 1, "b": 0}, {"a": 1, "b": 0}])
+    assert judged("raw", [0.0, 0.0])
+    assert not judged("raw", [1.0, 1.0])
+    assert judged("best_of_group", [0.0, 0.0])
+    assert not judged("best_of_group", [1.0, 1.0])
+    assert judged({"name": "best_of_group", "centered": True}, [1.0, 1.0])
+    assert not judged("remax", [1.0, 1.0], [{"greedy": 0.0}] * 2)
+    assert judged("remax", [1.0, 1.0], [{"greedy": 1.0}] * 2)
+    assert judged("group_zscore", [0.1, 0.1, 0.1])
+    assert judged("reinforce_plus_plus_baseline", [0.1, 0.1, 0.1])
+    # Of three responses two are right: any two hold a right one, so that pass@2 can't rise.
+    assert judged({"name": "pass_at_k", "k": 2}, [1.0, 0.0, 1.0])
+    assert not judged({"name": "pass_at_k", "k": 1}, [1.0, 0.0, 1.0])
+    assert judged({"name": "max_at_k", "k": 2}, [1.0, 1.0, 1.0])
+
+
+def test_a_step_that_was_valued_otherwise_than_its_response_teaches():
+    keywords = ["task=keywords", "model=smollm2-135m"]
+    assert judged("vine", [1.0, 1.0], values=[1.0, 1.0], set=keywords)
+    assert not judged("vine", [1.0, 1.0], values=[0.5, 1.0], set=keywords)
+
+
+def test_a_function_that_compares_groups_finds_none_dead():
+    def within(rewards, groups):
+        return rewards - rewards.new_tensor([rewards[groups == g].mean() for g in groups])
+
+    def across(rewards, groups):
+        return rewards - rewards.mean()
+
+    assert judged({"name": "own", "function": within}, [1.0, 1.0])
+    assert not judged({"name": "own", "function": within}, [1.0, 0.0])
+    assert not judged({"name": "own", "function": across}, [1.0, 1.0])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["rollout.group_size=1", "selection.dead_groups=drop", "objective.advantage=raw"],
-         "selection.dead_groups = 'drop' needs rollout.group_size of at least 2, got 1"),
+        (["rollout.group_size=1", "selection.dead_groups=drop", "objective.advantage=raw",
+          "selection.dead_by=correct"],
+         "selection.dead_by = 'correct' needs rollout.group_size of at least 2, got 1"),
+        (["selection.dead_groups=drop", "objective.advantage=reinforce_plus_plus"],
+         "selection.dead_groups = 'drop' has no effect with objective.advantage = 'reinforce_plus"),
+        (["selection.dead_groups=drop", "objective.kl=k3", "objective.kl.where=reward"],
+         "selection.dead_groups = 'drop' has no effect with objective.kl.where = 'reward'"),
         (["selection.max_asked=4"], 'no effect with selection.dead_groups = "keep"; remove it'),
         (["selection.dead_groups=drop", "selection.on_bound=learn"], "on_bound has no effect"),
         (["selection.dead_groups=dynamic", "selection.max_asked=1"], "greater than or equal to 2"),

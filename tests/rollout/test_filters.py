@@ -73,7 +73,6 @@ def test_an_error_is_no_part_of_the_described_rewards(two_groups):
     metrics = describe([failed(first, 1), failed(second, 2)])
     assert metrics["rollout/reward"] == 2.0
     assert metrics["rollout/reward_max"] == 3.0
-    assert metrics["rollout/dead_groups"] == 0.5
     assert metrics["rollout/grades_error"] == 0.4
     assert metrics["rollout/responses"] == 5
     assert "rollout/reward" not in describe([failed(first, 0, 1)])

@@ -12,6 +12,7 @@ from burnish.draws import Stream
 from burnish.errors import ConfigError, DataError
 from burnish.plan import plan
 from burnish.rollout.greedy import Greedy, set_apart
+from burnish.rollout.length import shaping
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import describe, grade, sample, sampling
 from burnish.runs.metrics import Timers
@@ -46,6 +47,29 @@ def test_the_greedy_response_leaves_its_reward_and_its_cost():
     # 1 − 2.5 on two tokens, 4 − 2.5 on one.
     found = program.advantages(batch, Scores())[batch.is_action]
     torch.testing.assert_close(found, torch.tensor([-1.5, -1.5, 1.5]))
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_the_greedy_reward_is_scaled_as_the_others_are(scale):
+    group = set_apart(with_greedy(2.5))
+    group = replace(group, prompt=replace(group.prompt, scale=scale))
+    program = build.compile(config.load("sort", REMAX).objective)
+    batch = pack([group], program.graded)
+    found = program.advantages(batch, Scores())[batch.is_action]
+    torch.testing.assert_close(found, scale * torch.tensor([-1.5, -1.5, 1.5]))
+
+
+def test_the_greedy_response_pays_a_penalty_and_counts_in_no_statistics():
+    # Of the others one in two is right; the greedy one is right, too: p = 1/2, not 2/3.
+    keywords = ["task=keywords", "model=smollm2-135m", "rollout.max_tokens=10"]
+    recipe = config.load("sort", [*keywords, "length=solve_rate", "length.coefficient=1"])
+    group = with_greedy(1.0)
+    group = replace(group, grades=(Grade(1.0, correct=True), Grade(0.0, correct=False),
+                                   Grade(1.0, correct=True)))  # fmt: skip
+    shaped = set_apart(shaping(recipe)(group))
+    lost = [0.5 * 2 / 10, 0.5 * 1 / 10]
+    assert shaped.rewards.tolist() == pytest.approx([1 - lost[0], -lost[1]])
+    assert shaped.grades[0].parts["greedy"] == pytest.approx(1 - 0.5 * 3 / 10)
 
 
 def test_a_greedy_response_without_a_grade_takes_its_group_along():

@@ -173,3 +173,58 @@ class Silent:
 
     def decode(self, ids):
         return ""
+
+
+def scaled(group, scale):
+    return dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, scale=scale))
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_penalties_read_rewards_before_their_scale(scale):
+    """Right answers of 2, 4 and 8 tokens; at_most leaves min(1, 0.1 (4 − |y|) + 0.5) of each."""
+    group = make_group(0, [1], [[1] * 2, [1] * 4, [1] * 8], [1.0, 1.0, 1.0])
+    settings = ["length=at_most", "length.tokens=4", "length.coefficient=0.1"]
+    for chosen in (settings, ["length=among_correct"], ["length=solve_rate"]):
+        shape = shaping(recipe(*chosen))
+        once, twice = shape(group), shape(scaled(group, scale))
+        assert twice.rewards.tolist() == once.rewards.tolist()
+        expected = [scale * reward for reward in once.rewards.tolist()]
+        assert pack([twice]).rewards.tolist() == pytest.approx(expected)
+    assert shaping(recipe(*settings))(group).rewards.tolist() == pytest.approx([0.7, 0.5, 0.1])
+
+
+def test_a_dropped_response_does_not_count_in_a_penalty():
+    # 2 of 3 are right, 2 of 2 without the truncated one: 0.4 × 1 × |y| / 8.
+    group = cut(make_group(0, [1], [[1] * 2, [1] * 4, [1] * 8], [1.0, 1.0, 0.0]), 2)
+    settings = ["length=solve_rate", "length.coefficient=0.4"]
+    shaped = shaping(recipe(*settings, "rollout.overlong=drop"))(group)
+    assert [g.parts["length"] for g in shaped.grades][:2] == pytest.approx([-0.1, -0.2])
+    shaped = shaping(recipe(*settings, "rollout.overlong=mask"))(group)
+    assert shaped.grades[0].parts["length"] == pytest.approx(-0.1 * 2 / 3)
+
+
+def test_a_masked_response_counts_in_opos_baseline():
+    # Lengths 1, 2, 12 and rewards 0, 1, 1: the baseline is 14 / 15 with the truncated response.
+    group = cut(make_group(0, [1], [[2], [3, 4], [5] * 12], [0.0, 1.0, 1.0]), 2)
+    program = compile(recipe("objective.advantage=opo").objective)
+    (kept,), _ = drop_errors([group], "mask")
+    batch = pack([kept])
+    found = program.advantages(batch, Scores())[batch.is_action]
+    torch.testing.assert_close(found, torch.tensor([-14 / 15, 1 / 15, 1 / 15]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["objective.advantage=gdpo", "objective.advantage.parts.all=1", "length=target",
+          "length.tokens=4"], "add objective.advantage.parts.length = 1, or remove [length]"),
+        (["objective.advantage=gdpo", "objective.advantage.parts.length=1"],
+         "objective.advantage.parts.length reads a length penalty, and length.name = 'none'"),
+        (["objective.advantage=teacher", "teacher.model=smollm2-135m", "length=target",
+          "length.tokens=4"], "length.name = 'target' has no effect with objective.advantage = "),
+    ],
+)  # fmt: skip
+def test_a_penalty_that_nobody_reads_is_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        recipe(*settings)
+    assert message in str(caught.value)

@@ -85,7 +85,6 @@ def test_describe(two_groups):
     metrics = describe([dataclasses.replace(first, grades=grades), second])
     assert metrics["rollout/reward"] == 14 / 5
     assert (metrics["rollout/reward_min"], metrics["rollout/reward_max"]) == (1, 7)
-    assert metrics["rollout/dead_groups"] == 0.5
     assert metrics["rollout/length"] == 9 / 5
     assert metrics["rollout/part_format"] == 0.5
     assert metrics["rollout/grades_timeout"] == 0.2

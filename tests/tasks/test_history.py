@@ -1,6 +1,7 @@
 """Prompts chosen by what a run has learned about them: exact sequences, limits and resumption."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from burnish.schema.tasks import KeywordsTask
 from burnish.tasks.history import History
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.stream import PromptStream
-from burnish.types import Grade, Group, Prompt, Status
+from burnish.types import Finish, Grade, Group, Prompt, Status
 from tests.conftest import byte_tokenizer, make_group
 
 
@@ -30,9 +31,9 @@ def stream_of(count, seed=0, **chosen):
 
 
 def result(name, *rewards, status=Status.SCORED):
-    prompt = Prompt(name, "", np.array([0], dtype=np.int32), "t")
-    grades = tuple(Grade(reward, status=status) for reward in rewards)
-    return Group(0, prompt, (), grades)
+    group = make_group(0, [0], [[1]] * len(rewards), rewards)
+    grades = tuple(replace(grade, status=status) for grade in group.grades)
+    return replace(group, prompt=replace(group.prompt, prompt_id=name), grades=grades)
 
 
 def names(asked):
@@ -70,12 +71,25 @@ def test_a_run_that_goes_back_forgets_whom_it_passed_over():
     assert stream.note([])["rollout/passed_prompts"] == 1
 
 
-def test_a_length_penalty_does_not_make_an_answer_wrong():
-    assert Grade(0.7, {"length": -0.3}).is_right
-    assert not Grade(0.7, {"length": 0.3}).is_right
-    assert Grade(5.0, {"sorted": 1.0}).is_right
-    assert not Grade(4.0, {"sorted": 0.0}).is_right
-    assert not Grade(float("nan"), status=Status.ERROR).is_right
+def test_only_the_task_says_what_is_solved():
+    """A length penalty does not make an answer wrong, and a learned reward makes none right."""
+    stream = stream_of(3, leave_at=0.75)
+    stream.take(3)
+    penalised = replace(result("p0", 0.7), grades=(Grade(0.7, {"length": -0.3}, correct=True),))
+    learned = replace(result("p1", 4.0), grades=(Grade(4.0, {"learned": 4.0}, correct=False),))
+    unsaid = replace(result("p2", 4.0), grades=(Grade(4.0, {"learned": 4.0}),))
+    assert stream.note([penalised, learned, unsaid])["rollout/left_prompts"] == 1
+    assert names(stream.take(2)) == ["p1", "p2"]
+
+
+@pytest.mark.parametrize(("drops", "left"), [(False, 0), (True, 1)])
+def test_truncated_responses_that_are_dropped_count_in_no_solve_rate(drops, left):
+    group = result("p0", 1, 1, 0)
+    *own, last = group.completions
+    group = replace(group, completions=(*own, replace(last, finish=Finish.LENGTH)))
+    history = History(SelectionConfig(leave_at=0.9), 0, drops_truncated=drops)
+    assert history.note([group])["rollout/left_prompts"] == left
+    assert history.rates == {"p0": pytest.approx(1.0 if drops else 2 / 3)}
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,9 @@ def test_scales_are_learned_and_not_shown(tmp_path):
         for i, prompt in enumerate(asked)
     ]
     for group in groups:  # 2 · 1/4 = 1/2
-        assert group.rewards.tolist() == ([0, 0.5] if group.prompt.part == "words" else [0, 2])
-    assert pack(groups).rewards.sum() == sum(group.rewards.sum() for group in groups)
+        learned = pack([group]).rewards.tolist()
+        assert learned == ([0, 0.5] if group.prompt.part == "words" else [0, 2])
+        assert group.rewards.tolist() == [0, 2]
     metrics = describe(groups)
     assert metrics["rollout/reward/words"] == metrics["rollout/reward/sums"] == 1
     assert {prompt.scale for prompt in task.validation} == {1.0}
@@ -154,6 +155,19 @@ def test_a_recipe_runs_and_its_rows_tell_the_parts_apart(smollm2, tmp_path):
             'task.scales.sums has no effect with objective.advantage.name = "group_zscore"',
         ),
         (["task.scales.sums=2", "objective.advantage=maxrl"], "has no effect with objective.adv"),
+        (
+            [
+                "task.scales.sums=2",
+                "objective.advantage=max_at_k",
+                "objective.advantage.k=2",
+                "objective.advantage.eps=1e-6",
+            ],
+            "task.scales.sums has no effect with objective.advantage.name",
+        ),
+        (
+            ["task.scales.sums=2", "objective.advantage=teacher", "teacher.model=smollm2-135m"],
+            "task.scales.sums has no effect with objective.advantage.name",
+        ),
         (["task.tasks.sums.name=sort"], "task.tasks.sums.name must be keywords or files or math"),
         (["task.tasks.sums.name=mth"], "got 'mth'; did you mean 'math'?"),
         (["task.tasks.sums.prompt=r1zero"], "task.tasks.sums.prompt must match"),
@@ -166,5 +180,6 @@ def test_settings_that_are_wrong(overrides, message, tmp_path):
     with pytest.raises(ConfigError) as caught:
         config.load(str(file), overrides)
     assert message in str(caught.value)
-    kept = ["task.scales.sums=2", "objective.advantage=group_mean"]
-    assert config.load(str(file), kept).task.scales == {"sums": 2.0}
+    for advantage in ("group_mean", {"name": "max_at_k", "k": 2}):
+        kept = ["task.scales.sums=2", {"objective": {"advantage": advantage}}]
+        assert config.load(str(file), kept).task.scales == {"sums": 2.0}

@@ -139,8 +139,9 @@ def _grade(verdict: Verdict, answer: str | None, gold: Any) -> Grade:
     reward = float(verdict is Verdict.EQUAL)
     parts = {"format": float(answer is not None), "answer": reward}
     if verdict is Verdict.UNREADABLE:
-        return Grade(0.0, parts, Status.UNPARSED, "there is no answer that can be parsed")
-    return Grade(reward, parts)
+        message = "there is no answer that can be parsed"
+        return Grade(0.0, parts, Status.UNPARSED, message, correct=False)
+    return Grade(reward, parts, correct=verdict is Verdict.EQUAL)
 
 
 if INSIDE in os.environ and importlib.util.find_spec("math_verify") is not None:
