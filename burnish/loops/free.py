@@ -108,7 +108,7 @@ class FreeRun:
         """The error of a loop that waits although no actor works for it."""
         return (
             f"step {self.step} waits for {self.pace.batch} graded groups, and no actor has a call: "
-            f"the open groups are {reprlib.repr(self.pace.line)}, of which "
+            f"the open groups are {reprlib.repr(list(self.pace.loaded))}, of which "
             f"{reprlib.repr(sorted(self.graded))} are graded, {len(self.again)} more have not "
             "begun, and none may begin; this is a defect of burnish: please report it, and "
             "continue with `burnish resume`"
