@@ -168,8 +168,11 @@ def _judges(recipe: Recipe) -> Lines:
         judge, evolve, of = part.judge, part.evolve, f" of {name}" if name else ""
         criteria = [f"{weight:+g} {text!r}" for text, weight in part.rubric or ()]
         lines.append((f"rubric{of}", ", ".join(criteria) or "each row's own"))
-        calls = recipe.rollout.batch * weights[name] / sum(weights.values())
-        told = f"{calls:.0f} calls per step and one per held-out response, or up to {judge.tries} "
+        piece, calls = recipe.objective.advantage, recipe.rollout.batch
+        calls += recipe.prompts_per_rollout if isinstance(piece, Remax) else 0  # greedy responses
+        calls *= weights[name] / sum(weights.values())
+        further = "continuation and held-out" if isinstance(piece, Vine) else "held-out"
+        told = f"{calls:.0f} calls per step and one per {further} response, or up to {judge.tries} "
         lines.append((f"judge{of}", f"{judge.model} at {judge.url}: {told}times as many"))
         if evolve is not None:
             told = f"at most {evolve.most} more criteria, kept while std_g > {evolve.min_std:g}"

@@ -48,6 +48,10 @@ def test_train_compare_and_the_files(burnish, tmp_path):
     assert header.split() == ["reward", "held", "out", "inclusion", "ended"]
     assert label.strip() == "sort"
     assert [row.split()[0] for row in rows] == ["seed", "seed", "mean", "std", "report:"]
+    one, other, mean, std = (float(row.removeprefix("  seed").split()[1]) for row in rows[:4])
+    assert mean == pytest.approx((one + other) / 2, abs=1e-3)
+    assert std == pytest.approx(abs(one - other) / 2**0.5, abs=1.5e-3)  # over N − 1 = 1
+    assert abs(one - other) > 0.02  # else the two denominators would look alike
     assert '"seeds":[2]' in (tmp_path / "both.html").read_text()
     assert burnish("train", "sort", *SHORT, "--set", "train.steps=1", "--out", "one").code == 0
     done = burnish("compare", "runs/sort-1", "one")

@@ -55,6 +55,8 @@ class Source(NamedTuple):
     compares_answers: bool = False
     """For burnish's own comparisons. They take seconds to load, and a model's answer may keep them
     busy for ever: they are loaded once, before workers are forked, and such an answer scores 0."""
+    late_parts: tuple[tuple[str, float], ...] = ()
+    """The parts of the grade of such an answer, by name."""
 
     @property
     def file_and_name(self) -> tuple[Path, str]:

@@ -1,13 +1,15 @@
 """Rubrics: the reward, the messages that ask a judge, and the only answers that are read.
 
 A text that a model wrote stands in a message as a JSON string on a line of its own. It can't end
-the string or begin another line, since quotes and line breaks are escaped. < and [ are escaped as
-well, so that no text is taken for a control token of the judge, such as <|im_end|> or [INST].
+the string or begin another line, since quotes are escaped, and so are control characters and all
+line breaks, those of Unicode included. < and [ are escaped as well, so that no text is taken for a
+control token of the judge, such as <|im_end|> or [INST].
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 Rubric = Mapping[str, tuple[str, float]]
 """Criteria by name, each a text with its weight."""
 Messages = list[dict[str, str]]
+ESCAPED = re.compile(r"[<\[\x7f-\x9f\u2028\u2029]")
+"""Characters that are escaped beside those that JSON escapes: quotes, and all below U+0020."""
 LONGEST = 200
 """Characters of a criterion that a judge proposes."""
 SCORE = (
@@ -50,7 +54,8 @@ def share(rubric: Rubric, scores: Sequence[int]) -> float:
 
 
 def quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("<", "\\u003c").replace("[", "\\u005b")
+    """A JSON string on one line, without control tokens of a judge."""
+    return ESCAPED.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def ask_scores(rubric: Rubric, prompt: str, response: str) -> Messages:

@@ -118,7 +118,8 @@ class Supervisor:
         }
         bound = late or bounds.get(code)
         if bound and self.source.compares_answers:
-            return Outcome("timeout", 0.0, {}, f"took more than {bound}", correct=False)
+            parts = dict(self.source.late_parts)
+            return Outcome("timeout", 0.0, parts, f"took more than {bound}", correct=False)
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         message = f"took more than {bound}" if bound else f"the worker {ended}"
         return Outcome("error", math.nan, {}, message)

@@ -189,7 +189,7 @@ class Program:
             "train/entropy": entropy[action].mean().item(),
             "train/ratio_min": ratio.min().item(),
             "train/ratio_max": ratio.max().item(),
-            "train/advantage_std": advantage.std(correction=0).item(),
+            "train/advantage_std": advantage.std(correction=int(len(advantage) > 1)).item(),
         }
         clipped = self.objective.loss.is_clipped(streams)
         if clipped is not None:

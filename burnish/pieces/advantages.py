@@ -39,6 +39,8 @@ class Advantage(Piece):
     them are 0. False: the other groups, a critic or a teacher decide, and no group is dead."""
     reads: ClassVar[tuple[Literal["proximal", "teacher"], ...]] = ()
     """The forward passes before the first gradient step that `from_scores` takes."""
+    takes_negative: ClassVar[bool] = True
+    """Whether it takes negative rewards, which a length penalty may make."""
     takes_penalty: ClassVar[bool] = True
     """Whether a KL in the reward, which may make it negative, has a place in it."""
 
@@ -187,6 +189,7 @@ class MaxAtK(Advantage):
 
 class MaxRL(Advantage):
     name: Literal["maxrl"] = "maxrl"
+    takes_negative: ClassVar[bool] = False
     written: ClassVar[str] = "A_i = (r_i − mean_g(r)) / (mean_g(r) + {eps:g})"
     reads_scale: ClassVar[bool] = False
     takes_penalty: ClassVar[bool] = False

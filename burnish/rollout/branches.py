@@ -20,7 +20,7 @@ from burnish.draws import Stream
 from burnish.engine.protocol import Request
 from burnish.pieces.advantages import Remax, Vine
 from burnish.progress import begin
-from burnish.rollout.greedy import Greedy
+from burnish.rollout.greedy import Greedy, add_costs
 from burnish.schema.recipe import Recipe
 from burnish.types import Branch, Completion, Finish, Grade, Group, IntArray, Prompt, Status
 from burnish.wording import counted
@@ -158,18 +158,19 @@ def _valued(group: Group, branched: Iterator[Grade]) -> Group:
 def _value(
     completion: Completion, grade: Grade, branched: Iterator[Grade]
 ) -> tuple[Completion, Grade]:
-    """The completion with values in the place of its branches, and its grade: an error if no
-    continuation of one of its steps has a grade."""
+    """The completion with values in the place of its branches, and its grade, which has the costs
+    of the branches' grades, too: an error if no continuation of one of its steps has a grade."""
     values, tokens = np.full(len(completion.token_ids), np.nan, dtype=np.float32), 0
     for start, completions in ((b.start, b.completions) for b in completion.branches or ()):
         grades = list(islice(branched, len(completions)))
+        grade = add_costs(grade, grades)
         rewards = [own.reward for own in grades if not own.is_error]
         tokens += sum(int(c.sampled[start:].sum()) for c in completions)
         if rewards:
             values[start] = np.mean(rewards)
         else:
             told = f"no continuation from token {start} has a grade: {grades[0].message}"
-            grade = Grade(math.nan, status=Status.ERROR, message=told)
+            grade = Grade(math.nan, {}, Status.ERROR, told, grade.cost)
     return replace(completion, branches=None, values=values, continued=tokens), grade
 
 

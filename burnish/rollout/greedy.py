@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from burnish.draws import Stream
@@ -43,9 +44,18 @@ def has_greedy(group: Group) -> bool:
     return bool(own) and last.params.temperature == 0 and own[0].params.temperature > 0
 
 
+def add_costs(grade: Grade, others: Iterable[Grade]) -> Grade:
+    """The grade with what the judge's calls for the other grades cost, added to its own cost."""
+    total = Counter(grade.cost)
+    for other in others:
+        total.update(other.cost)
+    return replace(grade, cost=dict(total))
+
+
 def set_apart(group: Group) -> Group:
     """A graded group without its greedy response, if it has one beside others: the reward becomes a
-    part of the other grades, and its tokens count as continued from the first response.
+    part of the other grades, its tokens count as continued from the first response, and the cost of
+    its grade is added to the first grade.
 
     If the greedy response has no grade, the others are errors, too: they have no baseline.
     """
@@ -54,8 +64,9 @@ def set_apart(group: Group) -> Group:
     (*own, last), (*grades, greedy) = group.completions, group.grades
     if greedy.is_error:
         told = f"the greedy response has no grade: {greedy.message}"
-        grades = [Grade(math.nan, status=Status.ERROR, message=told)] * len(own)
+        grades = [Grade(math.nan, {}, Status.ERROR, told, g.cost) for g in grades]
     else:
         grades = [replace(g, parts={**g.parts, PART: greedy.reward}) for g in grades]
+    grades[0] = add_costs(grades[0], [greedy])
     own[0] = replace(own[0], continued=own[0].continued + int(last.sampled.sum()))
     return replace(group, completions=tuple(own), grades=tuple(grades))

@@ -66,6 +66,6 @@ class LearnedReward:
             return grade
         if not math.isfinite(score):
             said = f"the reward model gave {score}; set train.precision to fp32"
-            return Grade(math.nan, status=Status.ERROR, message=said)
+            return Grade(math.nan, {}, Status.ERROR, said, grade.cost)
         parts = grade.parts | {"task": grade.reward, "learned": score}
         return replace(grade, reward=score + self.weight * grade.reward, parts=parts)

@@ -259,7 +259,7 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
     if scored:
         rewards = np.concatenate(scored)
         figures |= {
-            "reward_std": float(rewards.std()),
+            "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
             "reward_min": float(rewards.min()),
             "reward_max": float(rewards.max()),
         }

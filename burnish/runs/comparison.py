@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +120,10 @@ def ends(curve: Curve) -> dict[str, list[float]]:
 
 
 def tabulate(curves: Sequence[Curve]) -> list[list[str]]:
-    """Rows of a table: the figures that any run has, by seed, with mean and std of each curve."""
+    """Rows of a table: the figures that any run has, by seed, with mean and std of each curve.
+
+    The std is unbiased: it divides by the number of runs − 1.
+    """
     found = [(curve, ends(curve)) for curve in curves]
     shown = [name for name in ENDS if any(np.isfinite(end[name]).any() for _, end in found)]
     rows = [["", *shown]]
@@ -130,7 +134,7 @@ def tabulate(curves: Sequence[Curve]) -> list[list[str]]:
             told = ("–" if np.isnan(value) else f"{value:z.3f}" for value in values)
             rows.append([f"  seed {seed}", *told])
         if len(curve.seeds) > 1:
-            for name, over in (("mean", np.mean), ("std", np.std)):
+            for name, over in (("mean", np.mean), ("std", partial(np.std, ddof=1))):
                 rows.append([f"  {name}", *(f"{over(values):z.3f}" for values in columns)])
     return rows
 

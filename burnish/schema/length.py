@@ -38,10 +38,13 @@ class ThinkConfig(Section):
 class LengthPiece(Piece):
     reads_correct: ClassVar[bool] = False
     """Whether it reads which responses are correct."""
+    makes_negative: ClassVar[bool] = True
+    """Whether a reward of 0 becomes negative."""
 
 
 class NoPenalty(LengthPiece):
     name: Literal["none"] = "none"
+    makes_negative: ClassVar[bool] = False
     written: ClassVar[str] = "none"
 
 
@@ -67,6 +70,7 @@ class TargetPenalty(LengthPiece):
 
 class AtMostPenalty(LengthPiece):
     name: Literal["at_most"] = "at_most"
+    makes_negative: ClassVar[bool] = False
     written: ClassVar[str] = "r_i (1 − clip({coefficient:g} ({tokens} − |y_i|) + {delta:g}, 0, 1))"
     tokens: int = Field(ge=1, description="the length at which a reward is worth delta of itself")
     coefficient: Coefficient = 3e-4
@@ -75,6 +79,7 @@ class AtMostPenalty(LengthPiece):
 
 class AmongCorrectPenalty(LengthPiece):
     name: Literal["among_correct"] = "among_correct"
+    makes_negative: ClassVar[bool] = False
     reads_correct: ClassVar[bool] = True
     written: ClassVar[str] = (
         "{coefficient:g} [i is right] σ((|y_i| − mean) / std over right answers)"
@@ -120,6 +125,12 @@ def check(recipe: Recipe) -> None:
         raise ValueError(
             f"length.name = '{recipe.length.name}' has no effect with objective.advantage = "
             f"'{advantage.name}', which does not read it; {remedy}"
+        )
+    if recipe.length.makes_negative and not advantage.takes_negative:
+        raise ValueError(
+            f"length.name = '{recipe.length.name}' makes rewards negative, and objective.advantage "
+            f"= '{advantage.name}' needs rewards of at least 0; use 'at_most' or 'among_correct', "
+            "or another advantage"
         )
     if "length" in advantage.graded and recipe.length.name == "none":
         raise ValueError(

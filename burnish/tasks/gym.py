@@ -24,6 +24,7 @@ SCORER = Source(
     f"{Path(graders.__file__).with_name('gym.py')}:reward",
     "burnish.graders.gym",
     compares_answers=True,
+    late_parts=(("format", 1.0), ("answer", 0.0)),
 )
 HELD_OUT_SEED = 0
 SIZE = 100_000

@@ -120,10 +120,10 @@ class Evolving:
 
 
 def discrimination(groups: Sequence[Group], name: str) -> float | None:
-    """The standard deviation of a criterion's scores over a group, the mean over the groups that
-    have at least two scores; None if no group has."""
+    """The unbiased standard deviation of a criterion's scores over a group, the mean over the
+    groups that have at least two scores; None if no group has."""
     scores = [[g.parts[name] for g in group.grades if name in g.parts] for group in groups]
-    stds = [float(np.std(own)) for own in scores if len(own) > 1]
+    stds = [float(np.std(own, ddof=1)) for own in scores if len(own) > 1]
     return float(np.mean(stds)) if stds else None
 
 

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -23,9 +24,9 @@ EQUAL, DIFFERENT, BAD_GOLD = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.BAD_GOLD
 UNDECIDED = Verdict.UNDECIDED
 
 
-def labelled():
+def labelled(file="answers.jsonl"):
     """Pairs in the manner of GSM8K and MATH, labelled by hand; unequal ones are near misses."""
-    lines = Path(__file__).with_name("answers.jsonl").read_text().splitlines()
+    lines = Path(__file__).with_name(file).read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -39,9 +40,32 @@ def test_labelled_pairs(checker):
 
 @pytest.mark.slow  # sympy compares hundreds of expressions
 def test_all_labelled_pairs(checker):
-    """Right answers that are refused are counted."""
+    """Right answers that are refused are counted; the README and the log give the number."""
     right = graded(checker, labelled())
-    assert right >= 1220
+    assert stated_figures() == {(f"{right:,}", f"{len(labelled()):,}")}
+
+
+def stated_figures():
+    """What the README and the log's summary say of the labelled pairs: (right, of how many)."""
+    root = Path(__file__).parents[2]
+    pattern = re.compile(r"\|[^|]*?([0-9,]+) of ([0-9,]+) labelled pairs")
+    return {
+        found.groups()
+        for page in ("README.md", "docs/log.md")
+        for found in pattern.finditer((root / page).read_text())
+    }
+
+
+def test_the_pages_state_one_figure():
+    """The slow test above measures it."""
+    ((_, pairs),) = stated_figures()
+    assert pairs == f"{len(labelled()):,}"
+
+
+def test_notations_of_solutions_intervals_signs_decimals_and_units(checker):
+    """Each pair is judged right: these notations are accepted in full."""
+    pairs = labelled("notations.jsonl")
+    assert graded(checker, pairs) == len(pairs)
 
 
 def graded(checker, pairs):
@@ -134,6 +158,74 @@ def test_sets_are_order_free_and_tuples_are_not(items, random):
     assert compare(f"{left}, 10", f"{right}, 11") is DIFFERENT
 
 
+def between(low, high):
+    """Spellings of one interval, open below and closed above."""
+    yield f"({low}, {high}]"
+    yield rf"{low} < x \le {high}"
+    yield f"{high} ≥ x > {low}"
+    yield rf"\{{x \mid {low} < x \leq {high}\}}"
+
+
+def outside(low, high):
+    yield rf"(-\infty, {low}) \cup [{high}, \infty)"
+    yield rf"x < {low} \text{{ or }} x \ge {high}"
+    yield f"{high} <= x or {low} > x"
+
+
+def either(one, other):
+    yield rf"\{{{one}, {other}\}}"
+    yield f"x = {other} or x = {one}"
+    yield f"x = {one} or {other}"
+    yield f"{one}, {other}"
+
+
+def points(one, other):
+    yield rf"(\pm {one}, {other})"
+    yield f"(-{one}, {other}), ({one}, {other})"
+    yield rf"\{{({one}, {other}), (-{one}, {other})\}}"
+
+
+def repeating(before, period):
+    yield rf"0.{before}\overline{{{period}}}"
+    yield rf"0.{before}{period}\bar{{{period}}}"
+    yield f"0.{before}{str(period) * 3}..."
+    scale, nines = 10 ** len(str(before)), 10 ** len(str(period)) - 1
+    yield f"{before * nines + period}/{scale * nines}"
+
+
+def speed(miles, hours):
+    yield f"{miles}.{hours} mph"
+    yield f"{miles}.{hours} miles per hour"
+    yield rf"{miles}.{hours}\text{{ mi/h}}"
+    yield f"{miles}.{hours}"
+
+
+OTHER = {"(": "[", "[": "(", ")": "]", "]": ")", "<": ">", ">": "<", "≥": "≤"}
+
+
+def near_misses(text):
+    """One digit, sign or bracket is another, or a sign is added; "±-1" would be the same as ±1."""
+    for at, sign in enumerate(text):
+        for other in set("0123456789") - {sign} if sign.isdigit() else OTHER.get(sign, ""):
+            yield text[:at] + other + text[at + 1 :]
+        if sign.isdigit() and not re.search(r"[0-9.}{_/]$|\\pm $", text[:at]):
+            yield text[:at] + "-" + text[at:] if text[at - 1] != "-" else text[: at - 1] + text[at:]
+
+
+@pytest.mark.parametrize("spellings", [between, outside, either, points, repeating, speed])
+@settings(deadline=None, max_examples=3)
+@given(numbers=st.lists(st.integers(1, 200), min_size=2, max_size=2, unique=True).map(sorted))
+def test_an_answer_that_is_nearly_the_gold_is_refused(spellings, numbers):
+    """In every notation equal answers are accepted, and those with another sign are not."""
+    golds = list(spellings(*numbers))
+    for answer, gold in itertools.product(golds, golds):
+        assert compare(answer, gold) is EQUAL, (answer, gold)
+    for answer, gold in itertools.product(golds, golds):
+        for near in near_misses(answer):
+            assert compare(near, gold) is not EQUAL, (near, gold)
+            assert compare(gold, near) is not EQUAL, (gold, near)
+
+
 def test_what_is_easy_loads_no_library():
     code = """
 import sys
@@ -191,6 +283,11 @@ PIECES = [
     "1 ",
     "°",
     "-",
+    "x>1 or ",
+    "x=±1,",
+    "0.1",
+    "⦃1,",
+    "/m",
 ]
 
 
@@ -199,7 +296,7 @@ PIECES = [
 )
 def test_what_is_read_in_the_calling_process_takes_no_time(prefix):
     """Whatever is repeated in a text, a few times or up to its bound, and however it ends."""
-    ends = ["", "+2·3", "=y", "±", ")", r"\choose 2}", "."]
+    ends = ["", "+2·3", "=y", "±", ")", r"\choose 2}", ".", "…"]
     for piece, times, end in itertools.product(PIECES, [26, 150, 980], ends):
         text = prefix + (piece * times)[: 980 - len(prefix)] + end
         began = time.process_time()

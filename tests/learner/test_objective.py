@@ -1,6 +1,7 @@
 """Each piece reaches the loss with its settings."""
 
 from dataclasses import replace
+from statistics import stdev
 from typing import get_args
 
 import pytest
@@ -146,6 +147,19 @@ BOUNDS = {
     "gmpo": {"low": 0.1, "high": 0.2},
     "dppo": {"low": 0.01, "high": 0.02, "divergence": "kl", "cap": 1.1, "kl": 0.3},
 }
+
+
+def test_the_std_of_advantages_is_over_n_minus_1(two_groups):
+    batch = pack(two_groups)
+    program, zeros = make_program(), torch.zeros_like(batch.behavior_logprobs)
+    learn = learn_batch(program, batch)
+    acted = learn.advantages[batch.is_action].tolist()
+    found = program.metrics(Measured(zeros, zeros), learn)["train/advantage_std"]
+    assert found == pytest.approx(stdev(acted), rel=1e-5)
+    alone = torch.zeros_like(batch.is_action)
+    alone[batch.is_action.nonzero()[0]] = True
+    single = replace(learn, batch=replace(batch, is_action=alone))
+    assert program.metrics(Measured(zeros, zeros), single)["train/advantage_std"] == 0
 
 
 @pytest.mark.parametrize("loss", names("loss"))

@@ -16,7 +16,7 @@ from burnish.errors import ConfigError
 from burnish.learner.objective import compile
 from burnish.rollout.branches import Branching, starts_of
 from burnish.rollout.packing import pack, take
-from burnish.rollout.rollout import describe, drop_errors, grade
+from burnish.rollout.rollout import costs, describe, drop_errors, grade
 from burnish.types import Branch, Completion, Finish, Grade, Prompt, SamplingParams, Scores, Status
 from tests.conftest import aborted, make_group
 
@@ -175,6 +175,21 @@ def test_a_step_without_any_grade_makes_its_sample_an_error() -> None:
     (left,), dropped = drop_errors([group])
     assert len(left.grades) == 2
     assert dropped["rollout/dropped_samples"] == 1
+
+
+def test_what_judges_of_continuations_cost_is_counted() -> None:
+    class Judged(ByText):
+        def grade_all(self, pairs: list[tuple[Prompt, Completion]]) -> list[Grade]:
+            return [replace(grade, cost={"calls": 2.0}) for grade in super().grade_all(pairs)]
+
+    # The grade of response 0 becomes an error, since its second step has no value: 3 responses and
+    # 6 continuations were judged all the same; nobody judged the one that was aborted.
+    fine, lost = Branch(2, continued(["good", "bad"])), Branch(3, continued(["fails", "fails"]))
+    third = Branch(2, (*continued(["good", "bad"]), aborted(continued(["good"])[0], tokens=3)))
+    given = sampled((fine, lost), (third,), ())
+    (group,) = grade(Judged(TASK.rewards), [(7, HEAD)], given)  # type: ignore[arg-type]
+    assert group.grades[0].is_error
+    assert costs([group]) == {"judge/calls": 2 * 9}
 
 
 def test_a_recipe_without_steps_has_no_values() -> None:

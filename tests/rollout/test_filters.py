@@ -76,3 +76,4 @@ def test_an_error_is_no_part_of_the_described_rewards(two_groups):
     assert metrics["rollout/grades_error"] == 0.4
     assert metrics["rollout/responses"] == 5
     assert "rollout/reward" not in describe([failed(first, 0, 1)])
+    assert describe([failed(first, 1)])["rollout/reward_std"] == 0.0  # of one reward

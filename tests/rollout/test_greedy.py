@@ -14,7 +14,7 @@ from burnish.plan import plan
 from burnish.rollout.greedy import Greedy, set_apart
 from burnish.rollout.length import shaping
 from burnish.rollout.packing import pack
-from burnish.rollout.rollout import describe, grade, sample, sampling
+from burnish.rollout.rollout import costs, describe, grade, sample, sampling
 from burnish.runs.metrics import Timers
 from burnish.types import Grade, Scores, Status
 from tests.conftest import make_group
@@ -77,6 +77,14 @@ def test_a_greedy_response_without_a_grade_takes_its_group_along():
     group = set_apart(with_greedy(0.0, grade=error))
     told = "the greedy response has no grade: the judge is asleep"
     assert [(g.is_error, g.message) for g in group.grades] == [(True, told)] * 2
+
+
+@pytest.mark.parametrize("status", [Status.SCORED, Status.ERROR])
+def test_what_the_judge_of_a_greedy_response_cost_is_counted(status):
+    own = with_greedy(0.0)
+    grades = [replace(g, cost={"calls": n + 1.0}) for n, g in enumerate(own.grades)]
+    grades[-1] = replace(grades[-1], status=status)
+    assert costs([set_apart(replace(own, grades=tuple(grades)))]) == {"judge/calls": 1 + 2 + 3}
 
 
 def test_groups_that_are_all_greedy_or_not_at_all_stay():

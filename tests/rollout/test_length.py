@@ -220,6 +220,8 @@ def test_a_masked_response_counts_in_opos_baseline():
           "length.tokens=4"], "add objective.advantage.parts.length = 1, or remove [length]"),
         (["objective.advantage=gdpo", "objective.advantage.parts.length=1"],
          "objective.advantage.parts.length reads a length penalty, and length.name = 'none'"),
+        (["objective.advantage=maxrl", "length=target", "length.tokens=4"],
+         "length.name = 'target' makes rewards negative, and objective.advantage = 'maxrl'"),
         (["objective.advantage=teacher", "teacher.model=smollm2-135m", "length=target",
           "length.tokens=4"], "length.name = 'target' has no effect with objective.advantage = "),
     ],

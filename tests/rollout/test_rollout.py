@@ -85,6 +85,8 @@ def test_describe(two_groups):
     metrics = describe([dataclasses.replace(first, grades=grades), second])
     assert metrics["rollout/reward"] == 14 / 5
     assert (metrics["rollout/reward_min"], metrics["rollout/reward_max"]) == (1, 7)
+    # 1, 1, 2, 3, 7: squares 64 − 5 · 2.8² = 24.8, over N − 1 = 4.
+    assert metrics["rollout/reward_std"] == pytest.approx(6.2**0.5)
     assert metrics["rollout/length"] == 9 / 5
     assert metrics["rollout/part_format"] == 0.5
     assert metrics["rollout/grades_timeout"] == 0.2

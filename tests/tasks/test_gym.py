@@ -6,13 +6,15 @@ import pytest
 
 from burnish.errors import ConfigError, DataError, MissingExtra
 from burnish.graders.pool import GraderPool, Limits
+from burnish.rollout.packing import pack
 from burnish.schema.tasks import GymTask
 from burnish.tasks.gym import SCORER, make_gym
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group
 
 SUMS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
-(BASE,) = make_group(0, [1], [[1]], [0]).completions
+GROUP = make_group(0, [1], [[1]], [0])
+(BASE,) = GROUP.completions
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +145,18 @@ def test_a_scorer_that_would_have_to_evaluate_is_an_error(generator, scorers):
     (grade,) = grades(task, prompt, prompt.reference["entry"]["answer"])
     assert grade.status is Status.ERROR
     assert "choose another task.generator" in grade.message
+
+
+def test_a_score_that_takes_too_long_has_the_parts_of_every_other(scorers):
+    """A recipe's gdpo normalises each part over a group, and stops at a grade that lacks one."""
+    task = make("rubiks_cube", validation_prompts=1, scorers=scorers)
+    (prompt,) = task.validation
+    found = task.grade_all([(prompt, tagged(moves)) for moves in ("R L", "R L " * 500_000)])
+    assert [grade.status for grade in found] == [Status.SCORED, Status.TIMEOUT]
+    assert found[1].parts == {"format": 1.0, "answer": 0.0, "ended": 1.0}
+    completions = tuple(dataclasses.replace(BASE, sample_index=i) for i in range(2))
+    group = dataclasses.replace(GROUP, completions=completions, grades=tuple(found))
+    assert pack([group], ("format", "answer")).parts.tolist() == [[1.0, 0.0], [1.0, 0.0]]
 
 
 def test_the_scorers_module_is_the_packages_own():

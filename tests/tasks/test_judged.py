@@ -136,6 +136,12 @@ def test_the_plan_tells_rubric_judge_and_calls_and_the_recipe_survives_its_file(
         lines["evolving"] == "at most 2 more criteria, kept while std_g > 0.2; a call every 1 step"
     )
     assert "rubric =" not in lines["task"]
+    for advantage, calls in (
+        ("remax", "10 calls per step and one per held-out response"),
+        ("vine", "8 calls per step and one per continuation and held-out response, or"),
+    ):
+        recipe = config.load(write(tmp_path), [f"objective.advantage={advantage}"])
+        assert calls in dict(dict(plan(recipe, tmp_path))["task"])["judge"]
     (tmp_path / "again.toml").write_text(config.to_toml(config.effective(recipe)))
     assert config.load(tmp_path / "again.toml").task == recipe.task
 
@@ -181,9 +187,10 @@ def group_of(index, scores, texts="wxyz", name="evolved_1"):
 
 
 def test_discrimination_is_the_mean_over_groups_of_the_std_over_a_group():
-    # std(0, 1) = 1/2; std(0, 0, 0, 1) = sqrt(1/4 − 1/16) = sqrt(3) / 4; errors have no score.
+    # Over G − 1: std(0, 1) = sqrt(1/2); std(0, 0, 0, 1) = sqrt((3/4) / 3) = 1/2. Errors have no
+    # score, and one score has no std.
     groups = [group_of(0, [0, 1, None]), group_of(1, [0, 0, 0, 1]), group_of(2, [1, None])]
-    assert discrimination(groups, "evolved_1") == pytest.approx((0.5 + 3**0.5 / 4) / 2)
+    assert discrimination(groups, "evolved_1") == pytest.approx((0.5**0.5 + 0.5) / 2)
     assert discrimination(groups, "evolved_2") is None
 
 
@@ -215,9 +222,9 @@ def test_criteria_come_stay_and_leave():
             "better response": "x",
             "worse response": "w",
         }
-        # It discriminates (std 1/2), and the next answer has the wrong form.
+        # It discriminates (std sqrt(1/2)), and the next answer has the wrong form.
         metrics = own.note([group_of(1, [0, 1])])
-        assert (metrics["rubric/failed"], metrics["rubric/std"]) == (1, 0.5)
+        assert (metrics["rubric/failed"], metrics["rubric/std"]) == (1, pytest.approx(0.5**0.5))
         assert own.active == {"evolved_1": "New."}
         assert told(requests[1])["criterion 2"] == "New."
         # All meet it: it leaves, and does not come back; rewards that differ bring another.
@@ -262,6 +269,33 @@ def test_costs_add_up():
 
 def rows_of(run, name="metrics.jsonl"):
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("advantage", ["remax", "vine"])
+def test_calls_for_baselines_and_continuations_are_counted(advantage, tmp_path):
+    """All requests that the endpoint got are in the metrics, the judge's retries among them."""
+
+    def forgetful(request):
+        if len(request["messages"]) == 2:
+            return "Well."
+        return letters(request | {"messages": request["messages"][:2]})
+
+    sets = [f"objective.advantage={advantage}", "train.steps=2", "rollout.group_size=2"]
+    sets += ["rollout.batch=4", "train.batch=4", "rollout.max_errors=0"]
+    sets += ["objective.advantage.steps=6"] if advantage == "vine" else []
+    with endpoint(forgetful) as (url, requests):
+        file = write(tmp_path, url, re.sub("evolve = .*", "", RECIPE))
+        run = api.train(file, overrides=sets, out=tmp_path / "run", show=False)
+    scored = [r for r in requests if "\nresponse: " in r["messages"][:2][-1]["content"]]
+    rows = rows_of(run)
+    for name, seen in (
+        ("calls", len(scored)),
+        ("retries", len([r for r in scored if len(r["messages"]) > 2])),
+        ("tokens", 10 * len(scored)),
+    ):
+        held_out = sum(row.get(f"validation/judge/{name}", 0) for row in rows)
+        assert sum(row.get(f"judge/{name}", 0) for row in rows) == seen - held_out, name
+    assert sum(row.get("judge/calls", 0) for row in rows) > 2 * 8  # more than the responses' own
 
 
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "rubrics.jsonl")

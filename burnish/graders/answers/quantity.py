@@ -1,8 +1,10 @@
 """Quantities as answers write them, read exactly and at a bounded cost.
 
-A value is a fraction, never a float: 0.333 is not 1/3, and 1e-9 is not 0. A percentage is its
-hundredth and nothing else: 50% is 0.5, not 50 (a gold answer may be a list of both). A unit counts
-only against another unit: 5 cm is 5, but not 5 m. Text comes from ``spelling.normalise``.
+A value is a fraction, never a float: 0.333 is not 1/3, and 1e-9 is not 0. A repeating decimal is
+its fraction if a bar marks the period or if dots follow a period that is written three times. A
+percentage is its hundredth and nothing else: 50% is 0.5, not 50 (a gold answer may be a list of
+both). A unit counts only against another unit: 5 cm is 5, but not 5 m. Text comes from
+``spelling.normalise``.
 """
 
 from __future__ import annotations
@@ -13,22 +15,27 @@ from functools import lru_cache
 from typing import NamedTuple
 
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_REPEATING = r"[0-9]*\.[0-9]*(?:\\overline\{[0-9]+\}|…)"
+_LONGEST_PERIOD = 12
+"""Digits of a period before dots; a longer one needs a bar."""
 _FRACTION = re.compile(rf"\\frac\{{(-?{_DECIMAL})\}}\{{(-?{_DECIMAL})\}}")
 _POWER_OF_TEN = re.compile(r"\s*[·x]\s*10\^\{?(-?[0-9]{1,4})\}?")
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?) ?(?P<currency>[$€£]|USD|) ?(?:(?P<whole>[0-9]+) +(?=[1-9]))?"
-    rf"(?P<top>-?{_DECIMAL}(?:[eE][-+]?[0-9]{{1,4}})?)(?: ?/ ?(?P<bottom>-?{_DECIMAL}))? ?"
-    r"(?P<percent>%|(?i:percent|pct))?"
+    rf"(?:(?P<top>-?{_DECIMAL}(?:[eE][-+]?[0-9]{{1,4}})?)(?: ?/ ?(?P<bottom>-?{_DECIMAL}))?"
+    rf"|(?P<repeating>{_REPEATING})) ?(?P<percent>%|(?i:percent|pct))?"
 )
 _UNITS = """mm millimeter; cm centimeter; m meter; km kilometer; in inch inches; ft foot feet;
-    mi mile; g gram; kg kilogram; oz ounce; lb lbs pound; ml mL milliliter; l L liter; cup; unit;
-    s sec second; min minute; h hr hrs hour; dollar $ usd USD; euro €; £; cent ¢;
-    ° degree; radian; Hz; Pa; eV; nm; people; children"""
+    yard; mi mile; g gm gms gram; kg kilogram; oz ounce; lb lbs pound; ml mL milliliter; l L liter;
+    cup; unit; s sec second; min minute; h hr hrs hour; day; week; month; year; mi/h mph;
+    km/h kph kmph; dollar $ usd USD; euro €; £; cent ¢; ° degree; radian; Hz; Pa; eV; nm; people;
+    children"""
 _KNOWN = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 _WITH_UNIT = re.compile(
     r"(?P<core>.*[0-9.)}π])(?P<space> ?)(?P<power>(?:square |cubic )?)(?P<name>[A-Za-z]+|[°¢])\.?"
     r"(?P<exponent>(?:\^[23])?)"
 )
+_RATE = re.compile(r"(?P<amount>.*[^ ])(?P<sign> per | ?/ ?)(?P<per>[A-Za-z]+)(?P<power>(?:\^2)?)")
 _PART_OF_ONE = re.compile(
     ".*(?:four|fif|six|seven|eigh|nin|ten|twelf|teen|tie|hundred|sand|lion)ths"
     "|thirds|halves|quarters|tens|dozens|sixes|percents|hundreds|thousands|.*illions"
@@ -55,6 +62,13 @@ def quantity(text: str) -> Quantity:
     After a number and a space any plural is a unit; elsewhere only a known one with two letters or
     more is, because x + 2 m may have a variable m.
     """
+    if "/" in text or " per " in text:
+        return _rate(text) or _amount(text)
+    return _amount(text)
+
+
+def _amount(text: str) -> Quantity:
+    """A quantity whose unit, if it has one, is no rate."""
     value, currency = _number(text)
     found = _WITH_UNIT.fullmatch(text) if value is None else None
     if found is None:
@@ -67,6 +81,19 @@ def quantity(text: str) -> Quantity:
     return Quantity(found["core"], value, unit + power)
 
 
+def _rate(text: str) -> Quantity | None:
+    """A quantity per unit: 45 miles per hour, 9.8 m/s^2, $5 per day; 5/h has no unit to divide."""
+    found = _RATE.fullmatch(text)
+    if found is None:
+        return None
+    amount, in_words = _amount(found["amount"]), found["sign"] == " per "
+    per = _unit(found["per"], counted=True) or (found["per"] if in_words else "/")
+    has_amount = amount.unit != "" or (in_words and amount.value is not None)
+    if not has_amount or "/" in amount.unit + per:
+        return None
+    return Quantity(amount.core, amount.value, f"{amount.unit}/{per}{found['power']}")
+
+
 def _number(text: str) -> tuple[Fraction | None, str]:
     """The exact value of the whole text, None if it is no number, and the unit of its currency."""
     if "\\" in text or "·" in text or "x" in text:
@@ -74,19 +101,37 @@ def _number(text: str) -> tuple[Fraction | None, str]:
     found = _NUMBER.fullmatch(text)
     if found is None or (found["whole"] and not found["bottom"]):
         return None, ""
-    top, bottom = Fraction(found["top"]), Fraction(found["bottom"] or 1)
-    if bottom == 0:
+    if found["repeating"]:
+        value = _repeating(found["repeating"])
+    else:
+        top, bottom = Fraction(found["top"]), Fraction(found["bottom"] or 1)
+        value = int(found["whole"] or 0) + top / bottom if bottom else None
+    if value is None:
         return None, ""
-    value = int(found["whole"] or 0) + top / bottom
     value = value / 100 if found["percent"] else value
     return -value if found["sign"] == "-" else value, _KNOWN.get(found["currency"], "")
+
+
+def _repeating(text: str) -> Fraction | None:
+    """The value of 0.1\\overline{6}, or of 0.1666…; None if the dots follow no period."""
+    digits, _, period = text.removesuffix("}").partition(r"\overline{")
+    if not period:
+        digits = digits.removesuffix("…")
+        ends = (digits[-size:] for size in range(1, _LONGEST_PERIOD + 1))
+        written = digits.partition(".")[2]
+        period = next((end for end in ends if written.endswith(end * 3)), "")
+    if not period:
+        return None
+    places = len(digits.partition(".")[2])
+    return Fraction(f"{digits}0") + Fraction(int(period), (10 ** len(period) - 1) * 10**places)
 
 
 def _unit(name: str, *, counted: bool) -> str | None:
     """The unit's usual name, None if it is no unit; upper and lower case tell M from m."""
     word = name if len(name) < 3 else name.lower()
     known = _KNOWN.get(word) or _KNOWN.get(word.removesuffix("s") if len(word) > 3 else word)
-    if known and (counted or len(name) > 1 or not name.isalpha()):
+    may_be_product = name.isalpha() and (len(name) == 1 or name == "gm")
+    if known and (counted or not may_be_product):
         return known
     plural = len(word) > 3 and word[-1] == "s" and not _PART_OF_ONE.fullmatch(word)
     return word if counted and plural else None

@@ -13,7 +13,7 @@ FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|
 BRACKETS = r"[()\[\]{}⦃⦄]"
 COMMA = re.compile(rf"{BRACKETS}|,? and |[,;] ?(?:and )?")
 _SIGNS = r"""· \cdot \times × *; ^ **; / \div; ≤ \le \leq \leqslant <=; ≥ \ge \geq \geqslant >=;
-    ≠ \ne \neq !=; < \lt; > \gt; ∞ \infty; ± \pm; ∪ \cup \bigcup; π \pi; ° \circ \degree;
+    ≠ \ne \neq !=; < \lt; > \gt; ∞ \infty; ± \pm; ∓ \mp; ∪ \cup \bigcup; π \pi; ° \circ \degree;
     ∅ \emptyset \varnothing; ∈ \in; … \ldots \dots \cdots; ( \langle; ) \rangle; - − –;
     ⦃ \lbrace \{; ⦄ \rbrace \}; | \lvert \rvert \mid \|; ≈ \approx; : \colon; £ \pounds;
     ¤ \textdollar \$; % \%; & \&; _ \_; \binom \dbinom \tbinom; \sqrt √;
@@ -26,7 +26,17 @@ _SIGN = re.compile(r"\\[A-Za-z]+|\\.|[<>!]=|(?<=[\w)} ])\*\*?(?=[\w(\\ -])|[^\x0
 _FONT = re.compile(
     r"\\(?:(?:text|math)(?!bb)[a-z]{0,3}|[mf]?box|boxed|operatorname|underline)\*?\s*\{([^{}]*)\}"
 )
-_GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3}(?![0-9]))")
+_GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\s*,\s*(?:\\!\s*)+|\\,)(?=[0-9]{3}(?![0-9]))")
+_DIGIT = r"(?:\{ ?([0-9]) ?\}|([0-9]))"
+_PERIODS = [
+    (re.compile(pattern), to)
+    for pattern, to in (
+        (rf"\\dot ?{_DIGIT}([0-9]*)\\dot ?{_DIGIT}", r"\\overline{\1\2\3\4\5}"),
+        (r"\\(?:bar|dot|overline) ?(?:\{ ?([0-9]+) ?\}|([0-9]))", r"\\overline{\1\2}"),
+        (r"(?<=[0-9]\.)\(([0-9]+)\)", r"\\overline{\1}"),
+    )
+]
+"""The ways to mark the repeating digits of a decimal. 0.1(6) is left alone: it may be a product."""
 _RULES = [
     (re.compile(pattern), to)
     for pattern, to in (
@@ -36,6 +46,7 @@ _RULES = [
         (r"^(?i:the) [a-z]+ (?:is|are) (?=[-+$\\(0-9]|[a-z] ?=)", ""),
         (r"(?<=[^A-Za-z ]) ?≈.*", ""),
         (r"\.\.\.+", "…"),
+        (r"\\q?quad ?(or|and) ?\\q?quad", r" \1 "),
         (r"\\mathbb ?\{? ?R ?\}?|^(?i:all real numbers)$", "(-∞,∞)"),
         (r"\^ ?\{? ?° ?\}?", "°"),
         (r"^[a-z] ?∈ ?(?=[\[(⦃])", ""),
@@ -51,6 +62,11 @@ _RULES = [
         (r" (?=[\^%])|(?<=[\[({⦃]) | (?=[\])}⦄,;])", ""),
     )
 ]
+_CONDITION = re.compile(
+    r"^([A-Za-z])(?: ?∈ ?\(-∞,∞\))? ?[|:] ?(?=[^|:]*[<>≤≥][^|:]*$)"
+    r"(?=(?:.*[^A-Za-z\\])?\1(?![A-Za-z]))"
+)
+_PAIRS = ("()", "{}", "⦃⦄")
 _PLAIN = re.compile(r"[-+]?\$?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
 _THOUSANDS = re.compile(r"(?<![0-9.^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 
@@ -69,16 +85,19 @@ def normalise(text: str) -> str:
     text = " ".join(text.split())
     for pattern, to in _RULES:
         text = pattern.sub(to, text)
+    if "." in text and ("\\" in text or ".(" in text):
+        for pattern, to in _PERIODS:
+            text = pattern.sub(to, text)
     text = text.strip(" ,;:").rstrip(".")
     if ", " in text or not set("([⦃") & set(text):  # else coordinates
         text = _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)
-    while text[:1] in ("(", "{", "⦃") and closes(text):
+    while text[:1] in ("(", "{", "⦃") and closes(text) and text[0] + text[-1] in _PAIRS:
         inside = text[1:-1].strip()
         if len(cut(inside, COMMA)) > 1:
             return f"⦃{inside}⦄" if text[0] == "{" else text
         if text[0] == "⦃" and (not inside or set("⦃∅±") & set(inside)):
             return text
-        text = inside
+        text = _CONDITION.sub("", inside) if text[0] == "⦃" else inside
     return text
 
 
