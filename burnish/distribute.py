@@ -26,7 +26,7 @@ from burnish.loops.recorder import Parts
 from burnish.models import open_tokenizer
 from burnish.progress import tell
 from burnish.rollout.branches import branching
-from burnish.rollout.filling import replacing
+from burnish.rollout.filling import replacer_of
 from burnish.rollout.length import shaping
 from burnish.rollout.rollout import sampling
 from burnish.runs.metrics import Timers
@@ -62,7 +62,7 @@ def build(recipe: Recipe) -> Parts:
         begin(f"rank-{rank}", follow, restarts=False, **options(runtime.learner))
     begin("learner", make, restarts=False, **options(runtime.learner))
     size = recipe.rollout.group_size
-    replace = replacing(recipe)
+    replace = replacer_of(recipe)
     fleet = Fleet(supervisor, names, size=size, params=sampling(recipe), tell=note, replace=replace)
     learner = RemoteLearner(fleet, folder, how)
     stream, buffer = local.stream_of(recipe, task), local.buffer_of(recipe)

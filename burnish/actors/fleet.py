@@ -24,8 +24,8 @@ from burnish.rollout.filling import Replacing
 from burnish.rollout.rollout import Asked, Note, ignore, requests_of
 from burnish.types import Completion, Group, SamplingParams
 
-Weighed = tuple[Parcel | None, Any]
-"""Weights: their parcel, and a reference to its bytes."""
+Published = tuple[Parcel | None, Any]
+"""Weights that were published: their parcel, and a reference to its bytes."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Share:
     generator: str
     asked: Asked
     spare: Asked
-    weights: Weighed
+    weights: Published
     replacing: Replacing
     life: int = 0
     """The process of the generator that has the requests; 0 if it was not called yet."""
@@ -85,7 +85,7 @@ class Fleet:
         self.supervisor, self.generators = supervisor, generators
         self._size, self._params = size, params
         self.version = 0
-        self.weights: Weighed = None, None
+        self.weights: Published = None, None
         """The weights that were published last."""
         self.note: Note = ignore
         """Is told of groups and of actors' work."""

@@ -38,8 +38,8 @@ from burnish.types import Group, IntArray
 
 EVALUATED = 64
 """Responses of an evaluation that are kept whole."""
-DEATHS = 5
-"""Deaths of the learner, without a step beyond the last one between them, that end a run."""
+LIVES = 5
+"""Deaths of the learner that end a run, if no new step is finished between them."""
 RECENT = 10
 """Steps whose mean time says how long the next ones take."""
 
@@ -106,7 +106,7 @@ def record(
             if recorder is not None and recorder.done > furthest:
                 furthest, deaths = recorder.done, 0
             died, deaths = True, deaths + 1
-            if deaths >= DEATHS:
+            if deaths >= LIVES:
                 raise ActorError(
                     f"{error}; it died {deaths} times and the run has not come beyond step "
                     f"{furthest}; find the cause, such as too little memory, and continue with "

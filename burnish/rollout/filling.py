@@ -151,7 +151,7 @@ class Replacing:
         return len(self.groups) == len(self.prompts)
 
 
-def replacing(recipe: Recipe) -> Callable[[Asked, Asked], Replacing] | None:
+def replacer_of(recipe: Recipe) -> Callable[[Asked, Asked], Replacing] | None:
     """A function that begins to replace the dead groups of prompts by spare ones; None if the
     recipe does not replace them at once, or has no rollouts of whole batches."""
     if recipe.selection.dead_groups != "active" or isinstance(recipe.loop, FreeLoop):

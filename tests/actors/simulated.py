@@ -35,7 +35,7 @@ from burnish.errors import ActorDied, EngineError
 from burnish.learner.learner import State
 from burnish.loops import asynchronous, free
 from burnish.loops.sync import Step
-from burnish.rollout.filling import replacing
+from burnish.rollout.filling import replacer_of
 from burnish.rollout.rollout import sample, sampling
 from burnish.runs.ledger import Verdict, judge_rows
 from burnish.runs.metrics import Timers
@@ -379,7 +379,7 @@ def simulate(
     for name in parts:
         watcher.start(name, _Part(make, name), restarts=name != "learner")
     size = recipe.rollout.group_size
-    replace = replacing(recipe)
+    replace = replacer_of(recipe)
     fleet = Fleet(watcher, names, size=size, params=sampling(recipe), replace=replace)
     learner = RemoteLearner(fleet, "", "store")
     prompts, buffer = stream(recipe, task), buffer_of(recipe)
