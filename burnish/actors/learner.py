@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ class RemoteLearner:
         """``folder`` is in shared memory; ``how`` names the transport."""
         self._fleet, self._folder, self._how = fleet, folder, how
         self.version = self.incarnation = 0
+
+    def revive(self, others: Sequence[str] = ()) -> None:
+        """Starts a dead learner again, as it was before the first step, and ``others``: actors that
+        can't go on without it. Nothing goes on that was begun before."""
+        self._fleet.supervisor.restart("learner", others)
+        self._fleet.forget()
+        self.version = 0
 
     def begin(self, number: int, groups: list[Group]) -> Call:
         """Begins step ``number``, counted from 1."""

@@ -38,6 +38,8 @@ from burnish.types import Group, IntArray
 
 EVALUATED = 64
 """Responses of an evaluation that are kept whole."""
+LIVES = 5
+"""Deaths of the learner that end a run, if no new step is finished between them."""
 RECENT = 10
 """Steps whose mean time says how long the next ones take."""
 
@@ -90,19 +92,31 @@ def record(
     A step that has begun is finished, and saved, before ``stop`` is asked. Every phase and, in
     phase "step", every finished step is shown; status.json says the same.
     """
+    died, furthest, deaths = False, start, 0
     while True:
+        recorder = None
         try:
-            _record(directory, parts, start, stop)
+            if died:  # a learner may die again while it recovers
+                parts.revive()
+                start = go_back(directory, parts, checkpoints.latest(directory.path))
+            recorder = _Recorder(directory, parts, start)
+            _record(recorder, stop)
             return
-        except ActorDied as died:
-            tell("note", f"{died}; the run goes back to its last checkpoint")
-            parts.revive()
-            start = go_back(directory, parts, checkpoints.latest(directory.path))
+        except ActorDied as error:
+            if recorder is not None and recorder.done > furthest:
+                furthest, deaths = recorder.done, 0
+            died, deaths = True, deaths + 1
+            if deaths >= LIVES:
+                raise ActorError(
+                    f"{error}; it died {deaths} times and the run has not come beyond step "
+                    f"{furthest}; find the cause, such as too little memory, and continue with "
+                    "`burnish resume`"
+                ) from error
+            tell("note", f"{error}; the run goes back to its last checkpoint")
 
 
-def _record(directory: RunDirectory, parts: Parts, start: int, stop: Callable[[], bool]) -> None:
+def _record(recorder: _Recorder, stop: Callable[[], bool]) -> None:
     state: report.State = "failed"
-    recorder = _Recorder(directory, parts, start)
     try:
         with showing(recorder.tell):
             recorder.run(stop)

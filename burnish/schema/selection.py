@@ -20,7 +20,8 @@ class SelectionConfig(Section):
 
     dead_groups: Literal["keep", "drop", "dynamic", "active"] = "keep"
     """drop: the batch gets smaller. dynamic: further prompts are asked, round by round, until the
-    batch is full (DAPO). active: the same, each as soon as a group is found dead (OLMo 3)."""
+    batch is full (DAPO). active: the same, each as soon as a group is found dead (OLMo 3). The free
+    loop has no rounds: dynamic and active are the same there."""
     dead_by: Literal["advantage", "correct"] = "advantage"
     """advantage: a group is dead if the estimator gives all its responses an advantage of 0.
     correct: if none or all of its responses are correct, before length penalties (DAPO)."""
@@ -68,16 +69,6 @@ def check(recipe: Recipe) -> None:
             f"{reader} reads which responses are correct, and {unsaid}.reward = 'none' does not "
             "say it; leave it out, or give the task a reward"
         )
-    if recipe.selection.fills and isinstance(recipe.loop, FreeLoop):
-        raise ValueError(
-            f"selection.dead_groups = '{dead}' needs loop.name = 'lagged', got 'free', whose "
-            "window has no place for further groups; use 'drop'"
-        )
-    if dead == "active" and recipe.runtime.name == "ray":
-        raise ValueError(
-            "selection.dead_groups = 'active' needs runtime.name = 'local', got 'ray', where "
-            "generators are given whole rounds; use 'dynamic'"
-        )
 
 
 def _reads_correct(recipe: Recipe) -> str | None:
@@ -118,7 +109,8 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     if chosen.dead_groups == "drop":
         lines.append(("dead groups", "leave the batch, which gets smaller"))
     elif chosen.fills:
-        when = "in further rounds" if chosen.dead_groups == "dynamic" else "as groups turn out dead"
+        in_rounds = chosen.dead_groups == "dynamic" and not isinstance(recipe.loop, FreeLoop)
+        when = "in further rounds" if in_rounds else "as groups turn out dead"
         told = f"further prompts are asked, {when}, until {groups} groups teach something"
         end = "the run stops" if chosen.on_bound == "stop" else "the step learns from what it has"
         bound = f"{asked:,} groups ({asked * recipe.rollout.group_size:,} responses) per step"

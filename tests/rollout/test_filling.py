@@ -200,7 +200,7 @@ def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
     """Groups 3, 4, 5 of the next rollout are in flight when the first asks for another."""
     recipe = recipe_of("dynamic")
     take, engine = prompts(), Slow(dict.fromkeys(range(20), 1))
-    rollouts = asynchronous.LocalRollouts(recipe, Thirds(), engine, take)
+    rollouts = asynchronous.LocalRollouts(recipe, Thirds(), engine)
     rollouts.issue(take(3))
     rollouts.issue(take(3))
 
@@ -313,9 +313,6 @@ def test_a_function_that_compares_groups_finds_none_dead():
          "selection.dead_groups = 'drop' has no effect with objective.advantage = 'reinforce_plus"),
         (["selection.dead_groups=drop", "objective.kl=k3", "objective.kl.where=reward"],
          "selection.dead_groups = 'drop' has no effect with objective.kl.where = 'reward'"),
-        (["selection.dead_groups=dynamic", "loop=free", "runtime=ray",
-          "objective.proximal=behavior"], "'lagged', got 'free'"),
-        (["selection.dead_groups=active", "runtime=ray"], "use 'dynamic'"),
         (["selection.max_asked=4"], 'no effect with selection.dead_groups = "keep"; remove it'),
         (["selection.dead_groups=drop", "selection.on_bound=learn"], "on_bound has no effect"),
         (["selection.dead_groups=dynamic", "selection.max_asked=1"], "greater than or equal to 2"),
@@ -325,3 +322,12 @@ def test_refused(settings, message):
     with pytest.raises(ConfigError) as caught:
         config.load("sort", settings)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("dead_groups", ["dynamic", "active"])
+def test_every_loop_fills_its_rollouts(dead_groups):
+    recipe = recipe_of(dead_groups, "loop=free", "runtime=ray", "objective.proximal=behavior")
+    assert recipe.selection.fills
+    told = dict(dict(plan(recipe, Path("runs/x")))["selection"])["dead groups"]
+    assert "as groups turn out dead" in told, "the free loop has no rounds"
+    assert recipe_of(dead_groups, "runtime=ray").selection.fills
