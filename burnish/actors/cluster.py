@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -118,13 +121,16 @@ def connect(runtime: RuntimeConfig, learners: int = 1) -> Callable[[], None]:
     if ray.is_initialized():
         leave = _stay
     elif runtime.address is None:
-        ray.init("local", include_dashboard=False, **quiet)  # also beside another cluster
+        with keeping_signals():
+            ray.init("local", include_dashboard=False, **quiet)  # also beside another cluster
+        leave = _end
     else:
         try:
             where = canonicalize_bootstrap_address_or_die(runtime.address)
             if problem := silence(where):
                 raise ConnectionError(problem)
-            ray.init(address=where, **quiet)
+            with keeping_signals():
+                ray.init(address=where, **quiet)
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
                 f"runtime.address = {runtime.address!r}: no Ray cluster answers there ({error}); "
@@ -156,6 +162,56 @@ def own_address(runtime: RuntimeConfig) -> str:
 
 def _stay() -> None:
     """Leaves Ray as it is."""
+
+
+@contextmanager
+def keeping_signals() -> Iterator[None]:
+    """Ray is started or joined in this block without changing what SIGTERM does.
+
+    Ray replaces the handlers of SIGTERM, Python's and the process's, by its own, which print a
+    stack and exit. They are put back after the block. Processes that Ray starts inherit a mask that
+    blocks SIGTERM: batch systems send it to all processes of a job, and a run needs its actors to
+    finish and save its step. They end with the run nevertheless (see ``_end``).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        if callable(before):  # otherwise Ray's own handler is better: it ends the actors
+            signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _end() -> None:
+    """Ends a Ray that this process has started.
+
+    SIGTERM, by which Ray would ask its processes to end, is blocked there, so that they are killed.
+    Ray's agents would outlive a killed raylet by minutes, and are killed, too.
+    """
+    node, left = ray_worker._global_node, list[int]()
+    if node is not None:
+        kill = node.kill_all_processes
+        node.kill_all_processes = lambda **how: kill(**how | {"allow_graceful": False})
+        left = [fd for _, process in node.live_processes() for fd in _started_by(process.pid)]
+    ray.shutdown()
+    for fd in left:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+        os.close(fd)
+
+
+def _started_by(pid: int) -> Iterator[int]:
+    """File descriptors of the processes that a process has started, and that these have started;
+    none on a system without them. Unlike a pid, a descriptor never names another process."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended meanwhile
+            for child in map(int, file.read_text().split()):
+                yield from _started_by(child)
+                yield os.pidfd_open(child)
 
 
 def head_problem() -> str | None:

@@ -87,14 +87,18 @@ def record(
 ) -> None:
     """Runs from step ``start`` to the end, or until ``stop`` says so.
 
-    A step that has begun is finished, and saved, before ``stop`` is asked. Every phase and, in
-    phase "step", every finished step is shown; status.json says the same.
+    A step that has begun is finished, and saved, before ``stop`` is asked. If the learner dies
+    after ``stop`` has said so, the last checkpoint is all there is to save, and its death is
+    raised. Every phase and, in phase "step", every finished step is shown; status.json says the
+    same.
     """
     while True:
         try:
             _record(directory, parts, start, stop)
             return
         except ActorDied as died:
+            if stop():
+                raise
             tell("note", f"{died}; the run goes back to its last checkpoint")
             parts.revive()
             start = go_back(directory, parts, checkpoints.latest(directory.path))
