@@ -21,27 +21,44 @@ from ray.exceptions import RayActorError, RayError
 from ray.experimental.collective.collective import RemoteCommunicatorManager
 from ray.experimental.collective.communicator import CommunicatorHandle
 
+from burnish import machine
+from burnish.actors.shared_memory import SHARED
 from burnish.errors import ActorDied, ActorError, ConfigError
+from burnish.plan import spell
 from burnish.strategy import Resources, RuntimeConfig
 
-SHARED = Path("/dev/shm")
 DIRECT = ("nixl", "gloo", "nccl")
 """Transports of Ray by which tensors go from actor to actor without its store."""
 
 
-def choose(runtime: RuntimeConfig, device: str) -> tuple[str, str]:
-    """The transport of weights, and why; ``device`` is the weights'. A transport that can't run is
-    refused."""
+def choose(runtime: RuntimeConfig, device: str, needed: int = 0) -> tuple[str, str]:
+    """The transport of weights, and why; ``device`` is the weights', ``needed`` the bytes of shared
+    memory that they take. A transport that can't run is refused."""
     how, is_here, on_gpu = runtime.transport, runtime.address is None, device != "cpu"
     gpus = min(runtime.generator.gpus, runtime.learner.gpus)
+    small = too_small(needed) if SHARED.is_dir() else None
     if how != "auto":
-        if problem := unusable(how, on_gpu or not is_here, gpus):
+        problem = small if how == "shared" else unusable(how, on_gpu or not is_here, gpus)
+        if problem:
             raise ConfigError(f"runtime.transport = {how!r}: {problem}; or use 'auto'")
         return how, "as the recipe says"
     if is_here and SHARED.is_dir():
+        if small is not None:
+            return "store", f"since {small}"
         return "shared", "since all actors are on this machine"
     problem = unusable("nixl", on_gpu, gpus)
     return ("nixl", "since actors may be apart") if problem is None else ("store", problem)
+
+
+def too_small(needed: int) -> str | None:
+    """Why shared memory does not hold so many bytes, and the remedy; None if it does."""
+    free = machine.disk(SHARED)
+    if free >= needed:
+        return None
+    return (
+        f"{SHARED} has {spell(free)} free and weights and checkpoints may take {spell(needed)}; "
+        "make it larger (in Docker with --shm-size)"
+    )
 
 
 def unusable(how: str, has_gpu: bool, gpus: float) -> str | None:

@@ -21,6 +21,8 @@ class RemoteLearner:
         """``folder`` is in shared memory; ``how`` names the transport."""
         self._fleet, self._folder, self._how = fleet, folder, how
         self.version = self.incarnation = 0
+        self._is_told = False
+        """Whether a note has said that shared memory is full."""
 
     def begin(self, number: int, groups: list[Group]) -> Call:
         """Begins step ``number``, counted from 1."""
@@ -39,6 +41,9 @@ class RemoteLearner:
         """From now on generators sample with the weights as they are."""
         ask, in_use = self._fleet.supervisor.call, self._fleet.in_use()
         parcel: Parcel = self._fleet.wait(ask("learner", "weights", self.incarnation, in_use))
+        if self._how == "shared" and not parcel.is_file and not self._is_told:
+            self._is_told = True
+            self._fleet.tell("shared memory is full: weights travel by Ray's object store")
         self._fleet.publish(parcel, self._fleet.supervisor.hand("learner", parcel.space))
 
     def held_out_drift(self, groups: list[Group]) -> dict[str, float]:

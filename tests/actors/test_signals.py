@@ -213,3 +213,22 @@ def test_a_learner_that_dies_after_sigterm_is_not_started_again(tmp_path: Path) 
     assert "the last checkpoint is step-00000002; continue with: burnish resume run" in run.said
     assert "goes back to its last checkpoint" not in run.said
     assert run.saved() == ["step-00000002"]
+
+
+def test_the_next_run_removes_the_shared_memory_of_a_killed_one(tmp_path: Path) -> None:
+    shared = Path("/dev/shm")
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "next").mkdir()
+    run = Watched(tmp_path / "killed", SYNC)
+    run.wait_for("first step", lambda: run.steps() >= 1)
+    (lost,) = shared.glob(f"burnish-run-{run.process.pid}-*")
+    run.process.kill()
+    run.end()
+    assert list(lost.glob("weights-*"))
+    after = Watched(tmp_path / "next", SYNC)
+    after.wait_for("first step", lambda: after.steps() >= 1)
+    assert not lost.exists()
+    (kept,) = shared.glob(f"burnish-run-{after.process.pid}-*")
+    to_process(after, signal.SIGTERM)
+    assert after.end() == 143
+    assert not kept.exists()
