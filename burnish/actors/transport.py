@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from burnish.checksum import WORD, checksum
 from burnish.errors import EngineError
 from burnish.types import Weights
 
-WORD = 8
-"""Bytes; tensors begin at multiples of it."""
 FILE = "weights-"
 """How the names of files begin."""
 
@@ -71,10 +70,10 @@ class Sender:
         entries, offset = [], 0
         for name, tensor in weights.tensors.items():
             place, length = memory[offset : offset + sizes[name]], tensor.numel() * tensor.itemsize
-            place[length:] = 0
             place[:length].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
             shape = tuple(tensor.shape)
-            entries.append(Entry(name, tensor.dtype, shape, offset, checksum(place)))
+            found = _checksum(place[:length], name, tensor.dtype, shape)
+            entries.append(Entry(name, tensor.dtype, shape, offset, found))
             offset += sizes[name]
         sent = weights.version, weights.incarnation, tuple(entries), space
         is_file = space in self._files
@@ -115,7 +114,7 @@ class Receiver:
         memory, tensors = self._memory(parcel.space, data), dict[str, Any]()
         for name, dtype, shape, offset, wanted in parcel.entries:
             length = int(np.prod(shape)) * dtype.itemsize
-            if checksum(memory[offset : offset + _padded(length)]) != wanted:
+            if _checksum(memory[offset : offset + length], name, dtype, shape) != wanted:
                 raise EngineError(
                     f"weights of version {parcel.version} did not arrive as they were sent: the "
                     f"checksum of {name} differs; the old weights stay loaded"
@@ -135,9 +134,8 @@ class Receiver:
         return self._mapped[space]
 
 
-def checksum(memory: Tensor) -> int:
-    """The sum of bytes, a multiple of 8, as 64-bit words, which wraps around."""
-    return int(memory.view(torch.int64).sum())
+def _checksum(place: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return checksum(place, f"{name} {dtype} {shape}")
 
 
 def discard(parcel: Parcel) -> None:
@@ -154,6 +152,7 @@ def discard_others(folder: str, in_use: Collection[str]) -> None:
 
 
 def _padded(size: int) -> int:
+    """Tensors begin at multiples of a word."""
     return -(-size // WORD) * WORD
 
 
