@@ -16,8 +16,13 @@ from uuid import uuid4
 
 import ray
 from ray._private import worker as ray_worker
+from ray._private.authentication.authentication_token_setup import (
+    ensure_token_if_auth_enabled,
+    maybe_enable_token_auth_if_token_available,
+)
 from ray._private.services import canonicalize_bootstrap_address_or_die
-from ray.exceptions import RayActorError, RayError
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError, RayActorError, RayError
 from ray.experimental.collective.collective import RemoteCommunicatorManager
 from ray.experimental.collective.communicator import CommunicatorHandle
 
@@ -29,6 +34,11 @@ from burnish.strategy import Resources, RuntimeConfig
 
 DIRECT = ("nixl", "gloo", "nccl")
 """Transports of Ray by which tensors go from actor to actor without its store."""
+TOKEN = (
+    "the Ray cluster there requires a token, and this process has none or another one; print it "
+    "there with `ray get-auth-token`, and set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the token, "
+    "or RAY_AUTH_TOKEN_PATH to a file that holds it"
+)
 
 
 def choose(runtime: RuntimeConfig, device: str, needed: int = 0) -> tuple[str, str]:
@@ -146,6 +156,8 @@ def connect(runtime: RuntimeConfig, learners: int = 1) -> Callable[[], None]:
             where = canonicalize_bootstrap_address_or_die(runtime.address)
             if problem := silence(where):
                 raise ConnectionError(problem)
+            if wants_token(where):
+                raise ConfigError(f"runtime.address = {runtime.address!r}: {TOKEN}")
             with keeping_signals():
                 ray.init(address=where, **quiet)
         except (ConnectionError, ValueError) as error:
@@ -237,6 +249,25 @@ def head_problem() -> str | None:
     address = ray.get_runtime_context().gcs_address
     problem = silence(address)
     return problem and f"Ray's head node at {address} no longer answers ({problem})"
+
+
+def wants_token(address: str) -> bool:
+    """Whether the Ray cluster at HOST:PORT refuses this process for want of its token. Ray itself
+    would try for long, and then say that nobody answers."""
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    token, file = (os.environ.get(f"RAY_AUTH_TOKEN{kind}") for kind in ("", "_PATH"))
+    if token == "" or (token is None and file is not None and not Path(file).is_file()):
+        return True  # Ray would end this process
+    try:
+        # As ray.init does: a token in its usual file is used.
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        ensure_token_if_auth_enabled(create_token_if_missing=False)
+        GcsClient(address=address)
+    except AuthenticationError:
+        return True
+    except RayError:
+        return False  # another problem, which ray.init names
+    return False
 
 
 def silence(address: str) -> str | None:
