@@ -71,7 +71,7 @@ class Clock:
     def completion(self, name: str) -> Completion:
         tokens = np.zeros(length(int(name.removeprefix("group-")), self.seed), dtype=np.int32)
         versions = tokens + self.sampling.pop(name)[1]
-        streams = tokens, tokens.astype(np.float32), versions, tokens.astype(np.bool_)
+        streams = tokens, tokens.astype(np.float32), versions, np.ones_like(tokens, dtype=np.bool_)
         return Completion(name, 0, *streams, SamplingParams(), Finish.STOP, None, "")
 
     def forget(self) -> Any:
@@ -102,6 +102,9 @@ class Clock:
 
     def open(self, name: str) -> list[Call]:
         return []
+
+    def life(self, name: str) -> int:
+        return 1
 
 
 def measure(window: int, max_lag: int, steps: int, seed: int) -> tuple[list[float], float]:

@@ -77,7 +77,7 @@ def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Pa
         task.close()
 
     steps = branching(recipe, lambda: decode)
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine, stream.take, steps)
+    rollouts = asynchronous.LocalRollouts(recipe, task, engine, steps)
     train: Callable[..., Iterator[sync.Step]]
     parts: dict[str, Any] = {"task": task, "engine": engine, "rest": engines.rest(recipe, engine)}
     train = partial(sync.train, recipe, learner=learner, steps=steps, **parts)

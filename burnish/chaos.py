@@ -47,13 +47,25 @@ class Killer(threading.Thread):
 
 def verdict(run: Path, recipe: Recipe) -> Verdict:
     """What the ledger of a run says of its recipe's strategy."""
-    loop, batch = recipe.loop, recipe.prompts_per_rollout
-    if recipe.buffer is not None:
-        window = batch + recipe.buffer.capacity
-        return judge(run, batch=batch, window=window, max_uses=recipe.buffer.max_uses)
+    batch, uses = recipe.prompts_per_rollout, 1 if recipe.buffer is None else recipe.buffer.max_uses
+    window, max_lag = bounds_of(recipe)
+    return judge(run, batch=batch, window=window, max_uses=uses, max_lag=max_lag)
+
+
+def bounds_of(recipe: Recipe) -> tuple[int, int | None]:
+    """The window and the bound on lag by which a ledger is judged; None if there is no bound."""
+    loop, batch, chosen = recipe.loop, recipe.prompts_per_rollout, recipe.selection
     if isinstance(loop, FreeLoop):
-        return judge(run, batch=batch, window=loop.window or batch, max_lag=loop.max_lag)
-    lag = loop.lag * recipe.gradient_steps_per_rollout
-    # Groups that fill a rollout have higher numbers than the rollouts in flight.
-    window = batch * (1 + loop.lag if recipe.selection.fills else 1)
-    return judge(run, batch=batch, window=window, max_lag=lag)
+        # Groups that begin under new numbers, in the place of others, leave groups open that began
+        # before; so do dead ones, which the next step closes.
+        again = loop.on_stale == "drop" or chosen.fills
+        waiting = (1 + loop.max_lag // recipe.gradient_steps_per_rollout) * batch
+        dead = batch * chosen.max_asked if chosen.fills else 0
+        return (loop.window or batch) + again * waiting + dead, loop.max_lag
+    # Groups that fill a rollout have higher numbers than the rollouts in flight, or numbers that
+    # were reserved for it.
+    most = chosen.max_asked if chosen.dead_groups == "active" else 1
+    window = batch * most * (1 + loop.lag) if chosen.fills else batch
+    if recipe.buffer is not None:
+        return window + recipe.buffer.capacity, None
+    return window, loop.lag * recipe.gradient_steps_per_rollout

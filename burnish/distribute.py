@@ -26,6 +26,7 @@ from burnish.loops.recorder import Parts
 from burnish.models import open_tokenizer
 from burnish.progress import tell
 from burnish.rollout.branches import branching
+from burnish.rollout.filling import replacing
 from burnish.rollout.length import shaping
 from burnish.rollout.rollout import sampling
 from burnish.runs.metrics import Timers
@@ -63,7 +64,8 @@ def build(recipe: Recipe) -> Parts:
         begin(f"rank-{rank}", follow, restarts=False, **options(runtime.learner))
     begin("learner", make, restarts=False, **options(runtime.learner))
     size = recipe.rollout.group_size
-    fleet = Fleet(supervisor, names, size=size, params=sampling(recipe), tell=note)
+    replace = replacing(recipe)
+    fleet = Fleet(supervisor, names, size=size, params=sampling(recipe), tell=note, replace=replace)
     learner = RemoteLearner(fleet, folder, how)
     stream, buffer = local.stream_of(recipe, task), local.buffer_of(recipe)
 
@@ -73,9 +75,7 @@ def build(recipe: Recipe) -> Parts:
         if meeting is not None:
             meeting.renew()
             others = [*others, *(f"rank-{rank}" for rank in range(1, ranks))]
-        supervisor.restart("learner", others)
-        fleet.restore([])
-        learner.version = 0
+        learner.revive(others)
 
     def close() -> None:
         task.close()
@@ -102,6 +102,7 @@ def build(recipe: Recipe) -> Parts:
         decode=decode,
         close=close,
         places=supervisor.places,
+        beside=fleet.beside,
         shards=None if meeting is None else learner.write,
         revive=revive,
     )

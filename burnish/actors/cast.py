@@ -82,10 +82,12 @@ class Generator:
         self, parcel: Parcel | None, data: Any, requests: Sequence[Request], seconds: float
     ) -> Answers:
         """Takes new weights, if there are any, and new requests, and goes on for ``seconds`` or
-        until a request is answered."""
+        until a request is answered. Whoever calls it waits for samples, so there must be some."""
         if parcel is not None:
             self._load(parcel, data)
         self._submit(requests)
+        if not self._done:
+            raise EngineError("the run waits for samples of a generator that has none in flight")
         begin("generate", "sampling", total=sum(self._missing.values()), unit="responses")
         end = time.monotonic() + seconds
         while True:  # an evaluation may have finished requests before
@@ -93,6 +95,18 @@ class Generator:
             if whole or not self._missing or time.monotonic() > end:
                 return self._finished(whole)
             self._step()
+
+    def sample_some(self, parcel: Parcel, data: Any, requests: Sequence[Request]) -> Answers:
+        """Takes these requests, too, and goes on until a step completes requests; answers those.
+
+        Nothing else may be asked of it before all are answered: others would change its batches,
+        and with them the last bits of its samples."""
+        self._load(parcel, data)
+        self._submit(requests)
+        begin("generate", "sampling", total=sum(self._missing.values()), unit="responses")
+        while not (whole := [name for name in self._done if name not in self._missing]):
+            self._step()
+        return self._finished(whole)
 
     def forget(self) -> None:
         """Ends all samples in flight: the run was set back to a checkpoint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ class RemoteLearner:
         self.version = self.incarnation = 0
         self._is_told = False
         """Whether a note has said that shared memory is full."""
+
+    def revive(self, others: Sequence[str] = ()) -> None:
+        """Starts a dead learner again, as it was before the first step, and ``others``: actors that
+        can't go on without it. Nothing goes on that was begun before."""
+        self._fleet.supervisor.restart("learner", others)
+        self._fleet.forget()
+        self.version = 0
 
     def begin(self, number: int, groups: list[Group]) -> Call:
         """Begins step ``number``, counted from 1."""
@@ -47,12 +55,12 @@ class RemoteLearner:
         self._fleet.publish(parcel, self._fleet.supervisor.hand("learner", parcel.space))
 
     def held_out_drift(self, groups: list[Group]) -> dict[str, float]:
-        found: dict[str, float] = self._fleet.supervisor.ask("learner", "held_out_drift", groups)
+        found: dict[str, float] = self._fleet.ask("learner", "held_out_drift", groups)
         return found
 
     def state(self) -> State:
         """Raises if a step that was given up here has changed the learner's state since."""
-        parcel, data, numbers = self._fleet.supervisor.ask("learner", "state")
+        parcel, data, numbers = self._fleet.ask("learner", "state")
         if parcel is None:
             return State({}, numbers)
         try:
@@ -67,7 +75,7 @@ class RemoteLearner:
 
     def write(self, folder: Path) -> None:
         """Has ranks write their parts of the state into a folder."""
-        self._fleet.supervisor.ask("learner", "write", folder)
+        self._fleet.ask("learner", "write", folder)
 
     def load_state(self, state: State) -> None:
         if isinstance(state.tensors, Shards):

@@ -67,6 +67,8 @@ class _Actor:
     handle: Any = None
     calls: list[Call] = field(default_factory=list)
     """Not answered, in the order in which they were made."""
+    life: int = 0
+    """Processes that it has had."""
     deaths: int = 0
     heard: float = 0.0
     """When the actor last answered a call, or was started."""
@@ -75,6 +77,8 @@ class _Actor:
     """When its last pulse came."""
     feeling: Any = None
     """The pulse that was asked for and has not come."""
+    checked: float = 0.0
+    """When somebody who waited last looked at it."""
 
 
 class Supervisor:
@@ -100,11 +104,14 @@ class Supervisor:
         """When the head node last answered, and whether Ray is known to end."""
 
     def restart(self, name: str, others: Sequence[str] = ()) -> None:
-        """Starts an actor again that has lost its state, and others that can't go on without it;
-        their calls are forgotten."""
+        """Starts an actor again that has lost its state, and others that can't go on without it.
+
+        The run goes back, so nobody waits for a call that was made before: the calls of all actors
+        are forgotten, or one of them would be made again when its actor dies later."""
         self._count_death(self._actors[name], "it could not go on")
-        for actor in (self._actors[one] for one in (name, *others)):
+        for actor in self._actors.values():
             actor.calls.clear()
+        for actor in (self._actors[one] for one in (name, *others)):
             ray.kill(actor.handle)
             self._begin(actor)
 
@@ -128,7 +135,7 @@ class Supervisor:
         call = Call(name, method, args, renew=renew)
         actor = self._actors[name]
         if not actor.calls:  # it was idle: nobody listened
-            actor.heard = actor.felt = self.clock()
+            actor.heard = actor.felt = actor.checked = self.clock()
         actor.calls.append(call)
         self._make(actor, call)
         return call
@@ -147,25 +154,30 @@ class Supervisor:
         return call.answer
 
     def poll(self, calls: Sequence[Call], seconds: float) -> list[Call]:
-        """The calls that are answered, after at most ``seconds`` if none was before."""
+        """The calls that are answered, after at most ``seconds`` if none was before.
+
+        Whoever waits names the calls: an actor that has none has no deadline, and would be waited
+        for without end."""
+        assert calls, "a run waits for calls of actors, and was given none to wait for"
         self._look()
         waiting = [call for call in calls if not call.is_done]
-        if len(waiting) == len(calls) and waiting:
+        if len(waiting) == len(calls):
             ready, _ = ray.wait([call.ref for call in waiting], timeout=seconds)
             for call in [call for call in waiting if call.ref in ready]:
                 self._take(call)
-            if not ready:
-                for name in {call.actor for call in waiting}:
-                    self._check(self._actors[name])
-                busy = [
-                    (a.name, a.pulse.doing) for a in self._actors.values() if a.calls and a.pulse
-                ]
-                self.show("; ".join(f"{name}: {doing}" for name, doing in busy if doing))
+            # Also if others answer all the time.
+            for name in {call.actor for call in waiting if not call.is_done}:
+                self._check(self._actors[name])
         return [call for call in calls if call.is_done]
 
     def open(self, name: str) -> list[Call]:
         """The calls of an actor that are not answered."""
         return self._actors[name].calls
+
+    def life(self, name: str) -> int:
+        """The number of an actor's process, counted from 1: another one has lost all that the
+        process before it was given."""
+        return self._actors[name].life
 
     def places(self) -> dict[str, dict[str, Any]]:
         """The machine and the process of each actor that has given a sign of life."""
@@ -190,7 +202,8 @@ class Supervisor:
         make = cloudpickle.dumps(actor.make)  # type: ignore[no-untyped-call]
         actor.handle = kind.options(**actor.options).remote(make, is_direct)
         actor.handle.build.remote()
-        actor.heard = actor.felt = self.clock()
+        actor.life += 1
+        actor.heard = actor.felt = actor.checked = self.clock()
         actor.feeling = actor.pulse = None
         for call in actor.calls:
             call.args = call.args if call.renew is None else call.renew()
@@ -217,7 +230,8 @@ class Supervisor:
         try:
             call.answer, span = ray.get([call.ref, call.span])
             if actor.pulse is None:
-                actor.pulse, actor.felt = ray.get(actor.handle.pulse.remote()), self.clock()
+                felt, _ = ray.wait([actor.handle.pulse.remote()], timeout=PULSE)
+                actor.pulse, actor.felt = next(iter(ray.get(felt)), None), self.clock()
         except RayTaskError as error:
             if isinstance(error.cause, FULL):
                 raise _full(actor, call, error.cause) from None
@@ -277,8 +291,11 @@ class Supervisor:
                     self._restart(actor, error)
 
     def _check(self, actor: _Actor) -> None:
-        """Asks for a pulse; raises if the actor is silent for too long."""
+        """Asks for a pulse, once in a while; raises if the actor is silent for too long."""
         now = self.clock()
+        if now - actor.checked < PULSE:
+            return
+        actor.checked = now
         if actor.feeling is not None and ray.wait([actor.feeling], timeout=0)[0]:
             try:
                 actor.pulse, actor.felt = ray.get(actor.feeling), now
@@ -290,6 +307,8 @@ class Supervisor:
             actor.feeling = actor.handle.pulse.remote()
         if now - actor.heard > self.deadline or now - actor.felt > min(SILENCE, self.deadline):
             raise ActorError(self._silence(actor, now))
+        busy = [(a.name, a.pulse.doing) for a in self._actors.values() if a.calls and a.pulse]
+        self.show("; ".join(f"{name}: {doing}" for name, doing in busy if doing))
 
     def _silence(self, actor: _Actor, now: float) -> str:
         call = actor.calls[0]

@@ -30,7 +30,7 @@ from burnish.loops.sync import Step, learn
 from burnish.progress import begin
 from burnish.rollout.branches import Steps
 from burnish.rollout.buffer import Buffer
-from burnish.rollout.filling import Filled, fill, sample_actively
+from burnish.rollout.filling import Filled, fill, sample_actively, taking
 from burnish.rollout.length import shaping
 from burnish.rollout.rollout import Asked, Note, describe, grade, ignore, sample, sampling
 from burnish.runs.metrics import Timers
@@ -40,9 +40,6 @@ from burnish.tasks.stream import PromptStream
 from burnish.tasks.task import Task
 from burnish.types import Group
 
-Take = Callable[[int], Asked]
-"""Gives so many further prompts."""
-
 
 class Rollouts(Protocol):
     """Whoever samples and grades rollouts, oldest first."""
@@ -50,9 +47,10 @@ class Rollouts(Protocol):
     note: Note
     """Is told of groups that are sampled and dropped."""
 
-    def issue(self, asked: Asked, *, first: bool = False) -> None:
+    def issue(self, asked: Asked, spare: Asked = (), *, first: bool = False) -> None:
         """Begins a rollout with the weights that were published last; ``first``: it is collected
-        next."""
+        next. ``spare``: prompts that are asked in the place of dead groups as soon as those are
+        found."""
 
     def collect(self) -> list[Group]:
         """The groups of the oldest rollout, which is then no longer in flight."""
@@ -71,25 +69,21 @@ class LocalRollouts:
     overlap; so it is the test's oracle, and measures the effect of lag on a machine without Ray.
     """
 
-    def __init__(
-        self, recipe: Recipe, task: Task, engine: Engine, take: Take, steps: Steps = None
-    ) -> None:
-        """``take`` gives the next prompts, to be asked in the place of dead groups."""
-        self._recipe, self._task, self._engine, self._take = recipe, task, engine, take
-        self._steps = steps
+    def __init__(self, recipe: Recipe, task: Task, engine: Engine, steps: Steps = None) -> None:
+        self._recipe, self._task, self._engine, self._steps = recipe, task, engine, steps
         self._done: deque[list[Group]] = deque()
         self.note: Note = ignore
 
     def listen(self, note: Note) -> None:
         self.note = note
 
-    def issue(self, asked: Asked, *, first: bool = False) -> None:
+    def issue(self, asked: Asked, spare: Asked = (), *, first: bool = False) -> None:
         recipe, task, engine = self._recipe, self._task, self._engine
         params, size = sampling(recipe), recipe.rollout.group_size
         total = size * len(asked)
         report = begin("generate", f"sampling {total} responses", total=total, unit="responses")
-        if recipe.selection.dead_groups == "active":
-            groups = sample_actively(recipe, engine, task, asked, self._take, report)
+        if spare:
+            groups = sample_actively(recipe, engine, task, asked, taking(spare), report)
         else:
             responses = sample(engine, asked, size, params, Stream.TRAIN, report, self._steps)
             groups = grade(task, asked, responses, shaping(recipe))
@@ -142,7 +136,19 @@ def train(
     ``version``. ``buffer`` is None if a step learns from its own rollout alone.
     """
     assert isinstance(recipe.loop, LaggedLoop)
-    lag = recipe.loop.lag
+    lag, chosen, batch = recipe.loop.lag, recipe.selection, recipe.prompts_per_rollout
+    is_active = chosen.dead_groups == "active"
+
+    def issue() -> None:
+        asked = prompts.take(batch)
+        spare = prompts.reserve(batch * (chosen.max_asked - 1)) if is_active else ()
+        rollouts.issue(asked, spare)
+
+    def collect() -> list[Group]:
+        groups = rollouts.collect()
+        if is_active:
+            prompts.release({group.index for group in groups})
+        return groups
 
     def ask(count: int) -> list[Group]:
         """Further groups for the oldest rollout, with the weights that were published last."""
@@ -156,16 +162,15 @@ def train(
         with timers("generate"):
             while issued < number + lag + 1:
                 try:
-                    asked = prompts.take(recipe.prompts_per_rollout)
+                    issue()
                 except DataError:
                     if issued < recipe.train.steps:
                         raise
                     break  # a longer run would end here
-                rollouts.issue(asked)
                 issued += 1
         with timers("wait"):
             begin("generate", f"waiting for rollout {number + 1}")
-            filled = fill(recipe, rollouts.collect(), ask)
+            filled = fill(recipe, collect(), ask)
             note_dropped(rollouts.note, number + 1, filled)
         groups, gone = filled.groups, [group.index for group in filled.sampled]
         if buffer is not None:

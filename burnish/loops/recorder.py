@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ from burnish.types import Group, IntArray
 
 EVALUATED = 64
 """Responses of an evaluation that are kept whole."""
+DEATHS = 5
+"""Deaths of the learner, without a step beyond the last one between them, that end a run."""
 RECENT = 10
 """Steps whose mean time says how long the next ones take."""
 
@@ -71,6 +74,8 @@ class Parts(NamedTuple):
     each of its steps learns from its own rollout."""
     places: Callable[[], dict[str, Any]] = dict
     """The machine and the process of each actor, by its name."""
+    beside: Callable[[Callable[[], None]], None] = lambda work: work()
+    """Does work that needs no part of the run, while generators go on."""
     shards: Callable[[Path], None] | None = None
     """Has ranks write their parts of the learner's state into a directory, in the place of the
     tensors of its `state`; None if one process learns."""
@@ -92,21 +97,33 @@ def record(
     raised. Every phase and, in phase "step", every finished step is shown; status.json says the
     same.
     """
+    died, furthest, deaths = False, start, 0
     while True:
+        recorder = None
         try:
-            _record(directory, parts, start, stop)
+            if died:  # a learner may die again while it recovers
+                parts.revive()
+                start = go_back(directory, parts, checkpoints.latest(directory.path))
+            recorder = _Recorder(directory, parts, start)
+            _record(recorder, stop)
             return
-        except ActorDied as died:
+        except ActorDied as error:
             if stop():
                 raise
-            tell("note", f"{died}; the run goes back to its last checkpoint")
-            parts.revive()
-            start = go_back(directory, parts, checkpoints.latest(directory.path))
+            if recorder is not None and recorder.done > furthest:
+                furthest, deaths = recorder.done, 0
+            died, deaths = True, deaths + 1
+            if deaths >= DEATHS:
+                raise ActorError(
+                    f"{error}; it died {deaths} times and the run has not come beyond step "
+                    f"{furthest}; find the cause, such as too little memory, and continue with "
+                    "`burnish resume`"
+                ) from error
+            tell("note", f"{error}; the run goes back to its last checkpoint")
 
 
-def _record(directory: RunDirectory, parts: Parts, start: int, stop: Callable[[], bool]) -> None:
+def _record(recorder: _Recorder, stop: Callable[[], bool]) -> None:
     state: report.State = "failed"
-    recorder = _Recorder(directory, parts, start)
     try:
         with showing(recorder.tell):
             recorder.run(stop)
@@ -287,7 +304,11 @@ class _Recorder:
         cadence = self.recipe.checkpoint.model_dump()
         path, score = self.directory.path, self._score
         saved, write = {**tensors, **held}, self.parts.shards
-        checkpoints.save(path, step, saved, state, score=score, write=write, **cadence)
+        save = partial(checkpoints.save, path, step, saved, state, score=score, **cadence)
+        if write is None:
+            self.parts.beside(save)
+        else:  # it calls an actor
+            save(write=write)
         self._saved = step
 
     def _note_state(self) -> None:

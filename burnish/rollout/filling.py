@@ -7,6 +7,7 @@ the time that grading takes, so a rollout repeats bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from burnish.rollout.rollout import (
     sampling,
 )
 from burnish.schema.recipe import Recipe
+from burnish.strategy import FreeLoop
 from burnish.tasks.task import Task
 from burnish.types import Group
 
@@ -41,9 +43,20 @@ class Filled(NamedTuple):
     figures: dict[str, float]
 
 
-def with_variance(groups: Sequence[Group]) -> list[Group]:
-    """The groups whose rewards are not all equal."""
-    return [group for group in groups if np.ptp(group.rewards) > 0]
+Judge = Callable[[Group], bool]
+"""Whether a group is dead: nothing can be learned from it."""
+
+
+def judge_of(recipe: Recipe) -> Judge:
+    """The judge of dead groups: their rewards are all equal."""
+    return lambda group: float(np.ptp(group.rewards)) == 0
+
+
+def is_lost(group: Group, recipe: Recipe, is_dead: Judge) -> bool:
+    """Whether another prompt is asked in the place of a graded group: it is dead, or too few of its
+    samples are left."""
+    whole, _ = drop_errors([group], recipe.rollout.overlong)
+    return not whole or is_dead(whole[0])
 
 
 def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]) -> Filled:
@@ -52,11 +65,12 @@ def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]
     ``ask`` gives so many further groups. A round asks for as many as are missing; DAPO
     (https://arxiv.org/abs/2503.14476) asks for a whole batch each time and drops the surplus.
     """
-    chosen, wanted = recipe.selection, recipe.prompts_per_rollout
+    chosen, wanted, is_dead = recipe.selection, recipe.prompts_per_rollout, judge_of(recipe)
     while True:
         check_errors(sampled, limit=recipe.rollout.max_errors)
         whole, figures = drop_errors(sampled, recipe.rollout.overlong)
-        groups = whole if chosen.dead_groups == "keep" else with_variance(whole)
+        alive = [group for group in whole if not is_dead(group)]
+        groups = whole if chosen.dead_groups == "keep" else alive
         left = wanted * chosen.max_asked - len(sampled)
         if not chosen.fills or len(groups) >= wanted or left <= 0:
             break
@@ -81,6 +95,48 @@ def _loss(group: Group) -> str:
     return "error" if any(grade.is_error for grade in group.grades) else "overlong"
 
 
+def taking(spare: Asked) -> Callable[[int], Asked]:
+    """A function that gives so many of these prompts, in their order, or as many as are left."""
+    left = iter(spare)
+    return lambda count: list(islice(left, count))
+
+
+class Replacing:
+    """Active sampling (OLMo 3, https://arxiv.org/abs/2512.13961) of a rollout, or of a generator's
+    share of it: for each group that is found dead while others decode, another prompt is asked."""
+
+    def __init__(self, recipe: Recipe, asked: Asked, take: Callable[[int], Asked]) -> None:
+        """``take`` gives so many further prompts, or fewer if there are no more."""
+        self._recipe, self._take, self._is_dead = recipe, take, judge_of(recipe)
+        self._bound = recipe.prompts_per_rollout * recipe.selection.max_asked
+        self.prompts = dict(asked)
+        """All that were asked, by the numbers of their groups."""
+        self.groups: list[Group] = []
+
+    def replace(self, graded: Sequence[Group]) -> Asked:
+        """The prompts that are asked in the place of dead ones among the groups graded now."""
+        recipe = self._recipe
+        self.groups += graded
+        responses = len(self.prompts) * recipe.rollout.group_size
+        check_errors(self.groups, limit=recipe.rollout.max_errors, asked=responses)
+        lost = sum(is_lost(group, recipe, self._is_dead) for group in graded)
+        further = self._take(min(lost, self._bound - len(self.prompts)))
+        self.prompts.update(further)
+        return further
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.groups) == len(self.prompts)
+
+
+def replacing(recipe: Recipe) -> Callable[[Asked, Asked], Replacing] | None:
+    """A function that begins to replace the dead groups of prompts by spare ones; None if the
+    recipe does not replace them at once, or has no rollouts of whole batches."""
+    if recipe.selection.dead_groups != "active" or isinstance(recipe.loop, FreeLoop):
+        return None
+    return lambda asked, spare: Replacing(recipe, asked, taking(spare))
+
+
 def sample_actively(
     recipe: Recipe,
     engine: Server,
@@ -89,27 +145,20 @@ def sample_actively(
     take: Callable[[int], Asked],
     report: Report = unheard,
 ) -> list[Group]:
-    """Active sampling (OLMo 3, https://arxiv.org/abs/2512.13961): groups are graded as they are
+    """The groups of a rollout whose dead groups are replaced at once: groups are graded as they are
     completed, and for each dead one another prompt is submitted while the others decode.
 
     ``take`` gives further prompts. Differs from the paper in that the engine waits for grades, so
     that the step at which a prompt is submitted does not depend on the time they take.
     """
     size, params = recipe.rollout.group_size, sampling(recipe)
-    bound = recipe.prompts_per_rollout * recipe.selection.max_asked
-    prompts, groups = dict(asked), list[Group]()
+    own = Replacing(recipe, asked, take)
 
     def replace(done: Answered) -> list[Request]:
-        own = [(request.group, prompts[request.group]) for request, _ in done]
-        found = grade(task, own, [completions for _, completions in done], shaping(recipe))
-        groups.extend(found)
-        check_errors(groups, limit=recipe.rollout.max_errors, asked=len(prompts) * size)
-        whole, _ = drop_errors(found, recipe.rollout.overlong)
-        lost = len(found) - len(with_variance(whole))
-        further = take(min(lost, bound - len(prompts)))
-        prompts.update(further)
-        return requests_of(further, size, params, Stream.TRAIN)
+        prompts = [(request.group, own.prompts[request.group]) for request, _ in done]
+        found = grade(task, prompts, [completions for _, completions in done], shaping(recipe))
+        return requests_of(own.replace(found), size, params, Stream.TRAIN)
 
     requests = requests_of(asked, size, params, Stream.TRAIN)
     complete(engine, requests, report=report, further=replace)
-    return sorted(groups, key=lambda group: group.index)
+    return sorted(own.groups, key=lambda group: group.index)

@@ -1,16 +1,17 @@
-"""Which groups a free-running loop may issue, and which it learns from next.
+"""Which groups a free-running loop may begin, and which it learns from next.
 
-Groups are numbered. The learner takes B groups at a time, the lowest that are graded inside a
-window of W numbers, which begins at the lowest open group. docs/architecture.md proves that no
-group which `may_issue` allows is learned from more than ``max_lag`` versions later, and that the
-loop never waits for itself.
+Groups stand in a line in the order in which they began. The learner takes B groups at a time, the
+first that are graded inside a window of W places, which begins at the first open group. A group
+that is withdrawn (it was too old, or dead) leaves the line, and those behind it move up.
+docs/architecture.md proves that no group which `may_begin` allows is learned from more than
+``max_lag`` versions later, and that the loop never waits for itself.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 
 @dataclass
@@ -22,71 +23,85 @@ class Pace:
     gradient_steps: int
     """k: versions that a rollout adds at most."""
     max_lag: int
-    open: list[int] = field(default_factory=list)
-    """Numbers of groups that are neither learned from nor dropped, in order."""
+    line: list[int] = field(default_factory=list)
+    """Numbers of groups that are open or were learned from, from the first open one on."""
     loaded: dict[int, int] = field(default_factory=dict)
-    """The version of the generator that began each open group, when it began."""
-    next: int = 0
-    """The number of the next new group."""
+    """The oldest version that a token of each open group can have."""
 
-    def may_issue(self, number: int, loaded: int, next_version: int) -> bool:
-        """Whether a generator with version ``loaded`` may begin group ``number``.
+    def may_begin(self, loaded: int, next_version: int) -> bool:
+        """Whether a generator with version ``loaded`` may begin another group.
 
         ``next_version`` is the highest version that the learner can have before its next rollout.
-        It may not put this group, or one that is open already, beyond the bound.
+        It may not put the new group, or one that is open already, beyond the bound.
         """
-        after = Pace(self.batch, self.window, self.gradient_steps, self.max_lag, [*self.open])
-        after.loaded, after.next = dict(self.loaded), self.next
-        after.begin(number, loaded)
+        versions = [self.loaded.get(number) for number in self.line] + [loaded]
+        before = rollouts_before(
+            [version is not None for version in versions], self.batch, self.window
+        )
         return all(
-            next_version + after.rollouts_before(group) * self.gradient_steps - version
-            <= self.max_lag
-            for group, version in after.loaded.items()
+            next_version + count * self.gradient_steps - version <= self.max_lag
+            for version, count in zip(versions, before, strict=True)
+            if version is not None
         )
 
-    def rollouts_before(self, number: int) -> int:
-        """How many rollouts of the groups that are open now may come before an open group's.
-
-        They may take all groups below it. Of the W − 1 numbers above it, B − 1 are left for its own
-        rollout at least.
-        """
-        place = bisect_left(self.open, number)
-        above = bisect_left(self.open, number + self.window) - place - 1
-        taken = min(number + self.window, self.next) - number - 1 - above
-        left = self.window - self.batch - taken
-        return (place + max(0, min(above, left))) // self.batch
-
-    def reopen(self, numbers: Iterable[int], next_number: int) -> None:
-        """Goes on with groups that were open when a run stopped; they have to begin again."""
-        self.open, self.loaded, self.next = sorted(numbers), {}, next_number
-
     def begin(self, number: int, loaded: int) -> None:
-        if number not in self.open:
-            insort(self.open, number)
+        """A generator with version ``loaded`` begins a group, at the end of the line."""
+        self.line.append(number)
         self.loaded[number] = loaded
-        self.next = max(self.next, number + 1)
 
-    def close(self, number: int) -> None:
-        """The group was learned from or dropped."""
-        self.open.remove(number)
-        self.loaded.pop(number, None)
+    def know(self, number: int, oldest: int) -> None:
+        """An open group has no token before version ``oldest``."""
+        self.loaded[number] = max(oldest, self.loaded[number])
+
+    def learn(self, numbers: Iterable[int]) -> None:
+        """The groups were learned from, and keep their places."""
+        for number in numbers:
+            del self.loaded[number]
+        self._move_up()
+
+    def withdraw(self, number: int) -> None:
+        """Nobody will learn from the group: it leaves the line."""
+        del self.loaded[number]
+        self.line.remove(number)
+        self._move_up()
 
     def ready(self, graded: Container[int]) -> list[int]:
         """The groups of the next rollout; empty if it is not complete.
 
-        It waits if it would leave fewer than B numbers of the next window to the lowest group that
+        It waits if it would leave fewer than B places of the next window to the first group that
         stays open.
         """
-        if not self.open:
-            return []
-        inside = self.open[: bisect_left(self.open, self.open[0] + self.window)]
+        inside = [number for number in self.line[: self.window] if number in self.loaded]
         found = [number for number in inside if number in graded][: self.batch]
-        left = [number for number in self.open if number not in found]
-        if len(found) < self.batch or (left and self._taken(left) > self.window - self.batch):
+        if len(found) < self.batch:
             return []
+        is_open = [number in self.loaded and number not in found for number in self.line]
+        if True in is_open:
+            first = is_open.index(True)
+            if is_open[first : first + self.window].count(False) > self.window - self.batch:
+                return []
         return found
 
-    def _taken(self, left: list[int]) -> int:
-        """Numbers of the window that begins at the lowest of the open groups, and are not open."""
-        end = min(left[0] + self.window, self.next)
-        return end - left[0] - bisect_left(left, end)
+    def _move_up(self) -> None:
+        taken = next(
+            (place for place, number in enumerate(self.line) if number in self.loaded),
+            len(self.line),
+        )
+        del self.line[:taken]
+
+
+def rollouts_before(is_open: Sequence[bool], batch: int, window: int) -> list[int]:
+    """For each place of a line, how many rollouts of the open groups in the line may come before
+    that of an open group there.
+
+    They may take all open groups before it. Of the W − 1 places behind it, B − 1 are left for its
+    own rollout at least.
+    """
+    opened = [0, *accumulate(map(int, is_open))]  # in the places before
+    found = []
+    for place in range(len(is_open)):
+        end = min(place + window, len(is_open))
+        behind = opened[end] - opened[place + 1]
+        taken = end - place - 1 - behind
+        found.append((opened[place] + max(0, min(behind, window - batch - taken))) // batch)
+    return found

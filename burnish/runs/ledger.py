@@ -71,6 +71,13 @@ def judge(
     ``max_lag`` is None if the strategy has no bound in versions.
     """
     rows = list(iterate_rows(run / FILE))
+    return judge_rows(rows, batch=batch, window=window, max_uses=max_uses, max_lag=max_lag)
+
+
+def judge_rows(
+    rows: Sequence[Row], *, batch: int, window: int, max_uses: int = 1, max_lag: int | None = None
+) -> Verdict:
+    """As `judge`, of the rows of a ledger."""
     learned, dropped = standing(rows)
     uses = Counter(group for row in learned for group in row["groups"])
     gone = {row["group"] for row in dropped}

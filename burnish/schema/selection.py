@@ -20,7 +20,8 @@ class SelectionConfig(Section):
 
     dead_groups: Literal["keep", "drop", "dynamic", "active"] = "keep"
     """drop: the batch gets smaller. dynamic: further prompts are asked, round by round, until the
-    batch is full (DAPO). active: the same, each as soon as a group is found dead (OLMo 3)."""
+    batch is full (DAPO). active: the same, each as soon as a group is found dead (OLMo 3). The free
+    loop has no rounds: dynamic and active are the same there."""
     max_asked: int = Field(10, ge=2, description="groups asked per group of a rollout, at most")
     on_bound: Literal["stop", "learn"] = Field("stop", description="if max_asked did not suffice")
 
@@ -51,16 +52,6 @@ def check(recipe: Recipe) -> None:
             f"selection.dead_groups = '{dead}' needs rollout.group_size of at least 2, got 1: all "
             "rewards of such a group are equal; use 'keep'"
         )
-    if recipe.selection.fills and isinstance(recipe.loop, FreeLoop):
-        raise ValueError(
-            f"selection.dead_groups = '{dead}' needs loop.name = 'lagged', got 'free', whose "
-            "window has no place for further groups; use 'drop'"
-        )
-    if dead == "active" and recipe.runtime.name == "ray":
-        raise ValueError(
-            "selection.dead_groups = 'active' needs runtime.name = 'local', got 'ray', where "
-            "generators are given whole rounds; use 'dynamic'"
-        )
 
 
 def endless(recipe: Recipe) -> list[str]:
@@ -77,7 +68,8 @@ def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
     if chosen.dead_groups == "drop":
         lines.append(("dead groups", "leave the batch, which gets smaller"))
     elif chosen.fills:
-        when = "in further rounds" if chosen.dead_groups == "dynamic" else "as groups turn out dead"
+        in_rounds = chosen.dead_groups == "dynamic" and not isinstance(recipe.loop, FreeLoop)
+        when = "in further rounds" if in_rounds else "as groups turn out dead"
         told = f"further prompts are asked, {when}, until {groups} groups have unequal rewards"
         end = "the run stops" if chosen.on_bound == "stop" else "the step learns from what it has"
         bound = f"{asked:,} groups ({asked * recipe.rollout.group_size:,} responses) per step"

@@ -30,6 +30,16 @@ class History:
         self._row = self._passed = 0
         """Prompts that have left, in a row; prompts passed over since the last ``note``."""
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """What taking prompts has counted since the last ``note``; `PromptStream` sets it back when
+        it takes prompts back."""
+        return self._row, self._passed
+
+    @counts.setter
+    def counts(self, counts: tuple[int, int]) -> None:
+        self._row, self._passed = counts
+
     def has_left(self, prompt_id: str) -> bool:
         """No-positive-resampling (ScaleRL, https://arxiv.org/abs/2510.13786): a prompt that was
         solved at a rate of ``leave_at`` is not asked again."""

@@ -14,7 +14,7 @@ from burnish.actors.transport import Parcel
 from burnish.build import build_task
 from burnish.distribute import make_generator, make_learner, make_scorer
 from burnish.draws import Stream
-from burnish.errors import ActorError, ConfigError
+from burnish.errors import ActorError, ConfigError, EngineError
 from burnish.rollout.rollout import requests_of, sampling
 from burnish.sizes import settled
 
@@ -30,7 +30,8 @@ def test_groups_that_an_evaluation_finished_are_handed_over(tmp_path: Path) -> N
     held_out = requests_of(asked, 1, params, Stream.EVALUATION)
     assert generator.evaluate(parcel, None, held_out).keys() == {"held-out-0"}
     assert generator.advance(None, None, [], seconds=1.0).keys() == {"group-0"}
-    assert generator.advance(None, None, [], seconds=1.0) == {}
+    with pytest.raises(EngineError, match="waits for samples of a generator that has none"):
+        generator.advance(None, None, [], seconds=1.0)
 
 
 def test_a_state_of_another_step_is_no_checkpoint(tmp_path: Path) -> None:

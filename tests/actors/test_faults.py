@@ -21,6 +21,7 @@ import burnish
 from burnish import config
 from burnish.chaos import verdict
 from burnish.progress import Progress
+from tests.actors import native
 
 pytestmark = pytest.mark.slow
 
@@ -65,35 +66,41 @@ def rewards(run: Path) -> list[float]:
     return [row["rollout/reward"] for row in rows if "rollout/reward" in row]
 
 
-def check_kills(path: Path, seed: int, loop: dict[str, Any]) -> None:
+SORTER: dict[str, Any] = {"objective": {"proximal": "behavior"}, "train": {"steps": STEPS}}
+"""It completes a request in one step."""
+
+
+def check_kills(path: Path, seed: int, loop: dict[str, Any], engine: str) -> None:
     """Ten kills over all kinds of actor leave every step, every group, and a rising reward."""
     names = ["generator-0", "learner", "scorer", "generator-1"]
-    kills = Kills(path, names, 10, seed)
-    settings: dict[str, Any] = {
-        "objective": {"proximal": "behavior"},
-        "loop": loop,
-        "runtime": {"name": "ray", "generators": 2},
-        "train": {"steps": STEPS},
-        "checkpoint": {"every": 2},
-    }
-    run = burnish.train("sort", out=path, seed=seed, show=kills.show, **settings)
+    kills = Kills(path / "run", names, 10, seed)
+    recipe, given = "sort", SORTER
+    if engine == "native":
+        recipe, given = "keywords", native.settings(path, steps=STEPS // 2)
+    runtime = {"name": "ray", "generators": 2, "threads": 1}
+    more = {"loop": loop, "runtime": runtime, "checkpoint": {"every": 2}, "seed": seed}
+    run = burnish.train(recipe, out=path / "run", show=kills.show, **given, **more)
     assert len(kills.killed) == 10
-    found = verdict(path, config.load(str(path / "recipe.toml")))
+    found = verdict(run.path, config.load(str(run.path / "recipe.toml")))
     assert not found.problems, found
-    assert found.steps == STEPS
+    assert found.steps == given["train"]["steps"]
     reward = rewards(run.path)
-    assert len(reward) == STEPS
-    assert sum(reward[-10:]) > sum(reward[:10])
+    assert len(reward) == found.steps
+    if engine == "sorter":
+        assert sum(reward[-10:]) > sum(reward[:10])
 
 
+@pytest.mark.parametrize("engine", ["sorter", "native"])
 @pytest.mark.usefixtures("cluster")
-def test_ten_kills_of_a_run_with_lag(tmp_path: Path) -> None:
-    check_kills(tmp_path / "run", 0, {"lag": 1})
+def test_ten_kills_of_a_run_with_lag(tmp_path: Path, engine: str) -> None:
+    check_kills(tmp_path, 0, {"lag": 1}, engine)
 
 
+@pytest.mark.parametrize("engine", ["sorter", "native"])
 @pytest.mark.usefixtures("cluster")
-def test_ten_kills_of_a_free_run(tmp_path: Path) -> None:
-    check_kills(tmp_path / "run", 1, {"name": "free", "max_lag": 20, "on_update": "keep"})
+def test_ten_kills_of_a_free_run(tmp_path: Path, engine: str) -> None:
+    loop = {"name": "free", "max_lag": 20, "on_update": "keep"}
+    check_kills(tmp_path, 1, loop, engine)
 
 
 def descendants(pid: int) -> dict[int, str]:

@@ -49,6 +49,10 @@ RUNS = {
         *("selection.dead_groups=drop", "selection.leave_at=0.9", "selection.target=0.5"),
     ],
     "greedy responses": ["objective.advantage=remax"],
+    "active sampling": [
+        *("selection.dead_groups=active", "selection.on_bound=learn", "rollout.group_size=2"),
+        *('rollout.stop=["a", "e", "i", "o", "u"]', "rollout.max_tokens=40"),
+    ],
     "a teacher": ["objective.advantage=teacher", "teacher.model=TEACHER"],
 }
 

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import burnish
 from burnish import api, build, cli, config, machine, sizes
 from burnish.engine.sorter import SorterEngine
-from burnish.errors import BurnishError, ConfigError, RunError
+from burnish.errors import ActorDied, ActorError, BurnishError, ConfigError, RunError
 from burnish.loops.recorder import go_back
 from burnish.rollout.buffer import Buffer
 from burnish.runs import checkpoints
@@ -528,3 +529,64 @@ def test_a_run_that_never_gets_a_grade_ends_with_readable_files(tmp_path, monkey
     shown = capsys.readouterr().out
     assert "no response was graded, 60 responses, 0 gradient steps" in shown
     assert "before [no grade]" in shown
+
+
+def mortal(monkeypatch, at, *, in_recovery=0):
+    """Runs of this process whose learner dies when step ``at`` is learned, each time that the step
+    comes until the list is empty, and in so many recoveries after it."""
+    deaths, recoveries = list(at), iter(range(in_recovery))
+    built = build.build
+    revived = []
+
+    def build_mortal(recipe):
+        parts = built(recipe)
+        load = parts.learner.load_state
+
+        def train(**how):
+            for step in parts.train(**how):
+                if deaths and step.number == deaths[0]:
+                    deaths.pop(0)
+                    raise ActorDied("learner died (exit type TEST)")
+                yield step
+
+        def load_state(state):
+            if next(recoveries, None) is not None:
+                raise ActorDied("learner died (exit type RECOVERY)")
+            load(state)
+
+        parts.learner.load_state = load_state
+        return parts._replace(train=train, revive=lambda: revived.append(1))
+
+    monkeypatch.setattr(build, "build", build_mortal)
+    return revived
+
+
+def test_a_learner_that_dies_while_it_recovers_costs_time_alone(tmp_path, monkeypatch):
+    settings = {"train": {"steps": 6}, "checkpoint": {"every": 2}, "show": False}
+    whole = burnish.train("sort", out=tmp_path / "whole", **settings)
+    revived = mortal(monkeypatch, [3, 5], in_recovery=2)
+    run = burnish.train("sort", out=tmp_path / "run", **settings)
+    assert len(revived) == 4
+    assert (run / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+
+
+def test_a_learner_that_dies_at_the_same_step_again_and_again_ends_the_run(tmp_path, monkeypatch):
+    mortal(monkeypatch, [3] * 100)
+    with pytest.raises(ActorError, match="died 5 times and the run has not come beyond step 2"):
+        burnish.train("sort", out=tmp_path / "run", show=False, train={"steps": 6})
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_active_sampling_resumes_bit_for_bit(tmp_path, lag):
+    """Rollouts in flight have prompts in reserve, which a checkpoint keeps."""
+    chosen = {"dead_groups": "active", "leave_at": 0.9, "on_bound": "learn", "max_asked": 4}
+    sizes = {"rollout": {"batch": 6, "group_size": 2}, "train": {"steps": 8, "batch": 6}}
+    settings = sizes | {"task": {"prompts": 40}, "selection": chosen, "checkpoint": {"every": 3}}
+    settings |= {"loop": {"lag": lag}, "objective": {"proximal": "behavior"}, "show": False}
+    whole = burnish.train("sort", out=tmp_path / "whole" / "run", **settings)
+    assert any(row["rollout/asked_per_used"] > 1 for row in whole.metrics if row["step"])
+    path = tmp_path / "parts" / "run"
+    burnish.train("sort", out=path, stop=stopper(2), **settings)
+    burnish.resume(path, stop=stopper(3), show=False)
+    burnish.resume(path, show=False)
+    assert fingerprint(path) == fingerprint(whole.path)

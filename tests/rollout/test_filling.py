@@ -200,7 +200,7 @@ def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
     """Groups 3, 4, 5 of the next rollout are in flight when the first asks for another."""
     recipe = recipe_of("dynamic")
     take, engine = prompts(), Slow(dict.fromkeys(range(20), 1))
-    rollouts = asynchronous.LocalRollouts(recipe, Thirds(), engine, take)
+    rollouts = asynchronous.LocalRollouts(recipe, Thirds(), engine)
     rollouts.issue(take(3))
     rollouts.issue(take(3))
 
@@ -231,9 +231,6 @@ def test_a_plan_says_what_is_selected_and_the_most_that_it_costs():
     [
         (["rollout.group_size=1", "selection.dead_groups=drop", "objective.advantage=raw"],
          "selection.dead_groups = 'drop' needs rollout.group_size of at least 2, got 1"),
-        (["selection.dead_groups=dynamic", "loop=free", "runtime=ray",
-          "objective.proximal=behavior"], "'lagged', got 'free'"),
-        (["selection.dead_groups=active", "runtime=ray"], "use 'dynamic'"),
         (["selection.max_asked=4"], 'no effect with selection.dead_groups = "keep"; remove it'),
         (["selection.dead_groups=drop", "selection.on_bound=learn"], "on_bound has no effect"),
         (["selection.dead_groups=dynamic", "selection.max_asked=1"], "greater than or equal to 2"),
@@ -243,3 +240,12 @@ def test_refused(settings, message):
     with pytest.raises(ConfigError) as caught:
         config.load("sort", settings)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("dead_groups", ["dynamic", "active"])
+def test_every_loop_fills_its_rollouts(dead_groups):
+    recipe = recipe_of(dead_groups, "loop=free", "runtime=ray", "objective.proximal=behavior")
+    assert recipe.selection.fills
+    told = dict(dict(plan(recipe, Path("runs/x")))["selection"])["dead groups"]
+    assert "as groups turn out dead" in told, "the free loop has no rounds"
+    assert recipe_of(dead_groups, "runtime=ray").selection.fills

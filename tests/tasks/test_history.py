@@ -127,7 +127,7 @@ class Solved:
     def note(self, event, **told):
         pass
 
-    def issue(self, asked, *, first=False):
+    def issue(self, asked, spare=(), *, first=False):
         self.asked += names(asked)
         ((index, prompt),) = asked
         group = make_group(index, prompt.token_ids, [[1], [1]], [1.0, 1.0])
