@@ -7,14 +7,14 @@ Each actor builds its own part from the recipe, in its own process, with the fun
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from burnish import build as local
-from burnish import engines, preflight, torchrun
-from burnish.actors import cluster
+from burnish import engines, preflight, sizes, torchrun
+from burnish.actors import cluster, shared_memory
 from burnish.actors.cast import Generator, LearnerPart, Scorer
 from burnish.actors.fleet import Fleet
 from burnish.actors.learner import RemoteLearner
@@ -31,7 +31,6 @@ from burnish.rollout.length import shaping
 from burnish.rollout.rollout import sampling
 from burnish.runs.metrics import Timers
 from burnish.schema.recipe import Recipe
-from burnish.sizes import device_of
 from burnish.strategy import FreeLoop
 from burnish.types import Group
 
@@ -39,7 +38,8 @@ from burnish.types import Group
 def build(recipe: Recipe) -> Parts:
     """The parts of a run whose generators, scorer and learner are actors of Ray."""
     runtime, note = recipe.runtime, partial(tell, "note")
-    how, why = cluster.choose(runtime, device_of(recipe))
+    shared_memory.remove_dead(shared_memory.SHARED)
+    how, why = cluster.choose(runtime, sizes.device_of(recipe), sizes.shared_memory(recipe))
     tell("load", "reading the prompts")
     task, decode = local.build_task(recipe)
     tell("load", "starting Ray")
@@ -48,7 +48,9 @@ def build(recipe: Recipe) -> Parts:
     meeting = torchrun.Meeting(ranks, cluster.own_address(runtime)) if ranks > 1 else None
     place = None if meeting is None else meeting.place
     note(f"the transport of weights is {how!r}, {why}")
-    folder = tempfile.mkdtemp(prefix="burnish-", dir=cluster.SHARED if how == "shared" else None)
+    root = shared_memory.SHARED if how == "shared" else Path(tempfile.gettempdir())
+    claimed = shared_memory.claim(root)
+    folder = str(claimed.path)
     names = [f"generator-{number}" for number in range(runtime.generators)]
     group = cluster.Exchange(how, ["learner", *names] if how in cluster.DIRECT else [])
     supervisor = Supervisor(runtime.deadline, note, partial(tell, "actors"), group=group)
@@ -78,8 +80,9 @@ def build(recipe: Recipe) -> Parts:
     def close() -> None:
         task.close()
         supervisor.stop()
+        claimed.remove()  # also if it takes too long to leave
         leave()
-        shutil.rmtree(folder, ignore_errors=True)
+        claimed.remove()  # an actor may have made a file
 
     train: Any = partial(asynchronous.train, rollouts=fleet, buffer=buffer)
     if isinstance(recipe.loop, FreeLoop):
@@ -99,6 +102,7 @@ def build(recipe: Recipe) -> Parts:
         decode=decode,
         close=close,
         places=supervisor.places,
+        beside=fleet.beside,
         shards=None if meeting is None else learner.write,
         revive=revive,
     )

@@ -12,7 +12,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
@@ -55,7 +55,7 @@ def uniforms(
     """Float64 in [0, 1) with 53 random bits; the arguments broadcast."""
     state = np.zeros(1, dtype=np.uint64)
     for word in (seed, stream, group, sample, position):
-        state = _mix(state + _GOLDEN + _mix(np.asarray(word).astype(np.uint64)[..., None]))
+        state = mix(state + GOLDEN + mix(np.asarray(word).astype(np.uint64)[..., None]))
     return (state[..., 0] >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -64,7 +64,7 @@ def permutation(seed: int, stream: int, group: int, sample: int, size: int) -> n
     return np.argsort(uniforms(seed, stream, group, sample, np.arange(size)), kind="stable")
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """splitmix64's finaliser (Steele et al. 2014), a bijection that spreads every bit over all."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from burnish.display import Display
+from burnish.errors import ActorError, EngineError, GraderError
 from burnish.progress import STEP_PHASES, Progress
 from burnish.runs import checkpoints, directory
 
@@ -25,6 +26,8 @@ ONE_REQUEST_S = 1.0
 """Signals this close together are one request: `timeout` signals a process, then its group."""
 GRACE_S = 1.5
 """Seconds that the main thread has to stop at once by itself."""
+OTHERS = (ActorError, EngineError, GraderError)
+"""Errors of other processes of a run, which the same signal may have ended."""
 
 
 class Interrupts:
@@ -63,7 +66,9 @@ class Interrupts:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -72,6 +77,9 @@ class Interrupts:
         self._thread.join(1.0)
         self._ours.close()
         self._display.close()
+        if self.is_asked() and isinstance(error, OTHERS):
+            self._display.say(str(error))
+            self._stop_at_once()
         if kind is KeyboardInterrupt:
             self._stop_at_once()
         if kind is None and self.is_asked() and not (self._path / "summary.json").exists():

@@ -266,7 +266,7 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
     tokens = f"{cache // (size.cached * wide):,} tokens (engine.kv_mb = {engine.kv_mb})"
     kept = recipe.checkpoint.keep + 2  # the best, and the one that is being written
     saves = math.ceil(train.steps / recipe.checkpoint.every) if samples else kept
-    each = (12 + 12 * has_body + (train.log_kl + refreshes) * low) * learned
+    each = checkpoint(recipe, size)
     files = counted(min(kept, saves), "checkpoint")
     kinds = {"the teacher": recipe.teacher, "the reward model": recipe.reward_model}
     others = [kind for kind, section in kinds.items() if section is not None]
@@ -288,6 +288,15 @@ def needs(recipe: Recipe, size: Size) -> list[Need]:
         Need("disk", f"{files} of {spell(each)}", min(kept, saves) * each),
     ]
     return [need for need in found if need.size]
+
+
+def checkpoint(recipe: Recipe, size: Size) -> int:
+    """Bytes of a learner's state: masters and moments of the policy and of a critic, and the
+    previous policy and the reference in compute precision."""
+    train, learned = recipe.train, size.parameters if size.learned is None else size.learned
+    has_body = recipe.critic is not None and not recipe.critic.shared
+    copies = train.log_kl + (recipe.objective.kl.refresh is not None)
+    return (12 + 12 * has_body + copies * BYTES[train.precision]) * learned
 
 
 def _per_rank(recipe: Recipe, size: Size, found: list[Need]) -> list[Need]:

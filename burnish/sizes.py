@@ -12,11 +12,15 @@ from burnish.model import checkpoint as models
 from burnish.model import hub, lora, peft
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import ENGINE, Size, needs, room
+from burnish.plan import BYTES, ENGINE, Size, checkpoint, needs, room
 from burnish.schema.learning import LoraLearns
 from burnish.schema.models import ScratchConfig, SorterConfig
 from burnish.schema.recipe import Recipe
+from burnish.strategy import LaggedLoop
 from burnish.wording import counted
+
+LITTLE = 1_000_000
+"""Bytes that the sorting model takes at most."""
 
 
 def measure(recipe: Recipe) -> Size | None:
@@ -173,6 +177,20 @@ def check_device(recipe: Recipe) -> None:
         raise ConfigError(f"device = '{recipe.device}' but torch finds {told}; use 'auto'")
     if recipe.engine.sleep and device_of(recipe) == "cpu":
         raise ConfigError("engine.sleep = true frees memory of a GPU, and none is used; remove it")
+
+
+def shared_memory(recipe: Recipe) -> int:
+    """Bytes of shared memory that a run on Ray takes at most for the weights of all versions that
+    are in use at once, and for the learner's state when it is saved or loaded."""
+    if isinstance(recipe.model, SorterConfig):
+        return LITTLE
+    recipe, size = settled(recipe), measured(recipe)
+    merges = isinstance(recipe.train.learn, LoraLearns)
+    learned = size.parameters if merges or size.learned is None else size.learned
+    loop = recipe.loop
+    versions = 2 + (loop.lag if isinstance(loop, LaggedLoop) else recipe.runtime.generators)
+    state = 0 if recipe.mesh.ranks > 1 else checkpoint(recipe, size)
+    return versions * BYTES[recipe.train.precision] * learned + state
 
 
 def check_room(recipe: Recipe, path: Path) -> None:

@@ -231,6 +231,8 @@ def child() -> None:
     """The process of one run, which ends with its parent, or if the sweep is stopped."""
     job, stop, parent = pickle.load(sys.stdin.buffer)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    # Ray's processes block them, and a process inherits that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     threading.Thread(target=_watch, args=(stop, parent), daemon=True).start()
     if (job.path / "recipe.toml").is_file():
         api.resume(job.path, stop=stop.exists)

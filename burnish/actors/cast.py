@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from burnish.actors.transport import Parcel, Receiver, Sender
+from burnish.actors.transport import Parcel, Receiver, Sender, discard_others
 from burnish.engine.protocol import Engine, ProbeCheck, Request
 from burnish.errors import EngineError
 from burnish.learner.learner import State
@@ -167,7 +167,7 @@ class LearnerPart:
         """``learn`` is given the learner, the number of the step and the groups; ``how`` names the
         transport of weights, which may leave files in ``folder``."""
         self.learner, self._learn = learner, learn
-        self._sender = Sender(how, folder)
+        self._sender, self._folder, self._has_sent = Sender(how, folder), folder, False
         self.data = self._sender.data
         self._states = partial(Sender, "shared" if how == "shared" else "store", folder)
 
@@ -183,6 +183,9 @@ class LearnerPart:
     def weights(self, incarnation: int, in_use: Sequence[str]) -> Parcel:
         """The weights as they are; the spaces ``in_use`` stay as they are."""
         self.learner.incarnation = incarnation
+        if not self._has_sent:
+            discard_others(self._folder, in_use)  # those of a learner that died
+            self._has_sent = True
         parcel = self._sender.send(self.learner.weights(), in_use)
         return parcel._replace(probe=self.learner.policy.probe())
 

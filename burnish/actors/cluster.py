@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,32 +16,59 @@ from uuid import uuid4
 
 import ray
 from ray._private import worker as ray_worker
+from ray._private.authentication.authentication_token_setup import (
+    ensure_token_if_auth_enabled,
+    maybe_enable_token_auth_if_token_available,
+)
 from ray._private.services import canonicalize_bootstrap_address_or_die
-from ray.exceptions import RayActorError, RayError
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError, RayActorError, RayError
 from ray.experimental.collective.collective import RemoteCommunicatorManager
 from ray.experimental.collective.communicator import CommunicatorHandle
 
+from burnish import machine
+from burnish.actors.shared_memory import SHARED
 from burnish.errors import ActorDied, ActorError, ConfigError
+from burnish.plan import spell
 from burnish.strategy import Resources, RuntimeConfig
 
-SHARED = Path("/dev/shm")
 DIRECT = ("nixl", "gloo", "nccl")
 """Transports of Ray by which tensors go from actor to actor without its store."""
+TOKEN = (
+    "the Ray cluster there requires a token, and this process has none or another one; print it "
+    "there with `ray get-auth-token`, and set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the token, "
+    "or RAY_AUTH_TOKEN_PATH to a file that holds it"
+)
 
 
-def choose(runtime: RuntimeConfig, device: str) -> tuple[str, str]:
-    """The transport of weights, and why; ``device`` is the weights'. A transport that can't run is
-    refused."""
+def choose(runtime: RuntimeConfig, device: str, needed: int = 0) -> tuple[str, str]:
+    """The transport of weights, and why; ``device`` is the weights', ``needed`` the bytes of shared
+    memory that they take. A transport that can't run is refused."""
     how, is_here, on_gpu = runtime.transport, runtime.address is None, device != "cpu"
     gpus = min(runtime.generator.gpus, runtime.learner.gpus)
+    small = too_small(needed) if SHARED.is_dir() else None
     if how != "auto":
-        if problem := unusable(how, on_gpu or not is_here, gpus):
+        problem = small if how == "shared" else unusable(how, on_gpu or not is_here, gpus)
+        if problem:
             raise ConfigError(f"runtime.transport = {how!r}: {problem}; or use 'auto'")
         return how, "as the recipe says"
     if is_here and SHARED.is_dir():
+        if small is not None:
+            return "store", f"since {small}"
         return "shared", "since all actors are on this machine"
     problem = unusable("nixl", on_gpu, gpus)
     return ("nixl", "since actors may be apart") if problem is None else ("store", problem)
+
+
+def too_small(needed: int) -> str | None:
+    """Why shared memory does not hold so many bytes, and the remedy; None if it does."""
+    free = machine.disk(SHARED)
+    if free >= needed:
+        return None
+    return (
+        f"{SHARED} has {spell(free)} free and weights and checkpoints may take {spell(needed)}; "
+        "make it larger (in Docker with --shm-size)"
+    )
 
 
 def unusable(how: str, has_gpu: bool, gpus: float) -> str | None:
@@ -118,13 +148,18 @@ def connect(runtime: RuntimeConfig, learners: int = 1) -> Callable[[], None]:
     if ray.is_initialized():
         leave = _stay
     elif runtime.address is None:
-        ray.init("local", include_dashboard=False, **quiet)  # also beside another cluster
+        with keeping_signals():
+            ray.init("local", include_dashboard=False, **quiet)  # also beside another cluster
+        leave = _end
     else:
         try:
             where = canonicalize_bootstrap_address_or_die(runtime.address)
             if problem := silence(where):
                 raise ConnectionError(problem)
-            ray.init(address=where, **quiet)
+            if wants_token(where):
+                raise ConfigError(f"runtime.address = {runtime.address!r}: {TOKEN}")
+            with keeping_signals():
+                ray.init(address=where, **quiet)
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
                 f"runtime.address = {runtime.address!r}: no Ray cluster answers there ({error}); "
@@ -158,12 +193,81 @@ def _stay() -> None:
     """Leaves Ray as it is."""
 
 
+@contextmanager
+def keeping_signals() -> Iterator[None]:
+    """Ray is started or joined in this block without changing what SIGTERM does.
+
+    Ray replaces the handlers of SIGTERM, Python's and the process's, by its own, which print a
+    stack and exit. They are put back after the block. Processes that Ray starts inherit a mask that
+    blocks SIGTERM: batch systems send it to all processes of a job, and a run needs its actors to
+    finish and save its step. They end with the run nevertheless (see ``_end``).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        if callable(before):  # otherwise Ray's own handler is better: it ends the actors
+            signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _end() -> None:
+    """Ends a Ray that this process has started.
+
+    SIGTERM, by which Ray would ask its processes to end, is blocked there, so that they are killed.
+    Ray's agents would outlive a killed raylet by minutes, and are killed, too.
+    """
+    node, left = ray_worker._global_node, list[int]()
+    if node is not None:
+        kill = node.kill_all_processes
+        node.kill_all_processes = lambda **how: kill(**how | {"allow_graceful": False})
+        left = [fd for _, process in node.live_processes() for fd in _started_by(process.pid)]
+    ray.shutdown()
+    for fd in left:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+        os.close(fd)
+
+
+def _started_by(pid: int) -> Iterator[int]:
+    """File descriptors of the processes that a process has started, and that these have started;
+    none on a system without them. Unlike a pid, a descriptor never names another process."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended meanwhile
+            for child in map(int, file.read_text().split()):
+                yield from _started_by(child)
+                yield os.pidfd_open(child)
+
+
 def head_problem() -> str | None:
     """Why Ray can't go on; None if its head node answers. Ray itself would end this process without
     a word a minute after its head node has died."""
     address = ray.get_runtime_context().gcs_address
     problem = silence(address)
     return problem and f"Ray's head node at {address} no longer answers ({problem})"
+
+
+def wants_token(address: str) -> bool:
+    """Whether the Ray cluster at HOST:PORT refuses this process for want of its token. Ray itself
+    would try for long, and then say that nobody answers."""
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    token, file = (os.environ.get(f"RAY_AUTH_TOKEN{kind}") for kind in ("", "_PATH"))
+    if token == "" or (token is None and file is not None and not Path(file).is_file()):
+        return True  # Ray would end this process
+    try:
+        # As ray.init does: a token in its usual file is used.
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        ensure_token_if_auth_enabled(create_token_if_missing=False)
+        GcsClient(address=address)
+    except AuthenticationError:
+        return True
+    except RayError:
+        return False  # another problem, which ray.init names
+    return False
 
 
 def silence(address: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,6 +90,10 @@ class Fleet:
         """The weights that were published last."""
         self.note: Note = ignore
         """Is told of groups and of actors' work."""
+        self.meanwhile: Callable[..., bool] | None = None
+        """Is called while the run waits for something else: it has generators go on, and waits a
+        little for them and for the calls that it is given. It returns False if there is no call to
+        wait for. None if the rollouts in flight are all there is to do."""
         self._rollouts: deque[_Rollout] = deque()
         self._waiting: list[Request] = []
         self._evaluating: list[Call] = []
@@ -162,6 +167,7 @@ class Fleet:
     def forget(self) -> None:
         """Gives up all rollouts and evaluations, and ends the samples that generators have in
         flight. Whoever has called them forgets the calls."""
+        self.meanwhile = None
         self.restore([])
         calls = [self.supervisor.call(name, "forget") for name in self.generators]
         while waiting := [call for call in calls if not call.is_done]:
@@ -178,8 +184,23 @@ class Fleet:
     def wait(self, call: Call) -> Any:
         """The answer of another call; rollouts go on meanwhile."""
         while not call.is_done:
-            self._pump(call)
+            (self.meanwhile or self._pump)(call)
         return call.answer
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """Does work that calls no actor; generators go on meanwhile."""
+        if self.meanwhile is None:
+            return work()
+        with ThreadPoolExecutor(1) as pool:
+            doing = pool.submit(work)
+            while not doing.done():
+                if not self.meanwhile():
+                    wait([doing], timeout=PULSE)
+            return doing.result()
+
+    def ask(self, name: str, method: str, *args: Any) -> Any:
+        """Makes a call, and waits for its answer; rollouts go on meanwhile."""
+        return self.wait(self.supervisor.call(name, method, *args))
 
     def _call(self, method: str, requests: Sequence[Request]) -> list[Call]:
         shares: dict[str, list[Request]] = {}
@@ -296,7 +317,11 @@ class Fleet:
         if self._waiting:
             self._evaluating += self._call("evaluate", self._waiting)
             self._waiting = []
-        done = self.supervisor.poll(self._evaluating, PULSE)
+        if self.meanwhile is not None:
+            self.meanwhile(*self._evaluating)
+        else:
+            self.supervisor.poll(self._evaluating, PULSE)
+        done = [call for call in self._evaluating if call.is_done]
         self._evaluating = [call for call in self._evaluating if not call.is_done]
         found: list[Completion] = []
         for call in done:

@@ -22,6 +22,8 @@ class RemoteLearner:
         """``folder`` is in shared memory; ``how`` names the transport."""
         self._fleet, self._folder, self._how = fleet, folder, how
         self.version = self.incarnation = 0
+        self._is_told = False
+        """Whether a note has said that shared memory is full."""
 
     def revive(self, others: Sequence[str] = ()) -> None:
         """Starts a dead learner again, as it was before the first step, and ``others``: actors that
@@ -47,15 +49,18 @@ class RemoteLearner:
         """From now on generators sample with the weights as they are."""
         ask, in_use = self._fleet.supervisor.call, self._fleet.in_use()
         parcel: Parcel = self._fleet.wait(ask("learner", "weights", self.incarnation, in_use))
+        if self._how == "shared" and not parcel.is_file and not self._is_told:
+            self._is_told = True
+            self._fleet.tell("shared memory is full: weights travel by Ray's object store")
         self._fleet.publish(parcel, self._fleet.supervisor.hand("learner", parcel.space))
 
     def held_out_drift(self, groups: list[Group]) -> dict[str, float]:
-        found: dict[str, float] = self._fleet.supervisor.ask("learner", "held_out_drift", groups)
+        found: dict[str, float] = self._fleet.ask("learner", "held_out_drift", groups)
         return found
 
     def state(self) -> State:
         """Raises if a step that was given up here has changed the learner's state since."""
-        parcel, data, numbers = self._fleet.supervisor.ask("learner", "state")
+        parcel, data, numbers = self._fleet.ask("learner", "state")
         if parcel is None:
             return State({}, numbers)
         try:
@@ -70,7 +75,7 @@ class RemoteLearner:
 
     def write(self, folder: Path) -> None:
         """Has ranks write their parts of the state into a folder."""
-        self._fleet.supervisor.ask("learner", "write", folder)
+        self._fleet.ask("learner", "write", folder)
 
     def load_state(self, state: State) -> None:
         if isinstance(state.tensors, Shards):

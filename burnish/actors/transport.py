@@ -7,7 +7,9 @@ Memory that a process has not touched before is slow, so spaces are used again.
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -20,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from burnish.checksum import WORD, checksum
 from burnish.errors import EngineError
 from burnish.types import Weights
 
-WORD = 8
-"""Bytes; tensors begin at multiples of it."""
+FILE = "weights-"
+"""How the names of files begin."""
 
 
 class Entry(NamedTuple):
@@ -47,13 +50,17 @@ class Parcel(NamedTuple):
     model."""
     is_partial: bool = False
     """See ``Weights``."""
+    is_file: bool = False
+    """Whether the space is a file in shared memory."""
 
 
 class Sender:
     def __init__(self, how: str, folder: str) -> None:
-        """``how`` names the transport; "shared" writes files in ``folder``."""
+        """``how`` names the transport; "shared" writes files in ``folder``, and memory of its own
+        where they have no room."""
         self._how, self._folder = how, folder
         self._spaces: dict[str, Tensor] = {}
+        self._files: set[str] = set()
 
     def send(self, weights: Weights, in_use: Collection[str] = ()) -> Parcel:
         """Packs weights; the spaces ``in_use`` are left as they are."""
@@ -63,32 +70,32 @@ class Sender:
         entries, offset = [], 0
         for name, tensor in weights.tensors.items():
             place, length = memory[offset : offset + sizes[name]], tensor.numel() * tensor.itemsize
-            place[length:] = 0
             place[:length].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
             shape = tuple(tensor.shape)
-            entries.append(Entry(name, tensor.dtype, shape, offset, checksum(place)))
+            found = _checksum(place[:length], name, tensor.dtype, shape)
+            entries.append(Entry(name, tensor.dtype, shape, offset, found))
             offset += sizes[name]
         sent = weights.version, weights.incarnation, tuple(entries), space
-        return Parcel(*sent, is_partial=weights.is_partial)
+        is_file = space in self._files
+        return Parcel(*sent, is_partial=weights.is_partial, is_file=is_file)
 
     def data(self, space: str) -> Any:
         """The bytes of a space in the form in which they travel beside their parcel."""
         memory = self._spaces[space]
         if self._how == "ipc":
             return reduce_tensor(memory)  # type: ignore[no-untyped-call]
-        if self._how == "store":
-            return memory.numpy()
-        return None if self._how == "shared" else memory
+        if space in self._files:
+            return None
+        return memory.numpy() if self._how in ("store", "shared") else memory
 
     def _space(self, size: int, device: Any, in_use: Collection[str]) -> tuple[str, Tensor]:
         for space, memory in self._spaces.items():
             if space not in in_use and len(memory) == size:
                 return space, memory
-        space = str(Path(self._folder, uuid4().hex))
-        if self._how == "shared":
-            with open(space, "wb") as made:
-                made.truncate(max(size, 1))
+        space = str(Path(self._folder, f"{FILE}{uuid4().hex}"))
+        if self._how == "shared" and _is_made(space, max(size, 1)):
             self._spaces[space] = _mapped(space)[:size]
+            self._files.add(space)
         else:
             where = {"nccl": "cuda", "ipc": "cuda", "nixl": device}.get(self._how, "cpu")
             self._spaces[space] = torch.empty(size, dtype=torch.uint8, device=where)
@@ -107,7 +114,7 @@ class Receiver:
         memory, tensors = self._memory(parcel.space, data), dict[str, Any]()
         for name, dtype, shape, offset, wanted in parcel.entries:
             length = int(np.prod(shape)) * dtype.itemsize
-            if checksum(memory[offset : offset + _padded(length)]) != wanted:
+            if _checksum(memory[offset : offset + length], name, dtype, shape) != wanted:
                 raise EngineError(
                     f"weights of version {parcel.version} did not arrive as they were sent: the "
                     f"checksum of {name} differs; the old weights stay loaded"
@@ -127,18 +134,40 @@ class Receiver:
         return self._mapped[space]
 
 
-def checksum(memory: Tensor) -> int:
-    """The sum of bytes, a multiple of 8, as 64-bit words, which wraps around."""
-    return int(memory.view(torch.int64).sum())
+def _checksum(place: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return checksum(place, f"{name} {dtype} {shape}")
 
 
 def discard(parcel: Parcel) -> None:
     """Removes the file of a parcel that nobody will open again, if it has one."""
-    Path(parcel.space).unlink(missing_ok=True)
+    if parcel.is_file:
+        Path(parcel.space).unlink(missing_ok=True)
+
+
+def discard_others(folder: str, in_use: Collection[str]) -> None:
+    """Removes the files of a sender that has died, except the spaces ``in_use``."""
+    for file in Path(folder).glob(f"{FILE}*"):
+        if str(file) not in in_use:
+            file.unlink(missing_ok=True)
 
 
 def _padded(size: int) -> int:
+    """Tensors begin at multiples of a word."""
     return -(-size // WORD) * WORD
+
+
+def _is_made(file: str, size: int) -> bool:
+    """Makes a file if there is room for it: a process that writes to a file of shared memory beyond
+    the room is killed."""
+    try:
+        with open(file, "wb") as made:
+            os.posix_fallocate(made.fileno(), 0, size)
+    except OSError as error:
+        Path(file).unlink(missing_ok=True)
+        if error.errno != errno.ENOSPC:
+            raise
+        return False
+    return True
 
 
 def _mapped(file: str) -> Tensor:

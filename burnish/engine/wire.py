@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from burnish.checksum import checksum_of_bytes as checksum  # noqa: F401
 from burnish.draws import Stream
 from burnish.engine.protocol import Request
 from burnish.types import Completion, Finish, SamplingParams
@@ -206,13 +207,3 @@ def unpack_completions(
         found.append(Completion(name, sample, *own, Finish(finish), stop, text))
         start += length
     return found
-
-
-def checksum(data: Any) -> int:
-    """The sum of bytes as 64-bit words, which wraps around; the last word is filled with zeros."""
-    flat = np.frombuffer(data, np.uint8)
-    whole = len(flat) // 8 * 8
-    last = np.zeros(8, np.uint8)
-    last[: len(flat) - whole] = flat[whole:]
-    words = flat[:whole].view(np.uint64)
-    return int(np.add.reduce(words, dtype=np.uint64) + last.view(np.uint64)[0])

@@ -10,7 +10,9 @@ Rollout n, counted from 0, is sampled with the weights after step max(0, n − l
 
 With lag 0 this is the synchronous loop. The order of rollouts is fixed, so results do not depend on
 who is fast: they repeat for a given number of generators, and a killed run resumes bit for bit,
-because a checkpoint holds the rollouts in flight.
+because a checkpoint holds the rollouts in flight. The last checkpoint of a run holds them, too,
+although the run does not learn from them: a run that is given more steps later goes on as if it had
+had them from the start.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any, Protocol
 
 from burnish.draws import Stream
 from burnish.engine.protocol import Engine
+from burnish.errors import DataError
 from burnish.learner.learner import Learner
 from burnish.loops.sync import Step, learn
 from burnish.progress import begin
@@ -157,8 +160,13 @@ def train(
     for number in range(start, recipe.train.steps):
         skipped = prompts.skipped
         with timers("generate"):
-            while issued < min(number + lag + 1, recipe.train.steps):
-                issue()
+            while issued < number + lag + 1:
+                try:
+                    issue()
+                except DataError:
+                    if issued < recipe.train.steps:
+                        raise
+                    break  # a longer run would end here
                 issued += 1
         with timers("wait"):
             begin("generate", f"waiting for rollout {number + 1}")

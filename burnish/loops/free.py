@@ -73,15 +73,20 @@ class FreeRun:
         """The step that is waited for or learned."""
 
     def advance(self) -> None:
-        """Gives everybody work, and waits a little for an answer."""
+        """Gives everybody work, and waits a little for an answer; raises if nobody works."""
+        if not self.go_on():
+            raise ActorError(self._stuck())
+
+    def go_on(self, *others: Call) -> bool:
+        """Gives everybody work, and waits a little for an answer, or for one of other calls.
+        Returns False if there is no call to wait for."""
         for worker in self.workers:
             if worker.call is None:
                 self._feed(worker)
-        calls = [*(worker.call for worker in self.workers), *self.grading, self.learning]
+        calls = [*others, *(worker.call for worker in self.workers), *self.grading, self.learning]
         waiting = [call for call in calls if call is not None and not call.is_done]
-        if not waiting:
-            raise ActorError(self._stuck())
-        self.fleet.supervisor.poll(waiting, PULSE)
+        if waiting:
+            self.fleet.supervisor.poll(waiting, PULSE)
         for worker in self.workers:
             if worker.call is not None and worker.call.is_done:
                 self._take(worker)
@@ -89,6 +94,7 @@ class FreeRun:
             del self.grading[call]
             for group in call.answer:
                 self._accept(group)
+        return bool(waiting)
 
     def _accept(self, group: Group) -> None:
         """Takes a graded group; if it is dead, and the recipe fills rollouts, its place is free for
@@ -234,6 +240,7 @@ def train(
     start: int = 0,
 ) -> Iterator[Step]:
     """Runs the loop from step ``start`` on, yielding after each step."""
+    fleet.meanwhile = None
     learner.publish()
     run = FreeRun(recipe, prompts=prompts, fleet=fleet, learner=learner)
     for number in range(start, recipe.train.steps):
@@ -252,6 +259,8 @@ def train(
                 run.advance()
             step = learner.take(run.learning)
             run.learning = None
+        # Generators go on while weights are published, and between two steps.
+        fleet.meanwhile = run.go_on if number + 1 < recipe.train.steps else None
         with timers("publish"):
             learner.publish()
         filled.figures["rollout/stale_groups"] = float(run.dropped)

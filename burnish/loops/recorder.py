@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +74,8 @@ class Parts(NamedTuple):
     each of its steps learns from its own rollout."""
     places: Callable[[], dict[str, Any]] = dict
     """The machine and the process of each actor, by its name."""
+    beside: Callable[[Callable[[], None]], None] = lambda work: work()
+    """Does work that needs no part of the run, while generators go on."""
     shards: Callable[[Path], None] | None = None
     """Has ranks write their parts of the learner's state into a directory, in the place of the
     tensors of its `state`; None if one process learns."""
@@ -89,8 +92,10 @@ def record(
 ) -> None:
     """Runs from step ``start`` to the end, or until ``stop`` says so.
 
-    A step that has begun is finished, and saved, before ``stop`` is asked. Every phase and, in
-    phase "step", every finished step is shown; status.json says the same.
+    A step that has begun is finished, and saved, before ``stop`` is asked. If the learner dies
+    after ``stop`` has said so, the last checkpoint is all there is to save, and its death is
+    raised. Every phase and, in phase "step", every finished step is shown; status.json says the
+    same.
     """
     died, furthest, deaths = False, start, 0
     while True:
@@ -103,6 +108,8 @@ def record(
             _record(recorder, stop)
             return
         except ActorDied as error:
+            if stop():
+                raise
             if recorder is not None and recorder.done > furthest:
                 furthest, deaths = recorder.done, 0
             died, deaths = True, deaths + 1
@@ -297,7 +304,11 @@ class _Recorder:
         cadence = self.recipe.checkpoint.model_dump()
         path, score = self.directory.path, self._score
         saved, write = {**tensors, **held}, self.parts.shards
-        checkpoints.save(path, step, saved, state, score=score, write=write, **cadence)
+        save = partial(checkpoints.save, path, step, saved, state, score=score, **cadence)
+        if write is None:
+            self.parts.beside(save)
+        else:  # it calls an actor
+            save(write=write)
         self._saved = step
 
     def _note_state(self) -> None:

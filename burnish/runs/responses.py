@@ -72,9 +72,20 @@ def rows(
             "correct": grade.correct,
             "advantage": None if advantages is None else _finite(advantages[place]),
             "finish": str(completion.finish),
-            # The weights that sampled the first token; None if there are no tokens.
+            # Of the weights that sampled the first token; None if there are no tokens.
             "version": int(completion.versions[0]) if len(completion.versions) else None,
+            "versions": version_ranges(completion.versions),
         } | _steps(completion.values)
+
+
+def version_ranges(versions: IntArray) -> list[list[int]]:
+    """The versions of the weights that sampled a response's tokens [C], in the tokens' order: each
+    with the number of tokens in a row that it sampled.
+
+    Without updates in flight there is one.
+    """
+    changed = np.flatnonzero(np.diff(versions)) + 1
+    return [[int(part[0]), len(part)] for part in np.split(versions, changed) if len(part)]
 
 
 def _steps(values: FloatArray | None) -> ResponseRow:

@@ -17,6 +17,7 @@ from burnish.progress import Progress
 from burnish.runs.ledger import judge
 from burnish.runs.metrics import iterate_rows
 from tests.actors import native
+from tests.loops import test_extended as extended
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
@@ -68,6 +69,16 @@ def test_full_batches_are_the_same_as_in_one_process(
         found = verdict(run.path, config.load(str(run.path / "recipe.toml")))
         assert not found.problems, found
         assert found.dropped > 0
+
+
+@pytest.mark.parametrize("name", ["lag 1", "dynamic"])
+def test_an_extended_run_equals_a_long_one(tmp_path: Path, name: str) -> None:
+    whole = extended.train(tmp_path / "whole", 6, extended.SETTINGS[name])
+    parts = extended.train(tmp_path / "parts", 3, extended.SETTINGS[name], "ray")
+    burnish.resume(parts.path, overrides=["train.steps=6"], show=False)
+    extended.assert_same(parts, whole)
+    verdict = judge(parts.path, batch=3, window=3)
+    assert not verdict.problems, verdict
 
 
 def pid_of(run: Path, name: str) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burnish import config
-from burnish.actors.transport import Receiver, Sender, checksum, discard
+from burnish.actors.transport import Entry, Receiver, Sender, discard
 from burnish.errors import ConfigError, EngineError
 from burnish.model.attention import causal
 from burnish.model.transformer import ModelConfig, Transformer
@@ -70,12 +70,43 @@ def test_a_file_is_used_again_once_nobody_needs_it(tmp_path: Path) -> None:
         pass
 
 
-def test_checksum_sees_every_byte() -> None:
-    space = torch.arange(24, dtype=torch.uint8)
-    for place in range(len(space)):
-        other = space.clone()
-        other[place] ^= 128
-        assert checksum(other) != checksum(space)
+ROWS = {"w": torch.arange(12.0).reshape(3, 4), "v": torch.arange(12.0, 24.0).reshape(3, 4)}
+
+
+@pytest.mark.parametrize("how", ["store", "shared"])
+def test_mixed_up_weights_are_refused(tmp_path: Path, how: str) -> None:
+    """Rows, words and tensors that changed places have the same sum, and others in them."""
+    sender = Sender(how, str(tmp_path))
+    parcel = sender.send(Weights(4, 1, ROWS))
+    memory = sender._spaces[parcel.space]
+    whole = memory.clone()
+    for kind, i, j in (("rows", 0, 1), ("words", 2, 3), ("tensors", 0, 1)):
+        size = {"rows": 16, "words": 8, "tensors": 48}[kind]
+        places = memory.view(-1, size)
+        places[[i, j]] = places[[j, i]]
+        with (
+            pytest.raises(EngineError, match="the checksum of w differs"),
+            Receiver().opened(parcel, sender.data(parcel.space)),
+        ):
+            pass
+        memory.copy_(whole)
+    with Receiver().opened(parcel, sender.data(parcel.space)) as weights:
+        assert torch.equal(weights.tensors["v"], ROWS["v"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "u"}, {"dtype": torch.int32}, {"shape": (4, 3)}, {"shape": (2, 4)}]
+)
+def test_another_name_type_or_shape_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    sender = Sender("store", str(tmp_path))
+    parcel = sender.send(Weights(4, 1, ROWS))
+    first: Entry = parcel.entries[0]._replace(**change)
+    other = parcel._replace(entries=(first, *parcel.entries[1:]))
+    with (
+        pytest.raises(EngineError, match=r"checksum of \w differs"),
+        Receiver().opened(other, sender.data(parcel.space)),
+    ):
+        pass
 
 
 def test_the_probe_stops_stale_weights(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from burnish.engine.plain import Plain
 from burnish.engine.protocol import Request
 from burnish.engine.scheduler import EngineSettings
 from burnish.errors import EngineError
+from burnish.runs.responses import version_ranges
 from burnish.types import Completion, Finish, SamplingParams
 
 MIX = [
@@ -154,6 +155,8 @@ def test_after_an_update_recomputing_forgets_the_old_weights() -> None:
             mine = done.versions == version
             assert 0 < mine.sum() < len(mine)
             np.testing.assert_allclose(done.logprobs[mine], oracle[mine], atol=1e-5)
+        old, new = (int((done.versions == version).sum()) for version in (0, 5))
+        assert version_ranges(done.versions) == [[0, old], [5, new]]  # as rollouts.jsonl has them
 
 
 def test_after_an_update_keeping_reads_the_old_cache() -> None:

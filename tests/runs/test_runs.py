@@ -124,6 +124,25 @@ def test_the_readable_log_has_no_negative_zero_and_no_grade_that_is_missing():
     assert "'3'  advantage 0.5\n" in text
 
 
+@pytest.mark.parametrize(
+    ("versions", "ranges"),
+    [
+        ([3], [[3, 1]]),
+        ([3, 3, 5, 6, 6, 6], [[3, 2], [5, 1], [6, 3]]),
+        ([3, 4, 3], [[3, 1], [4, 1], [3, 1]]),
+        ([], []),
+    ],
+)
+def test_rows_have_the_version_of_every_token(versions, ranges):
+    """Weights may come while a response is sampled."""
+    group = make_group(0, [1], [list(range(len(versions)))], [1.0])
+    changed = replace(group.completions[0], versions=np.array(versions, np.int64))
+    group = replace(group, completions=(changed,))
+    (row,) = responses.rows(1, [group], decode=lambda ids: [str(i) for i in ids])
+    assert row["versions"] == ranges
+    assert row["version"] == (versions[0] if versions else None)
+
+
 def test_rows_say_what_a_response_was(tmp_path):
     groups = [
         make_group(4, [1], [[2, 3], [2]], [1.0, float("nan")], version=7),
@@ -156,10 +175,11 @@ def test_rows_say_what_a_response_was(tmp_path):
         "advantage": 0.25,
         "finish": "stop",
         "version": 7,
+        "versions": [[7, 2]],
     }
     assert (written[1]["reward"], written[1]["advantage"]) == (None, None)
     assert written[1]["learner_logprobs"] == [None]
-    assert (written[2]["tokens"], written[2]["version"]) == ([], None)
+    assert (written[2]["tokens"], written[2]["version"], written[2]["versions"]) == ([], None, [])
     assert [row["advantage"] for row in responses.rows(0, groups, decode=decode)] == [None] * 4
 
     with RunDirectory(tmp_path / "run", RECIPE) as run:

@@ -138,6 +138,10 @@ function body(row) {
   element.addEventListener("pointerleave", hideTip);
   return element;
 }
+function versions(row) {  /* several if weights came while it was sampled; older files have one */
+  if ((row.versions ?? []).length < 2) return `version ${row.version}`;
+  return `versions ${row.versions.map(([version, tokens]) => `${version} (${many(tokens, "token")})`).join(", ")}`;
+}
 function response(row) {
   const ended = { stop: "ended by itself", length: "truncated" }[row.finish] ?? row.finish;
   const facts = [
@@ -147,7 +151,7 @@ function response(row) {
     many((row.whole ? row.whole[0] : row.tokens.length) - forced(row).length, "token"),
     row.logprobs.length ? `${number(meanLogprob(row))} nats per token` : null,
     ended,
-    row.version === null ? null : `version ${row.version}`,
+    row.version === null ? null : versions(row),
     row.status === "scored" ? null : row.status,
     ...Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`),
   ];
