@@ -173,23 +173,35 @@ def draw_recipe(rng, models, kinds, **fixed):
 
 
 def random_group(rng, recipe, index, *, equal=False, scale=1.0):
-    """A graded group as a rollout makes it: shaped, with a greedy baseline and step values if the
-    recipe reads them. ``equal``: all responses are the same."""
+    """A graded group as a rollout makes it: with its length penalty, and its greedy baseline set
+    apart. ``equal``: all responses are the same."""
+    graded = graded_group(rng, recipe, index, equal=equal, scale=scale)
+    return set_apart(shaping(recipe)(graded))
+
+
+def graded_group(rng, recipe, index, *, equal=False, scale=1.0):
+    """A group as its task graded it, with a greedy response and step values if the recipe reads
+    them. Whether a response is correct does not follow from its reward."""
     advantage, size = recipe.objective.advantage, rng.randint(3, 5)
     limit = recipe.rollout.max_tokens
-    one = [rng.randint(1, limit), rng.random() < 0.3, rng.choice([0.0, 1.0, 1.5])]
-    drawn = [
-        one if equal else [rng.randint(1, limit), rng.random() < 0.3, rng.choice([0.0, 1.0, 1.5])]
-        for _ in range(size + 1)
-    ]
-    tokens = [[7] * length for length, _, _ in drawn]
-    sampled = [[not (is_forced and 0 < t < 3) for t in range(n)] for n, is_forced, _ in drawn]
-    group = make_group(index, [1, 2], tokens, [reward for *_, reward in drawn], sampled=sampled)
+
+    def draw():
+        return [rng.choice([rng.randint(1, limit), limit]), rng.random() < 0.3,
+                rng.choice([0.0, 1.0, 1.5]), rng.random() < 0.5]  # fmt: skip
+
+    one = draw()
+    drawn = [one if equal else draw() for _ in range(size + 1)]
+    tokens = [[7] * length for length, *_ in drawn]
+    sampled = [[not (is_forced and 0 < t < 3) for t in range(n)] for n, is_forced, *_ in drawn]
+    rewards, correct = ([each[i] for each in drawn] for i in (2, 3))
+    group = make_group(index, [1, 2], tokens, rewards, sampled=sampled)
     grades, completions = [], []
-    for completion, grade in group.graded:
+    for (completion, grade), is_correct in zip(group.graded, correct, strict=True):
         even, third = min(grade.reward, 1.0), float(grade.reward == 1.5)
         parts = {"even": even, "third": third}
-        grades.append(Grade(grade.reward, parts, correct=grade.reward >= 1))
+        if advantage.name == "maxrl":  # a penalty of correct responses must leave them above 0
+            is_correct = is_correct and grade.reward >= 1
+        grades.append(Grade(grade.reward, parts, correct=is_correct))
         is_cut = len(completion.token_ids) == limit
         completion = dataclasses.replace(
             completion, finish=Finish.LENGTH if is_cut else Finish.STOP
@@ -207,10 +219,9 @@ def random_group(rng, recipe, index, *, equal=False, scale=1.0):
     else:
         completions, grades = completions[:-1], grades[:-1]
     prompt = dataclasses.replace(group.prompt, scale=scale)
-    made = dataclasses.replace(
+    return dataclasses.replace(
         group, prompt=prompt, completions=tuple(completions), grades=tuple(grades)
     )
-    return set_apart(shaping(recipe)(made))
 
 
 def estimated(recipe, groups):
@@ -278,39 +289,176 @@ def test_a_scale_multiplies_the_advantages_of_its_task_alone(seed, models):
     torch.testing.assert_close(other, factor * found, rtol=2e-4, atol=1e-5, msg=str(settings))
 
 
-def plain(name, rewards, groups, tokens):
-    """Batch-normalised advantages of responses [S], in plain Python: one value per response."""
-    means = {
-        g: np.mean([r for r, own in zip(rewards, groups, strict=True) if own == g])
-        for g in set(groups)
+def penalised(recipe, group):
+    """The rewards of a graded group after its length penalty, in plain Python; [G], or [G + 1] with
+    a greedy response."""
+    told, limit = recipe.length, recipe.rollout.max_tokens
+    has_greedy = recipe.objective.advantage.name == "remax"
+    rows = []
+    for place, (completion, grade) in enumerate(group.graded):
+        is_greedy = has_greedy and place == len(group.grades) - 1
+        dropped = recipe.rollout.overlong == "drop" and completion.finish is Finish.LENGTH
+        length = sum(map(bool, completion.sampled))
+        room = limit - (len(completion.token_ids) - length)
+        rows.append((grade.reward, grade.correct, length, room, not is_greedy and not dropped))
+    right = [length for _, ok, length, _, counts in rows if ok and counts]
+    rates = [ok for _, ok, _, _, counts in rows if counts]
+    found = []
+    for reward, ok, length, room, _ in rows:
+        if told.name == "overlong":
+            late = (length - (room - told.buffer)) / told.buffer
+            reward -= told.coefficient * min(1, max(0, late))
+        elif told.name == "target":
+            reward -= told.coefficient * abs(told.tokens - length)
+        elif told.name == "at_most":
+            reward *= min(1, max(0, told.coefficient * (told.tokens - length) + told.delta))
+        elif told.name == "among_correct" and ok:
+            std = np.std(right) if right else 0
+            away = (length - np.mean(right)) / std if std else 0
+            reward -= told.coefficient / (1 + np.exp(-away))
+        elif told.name == "solve_rate" and rates:
+            rate = max(np.mean(rates), 1 / len(rates))
+            reward -= told.coefficient * rate * length / limit
+        found.append(reward)
+    return found
+
+
+def z_scores(values):
+    std = np.std(values, ddof=1)
+    return [(x - np.mean(values)) / (std + 1e-6) if std > 1e-9 else 0.0 for x in values]
+
+
+def best_of_sets(rewards, k):
+    """How much the best of k gains if response i is drawn, in stds of the best; by all sets."""
+    k = min(k, len(rewards) - 1)
+    best = {
+        own: max(rewards[i] for i in own) for own in itertools.combinations(range(len(rewards)), k)
     }
-    centered = [r - means[g] for r, g in zip(rewards, groups, strict=True)]
-    if name == "batch_std":
-        return [x / (np.std(centered, ddof=1) + 1e-6) for x in centered]
-    given = rewards if name == "reinforce_plus_plus" else centered
-    over = [x for x, count in zip(given, tokens, strict=True) for _ in range(count)]
-    return [(x - np.mean(over)) / np.sqrt(np.var(over, ddof=1) + 1e-8) for x in given]
+    values = list(best.values())
+    mean, std = np.mean(values), np.std(values)
+    gains = [np.mean([v for own, v in best.items() if i in own]) for i in range(len(rewards))]
+    return [(gain - mean) / (std + 1e-6) for gain in gains]
+
+
+def gain_in_sets(rewards, k):
+    k, every = min(k, len(rewards)), range(len(rewards))
+    sets = list(itertools.combinations(every, k))
+    gain = [0.0] * len(rewards)
+    for own in sets:
+        for i in own:
+            others = max(rewards[j] for j in own if j != i)
+            gain[i] += (max(rewards[j] for j in own) - others) / len(sets)
+    return gain
+
+
+def plain(recipe, groups):
+    """The advantage of each response that is kept, in plain Python from the task's grades, by the
+    group's number and the response's place in it."""
+    advantage, found, tokens = recipe.objective.advantage, {}, {}
+    overlong, name = recipe.rollout.overlong, advantage.name
+    for group in groups:
+        scale = group.prompt.scale
+        rewards = [scale * reward for reward in penalised(recipe, group)]
+        pairs = [(reward, *pair) for reward, pair in zip(rewards, group.graded, strict=True)]
+        greedy = pairs.pop()[0] if name == "remax" else None
+        cut = [c.finish is Finish.LENGTH for _, c, _ in pairs]
+        pairs = [
+            p for p, is_cut in zip(pairs, cut, strict=True) if not (overlong == "drop" and is_cut)
+        ]
+        in_loss = [not (overlong == "mask" and c.finish is Finish.LENGTH) for _, c, _ in pairs]
+        if len(pairs) < min(2, len(group.grades)) or not any(in_loss):
+            continue
+        own, lengths = [r for r, *_ in pairs], [int(c.sampled.sum()) for _, c, _ in pairs]
+        mean = np.mean(own)
+        if name == "raw":
+            values = own
+        elif name in ("group_mean", "batch_std", "reinforce_plus_plus_baseline"):
+            values = [r - mean for r in own]
+        elif name == "reinforce_plus_plus":
+            values = own
+        elif name == "group_zscore":
+            values = z_scores(own)
+        elif name == "leave_one_out":
+            values = [r - (sum(own) - r) / (len(own) - 1) for r in own]
+        elif name == "best_of_group":
+            values = [(r - mean if advantage.centered else r) if r == max(own) else 0 for r in own]
+        elif name == "maxrl":
+            values = [(r - mean) / (mean + 1e-6) if r != mean else 0 for r in own]
+        elif name == "pass_at_k":
+            values = best_of_sets(own, advantage.k)
+        elif name == "max_at_k":
+            values = gain_in_sets(own, advantage.k)
+        elif name == "opo":
+            weighted = np.dot(lengths, own) / sum(lengths)
+            values = [r - weighted for r in own]
+        elif name == "remax":
+            values = [r - greedy for r in own]
+        else:
+            assert name == "gdpo", name
+            parts = [[scale * grade.parts[part] for *_, grade in pairs] for part in advantage.parts]
+            weights = advantage.parts.values()
+            scores = [[w * z for z in z_scores(p)] for w, p in zip(weights, parts, strict=True)]
+            values = [sum(column) for column in zip(*scores, strict=True)]
+        for place, value in enumerate(values):
+            found[group.index, place] = value
+            tokens[group.index, place] = lengths[place] * in_loss[place]
+    every = list(found.values())
+    if name in ("batch_std", "gdpo"):
+        std = np.std(every, ddof=1)
+        found = {key: x / (std + 1e-6) for key, x in found.items()}
+    if name.startswith("reinforce"):
+        over = [x for key, x in found.items() for _ in range(tokens[key])]
+        std = np.sqrt(np.var(over, ddof=1) + 1e-8) if len(over) > 1 else 1.0
+        found = {key: (x - np.mean(over)) / std for key, x in found.items()}
+    return found
+
+
+@pytest.mark.parametrize("seed", seeds(300))
+def test_advantages_equal_a_plain_reference(seed, models):
+    """From the task's grades, through penalties, overlong responses and scales."""
+    rng = random.Random(seed)
+    kinds = {k: v for k, v in (GROUPED | SCALED | BY_BATCH).items() if k != "vine"}
+    recipe, settings = draw_recipe(rng, models, kinds)
+    graded = [graded_group(rng, recipe, i, scale=rng.choice([0.5, 1, 3.0])) for i in range(4)]
+    expected = plain(recipe, graded)
+    if len(expected) < 2:
+        return
+    found, batch = estimated(recipe, [set_apart(shaping(recipe)(group)) for group in graded])
+    is_whitened = recipe.objective.advantage.name.startswith("reinforce")
+    if is_whitened and batch.is_action.sum() < 2:
+        return
+    assert len(batch.rewards) == len(expected), (seed, settings)
+    for place, (key, value) in enumerate(expected.items()):
+        own = found[(batch.sequence_ids == place) & batch.is_action]
+        told = f"seed {seed}, response {key}, {settings}"
+        torch.testing.assert_close(
+            own, torch.full_like(own, float(value)), rtol=2e-3, atol=2e-4, msg=told
+        )
 
 
 @pytest.mark.parametrize("seed", seeds(60))
-def test_batch_normalised_advantages_equal_a_plain_reference(seed, models):
+def test_correctness_decides_as_in_dapo(seed, models):
+    """Which groups are dead by correctness follows from the task's grades, whatever penalties and
+    scales make of the rewards; dropped responses do not count."""
     rng = random.Random(seed)
-    fixed = {"selection.dead_groups": "keep"}
-    recipe, _ = draw_recipe(rng, models, BY_BATCH, **fixed)
-    groups = [random_group(rng, recipe, i, scale=rng.choice([0.5, 1, 3.0])) for i in range(4)]
-    kept, _ = drop_errors(groups, recipe.rollout.overlong)
-    if not kept:
-        return
-    found, batch = estimated(recipe, groups)
-    rewards = [g.prompt.scale * grade.reward for g in kept for grade in g.grades]
-    owners = [g.index for g in kept for _ in g.grades]
-    tokens = [int(c.sampled.sum()) * c.in_loss for g in kept for c in g.completions]
-    if sum(tokens) < 2:
-        return
-    expected = plain(recipe.objective.advantage.name, rewards, owners, tokens)
-    for place, value in enumerate(expected):
-        own = found[(batch.sequence_ids == place) & batch.is_action]
-        torch.testing.assert_close(own, torch.full_like(own, value), rtol=1e-3, atol=1e-4)
+    kinds = {k: v for k, v in GROUPED.items() if k != "vine"}
+    fixed = {"selection.dead_by": "correct", "selection.dead_groups": "drop"}
+    recipe, settings = draw_recipe(rng, models, kinds, **fixed)
+    groups = [random_group(rng, recipe, i, scale=0.5) for i in range(6)]
+    alive = []
+    for group in groups:
+        own = [
+            grade.correct
+            for completion, grade in group.graded
+            if not (recipe.rollout.overlong == "drop" and completion.finish is Finish.LENGTH)
+        ]
+        masked = recipe.rollout.overlong == "mask"
+        if masked and all(c.finish is Finish.LENGTH for c in group.completions):
+            continue
+        if len(own) >= 2 and 0 < sum(own) < len(own):
+            alive.append(group.index)
+    found = fill(recipe, groups, lambda count: [])
+    assert [group.index for group in found.groups] == alive, (seed, settings)
 
 
 @pytest.mark.parametrize("seed", seeds(60))

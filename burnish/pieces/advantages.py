@@ -88,8 +88,7 @@ class Advantage(Piece):
 
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
         """The advantage of every action, [N]; 0 in other slots."""
-        per_response = self.estimator(*self.given(rewards, batch))
-        return rl("sequences", "to_tokens")(per_response, batch.is_action, batch.sequence_ids)
+        return _on_tokens(self.estimator(*self.given(rewards, batch)), batch)
 
     def is_dead(self, batch: PackedBatch) -> bool:
         """Whether a group, which is the whole batch, teaches nothing: all its advantages are 0,
@@ -105,6 +104,11 @@ class Advantage(Piece):
     def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
         """The same, if ``scores`` has the passes that this advantage reads."""
         return self.per_token(rewards, batch)
+
+
+def _on_tokens(per_response: Tensor, batch: PackedBatch) -> Tensor:
+    """The values of responses [S] on their actions, [N]; 0 in other slots."""
+    return rl("sequences", "to_tokens")(per_response, batch.is_action, batch.sequence_ids)
 
 
 class Raw(Advantage):
@@ -290,7 +294,8 @@ class ReinforcePlusPlusBaseline(Advantage):
     def is_dead(self, batch: PackedBatch) -> bool:
         """Whitening moves a group at its mean by the same small amount as all others, which says
         nothing about its responses: the baseline decides."""
-        return bool((batch.rewards == batch.rewards[0]).all())
+        centered = rl("advantages", "group_mean")(batch.rewards, batch.group_ids)
+        return not _on_tokens(centered, batch).any()
 
 
 class Gae(Advantage):
@@ -412,11 +417,11 @@ class Teacher(Advantage):
         return f"A_t = log π_teacher − log π_prox{reward}"
 
     def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
-        mask, ids = batch.is_action, batch.sequence_ids
+        mask = batch.is_action
         found = rl("advantages", "teacher")(scores.proximal, scores.teacher, mask)
         if self.reward:
             above = rl("advantages", "group_mean")(rewards, batch.group_ids)
-            found = found + self.reward * rl("sequences", "to_tokens")(above, mask, ids)
+            found = found + self.reward * _on_tokens(above, batch)
         return found
 
 
@@ -442,7 +447,7 @@ class OwnAdvantage(Advantage):
         other = own.max() + 1 + own.new_tensor(range(len(own)))
         both = own.new_tensor([*own.tolist(), *other.tolist()])
         found = self.estimator(both, ids.new_tensor([*ids.tolist(), *(ids + 1).tolist()]))
-        return not bool(found[: len(own)].any())
+        return not _on_tokens(found[: len(own)], batch).any()
 
 
 PerGroup = Raw | GroupMean | GroupZscore | LeaveOneOut | BestOfGroup | PassAtK | MaxRL | Opo | Remax
