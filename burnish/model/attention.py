@@ -19,6 +19,9 @@ Item = TypeVar("Item")
 SHORT = 512
 """Tokens of a context up to which gathering keys and values takes a share of the time that counts:
 the backward pass then has the gathered ones, and makes them again where contexts are longer."""
+FEW = 2
+"""Segments up to which the memory-efficient kernel is slower than plain products: its backward pass
+takes the queries of a segment and head one after another, so that results do not vary."""
 BOTTOM_RIGHT = 2
 """PyTorch's name for a causal mask that is aligned to the ends of queries and keys."""
 _Segment = tuple[range, range]
@@ -136,6 +139,7 @@ class PackedAttention:
         self._keeps = longest <= SHORT and len(self._context) <= 2 * offsets[-1]
         masked = [(block.length, block.before) for block in self._blocks if block.has_mask]
         self._largest = [max(sizes) for sizes in zip(*masked, strict=True)]
+        """L and P of the mask of all blocks; empty if no block has one."""
         self._mask: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,7 +151,7 @@ class PackedAttention:
         logsumexp [N, Hq]."""
         given = self._gather(q, k, v)
         found = [
-            kernels.forward(*rows, self._mask_of(block, rows[0]))
+            kernels.forward(*rows, seen=self._mask_of(block, rows[0]))
             for block, rows in zip(self._blocks, given, strict=True)
         ]
         out = _joined([x for x, _ in found]).index_select(0, self._rows).to(q.dtype)
@@ -159,7 +163,7 @@ class PackedAttention:
 
     def backward(self, up: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         if self._keeps:
-            given = [kept[i : i + 5] for i in range(0, len(kept), 5)]
+            given: list[Any] = [kept[i : i + 5] for i in range(0, len(kept), 5)]
         else:
             results = (self._cut(x.index_select(0, self._queries)) for x in kept[3:])
             given = [
@@ -169,7 +173,7 @@ class PackedAttention:
         # Rows that a block repeats have no gradient.
         padded = up.index_select(0, self._queries).index_fill_(0, self._repeated, 0)
         found = [
-            kernels.backward(high, *rows, self._mask_of(block, high))
+            kernels.backward(high, *rows, seen=self._mask_of(block, high))
             for block, high, rows in zip(self._blocks, self._cut(padded), given, strict=True)
         ]
         to_q, *others = (_joined(x) for x in zip(*found, strict=True))
@@ -179,7 +183,7 @@ class PackedAttention:
         )
         return to_q.index_select(0, self._rows).to(up.dtype), to_k, to_v
 
-    def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
+    def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
         """Of each block: q [B, Hq, L, D], k and v [B, Hkv, P + L, D]."""
         own = self._cut(q.index_select(0, self._queries))
         seen = (self._cut(x.index_select(0, self._context), seen=True) for x in (k, v))
@@ -204,7 +208,7 @@ class PackedAttention:
         if not block.has_mask:
             return None
         if self._mask is None or self._mask.dtype != like.dtype:
-            self._mask = kernels.mask(*self._largest, like)
+            self._mask = kernels.mask(self._largest[0], self._largest[1], like)
         return kernels.part(self._mask, block.length, block.before)
 
 
@@ -270,7 +274,7 @@ class EfficientPackedAttention:
 
     def backward(self, up: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse, *state = kept
-        width, heads, repeats = q.shape[-1], k.shape[1], q.shape[1] // k.shape[1]
+        width = q.shape[-1]
         result, high = (_padded(x)[None] for x in (out, up))
         run = torch.ops.aten._efficient_attention_backward
         more = *self._bounds, *self._longest, lse, 0.0, *state, BOTTOM_RIGHT, False
@@ -278,7 +282,7 @@ class EfficientPackedAttention:
         to_q, *others = (x[0, ..., :width] for x in found)
         to_k, to_v = (
             torch.zeros_like(k).index_add_(
-                0, self._context, x.unflatten(1, (heads, repeats)).sum(2)
+                0, self._context, x.reshape(len(x), k.shape[1], -1, width).sum(2)
             )
             for x in others
         )
@@ -305,7 +309,8 @@ def packed(
         is_recent = torch.cuda.get_device_capability(device) >= (8, 0)
         if is_recent and dtype.itemsize == 2 and width % 8 == 0 and width <= 256:
             return FlashPackedAttention(segment_offsets, segment_is_prompt)
-        if dtype in (torch.float32, torch.float16) or (is_recent and dtype == torch.bfloat16):
+        has_kernel = dtype in (torch.float32, torch.float16) or (is_recent and dtype.itemsize == 2)
+        if has_kernel and len(segment_is_prompt) > FEW:
             return EfficientPackedAttention(segment_offsets, segment_is_prompt)
     return PackedAttention(segment_offsets, segment_is_prompt)
 

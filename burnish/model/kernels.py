@@ -15,8 +15,8 @@ from torch import Tensor
 MASKED = 512
 """Queries up to which a CPU sees prompt and own past at once, through a mask. For more of them two
 calls without a mask are faster and need none of its memory."""
-ROWS = 256
-"""Queries at a time where no kernel is known."""
+SCORES = 2**24
+"""Scores that exist at a time where no kernel is used."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -35,7 +35,7 @@ def part(whole: Tensor, queries: int, before: int) -> Tensor:
     return whole[:queries, first : first + before + queries]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """q [B, Hq, L, D], k and v [B, Hkv, T, D], the mask [L, T] if a CPU needs one -> the result
     [B, Hq, L, D] and logsumexp [B, Hq, L]."""
     before = k.shape[2] - q.shape[2]
@@ -53,7 +53,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tenso
 
 
 def backward(
-    up: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Tensor | None
+    up: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    seen: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given that of the result; shapes as in `forward`."""
     before = k.shape[2] - q.shape[2]
@@ -76,7 +83,7 @@ def rowwise(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     for rows, scores in _scores(q, k):
         total = scores.logsumexp(-1)
         p = scores.sub_(total[..., None]).exp_()
-        out[:, :, rows] = (p @ v[:, :, None]).flatten(1, 2)
+        out[:, :, rows] = (p @ v[:, :, None, : p.shape[-1]]).flatten(1, 2)
         lse[:, :, rows] = total.flatten(1, 2)
     return out, lse
 
@@ -88,27 +95,32 @@ def rowwise_backward(
 
     ∂/∂v = pᵀ u        ∂/∂s = p · (u vᵀ − u · o)        ∂/∂q = ∂/∂s k / √D
     """
-    heads, scale = k.shape[1], q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5
     to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    grouped = (heads, q.shape[1] // heads)
     for rows, scores in _scores(q, k):
-        u, x = (t[:, :, rows].unflatten(1, grouped) for t in (up, q))
-        p = scores.sub_(lse[:, :, rows].unflatten(1, grouped)[..., None]).exp_()
-        inner = (up[:, :, rows] * out[:, :, rows]).sum(-1).unflatten(1, grouped)
-        to_v += (p.mT @ u).sum(2)
-        to_scores = (u @ v[:, :, None].mT).sub_(inner[..., None]).mul_(p).mul_(scale)
-        to_q[:, :, rows] = (to_scores @ k[:, :, None]).flatten(1, 2)
-        to_k += (to_scores.mT @ x).sum(2)
+        u, x = (_grouped(t[:, :, rows], k) for t in (up, q))
+        p = scores.sub_(_grouped(lse[:, :, rows, None], k)).exp_()
+        inner = _grouped((up[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True), k)
+        seen = slice(p.shape[-1])
+        to_v[:, :, seen] += (p.mT @ u).sum(2)
+        to_scores = (u @ v[:, :, None, seen].mT).sub_(inner).mul_(p).mul_(scale)
+        to_q[:, :, rows] = (to_scores @ k[:, :, None, seen]).flatten(1, 2)
+        to_k[:, :, seen] += (to_scores.mT @ x).sum(2)
     return to_q, to_k, to_v
 
 
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """[B, Hq, rows, …] -> [B, Hkv, Hq / Hkv, rows, …]"""
+    return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[2:])
+
+
 def _scores(q: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of queries, and their scores [B, Hkv, Hq / Hkv, rows, T]."""
-    length, size, heads = q.shape[2], k.shape[2], k.shape[1]
-    keys = torch.arange(size, device=q.device)
-    for start in range(0, length, ROWS):
-        rows = slice(start, min(start + ROWS, length))
-        some = q[:, :, rows].unflatten(1, (heads, q.shape[1] // heads))
-        last = keys[size - length :][rows]
-        scores = (some * q.shape[-1] ** -0.5) @ k[:, :, None].mT
-        yield rows, scores.masked_fill_(keys > last[:, None], -math.inf)
+    """Slices of queries, and their scores [B, Hkv, Hq / Hkv, rows, keys up to the last query's]."""
+    length, size = q.shape[2], k.shape[2]
+    keys, count = torch.arange(size, device=q.device), q.shape[0] * q.shape[1] * size
+    step = max(1, SCORES // count)
+    for start in range(0, length, step):
+        rows = slice(start, min(start + step, length))
+        last, end = keys[size - length :][rows], size - length + rows.stop
+        scores = _grouped(q[:, :, rows] * q.shape[-1] ** -0.5, k) @ k[:, :, None, :end].mT
+        yield rows, scores.masked_fill_(keys[:end] > last[:, None], -math.inf)

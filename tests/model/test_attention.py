@@ -68,12 +68,12 @@ if it is long, and by plain products on a device that has no kernel."""
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(kernels, "MASKED", 512 if request.param == "mask" else 2)
-    monkeypatch.setattr(kernels, "ROWS", 4)
+    monkeypatch.setattr(kernels, "SCORES", 100)
     monkeypatch.setattr(attention, "SHORT", 512 if request.param == "mask" else 0)
     if request.param == "row by row":
-        monkeypatch.setattr(kernels, "forward", lambda q, k, v, mask: kernels.rowwise(q, k, v))
+        monkeypatch.setattr(kernels, "forward", lambda q, k, v, seen: kernels.rowwise(q, k, v))
         monkeypatch.setattr(
-            kernels, "backward", lambda *given: kernels.rowwise_backward(*given[:-1])
+            kernels, "backward", lambda *given, seen: kernels.rowwise_backward(*given)
         )
     return str(request.param)
 
@@ -263,6 +263,6 @@ def test_memory_of_a_gpu_grows_with_the_length() -> None:
     peaks = []
     for n in (2048, 4096):
         torch.cuda.reset_peak_memory_stats()
-        kept_bytes([(64, [n])], device="cuda")
+        kept_bytes([(64, [n, 8])], device="cuda")
         peaks.append(torch.cuda.max_memory_allocated())
-    assert 1.8 < peaks[1] / peaks[0] < 2.1
+    assert 1.5 < peaks[1] / peaks[0] < 2.1
