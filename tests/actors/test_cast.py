@@ -37,7 +37,7 @@ def test_groups_that_an_evaluation_finished_are_handed_over(tmp_path: Path) -> N
 def test_a_state_of_another_step_is_no_checkpoint(tmp_path: Path) -> None:
     """A run that gave up waiting for a step must not save what the learner is after it."""
     answer = Parcel(0, 0, (), str(tmp_path / "none")), None, {"version": 3}
-    fleet: Any = SimpleNamespace(supervisor=SimpleNamespace(ask=lambda *call: answer))
+    fleet: Any = SimpleNamespace(ask=lambda *call: answer)
     learner = RemoteLearner(fleet, "", "store")
     learner.version = 2
     with pytest.raises(ActorError, match="at version 3, and the run at 2"):
