@@ -78,7 +78,7 @@ def _block_sums(data: Tensor) -> list[Tensor]:
     blocks, on_cpu = data.view(torch.int64).view(-1, BLOCK), data.device.type == "cpu"
     rows = (ON_CPU * torch.get_num_threads() if on_cpu else ELSEWHERE) // BLOCK
     room = torch.empty_like(blocks[:rows].expand(2, -1, -1))
-    parts = blocks.split(rows)
+    parts = [blocks[first : first + rows] for first in range(0, len(blocks), rows)]
     return [_products(part, *room[:, : len(part)]).sum(dim=1) for part in parts]
 
 
