@@ -659,12 +659,12 @@ EFFECTS = {
         {**DROP, "selection.dead_groups": "dynamic", "selection.on_bound": "learn",
          "selection.max_asked": 2, "selection.dead_by": "correct", "rollout.group_size": 2,
          "rollout.batch": 8}, {}, "stop"),
-    "selection.leave_at": ({"train.steps": 12}, {}, 0.5),
+    "selection.leave_at": ({"train.steps": 12}, {}, 0.9),
     "selection.target": ({"train.steps": 12}, {}, 0.5),
     "selection.floor": ({"train.steps": 12, "selection.target": 0.5}, {}, 0.9),
     "buffer.capacity": (REPLAY, {}, 5),
     "buffer.order": (REPLAY, {}, "weighted"),
-    "buffer.max_age": (REPLAY, {}, 2),
+    "buffer.max_age": (REPLAY, {}, 0),
     "buffer.max_uses": (REPLAY, {}, 1),
 }  # fmt: skip
 """By setting: settings of a recipe, more of them, and another value of the setting."""

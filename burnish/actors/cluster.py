@@ -21,7 +21,7 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.services import canonicalize_bootstrap_address_or_die
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError, RayActorError, RayError
 from ray.experimental.collective.collective import RemoteCommunicatorManager
 from ray.experimental.collective.communicator import CommunicatorHandle
@@ -221,7 +221,8 @@ def _end() -> None:
     SIGTERM, by which Ray would ask its processes to end, is blocked there, so that they are killed.
     Ray's agents would outlive a killed raylet by minutes, and are killed, too.
     """
-    node, left = ray_worker._global_node, list[int]()
+    node: Any = ray_worker._global_node  # Ray declares it as always None
+    left: list[int] = []
     if node is not None:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **how: kill(**how | {"allow_graceful": False})

@@ -187,7 +187,7 @@ class Fleet:
             (self.meanwhile or self._pump)(call)
         return call.answer
 
-    def beside(self, work: Callable[[], None]) -> None:
+    def beside(self, work: Callable[[], object]) -> object:
         """Does work that calls no actor; generators go on meanwhile."""
         if self.meanwhile is None:
             return work()

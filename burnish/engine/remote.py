@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from burnish.checksum import checksum_of_bytes
 from burnish.engine import folders, wire
 from burnish.engine.folders import SHARED
 from burnish.engine.protocol import Capabilities, ProbeCheck, Request, check
@@ -179,7 +180,7 @@ class RemoteEngine:
             for number, bucket in enumerate(buckets):
                 files.append(folder.path / f"bucket-{number}")
                 save_file(bucket, files[-1])
-            sums = [wire.checksum(np.memmap(file, np.uint8, "r")) for file in files]
+            sums = [checksum_of_bytes(np.memmap(file, np.uint8, "r")) for file in files]
             self._call("load", files=list(map(str, files)), checksums=sums, **about)
         except (OSError, SafetensorError) as error:
             raise EngineError(
@@ -194,7 +195,7 @@ class RemoteEngine:
 
         for number, bucket in enumerate(buckets):
             data = np.frombuffer(save(bucket), np.uint8)
-            self._call("bucket", [data], first=number == 0, checksum=wire.checksum(data))
+            self._call("bucket", [data], first=number == 0, checksum=checksum_of_bytes(data))
         self._call("load", files=[], checksums=[], **about)
 
     def _call(self, call: str, arrays: list[wire.Array] | None = None, **told: Any) -> wire.Message:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from burnish.checksum import checksum_of_bytes
 from burnish.engine import wire
 from burnish.engine.environment import NEEDED
 from burnish.engine.protocol import Sleeper
@@ -184,7 +185,7 @@ def _request(told: dict[str, Any], arrays: list[wire.Array]) -> Request:
 
 
 def _checked(data: Any, wanted: int) -> Any:
-    if wire.checksum(data) != wanted:
+    if checksum_of_bytes(data) != wanted:
         raise EngineError(
             "weights did not arrive as they were sent: the checksum differs; the old ones stay"
         )

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from burnish.checksum import checksum_of_bytes as checksum  # noqa: F401
 from burnish.draws import Stream
 from burnish.engine.protocol import Request
 from burnish.types import Completion, Finish, SamplingParams

@@ -74,7 +74,7 @@ class Parts(NamedTuple):
     each of its steps learns from its own rollout."""
     places: Callable[[], dict[str, Any]] = dict
     """The machine and the process of each actor, by its name."""
-    beside: Callable[[Callable[[], None]], None] = lambda work: work()
+    beside: Callable[[Callable[[], object]], object] = lambda work: work()
     """Does work that needs no part of the run, while generators go on."""
     shards: Callable[[Path], None] | None = None
     """Has ranks write their parts of the learner's state into a directory, in the place of the

@@ -21,6 +21,7 @@ import tiny
 import torch
 
 from burnish import machine
+from burnish.checksum import checksum_of_bytes
 from burnish.engine import environment, listening, remote, serving, wire
 from burnish.engine.check import FAIL, PASS, UPDATES, Suite
 from burnish.engine.engine import NativeEngine
@@ -159,8 +160,10 @@ def test_torn_weights_are_refused(
 ) -> None:
     engine = behind(tiny.engine(), model)
     engine._shares, before = shares, engine.probe()
-    whole = wire.checksum
-    monkeypatch.setattr(wire, "checksum", lambda data: whole(data) + len(threads()))
+    for module in (remote, serving):
+        monkeypatch.setattr(
+            module, "checksum_of_bytes", lambda data: checksum_of_bytes(data) + len(threads())
+        )
     with pytest.raises(EngineError, match="checksum differs"):
         engine.load(tiny.weights(tiny.model(1), 1))
     assert (engine.version, engine.probe()) == (0, before)
@@ -265,7 +268,7 @@ def test_a_checksum_sees_every_byte() -> None:
     for place in range(len(data)):
         other = data.copy()
         other[place] ^= 1
-        assert wire.checksum(other) != wire.checksum(data)
+        assert checksum_of_bytes(other) != checksum_of_bytes(data)
 
 
 def test_clients_are_let_in_by_token_one_at_a_time(
