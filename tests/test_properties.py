@@ -502,6 +502,69 @@ def test_masked_and_inserted_tokens_have_no_weight(seed, models):
     assert torch.equal(terms_of(streams), terms_of(moved)), (seed, chosen)
 
 
+EVERY = [
+    *({"name": name, **settings} for name, settings in (GROUPED | SCALED | BY_BATCH).items()),
+    {"name": "max_at_k", "k": 2, "eps": 1e-6},
+    {"name": "gdpo", "parts": {"even": 1.0, "length": 1.0}},
+    {"name": "gae", "values": value_of},
+    {"name": "own", "function": own_advantage},
+    {"name": "teacher"},
+    {"name": "teacher", "reward": 0.5},
+]
+"""Advantages of every kind."""
+
+
+def taught(recipe, groups, seed):
+    """Advantages [N], with random log-probabilities of the policy and the teacher."""
+    kept, _ = drop_errors(groups, recipe.rollout.overlong)
+    program = compile(recipe.objective, recipe.critic)
+    batch, rng = pack(kept, program.graded), torch.Generator().manual_seed(seed)
+    proximal, teacher = torch.randn(2, len(batch.tokens), generator=rng)
+    return program.advantages(batch, Scores(proximal, None, teacher))
+
+
+def accepted(models, **settings):
+    """The recipe, or None if burnish refuses it."""
+    if settings["objective.advantage"]["name"] == "teacher":
+        settings["teacher.model"] = str(models / "teacher")
+    try:
+        return transformer(models, **settings)
+    except ConfigError:
+        return None
+
+
+@pytest.mark.parametrize("advantage", EVERY, ids=lambda one: "-".join(map(str, one.values()))[:40])
+def test_scales_and_penalties_are_accepted_if_and_only_if_they_have_an_effect(advantage, models):
+    """Refused settings change no advantage beyond eps; accepted ones do."""
+    base = {"objective.advantage": advantage}
+    if "length" in advantage.get("parts", {}):
+        base |= PENALTIES[2]
+    recipe, rng = accepted(models, **base), random.Random(5)
+    assert recipe is not None
+    graded = [graded_group(rng, recipe, i) for i in range(8)]
+    own = [set_apart(shaping(recipe)(group)) for group in graded]
+    found = taught(recipe, own, 0)
+    scaled = [
+        dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, scale=3.0)) if i % 2 else g
+        for i, g in enumerate(own)
+    ]
+    is_changed = not torch.allclose(taught(recipe, scaled, 0), found, rtol=1e-3, atol=1e-3)
+    assert is_changed == (accepted(models, **base, **{"task.scales.x": 3.0}) is not None)
+    if "length.name" in base:
+        return
+    for penalty in PENALTIES[1:]:
+        other = accepted(models, **base | penalty)
+        shape = shaping(transformer(models, **penalty))
+        shaped = [set_apart(shape(group)) for group in graded]
+        if advantage["name"] == "maxrl" and other is None:
+            continue  # it refuses rewards below 0
+        if advantage["name"] == "vine":
+            assert other is None  # steps are valued by the task's reward alone
+            continue
+        is_changed = not torch.equal(taught(recipe, shaped, 0), found)
+        assert is_changed == (other is not None), penalty
+
+
 # Runs --------------------------------------------------------------------------------------------
 
 

@@ -172,6 +172,7 @@ def test_rows_say_what_a_response_was(tmp_path):
         "reward": 1.0,
         "parts": {},
         "status": "scored",
+        "correct": True,
         "advantage": 0.25,
         "finish": "stop",
         "version": 7,
