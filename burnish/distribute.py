@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from burnish import build as local
-from burnish import engines, preflight, sizes, torchrun
-from burnish.actors import cluster, shared_memory
+from burnish import engines, folders, preflight, sizes, torchrun
+from burnish.actors import cluster
 from burnish.actors.cast import Generator, LearnerPart, Scorer
 from burnish.actors.fleet import Fleet
 from burnish.actors.learner import RemoteLearner
@@ -38,7 +38,7 @@ from burnish.types import Group
 def build(recipe: Recipe) -> Parts:
     """The parts of a run whose generators, scorer and learner are actors of Ray."""
     runtime, note = recipe.runtime, partial(tell, "note")
-    shared_memory.remove_dead(shared_memory.SHARED)
+    folders.remove_dead()
     how, why = cluster.choose(runtime, sizes.device_of(recipe), sizes.shared_memory(recipe))
     tell("load", "reading the prompts")
     task, decode = local.build_task(recipe)
@@ -48,8 +48,8 @@ def build(recipe: Recipe) -> Parts:
     meeting = torchrun.Meeting(ranks, cluster.own_address(runtime)) if ranks > 1 else None
     place = None if meeting is None else meeting.place
     note(f"the transport of weights is {how!r}, {why}")
-    root = shared_memory.SHARED if how == "shared" else Path(tempfile.gettempdir())
-    claimed = shared_memory.claim(root)
+    root = folders.SHARED if how == "shared" else Path(tempfile.gettempdir())
+    claimed = folders.claim("run", root)
     folder = str(claimed.path)
     names = [f"generator-{number}" for number in range(runtime.generators)]
     group = cluster.Exchange(how, ["learner", *names] if how in cluster.DIRECT else [])

@@ -27,8 +27,8 @@ from ray.experimental.collective.collective import RemoteCommunicatorManager
 from ray.experimental.collective.communicator import CommunicatorHandle
 
 from burnish import machine
-from burnish.actors.shared_memory import SHARED
 from burnish.errors import ActorDied, ActorError, ConfigError
+from burnish.folders import SHARED
 from burnish.plan import spell
 from burnish.strategy import Resources, RuntimeConfig
 

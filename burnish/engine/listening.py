@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from burnish.engine import folders, wire
+from burnish import folders
+from burnish.engine import wire
 from burnish.engine.environment import TOKEN
 from burnish.engine.remote import SILENCE, Child, keep_alive
 from burnish.engine.serving import Settings

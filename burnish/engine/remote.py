@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from burnish import folders
 from burnish.checksum import checksum_of_bytes
-from burnish.engine import folders, wire
-from burnish.engine.folders import SHARED
+from burnish.engine import wire
 from burnish.engine.protocol import Capabilities, ProbeCheck, Request, check
 from burnish.engine.serving import Settings
 from burnish.errors import EngineError
+from burnish.folders import SHARED
 from burnish.types import Completion, Weights
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Child:
     def __init__(self, python: str, settings: Settings, connection: socket.socket) -> None:
         """``connection`` is the engine's end of a socket; this process closes its copy."""
         # The other Python must not see the packages beside burnish, so it gets burnish alone.
-        self.folder = folders.claim()
+        self.folder = folders.claim("engine")
         root = self.folder.path
         (root / "burnish").symlink_to(Path(__file__).parents[1])
         self.python, self.log = python, root / "log.txt"
@@ -175,7 +176,7 @@ class RemoteEngine:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        files, folder = list[Path](), folders.claim(SHARED)
+        files, folder = list[Path](), folders.claim("engine", SHARED)
         try:
             for number, bucket in enumerate(buckets):
                 files.append(folder.path / f"bucket-{number}")

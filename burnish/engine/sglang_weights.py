@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from burnish.engine import folders
+from burnish import folders
 from burnish.engine.callers import Callers
-from burnish.engine.folders import SHARED
 from burnish.engine.remote import buckets
 from burnish.errors import EngineError
+from burnish.folders import SHARED
 
 if TYPE_CHECKING:
     from burnish.engine.sglang import Server
@@ -57,7 +57,7 @@ class Files(Way):
         folders.remove_dead()
 
     def send(self, tensors: Mapping[str, Tensor], last: dict[str, Any]) -> None:
-        folder = folders.claim(SHARED)
+        folder = folders.claim("engine", SHARED)
         try:
             for number, bucket in enumerate(buckets(tensors)):
                 file = folder.path / f"model-{number:05}.safetensors"

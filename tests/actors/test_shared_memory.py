@@ -14,8 +14,8 @@ import pytest
 import torch
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-from burnish import config, machine, sizes
-from burnish.actors import cluster, shared_memory
+from burnish import config, folders, machine, sizes
+from burnish.actors import cluster
 from burnish.actors.cast import LearnerPart
 from burnish.actors.transport import Receiver, Sender, discard
 from burnish.errors import ConfigError
@@ -25,8 +25,8 @@ from burnish.types import Weights
 OWNER = """
 import sys, time
 from pathlib import Path
-from burnish.actors.shared_memory import claim
-folder = claim(Path(sys.argv[1]))
+from burnish.folders import claim
+folder = claim("run", Path(sys.argv[1]))
 (folder.path / "weights").write_bytes(bytes(1000))
 print(folder.path, flush=True)
 time.sleep(60)
@@ -45,15 +45,15 @@ def owner(root: Path) -> tuple[subprocess.Popen[str], Path]:
 
 def test_the_folders_of_dead_processes_are_removed_and_no_others(tmp_path: Path) -> None:
     (dead, lost), (living, kept) = owner(tmp_path), owner(tmp_path)
-    own = shared_memory.claim(tmp_path)
+    own = folders.claim("run", tmp_path)
     (tmp_path / "burnish-run-without-lock").mkdir()
     (tmp_path / "another").mkdir()
     try:
         dead.send_signal(signal.SIGKILL)
         dead.wait(timeout=20)
         assert (lost / "weights").exists()
-        assert shared_memory.remove_dead(tmp_path) == [lost]
-        assert shared_memory.remove_dead(tmp_path) == []
+        assert folders.remove_dead(tmp_path) == [lost]
+        assert folders.remove_dead(tmp_path) == []
         assert not lost.exists()
         assert (kept / "weights").exists()
         left = {"burnish-run-without-lock", "another", kept.name, own.path.name}
@@ -69,10 +69,10 @@ def test_the_folders_of_dead_processes_are_removed_and_no_others(tmp_path: Path)
 RACE = """
 import sys
 from pathlib import Path
-from burnish.actors.shared_memory import claim, remove_dead
+from burnish.folders import claim, remove_dead
 root = Path(sys.argv[1])
 for _ in range(100):
-    folder = claim(root)
+    folder = claim("run", root)
     remove_dead(root)
     (folder.path / "weights").write_bytes(b"w")
     assert (folder.path / "weights").read_bytes() == b"w"

@@ -1,8 +1,8 @@
 """Temporary folders that outlive a process which is killed: the next one removes them.
 
 The owner of a folder holds the lock of a file in it. The kernel releases the lock when the process
-ends, in whatever way, so a folder whose lock is free belongs to no living process, whatever process
-has its number today.
+ends, in whatever way, so a folder whose lock is free belongs to no living process, also if the
+process lived in another container, where its pid would mean another process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
-PREFIX = "burnish-engine-"
+PREFIX = "burnish-"
 LOCK = ".lock"
 
 
@@ -33,10 +33,11 @@ class Folder:
             os.close(self._lock.pop())
 
 
-def claim(root: Path | None = None) -> Folder:
-    """A new folder of this process; ``root``: None for the system's folder of temporary files."""
+def claim(kind: str, root: Path | None = None) -> Folder:
+    """A new folder of this process. ``kind`` is a part of its name; ``root``: None for the system's
+    folder of temporary files."""
     while True:
-        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
+        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-{os.getpid()}-", dir=root))
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         with suppress(OSError):  # it was taken for one of a dead process before it was locked
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,10 +46,11 @@ def claim(root: Path | None = None) -> Folder:
         os.close(lock)
 
 
-def remove_dead() -> list[Path]:
-    """Removes the folders of this user's processes that have ended, and returns them."""
+def remove_dead(*roots: Path) -> list[Path]:
+    """Removes the folders of this user's processes that have ended, and returns them. It looks into
+    ``roots``, or into shared memory and the system's folder of temporary files."""
     removed = []
-    for path in [p for root in _roots() for p in root.glob(f"{PREFIX}*")]:
+    for path in [p for root in roots or _roots() for p in root.glob(f"{PREFIX}*")]:
         with suppress(OSError):  # it has no lock, is locked, or went meanwhile
             lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from burnish.engine import folders, listening, remote, sglang_weights
+from burnish import folders
+from burnish.engine import listening, remote, sglang_weights
 from burnish.engine.serving import Settings
 from burnish.errors import EngineError
 
 KILLED = """
 import os, signal, socket, sys, time
-from burnish.engine import folders, remote
+from burnish import folders
+from burnish.engine import remote
 from burnish.engine.serving import Settings
 ours, theirs = socket.socketpair()
 child = remote.Child(sys.executable, Settings("native", "nowhere"), theirs)
-weights = folders.claim(folders.SHARED)
+weights = folders.claim("engine", folders.SHARED)
 (weights.path / "bucket-0").write_bytes(bytes(9))
 print(child.folder.path, weights.path, flush=True)
 sys.stdin.read()
@@ -74,7 +76,7 @@ def sample(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_next_start_removes_what_a_killed_process_left(
     killed: list[Path], monkeypatch: pytest.MonkeyPatch, begin: object
 ) -> None:
-    own, stranger = folders.claim(folders.SHARED), folders.SHARED / f"{folders.PREFIX}0-x"
+    own, stranger = folders.claim("engine", folders.SHARED), folders.SHARED / f"{folders.PREFIX}0-x"
     stranger.mkdir()
     try:
         begin(monkeypatch)  # type: ignore[operator]
@@ -103,7 +105,7 @@ def test_a_folder_that_is_taken_before_it_is_locked_is_made_again(
         return descriptor
 
     monkeypatch.setattr(os, "open", slow)
-    folder = folders.claim(tmp_path)
+    folder = folders.claim("engine", tmp_path)
     assert folder.path not in taken
     assert not folders.remove_dead()
     assert folder.path.is_dir()
