@@ -118,7 +118,7 @@ class Deaths:
 
     def _kill(self, name: str) -> None:
         actors = json.loads((self._run / "actors.json").read_text())
-        with suppress(ProcessLookupError):  # it died with another one
+        with suppress(ProcessLookupError, KeyError):  # it died with another one, or starts again
             os.kill(actors[name]["pid"], signal.SIGKILL)
             self.killed.append(name)
 
