@@ -46,9 +46,9 @@ RUNS = {
         *(*CRITIC, "critic.shared=true", "train.learn=layers", "train.learn.last=1"),
         *("length=solve_rate", "rollout.overlong=mask", "train.epochs=2"),
         *("task.name=judged", "task.judge.url=URL", "task.judge.model=m", "task.evolve.most=2"),
-        *("selection.dead_groups=drop", "selection.leave_at=0.9", "selection.target=0.5"),
+        *("selection.leave_at=0.9", "selection.target=0.5"),
     ],
-    "greedy responses": ["objective.advantage=remax"],
+    "greedy responses, dead groups": ["objective.advantage=remax", "selection.dead_groups=drop"],
     "active sampling": [
         *("selection.dead_groups=active", "selection.on_bound=learn", "rollout.group_size=2"),
         *('rollout.stop=["a", "e", "i", "o", "u"]', "rollout.max_tokens=40"),

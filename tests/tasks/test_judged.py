@@ -324,7 +324,8 @@ def test_a_run_that_was_stopped_has_the_same_rubrics_and_rewards(lag, tmp_path):
     assert (first["validation/judge/calls"], first["validation/judge/retries"]) == (2, 0)
     assert all(row["judge/calls"] == 8 for row in steps)
     scored = [m for m in asked if "\nresponse: " in m[-1]["content"]]
-    assert len(scored) == 8 * 5 + 2 * 2
+    # Five steps, the rollouts a lagged run samples ahead of its end, and two validations.
+    assert len(scored) == 8 * (5 + lag) + 2 * 2
     # What the judge was asked first is what the first step's responses earned: a letter each.
     base = {"reward", "parts", "response"}
     for row in rows_of(whole, "rollouts.jsonl"):
