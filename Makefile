@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PLAIN := $(VENV)/.plain
 READY := $(VENV)/.ready
 
-.PHONY: demo test proofs lint types imports tests
+.PHONY: demo test proofs proofs-ray proofs-others lint types imports tests
 
 demo: $(PLAIN)
 	@$(BIN)/burnish demo
@@ -23,13 +23,23 @@ types: $(READY)
 imports: $(READY)
 	$(BIN)/lint-imports
 
-# Tiny models keep one thread busy, so two processes share the tests; the proofs run with all threads.
+# Tiny models keep one thread busy, so two processes share the tests.
 # Threads sleep while they wait, as in burnish's own runs, or the two take the cores from each other.
 tests: $(READY)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 $(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
 
+# Two processes share the proofs as well: tests with Ray mostly wait for actors to start.
 proofs: $(READY)
-	$(BIN)/pytest -m slow
+	$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target proofs-ray proofs-others
+
+proofs-ray proofs-others: export OMP_WAIT_POLICY = passive
+proofs-ray proofs-others: export GOMP_SPINCOUNT = 1000
+
+proofs-ray: $(READY)
+	$(BIN)/pytest -m slow --durations 25 tests/actors
+
+proofs-others: $(READY)
+	$(BIN)/pytest -m slow --durations 25 --ignore tests/actors
 
 # What a run needs, and for the tests what checks it.
 $(PLAIN): WANTED := .
