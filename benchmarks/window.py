@@ -112,6 +112,7 @@ def measure(window: int, max_lag: int, steps: int, seed: int) -> tuple[list[floa
     loop = {"name": "free", "window": window, "max_lag": max_lag, "on_update": "keep"}
     sizes = {"rollout.batch": 2 * BATCH, "rollout.group_size": 2, "train.batch": 2 * BATCH}
     more = {"train.epochs": 1, "train.steps": steps, "objective.proximal": "behavior"}
+    more["objective.advantage"] = "raw"  # groups of one response have no baseline
     recipe = config.load("sort", [{"runtime": "ray", "loop": loop, **sizes, **more}])
     clock, prompt = Clock(seed), Prompt("p", "", np.ones(1, dtype=np.int32), "sort")
     fleet = Fleet(clock, ["generator-0"], size=1, params=SamplingParams())  # type: ignore[arg-type]
