@@ -28,18 +28,14 @@ imports: $(READY)
 tests: $(READY)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 $(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
 
-# Two processes share the proofs as well: tests with Ray mostly wait for actors to start.
-proofs: $(READY)
-	$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target proofs-ray proofs-others
+# Two processes share the proofs as well, except those with Ray, which starts several itself.
+proofs: proofs-others proofs-ray
 
-proofs-ray proofs-others: export OMP_WAIT_POLICY = passive
-proofs-ray proofs-others: export GOMP_SPINCOUNT = 1000
+proofs-others: $(READY)
+	OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 $(BIN)/pytest -m slow -n 2 --dist loadfile --durations 25 --ignore tests/actors
 
 proofs-ray: $(READY)
 	$(BIN)/pytest -m slow --durations 25 tests/actors
-
-proofs-others: $(READY)
-	$(BIN)/pytest -m slow --durations 25 --ignore tests/actors
 
 # What a run needs, and for the tests what checks it.
 $(PLAIN): WANTED := .

@@ -186,9 +186,10 @@ def test_a_stopped_learner_is_reported(tmp_path: Path) -> None:
 
     try:
         with pytest.raises(ActorError) as caught:
-            train(tmp_path / "run", "ray", show=show, deadline=40)
+            train(tmp_path / "run", "ray", show=show, deadline=60)
     finally:
-        os.kill(stopped[0], signal.SIGKILL)
+        for pid in stopped:
+            os.kill(pid, signal.SIGKILL)
     told = str(caught.value)
     assert "for learner to answer 'learn'" in told
     assert "its process is stopped" in told
