@@ -533,7 +533,11 @@ def accepted(models, **settings):
         return None
 
 
-@pytest.mark.parametrize("advantage", EVERY, ids=lambda one: "-".join(map(str, one.values()))[:40])
+def name_of(settings):
+    return "-".join(str(getattr(one, "__name__", one)) for one in settings.values())[:40]
+
+
+@pytest.mark.parametrize("advantage", EVERY, ids=name_of)
 def test_scales_and_penalties_are_accepted_if_and_only_if_they_have_an_effect(advantage, models):
     """Refused settings change no advantage beyond eps; accepted ones do."""
     base = {"objective.advantage": advantage}
