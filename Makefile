@@ -28,7 +28,7 @@ imports: $(READY)
 tests: $(READY)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 $(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
 
-# Two processes share the proofs as well, except those with Ray, which starts several itself.
+# Two processes share the proofs as well, except tests/actors: Ray starts several processes itself.
 proofs: proofs-others proofs-ray
 
 proofs-others: $(READY)
