@@ -28,14 +28,16 @@ imports: $(READY)
 tests: $(READY)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 $(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
 
-# Two processes share the proofs as well, except tests/actors: Ray starts several processes itself.
+# Two processes share the proofs as well, except those that start Ray: it starts several processes itself.
+RAY := tests/actors tests/integration/ray
+
 proofs: proofs-others proofs-ray
 
 proofs-others: $(READY)
-	OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 $(BIN)/pytest -m slow -n 2 --dist loadfile --durations 25 --ignore tests/actors
+	OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=1000 $(BIN)/pytest -m slow -n 2 --dist loadfile --durations 25 $(addprefix --ignore ,$(RAY))
 
 proofs-ray: $(READY)
-	$(BIN)/pytest -m slow --durations 25 tests/actors
+	$(BIN)/pytest -m slow --durations 25 $(RAY)
 
 # What a run needs, and for the tests what checks it.
 $(PLAIN): WANTED := .

@@ -29,7 +29,7 @@ THREADS = 2
 def serve(waiting: str) -> None:
     import burnish
     from burnish import api
-    from burnish.progress import Progress
+    from burnish.console.progress import Progress
 
     if waiting == "default":
         api.share_cores = lambda: None  # type: ignore[attr-defined]

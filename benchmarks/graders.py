@@ -17,7 +17,7 @@ from collections.abc import Callable
 from math_verify import LatexExtractionConfig, parse, verify
 
 from burnish.graders.answers import MathGrader
-from burnish.graders.pool import Limits
+from burnish.graders.pool import GraderLimits
 
 THINKING = "Let us go through this step by step: first one thing, then the other. " * 17
 
@@ -34,7 +34,7 @@ ALGEBRA = {"algebra": lambda i: (rf"(x+{i})^2", f"x^2+{2 * i}x+{i * i}")}
 
 
 def burnish_rate(pairs: list[tuple[str, str]]) -> float:
-    grader = MathGrader("r1_zero", Limits(workers=1))
+    grader = MathGrader("r1_zero", GraderLimits(workers=1))
     grader.check([("x+1", "1+x")])  # the worker starts
     items = [(f"{THINKING}</think> <answer>{a}</answer>", {"answer": gold}) for a, gold in pairs]
     began = time.perf_counter()

@@ -44,33 +44,6 @@ def _docstring_lines(path: Path) -> set[int]:
     return lines
 
 
-DISTRIBUTED = (
-    *("actors", "distribute.py", "strategy.py", "chaos.py", "loops/asynchronous.py"),
-    *("loops/free.py", "rollout/buffer.py", "rollout/pace.py", "rollout/saved.py"),
-    *("runs/ledger.py", "runs/timeline.py", "sweep.py"),
-)
-"""Files and folders that are there for Ray and for learning from old tokens."""
-
-
-ENGINES = (
-    *("learner/parallel.py", "learner/ranks.py", "learner/slices.py", "learner/watch.py"),
-    *("loops/conductor.py", "runs/shards.py", "schema/mesh.py", "torchrun.py", "__main__.py"),
-    *("engine/wire.py", "engine/serving.py", "engine/remote.py", "engine/listening.py"),
-    *("engine/environment.py", "engine/check.py", "engine/vllm.py", "engine/hf.py"),
-    *("engine/sglang.py", "engine/sglang_weights.py", "engine/callers.py"),
-    *("engine/shapes.py", "engines.py", "engine_commands.py", "schema/engines.py"),
-)
-"""Files that are there for other engines and for the mesh."""
-
-
-def is_distributed(path: Path) -> bool:
-    return path.as_posix().startswith(DISTRIBUTED)
-
-
-def is_other_engine(path: Path) -> bool:
-    return path.as_posix().startswith(ENGINES)
-
-
 def count() -> dict[Path, int]:
     """The code lines of every file of the package."""
     files = sorted(PACKAGE.rglob("*.py"))
@@ -82,15 +55,11 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="one line per file")
     by_file = parser.parse_args().files
     counts = Counter[str]()
-    apart = sum(lines for path, lines in count().items() if is_distributed(path))
-    others = sum(lines for path, lines in count().items() if is_other_engine(path))
     for path, lines in count().items():
         counts[str(path) if by_file else path.parts[0]] += lines
     for name, lines in counts.most_common():
         print(f"{lines:6,}  {name}")
-    whole = sum(counts.values())
-    core = f"{whole - apart - others:,} of the core, {apart:,} for Ray and old tokens"
-    print(f"{whole:6,}  in all: {core}, {others:,} for other engines and the mesh")
+    print(f"{sum(counts.values()):6,}  in all")
 
 
 if __name__ == "__main__":

@@ -29,17 +29,17 @@ SHAPE = {"n_layers": 30, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "d_ff": 6
 
 def measure(tokens: int, device: str, precision: str, threads: int) -> dict[str, float]:
     """Bytes and seconds of a step, in this process."""
-    from burnish import machine
+    from burnish.machine import hardware
 
-    machine.set_up_torch(threads)
+    hardware.set_up_torch(threads)
     import torch
 
-    from burnish.learner.learner import Learner
-    from burnish.learner.objective import compile
+    from burnish.learner.learner import LocalLearner
+    from burnish.learner.program import compile
     from burnish.model.transformer import ModelConfig, Transformer
-    from burnish.pieces.objective import ObjectiveConfig
+    from burnish.recipe.objective.objective import ObjectiveConfig
+    from burnish.recipe.recipe import TrainConfig
     from burnish.rollout.packing import Pack, pack
-    from burnish.schema.recipe import TrainConfig
     from burnish.types import (
         Completion,
         Finish,
@@ -75,7 +75,7 @@ def measure(tokens: int, device: str, precision: str, threads: int) -> dict[str,
     policy = Transformer(config).init_weights(0).to(device).learn()
     train = TrainConfig(batch=1, precision=precision)
     objective = ObjectiveConfig(advantage="raw", loss="reinforce")
-    learner = Learner(policy, compile(objective), train)
+    learner = LocalLearner(policy, compile(objective), train)
 
     def step(count: int) -> None:
         batch = pack([batch_of(count)]).to(device)

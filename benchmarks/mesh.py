@@ -18,13 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from burnish.learner.learner import Learner
-from burnish.learner.objective import compile
-from burnish.learner.parallel import Mesh
+from burnish.learner.learner import LocalLearner
+from burnish.learner.mesh.mesh import Mesh
+from burnish.learner.program import compile
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.pieces.objective import ObjectiveConfig
+from burnish.recipe.objective.objective import ObjectiveConfig
+from burnish.recipe.recipe import TrainConfig
 from burnish.rollout.packing import Pack, pack
-from burnish.schema.recipe import TrainConfig
 from burnish.types import (
     Completion,
     Finish,
@@ -86,7 +86,7 @@ def _completion(random: np.random.Generator, name: str, length: int, number: int
     )
 
 
-def make(name: str, device: str, mesh: Mesh | None) -> Learner:
+def make(name: str, device: str, mesh: Mesh | None) -> LocalLearner:
     train = TrainConfig(
         batch=10**6, precision="bf16", micro_tokens=PACK, learning_rate=1e-6, recompute=True
     )
@@ -96,10 +96,10 @@ def make(name: str, device: str, mesh: Mesh | None) -> Learner:
         torch.nn.init.normal_(weights, std=0.02)
     model = model.learn(recompute=True)
     model = model.cpu() if mesh else model
-    return Learner(model, compile(ObjectiveConfig()), train, ranks=mesh)
+    return LocalLearner(model, compile(ObjectiveConfig()), train, ranks=mesh)
 
 
-def steps(learner: Learner, groups: list[Group], device: str, count: int) -> list[float]:
+def steps(learner: LocalLearner, groups: list[Group], device: str, count: int) -> list[float]:
     batch = pack(groups).to(device)
     advantages = learner.program.advantages(batch, Scores())
     (learn,) = learner.program.batches(batch, advantages, Scores(), [Pack.whole(batch)])

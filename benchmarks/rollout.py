@@ -36,13 +36,13 @@ def serve_burnish(model: str, dtype: str) -> Serve:
     import numpy as np
     import torch
 
-    from burnish.engine.engine import NativeEngine
+    from burnish.engine.native.engine import NativeEngine
     from burnish.engine.protocol import Request
-    from burnish.engine.scheduler import EngineSettings
-    from burnish.model.checkpoint import load
+    from burnish.engine.settings import EngineSettings
+    from burnish.model.checkpoint import load_model
     from burnish.types import SamplingParams
 
-    own = load(model, dtype=getattr(torch, dtype))
+    own = load_model(model, dtype=getattr(torch, dtype))
     kv_bytes = int(os.environ.get("KV_BYTES", 1 << 30))
     engine = NativeEngine(own, None, EngineSettings(kv_bytes=kv_bytes))
 
@@ -246,13 +246,13 @@ def main() -> None:
         serve(args.engine, args.dtype, args.model, args.threads)
         return
     if args.dtype is None:
-        from burnish import machine
+        from burnish.machine import hardware
 
-        args.dtype = "bfloat16" if machine.multiplies("bf16", "cpu") else "float32"
+        args.dtype = "bfloat16" if hardware.supports_precision("bf16", "cpu") else "float32"
     if args.model is None:
         from burnish.model import hub
 
-        args.model = str(hub.resolve(hub.DEFAULT))
+        args.model = str(hub.resolve_model(hub.DEFAULT))
     {"few": few, "budget": budget}.get(args.workload, compare)(args)
 
 

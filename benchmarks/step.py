@@ -37,14 +37,15 @@ TRL = "1.16.0"
 
 
 def recipe_of(args: argparse.Namespace) -> Any:
-    from burnish import config, sizes
+    from burnish.launch.models import with_own_precision
+    from burnish.recipe.load import load_recipe
 
-    return sizes.settled(config.load(str(RECIPE), [f"model.name={args.model}", *args.set]))
+    return with_own_precision(load_recipe(str(RECIPE), [f"model.name={args.model}", *args.set]))
 
 
 def serve_burnish(args: argparse.Namespace) -> None:
     import burnish
-    from burnish.progress import Progress
+    from burnish.console.progress import Progress
 
     turns = Turns()
 
@@ -263,7 +264,7 @@ def main() -> None:
     if args.model is None:
         from burnish.model import hub
 
-        args.model = str(hub.resolve(hub.DEFAULT))
+        args.model = str(hub.resolve_model(hub.DEFAULT))
     compare(args)
 
 

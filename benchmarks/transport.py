@@ -20,8 +20,8 @@ from typing import Any
 import ray
 import torch
 
-from burnish.actors.cluster import DIRECT, Exchange, unusable
-from burnish.actors.transport import Parcel, Receiver, Sender
+from burnish.actors.cluster import DIRECT_TRANSPORTS, TransportGroup, transport_problem
+from burnish.actors.transport import Receiver, Sender, WeightsHandle
 from burnish.types import Weights
 
 TENSORS = 10
@@ -44,14 +44,14 @@ class Peer:
         for tensor in self.tensors.values():
             tensor.add_(1)
 
-    def weights(self) -> Parcel:
+    def weights(self) -> WeightsHandle:
         return self.sender.send(Weights(self.version, 0, self.tensors))
 
-    def give(self, space: str) -> Any:
-        return self.sender.data(space)
+    def read_buffer(self, buffer: str) -> Any:
+        return self.sender.data(buffer)
 
-    def take(self, parcel: Parcel, data: Any) -> float:
-        with self.receiver.opened(parcel, data) as weights:
+    def take(self, handle: WeightsHandle, data: Any) -> float:
+        with self.receiver.opened(handle, data) as weights:
             for name, tensor in weights.tensors.items():
                 self.tensors[name].copy_(tensor)
         return float(self.tensors["w1"][-1])
@@ -78,7 +78,7 @@ def seconds(how: str, mb: int, rounds: int, folder: str) -> list[float]:
     peers = [Peer.options(num_gpus=int(how == "nccl")).remote() for _ in range(2)]
     ray.get([peer.make.remote(mb, how, folder) for peer in peers])
     group, (sender, receiver) = (
-        Exchange(how, ["sender", "receiver"] if how in DIRECT else []),
+        TransportGroup(how, ["sender", "receiver"] if how in DIRECT_TRANSPORTS else []),
         peers,
     )
     if group.members:
@@ -87,9 +87,11 @@ def seconds(how: str, mb: int, rounds: int, folder: str) -> list[float]:
     for number in range(rounds):
         ray.get(sender.change.remote())
         began = time.perf_counter()
-        parcel = ray.get(sender.weights.remote())
+        handle = ray.get(sender.weights.remote())
         last = ray.get(
-            receiver.take.remote(parcel, group.carried(sender.give).remote(parcel.space))
+            receiver.take.remote(
+                handle, group.with_transport(sender.read_buffer).remote(handle.buffer)
+            )
         )
         found.append(time.perf_counter() - began)
         assert last == 1 + number + 1, "the weights are old"
@@ -116,7 +118,7 @@ def measure(given: Any, folder: str) -> None:
         print(f"{mb} MB  {'copy in memory':14}  {plain:6.3f} s  {mb / plain / 1000:5.1f} GB/s")
         for how in given.transports:
             gpus = min(1, torch.cuda.device_count() / 2)
-            if reason := unusable(how, gpus > 0, gpus):
+            if reason := transport_problem(how, gpus > 0, gpus):
                 print(f"{mb} MB  {how:14}  skipped: {reason}")
                 continue
             try:

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from burnish import config
-from burnish.actors.fleet import Fleet
-from burnish.actors.learner import RemoteLearner
+from burnish.actors.remote_learner import RemoteLearner
+from burnish.actors.rollouts import RemoteRollouts
 from burnish.actors.supervisor import Call
-from burnish.actors.transport import Parcel
+from burnish.actors.transport import WeightsHandle
+from burnish.launch.settings import rollout_settings
+from burnish.learner.protocol import Step
 from burnish.loops import free
-from burnish.loops.sync import Step
+from burnish.recipe.load import load_recipe
 from burnish.rollout.rollout import ignore
 from burnish.runs.metrics import Timers
 from burnish.tasks.stream import PromptStream
@@ -53,13 +54,13 @@ class Clock:
     """The versions of the learner and of the generator."""
     note: Any = ignore
 
-    def call(self, name: str, method: str, *args: Any, renew: Any = None) -> Call:
+    def call(self, name: str, method: str, *args: Any, retry_args: Any = None) -> Call:
         call = Call(name, method, args)
         call.answer, self.due[call] = getattr(self, method)(*args)
         return call
 
-    def advance(self, parcel: Any, data: Any, requests: Sequence[Any], seconds: float) -> Any:
-        self.loaded = self.loaded if parcel is None else parcel.version
+    def advance(self, handle: Any, data: Any, requests: Sequence[Any], seconds: float) -> Any:
+        self.loaded = self.loaded if handle is None else handle.version
         for request in requests:
             end = self.now + length(request.group, self.seed) / SPEED
             self.sampling[request.request_id] = end, self.loaded
@@ -86,7 +87,7 @@ class Clock:
         return Step(number, {"train/version": number}), self.now + LEARNING
 
     def weights(self, incarnation: int, in_use: Any) -> Any:
-        return Parcel(self.learned, incarnation, (), "none"), self.now
+        return WeightsHandle(self.learned, incarnation, (), "none"), self.now
 
     def poll(self, calls: Sequence[Call], seconds: float) -> list[Call]:
         self.now = max(self.now, min(self.due[call] for call in calls))
@@ -94,16 +95,16 @@ class Clock:
             call.is_done = self.due[call] <= self.now
         return [call for call in calls if call.is_done]
 
-    def hand(self, name: str, space: str) -> None:
+    def buffer_ref(self, name: str, buffer: str) -> None:
         """The bytes of weights; there are none."""
 
-    def ask(self, name: str, method: str) -> None:
+    def call_and_wait(self, name: str, method: str) -> None:
         self.call(name, method)
 
-    def open(self, name: str) -> list[Call]:
+    def pending(self, name: str) -> list[Call]:
         return []
 
-    def life(self, name: str) -> int:
+    def process_number(self, name: str) -> int:
         return 1
 
 
@@ -113,12 +114,21 @@ def measure(window: int, max_lag: int, steps: int, seed: int) -> tuple[list[floa
     sizes = {"rollout.batch": 2 * BATCH, "rollout.group_size": 2, "train.batch": 2 * BATCH}
     more = {"train.epochs": 1, "train.steps": steps, "objective.proximal": "behavior"}
     more["objective.advantage"] = "raw"  # groups of one response have no baseline
-    recipe = config.load("sort", [{"runtime": "ray", "loop": loop, **sizes, **more}])
+    recipe = load_recipe("sort", [{"runtime": "ray", "loop": loop, **sizes, **more}])
     clock, prompt = Clock(seed), Prompt("p", "", np.ones(1, dtype=np.int32), "sort")
-    fleet = Fleet(clock, ["generator-0"], size=1, params=SamplingParams())  # type: ignore[arg-type]
+    fleet = RemoteRollouts(clock, ["generator-0"], size=1, params=SamplingParams())  # type: ignore[arg-type]
     stream = PromptStream(SimpleNamespace(prompt=lambda number: prompt))  # type: ignore[arg-type]
     learner = RemoteLearner(fleet, "", "store")
-    taken = free.train(recipe, prompts=stream, fleet=fleet, learner=learner, timers=Timers())
+    taken = free.train_free(
+        rollout_settings(recipe),
+        recipe.train.steps,
+        loop=recipe.loop,
+        gradient_steps=recipe.gradient_steps_per_rollout,
+        prompts=stream,
+        fleet=fleet,
+        learner=learner,
+        timers=Timers(),
+    )
     return [step.metrics["rollout/length"] for step in taken], clock.now
 
 

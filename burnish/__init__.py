@@ -4,14 +4,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from burnish.api import evaluate, export, generate, resume, sft, train
+    from burnish.graders.rewards import batched
     from burnish.runs.run import Run
 
 __version__ = "0.1.0"
-__all__ = ["Run", "evaluate", "export", "generate", "resume", "sft", "train"]
+__all__ = ["Run", "batched", "evaluate", "export", "generate", "resume", "sft", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, without loading anything before one is asked for."""
+    """Import a public name on first access, so that ``import burnish`` stays fast."""
+    if name == "batched":  # a file with a reward imports it, in workers that load nothing else
+        from burnish.graders.rewards import batched
+
+        return batched
     if name in __all__:
         from burnish import api
 

@@ -1,5 +1,5 @@
 """``python -m burnish`` is the command line, as torchrun starts it."""
 
-from burnish.cli import main
+from burnish.cli.main import main
 
 main()

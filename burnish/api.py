@@ -1,4 +1,4 @@
-"""The functions that scripts and the command line call: ``burnish.train`` and its kin."""
+"""The Python API: ``train``, ``resume``, ``sft``, ``evaluate``, ``generate`` and ``export``."""
 
 from __future__ import annotations
 
@@ -10,128 +10,157 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from burnish import config, preflight, torchrun
-from burnish.config import Overrides, Table
-from burnish.display import Display
-from burnish.draws import Stream
+from burnish.console.display import Display
+from burnish.console.notebook import NotebookDisplay, is_notebook
+from burnish.console.progress import Show, begin, showing, tell
 from burnish.errors import ConfigError, RunError
-from burnish.graders.rewards import Reward
+from burnish.launch import torchrun
+from burnish.launch.preflight import as_rows
+from burnish.launch.resolve import resolve
+from burnish.loops.callbacks import Callbacks, CheckpointRecord, StepRecord, ValidationRecord
+from burnish.machine.threads import share_cores
 from burnish.model import hub
-from burnish.progress import Show, begin, showing, tell
-from burnish.runs import checkpoints, directory, resuming
+from burnish.randomness import Stream
+from burnish.recipe.load import (
+    Overrides,
+    Table,
+    effective_settings,
+    flatten,
+    load_recipe,
+    parse_overrides,
+    recipe_to_toml,
+)
+from burnish.recipe.recipe import LogConfig, Recipe
+from burnish.recipe.tasks import KeywordsTask
+from burnish.runs import checkpoints, directory, failure, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
+from burnish.runs.note import write_note
 from burnish.runs.run import Run
-from burnish.schema.models import SorterConfig
-from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import KeywordsTask, SortTask
+from burnish.tasks.data.names import is_table_object, parts_of_directory
 from burnish.tasks.rows import DataRow, read_rows
-from burnish.threads import share_cores
 from burnish.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from burnish.loops.recorder import Parts
     from burnish.runs.results import Evaluation
 
 AnyPath = str | os.PathLike[str]
 AnyRecipe = AnyPath | Table | Recipe
 """A name that ``burnish recipes`` lists, a TOML file, a table of settings, or a ``Recipe``."""
 Prompts = Iterable[str | Mapping[str, Any]]
-Given = Reward | str | None
-"""A reward that a script gives; None if the recipe's own reward is meant."""
-Shown = Show | Literal[False] | None
-"""How progress is shown: by a callable, on stderr if it is None, not at all if it is False."""
-MEASURED = (
+OneReward = Callable[..., Any] | str
+RewardArgument = OneReward | Sequence[OneReward | Table] | Mapping[Any, float] | None
+"""A reward function or "FILE.py:NAME"; a list of several, which may also be tables with "reward",
+"weight" and "name"; or a dict with the weight of each. None to use the recipe's reward."""
+AnyData = Any
+"""A file, a pattern, a directory or hf:ORG/NAME, a Dataset, a DatasetDict, a pandas DataFrame, or
+rows."""
+ShowArgument = Show | Literal[False] | None
+"""A callback for progress reports; None to display them on stderr or in a notebook's cell, False to
+ignore them."""
+EXPORTED = ("fp32", "bf16", "fp16")
+"""Types of the tensors in exported files."""
+EVALUATION_SETTINGS = (
     *("model", "task", "engine", "validation", "seed", "reward_model"),
     *("rollout.max_tokens", "rollout.min_tokens", "rollout.stop"),
 )
-"""Settings and sections of a recipe that an evaluation depends on."""
+"""Names of the settings and sections of a recipe that affect the results of an evaluation."""
 
 
 def train(
     recipe: AnyRecipe,
     *,
     prompts: Prompts | None = None,
-    data: AnyPath | None = None,
-    reward: Given = None,
+    data: AnyData = None,
+    reward: RewardArgument = None,
     overrides: Overrides = (),
     out: AnyPath | None = None,
-    show: Shown = None,
+    note: str | None = None,
+    tags: Sequence[str] = (),
+    show: ShowArgument = None,
     stop: Callable[[], bool] = lambda: False,
+    on_step: Callable[[StepRecord], Any] | None = None,
+    on_validation: Callable[[ValidationRecord], Any] | None = None,
+    on_checkpoint: Callable[[CheckpointRecord], Any] | None = None,
     **settings: Any,
 ) -> Run:
-    """Runs a recipe and returns the run.
+    """Train a model by a recipe in a new run directory; return the finished or stopped run.
 
     ``recipe`` is a name that ``burnish recipes`` lists, a TOML file, a dict of sections or a
-    ``Recipe``. ``settings`` are sections to change, as in ``train={"steps": 10}``, or ``seed=1``;
-    ``overrides`` say the same as "train.steps=10", or as a dict. ``out`` is a new directory, by
+    ``Recipe``. ``settings`` change its settings, as in ``train={"steps": 10}`` or ``seed=1``;
+    ``overrides`` do the same as "train.steps=10" or as a dict. ``out`` is a new directory, by
     default runs/NAME-1, runs/NAME-2, … ``prompts`` (texts, or rows with a "prompt") or ``data`` (a
-    JSONL file, or a directory with train.jsonl and validation.jsonl) and ``reward`` (a function of
-    response text and row, or "FILE.py:NAME") replace the recipe's task. ``model`` may be a pair of
-    objects, a model and its tokenizer, of burnish or of transformers.
+    JSONL, Parquet, Arrow or CSV file, a pattern, a directory, "hf:ORG/NAME:SPLIT", a Dataset, a
+    DatasetDict, a pandas DataFrame, or rows) and ``reward`` (a function of response text and row,
+    "FILE.py:NAME", or several of them) replace the recipe's task. ``model`` may also be a pair of
+    objects, a model and its tokenizer, from burnish or transformers. ``note`` and ``tags`` are
+    recorded in the run and may be changed later (`Run.note`, `Run.tags`). ``stop`` is called
+    between steps; if it returns True, the run saves a checkpoint and stops. So does a callback
+    (``on_step``, ``on_validation``, ``on_checkpoint``) that returns True; docs/api.md has its
+    arguments.
 
-    Progress is shown on stderr, unless ``show`` is False or a function, which is then called with
-    every ``burnish.progress.Progress``; one of phase "step" carries a finished step's metrics.
+    Progress is displayed on stderr, or in one output of a notebook's cell, unless ``show`` is False
+    or a callback. A callback is called with every ``Progress``; in phase "step" it has the metrics
+    of a finished step. Problems of the recipe, its data or the machine raise a ``BurnishError``. An
+    error during the run is recorded in its directory, and raised with the command to continue.
     """
     if "model" in settings:
         settings["model"] = hub.as_setting(settings["model"])
-    changes = [config.changed(overrides), settings]
+    changes = [parse_overrides(overrides), settings]
     recipe = recipe_of(recipe, changes, prompts=prompts, data=data, reward=reward)
     claimed = directory.claimed(None if out is None else Path(out), recipe.name)
-    with claimed as path, shown(show, path.name):
+    with claimed as path, progress_display(show, path.name):
         tell("check", "checking the recipe and its data")
         is_new = not path.exists() or not any(path.iterdir())
-        preflight.check(recipe, path)
-        tell("load", "loading torch")
-        from burnish import build, sizes
+        resolved = resolve(recipe, path, threads=torchrun.threads(recipe.runtime))
+        from burnish.launch.build import build_run
+        from burnish.launch.inputs import hash_inputs
         from burnish.loops.recorder import record
 
-        recipe = build.prepare(recipe, torchrun.threads(recipe))
-        sizes.check_room(recipe, path)
-        read = preflight.hashes(recipe)
+        recipe = resolved.recipe
+        inputs = hash_inputs(recipe.task, recipe.tasks, resolved.model, resolved.frozen)
+        about = directory.environment(resolved.device) | {"inputs": inputs}
+        about[directory.STARTED] = directory.origin()
+        rows = getattr(recipe.task, "rows", None)
+        create = partial(RunDirectory, path, recipe_to_toml(recipe), environment=about, rows=rows)
         try:
-            with closing(_parts(recipe)) as parts, RunDirectory(path, recipe, inputs=read) as run:
-                record(run, parts, stop=stop)
+            with (
+                failure.recorded(path, create) as attempt,
+                failure.closing_last(build_run(resolved)) as parts,
+                attempt.open() as run,
+            ):
+                if note or tags:
+                    write_note(path, note, add=tags)
+                callbacks = Callbacks(on_step, on_validation, on_checkpoint)
+                record(run, parts, stop=stop, callbacks=callbacks)
+            _tell_warnings(path, show)
         except KeyboardInterrupt:
-            learned = any(row["step"] > 0 for row in iterate_rows(path / "metrics.jsonl"))
-            if is_new and not learned:
-                shutil.rmtree(path, ignore_errors=True)  # it may not be made yet
+            is_empty = not [*iterate_rows(path / "metrics.jsonl")]  # not even an evaluation
+            if is_new and is_empty:
+                shutil.rmtree(path, ignore_errors=True)  # it may not exist yet
             raise
     return Run(path)
-
-
-def _parts(recipe: Recipe) -> Parts:
-    """The parts of a run, in this process or in Ray's actors."""
-    if recipe.runtime.name == "ray":
-        from burnish import distribute
-
-        return distribute.build(recipe)
-    if recipe.runtime.name == "torchrun":
-        return torchrun.build(recipe)
-    from burnish import build
-
-    return build.build(recipe)
 
 
 def sft(
     recipe: AnyRecipe = "sft",
     *,
-    data: AnyPath | Iterable[Mapping[str, Any]] | None = None,
+    data: AnyData = None,
     **how: Any,
 ) -> Run:
-    """Learns written answers, prompt by prompt, and returns the run: a warm start for ``train``.
+    """Fine-tune on prompts with given answers and return the run: a warm start for ``train``.
 
-    ``data`` is a JSONL file of rows with "prompt" and "answer", a directory with train.jsonl and
-    validation.jsonl, or the rows themselves; ``how`` is as in ``train``.
+    ``data`` is as in ``train``, with rows that have a "prompt" and an "answer". ``how`` takes the
+    arguments of ``train``.
     """
     how["task"] = {"name": "pairs"} | how.get("task", {})
-    how["data" if isinstance(data, str | os.PathLike) else "prompts"] = data
-    return train(recipe, **how)
+    return train(recipe, data=data, **how)
 
 
 def recipe_of(
@@ -139,43 +168,87 @@ def recipe_of(
     changes: Sequence[str | Table] = (),
     *,
     prompts: Prompts | None = None,
-    data: AnyPath | None = None,
-    reward: Given = None,
+    data: AnyData = None,
+    reward: RewardArgument = None,
 ) -> Recipe:
-    """The recipe of a run, whose task is replaced by prompts and a reward of one's own.
+    """Load the recipe ``source`` and apply ``changes``, overrides of its settings.
 
-    Without a reward, a keyword recipe keeps its own.
+    If ``prompts``, ``data`` or ``reward`` is given (see `train`), the recipe's task becomes the
+    task "files" with these prompts and this reward; only the tasks "pairs", "preferences" and, if
+    no reward is given, "judged" stay what they are. New prompts or data also replace the recipe's
+    validation data: held-out rows are taken from the new ones. The keywords task keeps its reward
+    unless a new one is given. Raise a ConfigError if both ``prompts`` and ``data`` are given.
     """
     if prompts is None and data is None and reward is None:
-        return config.load(source, changes)
+        return load_recipe(source, changes)
     if prompts is not None and data is not None:
-        raise ConfigError(f"prompts and data = {os.fspath(data)!r}: give one of the two")
-    before = config.load(source).task
-    name = config.changed(changes).get("task.name", before.name)
+        given = data if isinstance(data, str | os.PathLike) else type(data).__name__
+        raise ConfigError(f"prompts and data = {str(given)!r}: give one of the two")
+    if data is not None and not (isinstance(data, str | os.PathLike) or is_table_object(data)):
+        prompts, data = data, None
+    before = load_recipe(source).task
+    name = parse_overrides(changes).get("task.name", before.name)
     is_written = name in ("pairs", "preferences")
     keeps = is_written or (name == "judged" and reward is None)
     own: dict[str, Any] = {"name": name if keeps else "files"}
     if prompts is not None:
-        own |= {"train": None, "rows": preflight.as_rows(prompts)}
+        own |= {"train": None, "rows": as_rows(prompts), "validation": None}
     elif data is not None:
-        own["train"] = os.fspath(data)
-        if Path(data).is_dir():
-            own |= {name: str(Path(data) / f"{name}.jsonl") for name in ("train", "validation")}
+        own |= _named_data(data)
+    if own.keys() & {"train"} and getattr(before, "validation", None) is not None:
+        own["validation_rows"] = None  # it was a number of rows of the replaced validation data
     if reward is not None:
-        own |= {"reward": None, "function" if callable(reward) else "reward": reward}
+        own |= reward_settings(reward)
     elif isinstance(before, KeywordsTask) and not is_written:
         own |= {"reward": before.reward, "must_end": before.must_end}
-    return config.load(source, [{"task": own}, *changes])
+    return load_recipe(source, [{"task": own}, *changes])
+
+
+def reward_settings(reward: RewardArgument) -> dict[str, Any]:
+    """Convert the ``reward`` argument of ``train`` to settings of a task: a dict with "reward" (a
+    name), "function" and "rewards" (several of them), of which the unused ones are None."""
+    none: dict[str, Any] = {"reward": None, "function": None, "rewards": None}
+    if isinstance(reward, str) or callable(reward):
+        return none | {"function" if callable(reward) else "reward": reward}
+    if isinstance(reward, Mapping):
+        several: list[Any] = [{"reward": key, "weight": weight} for key, weight in reward.items()]
+    else:
+        several = [one if isinstance(one, Mapping) else {"reward": one} for one in reward or ()]
+    return none | {
+        "rewards": [
+            {**one, "reward": None, "function": one["reward"]}
+            if callable(one.get("reward"))
+            else one
+            for one in several
+        ]
+    }
+
+
+def _named_data(data: AnyData) -> dict[str, str | None]:
+    """Return the names of the training and the validation data, by their setting."""
+    if isinstance(data, str | os.PathLike):
+        if Path(data).is_dir():
+            return parts_of_directory(Path(data))
+        return {"train": os.fspath(data), "validation": None}
+    from burnish.tasks.data.table import save_dataset
+
+    return save_dataset(data)
 
 
 @contextmanager
-def shown(show: Shown, name: str) -> Iterator[None]:
-    """Shows the progress of the block, which may load torch."""
+def progress_display(show: ShowArgument, name: str) -> Iterator[None]:
+    """Pass progress reports inside the block to ``show``: a callback, False to ignore them, or None
+    to display them on stderr or in a notebook's cell. ``name`` is the title of the display.
+
+    OpenMP's threads are configured first (`share_cores`), because the block may import torch.
+    """
     share_cores()
     display: AbstractContextManager[Show] = nullcontext(show or (lambda progress: None))
-    if show is None:
+    if show is None and is_notebook():
+        display = NotebookDisplay(name)
+    elif show is None:
         display = Display(name, Console(stderr=True, highlight=False))
-    with display as told, showing(told):
+    with display as callback, showing(callback):
         yield
 
 
@@ -185,47 +258,78 @@ def resume(
     overrides: Overrides = (),
     from_checkpoint: str | None = None,
     anyway: bool = False,
-    reward: Given = None,
-    show: Shown = None,
+    reward: RewardArgument = None,
+    show: ShowArgument = None,
     stop: Callable[[], bool] = lambda: False,
+    on_step: Callable[[StepRecord], Any] | None = None,
+    on_validation: Callable[[ValidationRecord], Any] | None = None,
+    on_checkpoint: Callable[[CheckpointRecord], Any] | None = None,
     **settings: Any,
 ) -> Run:
-    """Continues a run from its last checkpoint, bit for bit as if it had never stopped.
+    """Continue a run from its last checkpoint, bit for bit as if it had never stopped; return the
+    finished or stopped run. Without a checkpoint, the run begins again at step 0.
 
-    ``overrides`` and ``settings`` (see ``train``) may ask for more steps or another cadence; they
-    must not change the mathematics. ``from_checkpoint`` names another checkpoint of the
-    run, such as "step-00000040". A function that was the run's ``reward`` is given again; a run
-    keeps its prompts itself. ``anyway`` resumes a run although its machine, packages or
-    inputs have changed.
+    ``overrides`` and ``settings`` (see ``train``) may change the number of steps and intervals such
+    as validation.every, but no setting that affects results. ``from_checkpoint`` is the name of
+    another checkpoint of the run, such as "step-00000040"; later checkpoints are deleted. If the
+    run's reward was a function, pass it again as ``reward``; its prompts are stored in the run.
+    ``anyway`` resumes the run even if its machine, packages or inputs have changed. ``show``,
+    ``stop`` and the callbacks are as in ``train``; they are not stored, so pass them again.
     """
     path = Path(run_path)
-    with RunDirectory(path) as opened, shown(show, path.name):
+    with RunDirectory(path) as opened, progress_display(show, path.name):
         tell("check", "checking the recipe and its data")
-        recipe = resuming.resumed_recipe(path, [config.changed(overrides), settings])
+        changes = parse_overrides([parse_overrides(overrides), settings])
+        recipe = resuming.resumed_recipe(path, changes)
         chosen = checkpoints.latest(path)
         if from_checkpoint is not None:
-            chosen = checkpoints.choose(path, from_checkpoint)
-        before = directory.read_json(path / directory.ENVIRONMENT)
+            chosen = checkpoints.find_checkpoint(path, from_checkpoint)
+        before = directory.load_json(path / directory.ENVIRONMENT)
         read_before = before.get("inputs", {})
-        resuming.check_reward(path, recipe, read_before, reward)
+        if recorded := getattr(recipe.task, "rewards", None):
+            several = [reward] if isinstance(reward, str) or callable(reward) else reward
+            given = reward_settings(several)["rewards"]
+            rewards = resuming.attach_functions(path, recorded, read_before, given)
+            recipe = load_recipe(recipe, {"task": {"rewards": rewards}})
+        else:
+            own_reward = getattr(recipe.task, "reward", None)
+            resuming.check_reward(path, own_reward, read_before, reward)
         if "prompts" in read_before:
-            recipe = config.load(recipe, {"task": {"rows": read_rows(path / PROMPTS, DataRow)}})
+            recipe = load_recipe(recipe, {"task": {"rows": read_rows(path / PROMPTS, DataRow)}})
         if "reward" in read_before:
-            recipe = config.load(recipe, {"task": {"function": reward}})
-        preflight.check(recipe)
-        tell("load", "loading torch")
-        from burnish import build, sizes
+            recipe = load_recipe(recipe, {"task": {"function": reward}})
+        resolved = resolve(recipe, path, is_new=False, threads=before.get("threads"))
+        from burnish.launch.build import build_run
+        from burnish.launch.inputs import hash_inputs
         from burnish.loops.recorder import go_back, record
 
-        recipe = build.prepare(recipe, before.get("threads"))
-        now = directory.environment(recipe) | {"inputs": preflight.hashes(recipe)}
-        resuming.check_environment(before, now, anyway=anyway)
-        sizes.check_room(recipe, path)
-        with closing(_parts(recipe)) as parts:
+        recipe = resolved.recipe
+        inputs = hash_inputs(recipe.task, recipe.tasks, resolved.model, resolved.frozen)
+        now = directory.environment(resolved.device) | {"inputs": inputs}
+        now[directory.STARTED] = directory.origin()
+        if chosen is not None:  # otherwise the run begins again, and nothing has to be the same
+            resuming.check_environment(before, now, anyway=anyway)
+        options = {"from_checkpoint": from_checkpoint, "anyway": anyway, "changes": changes}
+        with (
+            failure.recorded(path, options=options) as attempt,
+            failure.closing_last(build_run(resolved)) as parts,
+        ):
             start = go_back(opened, parts, chosen)
-            opened.write("recipe.toml", config.to_toml(config.effective(recipe)))
-            record(opened, parts, start=start, stop=stop)
+            if chosen is None:
+                opened.write(directory.ENVIRONMENT, json.dumps(now, indent=2) + "\n")
+            opened.write("recipe.toml", recipe_to_toml(recipe))
+            attempt.options, attempt.is_restored = {"anyway": anyway}, True
+            callbacks = Callbacks(on_step, on_validation, on_checkpoint)
+            record(opened, parts, start=start, stop=stop, callbacks=callbacks)
+        _tell_warnings(path, show)
     return Run(path)
+
+
+def _tell_warnings(path: Path, show: ShowArgument) -> None:
+    """Display the warnings about a run, unless the caller displays its progress."""
+    if show is None:
+        for warning in Run(path).warnings:
+            tell("note", f"warning: {warning}")
 
 
 def evaluate(
@@ -234,50 +338,65 @@ def evaluate(
     model: Any = None,
     overrides: Overrides = (),
     out: AnyPath | None = None,
-    show: Shown = None,
+    show: ShowArgument = None,
     **settings: Any,
 ) -> Evaluation:
-    """Measures a model on held-out prompts, as training measures it at its start.
+    """Sample and grade a model's responses to a recipe's held-out prompts, as in the validation
+    before the first step of a run; return the results.
 
-    ``recipe`` may also be a run, whose model is meant then; ``settings`` are sections to change, as
-    in ``train``. Every response is kept in the directory ``out``, with a report; an evaluation that
-    it holds already is not repeated. By default it is runs/eval-NAME-HASH, one directory for all
-    that the results depend on.
+    ``recipe`` may also be a run, whose trained model is then evaluated. ``model`` is another model
+    to evaluate, as in ``train``; None for the model of the recipe or the run. ``settings`` and
+    ``overrides`` change the recipe's settings, as in ``train``. The directory ``out`` gets every
+    response and a report; an evaluation that it already contains is not repeated, and a different
+    one in it raises a RunError. By default it is runs/eval-NAME-HASH, where the hash covers
+    everything that the results depend on.
     """
-    recipe = evaluation_recipe(recipe, hub.as_setting(model), [config.changed(overrides), settings])
-    preflight.check(recipe)
-    with shown(show, recipe.name):
-        tell("load", "loading torch")
-        from burnish import build
+    recipe = evaluation_recipe(
+        recipe, hub.as_setting(model), [parse_overrides(overrides), settings]
+    )
+    with progress_display(show, recipe.name):
+        resolved = resolve(recipe)
         from burnish.engine.protocol import require
-        from burnish.loops.evaluate import Evaluator
+        from burnish.launch import local
+        from burnish.launch.inputs import hash_inputs
+        from burnish.launch.settings import make_evaluator
         from burnish.runs import results
 
-        recipe = build.prepare(recipe)
-        settings = config.flat(config.effective(recipe))
-        depends = {key: value for key, value in settings.items() if key.startswith(MEASURED)}
-        depends |= {f"hash of {name}": value for name, value in preflight.hashes(recipe).items()}
+        recipe = resolved.recipe
+        settings = flatten(effective_settings(recipe))
+        depends = {
+            key: value for key, value in settings.items() if key.startswith(EVALUATION_SETTINGS)
+        }
+        inputs = hash_inputs(recipe.task, recipe.tasks, resolved.model, resolved.frozen)
+        depends |= {f"hash of {name}": value for name, value in inputs.items()}
         digest = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
         path = Path(out or f"runs/eval-{recipe.name}-{digest[:8]}")
-        task, engine, decode = build.build_sampler(recipe)
+        task, engine, decode = local.build_sampler(resolved)
         with closing(task):
             require(engine.capabilities, repeats=False)
             if not engine.capabilities.counter_draws:
                 depends["draws"] = "the engine's own"
-            Evaluator(recipe, task, engine, decode).evaluate_into(path, depends)
+            make_evaluator(recipe, task, engine, decode).evaluate_into(path, depends)
         tell("report", "writing the report")
         results.write_evaluation([path], path / "report.html")
-        return results.read(path)
+        return results.read_evaluation(path)
 
 
 def evaluation_recipe(
     source: AnyRecipe, model: AnyPath | Table | None = None, changes: Sequence[str | Table] = ()
 ) -> Recipe:
-    """The recipe of an evaluation: as given, or the recipe of a run."""
+    """Return the recipe for evaluating a model, without its teacher and its trackers.
+
+    ``source`` is a recipe (name, file, table or object) or the directory of a run: then the run's
+    recipe is used with the model that the run trained and, if the run stored prompts, with these
+    prompts. ``model`` is another model to evaluate; None for the model of ``source``. ``changes``
+    are overrides, applied last. Raise a ``ConfigError`` if the run trained the sorting model, or if
+    the recipe is supervised, because its responses are not graded.
+    """
     own: dict[str, Any] = {}
     if isinstance(source, str | os.PathLike) and (Path(source) / "recipe.toml").is_file():
         run, source = Path(source), Path(source) / "recipe.toml"
-        if isinstance(config.load(source).task, SortTask):
+        if not load_recipe(source).model.is_language:
             raise ConfigError(
                 f"{run} trained the sorting model, and `burnish eval` measures language models; "
                 f"{run}/report.html has the figures of its held-out prompts"
@@ -287,25 +406,29 @@ def evaluation_recipe(
             own["task"] = {"train": run / PROMPTS}
     if model is not None:
         own["model"] = model
-    recipe = config.load(source, [own, *changes])
+    recipe = load_recipe(source, [own, *changes])
     if recipe.is_supervised:
-        raise ConfigError(f"{recipe.name} has answers to learn and none to grade; name another")
-    return recipe.model_copy(update={"teacher": None})  # a student is measured by itself
+        raise ConfigError(
+            f"{recipe.name} is a supervised recipe, whose responses are not graded; evaluate "
+            "another recipe"
+        )
+    # The student is evaluated alone, and no tracker shows the evaluation.
+    return recipe.model_copy(update={"teacher": None, "log": LogConfig()})
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A text that a model wrote."""
+    """A sampled answer to a prompt."""
 
     prompt: str
     sample: int
-    """Its number among the answers to the prompt."""
+    """Index among the answers to the same prompt."""
     text: str
     finish: str
-    """stop (the model ended it, or a stop text did), length, or abort (the model overflowed)."""
+    """stop (end token or stop text), length (token limit), or abort (numerical overflow)."""
     token_ids: list[int] = field(repr=False)
     logprobs: list[float] = field(repr=False)
-    """Of each token, by the model at the sampling temperature."""
+    """Log-probability of each token under the model at the sampling temperature."""
 
 
 def generate(
@@ -317,31 +440,34 @@ def generate(
     precision: str = "auto",
     device: str = "auto",
     stop: str | Sequence[str] = (),
-    show: Shown = None,
+    show: ShowArgument = None,
     **sampling: Any,
 ) -> list[Answer]:
-    """Samples ``n`` answers to each prompt, and returns them in the prompts' order.
+    """Sample ``n`` answers to each prompt; return one list of all answers, in the order of the
+    prompts. A single text is one prompt.
 
-    ``model`` is a name, a directory, hf:ORG/NAME, a run or a pair as in ``train``; ``chat`` puts a
-    prompt through the model's chat template where it has one. ``stop`` texts end an answer.
+    ``model`` is a name, a directory, hf:ORG/NAME, a run, or a pair of objects as in ``train``.
+    ``chat`` applies the model's chat template if it has one. ``stop`` texts end an answer.
     ``sampling`` may set ``temperature`` (0 is greedy), ``max_tokens`` (128 by default),
-    ``min_tokens`` and ``seed``.
+    ``min_tokens``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and ``seed``.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     named = {"task": "keywords", "model": hub.as_setting(model), "device": device}
-    recipe = config.load(named | {"engine": {"precision": precision}})
-    with shown(show, recipe.model.name):
+    recipe = load_recipe(named | {"engine": {"precision": precision}})
+    with progress_display(show, recipe.model.name):
         engine, tokenizer = open_engine(recipe)
         from burnish.rollout.rollout import sample
-        from burnish.tasks.text import encode
+        from burnish.tasks.text import encode_prompt
 
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         params = SamplingParams(**sampling, stop=stops)
         chat = chat and tokenizer.chat_template is not None
-        inputs = [encode(tokenizer, text, chat=chat) for text in texts]
-        asked = [(i, Prompt(str(i), text, ids, "generate")) for i, (text, ids) in enumerate(inputs)]
+        inputs = [encode_prompt(tokenizer, text, chat=chat) for text in texts]
+        numbered = [
+            (i, Prompt(str(i), text, ids, "generate")) for i, (text, ids) in enumerate(inputs)
+        ]
         report = begin("generate", f"sampling {n * len(texts)} responses", unit="responses")
-        done = sample(engine, asked, n, params, Stream.GENERATE, report)
+        done = sample(engine, numbered, n, params, Stream.GENERATE, report)
     return [
         Answer(
             text, c.sample_index, c.text, str(c.finish), c.token_ids.tolist(), c.logprobs.tolist()
@@ -352,13 +478,12 @@ def generate(
 
 
 def open_engine(recipe: Recipe) -> tuple[Any, Any]:
-    """The engine of a recipe's language model, and the model's tokenizer."""
-    preflight.check(recipe)
-    tell("load", "loading torch")
-    from burnish import build, models
+    """Check a recipe, load its language model (downloaded if necessary) into its engine, and return
+    the engine and the tokenizer."""
+    resolved = resolve(recipe)
+    from burnish.launch.engines import build_engine
 
-    recipe = build.prepare(recipe)
-    return build.build_engine(recipe), models.open_tokenizer(recipe)
+    return build_engine(resolved), resolved.source.tokenizer
 
 
 def export(
@@ -367,35 +492,50 @@ def export(
     *,
     which: str = "best",
     adapter: bool = False,
-    show: Shown = None,
+    dtype: str = "fp32",
+    show: ShowArgument = None,
 ) -> Path:
-    """Writes a run's model as a Hugging Face directory; returns the checkpoint it came from.
+    """Write a run's model to the directory ``out``, new or empty, in Hugging Face's layout; return
+    the path of the run's checkpoint that was exported.
 
-    ``which`` is "best" (by validation; the last where there was none), "last" or a checkpoint's
-    name. ``adapter`` writes the run's adapter alone, in PEFT's layout; otherwise it is merged. If
-    the run's model is itself a run, or began with random weights, the model that the adapter was
-    made for is written to the folder ``base`` beside it, because PEFT can't open a run.
+    ``which`` is "last", "best" (by validation score; the last checkpoint if there is none), or a
+    checkpoint's name. ``adapter`` writes only the run's adapter, in PEFT's layout; otherwise an
+    adapter is merged. If the base model of the adapter is itself a run, or was initialized at
+    random, it is written to the subdirectory ``base``, because PEFT can't open a run. ``dtype`` is
+    the type of the tensors in the files: "fp32", "bf16" or "fp16".
     """
+    if dtype not in EXPORTED:
+        raise ConfigError(f"dtype must be {' or '.join(EXPORTED)}, got {dtype!r}")
     path, target = Path(run_path), Path(out).resolve()
     recipe = resuming.resumed_recipe(path, ())
-    if isinstance(recipe.model, SorterConfig):
+    if not recipe.model.is_language:
         raise ConfigError("the sorting model is not a language model and can't be exported")
     if adapter and (recipe.train.learn.name != "lora" or recipe.task.name == "preferences"):
         raise ConfigError(
             f"{path} has no adapter: train.learn is '{recipe.train.learn.name}', not 'lora', or it "
-            "learned a reward, whose head is in no adapter; export the model without --adapter"
+            "trained a reward model, whose head is not part of an adapter; export the model "
+            "without --adapter"
         )
     if target.exists() and any(target.iterdir()):
         raise RunError(f"{out} is not empty; choose another directory")
-    chosen = checkpoints.choose(path, which)
+    chosen = checkpoints.find_checkpoint(path, which)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A directory beside it gets its name once it is whole.
+    # Write to a temporary directory beside the target and rename it when it is complete.
     scratch = tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-")
-    with shown(show, path.name), scratch as made:
+    with progress_display(show, path.name), scratch as made:
         tell("load", "loading torch")
-        from burnish import models
+        from burnish.launch import models
 
         tell("export", f"writing {out}")
-        models.write_run(recipe, chosen, Path(made, "model"), adapter=adapter, final=target)
+        source = models.find_run(recipe, path)
+        assert source is not None
+        models.write_run(
+            source,
+            chosen,
+            Path(made, "model"),
+            adapter=adapter,
+            dtype=models.DTYPES[dtype],
+            final=target,
+        )
         Path(made, "model").rename(target)
     return chosen

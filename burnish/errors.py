@@ -1,4 +1,4 @@
-"""The error tree. Every message a user can act on is one of these: rule, value, remedy."""
+"""Exceptions for users. Their messages state the rule, the offending value and a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class BurnishError(Exception):
-    """Base of all errors meant for the user; the CLI prints the message, not a traceback."""
+    """Base class of all errors for users; the CLI prints the message without a traceback."""
 
 
 class ConfigError(BurnishError):
@@ -15,7 +15,7 @@ class ConfigError(BurnishError):
 
 
 class DataError(BurnishError):
-    """A prompt, a dataset row or a reward is not what its task needs."""
+    """A prompt, a dataset row or a reward does not fit its task."""
 
 
 class ModelError(BurnishError):
@@ -23,18 +23,18 @@ class ModelError(BurnishError):
 
 
 class EngineError(BurnishError):
-    """A request that the rollout engine can't serve."""
+    """The rollout engine can't serve a request."""
 
 
 class GraderError(BurnishError):
-    """Grading as a whole failed: workers that do not start, or too many grades that are errors."""
+    """Grading failed as a whole: workers do not start, or too many grades are errors."""
 
 
 class Suspect(NamedTuple):
     """A token whose probability differs between sampler and learner."""
 
     context: list[int]
-    """Ids of tokens before it."""
+    """Ids of the preceding tokens."""
     token: int
     sampler: float
     """Log-probability of the token when it was sampled."""
@@ -43,18 +43,21 @@ class Suspect(NamedTuple):
 
 
 class MismatchError(BurnishError):
-    """Sampler and learner disagree by more than the recipe allows."""
+    """Log-probabilities of sampler and learner differ by more than the recipe allows. The text of
+    the error ends with a table of the worst tokens."""
 
     decode: Callable[[Any], list[str]] | None = None
-    """Gives a text for each token; None if nobody here knows the texts."""
+    """Function that converts token ids to one text per token. The run sets it before it raises the
+    error again; None to show ids."""
 
-    def __init__(self, told: str, worst: list[Suspect]) -> None:
-        super().__init__(told, worst)
-        self.told, self.worst = told, worst
+    def __init__(self, message: str, worst: list[Suspect]) -> None:
+        """``worst`` are the tokens with the largest differences, in the order of the table."""
+        super().__init__(message, worst)
+        self.message, self.worst = message, worst
 
     def __str__(self) -> str:
         lines = [
-            self.told,
+            self.message,
             "worst tokens: log-probability of the sampler, of the learner, and text",
         ]
         for one in self.worst:
@@ -65,26 +68,36 @@ class MismatchError(BurnishError):
         return "\n".join(lines)
 
 
+class CallbackError(BurnishError):
+    """A callback of a script, such as ``on_step``, raised an error."""
+
+
 class RunError(BurnishError):
     """A run directory is missing, in use, or damaged."""
 
 
+class ChildError(BurnishError):
+    """A child process could not be started, failed, or did not respond within its timeout."""
+
+
 class ActorError(BurnishError):
-    """An actor did not answer, or died too often."""
+    """An actor (a worker process of a run) did not respond, or died too often."""
 
 
 class ActorDied(ActorError):
-    """The learner died: the run goes back to its last checkpoint."""
+    """The learner died, or its tensors did not reach another actor; the run restarts from its last
+    checkpoint."""
 
 
 class MissingExtra(BurnishError):
-    """An optional part is not installed: the part, and the thing that needs it."""
+    """An optional part of burnish (a pip extra) is not installed. The arguments are the name of the
+    extra and the feature that needs it."""
 
     def __str__(self) -> str:
         extra, needed_for = self.args
-        return f"{needed_for} needs the optional part '{extra}'; {installed(extra)}"
+        return f"{needed_for} needs the optional part '{extra}'; {install_hint(extra)}"
 
 
-def installed(extra: str) -> str:
-    """The commands that install an optional part."""
+def install_hint(extra: str) -> str:
+    """Return a clause that says how to install a pip extra of burnish, for error messages."""
     return f"install it: pip install 'burnish[{extra}]', or '.[{extra}]' in a checkout"

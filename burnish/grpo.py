@@ -1,9 +1,8 @@
-"""The classic GRPO functions by their published names, thin over ``rl/``.
+"""The classic GRPO functions under their published names, as thin wrappers of ``rl/``.
 
-Existing course and research code runs against these unchanged: padded [B, T] tensors, labels
-shifted by one against the inputs. (This file keeps a published interface and so is the one
-exception to the alignment law and to the rule that only ``model/tokenizer.py`` turns text into
-ids.)
+Existing course and research code can use them unchanged: tensors are padded [B, T], and labels are
+shifted by one relative to the inputs. To keep the published interface, this file does not follow
+two rules of the package: index t describes token t, and only ``model/tokenizer.py`` tokenizes text.
 """
 
 from __future__ import annotations
@@ -34,13 +33,21 @@ def compute_group_normalized_rewards(
     advantage_eps: float,
     normalize_by_std: bool,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Scores every response and centres the rewards within each group of ``group_size``.
+    """Score every response, and subtract the mean reward of its group; return advantages [N], raw
+    rewards [N] and statistics of the raw rewards.
 
-    Returns advantages [N], raw rewards [N] and statistics of the raw rewards. The std is unbiased.
+    A group is ``group_size`` consecutive responses. ``reward_fn`` takes a response and its ground
+    truth, and returns a dict with "reward". If ``normalize_by_std``, divide advantages by the
+    group's unbiased std + ``advantage_eps``. The statistics are the rewards' mean, std,
+    maximum and minimum and, if all dicts have them, the means of "format_reward" and
+    "answer_reward". Raises a ValueError if groups are not complete or have only one response.
     """
     count = len(rollout_responses)
     if group_size < 1 or count % group_size:
-        raise ValueError(f"{count} responses do not divide into groups of {group_size}")
+        raise ValueError(
+            f"the number of responses must be a multiple of group_size, got {count} responses and "
+            f"group_size {group_size}"
+        )
     given = zip(rollout_responses, repeated_ground_truths, strict=True)
     scored = [reward_fn(response, truth) for response, truth in given]
     raw = torch.tensor([float(score["reward"]) for score in scored])
@@ -64,14 +71,19 @@ def compute_group_normalized_rewards(
 def compute_naive_policy_gradient_loss(
     raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor
 ) -> Tensor:
-    """−A log π per token: [B, 1], [B, T] → [B, T]."""
+    """Return −A log π per token: [B, 1], [B, T] → [B, T]."""
     return losses.reinforce(policy_log_probs, raw_rewards_or_advantages)
 
 
 def compute_grpo_clip_loss(
     advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """−min(ρ A, clip(ρ, 1 − ε, 1 + ε) A) per token: advantages [B, 1], others [B, T] → [B, T]."""
+    """Return the loss −min(ρ A, clip(ρ, 1 − ε, 1 + ε) A) per token, and metadata.
+
+    Advantages are [B, 1]; the other tensors and the loss are [B, T]. ρ is the ratio of the policy's
+    to the old probability, and ε is ``cliprange``. The metadata are "ratio" and "clipped" (bool),
+    both [B, T], and "clip_fraction", the fraction of all B T slots that are clipped.
+    """
     ratio = ratios.token_ratio(policy_log_probs, old_log_probs)
     loss = losses.clipped(ratio, advantages, low=cliprange, high=cliprange)
     clipped = losses.is_clipped(ratio, advantages, low=cliprange, high=cliprange)
@@ -87,7 +99,12 @@ def compute_policy_gradient_loss(
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The per-token loss [B, T] that ``loss_type`` names, and its metadata."""
+    """Return the per-token loss [B, T] of ``loss_type``, and its metadata.
+
+    "no_baseline" is the policy gradient with ``raw_rewards``, "reinforce_with_baseline" the same
+    with ``advantages``, and "grpo_clip" is `compute_grpo_clip_loss`; only "grpo_clip" has metadata.
+    Raises a ValueError for another type, or if an argument that the type needs is None.
+    """
     clip = {"advantages": advantages, "old_log_probs": old_log_probs, "cliprange": cliprange}
     needs: dict[str, dict[str, Any]] = {
         "no_baseline": {"raw_rewards": raw_rewards},
@@ -106,7 +123,8 @@ def compute_policy_gradient_loss(
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The mean over the masked elements, along ``dim`` or over all; NaN where the mask is empty."""
+    """Return the mean over the elements where ``mask`` is true, along ``dim``, or over the whole
+    tensor if ``dim`` is None. A mean over no elements is NaN."""
     return masked_normalize(tensor, mask, dim) / mask.bool().sum(dim=dim)
 
 
@@ -118,7 +136,11 @@ def masked_normalize(
     *,
     constant_normalizer: float | None = None,
 ) -> Tensor:
-    """The sum over the masked elements, divided by a constant; two keywords name the constant."""
+    """Return the sum over the elements where ``mask`` is true, along ``dim``, or over the whole
+    tensor if ``dim`` is None, divided by a constant.
+
+    The constant is ``normalize_constant``, or ``constant_normalizer`` if it is given.
+    """
     constant = normalize_constant if constant_normalizer is None else constant_normalizer
     kept = torch.where(mask.bool(), tensor, torch.zeros_like(tensor))
     return kept.sum(dim=dim) / constant
@@ -134,10 +156,12 @@ def grpo_microbatch_train_step(
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-sequence masked mean, batch mean, over the accumulation steps; backward inside.
+    """Compute the loss of a microbatch and call ``backward``.
 
-    Gradients add to the gradients of the parameters. A row without response tokens leaves the batch
-    mean instead of making it NaN. Returns the scaled loss and the loss's metadata.
+    The loss is the mean over the batch of each sequence's mean over response tokens, divided by the
+    number of accumulation steps. Gradients are accumulated in the parameters. Rows without response
+    tokens are excluded from the batch mean. Returns the divided loss, without gradient, and its
+    metadata. For ``loss_type`` and the arguments after it see `compute_policy_gradient_loss`.
     """
     per_token, metadata = compute_policy_gradient_loss(
         policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange
@@ -154,7 +178,13 @@ def sft_microbatch_train_step(
     gradient_accumulation_steps: int,
     normalize_constant: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Minus the masked sum over a constant, batch mean, over the steps; backward inside."""
+    """Compute the supervised loss of a microbatch and call ``backward``.
+
+    The loss is the negative mean over the batch of each sequence's sum over response tokens,
+    divided by ``normalize_constant`` and by the number of accumulation steps. Rows without response
+    tokens count as 0. Gradients are accumulated in the parameters. Returns the divided loss,
+    without gradient, and empty metadata.
+    """
     likelihood = masked_normalize(policy_log_probs, response_mask, -1, normalize_constant)
     loss = -likelihood.mean() / gradient_accumulation_steps
     loss.backward()  # type: ignore[no-untyped-call]
@@ -167,9 +197,10 @@ def get_response_log_probs(
     labels: Tensor,
     return_token_entropy: bool = False,
 ) -> dict[str, Tensor]:
-    """log π(labels | input_ids) [B, T], and the token entropy [B, T] if asked.
+    """Return a dict with "log_probs", log π(labels | input_ids) [B, T], and with "token_entropy"
+    [B, T] if ``return_token_entropy``.
 
-    ``model`` is any causal language model of Hugging Face's interface: called with ids, it returns
+    ``model`` is a causal language model with Hugging Face's interface: called with ids, it returns
     an object with ``logits`` [B, T, V].
     """
     logits = model(input_ids).logits
@@ -183,12 +214,13 @@ def get_response_log_probs(
 def tokenize_prompt_and_output(
     prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer: Any
 ) -> dict[str, Tensor]:
-    """Prompt and output tokenised apart, joined, right-padded; all results are [B, longest − 1].
+    """Tokenize prompts and outputs separately, concatenate them and pad on the right.
 
-    ``input_ids`` lacks the last column, ``labels`` the first; ``response_mask`` is true where a
-    label is an output token. No special tokens are added: the strings are taken as complete.
+    Returns a dict of tensors [B, longest − 1]: ``input_ids`` is without the last column, ``labels``
+    without the first, and ``response_mask`` is true where a label is an output token. No special
+    tokens are added.
     """
-    # Padding is never learned from: the mask is made from lengths.
+    # The value of the padding does not matter: the mask is made from lengths.
     pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in prompt_strs]
     outputs = [tokenizer.encode(text, add_special_tokens=False) for text in output_strs]

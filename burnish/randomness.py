@@ -1,8 +1,7 @@
-"""Counter-based randomness: one uniform number per token, hashed from where the token stands.
+"""Counter-based random numbers: one uniform number per token, hashed from the token's coordinates.
 
-A draw depends on (run seed, stream, group index, sample, position) and on nothing else: neither on
-the batch that a token was sampled in nor on earlier draws. A group that is sampled again draws the
-same numbers.
+A draw depends only on (run seed, stream, group index, sample, position), not on the batch that a
+token was sampled in or on earlier draws. A group that is sampled again gets the same numbers.
 """
 
 from __future__ import annotations
@@ -18,31 +17,41 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Stream(IntEnum):
-    """Who draws; streams never share numbers."""
+    """Consumers of random numbers. Streams are independent of each other."""
 
     TRAIN = 0
+    """Responses to training prompts."""
     EVALUATION = 1
+    """Responses to held-out prompts."""
     TASK = 2
+    """Choice and content of prompts; see `Purpose`."""
     GENERATE = 3
+    """Responses outside of a run: `burnish.generate` and the HTTP endpoint."""
     BUFFER = 4
+    """Choice of groups from the replay buffer."""
     CONTINUATION = 5
-    """The place of the sample is a number of the sample, the step's first token and k together."""
+    """Continuations that estimate step values. The sample coordinate encodes the sample, the step's
+    first token and the number of the continuation."""
 
 
 class Purpose(IntEnum):
-    """What a task draws for: the place of the sample in draws of ``Stream.TASK``."""
+    """Purposes of the numbers that tasks draw. In ``Stream.TASK``, the purpose takes the place of
+    the sample coordinate, so that draws for different purposes are independent."""
 
     ROWS = 0
-    """The order of rows in an epoch; the numbers to sort."""
+    """Order of rows in an epoch, and numbers to sort."""
     SPLIT = 1
-    """Rows and words that are held out."""
+    """Choice of the held-out rows and words."""
     TRAIN = 2
+    """Generated training questions."""
     VALIDATION = 3
+    """Generated held-out questions."""
     PART = 4
-    """The part of a mixture that a group belongs to."""
+    """Choice of a group's task in a mixture."""
     HINT = 6
+    """Decision whether a prompt gets a hint, and the length of the hint."""
     CURRICULUM = 7
-    """Whether a prompt is asked again."""
+    """Decision whether the curriculum admits a prompt."""
 
 
 def uniforms(
@@ -52,7 +61,9 @@ def uniforms(
     sample: npt.ArrayLike,
     position: npt.ArrayLike,
 ) -> npt.NDArray[np.float64]:
-    """Float64 in [0, 1) with 53 random bits; the arguments broadcast."""
+    """Hash each combination of coordinates to a uniform float64 number in [0, 1) with 53 random
+    bits. The arguments are broadcast against each other, and the result has their common shape.
+    Equal coordinates always give the same number."""
     state = np.zeros(1, dtype=np.uint64)
     for word in (seed, stream, group, sample, position):
         state = mix(state + GOLDEN + mix(np.asarray(word).astype(np.uint64)[..., None]))
@@ -60,12 +71,12 @@ def uniforms(
 
 
 def permutation(seed: int, stream: int, group: int, sample: int, size: int) -> npt.NDArray[np.intp]:
-    """0 … size − 1 in an order of its own for each (seed, stream, group, sample)."""
+    """Return a permutation of 0 … size − 1 that (seed, stream, group, sample) determine."""
     return np.argsort(uniforms(seed, stream, group, sample, np.arange(size)), kind="stable")
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele et al. 2014), a bijection that spreads every bit over all."""
+    """Apply the finaliser of splitmix64 (Steele et al. 2014), a bijection that mixes all bits."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))

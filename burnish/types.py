@@ -1,10 +1,10 @@
-"""The records that flow round the circle: Prompt → Completion → Group → PackedBatch → LearnBatch.
+"""The records of the training loop: Prompt → Completion → Group → PackedBatch → LearnBatch.
 
-Legend: G samples per group, T tokens of one sequence, C response tokens, N packed tokens, S packed
-sequences. Index t describes token t: ``logprobs[t] = log π(token_t | token_<t)``. Four policies,
-four names: ``behavior`` sampled it, ``proximal`` is the learner at the start of the batch,
-``policy`` is being differentiated, ``reference`` is frozen. Records are numpy before packing, torch
-from there on.
+Dimensions: G samples per group, T tokens of a sequence, C response tokens, N packed tokens, S
+packed sequences. Index t describes token t: ``logprobs[t] = log π(token_t | token_<t)``. Four
+policies are distinguished: ``behavior`` sampled a token, ``proximal`` is the learner at the start
+of the batch, ``policy`` is being differentiated, ``reference`` is frozen. Records hold numpy arrays
+before packing and torch tensors afterwards.
 """
 
 from __future__ import annotations
@@ -27,95 +27,119 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Prompt:
+    """A task's prompt as text and token ids, with the data that its grader needs."""
+
     prompt_id: str
     text: str
     token_ids: IntArray
-    """[T]"""
+    """[T] token ids of ``text``."""
     task: str
-    """Names the grader."""
+    """Name of the task, which selects the grader."""
     reference: Any = None
-    """The gold answer or row for the grader; opaque to everything else."""
+    """Gold answer or row for the grader; opaque to all other code."""
     part: str | None = None
-    """The part of a mixture, or another kind that metrics tell apart; None if there are none."""
-    asked: str | None = None
-    """The question as a page shows it, without a chat template; None if the text is shown."""
+    """Category whose metrics are reported separately, such as the prompt's task in a mixture; None
+    if there are no categories."""
+    question: str | None = None
+    """The question without a chat template, for display; None to display ``text``."""
     scale: float = 1.0
-    """Factor of the rewards, greedy rewards and step values of its responses. Only packing applies
-    it; all other code, metrics among it, sees unscaled rewards."""
+    """Factor for the rewards, greedy rewards and step values of the responses. Only packing applies
+    it; all other code, including metrics, uses unscaled rewards."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """Settings with which an engine samples a response."""
+
     temperature: float = 1.0
-    """0 is greedy; training on greedy samples is refused."""
+    """Sampling temperature; 0 is greedy. Training on greedy samples is rejected."""
     top_p: float = 1.0
-    """The likeliest tokens that have this share of the chances together; 1 is all."""
+    """Sample from the most likely tokens with this cumulative probability; 1 allows all tokens."""
     top_k: int | None = None
-    """So many of the likeliest tokens; None is all."""
+    """Sample from this number of most likely tokens; None allows all tokens."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the probability of the most likely token, at
+    the sampling temperature; 0 allows all tokens."""
+    repetition_penalty: float = 1.0
+    """Factor by which the logits of tokens that occur in the prompt or in the response so far are
+    divided if they are positive, and multiplied if they are negative; 1 changes nothing."""
     max_tokens: int = 128
+    """Maximum number of tokens of a response."""
     min_tokens: int = 0
-    """End ids and stop strings are held back before this many tokens."""
+    """Minimum number of tokens before end ids and stop strings can end a response."""
     stop: tuple[str, ...] = ()
+    """Strings that end a response."""
     stop_ids: tuple[int, ...] = ()
+    """Token ids that end a response."""
     seed: int = 0
     """The run's seed; the draws are hashed from (seed, stream, group, sample, position)."""
     think_tokens: int | None = None
-    """Tokens after which the engine ends the thinking; None if there is no budget."""
+    """Number of tokens after which the engine ends the thinking; None if there is no budget."""
     think_end: str = ""
-    """The text that says that a response has ended its thinking by itself."""
+    """Text with which a response ends its thinking by itself."""
     think_phrase: str = ""
-    """The text that the engine puts into a response whose budget is spent before `think_end`."""
+    """Text that the engine inserts if the budget is used up before `think_end`."""
 
 
 class Finish(StrEnum):
+    """Why a response ended: an end token or stop string, the token limit, or an abort."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
 
 
 ENDINGS = {"ended": Finish.STOP, "truncated": Finish.LENGTH, "aborted": Finish.ABORT}
-"""How responses end, by the names of the metrics that count them."""
+"""Reasons for the end of a response, by the names of the metrics that count them."""
 
 
 @dataclass(frozen=True)
 class Completion:
+    """One response to a prompt: its tokens, their log-probabilities, and how it ended."""
+
     request_id: str
     sample_index: int
     token_ids: IntArray
-    """[C] all that was sampled, the end token included, and all that the system put there."""
+    """[C] sampled tokens, including the end token, and inserted tokens."""
     logprobs: FloatArray
-    """[C] of the model at the sampling temperature, before any mask or truncation."""
+    """[C] log-probabilities of the model at the sampling temperature, before a repetition penalty,
+    masks and truncation (top-p, top-k, min-p)."""
     versions: IntArray
-    """[C] the weights that sampled each token."""
+    """[C] version of the weights that sampled each token."""
     sampled: BoolArray
-    """[C] false for tokens that the system put there."""
+    """[C] false for inserted tokens, which the policy did not sample."""
     params: SamplingParams
     finish: Finish
     stop: str | int | None
-    """Which stop string or end id ended it; None if there was none."""
+    """Stop string or end id that ended the response; None if there was none."""
     text: str
-    """Cut after the stop string, without the end token."""
+    """Decoded text up to and including the stop string, without the end token."""
     in_loss: bool = True
-    """False if the response counts in its group's statistics and nothing is learned from it."""
+    """False if the response counts in its group's statistics but is excluded from the loss."""
     branches: tuple[Branch, ...] | None = None
-    """Responses that go on from this one's steps, until they are graded; None if the recipe values
-    no steps."""
+    """Continuations from this response's steps, which grading replaces by ``values``; None if the
+    recipe does not estimate step values."""
     values: FloatArray | None = None
-    """[C] the value before each token that begins a step, NaN before others; None if the recipe
-    values no steps."""
+    """[C] estimated value before each token that begins a step, NaN before other tokens; None if
+    the recipe does not estimate step values."""
     continued: int = 0
-    """Tokens that were sampled to value its steps."""
+    """Number of additional tokens that were sampled to estimate step values or a greedy reward."""
 
 
 @dataclass(frozen=True)
 class Branch:
+    """Continuations of a response from one of its steps."""
+
     start: int
-    """The first token of a step."""
+    """Index of the step's first token."""
     completions: tuple[Completion, ...]
-    """Whole responses, whose tokens before ``start`` are those of the response that they value."""
+    """Complete responses that share the tokens before ``start`` with the original response."""
 
 
 class Status(StrEnum):
+    """Outcome of grading a response: it was graded, it has no answer that can be parsed, comparing
+    its answer timed out, or grading failed. A response with ``ERROR`` has no reward."""
+
     SCORED = "scored"
     UNPARSED = "unparsed"
     TIMEOUT = "timeout"
@@ -124,144 +148,191 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Grade:
+    """A grader's result for one response."""
+
     reward: float
-    """NaN where the status is error, so that nothing can take it for a score."""
+    """NaN if the status is error, so that it can't be mistaken for a score."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Parts of the reward: format, answer, length, …"""
+    """Components of the reward: format, answer, length, …"""
     status: Status = Status.SCORED
     message: str | None = None
-    """The grader's message about an error; None if there was none."""
+    """Explanation of a status other than scored, such as the grader's error; None if there is no
+    explanation."""
     cost: dict[str, float] = field(default_factory=dict)
-    """Calls, tokens and retries of a judge; empty if none was asked."""
+    """Calls, tokens and retries of a judge; empty if no judge was called."""
     correct: bool | None = None
-    """Whether the task counts the response as correct, before length penalties and whatever a
-    reward model says; None if the task does not say."""
+    """Whether the task counts the response as correct, independent of length penalties and reward
+    models; None if the task does not define correctness."""
 
     @property
     def is_error(self) -> bool:
+        """Whether grading failed, so that the reward is NaN."""
         return self.status is Status.ERROR
 
 
 @dataclass(frozen=True)
 class Group:
+    """The responses that were sampled from one prompt, with their grades."""
+
     index: int
-    """Running number of the group in the run; a reissued group keeps it, and so draws the same."""
+    """Number of the group in the run, counted from 0. A group that is sampled again keeps its
+    number and therefore its random draws."""
     prompt: Prompt
     completions: tuple[Completion, ...]
     grades: tuple[Grade, ...]
 
     @property
     def graded(self) -> list[tuple[Completion, Grade]]:
+        """Each response with its grade."""
         return list(zip(self.completions, self.grades, strict=True))
 
     @property
     def rewards(self) -> FloatArray:
-        """[G] after length penalties and before ``Prompt.scale``."""
+        """[G] rewards after length penalties, not scaled by ``Prompt.scale``."""
         return np.array([grade.reward for grade in self.grades], dtype=np.float32)
 
     @property
     def correct(self) -> BoolArray:
-        """[G] the responses that the task counts as correct."""
+        """[G] whether the task counts each response as correct; false if it does not define
+        correctness."""
         return np.array([grade.correct is True for grade in self.grades], dtype=np.bool_)
 
     @property
     def oldest_version(self) -> int:
+        """The oldest version of the weights that sampled a token of the responses."""
         return min(int(c.versions.min()) for c in self.completions if c.versions.size)
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A record of what happened: each group laid out as prompt, response 1, response 2, …"""
+    """Groups as packed tensors. The tokens of all groups are concatenated: for each group its
+    prompt, response 1, response 2, …
+
+    A slot is an index 0 … N − 1 of a token. A sequence is a response; its prompt is stored once per
+    group.
+    """
 
     tokens: Tensor
     """[N] int64"""
     positions: Tensor
-    """[N] int64; each response's positions go on from its prompt's end."""
+    """[N] int64: position of each token in its text; a response continues after its prompt."""
     predecessor: Tensor
-    """[N] int64: the slot whose hidden state predicts this token; a prompt's first names itself."""
+    """[N] int64: slot of the preceding token, whose hidden state predicts this token. For a
+    response's first token it is the prompt's last; a prompt's first token has its own slot."""
     sequence_ids: Tensor
-    """[N] int64 in [0, S); a prompt's tokens carry the id of its group's first response."""
+    """[N] int64 in [0, S): number of the token's response; a prompt's tokens have the number of its
+    group's first response."""
     in_prompt: Tensor
-    """[N] bool"""
+    """[N] bool: whether the token belongs to a prompt."""
     is_action: Tensor
-    """[N] bool: the policy sampled this token, in a response that is learned from."""
+    """[N] bool: true if the policy sampled this token in a response that is in the loss."""
     behavior_logprobs: Tensor
-    """[N] float; 0 where nothing was sampled."""
+    """[N] float: log-probability of each action when it was sampled; 0 for all other tokens."""
     temperature: Tensor
-    """[N] float; 1 where nothing was sampled."""
+    """[N] float: sampling temperature of the token's response; 1 for tokens of prompts."""
     versions: Tensor
-    """[N] int64; means nothing where nothing was sampled."""
+    """[N] int64: version of the weights that sampled each token; undefined for other tokens."""
     segment_offsets: Tensor
-    """[segments + 1] int64: a segment is one prompt or one response."""
+    """[segments + 1] int64: first slot of each segment, and N. A segment is one prompt or one
+    response."""
     segment_is_prompt: Tensor
     """[segments] bool"""
     group_ids: Tensor
-    """[S] int64 in [0, groups)"""
+    """[S] int64 in [0, groups): number of each response's group within the batch."""
     lengths: Tensor
-    """[S] int64: sampled tokens of each response, also of responses that are not in the loss."""
+    """[S] int64: number of sampled tokens of each response, including responses that are not in the
+    loss."""
     rewards: Tensor
     """[S] float, scaled by ``Prompt.scale``"""
     parts: Tensor
-    """[S, K] float, scaled: the parts of the grades that the objective reads; K is 0 if it reads
-    none."""
+    """[S, K] float, scaled: the K parts of the grades that the objective uses, in the order of
+    `LossProgram.graded`; K is 0 if the objective uses no parts."""
     values: Tensor | None = None
-    """[N] float, scaled: the value before each token that begins a step, NaN before others; None if
-    the recipe values no steps."""
+    """[N] float, scaled: estimated value before each token that begins a step, NaN before other
+    tokens; None if the recipe does not estimate step values."""
 
     def to(self, device: Any) -> PackedBatch:
+        """Return a batch with all tensors on the device."""
         moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in vars(self).items()}
         return PackedBatch(**moved)
 
 
 class Measured(NamedTuple):
-    """Log-probability and entropy of tokens under a policy."""
+    """Log-probability of each token, and entropy of its distribution, under one policy: two tensors
+    of the same shape, in nats, at the sampling temperature."""
 
     logprobs: Tensor
     entropy: Tensor
 
 
+class ResponseRewards(NamedTuple):
+    """Rewards that a reward model gives to the responses of a batch."""
+
+    rewards: Tensor
+    """[N]: the reward of each response in the response's last slot; 0 in all other slots."""
+
+
 class Scores(NamedTuple):
-    """Streams [N] from the forward passes before the first gradient step."""
+    """Per-token tensors [N] from the forward passes before the first gradient step on a batch."""
 
     proximal: Tensor | None = None
-    """None if the objective does not need this pass."""
+    """Log-probabilities under the proximal policy; None if the objective does not need them."""
     reference: Tensor | None = None
-    """None if the objective does not need this pass."""
+    """Log-probabilities under the reference policy; None if the objective does not need them."""
     teacher: Tensor | None = None
-    """None if the objective does not need this pass."""
+    """Log-probabilities under the teacher; None if the objective does not need them."""
     values: Tensor | None = None
-    """V(token_<t) of each action by the critic; None if there is no critic."""
+    """The critic's value V(token_<t) before each action; None if there is no critic."""
 
 
 @dataclass(frozen=True)
 class LearnBatch:
-    """A ``PackedBatch`` with the streams that the learner learns from, all [N]."""
+    """A train batch: the batch of one gradient step, with the per-token tensors of the loss, all
+    [N]."""
 
     batch: PackedBatch
     advantages: Tensor
     loss_weight: Tensor
-    """The denominator as a weight: loss = Σ loss_weight × objective over the whole train batch."""
+    """Normalization of the loss: loss = Σ loss_weight × objective over the whole train batch."""
     proximal_logprobs: Tensor | None = None
-    """None if the proximal policy is the policy itself: one step, on a batch that it sampled."""
+    """Log-probabilities under the proximal policy; None if it is the policy itself, as in a single
+    gradient step per rollout."""
     reference_logprobs: Tensor | None = None
-    """None if the objective has no KL term."""
+    """Log-probabilities under the reference policy; None if the objective has no KL term."""
     importance: Tensor | None = None
-    """The correction for the gap between behavior and proximal, without gradient; None if the
-    objective has none."""
+    """Importance weights that correct for the difference between behavior and proximal policy,
+    without gradient; None if the objective has none."""
     returns: Tensor | None = None
-    """The targets of the critic; None if there is no critic."""
+    """Targets of the critic; None if there is no critic."""
     old_values: Tensor | None = None
-    """The critic's values before the first step; None if there is no critic."""
+    """The critic's values before the first gradient step; None if there is no critic."""
     slots: Tensor | None = None
-    """Where the tokens stand in the rollout that was scored; None if no rollout was scored."""
+    """int64: slots of this batch's tokens in the rollout. They select the values of this batch from
+    tensors that were computed for the whole rollout. None if the batch is not part of a rollout."""
 
 
 class Weights(NamedTuple):
+    """A model's weights, as the learner sends them to engines."""
+
     version: int
-    """0 is the initial model, +1 per optimizer step that was taken."""
+    """Number of optimizer steps taken since the initial model, which has version 0."""
     incarnation: int
-    """How often the run was restarted."""
+    """Number of times that the run was restarted from a checkpoint."""
     tensors: Mapping[str, Tensor]
-    """A mesh gathers each of them when it is asked for: take them before the next step."""
+    """Tensors by name. If the learner's weights are sharded, each access gathers a tensor from all
+    ranks, so read them before the next optimizer step changes them."""
     is_partial: bool = False
-    """Whether the tensors that are not named have not changed since the model was opened."""
+    """Whether the mapping contains only some tensors: the others have not changed since the model
+    was loaded."""
+
+
+class Rates(NamedTuple):
+    """Speed of a device's matrix products, in 10⁹ operations per second."""
+
+    device: str
+    precision: str
+    """Precision of the products; fp32 if the device has no instructions for the requested one."""
+    decode_gflops: float
+    """Speed with few rows, as in sampling."""
+    learn_gflops: float
+    """Speed with many rows, as in scoring and training."""

@@ -2,8 +2,9 @@
 
     python examples/critic.py [seed=1] [critic.shared=true] [section.key=value …]
 
-The reward is the share of small letters, so that the value of a response is known better with each
-of its tokens. It prints the mean reward and the critic's explained variance of ten steps each.
+The reward is the share of lowercase letters, so that the reward of a response can be predicted
+better with each of its tokens. The script prints the mean reward and the critic's explained
+variance, averaged over every ten steps.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Looks where VinePPO puts the blame: at the line that went wrong?
+"""Checks whether VinePPO gives the lowest advantage to the first wrong line of a response.
 
     python examples/first_wrong.py easy-sums --write
     burnish sft sums-sft --data easy-sums --out runs/easy-sft \\
@@ -9,12 +9,12 @@
         --set rollout.batch=128 --set train.batch=128 --set log.rollouts=128
     python examples/first_wrong.py runs/easy
 
-The first command writes 64 easy sums, which a model of 100,000 weights can learn by heart; at
-temperature 2 it slips now and then. The last command reads the responses that the run kept. The
-first wrong line of a wrong response is the first that differs from the worked answer. The script
-counts how often the step with the lowest advantage is that line. Responses without a single lowest
-step are left out: no continuation earned more than another. An advantage per response, such as
-GRPO's, is the same for all lines and points at none.
+The first command writes 64 easy sums, which a model of 100,000 weights can memorise; at
+temperature 2 it sometimes makes a mistake. The last command reads the responses that the run
+recorded. The first wrong line of a wrong response is the first line that differs from the worked
+answer. The script counts how often the step with the lowest advantage is that line. Responses in
+which several steps share the lowest advantage are left out. An advantage per response, such as
+GRPO's, is the same for all lines and can't identify a wrong line.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from write_sums import row as worked_row
-from write_sums import worked
+from burnish.tasks.sums import sum_row, work_sum
 
 
 class Case(NamedTuple):
@@ -36,33 +35,35 @@ class Case(NamedTuple):
     gains: list[float]
     """The advantage of each line."""
     wrong: int
-    """The first wrong line."""
+    """Index of the first wrong line."""
 
 
 def cases(rows: list[dict[str, Any]]) -> Iterator[Case]:
-    """Wrong responses of several lines, each line a step, that leave the worked answer."""
+    """Yield a case for each wrong response of several lines that differs from the worked answer and
+    whose steps are its lines."""
     for row in rows:
         starts, values = zip(*row["steps"], strict=True)
         ends = [*starts[1:], len(row["tokens"])]
         gains = [b - a for a, b in zip(values, [*values[1:], row["reward"]], strict=True)]
         texts = ["".join(row["tokens"][a:b]) for a, b in zip(starts, ends, strict=True)]
-        lines, right = row["response"].strip().split("\n"), worked(row["asked"]).split("\n")
+        lines, right = row["response"].strip().split("\n"), work_sum(row["asked"]).split("\n")
         wrong = next((i for i, (a, b) in enumerate(zip(lines, right)) if a != b), None)  # noqa: B905
         if row["reward"] < 1 and len(texts) == len(lines) > 1 and wrong is not None:
             yield Case(lines, gains, wrong)
 
 
 def write(folder: Path) -> None:
-    """All sums of three numbers from 1 to 4; a tenth of them are asked in validations."""
+    """Write train.jsonl with all sums of three numbers from 1 to 4, and validation.jsonl with a
+    tenth of them."""
     folder.mkdir(parents=True)
     sums = [" + ".join(terms) + " =" for terms in product("1234", repeat=3)]
     for name, some in (("train", sums), ("validation", sums[::10])):
-        text = "".join(json.dumps(worked_row(one)) + "\n" for one in some)
+        text = "".join(json.dumps(sum_row(one)) + "\n" for one in some)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
-    """Writes rows, or tells about a run."""
+    """Write rows, or print the statistics of a run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path, help="a run with advantage = 'vine'")
     parser.add_argument("--write", action="store_true", help="write rows to a new directory")

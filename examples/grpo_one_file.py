@@ -2,9 +2,9 @@
 
     python examples/grpo_one_file.py
 
-A small model learns to sort three numbers. Everything the algorithm is stands here, once, in the
-order in which it happens; the package holds the same in pieces that can be exchanged. A test takes
-one step with this file and one with the package and finds the same weights.
+A small model learns to sort three numbers. This file contains the whole algorithm, in the order in
+which it runs; the package implements the same in exchangeable pieces. A test takes one step with
+this file and one with the package, and checks that the weights are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NUMBERS = 5
 
 
 class Sorter(nn.Module):
-    """Writes all numbers of the response at once: logits [P, L, NUMBERS] from prompts [P, L]."""
+    """A model that outputs all numbers of a response at once: prompts [P, L] to logits
+    [P, L, NUMBERS]."""
 
     def __init__(self, length: int = 3, width: int = 10, seed: int = 0) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Sorter(nn.Module):
 
 @torch.no_grad()
 def sample(model: Sorter, prompts: Tensor, group_size: int, random: torch.Generator) -> Tensor:
-    """[P, G, L] responses."""
+    """Sample G = ``group_size`` responses to each prompt; returns [P, G, L]."""
     count, length = prompts.shape
     probabilities = model(prompts).softmax(-1).view(count * length, -1)
     drawn = torch.multinomial(probabilities, group_size, replacement=True, generator=random)
@@ -56,14 +57,15 @@ def sample(model: Sorter, prompts: Tensor, group_size: int, random: torch.Genera
 
 
 def reward(prompt: list[int], response: list[int]) -> float:
-    """One point for every number of the prompt in the response, one for every pair in order."""
+    """Return one point for every number of the prompt that is in the response, and one for every
+    two neighbours of the response that are in order."""
     inclusion = sum(number in response for number in prompt)
     ordering = sum(a <= b for a, b in pairwise(response))
     return float(inclusion + ordering)
 
 
 def grade(prompts: Tensor, responses: Tensor) -> Tensor:
-    """[P, G] rewards."""
+    """Return the reward of every response: prompts [P, L] and responses [P, G, L] to [P, G]."""
     return torch.tensor(
         [
             [reward(prompt, response) for response in group]
@@ -76,7 +78,7 @@ def grade(prompts: Tensor, responses: Tensor) -> Tensor:
 
 
 def log_probs(model: Sorter, prompts: Tensor, responses: Tensor) -> Tensor:
-    """[P, G, L]: log π(number | prompt)."""
+    """Return log π(number | prompt) for every number of every response, [P, G, L]."""
     logits = model(prompts)[:, None].expand(-1, responses.shape[1], -1, -1)
     return logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1)
 
@@ -85,7 +87,8 @@ def log_probs(model: Sorter, prompts: Tensor, responses: Tensor) -> Tensor:
 
 
 def advantages(rewards: Tensor, eps: float = 1e-6) -> Tensor:
-    """A_i = (r_i − mean_g(r)) / (std_g(r) + ε): [P, G] → [P, G]; exactly 0 for equal rewards."""
+    """Return A_i = (r_i − mean_g(r)) / (std_g(r) + ε): [P, G] → [P, G]; exactly 0 for equal
+    rewards."""
     above = rewards - rewards.amin(-1, keepdim=True)
     centered = above - above.mean(-1, keepdim=True)
     return centered / (above.std(-1, keepdim=True) + eps)
@@ -103,8 +106,9 @@ def grpo_loss(
     reference: Tensor | None = None,
     kl_coefficient: float = 0.0,
 ) -> Tensor:
-    """−mean over tokens of min(ρ A, clip(ρ, 1 − ε, 1 + ε) A) − β k3; tokens are [P, G, L].
+    """Return −mean over tokens of min(ρ A, clip(ρ, 1 − ε, 1 + ε) A) − β k3.
 
+    ``new``, ``old`` and ``reference`` are log-probabilities [P, G, L]; the advantage is [P, G].
     ρ = exp(new − old). (A published lecture divides the logarithms instead; that is not a ratio.)
     All responses have the same length here, so the mean over a response's tokens, then over
     responses, is the mean over all.
@@ -131,7 +135,8 @@ def train(
     refresh_every: int = 10,
     seed: int = 0,
 ) -> list[float]:
-    """Algorithm 1 of GRPO, https://arxiv.org/abs/2402.03300; returns the mean reward by step."""
+    """Train the model with Algorithm 1 of GRPO, https://arxiv.org/abs/2402.03300; return the mean
+    reward of each step."""
     random = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     frozen = Sorter(prompts.shape[1])

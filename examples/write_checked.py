@@ -1,4 +1,4 @@
-"""Writes sums whose answers are worked once and then checked never, once or twice.
+"""Writes sums whose worked answers are followed by no check, one check or two checks.
 
     python examples/write_checked.py checked-sums
     burnish sft sums-sft --data checked-sums --set model.layers=2 --set model.width=64 \
@@ -6,9 +6,9 @@
     burnish sweep experiments/shorter.toml
 
 A row asks "3+4+2+5=" and answers "07 09 14,07 09 14=14": running totals, here with one check, and
-the result. Checks make a response longer and no better, so that a policy can do without them. Rows
-for the warm start are in train.jsonl, other ones for reinforcement learning in questions.jsonl, and
-held-out ones in validation.jsonl.
+the result. A check repeats the running totals. Checks make a response longer but not better, so
+that a policy can learn to leave them out. Rows for the warm start are in train.jsonl, other rows
+for reinforcement learning in questions.jsonl, and held-out rows in validation.jsonl.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     burnish sft sums-sft --data digits --set task.epochs=40 --set train.learning_rate=5e-3
     burnish reward --data digits/pairs --set model.name=runs/sums-sft-1 --set task.chat=false
 
-train.jsonl holds all 200 questions; validation.jsonl has 40 of them, which the recipe ``sums``
-leaves out of its own training (`--set task.train=digits/train.jsonl`), while a warm start sees
-them. A pair has the right result and one that is off by five, ten or twenty; a sixth of the pairs
-is held out.
+train.jsonl holds all 200 questions; validation.jsonl has 40 of them. The recipe ``sums`` does not
+train on these 40 (`--set task.train=digits/train.jsonl`), but a warm start does. A pair has the
+right result as the chosen response, and one that is off by five, ten or twenty as the rejected one;
+a sixth of the pairs is held out.
 """
 
 from __future__ import annotations

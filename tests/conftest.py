@@ -76,7 +76,7 @@ def two_groups():
 def smollm2() -> Path:
     """The default model's directory, downloaded once into the user's cache."""
     try:
-        return hub.resolve(hub.DEFAULT)
+        return hub.resolve_model(hub.DEFAULT)
     except ModelError as error:
         if "can't be downloaded" in str(error):
             pytest.skip(str(error))

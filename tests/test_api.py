@@ -15,15 +15,17 @@ import torch
 import transformers
 
 import burnish
-from burnish import api, config
+from burnish import api
+from burnish.console.progress import showing
 from burnish.errors import BurnishError, ConfigError, DataError, ModelError, RunError
+from burnish.launch.resolve import resolve
 from burnish.model import checkpoint, hub
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.progress import showing
+from burnish.recipe.load import format_toml, load_recipe, read_recipe_table, recipe_to_toml
 from tests.loops.test_recorder import fingerprint
 
-PUBLIC = ["Run", "evaluate", "export", "generate", "resume", "sft", "train"]
+PUBLIC = ["Run", "batched", "evaluate", "export", "generate", "resume", "sft", "train"]
 SHORT = {"steps": 3}
 
 
@@ -70,12 +72,18 @@ def test_importing_is_light():
 
 
 def test_a_run_is_read_from_its_directory(tmp_path, monkeypatch):
-    run = burnish.train("sort", train=SHORT, checkpoint={"every": 1}, out=tmp_path / "sort-1")
+    noted = {"note": "<why>", "tags": ["a"], "out": tmp_path / "sort-1"}
+    run = burnish.train("sort", train=SHORT, checkpoint={"every": 1}, **noted)
+    assert (run.note, run.tags) == ("<why>", ("a",))
+    html = run._repr_html_()
+    assert "finished, 3 of 3 steps" in html
+    assert "&lt;why&gt;" in html
+    assert "held out" in html
     assert run.path == Path(run) == tmp_path / "sort-1"
     assert f"{run}" == str(run.path)
     assert (run / "metrics.jsonl").is_file()
     asked = ["train.steps=3", "checkpoint.every=1", "train.precision=fp32"]
-    assert run.recipe == config.load("sort", asked)
+    assert run.recipe == load_recipe("sort", asked)
     assert [row["step"] for row in run.metrics] == [row["step"] for row in run.timings]
     assert [row["step"] for row in run.metrics] == [0, 1, 2, 3]
     assert run.summary == json.loads((run / "summary.json").read_text())
@@ -91,6 +99,9 @@ def test_a_run_is_read_from_its_directory(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: rows))
     assert run.frame() == run.metrics
     assert run.frame("timings") == run.timings
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(RunError, match=r"needs the package pandas; install it: .* Run\.timings, a"):
+        run.frame("timings")
 
 
 def test_a_run_that_has_not_finished_is_read_as_far_as_it_is(tmp_path):
@@ -99,7 +110,8 @@ def test_a_run_that_has_not_finished_is_read_as_far_as_it_is(tmp_path):
     stopped = burnish.train("sort", train=SHORT, out=tmp_path / "run", stop=lambda: True)
     assert stopped.summary["steps"] == 1
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    with pytest.raises(RunError, match="no step"):
+    assert "stopped early" in stopped._repr_html_()
+    with pytest.raises(RunError, match="no finished step"):
         _ = stopped.summary
 
 
@@ -113,13 +125,13 @@ def test_a_resumed_run_is_one(tmp_path):
 
 
 def test_a_recipe_by_its_name_by_a_table_and_by_settings_is_the_same(tmp_path):
-    table = config.read_recipe("sort")
+    table = read_recipe_table("sort")
     table["train"] |= SHORT
     recipes = [
         api.recipe_of("sort", [{"train": SHORT}]),
         api.recipe_of("sort", ["train.steps=3"]),
         api.recipe_of(table, [{"name": "sort"}]),
-        api.recipe_of(config.load("sort"), [{"train.steps": 3}]),
+        api.recipe_of(load_recipe("sort"), [{"train.steps": 3}]),
     ]
     assert [recipe for recipe in recipes if recipe != recipes[0]] == []
     assert burnish.train("sort", train={"steps": 1}, seed=4, out=tmp_path / "e").recipe.seed == 4
@@ -182,7 +194,7 @@ def own_recipe(smollm2, tmp_path):
     task["reward"] = f"{tmp_path / 'reward.py'}:nothing"
     table = small(smollm2, task=task, checkpoint={"every": 1})
     table["model"] = table["model"] | {"tokenizer": str(smollm2)}
-    (tmp_path / "mine.toml").write_text(config.to_toml(table))
+    (tmp_path / "mine.toml").write_text(format_toml(table))
     return tmp_path / "mine.toml"
 
 
@@ -193,7 +205,7 @@ def test_a_run_goes_on_with_the_prompts_and_the_reward_of_the_script(own_recipe,
     kept = [json.loads(line) for line in (run / "prompts.jsonl").read_text().splitlines()]
     assert kept == [{"prompt": text} for text in WORDS]
     assert (run.recipe.task.train, run.recipe.task.reward) == (None, None)
-    with pytest.raises(RunError, match=r"from a script, as the function length; .*reward=length\)"):
+    with pytest.raises(RunError, match=r"is the Python function length; .*reward=length\)"):
         burnish.resume(run)
     with pytest.raises(RunError, match=r"inputs\.reward: length \(\w+\) → halves \(\w+\)"):
         burnish.resume(run, reward=halves)
@@ -212,7 +224,7 @@ def test_a_script_may_replace_the_rows_alone_or_the_reward_alone(own_recipe, tmp
         ConfigError, match=r"reward can't change when a run is resumed, and .*:noth"
     ):
         burnish.resume(rows, reward=length)
-    loaded = config.load(own_recipe)
+    loaded = load_recipe(own_recipe)
     task = api.recipe_of(loaded, reward=length).task
     assert (task.train.endswith("rows.jsonl"), task.reward) == (True, None)
     other = tmp_path / "other.py"
@@ -225,6 +237,84 @@ def test_a_script_may_replace_the_rows_alone_or_the_reward_alone(own_recipe, tmp
         burnish.resume(named, train={"steps": 3})
     with pytest.raises(ConfigError, match="give one of the two"):
         burnish.train(own_recipe, prompts=WORDS, data=tmp_path / "rows.jsonl")
+
+
+def test_several_rewards_are_summed_and_the_run_resumes_bit_for_bit(own_recipe, tmp_path):
+    """Two functions and a file: their weights, metrics, hashes, GDPO, and a resumed run."""
+    file = tmp_path / "other.py"
+    file.write_text(
+        "import burnish\n\n\n@burnish.batched\n"
+        "def several(responses, rows):\n    return [len(r) % 3 for r in responses]\n"
+    )
+    rewards = [
+        {"reward": f"{file}:several", "weight": 2.0},
+        {"reward": length, "weight": 0.5, "name": "chars"},
+        {"reward": lambda text, row: {"reward": len(row["prompt"]), "part": 1}, "name": "asked"},
+    ]
+    gdpo = {"name": "gdpo", "parts": {"several": 1.0, "chars": 0.5}}
+    given = {"prompts": WORDS, "reward": rewards, "objective": {"advantage": gdpo}}
+    whole = burnish.train(own_recipe, out=tmp_path / "whole", **given)
+    row = whole.metrics[-1]
+    parts = {name: row[f"rollout/part_{name}"] for name in ("several", "chars", "asked")}
+    assert row["rollout/reward"] == pytest.approx(
+        2 * parts["several"] + 0.5 * parts["chars"] + parts["asked"]
+    )
+    assert row["rollout/part_asked_part"] == 1
+    assert "validation/part_several" in row
+    run = burnish.train(own_recipe, out=tmp_path / "run", stop=lambda: True, **given)
+    one, two, _ = run.recipe.task.rewards
+    assert (one.reward, one.weight, two.name, two.function) == (
+        f"{file}:several", 2.0, "chars", None,
+    )  # fmt: skip
+    inputs = json.loads((run / "environment.json").read_text())["inputs"]
+    assert {"reward.chars", "reward.asked", "task.rewards.several"} <= inputs.keys()
+    with pytest.raises(RunError, match=r"include the Python functions chars, asked, and chars, "):
+        burnish.resume(run)
+    with pytest.raises(RunError, match=r"functions chars, asked, and asked was not passed"):
+        burnish.resume(run, reward=[rewards[1]])
+    own = rewards[2]
+    with pytest.raises(ConfigError, match="has the rewards several, chars, asked; omit halves"):
+        burnish.resume(run, reward=[rewards[1], own, halves])
+    with pytest.raises(RunError, match=r"inputs\.reward\.chars: length \(\w+\) → halves"):
+        burnish.resume(run, reward=[{"reward": halves, "name": "chars"}, own])
+    with pytest.raises(ConfigError, match=r"needs a name of letters, .* got '<lambda>'"):
+        burnish.resume(run, reward=[lambda text, row: 1.0])
+    burnish.resume(run, reward=rewards[1:])
+    assert fingerprint(run) == fingerprint(whole)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (["a.py:f", "b.py:f"], r"two rewards with the name 'f'; give each of them its own name"),
+        ([{"reward": "a.py:f", "weight": 0}], "needs rewards with a weight other than 0"),
+        (["a.py:f", "none"], "has reward = 'none', which has no effect in a sum"),
+        (["a.py:ended"], "has the name 'ended', which burnish uses"),
+        ([lambda text, row: 1.0], "needs a name of letters, digits and _, got '<lambda>'"),
+        ([], "must have at least 1 item"),
+        ([{"reward": "a.py:f", "wieght": 1}], r"task\.rewards\.0\.wieght'; did you mean"),
+    ],
+)
+def test_what_several_rewards_must_be(rewards, message):
+    with pytest.raises(ConfigError, match=message):
+        api.recipe_of("keywords", prompts=WORDS, reward=rewards)
+
+
+def test_rewards_are_written_as_toml_and_one_replaces_several(tmp_path):
+    weights = {"a.py:f": 0.5, "inclusion": 2}
+    recipe = api.recipe_of("keywords", data="x.jsonl", reward=weights)
+    text = recipe_to_toml(recipe)
+    line = 'rewards = [{ reward = "a.py:f", weight = 0.5, name = "f" }, { reward = "inclusion", '
+    assert line + 'weight = 2.0, name = "inclusion" }]' in text
+    (tmp_path / "again.toml").write_text(text)
+    again = load_recipe(tmp_path / "again.toml")
+    assert again.task == recipe.task
+    assert api.recipe_of(again, reward="b.py:g").task.rewards is None
+    with pytest.raises(ConfigError, match="has both reward and rewards; remove one"):
+        load_recipe(again, ["task.reward=b.py:g"])
+    both = api.recipe_of("keywords", data="x.jsonl", reward=[halves, "a.py:f"])
+    assert load_recipe(both, ["train.steps=7"]).task.rewards[0].function is halves
+    assert api.recipe_of(both, reward=length).task.function is length
 
 
 MORE = {"train": {"steps": 2}}
@@ -241,14 +331,14 @@ def test_the_kept_prompts_are_measured_and_checked(own_recipe, tmp_path, monkeyp
     (run / "prompts.jsonl").unlink()
     with pytest.raises(DataError, match=r"prompts\.jsonl can't be read"):
         burnish.resume(run, train={"steps": 2})
-    with pytest.raises(DataError, match="prompts must hold texts, numbers, lists and dicts"):
+    with pytest.raises(DataError, match="prompts may contain only texts, numbers, lists and dicts"):
         burnish.train(own_recipe, prompts=["a", {"prompt": "b", "x": {1}}])
 
 
 def test_a_function_is_known_by_its_code():
     from functools import partial
 
-    from burnish.preflight import of_function
+    from burnish.launch.inputs import hash_function
 
     def make(scale):
         return lambda response, row: scale * (row["a"] in {"x", "y", "z"})
@@ -257,17 +347,18 @@ def test_a_function_is_known_by_its_code():
         def __call__(self, response, row):
             return 1.0
 
-    assert of_function(make(1)) == of_function(make(1)) != of_function(make(2))
-    assert of_function(length) != of_function(halves)
-    assert of_function(Judge()) == of_function(Judge())
-    assert of_function(partial(make, 1)) != of_function(partial(make, 2))
-    code = (
-        f"from burnish.preflight import of_function\n# moved\n{LENGTH}\nprint(of_function(length))"
-    )
+    assert hash_function(make(1)) == hash_function(make(1)) != hash_function(make(2))
+    assert hash_function(length) != hash_function(halves)
+    one, two = (lambda *given, k=1: k), (lambda *given, k=2: k)
+    assert hash_function(one) != hash_function(two)
+    assert hash_function(Judge()) == hash_function(Judge())
+    assert hash_function(partial(make, 1)) != hash_function(partial(make, 2))
+    code = "from burnish.launch.inputs import hash_function\n# moved\n"
+    code += f"{LENGTH}\nprint(hash_function(length))"
     other = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=other)
-    assert done.stdout.strip() == of_function(length)
+    assert done.stdout.strip() == hash_function(length)
 
 
 def test_an_evaluation_has_figures_and_rows(language, tmp_path, monkeypatch):
@@ -334,18 +425,20 @@ def test_the_page_tells_the_truth(tmp_path, monkeypatch):
     assert set(attributes) == public
     functions = {name.partition(".")[2] for name in re.findall(r"^\| `([\w.]+)`", page, flags=re.M)}
     assert set(PUBLIC) <= functions
-    assert max(map(len, page.splitlines())) <= 100
+    assert max(len(line) for line in page.splitlines() if not line.startswith("|")) <= 100
 
 
 @pytest.mark.parametrize(("given", "notes"), [("auto", 0), ("fp32", 0), ("bf16", 1)])
 def test_a_precision_that_is_not_multiplied_is_said_with_what_it_costs(given, notes, monkeypatch):
-    from burnish import build, machine
+    from burnish.machine import hardware
 
-    monkeypatch.setattr(machine, "multiplies", lambda precision, device: precision == "fp32")
+    monkeypatch.setattr(
+        hardware, "supports_precision", lambda precision, device: precision == "fp32"
+    )
     sets = [f"train.precision={given}", f"engine.precision={given}", "device=cpu"]
     seen = []
     with showing(seen.append):
-        recipe = build.prepare(config.load("keywords", sets))
+        recipe = resolve(load_recipe("keywords", sets)).recipe
     said = [progress.doing for progress in seen if progress.phase == "note"]
     assert len(said) == notes
     assert all("no bf16 products" in note and "times as long as in fp32" in note for note in said)
@@ -375,10 +468,10 @@ def test_objects_stand_for_a_model_and_for_a_tokenizer(smollm2, tmp_path, monkey
     mine = small(smollm2, model=(model, tokenizer), train={"steps": 1, "batch": 8})
     run = burnish.train("keywords", out=tmp_path / "run", **mine)
     written = Path(run.recipe.model.name)
-    assert torch.equal(checkpoint.load(written).embed.weight, model.embed.weight)
+    assert torch.equal(checkpoint.load_model(written).embed.weight, model.embed.weight)
     peer = transformers.AutoModelForCausalLM.from_pretrained(written)
     theirs = hub.as_setting((peer, transformers.AutoTokenizer.from_pretrained(written)))
-    assert torch.equal(checkpoint.load(theirs).embed.weight, model.embed.weight)
+    assert torch.equal(checkpoint.load_model(theirs).embed.weight, model.embed.weight)
     shutil.rmtree(written)
     with pytest.raises(BurnishError, match=f"no model '{written}'"):
         burnish.resume(run, train={"steps": 2})
@@ -386,5 +479,5 @@ def test_objects_stand_for_a_model_and_for_a_tokenizer(smollm2, tmp_path, monkey
     assert burnish.resume(run, train={"steps": 2}).metrics[-1]["step"] == 2
     scratch = hub.as_setting({"name": "scratch", "tokenizer": tokenizer})
     assert Tokenizer.load(scratch["tokenizer"]).end_ids == tokenizer.end_ids
-    with pytest.raises(ModelError, match=r"a pair of objects, got 1\.5"):
+    with pytest.raises(ModelError, match=r"a pair of a model and its tokenizer, got 1\.5"):
         burnish.train("keywords", model=1.5)

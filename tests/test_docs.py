@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import tomllib
 from functools import partial
 from itertools import pairwise
@@ -18,15 +19,17 @@ import typer
 from typer.testing import CliRunner
 
 import burnish
-from burnish import api, cli, config
+from burnish import api
+from burnish.cli import main
 from burnish.graders import pool as grader
-from burnish.schema.recipe import Recipe
+from burnish.recipe.load import list_recipes, load_recipe, setting_names
+from burnish.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 MODULES = ["burnish.rl", "burnish.rl.sequences", "burnish.rl.advantages", "burnish"]
-COMMANDS = typer.main.get_command(cli.app).commands
+COMMANDS = typer.main.get_command(main.app).commands
 RUN_FILES = {
     "metrics.jsonl",
     "timings.jsonl",
@@ -42,8 +45,8 @@ RUN_FILES |= {"status.json", "environment.json"}
 NAME = r"[A-Za-z_]\w*"
 
 
-WORDS, LINES, WIDTH = 800, 180, 100
-"""The README has at most so many words outside tables and code, and lines; a line is so wide."""
+WORDS, LINES, WIDTH = 800, 200, 100
+"""Limits of the README: words outside tables and code, lines, and columns of a line."""
 
 
 def text_of(page):
@@ -107,7 +110,7 @@ def resolves(dotted):
 
 
 def is_setting(dotted):
-    return dotted in set(config._keys(Recipe))
+    return dotted in set(setting_names(Recipe))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -145,7 +148,7 @@ def test_commands_are_real(page, tmp_path, monkeypatch):
         if words[0] in ("train", "plan") and len(words) > 1:
             overrides = [f"runtime={b}" for a, b in pairwise(words) if a == "--runtime"]
             overrides += [b for a, b in pairwise(words) if a == "--set"]
-            config.load(words[1], [o for o in overrides if "$" not in o])
+            load_recipe(words[1], [o for o in overrides if "$" not in o])
 
 
 def test_the_readme_has_limits():
@@ -165,7 +168,7 @@ def test_lines_have_a_limit(page):
 
 def test_every_recipe_and_every_extra_is_described():
     shown = re.findall(r"^\| (`.*?) \|", text_of(ROOT / "docs" / "recipes.md"), flags=re.M)
-    assert set(config.list_recipes()) <= {name.strip("`") for s in shown for name in s.split(", ")}
+    assert set(list_recipes()) <= {name.strip("`") for s in shown for name in s.split(", ")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["optional-dependencies"].keys() <= set(spans(ROOT / "README.md"))
 
@@ -178,6 +181,7 @@ def test_make_targets_are_real():
 
 
 EVERY_PIECE = ["objective.kl=k3", "objective.importance=truncate", "objective.loss=cispo"]
+EVERY_PIECE += ["objective.kl.ema=0.9", "objective.entropy.target=1"]
 EVERY_PIECE += ["task.reward=position_match", "train.precision=fp16", "train.log_kl=true"]
 
 
@@ -210,12 +214,12 @@ def test_the_readmes_own_task_runs(smollm2, tmp_path, monkeypatch):
     flags = [flag for override in overrides for flag in ("--set", override)]
     pools, real = [], grader.GraderPool
     monkeypatch.setattr(grader, "GraderPool", lambda *given: pools.append(given) or real(*given))
-    done = CliRunner().invoke(cli.app, [*shlex.split(command)[1:], *flags])
+    done = CliRunner().invoke(main.app, [*shlex.split(command)[1:], *flags])
     assert done.exit_code == 0, done.output
     tiny = partial(api.train, overrides=overrides)
     monkeypatch.setattr(burnish, "train", tiny, raising=False)
     runpy.run_path("mine.py", run_name="__main__")
-    assert len(pools) == 2
+    assert len(pools) == 4  # of each run and of the check before it
     for run, part in ((1, "length"), (2, "ended")):
         last = (tmp_path / f"runs/demo-small-{run}/metrics.jsonl").read_text().splitlines()[-1]
         assert json.loads(last)["rollout/grades_scored"] == 1.0
@@ -232,14 +236,20 @@ TINY = {
     "last = 15": "last = 1",
     "log_kl_responses = 8": "log_kl_responses = 2",
 }
-"""Changes to the tutorial's recipe under which it ends in seconds."""
+"""Changes to the recipe of docs/own_task.md under which it ends in seconds."""
+
+
+def run_command(words):
+    done = CliRunner().invoke(main.app, words)
+    assert done.exit_code == 0, f"{words}: {done.output} {done.exception}"
+    return done.stdout
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs(smollm2, tmp_path, monkeypatch):
+def test_the_page_about_own_tasks_runs(smollm2, tmp_path, monkeypatch):
     """Its files and its commands in their order, on a tiny model, up to transformers' own."""
     monkeypatch.chdir(tmp_path)
-    page = ROOT / "docs" / "tutorial.md"
+    page = ROOT / "docs" / "own_task.md"
     for name, text in files_in(page).items():
         Path(name).write_text(text)
     recipe = Path("mine.toml").read_text()
@@ -254,8 +264,47 @@ def test_the_tutorial_runs(smollm2, tmp_path, monkeypatch):
     for line in lines:
         line = line.replace("train.steps=20", "train.steps=3")
         line = line.replace("--model smollm2-135m", "--model runs/mine-2")
-        done = CliRunner().invoke(cli.app, shlex.split(line)[1:])
-        assert done.exit_code == 0, f"{line}: {done.output} {done.exception}"
+        run_command(shlex.split(line)[1:])
     assert Path("compare.html").exists()
     runpy.run_path("mine.py", run_name="__main__")
     runpy.run_path("use.py", run_name="__main__")
+
+
+SHORTER = {
+    "sft": ["task.epochs=0.1"],
+    "train": ["train.steps=2", "rollout.batch=16", "train.batch=16", "checkpoint.every=1"],
+}
+"""Overrides under which the tutorial's runs end in seconds."""
+
+
+def shell_words(line):
+    """The arguments of a command as bash reads them."""
+    shell = ["bash", "-c", f"printf '%s\\0' {line}"]
+    done = subprocess.run(shell, check=True, capture_output=True, text=True)
+    return done.stdout.split("\0")[:-1]
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
+    """Its commands in their order, with fewer steps, up to transformers' own."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "tutorial.md"
+    every = "doctor data sft plan train watch report eval generate compare export resume serve"
+    lines = [line for line in steps(page) if line.split()[1] != "chat"]
+    assert {line.split()[1] for line in lines} == set(every.split())
+    for line in lines:
+        _, command, *rest = shell_words(line)
+        if command not in ("doctor", "watch", "serve"):  # no end, or the whole machine
+            overrides = [word for one in SHORTER.get(command, ()) for word in ("--set", one)]
+            run_command([command, *rest, *overrides])
+    assert Path("compare.html").exists()
+    (chat,) = re.findall(r"^printf '(.*)' \| burnish (.*)$", text_of(page), flags=re.M)
+    typed = chat[0].encode().decode("unicode_escape")
+    said = CliRunner().invoke(main.app, shell_words(chat[1]), input=typed)
+    assert (said.exit_code, len(said.stdout) > 2) == (0, True)
+    capsys.readouterr()
+    Path("use_sums.py").write_text(files_in(page)["use_sums.py"])
+    runpy.run_path("use_sums.py", run_name="__main__")
+    assert capsys.readouterr().out.strip()
+    Path("again.py").write_text(files_in(page)["again.py"])
+    runpy.run_path("again.py", run_name="__main__")

@@ -1,18 +1,24 @@
 """Scripts in examples/: one step by hand, and scripts that write rows for recipes."""
 
+import dataclasses
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 import burnish
-from burnish import config
-from burnish.model import hub
+from burnish.recipe.load import load_recipe
+from burnish.rl.ratios import token_ratio
+from burnish.rl.reduce import weighted_sum
+from burnish.rollout.packing import pack
 from burnish.tasks.pairs import check_preference
 from burnish.tasks.rows import read_rows
+from tests.learner.conftest import make_groups, make_learn_batch, make_learner, make_policy
 
 EXAMPLES = Path(burnish.__file__).parents[1] / "examples"
 
@@ -29,11 +35,6 @@ def run(module, monkeypatch, *arguments):
     module.main()
 
 
-@pytest.fixture
-def tokenizer(smollm2, monkeypatch):
-    monkeypatch.setattr(hub, "resolve", lambda name: smollm2)
-
-
 SCRATCH = {"name": "scratch", "layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 128}
 
 
@@ -44,7 +45,7 @@ def test_a_step_by_hand_is_the_first_step_of_a_run(name, tmp_path, smollm2):
         sizes = {"model": SCRATCH | {"tokenizer": smollm2}, "task.validation_prompts": 1}
         sizes |= {"rollout": {"batch": 8, "max_tokens": 4}, "train.batch": 8, "device": "cpu"}
         changes.append(sizes)
-    recipe = config.load(name, changes)
+    recipe = load_recipe(name, changes)
     groups, (taken,) = script("pieces").step(recipe)
     run = burnish.train(recipe, out=tmp_path / "run", show=False)
     assert taken.items() <= run.metrics[-1].items()
@@ -52,73 +53,95 @@ def test_a_step_by_hand_is_the_first_step_of_a_run(name, tmp_path, smollm2):
     assert sum(rewards) / len(rewards) == pytest.approx(run.metrics[-1]["rollout/reward"])
 
 
-def answering(good):
-    """Answers two samples to a prompt; ``good(i)``: the second answer to prompt i is right."""
-
-    def generate(prompts, *, n, **how):
-        answers = []
-        for i, prompt in enumerate(prompts):
-            words = prompt.partition("words: ")[2].rstrip(".").split(", ")
-            right = f" Here are {' and '.join(words)}. \n"
-            texts = ("nothing", right if good(i) else "neither")
-            answers += [SimpleNamespace(prompt=prompt, text=t, finish="stop") for t in texts]
-        return answers
-
-    return generate
+LENGTHS = (3, 1, 4, 2, 4, 3)
+ADVANTAGES = (-1.0, -0.5, 1.5, -2.0, 0.0, -0.25)
+MOVED = [[-0.2, -0.3, 0.1], [0.1], [-0.3, 0.3, -0.3, -0.3], [-0.3, 0.25], [0.2] * 4, [-0.04] * 3]
+"""log π − log π_behavior, by row. Only row 0 has a negative advantage and a mean below −0.05; PPO's
+clip acts on the second token of row 2 and on the first of row 3."""
 
 
-def test_only_answers_with_the_words_are_kept(tmp_path, monkeypatch, tokenizer):
-    write_keywords = script("write_keywords")
-    monkeypatch.setattr(burnish, "generate", answering(lambda i: i % 3 == 0), raising=False)
-    run(write_keywords, monkeypatch, tmp_path / "new", "--rows", 80, "--samples", 2)
-    train, validation = (
-        read_rows(tmp_path / "new" / f"{name}.jsonl") for name in ("train", "validation")
-    )
-    assert (len(train), len(validation)) == (64, 16)
-    for row in [*train, *validation]:
-        assert row["answer"] == f"Here are {' and '.join(row['keywords'])}."
-        assert row["prompt"].endswith(f"words: {', '.join(row['keywords'])}.")
-    seen = [{w for row in rows for w in row["keywords"]} for rows in (train, validation)]
-    assert not seen[0] & seen[1]
+def log_probabilities(count=6, width=4):
+    """Log-probabilities of two policies in rows of ``LENGTHS``; NaN after their end."""
+    random = np.random.default_rng(0)
+    behavior = np.log(random.uniform(0.2, 0.9, (count, width)))
+    mask = np.arange(width) < np.array(LENGTHS)[:, None]
+    behavior[~mask] = math.nan
+    moved = np.full((count, width), math.nan)
+    moved[mask] = [x for row in MOVED for x in row]
+    return behavior, behavior + moved, mask
 
 
-def test_a_model_that_never_has_the_words_is_given_up(tmp_path, monkeypatch, tokenizer):
-    write_keywords = script("write_keywords")
-    monkeypatch.setattr(burnish, "generate", answering(lambda i: False), raising=False)
-    with pytest.raises(SystemExit, match=r"only 0 of 4 rows after .* prompts"):
-        run(write_keywords, monkeypatch, tmp_path / "new", "--rows", 5, "--samples", 2)
-    assert not list((tmp_path / "new").iterdir())
+def by_rows(behavior, new, delta=0.05):
+    """TRL's mask and PPO's clip, token by token in float64: losses, gradients, kept rows."""
+    losses, slopes, kept = np.zeros_like(new), np.zeros_like(new), []
+    for i, (length, a) in enumerate(zip(LENGTHS, ADVANTAGES, strict=True)):
+        moved = sum(behavior[i, t] - new[i, t] for t in range(length)) / length
+        kept.append(a >= 0 or moved <= delta)
+        for t in range(length if kept[-1] else 0):
+            ratio = math.exp(new[i, t] - behavior[i, t])
+            losses[i, t] = -min(ratio * a, min(max(ratio, 0.8), 1.2) * a)
+            bound = ratio > 1.2 if a > 0 else ratio < 0.8
+            slopes[i, t] = 0 if bound else -ratio * a
+    return losses, slopes, kept
 
 
-@pytest.mark.parametrize(
-    ("sum_", "lines"),
-    [
-        ("4 - 1", ["4 - 1 = 3"]),
-        ("5 - 9 + 2", ["5 - 9 = -4", "-4 + 2 = -2"]),
-        ("55 + 98 - 30", ["55 + 90 = 145", "145 + 8 = 153", "153 - 30 = 123"]),
-        ("4 + 0", ["4 + 0 = 4"]),
-        ("14 - 29", ["29 - 10 = 19", "19 - 4 = 15", "14 - 29 = -15"]),
-        ("3 - 9 + 17", ["3 - 9 = -6", "17 - 6 = 11", "-6 + 17 = 11"]),
-        ("2 - 60 + 8", ["60 - 2 = 58", "2 - 60 = -58", "58 - 8 = 50", "-58 + 8 = -50"]),
-        ("0 - 5 - 12", ["0 - 5 = -5", "-5 - 10 = -15", "-15 - 2 = -17"]),
-    ],
-)
-def test_sums_are_worked_term_by_term(sum_, lines):
-    worked = script("write_sums").worked
-    assert worked(f"State the final answer to the problem: {sum_} =") == "\n".join(lines)
+def test_an_off_policy_mask_removes_responses_that_the_policy_has_left():
+    """As in TRL: padded, and packed in any order."""
+    masked_clip = script("off_policy_mask").masked_clip
+    behavior, new, mask = log_probabilities()
+    losses, slopes, kept = by_rows(behavior, new)
+    assert kept == [False, True, True, True, True, True]
+    advantages = np.broadcast_to(np.array(ADVANTAGES)[:, None], mask.shape)
+    order = np.random.default_rng(1).permutation(mask.sum())
+    rows = np.broadcast_to(np.arange(6)[:, None], mask.shape)
+    for pick in (lambda x: x, lambda x: x[mask][order]):
+        given = [torch.tensor(pick(x)) for x in (behavior, new, advantages, mask, rows)]
+        old, logprobs, own, acted, ids = given
+        ids = None if logprobs.dim() == 2 else ids
+        logprobs.requires_grad_()
+        ratio = token_ratio(logprobs, old)
+        loss = masked_clip(logprobs, ratio, own, mask=acted, sequence_ids=ids, behavior=old)
+        weighted_sum(loss, acted.double()).backward()
+        torch.testing.assert_close(loss[acted], torch.tensor(pick(losses))[acted])
+        torch.testing.assert_close(logprobs.grad[acted], torch.tensor(pick(slopes))[acted])
 
 
-def test_no_sum_is_written_twice(tmp_path, monkeypatch, tokenizer):
-    """More rows than the recipe has training prompts."""
-    run(script("write_sums"), monkeypatch, tmp_path / "sums", "--rows", 1200)
-    train, validation = (
-        read_rows(tmp_path / "sums" / f"{name}.jsonl") for name in ("train", "validation")
-    )
-    assert (len(train), len(validation)) == (960, 240)
-    assert len({row["prompt"] for row in [*train, *validation]}) == 1200
-    for row in train:
-        total = row["prompt"].rpartition(":")[2].strip().rstrip("= ")
-        assert row["answer"].endswith(f" = {eval(total)}")
+@pytest.mark.parametrize("split", [{"micro_tokens": 17}, {"micro_sequences": 1}], ids=str)
+def test_an_off_policy_mask_does_not_depend_on_the_micro_batches(split):
+    masked_clip, calls = script("off_policy_mask").masked_clip, []
+
+    def recorded(logprobs, ratio, advantages, *, mask, sequence_ids, behavior):
+        given = {"mask": mask, "sequence_ids": sequence_ids, "behavior": behavior}
+        loss = masked_clip(logprobs, ratio, advantages, **given)
+        calls.append((loss == 0)[mask & (advantages < 0)])
+        return loss
+
+    batch, gradients = pack(make_groups()), []
+    for settings in ({}, split):
+        learner = make_learner(make_policy(), {"loss": recorded}, **settings)
+        learn = make_learn_batch(learner, batch)
+        # The sampler's policy: the learner's, moved by up to 0.2 per response.
+        moved = 0.2 * torch.linspace(-1, 1, len(batch.rewards), dtype=torch.float64)
+        own = dataclasses.replace(
+            batch, behavior_logprobs=learn.proximal_logprobs + moved[batch.sequence_ids]
+        )
+        calls.clear()
+        learner._accumulate(dataclasses.replace(learn, batch=own))
+        gradients.append([p.grad for p in learner.policy.parameters()])
+        masked = torch.cat(calls)
+        assert 0 < masked.sum() < len(masked)
+    assert len(calls) > 1
+    for whole, parts in zip(*gradients, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12 * whole.abs().max().item())
+
+
+def test_a_run_learns_with_an_off_policy_mask(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run(script("off_policy_mask"), monkeypatch, "train.steps=2", "validation.every=2")
+    done = burnish.Run("runs/sort-1")
+    assert done.metrics[-1]["step"] == 2
+    first, last = (done.summary[f"reward_{name}"] for name in ("first", "last"))
+    assert capsys.readouterr().out == f"reward {first:.2f} → {last:.2f}\n"
 
 
 def test_the_first_wrong_line_is_found(tmp_path, monkeypatch, capsys):
@@ -151,16 +174,6 @@ def test_digits_are_written_with_pairs(tmp_path, monkeypatch):
     for row in held_out:
         a, sign, b = row["prompt"].split()[:3]
         assert int(row["chosen"]) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
-
-
-def test_small_sums_have_their_running_totals(tmp_path, monkeypatch):
-    """9² + 9³ + 9⁴ = 7,371 sums, each once; the last total is the answer."""
-    run(script("write_sums"), monkeypatch, tmp_path / "sums", "--small")
-    names = ("validation", "train", "questions")
-    rows = [row for name in names for row in read_rows(tmp_path / "sums" / f"{name}.jsonl")]
-    assert len({row["prompt"] for row in rows}) == len(rows) == 7371
-    three = next(row for row in rows if row["prompt"] == "3+4+9=")
-    assert (three["answer"], three["expected_answer"]) == ("07\n16", "16")
 
 
 def test_sums_are_checked_never_once_or_twice(tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ def test_equal_rewards_give_exactly_nothing(reward, by_std, eps):
 
 
 def test_group_normalized_rewards_refuses_what_does_not_divide():
-    with pytest.raises(ValueError, match="3 responses do not divide into groups of 2"):
+    with pytest.raises(ValueError, match="got 3 responses and group_size 2"):
         grpo.compute_group_normalized_rewards(reward_fn, ["a"] * 3, ["a"] * 3, 2, 1e-6, True)
     with pytest.raises(ValueError, match="shorter"):
         grpo.compute_group_normalized_rewards(reward_fn, ["a"] * 2, ["a"], 2, 1e-6, True)

@@ -1,6 +1,6 @@
 import numpy as np
 
-from burnish.draws import Stream, permutation, uniforms
+from burnish.randomness import Stream, permutation, uniforms
 
 
 def test_a_draw_depends_on_where_it_stands_alone():

@@ -1,4 +1,4 @@
-"""Ray itself: a cluster of one's own on this machine, or one that is joined."""
+"""The Ray cluster of a run: a new one on this machine, or an existing one that the run joins."""
 
 from __future__ import annotations
 
@@ -26,181 +26,212 @@ from ray.exceptions import AuthenticationError, RayActorError, RayError
 from ray.experimental.collective.collective import RemoteCommunicatorManager
 from ray.experimental.collective.communicator import CommunicatorHandle
 
-from burnish import machine
 from burnish.errors import ActorDied, ActorError, ConfigError
-from burnish.folders import SHARED
-from burnish.plan import spell
-from burnish.strategy import Resources, RuntimeConfig
+from burnish.machine import hardware
+from burnish.machine.folders import SHARED
+from burnish.recipe.costs import format_bytes
+from burnish.recipe.runtime import RayRuntime, Resources
 
-DIRECT = ("nixl", "gloo", "nccl")
-"""Transports of Ray by which tensors go from actor to actor without its store."""
-TOKEN = (
-    "the Ray cluster there requires a token, and this process has none or another one; print it "
-    "there with `ray get-auth-token`, and set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the token, "
-    "or RAY_AUTH_TOKEN_PATH to a file that holds it"
+DIRECT_TRANSPORTS = ("nixl", "gloo", "nccl")
+"""Ray's transports that send tensors from actor to actor without its object store."""
+TOKEN_HELP = (
+    "the Ray cluster there requires a token, and this process has none or a different one; print "
+    "the token there with `ray get-auth-token`, and set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to "
+    "the token, or RAY_AUTH_TOKEN_PATH to a file that contains it"
 )
 
 
-def choose(runtime: RuntimeConfig, device: str, needed: int = 0) -> tuple[str, str]:
-    """The transport of weights, and why; ``device`` is the weights', ``needed`` the bytes of shared
-    memory that they take. A transport that can't run is refused."""
-    how, is_here, on_gpu = runtime.transport, runtime.address is None, device != "cpu"
+def choose_transport(runtime: RayRuntime, device: str, needed: int = 0) -> tuple[str, str]:
+    """Choose the transport that sends weights from the learner to the generators; return its name
+    and the reason for the choice, as a clause for a message.
+
+    ``device`` is the torch device of the learner's weights. ``needed`` is the number of bytes that
+    weights and checkpoints take if they are sent through shared memory. Raise a ``ConfigError`` if
+    the recipe names a transport that can't work here; "auto" always finds one.
+    """
+    name, is_local, on_gpu = runtime.transport, runtime.address is None, device != "cpu"
     gpus = min(runtime.generator.gpus, runtime.learner.gpus)
-    small = too_small(needed) if SHARED.is_dir() else None
-    if how != "auto":
-        problem = small if how == "shared" else unusable(how, on_gpu or not is_here, gpus)
+    too_small = shared_memory_problem(needed) if SHARED.is_dir() else None
+    if name != "auto":
+        has_gpu = on_gpu or not is_local
+        problem = too_small if name == "shared" else transport_problem(name, has_gpu, gpus)
         if problem:
-            raise ConfigError(f"runtime.transport = {how!r}: {problem}; or use 'auto'")
-        return how, "as the recipe says"
-    if is_here and SHARED.is_dir():
-        if small is not None:
-            return "store", f"since {small}"
+            raise ConfigError(f"runtime.transport = {name!r}: {problem}; or use 'auto'")
+        return name, "as the recipe says"
+    if is_local and SHARED.is_dir():
+        if too_small is not None:
+            return "store", f"since {too_small}"
         return "shared", "since all actors are on this machine"
-    problem = unusable("nixl", on_gpu, gpus)
-    return ("nixl", "since actors may be apart") if problem is None else ("store", problem)
+    problem = transport_problem("nixl", on_gpu, gpus)
+    if problem is None:
+        return "nixl", "since actors may be on different machines"
+    return "store", f"since nixl can't be used: {problem}"
 
 
-def too_small(needed: int) -> str | None:
-    """Why shared memory does not hold so many bytes, and the remedy; None if it does."""
-    free = machine.disk(SHARED)
+def shared_memory_problem(needed: int) -> str | None:
+    """Return a text with the problem and its fix if shared memory has fewer than ``needed`` bytes
+    free; None if it has enough."""
+    free = hardware.disk(SHARED)
     if free >= needed:
         return None
     return (
-        f"{SHARED} has {spell(free)} free and weights and checkpoints may take {spell(needed)}; "
-        "make it larger (in Docker with --shm-size)"
+        f"{SHARED} has {format_bytes(free)} free and weights and checkpoints may take "
+        f"{format_bytes(needed)}; make it larger (in Docker with --shm-size)"
     )
 
 
-def unusable(how: str, has_gpu: bool, gpus: float) -> str | None:
-    """Why a transport can't run, and the remedy; None if it can. ``gpus`` are an actor's own."""
-    if how in ("nccl", "ipc") and not has_gpu:
-        return "it carries weights from GPU to GPU, and torch finds none; use 'shared'"
-    if how == "nccl" and gpus < 1:
-        return "NCCL can't have two actors on one GPU; set gpus = 1 for learner and generators"
-    package = {"nixl": "nixl", "nccl": "cupy-cuda13x"}.get(how, "ray")
+def transport_problem(name: str, has_gpu: bool, gpus: float) -> str | None:
+    """Return a text with the problem and its fix if a transport can't work; None if it can.
+    ``has_gpu`` is False if the learner and the generators certainly run without a GPU. ``gpus`` is
+    the smaller of the GPU counts of a generator and the learner."""
+    if name in ("nccl", "ipc") and not has_gpu:
+        return "it sends weights from GPU to GPU, and torch finds no GPU; use 'shared'"
+    if name == "nccl" and gpus < 1:
+        return (
+            "NCCL does not support two actors on one GPU; set gpus = 1 for learner and generators"
+        )
+    package = {"nixl": "nixl", "nccl": "cupy-cuda13x"}.get(name, "ray")
     if find_spec(package.partition("-")[0]) is None:
         return f"its package is not installed; install it with: pip install {package}"
     return None
 
 
-class Exchange:
-    """The actors that send each other tensors directly. gloo and NCCL know them by a group that
-    each must join; an actor that was started again is outside, so all make a new group."""
+class TransportGroup:
+    """The actors that send tensors to each other without Ray's object store. gloo and NCCL need a
+    communicator group with fixed members, so all actors create a new group after one of them was
+    restarted."""
 
-    def __init__(self, how: str, members: Sequence[str]) -> None:
-        self.how, self.members = how, members
+    def __init__(self, transport: str, members: Sequence[str]) -> None:
+        """``members``: names of the actors; empty unless ``transport`` is one of
+        `DIRECT_TRANSPORTS`."""
+        self.transport, self.members = transport, members
         self._handles: list[Any] = []
         self._name = ""
 
-    def carried(self, method: Any) -> Any:
-        """An actor's method whose answer goes to other actors by the group's transport."""
-        return method.options(tensor_transport=self.how) if self.members else method
+    def with_transport(self, method: Any) -> Any:
+        """Configure an actor's method to send the tensors of its result by the group's transport,
+        and return it. If the group has no members, the method is returned unchanged."""
+        return method.options(tensor_transport=self.transport) if self.members else method
 
     def join(self, handles: list[Any], deadline: float) -> None:
-        """Makes the group of these actors, unless it is made."""
-        if self.how == "nixl" or handles == self._handles:
+        """Create a communicator group of these actors, in place of the previous group. Do nothing
+        if the previous group already has these actors, or if the transport is nixl, which needs no
+        group. Raise an ActorError if the group is not complete after ``deadline`` seconds, and an
+        ActorDied if an actor has died."""
+        if self.transport == "nixl" or handles == self._handles:
             return
         groups = RemoteCommunicatorManager.get()
         groups.remove_remote_communicator(self._name)
         self._name = uuid4().hex
-        place = self.how, len(handles), self._name
-        # In the thread that sends and receives: after its work, and beside the actor's.
+        group = self.transport, len(handles), self._name
+        # These calls run in the thread that sends and receives tensors: after its transfers, and
+        # concurrently with the actor's own calls.
         calls = [h.__ray_call__.options(concurrency_group="_ray_system") for h in handles]
-        joins = [call.remote(_join, rank, *place) for rank, call in enumerate(calls)]
+        joins = [call.remote(_join_group, rank, *group) for rank, call in enumerate(calls)]
         try:
             ray.get(joins, timeout=deadline)
         except RayError as error:
             kind = ActorDied if isinstance(error, RayActorError) else ActorError
-            told = f"{', '.join(self.members)} could not make a {self.how} group in {deadline:g} s"
-            raise kind(f"{told}: {error}; use runtime.transport = 'auto'") from None
-        groups.add_remote_communicator(CommunicatorHandle(handles, self._name, self.how))
+            raise kind(
+                f"{', '.join(self.members)} could not create a {self.transport} group in "
+                f"{deadline:g} s: {error}; use runtime.transport = 'auto'"
+            ) from None
+        groups.add_remote_communicator(CommunicatorHandle(handles, self._name, self.transport))
         self._handles = handles
 
 
-NOBODY = Exchange("store", ())
+NO_GROUP = TransportGroup("store", ())
 
 
-def _join(shell: Any, rank: int, how: str, size: int, name: str) -> None:
-    """Runs in an actor, and leaves the group before."""
+def _join_group(actor: Any, rank: int, transport: str, size: int, name: str) -> None:
+    """Leave the previous communicator group and join the group ``name`` as ``rank``. This function
+    runs in an actor."""
     import torch.distributed
     from ray.util import collective
     from ray.util.collective.types import Backend
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    collective.init_collective_group(size, rank, Backend(how), group_name=name)
+    collective.init_collective_group(size, rank, Backend(transport), group_name=name)
 
 
-def connect(runtime: RuntimeConfig, learners: int = 1) -> Callable[[], None]:
-    """Starts Ray on this machine, or joins the cluster at the recipe's address. ``learners`` are
-    the actors that learn together.
+def start_or_join(runtime: RayRuntime, learners: int = 1) -> Callable[[], None]:
+    """Start Ray on this machine, or join the cluster at ``runtime.address``. ``learners`` is the
+    number of learner actors (the ranks of a mesh).
 
-    Returns the function that leaves it; a script's own Ray stays as it is.
+    Return a function that ends the use of Ray: it shuts down a cluster that was started here, and
+    disconnects from one that was joined. If the calling script has already initialized Ray, that
+    cluster is used, and the returned function leaves it running.
 
-    A run whose actors do not fit is refused at once: Ray would wait for ever.
+    Raise a ConfigError if no cluster answers, if it rejects this process's token or has another
+    version of Ray or Python, or if it lacks resources for the actors (Ray would wait forever).
     """
-    # An actor without GPUs of its own sees those that this process sees, and does not take the CPU.
+    # Actors without assigned GPUs see the GPUs of this process; otherwise they would use the CPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # as a run in one process
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # busy cores start it slowly
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the same as a run in one process
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # Ray starts slowly on busy cores
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     leave: Callable[[], None] = ray.shutdown
     if ray.is_initialized():
-        leave = _stay
+        leave = _leave_running
     elif runtime.address is None:
-        with keeping_signals():
-            ray.init("local", include_dashboard=False, **quiet)  # also beside another cluster
-        leave = _end
+        with preserve_sigterm():
+            # "local" starts a new cluster even if another one runs on this machine.
+            ray.init("local", include_dashboard=False, **quiet)
+        leave = _shut_down
     else:
         try:
-            where = canonicalize_bootstrap_address_or_die(runtime.address)
-            if problem := silence(where):
+            address = canonicalize_bootstrap_address_or_die(runtime.address)
+            if problem := connection_problem(address):
                 raise ConnectionError(problem)
-            if wants_token(where):
-                raise ConfigError(f"runtime.address = {runtime.address!r}: {TOKEN}")
-            with keeping_signals():
-                ray.init(address=where, **quiet)
+            if needs_token(address):
+                raise ConfigError(f"runtime.address = {runtime.address!r}: {TOKEN_HELP}")
+            with preserve_sigterm():
+                ray.init(address=address, **quiet)
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
                 f"runtime.address = {runtime.address!r}: no Ray cluster answers there ({error}); "
                 "start one with `ray start --head`, or leave the address out"
             ) from None
         except RuntimeError as error:
-            ray.shutdown()  # it is half connected
+            ray.shutdown()  # the failed ray.init leaves it partly connected
             if "Version mismatch" not in str(error):
                 raise
             raise ConfigError(
-                f"runtime.address = {runtime.address!r}: the cluster there has another version of "
-                f"Ray or Python; use the same on both sides\n{error}"
+                f"runtime.address = {runtime.address!r}: the cluster there has a different version "
+                f"of Ray or Python; use the same versions on both sides\n{error}"
             ) from None
-    if leave is not _stay:  # Ray has a long text for each process that dies; ours is a line
+    # Suppress Ray's long report of each death; burnish logs one line.
+    if leave is not _leave_running:
         ray_worker.print_to_stdstream = lambda data, ignore_prefix: None
-    problem = lacking(runtime, ray.cluster_resources(), learners)  # type: ignore[no-untyped-call]
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    problem = missing_resources(runtime, resources, learners)
     if problem is not None:
         leave()
         raise ConfigError(problem)
     return leave
 
 
-def own_address(runtime: RuntimeConfig) -> str:
-    """An address of this process that all actors reach."""
+def driver_address(runtime: RayRuntime) -> str:
+    """Return an IP address at which all actors can reach this process."""
     if runtime.address is None:
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def _stay() -> None:
-    """Leaves Ray as it is."""
+def _leave_running() -> None:
+    """Do nothing: the script that initialized Ray shuts it down."""
 
 
 @contextmanager
-def keeping_signals() -> Iterator[None]:
-    """Ray is started or joined in this block without changing what SIGTERM does.
+def preserve_sigterm() -> Iterator[None]:
+    """Protect this process's SIGTERM handler while Ray is started or joined in the block.
 
-    Ray replaces the handlers of SIGTERM, Python's and the process's, by its own, which print a
-    stack and exit. They are put back after the block. Processes that Ray starts inherit a mask that
-    blocks SIGTERM: batch systems send it to all processes of a job, and a run needs its actors to
-    finish and save its step. They end with the run nevertheless (see ``_end``).
+    Ray installs its own SIGTERM handlers, in Python and in C++, which print a stack trace and exit;
+    the previous handler is restored after the block. SIGTERM is blocked inside the block, and the
+    processes that Ray starts inherit this mask: batch systems send SIGTERM to all processes of a
+    job, but the run needs its actors to finish and save the current step. `_shut_down` ends these
+    processes when the run ends.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
@@ -210,23 +241,23 @@ def keeping_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        if callable(before):  # otherwise Ray's own handler is better: it ends the actors
+        if callable(before):  # without one, keep Ray's handler, which ends the actors
             signal.signal(signal.SIGTERM, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _end() -> None:
-    """Ends a Ray that this process has started.
+def _shut_down() -> None:
+    """Shut down a cluster that this process has started.
 
-    SIGTERM, by which Ray would ask its processes to end, is blocked there, so that they are killed.
-    Ray's agents would outlive a killed raylet by minutes, and are killed, too.
+    Ray normally stops its processes with SIGTERM. They block it (see `preserve_sigterm`), so they
+    are killed. Ray's agents would outlive a killed raylet by minutes, so they are killed, too.
     """
     node: Any = ray_worker._global_node  # Ray declares it as always None
     left: list[int] = []
     if node is not None:
         kill = node.kill_all_processes
-        node.kill_all_processes = lambda **how: kill(**how | {"allow_graceful": False})
-        left = [fd for _, process in node.live_processes() for fd in _started_by(process.pid)]
+        node.kill_all_processes = lambda **options: kill(**options | {"allow_graceful": False})
+        left = [fd for _, process in node.live_processes() for fd in _descendants(process.pid)]
     ray.shutdown()
     for fd in left:
         with suppress(ProcessLookupError):
@@ -234,45 +265,47 @@ def _end() -> None:
         os.close(fd)
 
 
-def _started_by(pid: int) -> Iterator[int]:
-    """File descriptors of the processes that a process has started, and that these have started;
-    none on a system without them. Unlike a pid, a descriptor never names another process."""
+def _descendants(pid: int) -> Iterator[int]:
+    """Yield a pid file descriptor for each descendant of a process; none on a system without /proc.
+    Unlike a pid, a descriptor never refers to another process later. The caller closes it."""
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended in the meantime
             for child in map(int, file.read_text().split()):
-                yield from _started_by(child)
+                yield from _descendants(child)
                 yield os.pidfd_open(child)
 
 
-def head_problem() -> str | None:
-    """Why Ray can't go on; None if its head node answers. Ray itself would end this process without
-    a word a minute after its head node has died."""
+def head_node_problem() -> str | None:
+    """Try to connect to Ray's head node for at most 10 s; return an error message if it does not
+    answer, None if it does. Without this check, Ray would end this process silently a minute after
+    its head node has died."""
     address = ray.get_runtime_context().gcs_address
-    problem = silence(address)
+    problem = connection_problem(address)
     return problem and f"Ray's head node at {address} no longer answers ({problem})"
 
 
-def wants_token(address: str) -> bool:
-    """Whether the Ray cluster at HOST:PORT refuses this process for want of its token. Ray itself
-    would try for long, and then say that nobody answers."""
+def needs_token(address: str) -> bool:
+    """Return whether the Ray cluster at HOST:PORT rejects this process because its token is missing
+    or wrong. Ray itself would retry for a long time, and then report that nobody answers."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     token, file = (os.environ.get(f"RAY_AUTH_TOKEN{kind}") for kind in ("", "_PATH"))
     if token == "" or (token is None and file is not None and not Path(file).is_file()):
-        return True  # Ray would end this process
+        return True  # ray.init would end this process
     try:
-        # As ray.init does: a token in its usual file is used.
+        # The same steps as in ray.init, which also reads a token from its default file.
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         ensure_token_if_auth_enabled(create_token_if_missing=False)
         GcsClient(address=address)
     except AuthenticationError:
         return True
     except RayError:
-        return False  # another problem, which ray.init names
+        return False  # a different problem, which ray.init reports
     return False
 
 
-def silence(address: str) -> str | None:
-    """Why nobody answers at HOST:PORT; None if somebody does. Ray would try for many minutes."""
+def connection_problem(address: str) -> str | None:
+    """Try to connect to HOST:PORT for at most 10 s; return the reason why it can't be reached, or
+    None if it can. Ray itself would retry for many minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -281,26 +314,31 @@ def silence(address: str) -> str | None:
     return None
 
 
-def options(resources: Resources) -> dict[str, Any]:
+def actor_options(resources: Resources) -> dict[str, Any]:
+    """Return Ray's options for an actor with these resources."""
     return {
         "num_cpus": resources.cpus,
         "num_gpus": resources.gpus,
         "resources": resources.custom,
-        "scheduling_strategy": "SPREAD",  # over the nodes, if there are several
+        "scheduling_strategy": "SPREAD",  # use all nodes if there are several
     }
 
 
-def lacking(runtime: RuntimeConfig, there: dict[str, float], learners: int = 1) -> str | None:
-    """The arithmetic of actors that do not fit; None if they do."""
-    each, own = _units(runtime.generator), _units(runtime.learner)
-    for name in each | own:
-        of_one, of_learner = each.get(name, 0.0), learners * own.get(name, 0.0)
-        wanted, found = runtime.generators * of_one + of_learner, there.get(name, 0.0)
-        if wanted > found:
+def missing_resources(
+    runtime: RayRuntime, available: dict[str, float], learners: int = 1
+) -> str | None:
+    """Return an error message if the generators and ``learners`` learner actors together need more
+    of a resource than is available; None if they fit. ``available`` has the cluster's resources by
+    Ray's names, such as "CPU"."""
+    generator, learner = _units(runtime.generator), _units(runtime.learner)
+    for name in generator | learner:
+        per_generator, learning = generator.get(name, 0.0), learners * learner.get(name, 0.0)
+        needed, found = runtime.generators * per_generator + learning, available.get(name, 0.0)
+        if needed > found:
             return (
-                f"the actors need {wanted:g} {name} ({runtime.generators} generators × "
-                f"{of_one:g} + the learner's {of_learner:g}), and Ray has {found:g}; use fewer "
-                "generators, or change runtime.generator and runtime.learner"
+                f"the actors need {needed:g} {name} ({runtime.generators} generators × "
+                f"{per_generator:g} + the learner's {learning:g}), and Ray has {found:g}; use "
+                "fewer generators, or change runtime.generator and runtime.learner"
             )
     return None
 

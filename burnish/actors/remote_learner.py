@@ -1,88 +1,103 @@
-"""The learner in a process of its own, as the driver of a run sees it."""
+"""The driver's proxy for the learner actor. The driver is the process that runs the loop."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from burnish.actors.fleet import Fleet
+from burnish.actors.rollouts import RemoteRollouts
 from burnish.actors.supervisor import Call
-from burnish.actors.transport import Parcel, Receiver, Sender, discard
+from burnish.actors.transport import Receiver, Sender, WeightsHandle, discard
 from burnish.errors import ActorError
-from burnish.learner.learner import State
-from burnish.runs.shards import Shards
+from burnish.learner.protocol import LearnerState, Metrics, Step
+from burnish.model.shards import Shards
 from burnish.types import Group, Weights
 
 
 class RemoteLearner:
-    """Has the same state as the learner that it stands for; rollouts go on while it waits."""
+    """Trains with the learner actor: each method calls the actor. Rollouts continue while the
+    driver waits for a result.
 
-    def __init__(self, fleet: Fleet, folder: str, how: str) -> None:
-        """``folder`` is in shared memory; ``how`` names the transport."""
-        self._fleet, self._folder, self._how = fleet, folder, how
+    It is a `burnish.learner.protocol.StepRunner` and `burnish.learner.protocol.Checkpointable`.
+    """
+
+    def __init__(self, rollouts: RemoteRollouts, folder: str, transport: str) -> None:
+        """``transport`` is the name of the weight transport; "shared" writes files in ``folder``,
+        which is in shared memory."""
+        self._rollouts, self._folder, self._transport = rollouts, folder, transport
         self.version = self.incarnation = 0
-        self._is_told = False
-        """Whether a note has said that shared memory is full."""
+        self._has_warned = False
+        """Whether a warning that shared memory is full was printed."""
 
     def revive(self, others: Sequence[str] = ()) -> None:
-        """Starts a dead learner again, as it was before the first step, and ``others``: actors that
-        can't go on without it. Nothing goes on that was begun before."""
-        self._fleet.supervisor.restart("learner", others)
-        self._fleet.forget()
+        """Restart a dead learner in its initial state, together with ``others``: names of actors
+        that can't continue without it. All earlier calls, rollouts and evaluations are discarded,
+        so the caller must load a checkpoint next, or start again at step 0."""
+        self._rollouts.supervisor.restart("learner", others)
+        self._rollouts.discard_all()
         self.version = 0
 
-    def begin(self, number: int, groups: list[Group]) -> Call:
-        """Begins step ``number``, counted from 1."""
-        return self._fleet.supervisor.call("learner", "learn", number, groups)
+    def start_step(self, number: int, groups: list[Group]) -> Call:
+        """Start training step ``number``, counted from 1, on these groups; return the call without
+        waiting for its result."""
+        return self._rollouts.supervisor.call("learner", "learn", number, groups)
 
-    def take(self, call: Call) -> Any:
-        """The step that a call learned."""
-        step = self._fleet.wait(call)
+    def finish_step(self, call: Call) -> Step:
+        """Wait for a step that `start_step` has started, and return its result. Only now
+        ``version`` becomes the learner's version after the step."""
+        step: Step = self._rollouts.wait(call)
         self.version = int(step.metrics["train/version"])
         return step
 
-    def learn(self, number: int, groups: list[Group]) -> Any:
-        return self.take(self.begin(number, groups))
+    def learn(self, number: int, groups: list[Group]) -> Step:
+        return self.finish_step(self.start_step(number, groups))
 
     def publish(self) -> None:
-        """From now on generators sample with the weights as they are."""
-        ask, in_use = self._fleet.supervisor.call, self._fleet.in_use()
-        parcel: Parcel = self._fleet.wait(ask("learner", "weights", self.incarnation, in_use))
-        if self._how == "shared" and not parcel.is_file and not self._is_told:
-            self._is_told = True
-            self._fleet.tell("shared memory is full: weights travel by Ray's object store")
-        self._fleet.publish(parcel, self._fleet.supervisor.hand("learner", parcel.space))
+        """Copy the learner's current weights into a buffer, wait for the copy, and make the
+        generators sample later requests with these weights. Warn once if shared memory is full."""
+        rollouts, in_use = self._rollouts, self._rollouts.buffers_in_use()
+        handle: WeightsHandle = rollouts.call_and_wait(
+            "learner", "weights", self.incarnation, in_use
+        )
+        if self._transport == "shared" and not handle.is_file and not self._has_warned:
+            self._has_warned = True
+            rollouts.log("shared memory is full: weights are sent through Ray's object store")
+        rollouts.publish(handle, rollouts.supervisor.buffer_ref("learner", handle.buffer))
 
-    def held_out_drift(self, groups: list[Group]) -> dict[str, float]:
-        found: dict[str, float] = self._fleet.ask("learner", "held_out_drift", groups)
-        return found
+    def held_out_drift(self, groups: list[Group]) -> Metrics:
+        metrics: Metrics = self._rollouts.call_and_wait("learner", "held_out_drift", groups)
+        return metrics
 
-    def state(self) -> State:
-        """Raises if a step that was given up here has changed the learner's state since."""
-        parcel, data, numbers = self._fleet.ask("learner", "state")
-        if parcel is None:
-            return State({}, numbers)
+    def state(self) -> LearnerState:
+        """Return a copy of the learner's state, in this process's memory; with a mesh, it has no
+        tensors, because the ranks write them (`write_shards`). Raise an ActorError if the actor has
+        finished a step whose result the driver did not receive: the actor's state then belongs to
+        another step than the run's."""
+        handle, data, numbers = self._rollouts.call_and_wait("learner", "state")
+        if handle is None:
+            return LearnerState({}, numbers)
         try:
             if numbers["version"] != self.version:
-                told = f"version {numbers['version']}, and the run at {self.version}"
-                raise ActorError(f"the learner is at {told}; its state is of another step")
-            with Receiver().opened(parcel, data) as weights:
+                raise ActorError(
+                    f"the learner is at version {numbers['version']} and the run at "
+                    f"{self.version}; the learner's state belongs to another step"
+                )
+            with Receiver().opened(handle, data) as weights:
                 tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
         finally:
-            discard(parcel)
-        return State(tensors, numbers)
+            discard(handle)
+        return LearnerState(tensors, numbers)
 
-    def write(self, folder: Path) -> None:
-        """Has ranks write their parts of the state into a folder."""
-        self._fleet.ask("learner", "write", folder)
+    def write_shards(self, folder: Path) -> None:
+        """Make the learner's ranks write their shards of the state into a folder."""
+        self._rollouts.call_and_wait("learner", "write", folder)
 
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: LearnerState) -> None:
         if isinstance(state.tensors, Shards):
-            self.version = self._fleet.supervisor.ask("learner", "load_shards", state)
+            self.version = self._rollouts.supervisor.call_and_wait("learner", "load_shards", state)
             return
-        sender = Sender("shared" if self._how == "shared" else "store", self._folder)
-        parcel = sender.send(Weights(0, 0, dict(state.tensors)))
-        sent, ask = (parcel, sender.data(parcel.space)), self._fleet.supervisor.ask
-        self.version = ask("learner", "load_state", *sent, state.numbers)
-        discard(parcel)
+        sender = Sender("shared" if self._transport == "shared" else "store", self._folder)
+        handle = sender.send(Weights(0, 0, dict(state.tensors)))
+        args = handle, sender.data(handle.buffer), state.numbers
+        self.version = self._rollouts.supervisor.call_and_wait("learner", "load_state", *args)
+        discard(handle)

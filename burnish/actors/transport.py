@@ -1,8 +1,9 @@
 """How weights travel from the learner to the generators, with a checksum for every tensor.
 
-A ``Parcel`` is small and says how the tensors lie in a space: a file of shared memory that both
-processes map, or a buffer of the sender whose bytes travel beside the parcel (``Sender.data``).
-Memory that a process has not touched before is slow, so spaces are used again.
+A ``WeightsHandle`` is a small record that describes tensors in a buffer: their names, dtypes,
+shapes and offsets. The buffer is a shared-memory file that both processes map, or memory of the
+sender whose bytes are sent separately (``Sender.data``). The first access to new memory is slow, so
+buffers are reused.
 """
 
 from __future__ import annotations
@@ -22,51 +23,59 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from burnish.checksum import WORD, checksum
 from burnish.errors import EngineError
+from burnish.model.checksum import WORD, checksum
 from burnish.types import Weights
 
-FILE = "weights-"
-"""How the names of files begin."""
+PREFIX = "weights-"
+"""Prefix of the names of shared-memory files."""
 
 
 class Entry(NamedTuple):
+    """Describes one tensor in a buffer."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the beginning."""
+    """Bytes from the start of the buffer."""
     checksum: int
 
 
-class Parcel(NamedTuple):
+class WeightsHandle(NamedTuple):
+    """Describes weights in a buffer, without their bytes."""
+
     version: int
     incarnation: int
     entries: tuple[Entry, ...]
-    space: str
-    """Names the memory that holds the bytes; a file if they are shared."""
+    buffer: str
+    """Name of the buffer that holds the bytes; the path of the file if ``is_file``."""
     probe: tuple[float, ...] = ()
-    """Log-probabilities of fixed tokens as the sender's model gives them; empty if there is no
+    """Log-probabilities of fixed tokens under the sender's model; empty if the sender has no
     model."""
     is_partial: bool = False
     """See ``Weights``."""
     is_file: bool = False
-    """Whether the space is a file in shared memory."""
+    """Whether the buffer is a shared-memory file."""
 
 
 class Sender:
-    def __init__(self, how: str, folder: str) -> None:
-        """``how`` names the transport; "shared" writes files in ``folder``, and memory of its own
-        where they have no room."""
-        self._how, self._folder = how, folder
-        self._spaces: dict[str, Tensor] = {}
+    """Copies weights into buffers that other processes can read, and describes them in handles."""
+
+    def __init__(self, transport: str, folder: str) -> None:
+        """``transport`` is the name of the weight transport. "shared" creates files in ``folder``,
+        and falls back to private memory if shared memory is full."""
+        self._transport, self._folder = transport, folder
+        self._buffers: dict[str, Tensor] = {}
         self._files: set[str] = set()
 
-    def send(self, weights: Weights, in_use: Collection[str] = ()) -> Parcel:
-        """Packs weights; the spaces ``in_use`` are left as they are."""
+    def send(self, weights: Weights, in_use: Collection[str] = ()) -> WeightsHandle:
+        """Copy weights, at least one tensor, into a buffer, and return a handle that describes
+        them. ``in_use``: names of buffers that must not be overwritten because a receiver may still
+        read them; any other buffer of the same size is reused."""
         sizes = {name: _padded(t.numel() * t.itemsize) for name, t in weights.tensors.items()}
         device = next(iter(weights.tensors.values())).device
-        space, memory = self._space(sum(sizes.values()), device, in_use)
+        buffer, memory = self._reserve(sum(sizes.values()), device, in_use)
         entries, offset = [], 0
         for name, tensor in weights.tensors.items():
             place, length = memory[offset : offset + sizes[name]], tensor.numel() * tensor.itemsize
@@ -75,90 +84,108 @@ class Sender:
             found = _checksum(place[:length], name, tensor.dtype, shape)
             entries.append(Entry(name, tensor.dtype, shape, offset, found))
             offset += sizes[name]
-        sent = weights.version, weights.incarnation, tuple(entries), space
-        is_file = space in self._files
-        return Parcel(*sent, is_partial=weights.is_partial, is_file=is_file)
+        is_file = buffer in self._files
+        return WeightsHandle(
+            weights.version,
+            weights.incarnation,
+            tuple(entries),
+            buffer,
+            is_partial=weights.is_partial,
+            is_file=is_file,
+        )
 
-    def data(self, space: str) -> Any:
-        """The bytes of a space in the form in which they travel beside their parcel."""
-        memory = self._spaces[space]
-        if self._how == "ipc":
+    def data(self, buffer: str) -> Any:
+        """Return the content of a buffer, given by its name (``WeightsHandle.buffer``), in the form
+        that the transport sends: a tensor, an array, or a CUDA IPC handle. Return None if the
+        buffer is a shared-memory file, which the receiver maps itself."""
+        memory = self._buffers[buffer]
+        if self._transport == "ipc":
             return reduce_tensor(memory)  # type: ignore[no-untyped-call]
-        if space in self._files:
+        if buffer in self._files:
             return None
-        return memory.numpy() if self._how in ("store", "shared") else memory
+        return memory.numpy() if self._transport in ("store", "shared") else memory
 
-    def _space(self, size: int, device: Any, in_use: Collection[str]) -> tuple[str, Tensor]:
-        for space, memory in self._spaces.items():
-            if space not in in_use and len(memory) == size:
-                return space, memory
-        space = str(Path(self._folder, f"{FILE}{uuid4().hex}"))
-        if self._how == "shared" and _is_made(space, max(size, 1)):
-            self._spaces[space] = _mapped(space)[:size]
-            self._files.add(space)
+    def _reserve(self, size: int, device: Any, in_use: Collection[str]) -> tuple[str, Tensor]:
+        """Return the name and the memory of a buffer with ``size`` bytes: an existing buffer of
+        this size that is not ``in_use``, or else a new one."""
+        for buffer, memory in self._buffers.items():
+            if buffer not in in_use and len(memory) == size:
+                return buffer, memory
+        buffer = str(Path(self._folder, f"{PREFIX}{uuid4().hex}"))
+        if self._transport == "shared" and _create_file(buffer, max(size, 1)):
+            self._buffers[buffer] = _map_file(buffer)[:size]
+            self._files.add(buffer)
         else:
-            where = {"nccl": "cuda", "ipc": "cuda", "nixl": device}.get(self._how, "cpu")
-            self._spaces[space] = torch.empty(size, dtype=torch.uint8, device=where)
-        return space, self._spaces[space]
+            where = {"nccl": "cuda", "ipc": "cuda", "nixl": device}.get(self._transport, "cpu")
+            self._buffers[buffer] = torch.empty(size, dtype=torch.uint8, device=where)
+        return buffer, self._buffers[buffer]
 
 
 class Receiver:
+    """Reads weights from a sender's buffers and verifies their checksums."""
+
     def __init__(self) -> None:
         self._mapped: dict[str, Tensor] = {}
-        """The memory of senders that this process maps, too."""
+        """Buffers of senders that this process has mapped, by name."""
 
     @contextmanager
-    def opened(self, parcel: Parcel, data: Any = None) -> Iterator[Weights]:
-        """The weights of a parcel as views of its bytes; raises if a byte differs from what was
-        sent. The views must not be used after the block."""
-        memory, tensors = self._memory(parcel.space, data), dict[str, Any]()
-        for name, dtype, shape, offset, wanted in parcel.entries:
+    def opened(self, handle: WeightsHandle, data: Any = None) -> Iterator[Weights]:
+        """Yield the weights of a handle, as views of the buffer that are valid only inside the
+        block. ``data`` is the result of ``Sender.data`` for the handle's buffer. Raise an
+        EngineError if a tensor's checksum differs from the sender's."""
+        memory, tensors = self._memory(handle.buffer, data), dict[str, Any]()
+        for name, dtype, shape, offset, expected in handle.entries:
             length = int(np.prod(shape)) * dtype.itemsize
-            if _checksum(memory[offset : offset + length], name, dtype, shape) != wanted:
+            if _checksum(memory[offset : offset + length], name, dtype, shape) != expected:
                 raise EngineError(
-                    f"weights of version {parcel.version} did not arrive as they were sent: the "
+                    f"weights of version {handle.version} were corrupted on the way: the "
                     f"checksum of {name} differs; the old weights stay loaded"
                 )
             tensors[name] = memory[offset : offset + length].view(dtype).reshape(shape)
-        yield Weights(parcel.version, parcel.incarnation, tensors, parcel.is_partial)
+        yield Weights(handle.version, handle.incarnation, tensors, handle.is_partial)
 
-    def _memory(self, space: str, data: Any) -> Tensor:
+    def _memory(self, buffer: str, data: Any) -> Tensor:
         if isinstance(data, torch.Tensor):
             return data
         if isinstance(data, np.ndarray):
-            with warnings.catch_warnings():  # the object store is read-only, and is only read
+            with warnings.catch_warnings():  # the object store is read-only; nothing writes to it
                 warnings.simplefilter("ignore", UserWarning)
                 return torch.from_numpy(data)
-        if space not in self._mapped:
-            self._mapped[space] = _mapped(space) if data is None else data[0](*data[1])
-        return self._mapped[space]
+        if buffer not in self._mapped:
+            self._mapped[buffer] = _map_file(buffer) if data is None else data[0](*data[1])
+        return self._mapped[buffer]
 
 
 def _checksum(place: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return checksum(place, f"{name} {dtype} {shape}")
 
 
-def discard(parcel: Parcel) -> None:
-    """Removes the file of a parcel that nobody will open again, if it has one."""
-    if parcel.is_file:
-        Path(parcel.space).unlink(missing_ok=True)
+def discard(handle: WeightsHandle) -> None:
+    """Remove the shared-memory file of a handle; do nothing if its buffer is not a file. Nobody may
+    open the handle afterwards."""
+    if handle.is_file:
+        Path(handle.buffer).unlink(missing_ok=True)
 
 
-def discard_others(folder: str, in_use: Collection[str]) -> None:
-    """Removes the files of a sender that has died, except the spaces ``in_use``."""
-    for file in Path(folder).glob(f"{FILE}*"):
+def discard_stale_files(folder: str, in_use: Collection[str]) -> None:
+    """Remove the shared-memory files of weights in ``folder``, which a sender that has died has
+    left there, except files whose paths are ``in_use``."""
+    for file in Path(folder).glob(f"{PREFIX}*"):
         if str(file) not in in_use:
             file.unlink(missing_ok=True)
 
 
 def _padded(size: int) -> int:
-    """Tensors begin at multiples of a word."""
+    """Return ``size`` rounded up to whole words, because tensors start at word boundaries."""
     return -(-size // WORD) * WORD
 
 
-def _is_made(file: str, size: int) -> bool:
-    """Makes a file if there is room for it: a process that writes to a file of shared memory beyond
-    the room is killed."""
+def _create_file(file: str, size: int) -> bool:
+    """Create a file of ``size`` bytes; return True, or False if there is not enough room.
+
+    Its memory is allocated at once: a process that writes to a mapped file when shared memory is
+    full is killed.
+    """
     try:
         with open(file, "wb") as made:
             os.posix_fallocate(made.fileno(), 0, size)
@@ -170,7 +197,7 @@ def _is_made(file: str, size: int) -> bool:
     return True
 
 
-def _mapped(file: str) -> Tensor:
-    """A file's bytes, which share its memory."""
+def _map_file(file: str) -> Tensor:
+    """Map a file into memory; return its bytes as a tensor that shares this memory."""
     with open(file, "r+b") as opened:
         return torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8)

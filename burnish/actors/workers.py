@@ -1,13 +1,6 @@
-"""The parts of a run that live in processes of their own: plain classes, without Ray.
+"""The components of a run that live in their own processes: plain classes, without Ray.
 
-| the course's cast | here |
-| --- | --- |
-| Generator | ``Generator`` around an engine |
-| Scorer | ``Scorer`` around a task and its grader pool |
-| Learner | ``LearnerPart`` around a learner |
-| ReplayBuffer | ``burnish.rollout.buffer.Buffer`` |
-| TrajectoryQueue | the calls in flight of ``burnish.actors.fleet.Fleet``, by number |
-| ColocatedWorker | ``burnish.loops.sync.train`` in one process |
+docs/architecture.md compares them with the actors of other RL systems.
 """
 
 from __future__ import annotations
@@ -18,35 +11,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from burnish.actors.transport import Parcel, Receiver, Sender, discard_others
+from burnish.actors.transport import Receiver, Sender, WeightsHandle, discard_stale_files
+from burnish.console.progress import begin
 from burnish.engine.protocol import Engine, ProbeCheck, Request
 from burnish.errors import EngineError
-from burnish.learner.learner import State
-from burnish.progress import begin
-from burnish.rollout.branches import Steps
+from burnish.learner.protocol import Learner, LearnerState, Metrics, Step
 from burnish.rollout.length import Shape, unshaped
 from burnish.rollout.packing import pack
-from burnish.rollout.rollout import Asked, complete, grade
+from burnish.rollout.rollout import NumberedPrompts, complete, grade
+from burnish.rollout.step_values import Steps
 from burnish.types import Completion, Group, Weights
 
-Answers = dict[str, tuple[Completion, ...]]
-"""Completions by the id of their request, in the order of their samples."""
+CompletionsById = dict[str, tuple[Completion, ...]]
+"""Completions by request id, sorted by sample index."""
 
 
-class Generator:
-    """An engine that takes its weights with the requests that they are for."""
+class GeneratorWorker:
+    """Samples responses with an engine, in a generator's process. A call carries the weights with
+    which its requests are sampled."""
 
     def __init__(
         self, engine: Engine, *, drains: bool = False, tolerance: float = 1e-4, steps: Steps = None
     ) -> None:
-        """``drains``: samples in flight end before new weights are loaded. ``tolerance``: of the
-        log-probabilities of a probe."""
+        """``drains``: finish the samples in flight before loading new weights. ``tolerance``: the
+        largest accepted difference between the probes of learner and engine, in nats. ``steps``:
+        samples more tokens after the responses, to estimate step values or a greedy baseline."""
         self._steps = steps
         self.engine, self._drains, self._receiver = engine, drains, Receiver()
         self._check_probe = ProbeCheck(tolerance)
         self._loaded: tuple[int, int] | None = None
         self._missing: dict[str, int] = {}
-        """Samples in flight, by request."""
+        """Number of samples in flight, by request id."""
         self._done: dict[str, list[Completion]] = {}
 
     @property
@@ -57,59 +52,72 @@ class Generator:
     def version(self) -> int:
         return self.engine.version
 
-    def sample(self, parcel: Parcel, data: Any, requests: Sequence[Request]) -> Answers:
-        """Answers all requests with these weights. They are submitted before the first step, so
-        that the same requests give the same bits. ``data`` are the bytes of the parcel, in the
-        form of its transport."""
-        self._load(parcel, data)
+    def sample(
+        self, handle: WeightsHandle, data: Any, requests: Sequence[Request]
+    ) -> CompletionsById:
+        """Load the given weights, unless they are loaded already, sample all requests to the end,
+        and return their completions by request id. All requests are submitted before the first
+        engine step, so that equal requests give bitwise equal results.
+
+        ``data`` are the bytes of the weights (see ``Sender.data``). Raise an EngineError if the
+        weights were corrupted, or if the engine's probe differs too much from the learner's."""
+        self._load(handle, data)
         self._submit(requests)
-        wanted, total = [r.request_id for r in requests], sum(r.n for r in requests)
+        names, total = [r.request_id for r in requests], sum(r.n for r in requests)
         report = begin("generate", "sampling", total=total, unit="responses")
-        while left := sum(self._missing.get(name, 0) for name in wanted):
+        while left := sum(self._missing.get(name, 0) for name in names):
             report(total - left)
             self._step()
-        answers = self._finished(wanted)
+        answers = self._take_finished(names)
         if self._steps is not None:
             own = partial(complete, self.engine)
             found = self._steps.extend(requests, [*answers.values()], own)
-            answers = dict(zip(wanted, found, strict=True))
+            answers = dict(zip(names, found, strict=True))
         return answers
 
     evaluate = sample
-    """By this name in a timeline: its responses are not learned from."""
+    """Alias, so that evaluation calls appear separately in the timeline."""
 
     def advance(
-        self, parcel: Parcel | None, data: Any, requests: Sequence[Request], seconds: float
-    ) -> Answers:
-        """Takes new weights, if there are any, and new requests, and goes on for ``seconds`` or
-        until a request is answered. Whoever calls it waits for samples, so there must be some."""
-        if parcel is not None:
-            self._load(parcel, data)
+        self, handle: WeightsHandle | None, data: Any, requests: Sequence[Request], seconds: float
+    ) -> CompletionsById:
+        """Load new weights, unless ``handle`` is None, add requests, and sample until a request, of
+        this or an earlier call, is complete or ``seconds`` have passed. Return the completions of
+        all complete requests, which may be none; each request is returned once.
+
+        Raise an EngineError if there is no request, because the caller waits for samples."""
+        if handle is not None:
+            self._load(handle, data)
         self._submit(requests)
         if not self._done:
             raise EngineError("the run waits for samples of a generator that has none in flight")
         begin("generate", "sampling", total=sum(self._missing.values()), unit="responses")
         end = time.monotonic() + seconds
-        while True:  # an evaluation may have finished requests before
+        while True:  # an evaluation before this call may have completed requests
             whole = [name for name in self._done if name not in self._missing]
             if whole or not self._missing or time.monotonic() > end:
-                return self._finished(whole)
+                return self._take_finished(whole)
             self._step()
 
-    def sample_some(self, parcel: Parcel, data: Any, requests: Sequence[Request]) -> Answers:
-        """Takes these requests, too, and goes on until a step completes requests; answers those.
+    def sample_some(
+        self, handle: WeightsHandle, data: Any, requests: Sequence[Request]
+    ) -> CompletionsById:
+        """Load the given weights, add requests (if any), and sample until at least one request, of
+        this or an earlier call, is complete. Return the completions of all complete requests.
+        ``data``: as in `sample`.
 
-        Nothing else may be asked of it before all are answered: others would change its batches,
-        and with them the last bits of its samples."""
-        self._load(parcel, data)
+        While requests are incomplete, call only this method or `forget`: requests of other methods
+        would change the batches, and with them the last bits of the samples."""
+        self._load(handle, data)
         self._submit(requests)
         begin("generate", "sampling", total=sum(self._missing.values()), unit="responses")
         while not (whole := [name for name in self._done if name not in self._missing]):
             self._step()
-        return self._finished(whole)
+        return self._take_finished(whole)
 
     def forget(self) -> None:
-        """Ends all samples in flight: the run was set back to a checkpoint."""
+        """Abort all samples in flight, wait until the engine has none, and discard finished ones,
+        because the run continues from a checkpoint."""
         for name in list(self._missing):
             self.engine.abort(name)
         while self.engine.unfinished:
@@ -117,14 +125,14 @@ class Generator:
         self._missing.clear()
         self._done.clear()
 
-    def _load(self, parcel: Parcel, data: Any) -> None:
-        if (parcel.incarnation, parcel.version) != self._loaded:
+    def _load(self, handle: WeightsHandle, data: Any) -> None:
+        if (handle.incarnation, handle.version) != self._loaded:
             while self._drains and self._missing:
                 self._step()
-            with self._receiver.opened(parcel, data) as weights:
+            with self._receiver.opened(handle, data) as weights:
                 self.engine.load(weights)
-            self._check_probe(parcel.version, parcel.probe, self.engine.probe())
-            self._loaded = parcel.incarnation, parcel.version
+            self._check_probe(handle.version, handle.probe, self.engine.probe())
+            self._loaded = handle.incarnation, handle.version
 
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -134,7 +142,7 @@ class Generator:
 
     def _step(self) -> None:
         if not self.engine.unfinished:
-            raise EngineError(f"the engine forgot samples of {', '.join(list(self._missing)[:4])}")
+            raise EngineError(f"the engine lost samples of {', '.join(list(self._missing)[:4])}")
         for completion in self.engine.step():
             name = completion.request_id
             self._done[name].append(completion)
@@ -142,75 +150,92 @@ class Generator:
             if not self._missing[name]:
                 del self._missing[name]
 
-    def _finished(self, names: Sequence[str]) -> Answers:
+    def _take_finished(self, names: Sequence[str]) -> CompletionsById:
         return {
             name: tuple(sorted(self._done.pop(name), key=lambda c: c.sample_index))
             for name in names
         }
 
 
-class Scorer:
-    """A task that grades in a process of its own."""
+class ScorerWorker:
+    """Grades responses with a task, in the scorer's process."""
 
     def __init__(self, task: Any, shape: Shape = unshaped) -> None:
-        """``shape`` changes the rewards of a graded group."""
+        """``shape`` changes the rewards of a graded group, for example by a length penalty."""
         self.task, self._shape = task, shape
 
-    def grade(self, asked: Asked, responses: Sequence[tuple[Completion, ...]]) -> list[Group]:
-        return grade(self.task, asked, responses, self._shape)
+    def grade(
+        self, numbered: NumberedPrompts, responses: Sequence[tuple[Completion, ...]]
+    ) -> list[Group]:
+        """Grade the responses to each prompt, given in the order of the prompts; return one group
+        per prompt."""
+        return grade(self.task, numbered, responses, self._shape)
 
 
-class LearnerPart:
-    """A learner, and the function that takes a rollout's gradient steps with it."""
+class LearnerWorker:
+    """Runs training steps with a learner and sends its weights and its state, in the learner's
+    process."""
 
-    def __init__(self, learner: Any, learn: Callable[..., Any], how: str, folder: str) -> None:
-        """``learn`` is given the learner, the number of the step and the groups; ``how`` names the
-        transport of weights, which may leave files in ``folder``."""
-        self.learner, self._learn = learner, learn
-        self._sender, self._folder, self._has_sent = Sender(how, folder), folder, False
+    def __init__(
+        self,
+        learner: Learner,
+        train_step: Callable[[Learner, int, list[Group]], Step],
+        transport: str,
+        folder: str,
+        write_shards: Callable[[Path], None] | None = None,
+    ) -> None:
+        """``train_step`` receives the learner, the number of the step and its groups. ``transport``
+        is the name of the weight transport, which may write files in ``folder``. ``write_shards``
+        makes the ranks of a mesh write their shards of the state; None without a mesh."""
+        self.learner, self._train_step, self._write_shards = learner, train_step, write_shards
+        self._sender, self._folder, self._has_sent = Sender(transport, folder), folder, False
         self.data = self._sender.data
-        self._states = partial(Sender, "shared" if how == "shared" else "store", folder)
+        self._state_sender = partial(Sender, "shared" if transport == "shared" else "store", folder)
 
     @property
-    def version(self) -> Any:
+    def version(self) -> int:
         return self.learner.version
 
-    def learn(self, number: int, groups: list[Group]) -> Any:
-        """Step ``number``, counted from 1."""
-        self.learner.begin(number - 1)
-        return self._learn(self.learner, number, groups)
+    def learn(self, number: int, groups: list[Group]) -> Step:
+        """Train on the groups of step ``number``, counted from 1; return the step's result."""
+        return self._train_step(self.learner, number, groups)
 
-    def weights(self, incarnation: int, in_use: Sequence[str]) -> Parcel:
-        """The weights as they are; the spaces ``in_use`` stay as they are."""
+    def weights(self, incarnation: int, in_use: Sequence[str]) -> WeightsHandle:
+        """Copy the current weights into a buffer that is not ``in_use``; return a handle that
+        describes them and includes the learner's probe (see ``WeightsHandle``). ``incarnation`` is
+        the number of restarts of the run. The first call also removes the files of a learner that
+        has died, except the buffers ``in_use``."""
         self.learner.incarnation = incarnation
         if not self._has_sent:
-            discard_others(self._folder, in_use)  # those of a learner that died
+            discard_stale_files(self._folder, in_use)  # files of a learner that died
             self._has_sent = True
-        parcel = self._sender.send(self.learner.weights(), in_use)
-        return parcel._replace(probe=self.learner.policy.probe())
+        handle = self._sender.send(self.learner.weights(), in_use)
+        return handle._replace(probe=self.learner.probe())
 
-    def held_out_drift(self, groups: list[Group]) -> dict[str, float]:
-        found: dict[str, float] = self.learner.held_out_drift(pack(groups).to(self.learner.device))
-        return found
+    def held_out_drift(self, groups: list[Group]) -> Metrics:
+        return self.learner.held_out_drift(pack(groups).to(self.learner.device))
 
     def write(self, folder: Path) -> None:
-        """Has ranks write their parts of the state into a folder."""
-        self.learner.write(folder)
+        """Make the ranks of a mesh write their shards of the state into a folder."""
+        assert self._write_shards is not None, "only the learner of a mesh writes shards"
+        self._write_shards(folder)
 
-    def load_shards(self, state: State) -> int:
-        """As `load_state`, from files that the ranks read themselves."""
+    def load_shards(self, state: LearnerState) -> int:
+        """Load a sharded state, whose files each rank reads itself; return the weight version."""
         self.learner.load_state(state)
-        return int(self.version)
+        return self.version
 
-    def state(self) -> tuple[Parcel | None, Any, dict[str, Any]]:
-        state, sender = self.learner.state(), self._states()
-        if not state.tensors:  # ranks write them
+    def state(self) -> tuple[WeightsHandle | None, Any, dict[str, Any]]:
+        """Return the handle and the bytes of the tensors of the learner's state, and its numbers.
+        Handle and bytes are None if the ranks of a mesh write the tensors themselves."""
+        state, sender = self.learner.state(), self._state_sender()
+        if not state.tensors:
             return None, None, state.numbers
-        parcel = sender.send(Weights(0, 0, dict(state.tensors)))
-        return parcel, sender.data(parcel.space), state.numbers
+        handle = sender.send(Weights(0, 0, dict(state.tensors)))
+        return handle, sender.data(handle.buffer), state.numbers
 
-    def load_state(self, parcel: Parcel, data: Any, numbers: dict[str, Any]) -> int:
-        """Goes on from a state, and returns its version."""
-        with Receiver().opened(parcel, data) as held:
-            self.learner.load_state(State(held.tensors, numbers))
-        return int(self.version)
+    def load_state(self, handle: WeightsHandle, data: Any, numbers: dict[str, Any]) -> int:
+        """Load a state, given as in the result of `state`; return its weight version."""
+        with Receiver().opened(handle, data) as held:
+            self.learner.load_state(LearnerState(held.tensors, numbers))
+        return self.version

@@ -1,47 +1,55 @@
-"""This machine, the optional parts that are installed on it, and the time and the missing parts of
-each recipe."""
+"""``burnish doctor``: describe this machine, the installed optional parts, and for each recipe its
+estimated duration and missing requirements."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from burnish import build, config, machine, plan, preflight, sizes
-from burnish.errors import installed
-from burnish.machine import Rates
-from burnish.plan import Lines, Section, spell
+from burnish.errors import install_hint
+from burnish.launch.preflight import EXTRAS, is_installed, missing_packages, missing_run
+from burnish.launch.resolve import survey
+from burnish.machine import hardware
+from burnish.recipe.costs import format_bytes
+from burnish.recipe.load import list_recipes, load_recipe
+from burnish.recipe.plan import Lines, PlanSection, format_estimate
+from burnish.types import Rates
 
 SECONDS = 0.4
-"""How long each precision is measured."""
+"""Duration in seconds of the measurement of each precision."""
 
 
-def examine(runs: Path = Path("runs")) -> list[Section]:
-    """Sections of (name, description), made in a few seconds; ``runs`` is the directory of runs."""
-    rates = {name: machine.measure(SECONDS, precision=name) for name in ("fp32", "bf16")}
+def examine(runs: Path = Path("runs")) -> list[PlanSection]:
+    """Measure the machine; return sections of (name, description) lines about the machine, the
+    optional parts and the recipes.
+
+    ``runs`` is the directory of runs. This takes a few seconds.
+    """
+    rates = {name: hardware.measure_rates(SECONDS, precision=name) for name in ("fp32", "bf16")}
     return [
         (
             "machine",
             [*_machine(runs), *((f"{name} products", _rate(name, rates[name])) for name in rates)],
         ),
-        ("optional parts", [(name, _extra(name)) for name in preflight.EXTRAS]),
-        ("recipes", [(name, _recipe(name, runs, rates)) for name in config.list_recipes()]),
+        ("optional parts", [(name, _extra(name)) for name in EXTRAS]),
+        ("recipes", [(name, _recipe(name, runs, rates)) for name in list_recipes()]),
     ]
 
 
 def _machine(runs: Path) -> Lines:
-    gpu = machine.gpu()
+    gpu = hardware.gpu()
     return [
-        ("processor", machine.processor()),
-        ("cores", f"{machine.cores()} for this process"),
-        ("instructions", ", ".join(machine.instructions()) or "not told by this system"),
+        ("processor", hardware.processor()),
+        ("cores", f"{hardware.cores()} for this process"),
+        ("instructions", ", ".join(hardware.instructions()) or "not reported by this system"),
         ("memory", _free("cpu")),
-        ("GPU", "none that torch finds" if gpu is None else f"{gpu}, {_free('cuda')}"),
-        ("disk", f"{spell(machine.disk(runs))} free in {runs.absolute()}"),
+        ("GPU", "none found by torch" if gpu is None else f"{gpu}, {_free('cuda')}"),
+        ("disk", f"{format_bytes(hardware.disk(runs))} free in {runs.absolute()}"),
     ]
 
 
 def _free(device: str) -> str:
-    total, free = machine.memory(device)
-    return f"{spell(free)} of {spell(total)} free"
+    total, free = hardware.memory(device)
+    return f"{format_bytes(free)} of {format_bytes(total)} free"
 
 
 def _rate(name: str, rates: Rates) -> str:
@@ -51,16 +59,20 @@ def _rate(name: str, rates: Rates) -> str:
 
 
 def _extra(name: str) -> str:
-    _, purpose = preflight.EXTRAS[name]
-    state = "installed" if preflight.is_installed(name) else installed(name)
-    return f"{state}: {purpose}"
+    _, purpose = EXTRAS[name]
+    lacking = missing_packages(name)
+    is_whole = is_installed(name) and not lacking
+    lacks = f"lacks {' and '.join(lacking)}; " if lacking else ""
+    return f"{'installed' if is_whole else lacks + install_hint(name)}: {purpose}"
 
 
 def _recipe(name: str, runs: Path, rates: dict[str, Rates]) -> str:
-    """About how long the recipe takes here, and a line for each thing that it lacks."""
-    recipe, size, lacks = build.look(config.load(name), runs / name, has_prompts=False)
-    if first := preflight.first_run(recipe.source):  # it begins with another model of that size
-        size = sizes.measure(first)
+    """Return a text with the estimated duration of a recipe and a line for each missing
+    requirement."""
+    found = survey(load_recipe(name), runs / name)
+    recipe, size = found.recipe, found.size
+    if first := missing_run(recipe.model.files):  # the model of that run has the same size
+        size = survey(first, runs / name).size
     rate = rates.get(recipe.train.precision, rates["fp32"])
-    time = f"{plan.spoken(recipe, size, rate)}{'' if lacks else ', ready'}"
-    return "\n".join([time, *(f"lacks: {problem}" for problem in lacks)])
+    time = f"{format_estimate(recipe, size, rate)}{'' if found.problems else ', ready'}"
+    return "\n".join([time, *(f"lacks: {problem}" for problem in found.problems)])

@@ -1,4 +1,4 @@
-"""``burnish engine``: serve an engine to other machines, and check one before trusting it."""
+"""``burnish engine``: serve an engine to other machines, or check an engine's correctness."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,57 +14,62 @@ import numpy as np
 import typer
 from typer import Argument, Option
 
-from burnish import config, preflight
-from burnish.api import shown
-from burnish.engine.environment import TOKEN
-from burnish.progress import tell
-from burnish.schema.recipe import Recipe
+from burnish.api import progress_display
+from burnish.console.text import printable
+from burnish.engine.protocol import ExternalEngine
+from burnish.engine.remote.environment import TOKEN
+from burnish.launch.preflight import find_problems, raise_problems
+from burnish.launch.resolve import resolve
+from burnish.recipe.load import load_recipe
+from burnish.recipe.recipe import Recipe
 from burnish.types import FloatArray, IntArray
-from burnish.wording import printable
 
 app = typer.Typer(no_args_is_help=True, help="Serve an engine to other machines, or check one.")
 
 Model = Annotated[str, Argument(help="a name, a directory, hf:ORG/NAME or a run")]
 Name = Annotated[str, Option(help="native, hf, vllm or sglang")]
-Python = Annotated[str | None, Option(help="of the engine's environment; this one by default")]
+Python = Annotated[
+    str | None, Option(help="interpreter of the engine's environment; this one by default")
+]
 Overrides = Annotated[list[str] | None, Option("--set", metavar="A.B=C", help="may be repeated")]
 
 
 def _recipe(model: str, overrides: list[str] | None, **engine: Any) -> Recipe:
-    """A recipe whose engine is meant, checked."""
+    """Return a recipe for an engine, of which only the sections model and engine are used. Settings
+    of the engine that are None keep their defaults. Raise the problems that its checks find."""
     given = {key: value for key, value in engine.items() if value is not None}
     named = {"task": "keywords", "model": {"name": model}, "engine": given}
-    recipe = config.load(named, overrides or ())
-    preflight.check(recipe)
+    recipe = load_recipe(named, overrides or ())
+    raise_problems(find_problems(recipe))
     return recipe
 
 
-@app.command()
-def serve(
+@app.command("serve")
+def serve_engine_command(
     model: Model,
     name: Name = "native",
     python: Python = None,
-    host: Annotated[str, Option(help="0.0.0.0 lets other machines in")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one")] = 8422,
+    host: Annotated[str, Option(help="0.0.0.0 accepts other machines")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0 chooses a free port")] = 8422,
     overrides: Overrides = None,
 ) -> None:
-    """Serve an engine to runs that name it by engine.url, until Ctrl-C.
+    """Serve an engine to runs that set engine.url, until Ctrl-C.
 
-    A run shows a token, which is the variable BURNISH_ENGINE_TOKEN on both sides; without one, a
-    token is made and printed. Tokens and weights travel as they are: use a network that you trust.
+    A run authenticates with a token, the environment variable BURNISH_ENGINE_TOKEN on both sides.
+    If it is not set here, a token is generated and printed. Tokens and weights are not encrypted:
+    use a trusted network.
     """
-    from burnish.engine import listening
+    from burnish.engine.remote import listener as listening
 
     python = python or sys.executable
-    with shown(None, model):
+    with progress_display(None, model):
         recipe = _recipe(model, overrides, name=name, python=python)
-        listener = listening.listen(host, port)
-        tell("load", "loading torch")
-        from burnish import engines
-        from burnish.sizes import settled
+        listener = listening.open_listener(host, port)
+        resolved = resolve(recipe, checks=False)
+        from burnish.launch import engines
 
-        recipe = settled(recipe)
-        settings = engines.settings_of(recipe, engines.directory_of(recipe))
+        folder = engines.directory_of(resolved.source, resolved.recipe.engine.precision)
+        settings = engines.settings_of(resolved, folder)
     token = os.environ.get(TOKEN)
     with closing(listener), suppress(KeyboardInterrupt):
         port = listener.getsockname()[1]
@@ -80,20 +86,24 @@ TEXTS = (
     "1 2 3 4 5 6 7",
     "Once",
 )
-"""Prompts of the checks, of several lengths."""
+"""Prompts of different lengths for the checks."""
 RUNNING = 8
-"""Samples that decode at once during the checks: few, so that some requests wait while weights
-come."""
+"""Number of samples that decode concurrently during the checks. It is small, so that some requests
+are queued while the weights are updated."""
 
 
 class Reference:
-    """burnish's own forward pass, by the model of a directory."""
+    """The ``Oracle`` of the checks: computes log-probabilities with burnish's own forward pass,
+    which the engine must match.
+
+    It loads the model in a directory, and can change its weights as an update does.
+    """
 
     def __init__(self, directory: Path, precision: str, device: str) -> None:
+        from burnish.launch.models import DTYPES
         from burnish.model import checkpoint
-        from burnish.models import DTYPES
 
-        self.model = checkpoint.load(directory, dtype=DTYPES[precision]).to(device)
+        self.model = checkpoint.load_model(directory, dtype=DTYPES[precision]).to(device)
         self._first = {name: t.clone() for name, t in self.model.exchange().items()}
         self.probe = self.model.probe
 
@@ -127,53 +137,60 @@ class Reference:
 
 
 def is_turned(name: str) -> bool:
-    """Whether a tensor takes part in a change of sign that leaves the model's function as it is:
-    (−q)·(−k) = q·k, and −O (−v) = O v. A bias of the projection O would not."""
+    """Return whether ``Reference.take(turned=True)`` negates the tensor of this name: q, k, v and
+    the weight of the projection O, but not O's bias.
+
+    The model's function stays the same, because (−q)·(−k) = q·k and (−O)(−v) = O v, but keys and
+    values that were cached before the change become wrong, so that the checks detect a stale cache.
+    """
     _, _, own = name.partition(".self_attn.")
     return own.startswith(("q_proj.", "k_proj.", "v_proj.")) or own == "o_proj.weight"
 
 
-@app.command()
-def check(
+@app.command("check")
+def check_engine_command(
     model: Model,
     name: Name = "native",
     python: Python = None,
-    url: Annotated[str | None, Option(help="of an engine that serves")] = None,
+    url: Annotated[str | None, Option(help="address of an engine that is already served")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Compare an engine with burnish's own forward pass, in a table; exit code 1 if a check fails.
+    """Compare an engine with burnish's own forward pass and print a table; exit code 1 if a check
+    fails.
 
-    The first checks are about log-probabilities, the others about ends, seeds and new weights. The
-    checks of caches after new weights are done for both values of loop.on_update.
+    The first checks cover log-probabilities, the others stop conditions, seeds and weight updates.
+    The checks of caches after a weight update are done for both values of loop.on_update.
     """
     is_served = (url or "").startswith("tcp")
     running = None if is_served else RUNNING
-    with shown(None, model):
+    with progress_display(None, model):
         given = {"name": name, "python": python, "url": url, "max_running": running}
         recipe = _recipe(model, overrides, **given)
-        tell("load", "loading torch")
-        from burnish import build, engines, models, sizes
-        from burnish.engine.check import FAIL, TOKENS, UPDATES, Suite
-        from burnish.strategy import FreeLoop
+        resolved = resolve(recipe, checks=False)
+        from burnish.engine.conformance import FAIL, TOKENS, UPDATES, Suite
+        from burnish.launch import engines
+        from burnish.recipe.runtime import FreeLoop
 
-        recipe = build.prepare(recipe)
-        own, tokenizer = engines.directory_of(recipe), models.open_tokenizer(recipe)
-        reference = Reference(own, recipe.engine.precision, sizes.device_of(recipe))
-        context = sizes.measured(recipe).context - 1
+        recipe, source = resolved.recipe, resolved.source
+        own, tokenizer = engines.directory_of(source, recipe.engine.precision), source.tokenizer
+        reference = Reference(own, recipe.engine.precision, resolved.device)
+        context = source.shape.context - 1
         prompts = [tokenizer.encode(text)[: context - TOKENS] for text in TEXTS]
-        mode = engines.settings_of(recipe, own).on_update
+        mode: str = engines.settings_of(resolved, own).on_update
     typer.echo(f"{name} with {model} in {recipe.engine.precision}")
 
     results = list[str]()
     others = {"keep": "recompute", "recompute": "keep"}
     for on_update in [mode] if is_served else [mode, others[mode]]:
-        with shown(None, model):
+        with progress_display(None, model):
             reference.take(0.0)
             loop = recipe.loop if is_served else FreeLoop(on_update=on_update)
-            engine = build.build_engine(recipe.model_copy(update={"loop": loop}))
+            engine = engines.build_engine(
+                replace(resolved, recipe=recipe.model_copy(update={"loop": loop}))
+            )
         mode = on_update
-        if is_served and isinstance(engine, engines.Apart):
-            mode = engine.facts["on_update"]  # the setting of those who serve it
+        if is_served and isinstance(engine, ExternalEngine):
+            mode = engine.facts["on_update"]  # the setting of the serving side
         suite = Suite(
             engine,
             reference,
@@ -187,7 +204,7 @@ def check(
             result = suite.run(check)
             results.append(result.status)
             title = f"{check}, {mode}" if check in UPDATES else check
-            typer.echo(f"{title:<48} {result.status:<12} {printable(result.told)}")
+            typer.echo(f"{title:<48} {result.status:<12} {printable(result.detail)}")
         engines.leave(engine)
     failed = results.count(FAIL)
     typer.echo(f"{failed} of {len(results)} checks failed" if failed else "no check failed")

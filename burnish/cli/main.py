@@ -1,11 +1,14 @@
-"""The command line: options in, words out. ``api`` and ``build`` do the work."""
+"""The command line: it parses options, calls ``burnish.api`` and prints results."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -15,18 +18,32 @@ import typer
 from rich.markup import escape
 from typer import Argument, Option
 
-from burnish import api, config, engine_commands, preflight, printing, serve, torchrun
-from burnish.display import Display
-from burnish.errors import BurnishError
-from burnish.interrupt import Interrupts
-from burnish.plan import plan as make_plan
-from burnish.printing import print_sections, print_table, say
-from burnish.progress import tell
+from burnish import api
+from burnish.cli import engine, tables
+from burnish.cli.chat import chat_command
+from burnish.cli.interrupt import Interrupts
+from burnish.cli.serve import serve_command
+from burnish.cli.tables import print_sections, print_table, print_text
+from burnish.console.display import Display
+from burnish.console.progress import tell
+from burnish.console.text import printable
+from burnish.errors import BurnishError, RunError
+from burnish.launch import torchrun
+from burnish.launch.preflight import find_problems, raise_problems
+from burnish.launch.resolve import survey
+from burnish.machine.threads import share_cores
+from burnish.recipe.load import (
+    PRESETS,
+    RECIPES,
+    Table,
+    list_recipes,
+    load_recipe,
+    read_recipe_table,
+)
+from burnish.recipe.plan import make_plan
+from burnish.recipe.recipe import Recipe
 from burnish.runs import directory, resuming
 from burnish.runs.run import answers, outcome
-from burnish.schema.recipe import Recipe
-from burnish.threads import share_cores
-from burnish.wording import printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -34,93 +51,153 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Post-train language models with reinforcement learning.",
 )
-app.command()(serve.serve)
-app.add_typer(engine_commands.app, name="engine")
+app.command("serve")(serve_command)
+app.command("chat")(chat_command)
+app.add_typer(engine.app, name="engine")
 
-RecipeName = Annotated[str, Argument(help="a name from `burnish recipes`, or a .toml file")]
+RecipeName = Annotated[str, Argument(help="a name from `burnish recipes` or a .toml file")]
 Overrides = Annotated[list[str] | None, Option("--set", metavar="A.B=C", help="may be repeated")]
 Seed = Annotated[int | None, Option(help="the run's seed")]
 Out = Annotated[Path | None, Option(help="a new run directory", show_default="runs/RECIPE-N")]
-Data = Annotated[Path | None, Option(help="rows of your own: a JSONL file or a directory")]
+Data = Annotated[str | None, Option(help="your own rows: a file, a directory or hf:ORG/NAME")]
 RunPath = Annotated[Path, Argument(help="a run directory")]
 Runtime = Annotated[str | None, Option(help="local, ray or torchrun")]
 Address = Annotated[str | None, Option(help="a Ray cluster to join, such as auto or HOST:PORT")]
-Quiet = Annotated[bool, Option("--quiet", help="a line per step instead of a display")]
+NoteOption = Annotated[str | None, Option("--note", help="a note about the run")]
+TagsOption = Annotated[list[str] | None, Option("--tag", help="a tag; may be repeated")]
+Quiet = Annotated[bool, Option("--quiet", help="one line per step, and every 30 s without one")]
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"burnish {version_of('burnish')}")
         raise typer.Exit
 
 
 @app.callback()
-def options(
+def global_options(
     version: Annotated[bool, Option("--version", callback=_print_version, is_eager=True)] = False,
 ) -> None:
-    """Options without a command."""
+    """Define the options that need no command."""
 
 
-@app.command()
-def recipes() -> None:
-    """List the recipes and presets, a line each."""
-    presets = "\npresets, which go on any recipe by --set preset=NAME"
-    for folder, title in {config.RECIPES: "recipes", config.PRESETS: presets}.items():
-        say(title)
-        found = {name: config.read_recipe(name, folder) for name in config.list_recipes(folder)}
+@app.command("recipes")
+def recipes_command() -> None:
+    """List the recipes and presets."""
+    presets = "\npresets, applied to any recipe with --set preset=NAME"
+    for folder, title in {RECIPES: "recipes", PRESETS: presets}.items():
+        print_text(title)
+        found = {name: read_recipe_table(name, folder) for name in list_recipes(folder)}
         print_table((f"[bold]{n}", escape(table["description"])) for n, table in found.items())
 
 
-@app.command()
-def plan(
+@app.command("settings")
+def settings_command(
+    prefix: Annotated[
+        str, Argument(help="a section or setting, such as rollout, or a name from TRL or verl")
+    ] = "",
+    schema: Annotated[
+        bool, Option("--schema", help="print a JSON schema of recipe files, for editors")
+    ] = False,
+    markdown: Annotated[bool, Option("--markdown", help="print docs/settings.md")] = False,
+) -> None:
+    """Print settings with their type, default, meaning, and the recipes that set them."""
+    from burnish.recipe import settings
+
+    if schema:
+        from burnish.recipe.schema import recipe_schema
+
+        return typer.echo(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
+    if markdown:
+        return typer.echo(settings.settings_page(), nl=False)
+    return typer.echo(settings.answer_settings(prefix))
+
+
+@app.command("plan")
+def plan_command(
     recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
 ) -> None:
-    """Print what a recipe will compute, about how long it takes here, and what it lacks."""
-    loaded = config.load(recipe, _changes(overrides, seed=seed))
+    """Print what a recipe will compute, its estimated duration, and its missing requirements."""
+    loaded = load_recipe(recipe, _changes(overrides, seed=seed))
     rates = None
-    with directory.claimed(out, loaded.name) as where, api.shown(None, loaded.name):
+    with directory.claimed(out, loaded.name) as where, api.progress_display(None, loaded.name):
         tell("load", "loading torch to measure the model and the machine")
-        from burnish import build, machine
+        from burnish.launch.local import look_at_prompts
+        from burnish.machine import hardware
 
-        loaded, size, lacks = build.look(loaded, where)
+        found = look_at_prompts(survey(loaded, where))
+        loaded, size = found.recipe, found.size
         if size is not None:
             device = None if loaded.device == "auto" else loaded.device
-            rates = machine.measure(0.3, precision=loaded.train.precision, device=device)
+            rates = hardware.measure_rates(0.3, precision=loaded.train.precision, device=device)
     print_sections(make_plan(loaded, where, size, rates))
-    if lacks:
-        print_sections([("it can't run yet", [("lacks", str(problem)) for problem in lacks])])
+    if found.problems:
+        problems = [("lacks", str(problem)) for problem in found.problems]
+        print_sections([("the recipe can't run yet", problems)])
+        raise typer.Exit(1)
 
 
-@app.command()
-def doctor() -> None:
-    """Describe this machine, the optional parts, and what each recipe would take here."""
-    with api.shown(None, "doctor"):
+@app.command("data")
+def data_command(
+    name: Annotated[str | None, Argument(help="without a name, the names are listed")] = None,
+    out: Annotated[Path | None, Option(help="a new directory", show_default="NAME")] = None,
+    rows: Annotated[int | None, Option(min=2, help="in all; a fifth is for validation")] = None,
+    model: Annotated[str | None, Option(help="a name, directory or run")] = None,
+    samples: Annotated[int | None, Option("-n", "--samples", min=1, help="per prompt")] = None,
+    temperature: Annotated[float | None, Option(min=0, help="of the responses")] = None,
+    max_tokens: Annotated[int | None, Option(min=1, help="per response")] = None,
+    seed: Annotated[int | None, Option(help="seed of the rows")] = None,
+) -> None:
+    """Write the rows that built-in recipes learn from."""
+    from burnish.cli.data import DATA_MAKERS, data_options, write_data
+
+    if name is None:
+        for one, (make, about, _) in DATA_MAKERS.items():
+            flags = (f"--{key} {default}" for key, default in data_options(make).items())
+            print_text(f"burnish data {one}: {about}\n  {' '.join(flags)}")
+        return
+    options: dict[str, Any] = {"rows": rows, "model": model, "samples": samples, "seed": seed}
+    options |= {"temperature": temperature, "max_tokens": max_tokens}
+    print_text(f"learn from them: {write_data(name, out, options)}")
+
+
+@app.command("doctor")
+def doctor_command() -> None:
+    """Describe this machine, the optional parts, and each recipe's duration and requirements."""
+    with api.progress_display(None, "doctor"):
         tell("load", "loading torch and measuring the machine")
-        from burnish import doctor
+        from burnish.cli import doctor
 
         sections = doctor.examine()
     print_sections(sections)
 
 
-@app.command()
-def train(
+@app.command("train")
+def train_command(
     recipe: RecipeName,
     overrides: Overrides = None,
     seed: Seed = None,
     out: Out = None,
     data: Data = None,
-    reward: Annotated[str | None, Option(help="a reward of your own, FILE.py:NAME")] = None,
+    reward: Annotated[
+        list[str] | None,
+        Option(help="your own reward function, FILE.py:NAME; several are summed", metavar="REWARD"),
+    ] = None,
     runtime: Runtime = None,
     address: Address = None,
+    note: NoteOption = None,
+    tags: TagsOption = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run a recipe: sample, score, learn, and leave a run directory."""
+    """Run a recipe: sample, grade and learn, and record everything in a run directory."""
     changes = _changes(overrides, seed=seed, runtime=_runtime(runtime, address))
-    _run(api.recipe_of(recipe, changes, data=data, reward=reward), out, quiet=quiet)
+    chosen = reward[0] if reward and len(reward) == 1 else reward
+    loaded = api.recipe_of(recipe, changes, data=data, reward=chosen or None)
+    _run(loaded, out, quiet=quiet, note=note, tags=tags or ())
 
 
-@app.command()
-def sft(
+@app.command("sft")
+def sft_command(
     recipe: RecipeName = "sft",
     overrides: Overrides = None,
     seed: Seed = None,
@@ -129,13 +206,13 @@ def sft(
     runtime: Runtime = None,
     quiet: Quiet = False,
 ) -> None:
-    """Learn written answers, prompt by prompt: a warm start for `burnish train`."""
+    """Fine-tune on prompts with given answers: a warm start for `burnish train`."""
     changes = _changes(overrides, task="pairs", seed=seed, runtime=_runtime(runtime))
     _run(api.recipe_of(recipe, changes, data=data), out, quiet=quiet)
 
 
-@app.command()
-def reward(
+@app.command("reward")
+def reward_command(
     recipe: RecipeName = "reward",
     overrides: Overrides = None,
     seed: Seed = None,
@@ -143,49 +220,57 @@ def reward(
     data: Data = None,
     quiet: Quiet = False,
 ) -> None:
-    """Learn a reward from pairs of responses, a chosen and a rejected one each."""
+    """Train a reward model on pairs of a chosen and a rejected response."""
     changes = _changes(overrides, task="preferences", seed=seed)
     _run(api.recipe_of(recipe, changes, data=data), out, quiet=quiet)
 
 
-@app.command()
-def demo(
-    full: Annotated[bool, Option("--full", help="run the full recipe, however long")] = False,
+@app.command("demo")
+def demo_command(
+    full: Annotated[bool, Option("--full", help="run the full recipe on any machine")] = False,
     seed: Seed = None,
     out: Out = None,
     quiet: Quiet = False,
 ) -> None:
-    """Watch a language model learn, in the form that this machine finishes in minutes."""
-    with api.shown(None, "demo"):
+    """Train a language model with a recipe that this machine finishes in minutes."""
+    with api.progress_display(None, "demo"):
         tell("load", "loading torch and measuring this machine")
-        from burnish import demo
+        from burnish.cli import demo
 
-        recipe, lines = demo.choose(is_full=full, seed=seed)
+        recipe, lines = demo.choose_demo(is_full=full, seed=seed)
     print_sections([("demo", lines)])
     _run(recipe, out, quiet=quiet)
 
 
-def _run(recipe: Recipe, out: Path | None, *, quiet: bool) -> None:
-    if torchrun.is_follower(recipe, sys.argv[1:]):
+def _run(
+    recipe: Recipe,
+    out: Path | None,
+    *,
+    quiet: bool,
+    note: str | None = None,
+    tags: Sequence[str] = (),
+) -> None:
+    if torchrun.is_follower(recipe.runtime, recipe.mesh, sys.argv[1:]):
         return torchrun.obey(recipe)
     with directory.claimed(out, recipe.name) as path:
         with _live(path, quiet=quiet) as live:
-            api.train(recipe, out=path, show=live.show, stop=live.is_asked)
+            how: dict[str, Any] = {"show": live.show, "stop": live.is_stop_requested}
+            api.train(recipe, out=path, note=note, tags=tags, **how)
         return _show_end(path)
 
 
-@app.command()
-def resume(
+@app.command("resume")
+def resume_command(
     run: RunPath,
     overrides: Overrides = None,
     checkpoint: Annotated[str | None, Option("--from", help="a checkpoint's name")] = None,
-    anyway: Annotated[bool, Option("--anyway", help="though machine or data changed")] = False,
+    anyway: Annotated[bool, Option("--anyway", help="even if machine or data changed")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Continue a run from its last checkpoint, bit for bit."""
-    directory.read_recipe(run)  # it raises if there is no run
+    directory.read_recipe(run)  # raises if there is no run
     recipe = resuming.resumed_recipe(run, overrides or ())
-    if torchrun.is_follower(recipe, sys.argv[1:]):
+    if torchrun.is_follower(recipe.runtime, recipe.mesh, sys.argv[1:]):
         return torchrun.obey(recipe)
     with _live(run, quiet=quiet) as live:
         api.resume(
@@ -194,23 +279,23 @@ def resume(
             from_checkpoint=checkpoint,
             anyway=anyway,
             show=live.show,
-            stop=live.is_asked,
+            stop=live.is_stop_requested,
         )
     return _show_end(run)
 
 
-@app.command()
-def chaos(
+@app.command("chaos")
+def chaos_command(
     recipe: RecipeName,
     overrides: Overrides = None,
-    kills: Annotated[int, Option(min=1, help="actors to kill")] = 3,
-    pause: Annotated[float, Option(min=0.1, help="seconds between two kills at most")] = 10.0,
+    kills: Annotated[int, Option(min=1, help="number of actors to kill")] = 3,
+    pause: Annotated[float, Option(min=0.1, help="maximum seconds between two kills")] = 10.0,
     seed: Seed = None,
     out: Out = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run a recipe on Ray, kill its actors at random moments, and judge what was learned."""
-    from burnish.chaos import Killer, verdict
+    """Run a recipe on Ray, kill actors at random times, and check that no responses were lost."""
+    from burnish.cli.chaos import Killer, verdict
 
     loaded = api.recipe_of(recipe, _changes(overrides, seed=seed, runtime="ray"))
     with directory.claimed(out, loaded.name) as path:
@@ -218,73 +303,115 @@ def chaos(
             killer = Killer(path, kills, loaded.seed, pause)
             killer.start()
             try:
-                api.train(loaded, out=path, show=live.show, stop=live.is_asked)
+                api.train(loaded, out=path, show=live.show, stop=live.is_stop_requested)
             finally:
                 killer.end()
         found = verdict(path, loaded)
-        say(f"killed: {', '.join(killer.killed) or 'nobody, the run was too short'}\n{found}")
+        print_text(
+            f"killed: {', '.join(killer.killed) or 'nobody, the run was too short'}\n{found}"
+        )
     raise typer.Exit(1 if found.problems else 0)
 
 
-@app.command()
-def sweep(
+@app.command("sweep")
+def sweep_command(
     file: Annotated[Path, Argument(help="a TOML file with recipes, seeds, and a grid or variants")],
-    out: Annotated[Path | None, Option(help="for its runs", show_default="runs/NAME")] = None,
-    parallel: Annotated[int | None, Option(min=1, help="runs at once, on Ray")] = None,
-    gpus: Annotated[float, Option("--gpus-per-run", min=0, help="a run's share of GPUs")] = 0.0,
+    out: Annotated[
+        Path | None, Option(help="directory of the runs", show_default="runs/NAME")
+    ] = None,
+    parallel: Annotated[int | None, Option(min=1, help="number of concurrent runs, on Ray")] = None,
+    gpus: Annotated[float, Option("--gpus-per-run", min=0, help="GPUs or share of one")] = 0.0,
 ) -> None:
-    """Run recipes × overrides × seeds and draw their curves in one page; repeated, it goes on."""
-    from burnish import sweep
+    """Run recipes × overrides × seeds and compare them in one page.
 
-    out = out or Path("runs") / sweep.read(file).name
+    The same command continues an interrupted sweep.
+    """
+    from burnish.cli import sweep
+
+    out = out or Path("runs") / sweep.read_sweep(file).name
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
-        failed = sweep.run(file, out, say, parallel, gpus)
+        failed = sweep.run_sweep(file, out, print_text, parallel, gpus)
     except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
+        print_text("stopped; the same command continues the sweep")
         raise typer.Exit(130) from None
-    told = [f"failed: {name}: {error}" for name, error in failed.items()]
-    say("\n".join([*told, f"report: {out / sweep.PAGE}"]))
+    failures = [f"failed: {name}: {error}" for name, error in failed.items()]
+    print_text("\n".join([*failures, f"report: {out / sweep.PAGE}"]))
     raise typer.Exit(1 if failed else 0)
 
 
-@app.command()
-def report(run: RunPath) -> None:
-    """Write a run's report.html, also while it runs."""
+@app.command("report")
+def report_command(run: RunPath) -> None:
+    """Write the report.html of a run, which may still be active."""
     from burnish.runs.report import write_report
 
-    say(f"report: {write_report(run)}")
+    print_text(f"report: {write_report(run)}")
 
 
-@app.command()
-def watch(
+@app.command("runs")
+def runs_command(
     path: Annotated[Path, Argument(help="a run, or a directory of runs")] = Path("runs"),
-    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one")] = 8420,
+    tags: TagsOption = None,
 ) -> None:
-    """Show runs in a browser while they run, until Ctrl-C."""
-    from burnish.runs.watch import Server
+    """List runs, the last updated first, with state, best held-out result, tags and note."""
+    from burnish.runs.listing import list_run_rows, tabulate_runs
+
+    if not path.is_dir():
+        raise RunError(f"there is no directory {path}; name a directory of runs")
+    if not (rows := list_run_rows(path, time.time(), tags or ())):
+        return print_text(f"{path} has no runs" + (" with these tags" if tags else ""))
+    return print_table([escape(printable(cell)) for cell in line] for line in tabulate_runs(rows))
+
+
+@app.command("note")
+def note_command(
+    run: RunPath,
+    text: Annotated[str | None, Argument(help="the note; without it, the note stays")] = None,
+    tags: TagsOption = None,
+    untag: Annotated[list[str] | None, Option(help="a tag to remove; may be repeated")] = None,
+) -> None:
+    """Write a run's note and tags; without any argument, print them."""
+    from burnish.runs.note import read_note, write_note
+
+    directory.read_recipe(run)  # raises if there is no run
+    change = text is not None or tags or untag
+    found = write_note(run, text, add=tags or (), remove=untag or ()) if change else read_note(run)
+    print_text(printable("\n".join(filter(None, [" ".join(found.tags), found.text])) or "no note"))
+
+
+@app.command("watch")
+def watch_command(
+    path: Annotated[Path, Argument(help="a run, or a directory of runs")] = Path("runs"),
+    port: Annotated[int, Option(min=0, max=65535, help="0 chooses a free port")] = 8420,
+) -> None:
+    """Serve a web page that shows runs live, until Ctrl-C."""
+    from burnish.runs.live_page import Server
 
     with Server(path, port) as server, suppress(KeyboardInterrupt):
-        say(f"watching {path} at {server.url}")
+        print_text(f"watching {path} at {server.url}")
         server.serve_forever()
 
 
-@app.command()
-def export(
+@app.command("export")
+def export_command(
     run: RunPath,
     out: Annotated[Path, Argument(help="a new directory")],
     which: Annotated[str, Option(help="best, last, or a checkpoint's name")] = "best",
-    adapter: Annotated[bool, Option("--adapter", help="the adapter alone, as PEFT's")] = False,
+    adapter: Annotated[
+        bool, Option("--adapter", help="write only the adapter, in PEFT's layout")
+    ] = False,
+    dtype: Annotated[str, Option(help="fp32, bf16 or fp16")] = "fp32",
 ) -> None:
-    """Write a run's model as a Hugging Face directory."""
-    say(f"{api.export(run, out, which=which, adapter=adapter).name} of {run} → {out}")
+    """Export a run's model as a Hugging Face directory."""
+    chosen = api.export(run, out, which=which, adapter=adapter, dtype=dtype)
+    print_text(f"{chosen.name} of {run} → {out}")
 
 
-@app.command(name="eval")
-def evaluate(
+@app.command("eval")
+def evaluate_command(
     recipe: Annotated[str, Argument(help="a recipe, or a run's directory")],
-    model: Annotated[list[str] | None, Option(help="may be repeated: side by side")] = None,
+    model: Annotated[list[str] | None, Option(help="may be repeated to compare models")] = None,
     samples: Annotated[int | None, Option("-n", "--samples", help="per prompt")] = None,
     temperature: Annotated[float | None, Option(help="0 is greedy")] = None,
     max_tokens: Annotated[int | None, Option(help="per response")] = None,
@@ -292,13 +419,13 @@ def evaluate(
     seed: Seed = None,
     out: Annotated[Path | None, Option(help="a directory for the responses")] = None,
 ) -> None:
-    """Measure models on held-out prompts; every response is kept, and a report is written."""
-    asked = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
-    named = {f"validation.{key}": value for key, value in asked.items()}
+    """Evaluate models on held-out prompts, record every response, and write a report."""
+    sampling = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
+    named = {f"validation.{key}": value for key, value in sampling.items()}
     changes = _changes(overrides, seed=seed, **named)
     chosen = [api.evaluation_recipe(recipe, name, changes) for name in model or (None,)]
-    for one in chosen:  # before the first of them takes its time
-        preflight.check(one)
+    for one in chosen:  # check all of them before the first one runs
+        raise_problems(find_problems(one))
     several = len(chosen) > 1
     done = [
         api.evaluate(one, out=out / str(number) if out and several else out)
@@ -315,82 +442,88 @@ def evaluate(
         from burnish.runs.results import write_evaluation
 
         page = write_evaluation(paths, (out or paths[0]) / "side-by-side.html")
-    say(f"report: {page}")
+    print_text(f"report: {page}")
 
 
-@app.command()
-def compare(
+@app.command("compare")
+def compare_command(
     runs: Annotated[list[Path], Argument(help="run directories")],
     out: Annotated[Path, Option(help="the page to write")] = Path("compare.html"),
 ) -> None:
-    """Lay the curves of runs over each other in one page and tabulate their results; evaluations
-    stand side by side.
+    """Compare runs or evaluations in one page, and print a table of the runs' results.
 
     Runs that differ only in their seed share a line. Reward and KL (nats per token) are means over
-    the last 10 steps, or over the last third of a short run; the rest is the last validation.
+    the last 10 steps, or over the last third of a short run; other columns are from the last
+    validation.
     """
     from burnish.runs.comparison import tabulate, write_comparison
     from burnish.runs.results import write_evaluation
 
     if all((run / "results.jsonl").exists() for run in runs):
-        return say(f"report: {write_evaluation(runs, out)}")
+        return print_text(f"report: {write_evaluation(runs, out)}")
     print_table(map(escape, row) for row in tabulate(write_comparison(runs, out)))
-    return say(f"report: {out}")
+    return print_text(f"report: {out}")
 
 
-@app.command()
-def generate(
-    prompt: Annotated[list[str], Argument(help="texts to answer")],
+@app.command("generate")
+def generate_command(
+    prompt: Annotated[list[str], Argument(help="prompts to answer")],
     model: Annotated[str, Option(help="a name, directory or run")] = "smollm2-135m",
     adapter: Annotated[str | None, Option(help="a directory in PEFT's layout")] = None,
     samples: Annotated[int, Option("-n", "--samples", help="responses per prompt")] = 1,
     temperature: Annotated[float, Option(help="0 is greedy")] = 1.0,
     max_tokens: Annotated[int, Option(help="per response")] = 128,
-    seed: Annotated[int, Option(help="of the draws")] = 0,
+    seed: Annotated[int, Option(help="seed of the sampling")] = 0,
     raw: Annotated[bool, Option("--raw", help="do not use the chat template")] = False,
 ) -> None:
     """Sample responses from a model and print them."""
     how: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     how |= {"model": {"name": model, "adapter": adapter}, "n": samples, "chat": not raw}
-    said = api.generate(prompt, **how)
-    for number, answer in enumerate(said):
-        if len(said) > 1:
-            say(f"── prompt {number // samples + 1}, sample {answer.sample + 1} ──")
-        say(printable(answer.text))
+    done = api.generate(prompt, **how)
+    for number, answer in enumerate(done):
+        if len(done) > 1:
+            print_text(f"── prompt {number // samples + 1}, sample {answer.sample + 1} ──")
+        print_text(printable(answer.text))
 
 
-def _changes(overrides: list[str] | None, **options: Any) -> list[str | config.Table]:
-    """Options of a command and --set as changes to a recipe; options that are None are left out."""
+def _changes(overrides: list[str] | None, **options: Any) -> list[str | Table]:
+    """Return the changes to a recipe that a command's options and its --set arguments make; options
+    that are None are left out."""
     given = {key: value for key, value in options.items() if value is not None}
     return [given, *(overrides or ())]
 
 
-def _runtime(name: str | None, address: str | None = None) -> config.Table | None:
-    """The section of a recipe that --runtime and --address stand for; an address means Ray, and a
-    process that torchrun started learns with the others."""
+def _runtime(name: str | None, address: str | None = None) -> Table | None:
+    """Return the [runtime] section for --runtime and --address; None if it is the default.
+
+    An address implies Ray. Without a name, a process that torchrun started uses torchrun.
+    """
     name = name or ("torchrun" if torchrun.is_started() else address and "ray")
     found = {"name": name, "address": address}
     return {key: value for key, value in found.items() if value is not None} or None
 
 
 def _live(path: Path, *, quiet: bool) -> Interrupts:
-    return Interrupts(path, Display(path.name, printing.out_console, quiet=quiet))
+    return Interrupts(path, Display(path.name, tables.out_console, quiet=quiet))
 
 
 def _show_end(path: Path) -> None:
-    """Prints how a run went, some answers before and after, and where its report is."""
-    end = directory.read_json(path / "summary.json")
-    say("\n".join([*outcome(end), *answers(end), f"report: {path / 'report.html'}"]))
+    """Print a run's results, some answers before and after training, and the path of its report."""
+    end = directory.load_json(path / "summary.json")
+    warnings = [f"warning: {warning}" for warning in end.get("warnings", ())]
+    report = f"report: {path / 'report.html'}"
+    print_text("\n".join([*outcome(end), *answers(end), *warnings, report]))
 
 
 def main() -> None:
-    """Runs the command line; an error the user can act on is one message, not a traceback."""
+    """Run the command line. Errors for users are printed as one message without a traceback."""
     share_cores()
     try:
         app(prog_name="burnish")
     except (BurnishError, OSError) as error:
-        told = escape(printable(str(error)))
-        printing.err_console.print(f"[red]error:[/] {told}", soft_wrap=True)
+        lines = [str(error), *getattr(error, "__notes__", ())]
+        message = escape(printable("\n".join(lines)))
+        tables.err_console.print(f"[red]error:[/] {message}", soft_wrap=True)
         if torchrun.is_started():
-            os._exit(1)  # the usual way out takes apart groups that may wait for a dead rank
+            os._exit(1)  # a regular exit destroys process groups, which may wait for a dead rank
         sys.exit(1)

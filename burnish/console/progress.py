@@ -1,8 +1,8 @@
-"""How far the work is: one small record, and the function that shows it.
+"""Progress reports: a record of the current work, and the callback that receives it.
 
-Work of any depth calls ``tell`` or ``begin``, which find the function that ``showing`` has set.
-They are called often and must cost next to nothing, so a display keeps the last record and draws it
-when it likes.
+Code at any depth calls ``tell`` or ``begin``, which call the callback that ``showing`` has set.
+Reports are frequent and must be cheap: a display only stores the last record, and draws it at its
+own pace.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 STEP_PHASES = ("generate", "grade", "score", "learn", "publish")
@@ -20,31 +20,37 @@ STEP_PHASES = ("generate", "grade", "score", "learn", "publish")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The work that is being done now; in phase "step", the results of a finished step."""
+    """The current work, or in phase "step" the results of a finished step."""
 
     phase: str
     """check, load, download, convert, compile, evaluate, one of ``STEP_PHASES``, checkpoint,
-    report, step, actors (``doing`` is their work), or note: a sentence that is shown and stays."""
+    report, step, actors (``doing`` describes their work), or note (``doing`` is printed as a line
+    that stays)."""
     doing: str
-    """The phase in words, such as "evaluating 64 prompts before the first step"."""
+    """Description, such as "evaluating 64 prompts before the first step"."""
     done: int = 0
+    """Number of completed units."""
     total: int | None = None
-    """None if nobody knows how much there is to do."""
+    """Total number of units; None if it is unknown."""
     unit: str = ""
-    """The things that ``done`` and ``total`` count."""
+    """Unit of ``done`` and ``total``, such as "responses"."""
     tokens_per_second: float | None = None
-    """Sampled since the phase began; None if nothing is sampled."""
+    """Sampling rate since the phase began; None if nothing is sampled."""
     step: int | None = None
-    """Finished steps; None outside of a run."""
+    """Number of finished steps; None outside of a run."""
     steps: int | None = None
-    """Steps of the whole run."""
+    """Number of steps of the run; None outside of a run."""
     seconds_left: float | None = None
-    """None until the first step is finished."""
+    """Estimated remaining time of the run; None until the first step is finished."""
     actors: str = ""
-    """The work of actors in words; empty if there are none."""
+    """Description of the actors' work; empty if there are no actors."""
+    grading: str = ""
+    """Progress of the grading and its failures so far, such as "12 of 64 graded, 3 timed out";
+    empty if nothing is being graded."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the step, in phase "step"; empty otherwise, as are the timings."""
+    """Metrics of the step in phase "step"; empty in other phases."""
     timings: Mapping[str, float] = field(default_factory=dict)
+    """Timings of the step in phase "step"; empty in other phases."""
 
 
 T = TypeVar("T")
@@ -53,22 +59,27 @@ _show: ContextVar[Show] = ContextVar("_show", default=lambda progress: None)
 
 
 class Report(Protocol):
-    """Is told how far one phase is."""
+    """Callback for the progress of one phase: the number of units that are done, the total number
+    of units (None for the total that `begin` received), and the number of tokens sampled since the
+    phase began."""
 
     def __call__(self, done: int, total: int | None = None, *, tokens: int = 0) -> None: ...
 
 
 def unheard(done: int, total: int | None = None, *, tokens: int = 0) -> None:
-    """Reports to nobody."""
+    """Callback that ignores all reports of a phase."""
 
 
 _report: ContextVar[Report] = ContextVar("_report", default=unheard)
-"""Of the phase that was announced last."""
+"""Callback for the phase that began last."""
+_last: ContextVar[list[Progress] | None] = ContextVar("_last", default=None)
+"""The last report of the phase that began last, in a list; None if no phase has begun."""
 
 
 @contextmanager
 def showing(show: Show) -> Iterator[None]:
-    """Progress inside the block is shown by ``show``."""
+    """Pass progress reports inside the block, in this thread, to ``show``; afterwards the previous
+    callback receives them again."""
     token = _show.set(show)
     try:
         yield
@@ -77,51 +88,76 @@ def showing(show: Show) -> Iterator[None]:
 
 
 def current_show() -> Show:
-    """The function that shows progress here."""
+    """Return the callback that receives progress reports in this context."""
     return _show.get()
 
 
 def tell(phase: str, doing: str, **more: Any) -> None:
-    """Shows a ``Progress`` of these fields."""
+    """Pass a ``Progress`` with these fields to the callback that ``showing`` has set."""
+    if phase not in ("note", "actors"):  # they belong to the phase that began last
+        _last.set(None)
     _show.get()(Progress(phase, doing, **more))
 
 
 def begin(phase: str, doing: str, *, total: int | None = None, unit: str = "") -> Report:
-    """Announces a phase and returns the function that reports how far it is.
+    """Report the start of a phase; return the callback for the phase's progress.
 
-    A report may name another total. Its tokens were sampled since the phase began.
+    ``total`` and ``unit``: see ``Progress``; a call of the callback may give another total. The
+    callback's ``tokens`` is the number of tokens sampled since the phase began; the sampling rate
+    is computed from it.
     """
     began, expected, show = time.monotonic(), total, _show.get()
+    last = [Progress(phase, doing)]
 
     def report(done: int, total: int | None = None, *, tokens: int = 0) -> None:
         speed = tokens / max(time.monotonic() - began, 1e-3) if tokens else None
-        whole = expected if total is None else total
-        show(Progress(phase, doing, done, whole, unit, tokens_per_second=speed))
+        whole, grading = expected if total is None else total, last[0].grading
+        now = Progress(phase, doing, done, whole, unit, tokens_per_second=speed, grading=grading)
+        last[0] = now
+        show(now)
 
     _report.set(report)
+    _last.set(last)
     report(0)
     return report
 
 
-def spelled(progress: Progress) -> str:
-    """How far the work is, in words."""
+def tell_grading(done: int, total: int, *, late: int, failed: int) -> None:
+    """Report the progress of grading, as a part of the phase that began last: ``done`` of ``total``
+    responses are graded, ``late`` comparisons of answers timed out, and ``failed`` responses got no
+    grade. Do nothing if that phase was not reported by `begin`."""
+    last = _last.get()
+    if last is None:
+        return
+    counts = {"timed out": late, "not graded": failed}
+    failures = [f"{count:,} {word}" for word, count in counts.items() if count]
+    last[0] = replace(last[0], grading=", ".join([f"{done:,} of {total:,} graded", *failures]))
+    _show.get()(last[0])
+
+
+def format_progress(progress: Progress) -> str:
+    """Return a text with the current work, its progress and the sampling rate."""
     words = [progress.doing]
     if progress.total:
         words.append(f"{progress.done:,} of {progress.total:,} {progress.unit}".strip())
     if progress.tokens_per_second is not None:
         words.append(f"{progress.tokens_per_second:,.0f} tokens per second")
+    words.append(progress.grading)
     return ", ".join(filter(None, words))
 
 
 def each(items: Sequence[T]) -> Iterator[T]:
-    """The items one after another; the phase is told how many are done."""
+    """Yield the items. After each one, report how many are done as the progress of the phase that
+    began last."""
     for done, item in enumerate(items, 1):
         yield item
         _report.get()(done, len(items))
 
 
 def after(report: Report, done: int, tokens: int = 0) -> Report:
-    """The same report for a later part of the work, which begins when ``done`` of it is done."""
+    """Return a callback for the next part of a phase of which ``done`` units and ``tokens`` tokens
+    are already finished. It adds these numbers to the counts that it receives, and calls
+    ``report``, the phase's callback, with the sums. It ignores the part's total."""
     first, before = done, tokens
 
     def further(done: int, total: int | None = None, *, tokens: int = 0) -> None:

@@ -1,13 +1,14 @@
-"""Numbers in sentences, spans of time, and text that is safe to print."""
+"""Formatting of counts and durations, and escaping of text for a terminal."""
 
 from __future__ import annotations
 
 PRINTED = "\n\t\u200d"
-"""Characters that are printed though they are not "printable"; the last one joins emoji."""
+"""Characters that are not escaped although ``str.isprintable`` is false; the last joins emoji."""
 
 
 def printable(text: str) -> str:
-    """Spells control characters out: what a model writes must not steer a terminal."""
+    """Escape control characters and other characters that can't be printed, so that model output
+    can't control the terminal. Newlines, tabs and joined emoji are not changed."""
     return "".join(
         char if char in PRINTED or char.isprintable() else char.encode("unicode_escape").decode()
         for char in text
@@ -15,12 +16,13 @@ def printable(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """The number and its noun, which takes an s unless the number is 1."""
+    """Format a number with its noun, in the plural unless the number is 1: "1,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """A span of time in the largest unit of which it has two, or in seconds."""
+    """Format a number of seconds in the largest unit (days, hours, minutes) of which it is at least
+    two, or else in seconds: "90 seconds", "2 minutes"."""
     for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= 2 * size:
             return counted(round(seconds / size), unit)

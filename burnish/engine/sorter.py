@@ -1,18 +1,20 @@
-"""The sorting model as an engine: a request's samples are complete after one step."""
+"""An engine for the sorting model. A response has a fixed length and is complete after one step."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from burnish.draws import uniforms
+from burnish.engine.native.sampler import search
 from burnish.engine.protocol import Capabilities, Request, check_weights, completed
-from burnish.engine.sampler import search
 from burnish.model.sorter import Sorter
+from burnish.randomness import uniforms
 from burnish.types import Completion, Finish, IntArray, Weights
 
 
 class SorterEngine:
+    """Samples from a sorting model in memory; `load` overwrites the model's weights."""
+
     capabilities = Capabilities(model_logprobs=True, token_versions=True, counter_draws=True)
 
     def __init__(self, model: Sorter) -> None:
@@ -30,7 +32,9 @@ class SorterEngine:
         self._waiting[request.request_id] = request
 
     def step(self) -> list[Completion]:
-        """Sample all waiting requests that are sampled like the first."""
+        """Sample the whole responses of the first waiting request and of all other waiting requests
+        that have the same sampling parameters, number of samples and stream. Return their
+        completions, and those of aborted requests."""
         done, self._aborted = self._aborted, []
         waiting = list(self._waiting.values())
         alike = [request for request in waiting if _kind(request) == _kind(waiting[0])]
@@ -51,7 +55,8 @@ class SorterEngine:
 
     @torch.no_grad()
     def _sample(self, requests: list[Request]) -> list[Completion]:
-        """Temperature 0 takes the likeliest numbers."""
+        """Sample all responses of requests that have the same settings, and return the completions.
+        Temperature 0 selects the most likely numbers."""
         params, samples = requests[0].params, requests[0].n
         tokens = torch.from_numpy(np.stack([request.prompt for request in requests])).long()
         logits = self.model(tokens) / (params.temperature or 1.0)
@@ -69,8 +74,8 @@ class SorterEngine:
         versions = np.full(self.model.length, self.version)
         found = []
         for row, request in enumerate(requests):
-            for i, own in enumerate(ids[row]):  # as many numbers as the prompt has
-                ended = Finish.STOP, None, "".join(spell(own))
+            for i, own in enumerate(ids[row]):  # a response has as many numbers as the prompt
+                ended = Finish.STOP, None, "".join(decode_numbers(own))
                 found.append(completed(request, i, (own, picked[row, i], versions), ended))
         return found
 
@@ -79,6 +84,6 @@ def _kind(request: Request) -> object:
     return request.params, request.n, request.stream
 
 
-def spell(ids: IntArray) -> list[str]:
-    """The numbers as texts that, put together, read as a prompt does: "0 2 4"."""
+def decode_numbers(ids: IntArray) -> list[str]:
+    """Return one text per number, with a space before all but the first: "0", " 2", " 4"."""
     return [f" {number}" if place else str(number) for place, number in enumerate(ids)]

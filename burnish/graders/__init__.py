@@ -1,1 +1,4 @@
-"""Text to grades. A worker imports this package, so it stays light: no torch, no numpy here."""
+"""Grading of responses: rewards, length penalties, judges, and the workers that run rewards.
+
+Grader workers import this package, so this file imports neither torch nor numpy.
+"""

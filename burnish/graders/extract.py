@@ -1,4 +1,4 @@
-"""The answer in a response: each function returns its text, or None if there is no answer."""
+"""Extract the answer from a response. Each function returns the answer's text, or None."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([-+]?[0-9](?:[0-9.,/]*[0-9])?))")
-"""A box that is opened, or that holds a bare number; the word \\boxed alone is no box."""
+r"""Matches \boxed{ or \fbox{ up to the brace, or a whole box around a bare number: \boxed 5."""
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9])"
@@ -16,10 +16,10 @@ _NUMBER = re.compile(
 
 
 def answer_tags(response: str) -> str | None:
-    """The answer in "… </think> <answer>ANSWER</answer>", strictly.
+    """Return the answer in "… </think> <answer>ANSWER</answer>", or None.
 
-    The thinking is closed once, nothing but white space lies between it and the only pair of
-    answer tags, and nothing but white space follows.
+    The result is None unless each of the three tags appears exactly once, only white space stands
+    between </think> and <answer> and after </answer>, and the answer is not empty.
     """
     if any(response.count(tag) != 1 for tag in ("</think>", "<answer>", "</answer>")):
         return None
@@ -30,7 +30,11 @@ def answer_tags(response: str) -> str | None:
 
 
 def boxed(response: str) -> str | None:
-    r"""The answer in the last \boxed{ANSWER} or \fbox{ANSWER}; None if that box is not closed."""
+    r"""Return the content of the last box: \boxed{ANSWER}, \fbox{ANSWER} or \boxed 5.
+
+    Return None if the response has no box, or if its last box is empty or not closed. Without
+    braces, only a number is a box's content.
+    """
     boxes = list(_BOX.finditer(response))
     if not boxes or boxes[-1][1]:
         return boxes[-1][1] if boxes else None
@@ -42,14 +46,20 @@ def boxed(response: str) -> str | None:
     return None
 
 
-def hashes(response: str) -> str | None:
-    """The answer in the last line with "#### ANSWER", as GSM8K writes it."""
+def hash_answer(response: str) -> str | None:
+    """Return the first line of text after the last "####", where GSM8K writes the answer.
+
+    Return None if the response has no "####", or no text after the last one.
+    """
     _, mark, rest = response.rpartition("####")
     return (rest.strip().partition("\n")[0].strip() or None) if mark else None
 
 
 def last_number(response: str) -> str | None:
-    """The last number, whatever surrounds it: "60% of $1,200.50." gives 1,200.50."""
+    """Return the last number as it is written: "60% of $1,200.50." gives "1,200.50".
+
+    Return None if the response has no number.
+    """
     found = _NUMBER.findall(response)
     return found[-1] if found else None
 
@@ -57,6 +67,6 @@ def last_number(response: str) -> str | None:
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "r1_zero": answer_tags,
     "boxed": boxed,
-    "hash": hashes,
+    "hash": hash_answer,
     "last_number": last_number,
 }

@@ -1,11 +1,11 @@
-"""A judge: a language model behind an OpenAI-compatible endpoint that answers in a fixed form.
+"""A judge: a language model behind an OpenAI-compatible endpoint that answers in a fixed format.
 
-    fails                                     then
-    no connection, a status other than 200    asked again after a pause
-    an answer in another form                 asked again, with the answer and the form it must have
-    the last of its tries, or the deadline    an error, never a score
+    failure                                   reaction
+    no connection, a status other than 200    retry after a pause
+    an answer in another format               retry; the request quotes the answer and the error
+    the last retry fails, or a timeout        an error, never a score
 
-The key is read from the environment when it is sent, and is stored nowhere.
+The API key is read from the environment for each request and is not stored.
 """
 
 from __future__ import annotations
@@ -22,47 +22,65 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from burnish.console.text import printable
 from burnish.errors import ConfigError, GraderError
 from burnish.graders import rubric
-from burnish.graders.pool import Items
 from burnish.graders.rewards import FULL
-from burnish.schema.judged import JudgeConfig
+from burnish.graders.tally import Items, Tally
+from burnish.recipe.judge import JudgeConfig
 from burnish.types import Grade, Status
-from burnish.wording import printable
 
 PAUSE = 0.25
-"""Seconds before the second try; each further pause is twice as long."""
+"""Seconds before the first retry; each further pause is twice as long."""
 FAILURES = (OSError, HTTPException, ValueError)
-"""Errors of the connection, of the reply and of its form."""
+"""Exceptions that lead to a retry: of the connection, of the HTTP reply and of its format."""
 LARGEST, QUOTED = 1_000_000, 200
-"""Bytes of a reply that are read, and characters of it that a message quotes."""
+"""Size in bytes at which reading a reply ends, and characters of it that an error quotes."""
 
 
 class Reply(NamedTuple):
-    """The end of a question to a judge, and its cost: calls, tokens and retries."""
+    """A judge's answer to a question, or the reason why there is none."""
 
     answer: Any
-    """None if the judge failed."""
+    """The parsed answer; None if the judge failed."""
     problem: str | None
-    """None if the judge answered."""
+    """Description of the failure; None if the judge answered."""
     cost: dict[str, float]
+    """The numbers of "calls", "tokens" and "retries"."""
 
 
 class Judge:
-    """Asks questions, some at a time, and grades responses by a rubric."""
+    """A ``Grader`` that asks a judge whether each response meets the criteria of its rubric.
+
+    A row has "rubric" (criteria by name) and "asked" (the prompt's text), as `check_judged` returns
+    it. ``config.parallel`` responses are graded at the same time. If the judge fails, the grade's
+    status is ERROR.
+    """
 
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
 
     def grade(self, items: Items) -> list[Grade]:
+        tally, grades = Tally(items), list[Grade]()
         with ThreadPoolExecutor(self.config.parallel) as threads:
-            return list(threads.map(self._grade, items))
+            try:
+                for index, grade in enumerate(threads.map(self._grade, items)):
+                    tally.add(index, grade.status, grade.message)
+                    grades.append(grade)
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+        return grades
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no processes to end."""
 
     def check(self) -> None:
-        """Raises if the judge does not answer at all; the form of its answer does not matter."""
+        """Send a test request, whose answer may have any format.
+
+        Raise a ConfigError if the environment variable of the API key is not set, or a GraderError
+        if the judge does not answer.
+        """
         config, name = self.config, self.config.key
         if name is not None and not os.environ.get(name):
             raise ConfigError(f"task.judge.key = {name!r} is not set in the environment; export it")
@@ -75,7 +93,13 @@ class Judge:
             ) from None
 
     def ask(self, messages: rubric.Messages, read: Callable[[str], Any]) -> Reply:
-        """The judge's answer as ``read`` reads it, which raises a ValueError at another form."""
+        """Send ``messages`` to the judge until ``read`` accepts the answer; return what ``read``
+        returns in a `Reply`.
+
+        ``read`` parses the text of an answer, without its thinking, and raises ValueError for a
+        wrong format. After ``config.tries`` requests, or ``config.seconds`` in total, return a
+        `Reply` with the last problem instead: a failing judge raises no exception.
+        """
         end, problem = time.monotonic() + self.config.seconds, ""
         cost = {"calls": 0.0, "tokens": 0.0, "retries": 0.0}
         for number in range(self.config.tries):
@@ -85,8 +109,10 @@ class Judge:
                 break
             cost["calls"], cost["retries"] = number + 1.0, float(number)
             try:
-                text, tokens = self._chat(messages, left, self.config.max_tokens)
+                limit = self.config.max_tokens + self.config.think_tokens
+                text, tokens = self._chat(messages, left, limit)
                 cost["tokens"] += tokens
+                text = rubric.without_thinking(text)
                 return Reply(read(text), None, cost)
             except FAILURES as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -96,13 +122,17 @@ class Judge:
                 messages = messages + [{"role": role, "content": said} for role, said in again]
             elif number + 1 < self.config.tries:
                 time.sleep(max(0.0, min(PAUSE * 2**number, end - time.monotonic())))
-        return Reply(None, printable(f"the judge failed: {problem}"), cost)
+        return Reply(None, printable(f"the judge at {self.config.url} failed: {problem}"), cost)
 
     def _grade(self, item: tuple[str, Mapping[str, Any]]) -> Grade:
-        """The row has the rubric, and the prompt as the judge sees it."""
+        """Grade one (response, row) pair; the row holds the rubric and the prompt's text, "asked".
+
+        The reward is the weighted share of the criteria that are met, and each criterion is a part
+        of the grade. If the judge fails, the grade is an error.
+        """
         response, row = item
-        asked = rubric.ask_scores(row["rubric"], row["asked"], response)
-        reply = self.ask(asked, partial(rubric.read_scores, count=len(row["rubric"])))
+        messages = rubric.ask_scores(row["rubric"], row["asked"], response)
+        reply = self.ask(messages, partial(rubric.read_scores, count=len(row["rubric"])))
         if reply.answer is None:
             return Grade(math.nan, {}, Status.ERROR, reply.problem, reply.cost)
         parts = dict(zip(row["rubric"], map(float, reply.answer), strict=True))
@@ -110,9 +140,13 @@ class Judge:
         return Grade(share, parts, cost=reply.cost, correct=share >= FULL)
 
     def _chat(self, messages: rubric.Messages, seconds: float, max_tokens: int) -> tuple[str, int]:
-        """An answer's text, and the tokens that the endpoint counted: 0 if it counts none."""
+        """Send one request; return the answer's text, and the total number of tokens of request and
+        answer that the endpoint reports, or 0 if it reports none.
+
+        Raises one of ``FAILURES`` if there is no such answer within ``seconds``.
+        """
         config, end = self.config, time.monotonic() + seconds
-        sent = {"model": config.model, "messages": messages, "temperature": 0}
+        sent = {"model": config.model, "messages": messages, "temperature": config.temperature or 0}
         headers = {"Content-Type": "application/json"}
         if config.key is not None:
             headers["Authorization"] = f"Bearer {os.environ.get(config.key, '')}"

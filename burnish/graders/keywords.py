@@ -1,7 +1,4 @@
-"""Whether a response holds the words it was asked for, and whether it uses them in a sentence.
-
-Two rewards, by name: "inclusion" asks that the words appear, "use" that they stand in sentences.
-"""
+"""Keyword rewards: "inclusion" requires that all keywords appear, "use" that sentences use them."""
 
 from __future__ import annotations
 
@@ -14,15 +11,17 @@ from typing import Any
 
 QUOTES = "\"'`“”„‟‘’‚‛«»"
 MOST_USES = 2
-"""How often a response may use one word."""
+"""Maximum number of times that one keyword may appear in a response, for the reward "use"."""
 _PUNCTUATION = r"(?:[\W_]+(?:and[\W_]+)*)?"
-"""Nothing, or punctuation with "and" here and there."""
+"""Pattern of optional spaces and punctuation, with any number of "and" between them."""
 
 
 def inclusion(response: str, keywords: Sequence[str]) -> dict[str, float]:
-    """inclusion = 1 if every keyword appears, case aside; fraction: how many of them do.
+    """Return reward = inclusion = 1 if every keyword appears in the response, otherwise 0, and
+    fraction, the share of the keywords that appear.
 
-    Whole words count: "red" is not in "reduced".
+    Case is ignored, and only whole words count: "red" is not in "reduced". Raise ValueError unless
+    ``keywords`` is a list of at least one word.
     """
     if isinstance(keywords, str) or not keywords or not all(keywords):
         raise ValueError(f"keywords must be a list of at least one word, got {keywords!r}")
@@ -33,7 +32,8 @@ def inclusion(response: str, keywords: Sequence[str]) -> dict[str, float]:
 
 
 def use(response: str, keywords: Sequence[str]) -> dict[str, float]:
-    """reward = 1 if every keyword is used and none comes more than twice; used: the share used.
+    """Return reward = 1 if every keyword is used and none appears more than twice, otherwise 0; and
+    used, the share of the keywords that are used, beside the parts of ``inclusion``.
 
     A keyword is used if it appears outside a list. A list is three or more keywords, or two with a
     comma, a colon or quotation marks, with nothing but punctuation and "and" between them: "the
@@ -53,7 +53,8 @@ def use(response: str, keywords: Sequence[str]) -> dict[str, float]:
 
 
 def _runs(text: str, words: set[str]) -> Iterator[tuple[re.Match[str], list[str]]]:
-    """Words that follow each other with nothing but punctuation and "and" between them."""
+    """Find the sequences of keywords with only spaces, punctuation and "and" between them; yield
+    the match of each sequence and its keywords."""
     word = "|".join(_pattern(word) for word in sorted(words, key=len, reverse=True))
     for run in re.finditer(rf"(?:{word})(?:{_PUNCTUATION}(?:{word}))*", text):
         yield run, re.findall(word, run[0])
@@ -69,10 +70,10 @@ def _is_list(run: re.Match[str], words: Sequence[str]) -> bool:
 
 
 def lists(response: str, keywords: Sequence[str]) -> bool:
-    """Whether keywords stand side by side as in a list: a measure that no reward is made of.
+    """Return whether keywords stand side by side as in a list: a metric that no reward uses.
 
-    It reads the text word by word and takes more for a list than the reward "use" refuses: also
-    "or", and any punctuation between two keywords.
+    It reads the text word by word and is stricter than the reward "use": "or", and any punctuation
+    between two keywords, also make a list.
     """
     wanted = {plain(word) for word in keywords}
     side_by_side, marked = 0, False
@@ -91,7 +92,8 @@ def lists(response: str, keywords: Sequence[str]) -> bool:
 def _graded(
     score: Callable[..., dict[str, float]], response: str, row: Mapping[str, Any]
 ) -> dict[str, float]:
-    """A built-in reward: reads the row's keywords."""
+    """Score a response by the row's keywords, with ``inclusion`` or ``use``; add the part "listed",
+    which is 1 if ``lists`` finds a list."""
     if "keywords" not in row:
         raise ValueError("this reward needs rows with a field keywords, a list of words")
     parts = score(response, row["keywords"])
@@ -106,4 +108,5 @@ def _pattern(word: str) -> str:
 
 
 def plain(text: str) -> str:
+    """Return a text as it is compared: casefolded, with characters in their composed form (NFC)."""
     return unicodedata.normalize("NFC", text).casefold()

@@ -1,8 +1,9 @@
-"""Length as a part of the reward: changes of a group's rewards, after grading.
+"""Length penalties: changes of a group's rewards, after grading.
 
 Each function takes the graded responses to one prompt and returns the change of each reward, [G].
-``limit`` is the largest number of tokens of a response. Rewards are those of the task, before any
-scale. `PENALTIES` has the functions by their names in a recipe.
+``limit`` is the maximum number of tokens of a response. Rewards are the task's, before they are
+multiplied by ``task.scales``. In the formulas, |y_i| is the number of sampled tokens of response i.
+`PENALTIES` maps the names in a recipe to these functions.
 """
 
 from __future__ import annotations
@@ -17,28 +18,29 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-class Graded(NamedTuple):
+class GradedResponses(NamedTuple):
     """The graded responses to one prompt, [G] each."""
 
     rewards: Floats
     right: Bools
-    """The responses that the task counts as correct."""
+    """Whether the task counts the response as correct."""
     lengths: Floats
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     inserted: Floats
-    """Tokens that the system put into the response; they use up the limit, too."""
+    """Number of tokens that the system inserted into the response; they count towards the limit."""
     counted: Bools
-    """The responses whose statistics count: not a greedy baseline, and no response that is dropped
-    because it was truncated."""
+    """Whether the response enters the group's statistics. A greedy baseline and a response that is
+    dropped because it was truncated do not."""
 
 
-def overlong(given: Graded, *, limit: int, buffer: int, coefficient: float) -> Floats:
-    """Nothing up to ``limit − buffer`` tokens, then linearly down to −coefficient at the limit.
+def overlong(given: GradedResponses, *, limit: int, buffer: int, coefficient: float) -> Floats:
+    """Penalize responses of more than ``limit − buffer`` tokens, linearly up to ``coefficient`` at
+    the limit.
 
         r_i ← r_i − c · min(1, max(0, (|y_i| − (l_i − buffer)) / buffer))
 
-    l_i is the limit less the tokens that were inserted into the response, so that a response that
-    was truncated at the limit pays c.
+    l_i is the limit minus the tokens that were inserted into the response, so that the penalty of
+    a response that was truncated at the limit is c.
 
     DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476, equation 13. Differs from the
     paper in the coefficient, which is 1 there.
@@ -47,10 +49,10 @@ def overlong(given: Graded, *, limit: int, buffer: int, coefficient: float) -> F
     return -coefficient * np.clip((given.lengths - (limits - buffer)) / buffer, 0, 1)
 
 
-def target(given: Graded, *, limit: int, tokens: int, coefficient: float) -> Floats:
-    """Every token too many or too few costs the same.
+def target(given: GradedResponses, *, limit: int, tokens: int, coefficient: float) -> Floats:
+    """Penalize each response in proportion to the distance of its length from n = ``tokens``.
 
-        r_i ← r_i − α · | n − |y_i| |
+        r_i ← r_i − α · | n − |y_i| |,    α = ``coefficient``
 
     L1-Exact, https://arxiv.org/abs/2503.04697, equation 1. Differs from the paper in n, which is
     one number for all prompts; the paper draws one for each and writes it into the prompt.
@@ -58,25 +60,29 @@ def target(given: Graded, *, limit: int, tokens: int, coefficient: float) -> Flo
     return -coefficient * np.abs(tokens - given.lengths)
 
 
-def at_most(given: Graded, *, limit: int, tokens: int, coefficient: float, delta: float) -> Floats:
-    """A good answer is worth less the longer it is; 1 only if it stays well below n tokens.
+def at_most(
+    given: GradedResponses, *, limit: int, tokens: int, coefficient: float, delta: float
+) -> Floats:
+    """Scale positive rewards down, by a factor that falls as the length approaches and exceeds
+    n = ``tokens``.
 
-        r_i ← r_i · min(1, max(0, α · (n − |y_i|) + δ))
+        r_i ← r_i · min(1, max(0, α · (n − |y_i|) + δ)),    α = ``coefficient``, δ = ``delta``
 
     L1-Max, https://arxiv.org/abs/2503.04697, equation 2. Differs from the paper in n, as `target`
-    does. A negative reward stays as it is.
+    does. A negative reward does not change.
     """
     kept = np.clip(coefficient * (tokens - given.lengths) + delta, 0, 1)
     return np.maximum(given.rewards, 0) * (kept - 1)
 
 
-def among_correct(given: Graded, *, limit: int, coefficient: float) -> Floats:
-    """Of the right answers to a prompt, those shorter than their mean lose less than the longer.
+def among_correct(given: GradedResponses, *, limit: int, coefficient: float) -> Floats:
+    """Penalize the correct responses to a prompt, longer ones more; wrong ones are not changed.
 
-        r_i ← r_i − α · σ((|y_i| − mean) / std)    if i is right; mean and std over right answers
+        r_i ← r_i − α · σ((|y_i| − mean) / std)    if i is correct; mean and std over correct ones
 
-    Arora and Zanette 2025, https://arxiv.org/abs/2502.04463. Differs from the paper in nothing that
-    it fixes: the std is over the number of right answers, and the fraction is 0 where it is.
+    Arora and Zanette 2025, https://arxiv.org/abs/2502.04463. Follows the paper where it is
+    specific. The std divides by the number of correct responses; if the std is 0, the fraction
+    counts as 0.
     """
     away, among = np.zeros_like(given.lengths), given.lengths[given.right & given.counted]
     if among.size and among.std():
@@ -84,13 +90,14 @@ def among_correct(given: Graded, *, limit: int, coefficient: float) -> Floats:
     return np.where(given.right, -coefficient / (1 + np.exp(-away)), 0)
 
 
-def solve_rate(given: Graded, *, limit: int, coefficient: float) -> Floats:
-    """Tokens cost more the more often the group is right: easy prompts get short answers.
+def solve_rate(given: GradedResponses, *, limit: int, coefficient: float) -> Floats:
+    """Penalize each token, the more the higher the group's solve rate, so that answers to easy
+    prompts become short.
 
-        r_i ← r_i − β · max(p, 1 / G) · |y_i| / limit,    p = share of right answers
+        r_i ← r_i − β · max(p, 1 / G) · |y_i| / limit,    p = share of correct responses
 
-    ALP, https://arxiv.org/abs/2506.05256. Differs from the paper in the constant that normalises
-    lengths, which is the limit.
+    ALP, https://arxiv.org/abs/2506.05256. Differs from the paper in the constant by which lengths
+    are divided: here it is the limit.
     """
     right = given.right[given.counted]
     rate = max(float(right.mean()), 1 / right.size) if right.size else 0.0

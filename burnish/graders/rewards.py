@@ -1,44 +1,59 @@
 """A reward is a function of (response text, row) that returns a number or a dict of parts.
 
-A dict has a "reward" and any other parts, all of them numbers; its "status" may say "unparsed" for
-a response that could not be read, which scores 0. Its "correct" says whether the response is right
-(True, False, or None if the reward has no such notion); without it, a reward of at least 1 counts.
-Whatever else a function does is an error of the grader: a counted failure with a message, never a
-0. (Workers import this file: no numpy.)
+An ``async def`` is awaited; many of its calls run at the same time. A function that ``batched``
+marks takes a list of responses and a list of their rows, and returns a list of results.
 
-A script that calls ``burnish.train`` at its top level, with no main guard, must not do so a second
-time in a worker. So of a running script a worker runs the definitions alone.
+A dict has the key "reward" and optionally other parts, all of them numbers. Its "status" may be
+"unparsed" for a response that could not be parsed, which scores 0. Its "correct" is True, False, or
+None if the reward has no notion of correctness; without it, a reward of at least 1 is correct.
+Anything else that a function does is an error of the grader: a counted failure with a message,
+never a reward of 0. Workers import this file, so it does not import numpy.
+
+A script that calls ``burnish.train`` at its top level, without a main guard, must not do so again
+in a worker. A worker therefore runs only the definitions of a running script.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 import symtable
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from burnish.console.text import printable
 from burnish.errors import DataError
 from burnish.graders import keywords
-from burnish.wording import printable
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
+"""A function that grades one response or, if it is batched, lists of responses and rows."""
+AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
+Style = Literal["single", "batched", "async"]
+"""How a reward is called: with one response, with a list of responses, or concurrently."""
+Cause = Literal["exception", "value", "wall", "cpu", "memory", "exit"]
+"""Why there is no grade: the reward raised, returned a value against the rules, exceeded a limit,
+or ended its worker."""
 
 
 def none(response: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """For rows without a reward of their own: a learned reward or a teacher is learned from."""
+    """Built-in reward "none": 0 for every response, neither correct nor wrong. It is for rows that
+    are trained on with a reward model or a teacher."""
     return {"reward": 0.0, "correct": None}
 
 
 BUILT_IN: dict[str, Reward] = {**keywords.REWARDS, "none": none}
 LONGEST_MESSAGE = 300
+AT_ONCE = 64
+"""Maximum number of concurrent calls of an async reward in one worker."""
 FULL = 1 - 1e-6
-"""The least reward that counts as correct if the reward function does not say: 1 up to rounding."""
+"""Least reward of a correct response if the reward does not return "correct": 1 up to rounding."""
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
 ACTIONS = (ast.Call, ast.NamedExpr, ast.Await)
@@ -50,44 +65,181 @@ class Source(NamedTuple):
     spec: str
     """A name in ``BUILT_IN``, or FILE.py:NAME."""
     module: str = "burnish_reward"
-    """The file's name as a module. Of a running script, "__main__", only the imports, functions,
-    classes and constants are run."""
+    """Module name of the file. From a running script, "__main__", a worker runs only the imports,
+    functions, classes and constants."""
     compares_answers: bool = False
-    """For burnish's own comparisons. They take seconds to load, and a model's answer may keep them
-    busy for ever: they are loaded once, before workers are forked, and such an answer scores 0."""
+    """Whether this is one of burnish's own comparisons of answers. They take seconds to load, so
+    they are loaded once, before workers are forked. A response on which they time out scores 0."""
     late_parts: tuple[tuple[str, float], ...] = ()
-    """The parts of the grade of such an answer, by name."""
+    """(name, value) pairs: the parts of the grade of a response on which a comparison times out."""
 
     @property
     def file_and_name(self) -> tuple[Path, str]:
+        """The file and the name in a ``spec`` of the form FILE.py:NAME."""
         file, _, name = self.spec.rpartition(":")
         return Path(file), name
 
 
 class Outcome(NamedTuple):
-    """A ``Grade`` as it travels."""
+    """The result of grading a response as a worker sends it; the pool converts it to a ``Grade``.
+    It needs neither numpy nor enums.
+
+    ``status`` is "scored", "unparsed", "timeout" or "error". With "error", ``reward`` is NaN and
+    ``message`` says what failed.
+    """
 
     status: str
     reward: float
     parts: dict[str, float]
     message: str | None
     correct: bool | None = None
+    says_correct: bool = False
+    """Whether the reward itself returned ``correct``."""
+    cause: Cause | None = None
+    """Why there is no grade; None if there is one."""
+
+
+def batched(reward: AnyReward) -> AnyReward:
+    """Mark a reward as batched, and return it; usually a decorator.
+
+    A batched reward takes a list of responses and a list of rows, and returns a list with one
+    result per response.
+    """
+    reward.batched = True  # type: ignore[attr-defined]
+    return reward
+
+
+def style_of(reward: Reward) -> Style:
+    """Return how a reward is called: "single", "batched" or "async".
+
+    A batched reward is "batched" even if it is an ``async def``.
+    """
+    function = reward.func if isinstance(reward, partial) else reward
+    if getattr(function, "batched", False):
+        return "batched"
+    return "async" if _is(inspect.iscoroutinefunction, reward) else "single"
+
+
+def _is(kind: Callable[[Any], bool], reward: Reward) -> bool:
+    """Return whether the reward, or the method that calls it if it is an object, is of a kind."""
+    return kind(reward) or kind(getattr(reward, "__call__", None))  # noqa: B004
 
 
 def score(reward: Reward, response: str, row: Mapping[str, Any]) -> Outcome:
-    """Calls the reward and holds what it returns to the rules above."""
+    """Call the reward and check its result by the rules at the top of this file.
+
+    An exception, or a result that breaks the rules, gives an outcome with the status "error". A
+    MemoryError is raised, and so are exceptions such as KeyboardInterrupt that no reward should
+    catch.
+    """
+    return _checked(lambda: _read(reward(response, row)))
+
+
+def _checked(grade: Callable[[], Outcome]) -> Outcome:
     try:
-        return _read(reward(response, row))
+        return grade()
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:
-        said = "".join(traceback.format_exception_only(error)).strip()[:LONGEST_MESSAGE]
-        frames = traceback.extract_tb(error.__traceback__, limit=-1)
-        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-        return _failed(said + where)
+        return raised(error)
+
+
+def score_batch(
+    reward: Reward,
+    responses: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    run: Callable[[Any], Any],
+) -> list[Outcome]:
+    """Call a batched reward and check its results like ``score``; return one outcome per response.
+
+    ``run`` runs the coroutine of a reward that is an ``async def`` and returns its result. An
+    exception, or a result that is not a list with one item per response, gives each response an
+    outcome with the status "error".
+    """
+    call: Callable[[Any, Any], Any] = reward
+    try:
+        found = call(list(responses), list(rows))
+        if inspect.iscoroutine(found):
+            found = run(found)
+        values = _listed(found)
+    except MemoryError:
+        raise
+    except (Exception, SystemExit) as error:
+        return [raised(error)] * len(responses)
+    if values is None or len(values) != len(responses):
+        got = type(found).__name__ if values is None else str(len(values))
+        said = f"a batched reward must return a list of {len(responses)} results, one per response"
+        return [_failed(f"{said}, got {got}")] * len(responses)
+    return [_checked(partial(_read, value)) for value in values]
+
+
+def _listed(found: Any) -> list[Any] | None:
+    """Return a batched reward's results as a list; None if they are not a list or the like: a text,
+    a mapping or a single value."""
+    if hasattr(found, "tolist"):  # an array or a tensor
+        found = found.tolist()
+    is_list = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
+    return list(found) if is_list else None
+
+
+async def score_async(
+    reward: Reward, response: str, row: Mapping[str, Any], seconds: float
+) -> Outcome:
+    """Await a reward for at most ``seconds``, and check its result like ``score``. A timeout gives
+    an outcome with the status "error"."""
+    import asyncio
+
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            value = await reward(response, row)
+    except MemoryError:
+        raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return late(seconds) if limit.expired() else raised(error)
+    return _checked(partial(_read, value))
+
+
+async def score_concurrently(
+    reward: Reward,
+    items: Sequence[tuple[str, Mapping[str, Any]]],
+    seconds: float,
+    done: Callable[[int, Outcome], None],
+) -> None:
+    """Grade items with an async reward, at most `AT_ONCE` at a time, each for at most ``seconds``.
+
+    ``done`` is called with the index and the outcome of each item as soon as it is graded. Calls
+    begin in the order of the items.
+    """
+    import asyncio
+
+    free = asyncio.Semaphore(AT_ONCE)
+
+    async def grade(index: int, item: tuple[str, Mapping[str, Any]]) -> None:
+        async with free:
+            outcome = await score_async(reward, *item, seconds)
+        done(index, outcome)
+
+    await asyncio.gather(*(grade(*numbered) for numbered in enumerate(items)))
+
+
+def late(seconds: float) -> Outcome:
+    """Return the outcome, an error, of a call that exceeded its wall-clock limit of ``seconds``."""
+    return _failed(f"took more than {seconds:g} s (task.wall_seconds)", "wall")
+
+
+def raised(error: BaseException) -> Outcome:
+    """Return the outcome, also an error, of a call that raised ``error``; the message names the
+    line."""
+    said = "".join(traceback.format_exception_only(error)).strip()[:LONGEST_MESSAGE]
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return _failed(said + where, "exception")
 
 
 def _read(value: Any) -> Outcome:
+    if inspect.iscoroutine(value):
+        value.close()
+        return _failed("reward must be one finite number, got a coroutine; write async def")
     parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
     status = parts.pop("status", "scored")
     says_correct, correct = "correct" in parts, parts.pop("correct", None)
@@ -106,18 +258,20 @@ def _read(value: Any) -> Outcome:
         return _failed(f"status must be scored, or unparsed with reward 0, got {status!r}, {total}")
     if not says_correct:
         correct = total >= FULL
-    return Outcome(status, total, numbers, None, None if correct is None else bool(correct))
+    right = None if correct is None else bool(correct)
+    return Outcome(status, total, numbers, None, right, says_correct)
 
 
-def _failed(message: str) -> Outcome:
-    return Outcome("error", math.nan, {}, printable(message))
+def _failed(message: str, cause: Cause = "value") -> Outcome:
+    return Outcome("error", math.nan, {}, printable(message), cause=cause)
 
 
-def find(reward: str | Reward) -> Source | None:
-    """Where a worker would find this reward; None for a function that lives in this process alone.
+def find_source(reward: str | Reward) -> Source | None:
+    """Return where a worker can load this reward; None for a function that only this process has.
 
-    That is so for lambdas, closures, methods, functions typed into a prompt or changed since they
-    were loaded, and functions of a running script that depend on what else the script did.
+    Such functions are lambdas, closures, methods, functions that were typed into a prompt or
+    changed since they were loaded, and functions of a running script that depend on its other
+    statements. Raise a DataError for a text that is neither FILE.py:NAME nor a built-in name.
     """
     if isinstance(reward, str):
         path, _, name = reward.rpartition(":")
@@ -138,9 +292,10 @@ def find(reward: str | Reward) -> Source | None:
     return Source(spec, module.__name__)
 
 
-def check(reward: str) -> None:
-    """Raises if a reward can't be loaded, as far as that is seen without running its file."""
-    source = find(reward)
+def check_reward_source(reward: str) -> None:
+    """Raise a DataError if the file of ``reward``, FILE.py:NAME, is missing, can't be parsed, or
+    does not define the function; a built-in name is accepted. The file is not executed."""
+    source = find_source(reward)
     assert source is not None
     if source.spec in BUILT_IN:
         return
@@ -157,13 +312,19 @@ def check(reward: str) -> None:
         raise DataError(f"reward {source.spec}: {path.name} has {known}, no function {name!r}")
 
 
-def load(source: Source) -> Reward:
-    """The reward itself; a file is run as a module of its own."""
+def load_reward(source: Source) -> Reward:
+    """Load a reward and return its function.
+
+    The reward's file is executed as a new module, which replaces ``source.module`` in
+    ``sys.modules``; of a running script, only the definitions are executed. The file's directory is
+    appended to ``sys.path``. Raise a DataError if the file can't be loaded or has no suitable
+    function.
+    """
     if source.spec in BUILT_IN:
         return BUILT_IN[source.spec]
-    check(source.spec)
+    check_reward_source(source.spec)
     path, name = source.file_and_name
-    sys.path.append(str(path.parent))  # last, so that a reward's neighbours hide no library
+    sys.path.append(str(path.parent))  # last, so that files beside the reward hide no library
     module = sys.modules[source.module] = ModuleType(source.module)
     module.__file__ = str(path)
     module.__package__ = source.module.rpartition(".")[0]
@@ -174,26 +335,63 @@ def load(source: Source) -> Reward:
         reward: Reward = getattr(module, name)
     except (Exception, SystemExit) as error:
         raise _unloadable(source, error) from error
+    check_signature(reward, source.spec)
     return reward
+
+
+def check_signature(reward: Reward, name: str) -> None:
+    """Raise a DataError if the reward is not a function that can be called with a response and its
+    row, or if it yields instead of returning. ``name`` names it in the error."""
+    if not callable(reward):
+        raise DataError(
+            f"reward {name}: must be a function, got {type(reward).__name__}; name a function"
+        )
+    if _is(inspect.isasyncgenfunction, reward) or _is(inspect.isgeneratorfunction, reward):
+        kind = "an async generator" if _is(inspect.isasyncgenfunction, reward) else "a generator"
+        raise DataError(
+            f"reward {name}: must return its result, but it is {kind} because it contains yield; "
+            "write return in place of yield"
+        )
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # written in C
+        return
+    given = ("responses", "rows") if style_of(reward) == "batched" else ("response", "row")
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        called = getattr(reward, "__name__", "score")
+        word = called if called.isidentifier() else "score"
+        raise DataError(
+            f"reward {name}: must take two arguments, {' and '.join(given)}, but it is defined as "
+            f"{word}{signature} ({error}); write def {word}({', '.join(given)})"
+        ) from None
 
 
 def _unloadable(source: Source, error: BaseException) -> DataError:
     said = "".join(traceback.format_exception_only(error)).strip()
-    return DataError(f"reward {source.spec}: the file can't be loaded: {said}")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename) == source.file_and_name[0]]
+    where = f" (line {own[-1].lineno})" if own else ""
+    remedy = "correct the file"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        remedy = f"install the package that provides {error.name}, or correct the import"
+    return DataError(f"reward {source.spec}: the file can't be loaded: {said}{where}; {remedy}")
 
 
 def definitions(path: Path) -> ast.Module:
-    """The script's imports, functions, classes and constants (assignments that call nothing)."""
+    """Parse a script; return a syntax tree of only its imports, functions, classes and constants
+    (assignments without calls)."""
     tree = ast.parse(path.read_bytes(), str(path))
     kept = [s for s in tree.body if isinstance(s, DEFINITIONS) or _is_constant(s)]
     return ast.Module(body=kept, type_ignores=[])
 
 
 def stands_alone(script: ModuleType, path: Path) -> bool:
-    """Whether a script's definitions mean in a worker what they mean in the running script.
+    """Return whether a script's definitions behave the same in a worker as in the running script.
 
-    They don't if the script changed one of its constants, or if they read a name that only the
-    rest of the script sets.
+    They do not if the script has changed one of its constants, or if they read a name that only the
+    script's other statements define.
     """
     tree = definitions(path)
     constants: list[ast.stmt] = [s for s in tree.body if isinstance(s, ASSIGNMENTS)]
@@ -206,7 +404,7 @@ def stands_alone(script: ModuleType, path: Path) -> bool:
 
 
 def names_set(code: str) -> set[str]:
-    """The names that a module's code may set, also inside an if or a try."""
+    """Return the names that a module's top-level code may define, including inside if and try."""
     symbols = symtable.symtable(code, "code", "exec").get_symbols()
     return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
 

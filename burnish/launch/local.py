@@ -1,54 +1,63 @@
-"""A recipe becomes the parts of a run: task, engine, model and learner, on a device.
+"""Builds the components of a run in this process: task, engine, learner and loop.
 
-Each part is made from the recipe alone, so parts may be built in different processes. Importing
-this module loads torch, so ``api`` imports it after all checks that need no torch.
+Each component is built from the resolved recipe alone, so that actors can use the same functions to
+build one component each. Importing this module loads torch, so ``api`` imports it only after all
+checks that do not need torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from burnish import config, engines, machine, preflight, sizes
+from burnish.console.progress import tell
 from burnish.engine.protocol import Engine, require
-from burnish.engine.sorter import SorterEngine, spell
-from burnish.errors import BurnishError, MissingExtra, ModelError
-from burnish.learner.learner import Learner
-from burnish.learner.objective import compile
-from burnish.learner.optim import Optimizer, Policy
-from burnish.learner.preferences import Preferences
+from burnish.engine.sorter import decode_numbers
+from burnish.errors import BurnishError
+from burnish.launch import engines
+from burnish.launch.models import DTYPES, ModelSource, open_model, open_policy, with_reward_head
+from burnish.launch.resolve import Resolved
+from burnish.launch.settings import (
+    make_evaluator,
+    rollout_settings,
+    run_settings,
+    step_settings,
+)
+from burnish.learner.learner import LocalLearner
+from burnish.learner.optimizer import Optimizer
+from burnish.learner.preferences import PreferenceProgram
+from burnish.learner.program import compile
+from burnish.learner.protocol import Learner, Step
 from burnish.learner.ranks import Ranks
-from burnish.loops import asynchronous, supervised, sync
-from burnish.loops.evaluate import Decode, Evaluator
-from burnish.loops.recorder import Parts
-from burnish.model import hub, products, reward
-from burnish.model.reward import RewardModel
+from burnish.loops import lagged, supervised, sync
+from burnish.loops.evaluate import Decode
+from burnish.loops.recorder import RunComponents
+from burnish.model.critic import Critic
+from burnish.model.reward import load_reward_model
 from burnish.model.sorter import Sorter
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
-from burnish.model.value import Critic
-from burnish.models import DTYPES, learned, open_model, open_policy, open_tokenizer
-from burnish.plan import PAGE, Need, Size, room
-from burnish.progress import tell
-from burnish.rollout.branches import branching
+from burnish.recipe.load import with_steps
+from burnish.recipe.runtime import BufferConfig, LaggedLoop
+from burnish.recipe.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.rollout.buffer import Buffer
-from burnish.rollout.learned import LearnedReward
 from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import cut, pack
+from burnish.rollout.reward_model import LearnedReward
+from burnish.rollout.step_values import make_step_sampler
 from burnish.runs.metrics import Metrics
-from burnish.schema.models import SorterConfig
-from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.tasks import gym, judged, keywords, math, mixture, pairs, sorting, text
-from burnish.tasks.history import History
+from burnish.tasks.solve_rates import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
-from burnish.types import Group
+from burnish.types import Group, Measured
 
+MakeLearner = Callable[[Resolved], Learner]
 PROBED = 1000
-"""Training prompts among which a plan looks for the longest; all rows of a file are checked."""
+"""Maximum number of training prompts among which `look_at_prompts` searches for the longest."""
 TASKS: dict[str, Any] = {
     "files": text.make_files,
     "keywords": keywords.make_keywords,
@@ -56,18 +65,23 @@ TASKS: dict[str, Any] = {
     "gym": gym.make_gym,
     "judged": judged.make_judged,
 }
+"""Functions that build a language task, by the task's name in a recipe."""
 
 
-def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Parts:
-    """The parts of a recipe's run. ``make`` makes the learner; None for `build_learner`."""
-    make = make or build_learner
+def build_local(resolved: Resolved, make: MakeLearner | None = None) -> RunComponents:
+    """Build the components of a run in this process: task, engine, learner and training loop; the
+    caller calls their ``close``. ``make`` builds the learner; None for `build_learner`. Raise an
+    EngineError if the engine lacks a capability that the recipe needs."""
+    recipe, make = resolved.recipe, make or build_learner
     if recipe.is_supervised:
-        return _build_supervised(recipe, make)
-    task, engine, decode = build_sampler(recipe)
-    require(engine.capabilities, repeats=recipe.engine.repeats)  # a resumed run draws the same
-    learner = make(recipe)
-    shut = engines.attach(recipe, engine, learner.policy)
-    stream, buffer = stream_of(recipe, task), buffer_of(recipe)
+        return _build_supervised(resolved, make)
+    task, engine, decode = build_sampler(resolved)
+    # A resumed run must repeat the same random draws.
+    require(engine.capabilities, repeats=recipe.engine.repeats)
+    learner = make(resolved)
+    bound = engines.tolerance(recipe.engine.precision, recipe.train.precision)
+    shut = engines.attach(engine, learner.probe, bound)
+    stream, buffer = build_stream(resolved, task), build_buffer(recipe.buffer, recipe.seed)
 
     def drift(groups: list[Group]) -> Metrics:
         return learner.held_out_drift(pack(groups).to(learner.device))
@@ -76,20 +90,26 @@ def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Pa
         shut()
         task.close()
 
-    steps = branching(recipe, lambda: decode)
-    rollouts = asynchronous.LocalRollouts(recipe, task, engine, steps)
-    train: Callable[..., Iterator[sync.Step]]
-    parts: dict[str, Any] = {"task": task, "engine": engine, "rest": engines.rest(recipe, engine)}
-    train = partial(sync.train, recipe, learner=learner, steps=steps, **parts)
+    settings, training = rollout_settings(recipe), step_settings(recipe)
+    total = recipe.train.steps
+    steps = make_step_sampler(recipe.objective.advantage, settings.group_size, lambda: decode)
+    rollouts = lagged.LocalRollouts(settings, task, engine, steps)
+    train: Callable[..., Iterator[Step]]
     if recipe.is_stale:
-        local = asynchronous.LocalLearner(recipe, learner, engine)
-        train = partial(asynchronous.train, recipe, rollouts=rollouts, learner=local, buffer=buffer)
-    return Parts(
-        recipe=recipe,
+        assert isinstance(recipe.loop, LaggedLoop)
+        runner = lagged.LocalStepRunner(training, learner, engine)
+        parts: dict[str, Any] = {"rollouts": rollouts, "learner": runner, "buffer": buffer}
+        train = partial(lagged.train_lagged, settings, total, lag=recipe.loop.lag, **parts)
+    else:
+        rest = engines.rest(engine, sleeps=recipe.engine.sleep)
+        parts = {"task": task, "engine": engine, "learner": learner, "steps": steps, "rest": rest}
+        train = partial(sync.train_sync, settings, training, total, **parts)
+    return RunComponents(
+        settings=run_settings(recipe),
         learner=learner,
         prompts=stream,
         train=partial(train, prompts=stream),
-        validate=partial(Evaluator(recipe, task, engine, decode).validate, drift),
+        validate=partial(make_evaluator(recipe, task, engine, decode).validate, drift),
         listen=rollouts.listen if recipe.is_stale else None,
         in_flight=rollouts.in_flight,
         restore=rollouts.restore,
@@ -100,113 +120,150 @@ def build(recipe: Recipe, make: Callable[[Recipe], Learner] | None = None) -> Pa
     )
 
 
-def buffer_of(recipe: Recipe) -> Buffer | None:
-    if recipe.buffer is None:
-        return None
-    return Buffer(**recipe.buffer.model_dump(), seed=recipe.seed)
+def build_buffer(config: BufferConfig | None, seed: int) -> Buffer | None:
+    """Build a recipe's replay buffer; return None if ``config`` is None, because the recipe has no
+    buffer."""
+    return None if config is None else Buffer(**config.model_dump(), seed=seed)
 
 
-def stream_of(recipe: Recipe, task: Task) -> PromptStream:
-    is_sorter = isinstance(recipe.task, SortTask)
-    bound = None if is_sorter else room(recipe, sizes.measured(recipe))
-    history = None
+def build_stream(resolved: Resolved, task: Task) -> PromptStream:
+    """Build the stream of training prompts, which skips prompts that are too long. It records solve
+    rates if the recipe selects prompts by them, and evolves the rubrics of judged tasks if the
+    recipe says so."""
+    recipe, history = resolved.recipe, None
     if recipe.selection.remembers:
         drops = recipe.rollout.overlong == "drop"
         history = History(recipe.selection, recipe.seed, drops_truncated=drops)
-    return PromptStream(task, bound, history, judged.evolving(recipe))
+    return PromptStream(task, resolved.room, history, judged.evolving(recipe.parts))
 
 
-def _build_supervised(recipe: Recipe, make: Callable[[Recipe], Learner]) -> Parts:
+def _build_supervised(resolved: Resolved, make: MakeLearner) -> RunComponents:
+    """Build the components of a supervised run, which has rows and a learner, but no engine."""
     tell("load", "reading the rows")
-    answers = _written(recipe)
-    recipe = config.with_steps(recipe, answers.steps(recipe.train.batch))
-    learner = make(recipe)
-    is_reward = isinstance(recipe.task, PreferencesTask)
-    measure = supervised.measure_preferences if is_reward else supervised.measure_answers
-    return Parts(
-        recipe=recipe,
+    answers = read_pairs(resolved)
+    recipe = with_steps(resolved.recipe, answers.steps(resolved.recipe.train.batch))
+    learner = make(replace(resolved, recipe=recipe))
+    return RunComponents(
+        settings=run_settings(recipe),
         learner=learner,
-        train=partial(supervised.train, recipe, pairs=answers, learner=learner),
-        validate=partial(supervised.validate, measure, answers, learner),
+        train=partial(
+            supervised.train_supervised,
+            recipe.train.steps,
+            recipe.train.batch,
+            pairs=answers,
+            learner=learner,
+        ),
+        validate=partial(supervised.validate_supervised, answers, learner),
     )
 
 
-def _written(recipe: Recipe) -> pairs.Pairs:
+def read_pairs(resolved: Resolved) -> pairs.Pairs:
+    """Read, check and encode the training and held-out rows of a supervised recipe. Raise an error
+    if a row lacks a field or is too long."""
+    recipe, source = resolved.recipe, resolved.source
     assert isinstance(recipe.task, PairsTask | PreferencesTask)
-    context, together = sizes.measured(recipe).context, recipe.train.micro_tokens
-    given: dict[str, Any] = {"tokenizer": open_tokenizer(recipe), "seed": recipe.seed}
-    return pairs.make_pairs(recipe.task, **given, context=context, together=together)
+    given: dict[str, Any] = {"tokenizer": source.tokenizer, "seed": recipe.seed}
+    together = recipe.train.micro_tokens
+    return pairs.make_pairs(recipe.task, **given, context=source.shape.context, together=together)
 
 
-def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
-    """The learner of a recipe's model, with the program of its objective. ``ranks`` as in
-    `Learner`; they move a model to their devices, part by part."""
-    policy: Policy
-    if isinstance(recipe.task, SortTask):
-        policy = _sorter(recipe)
-    else:
-        policy = learned(recipe, open_policy(recipe))
-        policy = policy if ranks else policy.to(sizes.device_of(recipe))
+def build_learner(resolved: Resolved) -> Learner:
+    """Build the learner of a run in this process: it trains a reward model on preferences if that
+    is the task, otherwise a policy."""
+    recipe = resolved.recipe
+    if not isinstance(recipe.task, PreferencesTask):
+        return build_policy_learner(resolved)
+    policy = open_policy(resolved.source, recipe.train, recipe.seed)
+    model = with_reward_head(policy, resolved.source.tokenizer).to(resolved.device)
     tell("load", "preparing the learner")
     train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
-    if isinstance(policy, RewardModel):
-        # It has all that is asked of the program of a run that samples nothing.
-        return Learner(policy, Preferences(), train)  # type: ignore[arg-type]
+    return LocalLearner(model, PreferenceProgram(), train)
+
+
+def build_policy_learner(resolved: Resolved, ranks: Ranks | None = None) -> LocalLearner[Measured]:
+    """Load the policy and, if the recipe has one, the teacher; create the critic; return a learner
+    that trains the policy with the recipe's objective, or on written answers in a supervised run.
+
+    ``ranks`` are the processes that learn together; None if this is the only one. They shard the
+    models and move them to their devices.
+    """
+    recipe = resolved.recipe
+    policy: Transformer | Sorter
+    if isinstance(recipe.task, SortTask):
+        policy = engines.make_sorter(recipe.task, recipe.model, recipe.seed)
+    else:
+        policy = open_policy(resolved.source, recipe.train, recipe.seed)
+        policy = policy if ranks else policy.to(resolved.device)
+    tell("load", "preparing the learner")
+    train = recipe.train.model_copy(update={"decay_steps": recipe.decay_steps})
     if recipe.is_supervised:
-        return Learner(policy, supervised.PROGRAM, train, ranks=ranks)
+        return LocalLearner(policy, supervised.PROGRAM, train, ranks=ranks)
     program, critic = compile(recipe.objective, recipe.critic), None
     if recipe.critic is not None:
-        assert isinstance(policy, Transformer), "the schema refuses a critic of the sorting model"
+        assert isinstance(policy, Transformer), "the schema rejects a critic of the sorting model"
         own = train.model_copy(update={"learning_rate": recipe.critic.learning_rate})
         critic = Optimizer(Critic(policy, shared=recipe.critic.shared), own, ranks)
-    return Learner(policy, program, train, _teacher(recipe, ranks), critic, ranks)
+    source, teacher = resolved.frozen.get("teacher.model"), None
+    if source is not None:
+        teacher = _build_teacher(source, train.precision, resolved.device, ranks)
+    return LocalLearner(policy, program, train, teacher, critic, ranks)
 
 
-def _teacher(recipe: Recipe, ranks: Ranks | None) -> Transformer | None:
-    other = preflight.frozen(recipe).get("teacher.model")
-    if other is None:
-        return None
-    model = open_model(other, DTYPES[sizes.settled(recipe).train.precision])[0]
+def _build_teacher(
+    source: ModelSource, precision: str, device: str, ranks: Ranks | None
+) -> Transformer:
+    """Load the frozen teacher."""
+    model = open_model(source, DTYPES[precision])
     model.requires_grad_(False)
-    return ranks.place(model, "fp32") if ranks else model.to(sizes.device_of(recipe))
+    return ranks.place(model, "fp32") if ranks else model.to(device)
 
 
-def build_sampler(recipe: Recipe) -> tuple[Task, Engine, Decode]:
-    """A recipe's task and engine, and a function that turns token ids into a text each."""
-    recipe = sizes.settled(recipe)
-    engine = build_engine(recipe)
+def build_sampler(resolved: Resolved) -> tuple[Task, Engine, Decode]:
+    """Build the engine and the task of a recipe; return the task, the engine, and a function that
+    converts token ids to one text per token. The caller closes the task and the engine."""
+    engine = engines.build_engine(resolved)
     tell("load", "reading the prompts")
-    task, decode = build_task(recipe)
+    task, decode = build_task(resolved)
     return task, engine, decode
 
 
-def build_task(recipe: Recipe) -> tuple[Task, Decode]:
-    """A recipe's task, and a function that turns token ids into a text each."""
+def build_task(resolved: Resolved) -> tuple[Task, Decode]:
+    """Build the task, with the reward model if the recipe has one; return the task and a function
+    that converts token ids to one text per token."""
+    recipe = resolved.recipe
     if isinstance(recipe.task, SortTask):
-        return sorting.Sorting(recipe.task, seed=recipe.seed), spell
-    tokenizer = open_tokenizer(recipe)
-    return _with_reward(recipe, _language_task(recipe, tokenizer)), decoder(tokenizer)
+        return sorting.Sorting(recipe.task, seed=recipe.seed), decode_numbers
+    tokenizer = resolved.source.tokenizer
+    return _with_reward_model(resolved, _language_task(resolved)), decoder(tokenizer)
 
 
-def _with_reward(recipe: Recipe, task: Task) -> Task:
-    """The task with its learned reward, if the recipe has one."""
-    if recipe.reward_model is None:
+def _with_reward_model(resolved: Resolved, task: Task) -> Task:
+    """Return the task, wrapped so that the recipe's reward model grades its responses; without a
+    reward model, return the task itself."""
+    config, train = resolved.recipe.reward_model, resolved.recipe.train
+    if config is None:
         return task
-    name, train = recipe.reward_model.name, sizes.settled(recipe).train
-    device, dtype = sizes.device_of(recipe), DTYPES[train.precision]
-    tell("load", f"loading {name}")
-    model = reward.load(hub.resolve(name), dtype=dtype).to(device)
+    tell("load", f"loading {config.name}")
+    files, dtype = resolved.frozen["reward_model.name"].files, DTYPES[train.precision]
+    model = load_reward_model(files, dtype=dtype).to(resolved.device)
     split = partial(cut, tokens=train.micro_tokens, sequences=train.micro_sequences)
-    return LearnedReward(task, model, weight=recipe.reward_model.task, cut=split)
+    return LearnedReward(task, model, weight=config.task, cut=split)
 
 
 def decoder(tokenizer: Tokenizer) -> Decode:
+    """Return a function that converts token ids to one text per token."""
     return lambda ids: [tokenizer.decode([i]) for i in ids]
 
 
-def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
-    check_phrase(recipe, tokenizer)
-    bound = room(recipe, sizes.measured(recipe))
+def _language_task(resolved: Resolved) -> Task:
+    """Build the task of a language model, or a mixture of tasks, and remove held-out prompts that
+    are too long. Raise a ConfigError if the think budget does not fit."""
+    recipe, tokenizer, bound = resolved.recipe, resolved.source.tokenizer, resolved.room
+    assert bound is not None
+    if recipe.rollout.think is not None:
+        most = recipe.rollout.max_tokens
+        lowest = min(most, recipe.validation.max_tokens or most)
+        check_phrase(recipe.rollout.think, lowest, tokenizer)
 
     def make(part: Any) -> Any:
         return TASKS[part.name](part, tokenizer=tokenizer, seed=recipe.seed, room=bound)
@@ -221,87 +278,27 @@ def _language_task(recipe: Recipe, tokenizer: Tokenizer) -> Task:
     return task
 
 
-def build_engine(recipe: Recipe) -> Engine:
-    """The engine that samples from a recipe's model."""
-    if isinstance(recipe.task, SortTask):
-        return SorterEngine(_sorter(recipe))
-    if recipe.engine.is_apart:
-        return engines.open_engine(recipe)
-    from burnish.engine.engine import NativeEngine  # numba takes a second
-    from burnish.engine.scheduler import STEP_TOKENS, EngineSettings
+def look_at_prompts(resolved: Resolved) -> Resolved:
+    """Read the rows and prompts of a recipe for `burnish plan`. Return a copy of ``resolved`` whose
+    ``size`` has the length of the longest prompt, among up to `PROBED` training prompts and all
+    held-out prompts, and the number of training prompts that were skipped because they are too
+    long. If reading fails, return a copy with the error added to ``problems``.
 
-    dtype, device = DTYPES[recipe.engine.precision], sizes.device_of(recipe)
-    total, free = machine.memory(device)
-    cache = Need("cache", f"engine.kv_mb = {recipe.engine.kv_mb}", recipe.engine.kv_mb * 2**20)
-    preflight.raise_all(preflight.lacking([cache], {"cache": total if device == "cpu" else free}))
-    model, tokenizer, _ = open_model(recipe, dtype)
-    settings = EngineSettings(
-        kv_bytes=cache.size,
-        page_size=PAGE,
-        max_running=recipe.engine.max_running,
-        step_tokens=STEP_TOKENS[device.partition(":")[0]],
-        on_update="keep" if recipe.loop.on_update == "keep" else "recompute",
-    )
-    return NativeEngine(model.to(device), tokenizer, settings)
-
-
-def _sorter(recipe: Recipe) -> Sorter:
-    task, model = recipe.task, recipe.model
-    assert isinstance(task, SortTask)
-    assert isinstance(model, SorterConfig)
-    return Sorter(task.numbers, task.length, model.width, seed=recipe.seed)
-
-
-def probe(recipe: Recipe, size: Size) -> Size:
-    """The size with the prompts of a recipe whose model and rows are here; every row is checked."""
-    if recipe.is_supervised:
-        _written(recipe)
-        return size
-    task = _language_task(recipe, open_tokenizer(recipe))
-    count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)
-    stream = PromptStream(task, room(recipe, size))
-    prompts = [*(prompt for _, prompt in stream.take(count)), *task.validation]
-    task.close()
-    return size._replace(
-        longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
-        too_long=stream.skipped,
-    )
-
-
-def prepare(recipe: Recipe, threads: int | None = None) -> Recipe:
-    """Sets torch up as bit-exactness needs it, before it touches a device.
-
-    ``threads`` is None for one per core that this process may use. Returns the recipe as it will
-    run here, with no precision left open.
+    Return ``resolved`` unchanged if it has problems already, if its model is not on this machine or
+    is the sorting model, or if the recipe is supervised, whose rows are only checked.
     """
-    machine.set_up_torch(threads or machine.cores())
-    sizes.check_device(recipe)
-    chosen = sizes.settled(recipe)
-    for precision in {chosen.engine.precision, chosen.train.precision} - {"fp32"}:
-        if not machine.multiplies(precision, sizes.device_of(chosen)):
-            factor = products.cost(DTYPES[precision])
-            tell(
-                "note",
-                f"note: this processor has no {precision} products, so one takes {factor:.1f} "
-                "times as long as in fp32; precision = 'auto' takes fp32 here",
-            )
-    return chosen
-
-
-def look(
-    recipe: Recipe, path: Path, *, has_prompts: bool = True
-) -> tuple[Recipe, Size | None, list[BurnishError]]:
-    """The recipe as it would run here, its size, and its problems: for a plan."""
-    unknown = preflight.problem_of(sizes.check_device, recipe)
-    lacks = [*preflight.problems(recipe, path), *unknown]
-    recipe = sizes.settled(recipe.model_copy(update={"device": "auto"}) if unknown else recipe)
-    is_absent = any(isinstance(problem, MissingExtra | ModelError) for problem in lacks)
-    for check in () if is_absent else (sizes.check_frozen, sizes.check_adapter, sizes.check_heads):
-        lacks += preflight.problem_of(check, recipe)
-    size = None if is_absent else sizes.measure(recipe)
-    if size is not None and has_prompts and not lacks:
-        try:
-            size = probe(recipe, size)
-        except BurnishError as error:
-            lacks.append(error)
-    return recipe, size, [*lacks, *sizes.lacking_room(recipe, path, size)]
+    recipe, size, bound = resolved.recipe, resolved.size, resolved.room
+    if size is None or resolved.problems:
+        return resolved
+    try:
+        if recipe.is_supervised:
+            read_pairs(resolved)
+            return resolved
+        with closing(_language_task(resolved)) as task:
+            stream = PromptStream(task, bound)
+            count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)
+            prompts = [*(prompt for _, prompt in stream.take(count)), *task.validation]
+    except BurnishError as error:
+        return replace(resolved, problems=(*resolved.problems, error))
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    return replace(resolved, size=size._replace(longest_prompt=longest, too_long=stream.skipped))

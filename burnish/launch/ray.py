@@ -1,60 +1,73 @@
-"""A recipe becomes the parts of a run on Ray: generators, a scorer and a learner as actors.
+"""Builds the components of a run on Ray: generators, a scorer and a learner as actors.
 
-Each actor builds its own part from the recipe, in its own process, with the functions of
-``burnish.build``; the driver keeps the task's prompts, the loop and the run directory.
+Each actor resolves the recipe on its own machine and builds its component there, with the functions
+of `burnish/launch/local.py`. The driver has the prompt stream, the loop and the run directory.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from burnish import build as local
-from burnish import engines, folders, preflight, sizes, torchrun
 from burnish.actors import cluster
-from burnish.actors.cast import Generator, LearnerPart, Scorer
-from burnish.actors.fleet import Fleet
-from burnish.actors.learner import RemoteLearner
+from burnish.actors.remote_learner import RemoteLearner
+from burnish.actors.rollouts import RemoteRollouts
 from burnish.actors.supervisor import Supervisor
+from burnish.actors.workers import GeneratorWorker, LearnerWorker, ScorerWorker
+from burnish.console.progress import tell
 from burnish.engine.protocol import require
-from burnish.loops import asynchronous, free, sync
-from burnish.loops.evaluate import Evaluator
-from burnish.loops.recorder import Parts
-from burnish.models import open_tokenizer
-from burnish.progress import tell
-from burnish.rollout.branches import branching
-from burnish.rollout.filling import replacer_of
-from burnish.rollout.length import shaping
-from burnish.rollout.rollout import sampling
+from burnish.launch import engines, local, torchrun
+from burnish.launch.resolve import Resolved, resolve
+from burnish.launch.settings import (
+    make_evaluator,
+    rollout_settings,
+    run_settings,
+    step_settings,
+)
+from burnish.learner.protocol import Learner, Step
+from burnish.loops import free, lagged, sync
+from burnish.loops.recorder import RunComponents
+from burnish.machine import folders
+from burnish.recipe.costs import shared_memory
+from burnish.recipe.recipe import Recipe
+from burnish.recipe.runtime import FreeLoop, RayRuntime
+from burnish.rollout.dead_groups import make_replacer
+from burnish.rollout.step_values import make_step_sampler
 from burnish.runs.metrics import Timers
-from burnish.schema.recipe import Recipe
-from burnish.strategy import FreeLoop
 from burnish.types import Group
 
 
-def build(recipe: Recipe) -> Parts:
-    """The parts of a run whose generators, scorer and learner are actors of Ray."""
-    runtime, note = recipe.runtime, partial(tell, "note")
+def build_on_ray(resolved: Resolved) -> RunComponents:
+    """Start Ray, or join the recipe's cluster, start the actors of generators, scorer and learner
+    (with a mesh, one actor per rank), and return the components of the run. The actors load their
+    models in the meantime. The components' ``close`` ends the actors and the use of Ray."""
+    recipe, note = resolved.recipe, partial(tell, "note")
+    runtime = recipe.runtime
+    assert isinstance(runtime, RayRuntime)
     folders.remove_dead()
-    how, why = cluster.choose(runtime, sizes.device_of(recipe), sizes.shared_memory(recipe))
+    how, why = cluster.choose_transport(
+        runtime, resolved.device, shared_memory(recipe, resolved.size)
+    )
     tell("load", "reading the prompts")
-    task, decode = local.build_task(recipe)
+    task, decode = local.build_task(resolved)
     tell("load", "starting Ray")
     ranks = recipe.mesh.ranks
-    leave = cluster.connect(runtime, ranks)
-    meeting = torchrun.Meeting(ranks, cluster.own_address(runtime)) if ranks > 1 else None
+    leave = cluster.start_or_join(runtime, ranks)
+    meeting = torchrun.Meeting(ranks, cluster.driver_address(runtime)) if ranks > 1 else None
     place = None if meeting is None else meeting.place
     note(f"the transport of weights is {how!r}, {why}")
     root = folders.SHARED if how == "shared" else Path(tempfile.gettempdir())
     claimed = folders.claim("run", root)
     folder = str(claimed.path)
     names = [f"generator-{number}" for number in range(runtime.generators)]
-    group = cluster.Exchange(how, ["learner", *names] if how in cluster.DIRECT else [])
+    group = cluster.TransportGroup(
+        how, ["learner", *names] if how in cluster.DIRECT_TRANSPORTS else []
+    )
     supervisor = Supervisor(runtime.deadline, note, partial(tell, "actors"), group=group)
-    begin, options = supervisor.start, cluster.options
+    begin, options = supervisor.start, cluster.actor_options
     for name in names:
         begin(name, partial(make_generator, recipe), **options(runtime.generator))
     begin("scorer", partial(make_scorer, recipe), num_cpus=0)
@@ -63,14 +76,22 @@ def build(recipe: Recipe) -> Parts:
         follow = partial(make_follower, recipe, rank, place)
         begin(f"rank-{rank}", follow, restarts=False, **options(runtime.learner))
     begin("learner", make, restarts=False, **options(runtime.learner))
-    size = recipe.rollout.group_size
-    replace = replacer_of(recipe)
-    fleet = Fleet(supervisor, names, size=size, params=sampling(recipe), tell=note, replace=replace)
-    learner = RemoteLearner(fleet, folder, how)
-    stream, buffer = local.stream_of(recipe, task), local.buffer_of(recipe)
+    settings, total, loop = rollout_settings(recipe), recipe.train.steps, recipe.loop
+    is_free = isinstance(loop, FreeLoop)
+    rollouts = RemoteRollouts(
+        supervisor,
+        names,
+        size=settings.group_size,
+        params=settings.params,
+        log=note,
+        replace=None if is_free else make_replacer(settings),
+    )
+    learner = RemoteLearner(rollouts, folder, how)
+    stream = local.build_stream(resolved, task)
+    buffer = local.build_buffer(recipe.buffer, recipe.seed)
 
     def revive() -> None:
-        # Generators that read the dead learner's own memory start again, too.
+        # Generators whose transport reads the dead learner's own memory are restarted, too.
         others = [] if how in ("shared", "store") else names
         if meeting is not None:
             meeting.renew()
@@ -80,66 +101,89 @@ def build(recipe: Recipe) -> Parts:
     def close() -> None:
         task.close()
         supervisor.stop()
-        claimed.remove()  # also if it takes too long to leave
+        claimed.remove()  # before leaving, which may take too long
         leave()
-        claimed.remove()  # an actor may have made a file
+        claimed.remove()  # an actor may have written a file in the meantime
 
-    train: Any = partial(asynchronous.train, rollouts=fleet, buffer=buffer)
-    if isinstance(recipe.loop, FreeLoop):
-        train = partial(free.train, fleet=fleet)
+    train: Callable[..., Iterator[Step]]
+    if isinstance(loop, FreeLoop):
+        steps = recipe.gradient_steps_per_rollout
+        train = partial(
+            free.train_free, settings, total, loop=loop, gradient_steps=steps, rollouts=rollouts
+        )
+    else:
+        train = partial(
+            lagged.train_lagged, settings, total, lag=loop.lag, rollouts=rollouts, buffer=buffer
+        )
+    evaluator = make_evaluator(recipe, task, rollouts, decode)
     tell("load", "waiting for the actors to load their parts")
-    return Parts(
-        recipe=recipe,
-        learner=learner,  # type: ignore[arg-type]
+    return RunComponents(
+        settings=run_settings(recipe),
+        learner=learner,
         prompts=stream,
-        train=partial(train, recipe, prompts=stream, learner=learner),
-        validate=partial(Evaluator(recipe, task, fleet, decode).validate, learner.held_out_drift),
-        listen=fleet.listen,
-        in_flight=fleet.in_flight,
-        restore=fleet.restore,
+        train=partial(train, prompts=stream, learner=learner),
+        validate=partial(evaluator.validate, learner.held_out_drift),
+        listen=rollouts.listen,
+        in_flight=rollouts.in_flight,
+        restore=rollouts.restore,
         buffer=buffer,
         publish=learner.publish,
         decode=decode,
         close=close,
         places=supervisor.places,
-        beside=fleet.beside,
-        shards=None if meeting is None else learner.write,
+        in_background=rollouts.run_in_background,
+        shards=None if meeting is None else learner.write_shards,
         revive=revive,
     )
 
 
-def make_generator(recipe: Recipe) -> Generator:
-    recipe = local.prepare(recipe, recipe.runtime.threads)
-    engine, loop = local.build_engine(recipe), recipe.loop
+def make_generator(recipe: Recipe) -> GeneratorWorker:
+    """Build the generator of a run, with its engine, in the generator's actor."""
+    resolved = resolve(recipe, checks=False, threads=recipe.runtime.threads)
+    recipe, loop, engine = resolved.recipe, recipe.loop, engines.build_engine(resolved)
     require(engine.capabilities, repeats=not isinstance(loop, FreeLoop))
     drains = isinstance(loop, FreeLoop) and loop.on_update == "wait"
-    steps = branching(recipe, lambda: local.decoder(open_tokenizer(recipe)))
-    return Generator(engine, drains=drains, tolerance=engines.tolerance(recipe), steps=steps)
+    steps = make_step_sampler(
+        recipe.objective.advantage,
+        recipe.rollout.group_size,
+        lambda: local.decoder(resolved.source.tokenizer),
+    )
+    bound = engines.tolerance(recipe.engine.precision, recipe.train.precision)
+    return GeneratorWorker(engine, drains=drains, tolerance=bound, steps=steps)
 
 
-def make_scorer(recipe: Recipe) -> Scorer:
-    preflight.check(recipe)  # its node may lack a package, a file or the key of a judge
-    recipe = local.prepare(recipe, recipe.runtime.threads)  # a learned reward computes, too
-    return Scorer(local.build_task(recipe)[0], shaping(recipe))
+def make_scorer(recipe: Recipe) -> ScorerWorker:
+    """Build the scorer of a run, with its task, in the scorer's actor."""
+    # With all checks: the actor's machine may lack a package, a file or a judge's API key.
+    resolved = resolve(recipe, threads=recipe.runtime.threads)
+    return ScorerWorker(local.build_task(resolved)[0], rollout_settings(recipe).penalize)
 
 
 def make_follower(recipe: Recipe, rank: int, place: dict[str, str] | None) -> None:
-    """Learns with the learner's actor until it ends."""
+    """Run a rank other than rank 0 of a mesh in this actor: build its part of the learner and run
+    the calls of rank 0, which is the learner's actor, until rank 0 closes the learner. ``place``
+    has the environment variables of the rendezvous."""
     os.environ |= {**(place or {}), "RANK": str(rank)}
     torchrun.follow(recipe, recipe.runtime.threads)
 
 
 def make_learner(
     recipe: Recipe, how: str, folder: str, place: dict[str, str] | None = None
-) -> LearnerPart:
-    """``place`` is where ranks meet that learn together; None if this actor learns alone."""
-    recipe = local.prepare(recipe, recipe.runtime.threads)
-    own: Any = None
-    if place is not None:
-        os.environ |= {**place, "RANK": "0"}
-        own = torchrun.conduct(recipe)
+) -> LearnerWorker:
+    """Build the learner of a run in the learner's actor; with a mesh, this actor is rank 0.
 
-    def learn(learner: Any, number: int, groups: list[Group]) -> sync.Step:
-        return sync.learn(recipe, learner, number, groups, Timers())
+    ``how`` is the transport of weights, which may write files in ``folder``. ``place`` has the
+    environment variables with which the ranks of a mesh find each other; None if this actor learns
+    alone.
+    """
+    resolved = resolve(recipe, checks=False, threads=recipe.runtime.threads)
+    training = step_settings(resolved.recipe)
 
-    return LearnerPart(own or local.build_learner(recipe), learn, how, folder)
+    def train_step(learner: Learner, number: int, groups: list[Group]) -> Step:
+        return sync.train_step(training, learner, number, groups, Timers())
+
+    if place is None:
+        return LearnerWorker(local.build_learner(resolved), train_step, how, folder)
+    os.environ |= {**place, "RANK": "0"}
+    mesh = torchrun.conduct(resolved)
+    return LearnerWorker(mesh, train_step, how, folder, mesh.write_shards)

@@ -1,6 +1,6 @@
-"""A run on the ranks that torchrun starts: rank 0 conducts, the others follow.
+"""A run on the ranks that torchrun starts: rank 0 leads, and the other ranks follow it.
 
-Rank 0 has the task, the engine and the run directory. Every rank has its part of the learner.
+Rank 0 has the task, the engine and the run directory. Every rank has a part of the learner.
 """
 
 from __future__ import annotations
@@ -10,27 +10,34 @@ import signal
 import sys
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from burnish import config, machine
 from burnish.errors import ConfigError
+from burnish.launch.resolve import Resolved, resolve
+from burnish.machine import hardware
+from burnish.recipe.load import flatten, recipe_to_toml, with_steps
+from burnish.recipe.mesh import MeshConfig
+from burnish.recipe.recipe import Recipe
+from burnish.recipe.runtime import AnyRuntime, LocalRuntime
 from burnish.runs.resuming import differences
-from burnish.schema.mesh import shapes
-from burnish.schema.recipe import Recipe
 
 if TYPE_CHECKING:
-    from burnish.learner.learner import Learner
-    from burnish.learner.parallel import Mesh
-    from burnish.loops.conductor import Channel, Conductor
-    from burnish.loops.recorder import Parts
+    from burnish.learner.learner import LocalLearner
+    from burnish.learner.mesh.mesh import Mesh
+    from burnish.learner.mesh.mesh_learner import Channel, MeshLearner
+    from burnish.loops.recorder import RunComponents
+    from burnish.types import Measured
 
 
 class Meeting:
-    """A place where ranks meet that torchrun has not started; whoever starts them keeps it."""
+    """The rendezvous of ranks that torchrun has not started: it hosts the key-value store at which
+    they find each other, and has their environment variables. The process that starts the ranks
+    keeps it open."""
 
     def __init__(self, ranks: int, address: str) -> None:
-        """``address`` is one of this machine's."""
+        """``address`` is an address of this machine that all ranks can reach."""
         self.place = {
             "MASTER_ADDR": address,
             "WORLD_SIZE": str(ranks),
@@ -38,12 +45,12 @@ class Meeting:
             "TORCHELASTIC_RUN_ID": "burnish",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        """The environment of each rank, as torchrun gives it."""
+        """Environment variables of each rank, with the names that torchrun uses."""
         self.renew()
 
     def renew(self) -> None:
-        """All ranks start, perhaps again: the addresses of dead ranks stay in their store, so each
-        time has its own."""
+        """Open a new store before all ranks start or restart, because the previous store still
+        contains the addresses of dead ranks."""
         from torch._C._distributed_c10d import TCPStore
 
         address = self.place["MASTER_ADDR"]
@@ -52,82 +59,98 @@ class Meeting:
 
 
 IDLE = timedelta(days=30)
-"""How long a rank waits for its next call; ranks that are gone are found by their watch."""
+"""Timeout of a rank's wait for its next call. Heartbeats detect dead ranks much earlier."""
 
 
 def is_started() -> bool:
-    """Whether torchrun has started this process."""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def rank() -> int:
+    """Return this process's rank; 0 if no ranks were started."""
     return int(os.environ.get("RANK", "0"))
 
 
-def start(recipe: Recipe, arguments: Sequence[str]) -> NoReturn:
-    """Becomes a torchrun that runs this command line on as many ranks as the mesh has."""
-    how = ["--standalone", f"--nproc-per-node={recipe.mesh.ranks}", "-m", "burnish"]
+def start(ranks: int, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by a torchrun that runs burnish with the same arguments on ``ranks``
+    ranks of this machine."""
+    how = ["--standalone", f"--nproc-per-node={ranks}", "-m", "burnish"]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *how, *arguments])
 
 
-def is_follower(recipe: Recipe, arguments: Sequence[str]) -> bool:
-    """Whether this process is a rank beside rank 0. A command that needs ranks and was not started
-    by torchrun becomes a torchrun that starts them."""
-    if recipe.runtime.name == "torchrun" and not is_started():
-        start(recipe, arguments)
-    if recipe.runtime.name != "torchrun" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def is_follower(runtime: AnyRuntime, mesh: MeshConfig, arguments: Sequence[str]) -> bool:
+    """Return whether this process is a rank other than rank 0, which has to follow rank 0.
+
+    If the runtime is torchrun and this process was not started by it, the process is replaced by a
+    torchrun that starts the ranks. Raises a ConfigError if the number of ranks or the runtime does
+    not fit the recipe.
+    """
+    if runtime.name == "torchrun" and not is_started():
+        start(mesh.ranks, arguments)
+    if runtime.name != "torchrun" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"torchrun has started {os.environ['WORLD_SIZE']} ranks, and with runtime.name = "
-            f"'{recipe.runtime.name}' each of them would be a run of its own; use 'torchrun'"
+            f"'{runtime.name}' each of them would be a separate run; use 'torchrun'"
         )
-    if recipe.runtime.name == "torchrun":
-        check_ranks(recipe)  # before anyone loads torch
+    if runtime.name == "torchrun":
+        check_ranks(mesh)  # before torch is loaded
     return is_started() and rank() > 0
 
 
-def threads(recipe: Recipe) -> int | None:
-    """Threads of this process; None if it may use all cores."""
-    if recipe.runtime.name != "torchrun":
+def threads(runtime: AnyRuntime) -> int | None:
+    """Return the number of threads that this process should use. With the runtime torchrun, it is
+    ``runtime.threads`` or, if that is not set, the number of cores divided by the ranks on this
+    machine. With other runtimes it is None: the process may use all cores."""
+    if runtime.name != "torchrun":
         return None
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return recipe.runtime.threads or max(1, machine.cores() // ranks)
+    return runtime.threads or max(1, hardware.cores() // ranks)
 
 
-def check_ranks(recipe: Recipe) -> None:
-    """Raises unless torchrun has started as many ranks as the mesh has."""
+def check_ranks(mesh: MeshConfig) -> None:
+    """Raise a ConfigError unless torchrun has started as many ranks as the mesh has."""
     if not is_started():
         raise ConfigError(
             "runtime.name = 'torchrun' needs ranks; start them with: torchrun "
-            f"--nproc-per-node {recipe.mesh.ranks} -m burnish train …"
+            f"--nproc-per-node {mesh.ranks} -m burnish train …"
         )
     found = int(os.environ["WORLD_SIZE"])
-    if found != recipe.mesh.ranks:
+    if found != mesh.ranks:
         raise ConfigError(
-            f"the mesh has {recipe.mesh.ranks} ranks ({recipe.mesh}), and torchrun has started "
-            f"{found}; set {shapes(found)}, or start {recipe.mesh.ranks}"
+            f"the mesh has {mesh.ranks} ranks ({mesh}), and torchrun has started {found}; set "
+            f"{_mesh_settings(found)}, or start {mesh.ranks}"
         )
 
 
-def build(recipe: Recipe) -> Parts:
-    """The parts of rank 0's run; `follow` answers to it on the other ranks."""
+def _mesh_settings(ranks: int) -> str:
+    """Return text for an error message: mesh settings that need ``ranks`` ranks."""
+    found = [f"mesh.shard = {ranks}", f"mesh.replicate = {ranks}"]
+    found += [f"mesh.shard = {ranks // 2} with mesh.tensor = 2"] * (ranks % 2 == 0 and ranks > 2)
+    return " or ".join(found)
+
+
+def build_on_ranks(resolved: Resolved) -> RunComponents:
+    """Build the components of a run on rank 0, with a learner that all ranks run together. The
+    other ranks run `follow`."""
     if rank() > 0:
         raise ConfigError(
-            f"rank {rank()} runs a script that calls burnish itself, and only rank 0 conducts a "
-            "run; start the ranks with: torchrun … -m burnish train RECIPE --reward FILE.py:NAME"
+            f"rank {rank()} runs a script that calls burnish, and only rank 0 may start a run; "
+            "start the ranks with: torchrun … -m burnish train RECIPE --reward FILE.py:NAME"
         )
-    from burnish import build as local
+    from burnish.launch import local
 
-    channel = join(recipe)
-    made: list[Conductor] = []
+    channel = join(resolved)
+    made: list[MeshLearner] = []
 
-    def make(own: Recipe) -> Conductor:
+    def make(own: Resolved) -> MeshLearner:
         made.append(conduct(own, channel))
         return made[0]
 
     try:
-        parts = local.build(recipe, make)  # type: ignore[arg-type]
+        parts = local.build_local(resolved, make)
     except BaseException as error:
-        channel.watch.fail(error)  # the others wait for a learner
+        channel.heartbeat.fail(error)  # the other ranks wait for rank 0's learner
         raise
     close = parts.close
 
@@ -135,50 +158,55 @@ def build(recipe: Recipe) -> Parts:
         close()
         made[0].close()
 
-    return parts._replace(close=leave, shards=made[0].write)
+    return parts._replace(close=leave, shards=made[0].write_shards)
 
 
-def conduct(recipe: Recipe, channel: Channel | None = None) -> Conductor:
-    """The learner of rank 0; the other ranks have its recipe, and get the number of its steps."""
-    from burnish.loops.conductor import Conductor
+def conduct(resolved: Resolved, channel: Channel | None = None) -> MeshLearner:
+    """Build the learner on rank 0, while the other ranks build their parts in `follow`, and return
+    the learner through which rank 0 drives all ranks. The number of steps, which can depend on the
+    data, is sent to the other ranks first. ``channel`` is the connection to the other ranks; None
+    to connect now."""
+    from burnish.learner.mesh.mesh_learner import MeshLearner
 
-    channel = channel or join(recipe)
-    channel.send(recipe.train.steps)
-    learner, mesh = channel.call(_learner, recipe)
-    return Conductor(learner, mesh, channel)
+    channel = channel or join(resolved)
+    channel.send(resolved.recipe.train.steps)
+    learner, mesh = channel.call(_learner, resolved)
+    return MeshLearner(learner, mesh, channel)
 
 
 def obey(recipe: Recipe) -> None:
-    """Follows rank 0, which decides when the run stops."""
+    """Run `follow` with SIGINT and SIGTERM ignored, because rank 0 decides when the run stops."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    follow(recipe, threads(recipe))
+    follow(recipe, threads(recipe.runtime))
 
 
 def follow(recipe: Recipe, count: int | None) -> None:
-    """Learns with rank 0 until it ends, on so many threads."""
-    from burnish import build as local
-    from burnish.loops import conductor
+    """Build this rank's part of the learner, and run rank 0's calls on it until rank 0 closes the
+    learner. ``count`` is the number of threads; None for one per core."""
+    from burnish.learner.mesh.mesh_learner import follow_rank_zero
 
-    recipe = local.prepare(recipe, count)
-    channel = join(recipe)
-    recipe = config.with_steps(recipe, channel.call(channel.receive))
-    learner, mesh = channel.call(_learner, recipe)
-    conductor.follow(learner, mesh, channel)
+    resolved = resolve(recipe, checks=False, threads=count)
+    channel = join(resolved)
+    recipe = with_steps(resolved.recipe, channel.call(channel.receive))
+    learner, mesh = channel.call(_learner, replace(resolved, recipe=recipe))
+    follow_rank_zero(learner, mesh, channel)
 
 
-def join(recipe: Recipe) -> Channel:
-    """Meets the other ranks, which must have the same recipe."""
+def join(resolved: Resolved) -> Channel:
+    """Create the process group of all ranks and start this rank's heartbeat; return the channel
+    from rank 0 to the others. Raise a ConfigError if the ranks have different recipes."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    from burnish.learner.watch import Watch
-    from burnish.loops.conductor import Channel
-    from burnish.sizes import device_of
+    from burnish.learner.mesh.heartbeat import Heartbeat
+    from burnish.learner.mesh.mesh_learner import Channel
 
-    check_ranks(recipe)
-    on_gpu = device_of(recipe) != "cpu"
+    recipe, device = resolved.recipe, resolved.device
+    check_ranks(recipe.mesh)
+    assert not isinstance(recipe.runtime, LocalRuntime), "a mesh has ranks"
+    on_gpu = device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deadline = timedelta(seconds=recipe.runtime.deadline)
@@ -186,26 +214,26 @@ def join(recipe: Recipe) -> Channel:
     count, port = dist.get_world_size(), int(os.environ["MASTER_PORT"])
     store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=deadline)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    watch = Watch(PrefixStore(f"burnish/{attempt}", store), rank(), count)
-    watch.start()
+    heartbeat = Heartbeat(PrefixStore(f"burnish/{attempt}", store), rank(), count)
+    heartbeat.start()
     recipes: list[str] = [""] * count
-    dist.all_gather_object(recipes, config.to_toml(config.effective(recipe)))
+    dist.all_gather_object(recipes, recipe_to_toml(recipe))
     if others := [number for number in range(count) if recipes[number] != recipes[0]]:
         first, other = (tomllib.loads(recipes[number]) for number in (0, others[0]))
-        watch.end()
+        heartbeat.end()
         raise ConfigError(
             f"the recipes of ranks 0 and {others[0]} differ "
-            f"({differences(config.flat(first), config.flat(other))}); "
+            f"({differences(flatten(first), flatten(other))}); "
             "start all ranks with one command line"
         )
-    return Channel(dist.new_group(backend="gloo", timeout=IDLE), watch, device_of(recipe))
+    return Channel(dist.new_group(backend="gloo", timeout=IDLE), heartbeat, device)
 
 
-def _learner(recipe: Recipe) -> tuple[Learner, Mesh]:
-    from burnish import build as local
-    from burnish.learner.parallel import Mesh
-    from burnish.sizes import device_of, shape_of
+def _learner(resolved: Resolved) -> tuple[LocalLearner[Measured], Mesh]:
+    from burnish.launch import local
+    from burnish.learner.mesh.mesh import Mesh
 
-    sizes, kinds = recipe.mesh.sizes, recipe.mesh.model_dump(include={"gather", "offload"})
-    mesh = Mesh(sizes, shape_of(recipe), device_of(recipe), **kinds)
-    return local.build_learner(recipe, mesh), mesh
+    own = resolved.recipe.mesh
+    kinds = own.model_dump(include={"gather", "offload"})
+    mesh = Mesh(own.sizes, resolved.source.shape, resolved.device, **kinds)
+    return local.build_policy_learner(resolved, mesh), mesh

@@ -1,84 +1,85 @@
-"""The learner: scores batches without gradient, takes gradient steps, hands out weights."""
+"""The learner of one process: it scores batches, takes gradient steps and provides weights.
+
+The learners of a mesh's ranks are of the same class; `Ranks` hides the difference.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
+from burnish.console.progress import each
 from burnish.errors import BurnishError
-from burnish.learner import alarm
-from burnish.learner.objective import Metrics, Program, at, describe_kl, mismatch
-from burnish.learner.optim import Optimizer, Policy, copy_weights
-from burnish.learner.ranks import Alone, Ranks
+from burnish.learner.average import MovingAverage
+from burnish.learner.mismatch import check_mismatch
+from burnish.learner.optimizer import Optimizer, copy_weights
+from burnish.learner.program import at, critic_loss, critic_metrics, describe_kl, mismatch
+from burnish.learner.protocol import LearnerState, LossProgram, Metrics, Output
+from burnish.learner.ranks import Ranks, SingleProcess
 from burnish.model import lora
-from burnish.model.transformer import Transformer
-from burnish.model.value import Critic
-from burnish.progress import each
+from burnish.model.critic import Critic
+from burnish.model.protocol import HiddenStates, Probed, Trainable
+from burnish.recipe.recipe import TrainConfig
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, cut, take, take_streams, train_batches
-from burnish.schema.recipe import TrainConfig
-from burnish.types import LearnBatch, Measured, PackedBatch, Scores, Weights
-
-
-class State(NamedTuple):
-    """The changes of a learner since it was made: tensors, and values that JSON can hold.
-
-    Names begin with the model that they belong to: "policy." or "critic.".
-    """
-
-    tensors: Mapping[str, Tensor]
-    numbers: dict[str, Any]
+from burnish.types import LearnBatch, PackedBatch, Scores, Weights
 
 
 @dataclass
 class _Rollout:
-    """The memory of a rollout between its scores and its last gradient step."""
+    """Data of a rollout that the learner keeps from `LocalLearner.score` to the last gradient
+    step."""
 
     batch: PackedBatch
     version: int
-    """The policy's version before the first step."""
+    """The policy's version before the first gradient step."""
     lower: Tensor | None
-    """[N, d] hidden states below the layers that learn; None if all layers learn."""
+    """[N, d] hidden states below the trainable layers; None if all layers are trainable."""
     logprobs: Tensor | None
-    """[N] of the policy before the first step; None if the learner has not scored all of them."""
+    """[N] log-probabilities of the policy before the first step; None if the learner has not scored
+    all of them."""
     others: dict[str, tuple[Pack, Tensor]]
-    """Policies that the policy is compared with: some responses and their log-probabilities [n]."""
+    """Other policies for the KL metrics, by name ("initial", "previous", "teacher"): the responses
+    to compare on, and the other policy's log-probabilities [n] of them."""
 
 
-class Learner:
-    """Runs a program of forward passes and gradient steps.
+class LocalLearner(Generic[Output]):
+    """Trains a model with the loss that a program defines: it scores rollouts without gradient,
+    takes gradient steps, and provides weights and checkpoints.
 
-    Beside the optimizer's memory (see ``optim``) it holds one frozen copy of the policy, in compute
-    precision, for each of: the reference (a program that needs its pass), the initial model and the
-    policy one rollout before (``train.log_kl``). A reference that is never refreshed is the initial
-    model, and then they share one copy. Copies share the weights that never change, and the
-    reference of a policy with an adapter is the model without it, so it takes no memory.
-    ``teacher`` is a frozen model of its own, in compute precision; None if the program needs no
-    such pass.
+    In addition to the optimizer's memory (see `burnish.learner.optimizer`), it holds one frozen
+    copy of the policy, in compute precision, for each of: the reference (if the program needs its
+    pass), the initial model and the policy one rollout before (``train.log_kl``). A reference that
+    never changes equals the initial model, and they share one copy. Copies share the weights that
+    never change. The reference of a policy with an adapter is the model without the adapter, so it
+    takes no memory, unless it is refreshed or a moving average.
 
-    A critic has an optimizer of its own, and steps and skips steps together with the policy.
+    A critic has its own optimizer, and takes and skips steps together with the policy.
     """
 
     def __init__(
         self,
-        policy: Policy,
-        program: Program,
+        policy: Trainable[Output],
+        program: LossProgram[Output],
         train: TrainConfig,
-        teacher: Policy | None = None,
+        teacher: Trainable[Output] | None = None,
         critic: Optimizer[Critic] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """``critic`` is None if the program reads no values; it was made from this policy.
-        ``ranks`` are the processes that learn together; None if this is the only one."""
+        """``policy`` is trained in place, and its precision and placement may change.
+        ``teacher`` is a frozen model in compute precision; None if the program has no teacher.
+        ``critic`` is the optimizer of a critic that was created from this policy; None if the
+        program reads no values. ``ranks`` are the processes that learn together; None if this is
+        the only one."""
         self.program = program
         self.train = train
-        self.ranks: Ranks = ranks or Alone()
+        self.ranks: Ranks = ranks or SingleProcess()
         self.optimizer = Optimizer(policy, train, self.ranks)
         self.policy = self.optimizer.policy
         self.critic = None if critic is None else critic.policy
@@ -86,7 +87,7 @@ class Learner:
         if critic is not None:
             self.optimizers["critic"] = critic
         self.moves_policy = True
-        """Whether the policy learns from this rollout, and not the critic alone."""
+        """Whether the policy learns from this rollout; False while only the critic learns."""
         self.version = 0
         self.incarnation = 0
         self.skipped_in_a_row = 0
@@ -94,8 +95,15 @@ class Learner:
         self.teacher = teacher
         self._rollout: _Rollout | None = None
         has_reference = "reference" in program.passes(1)
-        base = lora.without(self._frozen()) if has_reference or train.log_kl else None
+        is_copied = train.log_kl or (has_reference and program.ema is None)
+        base = lora.without(self._frozen()) if is_copied else None
         self.reference = base if has_reference else None
+        self.average: MovingAverage | None = None
+        """Moves the reference after each gradient step; None if the objective has no average."""
+        if program.ema is not None:
+            self.reference = self._frozen()
+            masters = self.optimizer.masters
+            self.average = MovingAverage(program.ema, self.reference, masters)
         self.initial = base if train.log_kl else None
         if train.log_kl and not lora.starts_at_base(self.policy):
             self.initial = self._frozen()
@@ -106,24 +114,19 @@ class Learner:
         return next(self.policy.parameters()).device
 
     def begin(self, number: int) -> None:
-        """Begins rollout ``number``, counted from 0: it may be time to refresh the reference, and
-        the policy may have to wait for its critic."""
-        if self.program.refresh is not None and number % self.program.refresh == 0:
+        refresh, critic = self.program.refresh, self.program.critic
+        if refresh is not None and number % refresh == 0:
             self._refresh_reference()
-        self.moves_policy = self.program.moves_policy(number)
+        self.moves_policy = critic is None or number >= critic.warmup_rollouts
 
     def score(self, batch: PackedBatch, parts: Sequence[Pack] | None = None) -> Scores:
-        """Runs the forward passes that the program and ``train.log_kl`` need before the first step.
-
-        ``parts`` are the train batches of the rollout, by default of ``train.batch`` responses.
-        """
         parts = train_batches(batch, self.train.batch) if parts is None else parts
         packs = self._packs(parts)
         lower = self._lower(packs)
-        passes: dict[str, Any] = {
+        passes: dict[str, Callable[[list[Pack], int, Tensor | None], Tensor]] = {
             "proximal": partial(self._logprobs, self.policy),
-            "reference": partial(self._logprobs, cast(Policy, self.reference)),
-            "teacher": partial(self._logprobs, cast(Policy, self.teacher)),
+            "reference": partial(self._logprobs, self.reference),
+            "teacher": partial(self._logprobs, self.teacher),
             "values": self._values,
         }
         needed = self.program.passes(self.train.epochs * len(parts))
@@ -136,20 +139,17 @@ class Learner:
         return scores
 
     def step(self, learn: LearnBatch) -> Metrics:
-        """Takes a gradient step on a train batch; skips and counts a step that is not finite."""
         with self.ranks.gathered(self.policy, self.critic):
             measured, values, summed = self._accumulate(learn)
-        self._remember(measured.logprobs)
         norms = {name: o.gradient_norm() for name, o in self.optimizers.items()}
         loss = summed.item()
         metrics = self.program.metrics(measured, learn)
-        if values is not None:
-            metrics |= self.program.value_metrics(values, learn)
+        if values is not None and self.program.critic is not None:
+            metrics |= critic_metrics(self.program.critic, values, learn)
             metrics["train/critic_grad_norm"] = norms["critic"]
-        gap = mismatch(measured.logprobs, learn.batch, self.version)
-        alarm.check(measured.logprobs, learn.batch, self.version, gap, self.train)
-        metrics |= gap
-        metrics |= self._drift(measured.logprobs, learn)
+        logprobs = self.program.policy_logprobs(measured)
+        if logprobs is not None:
+            metrics |= self._compare(logprobs, learn)
         metrics |= {"train/loss": loss, "train/grad_norm": norms["policy"], "train/skipped": 0.0}
         if self.optimizer.is_scaled:
             metrics["train/loss_scale"] = self.optimizer.scale
@@ -160,35 +160,50 @@ class Learner:
             return finite | {"train/skipped": 1.0}
         steps = {name: o.step(self.version, norms[name]) for name, o in self.optimizers.items()}
         metrics["train/learning_rate"] = steps["policy"]
+        if self.moves_policy:
+            self.program.adapt(metrics)
+            if self.average is not None:
+                self.average.move()
         self.version += 1
         self.skipped_in_a_row = 0
         return metrics
 
     def finish(self) -> tuple[Metrics, Tensor | None]:
-        """Ends the rollout that was scored last and forgets its forward passes.
+        """End the rollout that was scored last and discard its forward passes. Return KL metrics,
+        and the policy's log-probabilities [N] before the first gradient step, if they are known.
 
-        Returns the KL of the policy that sampled it to the teacher, if there is one, and with
-        ``train.log_kl`` to the initial model and to the policy one rollout before; and the
-        log-probabilities [N] of the policy before the first step (None if the learner did not score
-        all of them).
+        The metrics are the KL of that policy (or else of the sampler) to the teacher, if there is
+        one, and with ``train.log_kl`` to the initial model and to the policy one rollout before.
         """
         rollout, self._rollout = self._rollout, None
-        assert rollout is not None, "score comes before finish"
+        assert rollout is not None, "call score before finish"
         own = rollout.batch.behavior_logprobs if rollout.logprobs is None else rollout.logprobs
         metrics: Metrics = {}
         for name, (part, logprobs) in rollout.others.items():
             metrics |= describe_kl(name, own[part.slots], logprobs, part.batch)
         return metrics, rollout.logprobs
 
-    def logprobs(self, batch: PackedBatch) -> Tensor:
-        """[N] of the policy as it is, without gradient."""
+    def output(self, batch: PackedBatch) -> Output:
+        """Run the current model over a batch without gradient; return its output, a record of
+        tensors [N]."""
         packs = self._packs(train_batches(batch, self.train.batch))
-        return self._logprobs(self.policy, packs, len(batch.tokens))
+        with torch.no_grad(), self.ranks.gathered(self.policy):
+            scored = [self.policy.score(pack.batch) for pack in each(packs)]
+        slots = [pack.slots for pack in packs]
+        streams = [list(zip(slots, stream, strict=True)) for stream in zip(*scored, strict=True)]
+        return _rebuilt(scored[0], [self._join(parts, len(batch.tokens)) for parts in streams])
+
+    def held_out_metrics(self, batch: PackedBatch) -> Metrics:
+        return self.program.held_out_metrics(self.output(batch), batch)
+
+    def probe(self) -> tuple[float, ...]:
+        assert isinstance(self.policy, Probed), "only a policy is sent to an engine"
+        return self.policy.probe()
 
     def held_out_drift(self, batch: PackedBatch) -> Metrics:
-        """KL of the policy as it is to the initial model, on responses that it sampled but does not
-        learn from. There are no metrics without ``train.log_kl``, nor before the first step, when
-        the KL is 0."""
+        """Return metrics of the KL of the current policy to the initial model, on responses that it
+        sampled but does not learn from. There are no metrics without ``train.log_kl``, nor before
+        the first step, when the KL is 0."""
         if self.initial is None or not self.version:
             return {}
         packs = self._packs(train_batches(batch, self.train.batch))
@@ -198,21 +213,22 @@ class Learner:
         return describe_kl("held_out", ours, initial, batch)
 
     def weights(self) -> Weights:
-        """The policy's weights that learn, in compute precision. Those that an adapter changes are
-        merged with its masters in fp32, and rounded once."""
+        """The policy's trainable weights, in compute precision, under the names that engines read.
+        For a policy with an adapter, these are the merged weights of the modules that it adapts,
+        computed in fp32 from the master weights and rounded once."""
         tensors = self.ranks.exchange(self.policy, self.train.precision)
         masters = self.optimizer.masters
         adapter = lora.adapter_of(masters)
-        if adapter is not None and isinstance(masters, Transformer):
+        if adapter is not None:
             tensors = {**tensors, **lora.merged(masters, adapter)}
         is_partial = not all(p.requires_grad for p in self.policy.parameters())
         return Weights(self.version, self.incarnation, tensors, is_partial)
 
-    def state(self) -> State:
-        """The state from which `load_state` goes on bit for bit. Its tensors are views of the
-        learner's own: write them at once.
+    def state(self) -> LearnerState:
+        """The optimizers' states, the trainable weights of the previous policy and of a reference
+        that has changed, and the counters. The tensors are views: save them before the next step.
 
-        The initial model is not part of the state; a learner is made from that model again.
+        The initial model is not part of the state: a resumed learner is created from it again.
         """
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {}
@@ -224,77 +240,102 @@ class Learner:
         for kind, policy in {"previous": self.previous, "reference": reference}.items():
             named = () if policy is None else policy.named_parameters()
             tensors |= {f"policy.{kind}.{name}": p.detach() for name, p in named if name in learns}
+        averages = {} if self.average is None else self.average.state()
+        tensors |= {f"policy.reference.{name}": tensor for name, tensor in averages.items()}
+        if adapted := self.program.state():
+            numbers["program"] = adapted
         names = ("version", "skipped_in_a_row", "refreshed")
-        return State(tensors, numbers | {name: getattr(self, name) for name in names})
+        return LearnerState(tensors, numbers | {name: getattr(self, name) for name in names})
 
     @torch.no_grad()
-    def load_state(self, state: State) -> None:
-        """Takes over the state of a learner that was made from the same model and recipe."""
+    def load_state(self, state: LearnerState) -> None:
         if state.numbers["refreshed"]:
             self._refresh_reference()
         self.ranks.fill(self.state().tensors, state.tensors)
+        if self.average is not None:
+            self.average.round()
         for name, optimizer in self.optimizers.items():
             optimizer.load_numbers(state.numbers[name])
+        self.program.load_state(state.numbers.get("program", {}))
         self.version = state.numbers["version"]
         self.skipped_in_a_row = state.numbers["skipped_in_a_row"]
 
-    def _accumulate(self, learn: LearnBatch) -> tuple[Measured, Tensor | None, Tensor]:
-        """Adds up the gradients over the packs -> log-probabilities and entropies, the critic's
-        values (None without a critic), and the loss. A GPU is not waited for."""
+    def _accumulate(self, learn: LearnBatch) -> tuple[Output, Tensor | None, Tensor]:
+        """Run forward and backward passes over all packs of a train batch and accumulate the
+        gradients in the optimizers.
+
+        Returns, without gradient: the model's output, the critic's values [N] (None without a
+        critic) and the policy's loss (with a shared critic, the sum of both losses). The CPU does
+        not wait for a GPU here.
+        """
         saved = None if self._rollout is None else self._rollout.lower
-        parts = []
+        critic, parts = self.program.critic, []
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for pack in each(self._cut(learn.batch)):
             part = take_streams(learn, pack)
             lower = None if part.slots is None else at(part.slots, saved)
             measured, values = self._measure(pack.batch, lower)
             per_token = self.program.token_loss(measured, part)
-            if values is not None:
-                per_token = per_token + self.program.value_loss(values, part)
+            if values is not None and critic is not None:
+                per_token = per_token + critic_loss(critic, values, part)
             part_loss = weighted_sum(per_token, part.loss_weight)
-            # A graph that the loss does not need is let go before the backward pass.
-            measured = Measured(*(x.detach() for x in measured))
-            if part_loss.requires_grad:  # unless a critic with a body of its own learns alone
+            # Free the part of the graph that the loss does not need before the backward pass.
+            measured = _rebuilt(measured, [x.detach() for x in measured])
+            if part_loss.requires_grad:  # False while a critic with its own body learns alone
                 self.optimizer.backward(part_loss)
             loss += part_loss.detach()
-            if self.critic is not None and values is None:
-                values = self.critic.score(self.policy, pack.batch, lower)
-                value_loss = weighted_sum(self.program.value_loss(values, part), part.loss_weight)
+            if self.critic is not None and critic is not None and values is None:
+                values = self.critic.score(self._hidden_states(), pack.batch, lower)
+                value_loss = weighted_sum(critic_loss(critic, values, part), part.loss_weight)
                 self.optimizers["critic"].backward(value_loss)
             streams = measured if values is None else (*measured, values.detach())
             parts.append((pack.slots, torch.stack(streams, 1)))
-        logprobs, entropy, *more = self._join(parts, len(learn.batch.tokens)).unbind(1)
-        return Measured(logprobs, entropy), more[0] if more else None, self.ranks.join(loss)
+        joined = self._join(parts, len(learn.batch.tokens)).unbind(1)
+        count = len(measured)
+        values = joined[count] if len(joined) > count else None
+        return _rebuilt(measured, joined[:count]), values, self.ranks.join(loss)
 
-    def _measure(self, batch: PackedBatch, lower: Tensor | None) -> tuple[Measured, Tensor | None]:
-        """Log-probabilities and entropies, with gradient if the policy learns; and the values of a
-        critic that reads the policy's hidden states (None if it does not)."""
+    def _measure(self, batch: PackedBatch, lower: Tensor | None) -> tuple[Output, Tensor | None]:
+        """Run the forward pass of a pack; return the model's output, with gradient if the policy
+        learns, and the values of a critic that shares the policy's body (None without such a
+        critic)."""
         with torch.set_grad_enabled(self.moves_policy):
             if self.critic is None or self.critic.body is not None:
                 return self.policy.score(batch, lower), None
-            policy = cast(Transformer, self.policy)  # the sorting model has no critic
-            measured, hidden = policy.read(batch, lower)
+            measured, hidden = self._hidden_states().read(batch, lower)
         return measured, self.critic.values(hidden, batch)
+
+    def _hidden_states(self) -> HiddenStates[Output]:
+        """Return the policy, after an assertion that it provides hidden states for a critic."""
+        assert isinstance(self.policy, HiddenStates), "a critic needs a policy with hidden states"
+        return self.policy
 
     @torch.no_grad()
     def _values(self, packs: list[Pack], size: int, lower: Tensor | None) -> Tensor:
-        """[N] of the critic as it is."""
+        """Run the current critic over the packs without gradient; return its values [N]."""
         assert self.critic is not None, "the program reads values"
-        score = partial(self.critic.score, self.policy)
+        score = partial(self.critic.score, self._hidden_states())
         scored = [(p.slots, score(p.batch, at(p.slots, lower))) for p in each(packs)]
         return self._join(scored, size)
 
-    def _remember(self, logprobs: Tensor) -> None:
-        """The first step, if it runs over the whole rollout, has scored the policy before it."""
-        rollout = self._rollout
-        if rollout is not None and rollout.version == self.version:
+    def _compare(self, logprobs: Tensor, learn: LearnBatch) -> Metrics:
+        """Compare the policy's log-probabilities [N] in a step with the sampler's and with the
+        policy's before the rollout's first step; return the metrics. Raises a MismatchError if the
+        sampler's differ too much."""
+        rollout, version = self._rollout, self.version
+        if rollout is not None and rollout.version == version:
+            # A first step over the whole rollout also scores the policy before that step.
             is_whole = len(logprobs) == len(rollout.batch.tokens)
             rollout.logprobs = logprobs if is_whole else rollout.logprobs
+        gap = mismatch(logprobs, learn.batch, version)
+        check_mismatch(logprobs, learn.batch, version, gap, self.train)
+        return gap | self._drift(logprobs, learn)
 
     def _drift(self, logprobs: Tensor, learn: LearnBatch) -> Metrics:
-        """The mean gap between the log-probabilities of two policies: in a rollout's first step
-        those of its older tokens' sampler and of the learner (staleness), and in later steps those
-        of the learner before the first step and now (update)."""
+        """The mean absolute difference between the log-probabilities of two policies, as a metric.
+        In a rollout's first step it is ``drift/staleness``: the learner against the sampler, on
+        tokens that older versions sampled. In later steps it is ``drift/update``: the learner now
+        against the learner before the first step."""
         batch, rollout = learn.batch, self._rollout
         if rollout is None or learn.slots is None:
             return {}
@@ -309,8 +350,9 @@ class Learner:
     def _others(
         self, batch: PackedBatch, packs: list[Pack], lower: Tensor | None, scores: Scores
     ) -> dict[str, tuple[Pack, Tensor]]:
-        """The policies to compare with, see `_Rollout`; the policy as it is becomes the next
-        call's "previous"."""
+        """Score the rollout with the initial model and with the policy one rollout before; return
+        the field ``others`` of `_Rollout`, empty without ``train.log_kl``. Then copy the current
+        policy's weights into ``self.previous`` for the next rollout."""
         if self.initial is None or self.previous is None:
             return {}
         whole = part = Pack.whole(batch)
@@ -329,12 +371,13 @@ class Learner:
         return others
 
     def _refresh_reference(self) -> None:
-        """From now on the reference is the policy as it is."""
+        """Replace the reference by a frozen copy of the current policy."""
         self.reference, self.refreshed = self._frozen(), True
 
     @torch.no_grad()
     def _lower(self, packs: list[Pack]) -> Tensor | None:
-        """[N, d] hidden states below the layers that learn; None if all layers learn."""
+        """Run the frozen lower layers over the packs; return the hidden states [N, d] below the
+        trainable layers. None if all layers are trainable."""
         if not self.policy.lower_layers:
             return None
         size = 1 + max(int(pack.slots.max()) for pack in packs)
@@ -345,7 +388,13 @@ class Learner:
         return self.ranks.divide(batch, partial(cut, tokens=tokens, sequences=sequences))
 
     def _packs(self, parts: Sequence[Pack]) -> list[Pack]:
-        """The packs that training will use, so that the numerics are the same."""
+        """Cut the train batches ``parts`` into this rank's packs, for passes without gradient. The
+        slots of the packs are slots of the batch that was split into ``parts``.
+
+        Gradient steps cut train batches in the same way. Their forward passes therefore have the
+        same numerics as the passes without gradient, unless responses were left out of a train
+        batch.
+        """
         return [
             Pack(pack.batch, whole.slots[pack.slots])
             for whole in parts
@@ -356,7 +405,7 @@ class Learner:
         for optimizer in self.optimizers.values():
             optimizer.drop_gradients()
         if math.isfinite(loss) and max(o.shrink_scale() for o in self.optimizers.values()):
-            return  # fp16 is still looking for its loss scale: nothing is wrong yet
+            return  # fp16 is still searching for its loss scale: this is not a failure
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.train.max_skipped:
             raise BurnishError(
@@ -366,27 +415,45 @@ class Learner:
                 "train.max_skipped"
             )
 
-    def _frozen(self) -> Policy:
-        frozen: Policy = self.ranks.frozen(self.policy, self.train.precision)
-        return frozen
+    def _frozen(self) -> Trainable[Output]:
+        return self.ranks.frozen(self.policy, self.train.precision)
 
     @torch.no_grad()
     def _logprobs(
-        self, policy: Policy, packs: list[Pack], size: int, lower: Tensor | None = None
+        self,
+        policy: Trainable[Output] | None,
+        packs: list[Pack],
+        size: int,
+        lower: Tensor | None,
     ) -> Tensor:
-        """[N], where N is ``size``; ``lower`` as in `_Rollout`. A policy that has no frozen layers
-        does not share them."""
+        """Compute a policy's log-probabilities [N] without gradient; slots outside ``packs`` are 0.
+
+        ``policy`` must not be None; its type allows None because callers pass optional attributes.
+        ``size`` is N, the number of slots. ``lower`` [N, d] are the outputs of the frozen lower
+        layers, or None if no layers are frozen; a policy without frozen layers ignores it.
+        """
+        assert policy is not None, "a pass names a policy that exists"
         lower = lower if policy.lower_layers else None
-        scored = ((p.slots, policy.score(p.batch, at(p.slots, lower))) for p in each(packs))
+        parts = []
         with self.ranks.gathered(policy):
-            parts = [(slots, measured.logprobs) for slots, measured in scored]
+            for pack in each(packs):
+                measured = policy.score(pack.batch, at(pack.slots, lower))
+                logprobs = self.program.policy_logprobs(measured)
+                assert logprobs is not None, "the passes of a program score policies"
+                parts.append((pack.slots, logprobs))
         return self._join(parts, size)
 
     def _join(self, parts: list[tuple[Tensor, Tensor]], size: int) -> Tensor:
-        """[N, …] from (slots [n], values [n, …]) of packs; the ranks have every slot between them.
+        """Write the values [n, …] of packs to their slots [n] of one tensor [N, …], where N is
+        ``size``, and sum over the ranks, because each rank fills only the slots of its own packs.
 
         A prompt may be in several packs, with the same values.
         """
         slots, values = (torch.cat(column) for column in zip(*parts, strict=True))
         own = values.new_zeros(size, *values.shape[1:]).index_copy(0, slots, values)
         return self.ranks.join(own)
+
+
+def _rebuilt(output: Output, streams: Sequence[Tensor]) -> Output:
+    """Return a record of the same type as ``output`` with other streams as its fields."""
+    return type(output)(*streams)

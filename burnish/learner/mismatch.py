@@ -1,38 +1,41 @@
-"""The alarm: a run stops if sampler and learner give the same tokens different probabilities."""
+"""Stops a run if sampler and learner assign too different probabilities to the same tokens."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from burnish.errors import MismatchError, Suspect
-from burnish.learner.objective import Metrics
-from burnish.schema.recipe import TrainConfig
+from burnish.learner.protocol import Metrics
+from burnish.recipe.recipe import TrainConfig
 from burnish.types import PackedBatch
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 SHOWN = 5
-"""Tokens that the error shows."""
+"""Number of tokens that the error shows."""
 CONTEXT = 12
-"""Tokens that are shown before each of them."""
+"""Number of preceding tokens that are shown with each of them."""
 
 
-def check(
+def check_mismatch(
     logprobs: Tensor, batch: PackedBatch, version: int, found: Metrics, train: TrainConfig
 ) -> None:
-    """Raises if the gap that was ``found`` passes a bound of the recipe.
+    """Raise a `MismatchError` if the metrics ``found``, the result of
+    `burnish.learner.program.mismatch`, exceed ``train.mismatch_mean`` or ``train.mismatch_max``. A
+    bound that is None is not checked.
 
-    ``logprobs`` [N] are the learner's, of this ``version``; they are compared on the tokens that
-    the same version sampled.
+    ``logprobs`` [N] are the learner's log-probabilities with the weights of ``version``. The error
+    message compares them with the sampler's, on the tokens that the same version sampled.
     """
     bounds = {"mean": train.mismatch_mean, "max": train.mismatch_max}
     gaps = {name: found.get(f"mismatch/logprob_{name}", 0.0) for name in bounds}
-    passed = [n for n, bound in bounds.items() if bound is not None and gaps[n] > bound]
-    if not passed:
+    exceeded = [n for n, bound in bounds.items() if bound is not None and gaps[n] > bound]
+    if not exceeded:
         return
     same = batch.is_action & (batch.versions == version)
     ours, theirs = logprobs[same].double(), batch.behavior_logprobs[same].double()
     rules = [
-        f"mismatch/logprob_{n} = {gaps[n]:.3g} > train.mismatch_{n} = {bounds[n]:g}" for n in passed
+        f"mismatch/logprob_{n} = {gaps[n]:.3g} > train.mismatch_{n} = {bounds[n]:g}"
+        for n in exceeded
     ]
     columns = {"gap": (ours - theirs).abs(), "sampler": theirs, "learner": ours}
     table = "\n".join(_row(name, values) for name, values in columns.items())
@@ -58,7 +61,7 @@ def _row(name: str, values: Tensor) -> str:
 
 
 def _before(batch: PackedBatch, slot: int) -> list[int]:
-    """The tokens before a slot, oldest first."""
+    """Return the ids of up to `CONTEXT` tokens of the same sequence before a slot, in order."""
     found: list[int] = []
     while len(found) < CONTEXT and int(batch.predecessor[slot]) != slot:
         slot = int(batch.predecessor[slot])

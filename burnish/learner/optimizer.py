@@ -1,65 +1,81 @@
 """AdamW over fp32 master weights, whatever the precision of the forward and backward passes.
 
-Of P parameters that learn it holds 16 P bytes: masters, gradients, two moments. In fp32 the
-policy's own parameters are the masters; in bf16 and fp16 the policy is a cast copy of them (2 P
-bytes more), written anew after each step, and a gradient leaves it for the fp32 sum as soon as the
-backward pass has made it. Weights that do not learn are held once, in the policy's precision.
+For P trainable parameters, the optimizer holds 16 P bytes: masters, gradients and two moments. In
+fp32 the policy's own parameters are the masters. In bf16 and fp16 the policy is a copy of them in
+that precision (2 P bytes more), which is rewritten after each step. Its gradients are added to the
+fp32 gradients as soon as the backward pass has computed them. Frozen weights are held once, in the
+policy's precision.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from burnish.learner.ranks import Alone, Ranks, local
-from burnish.model.reward import RewardModel
-from burnish.model.sorter import Sorter
-from burnish.model.transformer import Transformer
-from burnish.schema.recipe import TrainConfig
+from burnish.learner.ranks import Ranks, SingleProcess, local
+from burnish.model.protocol import Module
+from burnish.recipe.recipe import TrainConfig
 
-Policy = Transformer | Sorter | RewardModel
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", bound=Module)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The precisions that need a copy. A run settles 'auto' before it makes a learner; a learner that a
-script makes takes it as fp32."""
+"""The precisions that need a copy. A run resolves 'auto' before it creates a learner; otherwise the
+learner treats 'auto' as fp32."""
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
-"""Steps in a row without overflow after which the loss scale doubles."""
+"""Number of consecutive steps without overflow after which the loss scale doubles."""
 
 
 def rate(train: TrainConfig, step: int) -> float:
-    """The learning rate of gradient step ``step``, counted from 0.
+    """Return the learning rate of gradient step ``step``, counted from 0.
 
-    It rises over the first ``warmup_steps``, which end at the full rate, then stays, or falls to 0
-    at step ``decay_steps``.
+    It rises over the first ``warmup_steps`` to the full rate. Then it stays constant, or falls
+    linearly or along half a cosine to ``final_share`` of the full rate at step ``decay_steps``, and
+    stays there.
     """
     full = train.learning_rate
     if step < train.warmup_steps:
         return full * (step + 1) / train.warmup_steps
     if train.schedule == "constant":
         return full
-    assert train.decay_steps is not None, "Recipe.decay_steps"
+    assert train.decay_steps is not None, "Recipe.decay_steps sets it"
     falling = max(1, train.decay_steps - train.warmup_steps)
-    return full * (1 - min(1.0, (step - train.warmup_steps) / falling))
+    fallen = min(1.0, (step - train.warmup_steps) / falling)
+    if train.schedule == "cosine":
+        fallen = (1 - math.cos(math.pi * fallen)) / 2
+    return full * (1 - (1 - train.final_share) * fallen)
+
+
+def is_decayed(name: str) -> bool:
+    """Return whether weight decay applies to a parameter of this name: to all parameters, also
+    embeddings, heads and adapters, except norms and biases."""
+    *modules, kind = name.split(".")
+    return kind != "bias" and not any(module.endswith("norm") for module in modules)
 
 
 class Optimizer(Generic[Model]):
+    """AdamW for one model: its fp32 master weights, moments, learning-rate schedule and loss scale.
+
+    For each gradient step call `backward` (once or more), `gradient_norm` and `step`; to skip a
+    step, call `drop_gradients` instead of `step`.
+    """
+
     def __init__(self, policy: Model, train: TrainConfig, ranks: Ranks | None = None) -> None:
-        """The masters start as the policy's (or the critic's) weights, so hand it over in fp32 (or
-        better). ``ranks`` as in `Learner`."""
-        self.train, self.ranks = train, ranks or Alone()
+        """Place ``policy`` (a policy, reward model or critic) on its ranks, and create master
+        weights and moments for it. The masters start from its weights, so these must be in fp32 or
+        better. ``ranks`` are the processes that learn together; None if this is the only one."""
+        self.train, self.ranks = train, ranks or SingleProcess()
         policy = self.ranks.place(policy, train.precision)
         self.is_scaled = train.precision == "fp16"
         self.scale = FIRST_SCALE if self.is_scaled else 1.0
-        """The loss scale of fp16: a gradient too large halves it, a long run without doubles it."""
+        """Loss scale of fp16. An overflow halves it; `GROWTH_INTERVAL` steps without one double
+        it."""
         self.good_steps = 0
         self.masters = self.policy = policy
-        self._learning = [p for p in policy.parameters() if p.requires_grad]
-        """The masters of the weights that learn."""
         if train.precision in PRECISIONS and not self.ranks.casts:
             self.masters = policy.to(torch.float32)
             self.policy = copy.deepcopy(policy).to(PRECISIONS[train.precision])
@@ -69,28 +85,46 @@ class Optimizer(Generic[Model]):
                     low.register_post_accumulate_grad_hook(partial(_fold, master))  # type: ignore[no-untyped-call]
                 else:
                     master.data = low.data
+        learning = {n: p for n, p in self.masters.named_parameters() if p.requires_grad}
+        self._learning = list(learning.values())
+        """The masters of the trainable weights."""
+        kinds: dict[float, list[Tensor]] = {}
+        for name, p in learning.items():
+            kinds.setdefault(train.weight_decay * is_decayed(name), []).append(p)
         self.adamw = torch.optim.AdamW(
-            self._learning, train.learning_rate, train.betas, weight_decay=0.0, fused=True
+            [{"params": some, "weight_decay": decay} for decay, some in kinds.items()],
+            train.learning_rate,
+            train.betas,
+            train.eps,
+            fused=True,
         )
-        # Now rather than at the first step: so the memory is known and the state is whole.
+        # Allocated here and not at the first step, so that memory is known and state is complete.
         for p in self._learning:
             moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
             self.adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the loss's gradients to the masters'."""
+        """Run the backward pass of a loss and add its gradients to the masters' gradients. In fp16
+        the loss, and so the gradients, are multiplied by the loss scale."""
         scaled = loss * self.scale if self.is_scaled else loss
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def gradient_norm(self) -> float:
-        """The norm of the gradients that were added up so far, without the loss scale."""
+        """Return the L2 norm of the accumulated gradients over all parameters and ranks, divided by
+        the loss scale.
+
+        Call it exactly once before each `step`: it may sum partial gradients over the ranks in
+        place.
+        """
         named = self.masters.named_parameters()
         return (
             self.ranks.norm((name, p.grad) for name, p in named if p.grad is not None) / self.scale
         )
 
     def step(self, number: int, norm: float) -> float:
-        """Steps along the gradients, clipped given their norm; returns the learning rate.
+        """Clip the accumulated gradients, whose norm is ``norm``, to ``train.clip_norm``; take
+        AdamW step ``number`` (counted from 0) with them, delete them, and update the low-precision
+        copy. Return the learning rate.
 
         Without gradients no weight changes.
         """
@@ -110,18 +144,20 @@ class Optimizer(Generic[Model]):
         return learning_rate
 
     def shrink_scale(self) -> bool:
-        """Halves the loss scale, which stays at 1 or above; false if there was nothing to halve."""
+        """Halve the loss scale and return True; if it is already 1, keep it and return False."""
         self.good_steps = 0
         is_above = self.scale > 1
         self.scale /= 2 if is_above else 1
         return is_above
 
     def drop_gradients(self) -> None:
+        """Delete the accumulated gradients, of the masters and of the low-precision copy."""
         for p in (*self._learning, *self.policy.parameters()):
             p.grad = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Views of the masters that learn, of moments and step counters; and the loss scale."""
+        """Return two dicts: views of the trainable masters, their moments and step counters, by
+        name; and the loss scale with its counter."""
         tensors = {}
         for name, p in self.masters.named_parameters():
             if p.requires_grad:
@@ -130,7 +166,8 @@ class Optimizer(Generic[Model]):
         return tensors, {"loss_scale": self.scale, "good_steps": self.good_steps}
 
     def load_numbers(self, numbers: dict[str, Any]) -> None:
-        """To be called once the tensors of ``state`` have been written over."""
+        """Load the loss scale and its counter, and update the low-precision copy from the masters.
+        Call it after the tensors of `state` have been overwritten."""
         self.scale, self.good_steps = numbers["loss_scale"], numbers["good_steps"]
         self._refresh()
 
@@ -140,8 +177,10 @@ class Optimizer(Generic[Model]):
 
 
 @torch.no_grad()
-def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """The weights that learn in the source, rounded to the target's precision."""
+def copy_weights(source: Module, target: Module) -> None:
+    """Overwrite the weights of ``target`` that are trainable in ``source`` with the source's
+    values, rounded to the target's precision. Frozen weights are not copied. Both models have the
+    same parameters, and at least one is trainable."""
     both = zip(target.parameters(), source.parameters(), strict=True)
     learned = (map(local, pair) for pair in both if pair[1].requires_grad)
     to, of = zip(*learned, strict=True)
@@ -149,8 +188,8 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def _fold(master: Tensor, low: Tensor) -> None:
-    """Moves a finished low-precision gradient into its master's."""
-    assert low.grad is not None, "a hook that runs once the gradient is there"
+    """Add a finished low-precision gradient to its master's gradient, and free it."""
+    assert low.grad is not None, "the hook runs after the gradient has been accumulated"
     if master.grad is None:
         master.grad = low.grad.to(master.dtype)
     else:

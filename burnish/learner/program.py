@@ -1,70 +1,75 @@
-"""A recipe's objective as a ``Program`` that the learner runs without knowing its pieces."""
+"""A recipe's objective as a program: advantages, loss and metrics for a learner that does not know
+the pieces of the objective."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from burnish.errors import ConfigError
-from burnish.pieces.advantages import CRITIC, Gae
-from burnish.pieces.losses import Reduction, Streams
-from burnish.pieces.objective import ObjectiveConfig
-from burnish.pieces.terms import KL, Importance
+from burnish.learner.entropy import EntropyControl
+from burnish.learner.protocol import Metrics, Pass
+from burnish.recipe.critic import CriticConfig
+from burnish.recipe.objective.advantages import CRITIC, Gae
+from burnish.recipe.objective.kl import KL
+from burnish.recipe.objective.losses import Reduction, Streams
+from burnish.recipe.objective.objective import ObjectiveConfig
 from burnish.rl import kl, losses, ratios
 from burnish.rl.reduce import weighted_sum
 from burnish.rl.sequences import finite_gradient, sequence_lengths, sequence_sum
 from burnish.rl.values import explained_variance, is_value_clipped
 from burnish.rollout.packing import Pack, take, take_streams
-from burnish.schema.critic import CriticConfig
 from burnish.types import LearnBatch, Measured, PackedBatch, Scores
 
-Metrics = dict[str, float]
-Pass = Literal["proximal", "reference", "teacher", "values"]
-"""A forward pass without gradient over a rollout; its name is a field of ``Scores``."""
 
+def compile(objective: ObjectiveConfig, critic: CriticConfig | None = None) -> ObjectiveProgram:
+    """Build the program of an objective. ``critic`` is None if the objective reads no critic.
 
-def compile(objective: ObjectiveConfig, critic: CriticConfig | None = None) -> Program:
-    """The program of an objective, whose own functions must be here and not only their names.
-
-    ``critic`` is None if the objective reads no critic's values.
+    Raises a ConfigError if a piece is only the name of a script's function (a stored recipe has
+    lost the function), or if the critic is missing or not needed.
     """
     if (critic is not None) != objective.advantage.reads_critic:
         raise ConfigError(
-            "a critic goes with objective.advantage = 'gae' and its values = 'critic', and these "
-            "need a critic"
+            "objective.advantage = 'gae' with values = 'critic' needs a critic, and no other "
+            "advantage uses one"
         )
     for piece in (objective.advantage, objective.loss):
         for name in (piece.settings.get(key) for key in ("function", "values")):
             if isinstance(name, str) and name != CRITIC:
                 raise ConfigError(
-                    f"the objective has the function {name} of a script, and a run does not keep "
-                    "functions, so it can't be resumed; begin a new run from Python"
+                    f"the objective uses the function {name} of a script, and a run directory does "
+                    "not store functions, so the run can't be resumed; start a new run from Python"
                 )
-    return Program(objective, critic)
+    control = None
+    if objective.entropy is not None:
+        control = EntropyControl(objective.entropy, objective.entropy_coefficient)
+    return ObjectiveProgram(objective, critic, control)
 
 
 @dataclass(frozen=True)
-class Program:
-    """The computations before, in and after a gradient step. The loop calls ``advantages`` and
-    ``batches``, the learner calls the rest."""
+class ObjectiveProgram:
+    """Computes the advantages, train batches, token losses and metrics of a policy's objective
+    (see `burnish.learner.protocol.LossProgram`)."""
 
     objective: ObjectiveConfig
     critic: CriticConfig | None = None
-    """None if the objective reads no critic's values."""
+    """None if the objective reads no critic."""
+    control: EntropyControl | None = None
+    """Adapts the entropy coefficient; None if it is constant."""
 
     @property
     def _kl(self) -> KL | None:
         return self.objective.kl if isinstance(self.objective.kl, KL) else None
 
     def passes(self, steps: int) -> list[Pass]:
-        """The forward passes that are needed before the first of so many gradient steps.
+        """Names of the forward passes that are needed before the first of ``steps`` gradient steps.
 
-        A single step's own forward pass is the proximal policy's, so that another one is made only
-        for a piece that reads it earlier.
+        With a single gradient step, the step's own forward pass is the proximal policy's. A
+        separate pass is needed only for a piece that reads the proximal policy before the step.
         """
         needed: list[Pass] = ["reference"] if self._kl else []
         is_read = steps > 1 or self.objective.reads_proximal_first
@@ -73,33 +78,33 @@ class Program:
         needed += ["values"] if self.critic else []
         return [*needed, *(name for name in self.objective.advantage.reads if name != "proximal")]
 
-    def moves_policy(self, number: int) -> bool:
-        """Whether the policy learns from rollout ``number``, counted from 0, or a critic alone."""
-        return self.critic is None or number >= self.critic.warmup_rollouts
-
     @property
     def graded(self) -> tuple[str, ...]:
-        """Names of the grade's parts that a packed batch must carry."""
         return self.objective.advantage.graded
 
     @property
     def refresh(self) -> int | None:
-        """The policy becomes the reference every so many rollouts; None if it never does."""
         return self.objective.kl.refresh
 
+    @property
+    def ema(self) -> float | None:
+        return self.objective.kl.ema
+
     def advantages(self, batch: PackedBatch, scores: Scores) -> Tensor:
-        """The advantage of every action, [N]; a KL term in the reward is a part of it."""
+        """The advantage of each action token, [N], including a KL term in the reward."""
         return self._estimate(batch, scores)[0]
 
     def _estimate(self, batch: PackedBatch, scores: Scores) -> tuple[Tensor, Tensor | None]:
-        """Advantages, and the returns that a critic learns, [N]; None if there is no critic."""
+        """Estimate the advantages and the returns that the critic learns to predict, [N] each, from
+        rewards minus the KL penalty in the reward, if the objective has one. The returns are None
+        without a critic."""
         estimator, rewards = self.objective.advantage, batch.rewards
         mask, ids = batch.is_action, batch.sequence_ids
         coefficient, penalty = 0.0, torch.zeros_like(batch.behavior_logprobs)
         if self._kl and self._kl.where == "reward":
             proximal, reference = self._proximal(batch, scores), scores.reference
-            assert proximal is not None, "it is in passes"
-            assert reference is not None, "it is in passes"
+            assert proximal is not None, "passes() includes it"
+            assert reference is not None, "passes() includes it"
             coefficient, penalty = self._kl.coefficient, self._kl.per_token(proximal, reference)
         if estimator.over_time:
             rewards = kl.penalised_rewards(
@@ -115,17 +120,19 @@ class Program:
     def batches(
         self, batch: PackedBatch, advantages: Tensor, scores: Scores, parts: Sequence[Pack]
     ) -> list[LearnBatch]:
-        """A batch to learn from for each part of a rollout, weighed by its own denominator.
+        """Build one train batch for each part of a rollout, with loss weights that are normalised
+        over that part alone.
 
-        If there are several parts, responses that teach nothing are left out of them.
+        If there are several parts, responses without a gradient are left out (see `live`).
         """
         proximal = self._proximal(batch, scores)
         correction = None
-        if isinstance(self.objective.importance, Importance):
-            assert proximal is not None, "it is in passes"
-            correction = self.objective.importance.weights(proximal, batch)
+        if self.objective.corrections:
+            assert proximal is not None, "passes() includes it"
+            pieces = [piece.weights(proximal, batch) for piece in self.objective.corrections]
+            correction = ratios.product(pieces)
         returns = None if self.critic is None else self._estimate(batch, scores)[1]
-        batches = deal(
+        batches = make_learn_batches(
             parts,
             self.objective.reduction,
             advantages=advantages,
@@ -135,55 +142,50 @@ class Program:
             returns=returns,
             old_values=scores.values,
         )
-        has_term = self._kl or self.objective.entropy_coefficient or self.objective.loss.has_term
+        has_term = self._kl or self.objective.has_entropy_term or self.objective.loss.has_term
         is_whole = has_term or self.critic or len(batches) == 1
         return batches if is_whole else [live(learn) for learn in batches]
 
     def token_loss(self, measured: Measured, learn: LearnBatch) -> Tensor:
-        """The loss of every slot before its weight, [N]."""
         logprobs = measured.logprobs
-        loss = self.objective.loss.per_token(self._streams(logprobs, learn))
+        loss = self.objective.loss.per_token(self._streams(measured, learn))
         if learn.importance is not None:
             loss = learn.importance * finite_gradient(loss, learn.importance)
         if self._kl and self._kl.where == "loss":
-            assert learn.reference_logprobs is not None, "it is in passes"
+            assert learn.reference_logprobs is not None, "passes() includes it"
             term = self._kl.per_token(logprobs, learn.reference_logprobs)
             loss = loss + self._kl.coefficient * term
-        if self.objective.entropy_coefficient:
-            loss = loss - self.objective.entropy_coefficient * measured.entropy
+        if self._entropy_coefficient:
+            loss = loss - self._entropy_coefficient * measured.entropy
         return loss
 
-    def value_loss(self, values: Tensor, learn: LearnBatch) -> Tensor:
-        """The loss of every value before its weight, [N]. A critic that shares the policy's body
-        has a coefficient, and its loss is added to the policy's."""
-        assert self.critic is not None
-        assert learn.old_values is not None, "it is in passes"
-        assert learn.returns is not None, "it is in passes"
-        loss = losses.value_loss(values, learn.old_values, learn.returns, clip=self.critic.clip)
-        return self.critic.coefficient * loss if self.critic.shared else loss
+    @property
+    def _entropy_coefficient(self) -> float:
+        return self.control.applied if self.control else self.objective.entropy_coefficient
 
-    def value_metrics(self, values: Tensor, learn: LearnBatch) -> Metrics:
-        """Figures of a critic's ``values`` [N] in a train batch, without gradient."""
-        assert self.critic is not None
-        action, streams = learn.batch.is_action, (values, learn.old_values, learn.returns)
-        now, old, returns = (x[action] for x in streams if x is not None)
-        clipped = is_value_clipped(now, old, returns, clip=self.critic.clip)
-        metrics = {
-            "train/value_loss": weighted_sum(
-                self.value_loss(values, learn), learn.loss_weight
-            ).item(),
-            "train/value_clip_fraction": clipped.float().mean().item(),
-        }
-        explained = explained_variance(old, returns)
-        return metrics | (
-            {} if explained is None else {"train/explained_variance": explained.item()}
-        )
+    def adapt(self, metrics: Metrics) -> None:
+        if self.control is not None:
+            self.control.update(metrics)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.control is None else self.control.state()
+
+    def load_state(self, numbers: dict[str, Any]) -> None:
+        if self.control is not None:
+            self.control.load_state(numbers)
+
+    def policy_logprobs(self, measured: Measured) -> Tensor:
+        return measured.logprobs
+
+    def held_out_metrics(self, measured: Measured, batch: PackedBatch) -> Metrics:
+        """Return ``validation/loss``, the mean negative log-likelihood of all action tokens: the
+        tokens of the answers."""
+        return {"validation/loss": -measured.logprobs[batch.is_action].double().mean().item()}
 
     def metrics(self, measured: Measured, learn: LearnBatch) -> Metrics:
-        """Figures of a train batch; ``measured`` carries no gradient."""
         logprobs, entropy = measured.logprobs, measured.entropy
         action = learn.batch.is_action
-        streams = self._streams(logprobs, learn)
+        streams = self._streams(measured, learn)
         ratio, advantage = streams["ratio"][action], learn.advantages[action]
         metrics = {
             "train/entropy": entropy[action].mean().item(),
@@ -192,35 +194,94 @@ class Program:
             "train/advantage_std": advantage.std(correction=int(len(advantage) > 1)).item(),
         }
         clipped = self.objective.loss.is_clipped(streams)
+        if self.control is not None:
+            metrics["train/entropy_coefficient"] = self.control.applied
         if clipped is not None:
             metrics["train/clip_fraction"] = clipped[action].float().mean().item()
         if learn.importance is not None:
             metrics["train/importance"] = learn.importance[action].mean().item()
+            metrics |= self._importance_metrics(learn)
         if learn.reference_logprobs is not None:
             metrics |= _mean_kl("reference", logprobs[action], learn.reference_logprobs[action])
         return metrics
 
+    def _importance_metrics(self, learn: LearnBatch) -> Metrics:
+        """Return two metrics for each importance correction: its mean weight, and the fraction of
+        actions whose ratio is outside of its bounds. A single correction has no such metrics."""
+        pieces, batch = self.objective.corrections, learn.batch
+        if len(pieces) < 2:
+            return {}
+        assert learn.proximal_logprobs is not None, "passes() includes it"
+        metrics: Metrics = {}
+        for piece in pieces:
+            name = f"train/importance_{piece.name}_{piece.level}"
+            weights = piece.weights(learn.proximal_logprobs, batch)[batch.is_action]
+            outside = piece.is_outside(learn.proximal_logprobs, batch)[batch.is_action]
+            metrics[name] = weights.mean().item()
+            metrics[f"{name}_outside"] = outside.float().mean().item()
+        return metrics
+
     def _proximal(self, batch: PackedBatch, scores: Scores) -> Tensor | None:
-        """[N]; None if the proximal policy is the policy itself."""
+        """Return the log-probabilities [N] of the proximal policy: the sampler's if the objective
+        has proximal = "behavior", otherwise those of the pass "proximal". Return None if that pass
+        was not run: the proximal policy is then the policy itself."""
         is_sampler = self.objective.proximal == "behavior"
         return batch.behavior_logprobs if is_sampler else scores.proximal
 
-    def _streams(self, logprobs: Tensor, learn: LearnBatch) -> Streams:
-        """The streams that a loss may read, [N] each."""
-        proximal = learn.proximal_logprobs
-        if proximal is None:  # the policy is where it was: the ratio is 1, its gradient is not 0
+    def _streams(self, measured: Measured, learn: LearnBatch) -> Streams:
+        """Return the inputs of a loss by name, [N] each; among them the token or sequence ratio."""
+        logprobs, proximal = measured.logprobs, learn.proximal_logprobs
+        if proximal is None:  # the policy has not moved: the ratio is 1, but has a gradient
             proximal = logprobs.detach()
         mask, ids = learn.batch.is_action, learn.batch.sequence_ids
         if self.objective.ratio == "token":
             ratio = ratios.token_ratio(logprobs, proximal)
         else:
             ratio = ratios.sequence_ratio(logprobs, proximal, mask, sequence_ids=ids)
-        streams = {"logprobs": logprobs, "proximal": proximal, "ratio": ratio}
-        return streams | {"advantages": learn.advantages, "mask": mask, "sequence_ids": ids}
+        policies = {"logprobs": logprobs, "proximal": proximal, "ratio": ratio}
+        policies |= {"behavior": learn.batch.behavior_logprobs, "entropy": measured.entropy}
+        return policies | {"advantages": learn.advantages, "mask": mask, "sequence_ids": ids}
 
 
-def deal(parts: Sequence[Pack], reduction: Reduction, **streams: Tensor | None) -> list[LearnBatch]:
-    """A batch to learn from for each part: its slots of the streams [N], and its own weights."""
+def critic_loss(critic: CriticConfig, values: Tensor, learn: LearnBatch) -> Tensor:
+    """Return half the squared error of each value, with the value clip (`losses.value_loss`), [N],
+    before loss weights.
+
+    If the critic shares the policy's body, the result is multiplied by the critic's coefficient,
+    because the learner adds it to the policy's loss.
+    """
+    assert learn.old_values is not None, "passes() includes it"
+    assert learn.returns is not None, "passes() includes it"
+    loss = losses.value_loss(values, learn.old_values, learn.returns, clip=critic.clip)
+    return critic.coefficient * loss if critic.shared else loss
+
+
+def critic_metrics(critic: CriticConfig, values: Tensor, learn: LearnBatch) -> Metrics:
+    """Return the loss, clip fraction and explained variance of a critic in a train batch, as
+    metrics. ``values`` [N] are the critic's values now, without gradient. The explained variance is
+    computed from the values before the first gradient step, and left out if all returns are
+    equal."""
+    action, streams = learn.batch.is_action, (values, learn.old_values, learn.returns)
+    now, old, returns = (x[action] for x in streams if x is not None)
+    clipped = is_value_clipped(now, old, returns, clip=critic.clip)
+    loss = weighted_sum(critic_loss(critic, values, learn), learn.loss_weight)
+    metrics = {
+        "train/value_loss": loss.item(),
+        "train/value_clip_fraction": clipped.float().mean().item(),
+    }
+    explained = explained_variance(old, returns)
+    return metrics | ({} if explained is None else {"train/explained_variance": explained.item()})
+
+
+def make_learn_batches(
+    parts: Sequence[Pack], reduction: Reduction, **streams: Tensor | None
+) -> list[LearnBatch]:
+    """Build one train batch for each part of a rollout, with loss weights that the reduction
+    computes over that part alone.
+
+    ``streams`` are tensors [N] of the whole rollout, named as the fields of ``LearnBatch``; a train
+    batch gets their values in its slots. A stream that is None stays None.
+    """
     found = []
     for part, slots in parts:
         own: dict[str, Any] = {name: at(slots, stream) for name, stream in streams.items()}
@@ -230,9 +291,11 @@ def deal(parts: Sequence[Pack], reduction: Reduction, **streams: Tensor | None) 
 
 
 def live(learn: LearnBatch) -> LearnBatch:
-    """Without the responses whose advantages are all 0: their loss is 0 whatever the policy.
+    """Return the train batch without the responses whose advantages are all 0. Their loss is always
+    0 if the objective has no term, such as a KL, apart from the advantages.
 
-    The denominator still counts the whole batch. A batch in which nothing is left stays as it is.
+    The loss weights are still those of the whole batch. If no response would be left, the batch is
+    returned unchanged.
     """
     batch = learn.batch
     moved = sequence_sum((learn.advantages != 0).float(), batch.is_action, batch.sequence_ids) > 0
@@ -242,10 +305,11 @@ def live(learn: LearnBatch) -> LearnBatch:
 
 
 def describe_kl(name: str, logprobs: Tensor, other: Tensor, batch: PackedBatch) -> Metrics:
-    """KL to another policy, k1 and k3: the mean over tokens, and the mean over responses of each
-    response's sum."""
+    """Estimate the KL of a policy to another policy from their log-probabilities [N], with the
+    estimators k1 and k3. Return for each the mean over action tokens (``kl/NAME_k1``), and the sum
+    per response, averaged over responses with actions (``kl/NAME_k1_response``)."""
     action = batch.is_action
-    acted = sequence_lengths(action, batch.sequence_ids) > 0  # a response may be out of the loss
+    acted = sequence_lengths(action, batch.sequence_ids) > 0  # a response may be excluded
     metrics = _mean_kl(name, logprobs[action], other[action])
     for estimator in (kl.k1, kl.k3):
         sums = sequence_sum(estimator(logprobs, other), action, batch.sequence_ids)
@@ -261,7 +325,9 @@ def _mean_kl(name: str, logprobs: Tensor, other: Tensor) -> Metrics:
 
 
 def mismatch(logprobs: Tensor, batch: PackedBatch, version: int) -> Metrics:
-    """The gap between sampler and learner, on tokens that this very version sampled."""
+    """Return metrics: mean and maximum of the absolute difference between the learner's
+    log-probabilities [N] and the sampler's, on the tokens that weights of this version sampled.
+    There are no metrics if no token was sampled by this version."""
     same = batch.is_action & (batch.versions == version)
     if not same.any():
         return {}
@@ -270,4 +336,6 @@ def mismatch(logprobs: Tensor, batch: PackedBatch, version: int) -> Metrics:
 
 
 def at(slots: Tensor, stream: Tensor | None) -> Tensor | None:
+    """Return the values [n, …] of a stream [N, …] in the given slots [n]; None if the stream is
+    None."""
     return None if stream is None else stream[slots]

@@ -1,4 +1,4 @@
-"""The processes that learn one model together, as the learner sees them: one, or a mesh."""
+"""The processes that train one model together, as the learner sees them: one process, or a mesh."""
 
 from __future__ import annotations
 
@@ -10,68 +10,81 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from burnish.model.protocol import Exchanging, Module
 from burnish.rollout.packing import Pack
 from burnish.types import PackedBatch
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", bound=Module)
 Named = tuple[str, Tensor]
-"""A parameter's name in its model, and the parameter or its gradient."""
+"""A pair: the name of a parameter in its model, and the parameter or its gradient."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that a mesh has cut; any other tensor as it is."""
+    """Return this rank's part of a sharded tensor; return any other tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     with torch.no_grad():
         return tensor if to_local is None else to_local()
 
 
 class Ranks(Protocol):
-    """Every rank makes the same calls in the same order, with the same whole batches."""
+    """The operations of a learner that involve all of its processes: sharding the model, dividing
+    batches, summing results. Every rank makes the same calls in the same order, with the same
+    complete batches."""
 
     casts: bool
     """Whether `place` makes the forward pass run in the compute precision, so that the optimizer
-    needs no copy of the weights in it."""
+    needs no copy of the weights in that precision."""
 
     def place(self, model: Model, precision: str) -> Model:
-        """The model with this rank's part of its weights."""
+        """Shard a complete model in place, so that this rank keeps only its part of the weights;
+        return the model. ``precision`` is the compute precision."""
 
-    def gathered(self, *models: nn.Module | None) -> AbstractContextManager[None]:
-        """Within it, ranks that share weights may keep those that they have gathered."""
+    def gathered(self, *models: Module | None) -> AbstractContextManager[None]:
+        """Return a context in which the ranks may keep the complete weights of the models, once
+        they have gathered them for a forward pass, instead of gathering them again for the next
+        pass. A model that is None is skipped."""
 
-    def frozen(self, policy: Any, precision: str) -> Any:
-        """A copy of a policy that does not learn."""
+    def frozen(self, policy: Model, precision: str) -> Model:
+        """Return a copy of a policy that is not trained, in compute precision."""
 
-    def divide(self, batch: PackedBatch, cut: Callable[[PackedBatch], list[Pack]]) -> list[Pack]:
-        """This rank's packs of a batch; all ranks have equally many."""
+    def divide(self, batch: PackedBatch, split: Callable[[PackedBatch], list[Pack]]) -> list[Pack]:
+        """Select the responses of a batch that this rank computes, cut them into packs with
+        ``split``, and return the packs. Their slots are slots of ``batch``. All ranks get the same
+        number of packs."""
 
     def join(self, stream: Tensor) -> Tensor:
-        """The sum over the ranks that have packs of their own, which may be written over it: of a
-        number, or of streams [N, …], which are 0 in the slots of other ranks."""
+        """Return the elementwise sum of ``stream``, a number or a tensor [N, …], over the
+        data-parallel ranks (an all-reduce). To assemble a tensor from the slots that each rank has
+        computed, fill the other slots with 0. The argument may be overwritten."""
 
     def norm(self, gradients: Iterable[Named]) -> float:
-        """Of the whole gradient."""
+        """Return the L2 norm of the complete gradients of all ranks. It may sum partial gradients
+        over the ranks in place, so call it exactly once before each optimizer step."""
 
-    def exchange(self, policy: Any, precision: str) -> Mapping[str, Tensor]:
-        """The whole weights that learn under Hugging Face's names, as `Transformer.exchange` gives
-        them: copies, or a mapping that all ranks must read in the same order."""
+    def exchange(self, policy: Exchanging, precision: str) -> Mapping[str, Tensor]:
+        """Return the complete trainable weights under the names that engines read
+        (`Exchanging.exchange`). They are copies, or a mapping that gathers a weight from all ranks
+        when it is read: then all ranks must read the same weights in the same order."""
 
     def fill(self, views: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-        """Writes whole tensors of a learner's state into this rank's parts of them."""
+        """Overwrite ``views``, this rank's parts of the tensors of a learner's state, with the
+        corresponding parts of the complete tensors ``whole``. Both are keyed by name, and ``whole``
+        has every name of ``views``."""
 
 
-class Alone:
-    """The one process of a learner without a mesh."""
+class SingleProcess:
+    """`Ranks` of a learner that runs in one process: nothing is sharded, divided or summed."""
 
     casts = False
 
     def place(self, model: Model, precision: str) -> Model:
         return model
 
-    def gathered(self, *models: nn.Module | None) -> AbstractContextManager[None]:
+    def gathered(self, *models: Module | None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def divide(self, batch: PackedBatch, cut: Callable[[PackedBatch], list[Pack]]) -> list[Pack]:
-        return cut(batch)
+    def divide(self, batch: PackedBatch, split: Callable[[PackedBatch], list[Pack]]) -> list[Pack]:
+        return split(batch)
 
     def join(self, stream: Tensor) -> Tensor:
         return stream
@@ -79,13 +92,13 @@ class Alone:
     def norm(self, gradients: Iterable[Named]) -> float:
         return float(nn.utils.get_total_norm([gradient for _, gradient in gradients]))
 
-    def exchange(self, policy: Any, precision: str) -> Mapping[str, Tensor]:
-        views: dict[str, Tensor] = policy.exchange(learned=True)
-        return {name: view.clone() for name, view in views.items()}
+    def exchange(self, policy: Exchanging, precision: str) -> Mapping[str, Tensor]:
+        return {name: view.clone() for name, view in policy.exchange(learned=True).items()}
 
-    def frozen(self, policy: Any, precision: str) -> Any:
-        """It shares the weights that never change."""
-        shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    def frozen(self, policy: Model, precision: str) -> Model:
+        """Return a copy of a policy that is not trained. It shares the weights that are frozen in
+        the policy."""
+        shared: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
         return copy.deepcopy(policy, shared).requires_grad_(False)
 
     def fill(self, views: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""The free-running loop: generators go on while the learner works, and lag is bounded.
+"""The free-running loop: generators continue while the learner works, and lag is bounded.
 
-Every group has a number, and the learner takes groups by number inside a window, so that fast
-(short) answers do not crowd out slow ones. `burnish.rollout.pace` says which groups may begin;
-docs/architecture.md says who waits for whom.
+The learner takes graded groups in the order in which they began, from a window of the oldest ones,
+so that fast (short) responses do not crowd out slow ones. `burnish.rollout.lag_bound` decides which
+groups may begin; docs/architecture.md tabulates which component waits for which.
 """
 
 from __future__ import annotations
@@ -13,80 +13,93 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from burnish.actors.fleet import Fleet
-from burnish.actors.supervisor import PULSE, Call
+from burnish.actors.remote_learner import RemoteLearner
+from burnish.actors.rollouts import RemoteRollouts
+from burnish.actors.supervisor import POLL_SECONDS, Call
+from burnish.console.progress import begin
 from burnish.errors import ActorError
-from burnish.loops.asynchronous import note_dropped
-from burnish.loops.sync import Step
-from burnish.progress import begin
-from burnish.rollout.filling import fill, is_lost, judge_of
-from burnish.rollout.pace import Pace
+from burnish.learner.protocol import Step
+from burnish.loops.lagged import note_dropped
+from burnish.recipe.runtime import FreeLoop
+from burnish.rollout.dead_groups import fill, is_lost
+from burnish.rollout.lag_bound import Pace
 from burnish.rollout.rollout import check_errors, describe
+from burnish.rollout.settings import RolloutSettings
 from burnish.runs.metrics import Timers
-from burnish.schema.recipe import Recipe
-from burnish.strategy import FreeLoop
 from burnish.tasks.stream import PromptStream
 from burnish.types import Group, Prompt
 
 SLICE = 0.5
-"""Seconds for which a generator samples before it looks for new requests and weights."""
+"""Seconds for which a generator samples before it checks for new requests and weights."""
 
 
 @dataclass
 class _Worker:
-    """The driver's view of a generator."""
+    """The driver's record of a generator: its weights, its groups and its pending call."""
 
     name: str
     life: int = 0
-    """The process that was given weights and groups last; 0 if none was."""
+    """Number of the generator's process (a restart starts another one) that received weights and
+    groups last; 0 if there was none."""
     version: int = -1
-    """Of the weights that it was given last."""
+    """Version of the weights that were sent last."""
     holds: dict[int, Prompt] = field(default_factory=dict)
-    """Groups that it is sampling."""
+    """Prompts of the groups that it is sampling, by group number."""
     call: Call | None = None
+    """The call that has not returned; None if the generator is idle."""
 
 
 class FreeRun:
-    """The state of a free-running loop: groups on their way from the prompts to the learner."""
+    """Drives the groups of a free-running loop from the prompt stream to the learner: it gives
+    prompts and weights to generators, sends completions to the scorer, drops groups that are too
+    old, and holds graded groups until a step learns from them."""
 
     def __init__(
-        self, recipe: Recipe, *, prompts: PromptStream, fleet: Fleet, learner: Any
+        self,
+        settings: RolloutSettings,
+        loop: FreeLoop,
+        gradient_steps: int,
+        *,
+        prompts: PromptStream,
+        rollouts: RemoteRollouts,
+        learner: RemoteLearner,
     ) -> None:
-        loop = recipe.loop
-        assert isinstance(loop, FreeLoop)
-        self.loop, self.prompts, self.fleet, self.learner = loop, prompts, fleet, learner
-        self._recipe, self._is_dead = recipe, judge_of(recipe)
-        batch = recipe.prompts_per_rollout
-        self.pace = Pace(
-            batch, loop.window or batch, recipe.gradient_steps_per_rollout, loop.max_lag
-        )
-        self.workers = [_Worker(name) for name in fleet.generators]
+        """``gradient_steps``: number of gradient steps per rollout."""
+        self.loop, self.prompts, self.rollouts, self.learner = loop, prompts, rollouts, learner
+        self._settings, batch = settings, settings.prompts
+        self.pace = Pace(batch, loop.window or batch, gradient_steps, loop.max_lag)
+        self.workers = [_Worker(name) for name in rollouts.generators]
         self.again = {index: prompts.prompt(index) for index in prompts.open}
-        """Groups to begin under numbers that they have already."""
+        """Prompts of groups that already have a number and still have to be sampled: open groups of
+        a checkpoint, and replacements of groups that were dropped as too old."""
         self.grading: dict[Call, None] = {}
         self.graded: dict[int, Group] = {}
         self.dead: dict[int, Group] = {}
-        """Groups for which other prompts were asked; the next step closes and counts them."""
+        """Dead groups since the last step, each replaced by another prompt; the next step closes
+        and counts them."""
         self.learning: Call | None = None
         self.dropped = 0
         self.step = 0
-        """The step that is waited for or learned."""
+        """Number of the step that the loop waits for or runs."""
 
     def advance(self) -> None:
-        """Gives everybody work, and waits a little for an answer; raises if nobody works."""
+        """Do one round of the loop (see `go_on`), which waits at most about a second. Raise an
+        ActorError if no actor has work, because the loop would then wait forever."""
         if not self.go_on():
             raise ActorError(self._stuck())
 
     def go_on(self, *others: Call) -> bool:
-        """Gives everybody work, and waits a little for an answer, or for one of other calls.
-        Returns False if there is no call to wait for."""
+        """Give work to idle generators, wait at most `POLL_SECONDS` for a result of any actor or of
+        one of the calls ``others``, and process the results: send completions to the scorer, and
+        accept graded groups. Results of the learner and of ``others`` are left to the caller.
+        Return False if there was no call to wait for."""
         for worker in self.workers:
             if worker.call is None:
                 self._feed(worker)
         calls = [*others, *(worker.call for worker in self.workers), *self.grading, self.learning]
         waiting = [call for call in calls if call is not None and not call.is_done]
         if waiting:
-            self.fleet.supervisor.poll(waiting, PULSE)
+            self.rollouts.supervisor.poll(waiting, POLL_SECONDS)
         for worker in self.workers:
             if worker.call is not None and worker.call.is_done:
                 self._take(worker)
@@ -97,35 +110,36 @@ class FreeRun:
         return bool(waiting)
 
     def _accept(self, group: Group) -> None:
-        """Takes a graded group; if it is dead, and the recipe fills rollouts, its place is free for
-        another prompt at once."""
-        number, recipe = group.index, self._recipe
-        if not (recipe.selection.fills and is_lost(group, recipe, self._is_dead)):
+        """Make a graded group available to the next step. If it is dead (or has too few samples)
+        and the recipe replaces dead groups, withdraw it instead, so that another prompt can take
+        its place; raise if too many grades are errors."""
+        number, settings = group.index, self._settings
+        if not (settings.selection.fills and is_lost(group, settings)):
             self.graded[number] = group
             self.pace.know(number, group.oldest_version)
             return
         self.pace.withdraw(number)
         self.dead[number] = group
         known = [*self.dead.values(), *self.graded.values()]
-        responses = recipe.rollout.batch
-        check_errors(known, limit=recipe.rollout.max_errors, asked=responses)
+        check_errors(known, limit=settings.max_errors, requested=settings.responses)
 
     def _stuck(self) -> str:
-        """The error of a loop that waits although no actor works for it."""
+        """Return the error message of a loop that waits although no actor has work."""
         return (
-            f"step {self.step} waits for {self.pace.batch} graded groups, and no actor has a call: "
+            f"step {self.step} waits for {self.pace.batch} graded groups, but no actor has work: "
             f"the open groups are {reprlib.repr(list(self.pace.loaded))}, of which "
             f"{reprlib.repr(sorted(self.graded))} are graded, {len(self.again)} more have not "
-            "begun, and none may begin; this is a defect of burnish: please report it, and "
+            "begun, and none may begin; this is a bug in burnish: please report it, and "
             "continue with `burnish resume`"
         )
 
     def next_rollout(self) -> list[Group] | None:
-        """The groups of the next step by their numbers, dead ones included; None if they are not
-        all there.
+        """Return the groups of the next step, sorted by number, including dead ones; None if the
+        step has to wait for more groups. The groups stay in the loop's state until `close`.
 
-        Groups that are too old leave, and their prompts get new numbers. A step that has asked for
-        as many groups as ``selection.max_asked`` allows has the groups that are there."""
+        Graded groups that are too old are dropped first, and their prompts are sampled again under
+        new numbers. If the step has sampled as many groups as ``selection.max_asked`` allows, all
+        graded groups are returned, although they are fewer than a batch."""
         limit = self.learner.version - self.loop.max_lag
         for number, group in list(self.graded.items()):
             if group.oldest_version < limit:
@@ -138,17 +152,19 @@ class FreeRun:
         return sorted(groups, key=lambda group: group.index)
 
     def _is_bound(self) -> bool:
-        """Whether a step has asked for all groups that it may ask for, and lacks some."""
+        """Return whether the next step has sampled as many groups as ``selection.max_asked``
+        allows, and still has fewer than a batch of groups that are not dead."""
         alive, batch = len(self.graded), self.pace.batch
-        most = batch * self._recipe.selection.max_asked
+        most = batch * self._settings.selection.max_asked
         return alive < batch and len(self.dead) + alive >= most
 
     def close(self, groups: list[Group]) -> None:
-        """The groups were learned from, or are dead."""
+        """Remove the groups of a step (see `next_rollout`) from the loop's state, because the
+        learner takes them, and close them in the prompt stream."""
         numbers = [group.index for group in groups if group.index in self.graded]
         if len(numbers) == self.pace.batch:
             self.pace.learn(numbers)
-        else:  # their rollout is smaller than the bound counts with
+        else:  # the lag bound assumes complete batches
             for number in numbers:
                 self.pace.withdraw(number)
         for number in numbers:
@@ -157,42 +173,48 @@ class FreeRun:
         self.prompts.close(group.index for group in groups)
 
     def _drop(self, number: int) -> None:
-        """Closes a group that is too old; its prompt is asked again under a new number."""
+        """Drop a graded group that is too old, record this in the ledger, and queue its prompt to
+        be sampled again under a new number."""
         self.pace.withdraw(number)
         del self.graded[number]
-        self.fleet.note("dropped", step=self.step, group=number, why="stale")
+        self.rollouts.note("dropped", step=self.step, group=number, why="stale")
         self.again.update([self.prompts.ask_again(number)])
         self.dropped += 1
 
     def _feed(self, worker: _Worker) -> None:
-        """Calls a generator with new weights and requests, if it has anything to do."""
+        """Start the next call of an idle generator, with new requests and, if a newer version was
+        published, new weights. Do nothing if the generator has no groups to sample."""
         fresh = self._fresh(worker)
         worker.holds |= fresh
         if not worker.holds:
             return
         weights: tuple[Any, Any] = None, None
-        if worker.life != self.fleet.supervisor.life(worker.name):
+        if worker.life != self.rollouts.supervisor.process_number(worker.name):
             args = self._anew(worker)
         else:
-            if worker.version != self.fleet.version:
-                weights, worker.version = self.fleet.weights, self.fleet.version
-            args = *weights, self.fleet.requests(list(fresh.items())), SLICE
-        renew = partial(self._anew, worker)
-        worker.call = self.fleet.supervisor.call(worker.name, "advance", *args, renew=renew)
+            if worker.version != self.rollouts.version:
+                weights, worker.version = self.rollouts.weights, self.rollouts.version
+            args = *weights, self.rollouts.requests(list(fresh.items())), SLICE
+        retry_args = partial(self._anew, worker)
+        worker.call = self.rollouts.supervisor.call(
+            worker.name, "advance", *args, retry_args=retry_args
+        )
 
     def _anew(self, worker: _Worker) -> tuple[Any, ...]:
-        """What a new process is called with: it has no groups, and gets all of them under their
-        numbers, with the weights that were published last. The learner may be ahead of them."""
-        worker.life = self.fleet.supervisor.life(worker.name)
-        worker.version = self.fleet.version
+        """Return the arguments of the first call to a restarted generator: the weights that were
+        published last (the learner may already have newer ones), and requests for all of its
+        groups, under their numbers. Record that these groups begin again with those weights."""
+        worker.life = self.rollouts.supervisor.process_number(worker.name)
+        worker.version = self.rollouts.version
         for number in worker.holds:
             self.pace.know(number, worker.version)
-        return *self.fleet.weights, self.fleet.requests(list(worker.holds.items())), SLICE
+        return *self.rollouts.weights, self.rollouts.requests(list(worker.holds.items())), SLICE
 
     def _fresh(self, worker: _Worker) -> dict[int, Prompt]:
-        """New groups for a generator, as many as the bound and its share of the work allow. They
-        begin with the newest weights, which it is given with them."""
-        found, version = dict[int, Prompt](), self.fleet.version
+        """Begin new groups for a generator, as many as the lag bound and its share of the work
+        allow; return their prompts by group number. They begin with the newest published weights,
+        which are sent with them."""
+        found, version = dict[int, Prompt](), self.rollouts.version
         share = -(-self._useful // len(self.workers))  # groups that a generator samples at once
         while len(worker.holds) + len(found) < share:
             if not self._may_begin(version):
@@ -208,59 +230,72 @@ class FreeRun:
 
     @property
     def _useful(self) -> int:
-        """Groups that can be learned from within the bound, if all were begun now."""
+        """Number of groups that the learner could use within the lag bound if all of them began
+        now."""
         return (1 + self.loop.max_lag // self.pace.gradient_steps) * self.pace.batch
 
     def _may_begin(self, loaded: int) -> bool:
+        """Return whether another group may begin with version ``loaded`` of the weights. If groups
+        that become too old are dropped, only the number of open groups is limited."""
         if self.loop.on_stale == "drop":
             return len(self.pace.loaded) < self._useful
         coming = self.pace.gradient_steps if self.learning is not None else 0
         return self.pace.may_begin(loaded, self.learner.version + coming)
 
     def _take(self, worker: _Worker) -> None:
-        """Sends a generator's answers to be graded."""
+        """Take the completed groups from a generator's finished call and send them to the
+        scorer."""
         assert worker.call is not None
-        self.fleet.sampled_by(worker.call)
+        self.rollouts.record_samples(worker.call)
         answers, worker.call = worker.call.answer, None
         numbers = sorted(int(name.removeprefix("group-")) for name in answers)
-        asked = [(number, worker.holds.pop(number)) for number in numbers]
-        if asked:
-            responses = [answers[f"group-{number}"] for number, _ in asked]
-            call = self.fleet.supervisor.call("scorer", "grade", asked, responses)
+        numbered = [(number, worker.holds.pop(number)) for number in numbers]
+        if numbered:
+            responses = [answers[f"group-{number}"] for number, _ in numbered]
+            call = self.rollouts.supervisor.call("scorer", "grade", numbered, responses)
             self.grading[call] = None
 
 
-def train(
-    recipe: Recipe,
+def train_free(
+    settings: RolloutSettings,
+    total: int,
     *,
+    loop: FreeLoop,
+    gradient_steps: int,
     prompts: PromptStream,
-    fleet: Fleet,
-    learner: Any,
+    rollouts: RemoteRollouts,
+    learner: RemoteLearner,
     timers: Timers,
     start: int = 0,
 ) -> Iterator[Step]:
-    """Runs the loop from step ``start`` on, yielding after each step."""
-    fleet.meanwhile = None
+    """Run the free-running loop after ``start`` finished steps until ``total`` steps are done, and
+    yield each step, with the metrics of its rollout, after its weights are published.
+
+    ``gradient_steps``: number of gradient steps per rollout. While the caller handles a yielded
+    step, generators continue whenever it waits through ``rollouts`` (see `RemoteRollouts.on_wait`).
+    """
+    rollouts.on_wait = None
     learner.publish()
-    run = FreeRun(recipe, prompts=prompts, fleet=fleet, learner=learner)
-    for number in range(start, recipe.train.steps):
+    parts: Any = {"prompts": prompts, "rollouts": rollouts, "learner": learner}
+    run = FreeRun(settings, loop, gradient_steps, **parts)
+    for number in range(start, total):
         run.step, skipped = number + 1, prompts.skipped
         with timers("wait"):
             begin("generate", f"waiting for the groups of step {number + 1}")
             while (sampled := run.next_rollout()) is None:
                 run.advance()
-            filled = fill(recipe, sampled, lambda count: [])
-            note_dropped(fleet.note, number + 1, filled)
+            filled = fill(settings, sampled, lambda count: [])
+            note_dropped(rollouts.note, number + 1, filled)
         with timers("learn"):
             begin("learn", f"step {number + 1} is being learned")
             run.close(sampled)
-            run.learning = learner.begin(number + 1, filled.groups)
+            run.learning = learner.start_step(number + 1, filled.groups)
             while not run.learning.is_done:
                 run.advance()
-            step = learner.take(run.learning)
+            step = learner.finish_step(run.learning)
             run.learning = None
-        # Generators go on while weights are published, and between two steps.
-        fleet.meanwhile = run.go_on if number + 1 < recipe.train.steps else None
+        # Generators continue while weights are published, and between two steps.
+        rollouts.on_wait = run.go_on if number + 1 < total else None
         with timers("publish"):
             learner.publish()
         filled.figures["rollout/stale_groups"] = float(run.dropped)

@@ -1,18 +1,18 @@
-"""The overlapping loop: rollouts are sampled while older ones are learned from.
+"""The overlapping loop: it samples rollouts while it learns from older ones.
 
 Rollout n, counted from 0, is sampled with the weights after step max(0, n − lag):
 
     for step = 1 … steps:
         issue the rollouts up to number step − 1 + lag, with the weights published last
-        wait for the oldest rollout; ask others if groups are dead      wait
+        wait for the oldest rollout; replace dead groups                wait
         take its gradient steps                                         learn
         publish the new weights                                         publish
 
 With lag 0 this is the synchronous loop. The order of rollouts is fixed, so results do not depend on
-who is fast: they repeat for a given number of generators, and a killed run resumes bit for bit,
-because a checkpoint holds the rollouts in flight. The last checkpoint of a run holds them, too,
-although the run does not learn from them: a run that is given more steps later goes on as if it had
-had them from the start.
+the speed of workers: they are reproducible for a given number of generators. A killed run resumes
+bit for bit, because a checkpoint holds the rollouts in flight. The last checkpoint of a run holds
+them, too, although the run does not learn from them. So a run that is extended by further steps
+later equals a run that had these steps from the start.
 """
 
 from __future__ import annotations
@@ -20,73 +20,82 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-from burnish.draws import Stream
+from burnish.console.progress import begin
 from burnish.engine.protocol import Engine
 from burnish.errors import DataError
-from burnish.learner.learner import Learner
-from burnish.loops.sync import Step, learn
-from burnish.progress import begin
-from burnish.rollout.branches import Steps
+from burnish.learner.protocol import Learner, Step, StepRunner
+from burnish.loops.sync import StepSettings, train_step
+from burnish.randomness import Stream
 from burnish.rollout.buffer import Buffer
-from burnish.rollout.filling import Filled, fill, sample_actively, taking
-from burnish.rollout.length import shaping
-from burnish.rollout.rollout import Asked, Note, describe, grade, ignore, sample, sampling
+from burnish.rollout.dead_groups import Filled, fill, sample_actively, taking
+from burnish.rollout.rollout import Note, NumberedPrompts, describe, grade, ignore, sample
+from burnish.rollout.settings import RolloutSettings
+from burnish.rollout.step_values import Steps
 from burnish.runs.metrics import Timers
-from burnish.schema.recipe import Recipe
-from burnish.strategy import LaggedLoop
 from burnish.tasks.stream import PromptStream
 from burnish.tasks.task import Task
 from burnish.types import Group
 
 
 class Rollouts(Protocol):
-    """Whoever samples and grades rollouts, oldest first."""
+    """Samples and grades rollouts, of which several can be in flight, and returns them in order."""
 
     note: Note
-    """Is told of groups that are sampled and dropped."""
+    """Callback for ledger events: groups that were sampled or dropped."""
 
-    def issue(self, asked: Asked, spare: Asked = (), *, first: bool = False) -> None:
-        """Begins a rollout with the weights that were published last; ``first``: it is collected
-        next. ``spare``: prompts that are asked in the place of dead groups as soon as those are
-        found."""
+    def issue(
+        self, numbered: NumberedPrompts, spare: NumberedPrompts = (), *, first: bool = False
+    ) -> None:
+        """Start a rollout of the prompts ``numbered``, with the weights that were published last.
+        ``spare``: reserve prompts, which replace dead groups as soon as these are found. ``first``:
+        put the rollout before all others in flight, so that `collect` returns it next."""
 
     def collect(self) -> list[Group]:
-        """The groups of the oldest rollout, which is then no longer in flight."""
+        """Wait for the first rollout in flight, remove it, and return its graded groups, including
+        dead ones."""
 
     def in_flight(self) -> list[Callable[[], list[Group]]]:
-        """A function for each rollout in flight, oldest first, that waits for its groups."""
+        """Return one function per rollout in flight, in the order in which `collect` returns them.
+        The function waits for the rollout's graded groups and returns them; the rollout stays in
+        flight."""
 
     def restore(self, rollouts: Sequence[list[Group]]) -> None:
-        """Puts these rollouts in flight."""
+        """Replace the rollouts in flight by the graded rollouts of a checkpoint."""
 
 
 class LocalRollouts:
-    """Samples in this process: a rollout is finished as soon as it is issued.
+    """Samples and grades rollouts in this process (see `Rollouts`): `issue` returns when the
+    rollout is finished.
 
-    The overlapping loop over these rollouts gives the same results as over Ray's, without the
-    overlap; so it is the test's oracle, and measures the effect of lag on a machine without Ray.
+    The overlapping loop then gives the same results as with Ray, but sampling and learning do not
+    overlap. Tests use it as the expected result, and it measures the effect of lag without Ray.
     """
 
-    def __init__(self, recipe: Recipe, task: Task, engine: Engine, steps: Steps = None) -> None:
-        self._recipe, self._task, self._engine, self._steps = recipe, task, engine, steps
+    def __init__(
+        self, settings: RolloutSettings, task: Task, engine: Engine, steps: Steps = None
+    ) -> None:
+        self._settings, self._task, self._engine, self._steps = settings, task, engine, steps
         self._done: deque[list[Group]] = deque()
         self.note: Note = ignore
 
     def listen(self, note: Note) -> None:
+        """Set the callback for ledger events."""
         self.note = note
 
-    def issue(self, asked: Asked, spare: Asked = (), *, first: bool = False) -> None:
-        recipe, task, engine = self._recipe, self._task, self._engine
-        params, size = sampling(recipe), recipe.rollout.group_size
-        total = size * len(asked)
+    def issue(
+        self, numbered: NumberedPrompts, spare: NumberedPrompts = (), *, first: bool = False
+    ) -> None:
+        settings, task, engine = self._settings, self._task, self._engine
+        params, size = settings.params, settings.group_size
+        total = size * len(numbered)
         report = begin("generate", f"sampling {total} responses", total=total, unit="responses")
         if spare:
-            groups = sample_actively(recipe, engine, task, asked, taking(spare), report)
+            groups = sample_actively(settings, engine, task, numbered, taking(spare), report)
         else:
-            responses = sample(engine, asked, size, params, Stream.TRAIN, report, self._steps)
-            groups = grade(task, asked, responses, shaping(recipe))
+            responses = sample(engine, numbered, size, params, Stream.TRAIN, report, self._steps)
+            groups = grade(task, numbered, responses, settings.penalize)
         for group in groups:
             version = group.oldest_version
             self.note("sampled", group=group.index, by="local", oldest=version, newest=version)
@@ -102,15 +111,15 @@ class LocalRollouts:
         self._done = deque(rollouts)
 
 
-class LocalLearner:
-    """A learner of this process, which hands its weights to an engine of this process."""
+class LocalStepRunner:
+    """Runs steps with a learner of this process and loads its weights into an engine of this
+    process (see `burnish.learner.protocol.StepRunner`)."""
 
-    def __init__(self, recipe: Recipe, learner: Learner, engine: Engine) -> None:
-        self._recipe, self._learner, self._engine = recipe, learner, engine
+    def __init__(self, training: StepSettings, learner: Learner, engine: Engine) -> None:
+        self._training, self._learner, self._engine = training, learner, engine
 
     def learn(self, number: int, groups: list[Group]) -> Step:
-        self._learner.begin(number - 1)
-        return learn(self._recipe, self._learner, number, groups, Timers())
+        return train_step(self._training, self._learner, number, groups, Timers())
 
     @property
     def version(self) -> int:
@@ -120,29 +129,32 @@ class LocalLearner:
         self._engine.load(self._learner.weights())
 
 
-def train(
-    recipe: Recipe,
+def train_lagged(
+    settings: RolloutSettings,
+    total: int,
     *,
+    lag: int,
     prompts: PromptStream,
     rollouts: Rollouts,
-    learner: Any,
+    learner: StepRunner,
     buffer: Buffer | None = None,
     timers: Timers,
     start: int = 0,
 ) -> Iterator[Step]:
-    """Runs the loop from step ``start`` on, yielding after each step.
+    """Run the overlapping loop after ``start`` finished steps until ``total`` steps are done, and
+    yield each step, with the metrics of its rollout, after its weights are published.
 
-    ``learner`` has ``learn`` (a step's number and groups -> a ``Step``), ``publish`` and
-    ``version``. ``buffer`` is None if a step learns from its own rollout alone.
+    ``lag`` is the number of rollouts that are sampled ahead of the learner. ``buffer`` is the
+    replay buffer; None if each step learns only from its own rollout. Rollouts that are in flight
+    at the start, restored from a checkpoint, are used first and are not issued again.
     """
-    assert isinstance(recipe.loop, LaggedLoop)
-    lag, chosen, batch = recipe.loop.lag, recipe.selection, recipe.prompts_per_rollout
+    chosen, batch = settings.selection, settings.prompts
     is_active = chosen.dead_groups == "active"
 
     def issue() -> None:
-        asked = prompts.take(batch)
+        numbered = prompts.take(batch)
         spare = prompts.reserve(batch * (chosen.max_asked - 1)) if is_active else ()
-        rollouts.issue(asked, spare)
+        rollouts.issue(numbered, spare)
 
     def collect() -> list[Group]:
         groups = rollouts.collect()
@@ -151,26 +163,27 @@ def train(
         return groups
 
     def ask(count: int) -> list[Group]:
-        """Further groups for the oldest rollout, with the weights that were published last."""
+        """Sample and grade ``count`` further groups for the oldest rollout, with the weights that
+        were published last, and return them."""
         rollouts.issue(prompts.take(count), first=True)
         return rollouts.collect()
 
     issued = start + len(rollouts.in_flight())
     learner.publish()
-    for number in range(start, recipe.train.steps):
+    for number in range(start, total):
         skipped = prompts.skipped
         with timers("generate"):
             while issued < number + lag + 1:
                 try:
                     issue()
                 except DataError:
-                    if issued < recipe.train.steps:
+                    if issued < total:
                         raise
-                    break  # a longer run would end here
+                    break  # the prompts are used up, but this run needs no more of them
                 issued += 1
         with timers("wait"):
             begin("generate", f"waiting for rollout {number + 1}")
-            filled = fill(recipe, collect(), ask)
+            filled = fill(settings, collect(), ask)
             note_dropped(rollouts.note, number + 1, filled)
         groups, gone = filled.groups, [group.index for group in filled.sampled]
         if buffer is not None:
@@ -181,7 +194,7 @@ def train(
             step = learner.learn(number + 1, groups)
         prompts.close(gone)
         with timers("publish"):
-            begin("publish", "handing the new weights to the generators")
+            begin("publish", "publishing the new weights to the generators")
             learner.publish()
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
         rollout |= prompts.note(filled.sampled)
@@ -191,8 +204,13 @@ def train(
 def replay(
     buffer: Buffer, fresh: list[Group], step: int, version: int, note: Note
 ) -> tuple[list[Group], list[int]]:
-    """Puts fresh groups into the buffer -> the groups that the step learns from, as many as were
-    put in, and the indices of groups that nobody will learn from again."""
+    """Put the groups ``fresh`` into the buffer, remove groups that exceed its capacity or are too
+    old for a learner at ``version``, and choose the groups that the step learns from: as many as
+    there are fresh ones, or fewer if the buffer has fewer.
+
+    Return the chosen groups, and the indices of all groups that have left the buffer, which no
+    later step will use. Removed groups that no step has used are reported to ``note``.
+    """
     before = [*(kept.group.index for kept in buffer.kept), *(group.index for group in fresh)]
     for kept in [*buffer.put(fresh), *buffer.age(version)]:
         if not kept.uses:
@@ -203,6 +221,7 @@ def replay(
 
 
 def note_dropped(note: Note, step: int, filled: Filled) -> None:
-    """Notes the groups that nobody will learn from."""
+    """Report a "dropped" event with the reason to ``note``, which writes it to the ledger, for each
+    group of a rollout that was dropped, so that no step will learn from it."""
     for index, why in sorted(filled.dropped.items()):
         note("dropped", step=step, group=index, why=why)

@@ -1,62 +1,64 @@
 """The synchronous loop: Algorithm 1 of GRPO (https://arxiv.org/abs/2402.03300), step by step.
 
     for step = 1 … steps:
-        every kl.refresh steps:  π_ref ← π
         take prompts; sample a group of responses to each          generate
-        score the responses; ask others if groups are dead         grade
+        grade the responses; replace dead groups                   grade
+        every kl.refresh steps:  π_ref ← π
         log π_ref and, if needed, log π_prox of the tokens         score
-        advantages relative to the group                           advantages
+        advantages relative to the group                           learn
         for each of the gradient steps:  π ← step on the loss      learn
-        hand the new weights to the engine                         publish
+            with kl.ema:  π_ref ← average of π_ref and π
+        load the new weights into the engine                       publish
 
-The sorting model and a language model run through it alike: an ``Engine`` samples, a ``Learner``
-scores and steps.
+The loop does not know the model: an ``Engine`` samples, and a ``Learner`` scores and steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from burnish.draws import Stream
+from burnish.console.progress import begin
+from burnish.console.text import counted
 from burnish.engine.protocol import Engine
-from burnish.learner.learner import Learner
-from burnish.progress import begin
+from burnish.learner.protocol import Learner, Step
+from burnish.randomness import Stream
 from burnish.rl.sequences import sequence_lengths, sequence_sum
-from burnish.rollout.branches import Steps
-from burnish.rollout.filling import fill, sample_actively
-from burnish.rollout.length import shaping
+from burnish.rollout.dead_groups import fill, sample_actively
 from burnish.rollout.packing import pack, train_batches
-from burnish.rollout.rollout import describe, grade, sample, sampling
-from burnish.runs.metrics import Metrics, Timers, combine
-from burnish.schema.recipe import Recipe
+from burnish.rollout.rollout import describe, grade, sample
+from burnish.rollout.settings import RolloutSettings
+from burnish.rollout.step_values import Steps
+from burnish.runs.metrics import Timers, combine
 from burnish.tasks.stream import PromptStream
 from burnish.tasks.task import Task
 from burnish.types import FloatArray, Group, PackedBatch
-from burnish.wording import counted
 
 
-class Step(NamedTuple):
-    """One round of the loop, to be written down."""
+class StepSettings(NamedTuple):
+    """How a step divides its rollout into gradient steps."""
 
-    number: int
-    """How many steps are done, this one included."""
-    metrics: Metrics
-    groups: Sequence[Group] = ()
-    """The groups that were learned from."""
-    advantages: Sequence[float] = ()
-    """One per response, in the groups' order: the mean over its tokens."""
-    learner_logprobs: list[FloatArray] | None = None
-    """The learner's log-probabilities before its first step, [C] per response; None if it did not
-    score all responses."""
+    batch: int
+    """Responses per gradient step."""
+    batches: int
+    """Train batches per rollout."""
+    epochs: int
+    """Number of gradient steps on each train batch."""
+
+    @property
+    def gradient_steps(self) -> int:
+        """Gradient steps per rollout."""
+        return self.batches * self.epochs
 
 
-def train(
-    recipe: Recipe,
+def train_sync(
+    settings: RolloutSettings,
+    training: StepSettings,
+    total: int,
     *,
     prompts: PromptStream,
     task: Task,
@@ -67,78 +69,87 @@ def train(
     steps: Steps = None,
     rest: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Step]:
-    """Runs the loop from step ``start`` on, yielding after each step.
+    """Run the synchronous loop after ``start`` finished steps until ``total`` steps are done, and
+    yield each step.
 
-    The learner learns in the context of ``rest``, in which nobody samples.
+    ``steps`` samples the additional responses that some advantages need (greedy responses, or
+    continuations of responses); None if the recipe's advantage needs none. The learner runs in the
+    context that ``rest`` returns; the engine does not sample then, and may release its memory.
     """
-    params, size = sampling(recipe), recipe.rollout.group_size
+    params, size = settings.params, settings.group_size
 
     def ask(count: int) -> list[Group]:
-        """The groups of the next prompts, so many or, if dead ones are replaced at once, more."""
-        asked, some = prompts.take(count), counted(count * size, "response")
+        """Sample and grade responses to the next ``count`` prompts; return their groups. If dead
+        groups are replaced immediately, the result also contains their replacements."""
+        numbered, some = prompts.take(count), counted(count * size, "response")
         with timers("generate"):
             doing = f"sampling {some} to {counted(count, 'prompt')}"
             report = begin("generate", doing, total=count * size, unit="responses")
-            if recipe.selection.dead_groups == "active":
-                return sample_actively(recipe, engine, task, asked, prompts.take, report)
-            responses = sample(engine, asked, size, params, Stream.TRAIN, report, steps)
+            if settings.selection.dead_groups == "active":
+                return sample_actively(settings, engine, task, numbered, prompts.take, report)
+            responses = sample(engine, numbered, size, params, Stream.TRAIN, report, steps)
         with timers("grade"):
             begin("grade", f"grading {some}")
-            return grade(task, asked, responses, shaping(recipe))
+            return grade(task, numbered, responses, settings.penalize)
 
     engine.load(learner.weights())
-    for number in range(start, recipe.train.steps):
-        learner.begin(number)
+    for number in range(start, total):
         skipped = prompts.skipped
-        filled = fill(recipe, ask(recipe.prompts_per_rollout), ask)
+        filled = fill(settings, ask(settings.prompts), ask)
         with rest():
-            step = learn(recipe, learner, number + 1, filled.groups, timers)
+            step = train_step(training, learner, number + 1, filled.groups, timers)
         prompts.close(group.index for group in filled.sampled)
         with timers("publish"):
-            begin("publish", "handing the new weights to the sampler")
+            begin("publish", "loading the new weights into the engine")
             engine.load(learner.weights())
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
         rollout |= prompts.note(filled.sampled)
         yield step._replace(metrics=rollout | step.metrics)
 
 
-def learn(
-    recipe: Recipe, learner: Learner, number: int, groups: list[Group], timers: Timers
+def train_step(
+    training: StepSettings, learner: Learner, number: int, groups: list[Group], timers: Timers
 ) -> Step:
-    """Takes a rollout's gradient steps; ``train/skipped`` counts planned steps that were not taken.
+    """Run step ``number``, counted from 1: score a rollout, estimate advantages and take the
+    gradient steps. Return the step with its metrics.
 
-    Without groups (each of them was dropped) no gradient step is taken.
+    ``train/skipped`` counts planned gradient steps that were not taken. If ``groups`` is empty,
+    because all groups were dropped, no gradient step is taken. The durations of scoring and
+    learning are added to ``timers``.
     """
-    program, planned = learner.program, recipe.gradient_steps_per_rollout
+    learner.begin(number - 1)
+    program, planned = learner.program, training.gradient_steps
     if not groups:
         return Step(number, {"train/skipped": float(planned), "train/version": learner.version})
     some = counted(sum(len(group.grades) for group in groups), "response")
     with timers("score"):
         begin("score", f"scoring {some}", unit="packs")
         batch = pack(groups, program.graded).to(learner.device)
-        parts = train_batches(batch, recipe.train.batch, count=recipe.train_batches)
+        parts = train_batches(batch, training.batch, count=training.batches)
         scores = learner.score(batch, parts)
     with timers("learn"):
         begin("learn", f"learning from {some}", unit="packs")
         lag = learner.version - min(group.oldest_version for group in groups)
         advantages = program.advantages(batch, scores)
-        batches = program.batches(batch, advantages, scores, parts) * recipe.train.epochs
+        batches = program.batches(batch, advantages, scores, parts) * training.epochs
         taken = [learner.step(part) for part in batches]
     drift, logprobs = learner.finish()
     metrics = drift | combine(taken)
     metrics["train/skipped"] += planned - len(taken)
-    tokens = count_tokens(groups) * recipe.train.epochs
+    tokens = count_tokens(groups) * training.epochs
     metrics |= {"train/version": learner.version, "train/lag": lag, "train/tokens": tokens}
     own = None if logprobs is None else _by_response(batch, logprobs)
     return Step(number, metrics, groups, _per_response(batch, advantages), own)
 
 
 def count_tokens(groups: list[Group]) -> int:
-    """Tokens of the responses that the policy sampled and learns from."""
+    """Return the number of response tokens that the policy sampled and learns from."""
     return sum(int(c.sampled.sum()) * c.in_loss for group in groups for c in group.completions)
 
 
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:
+    """Return, for each response, the mean of the advantages [N] over its action tokens; 0 for a
+    response without action tokens."""
     mask, ids = batch.is_action, batch.sequence_ids
     totals = sequence_sum(advantages, mask, ids)
     means: list[float] = (totals / sequence_lengths(mask, ids).clamp(min=1)).tolist()
@@ -146,7 +157,8 @@ def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:
 
 
 def _by_response(batch: PackedBatch, per_token: Tensor) -> list[FloatArray]:
-    """The values of each response's slots."""
+    """Split a tensor with one value per token of a batch [N] into one array per response [C], with
+    a value for each of the response's tokens. Values of prompt tokens are left out."""
     parts = torch.split(per_token.float().cpu(), batch.segment_offsets.diff().tolist())
     is_prompt = batch.segment_is_prompt.tolist()
     return [part.numpy() for part, skip in zip(parts, is_prompt, strict=True) if not skip]

@@ -1,8 +1,8 @@
-"""Temporary folders that outlive a process which is killed: the next one removes them.
+"""Temporary folders that are removed even if their process was killed: by the next process.
 
-The owner of a folder holds the lock of a file in it. The kernel releases the lock when the process
-ends, in whatever way, so a folder whose lock is free belongs to no living process, also if the
-process lived in another container, where its pid would mean another process.
+The owner of a folder holds a lock on a file in it. The kernel releases the lock when the process
+ends in any way, so a folder with a free lock belongs to no live process. Unlike a pid, this is also
+correct for processes in other containers.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ LOCK = ".lock"
 
 
 class Folder:
-    """A folder of this process, until it is removed or the process ends."""
+    """A temporary folder that belongs to this process."""
 
     def __init__(self, path: Path, lock: int) -> None:
-        """``lock``: the file descriptor that holds the lock."""
+        """``lock``: file descriptor that holds the lock."""
         self.path, self._lock = path, [lock]
 
     def remove(self) -> None:
-        """May be called again."""
+        """Remove the folder and release its lock. Removing it again does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
         while self._lock:
             os.close(self._lock.pop())
 
 
 def claim(kind: str, root: Path | None = None) -> Folder:
-    """A new folder of this process. ``kind`` is a part of its name; ``root``: None for the system's
-    folder of temporary files."""
+    """Create a temporary folder and lock it for this process. The caller calls `Folder.remove`; if
+    it can't, a later `remove_dead` removes the folder. ``kind`` becomes a part of the folder's
+    name. ``root`` is the folder in which it is created; None for the system's folder of temporary
+    files."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-{os.getpid()}-", dir=root))
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        with suppress(OSError):  # it was taken for one of a dead process before it was locked
+        with suppress(OSError):  # another process removed it before it was locked
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.stat(path / LOCK), os.fstat(lock)):
                 return Folder(path, lock)
@@ -47,11 +49,14 @@ def claim(kind: str, root: Path | None = None) -> Folder:
 
 
 def remove_dead(*roots: Path) -> list[Path]:
-    """Removes the folders of this user's processes that have ended, and returns them. It looks into
-    ``roots``, or into shared memory and the system's folder of temporary files."""
+    """Remove the temporary folders that `claim` made for processes of this user that have ended;
+    return the paths of the removed folders.
+
+    ``roots``: where to look; by default, shared memory and the system's folder of temporary files.
+    """
     removed = []
     for path in [p for root in roots or _roots() for p in root.glob(f"{PREFIX}*")]:
-        with suppress(OSError):  # it has no lock, is locked, or went meanwhile
+        with suppress(OSError):  # it has no lock file, is locked, or is already gone
             lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,3 +70,12 @@ def remove_dead(*roots: Path) -> list[Path]:
 
 def _roots() -> list[Path]:
     return [root for root in (Path(tempfile.gettempdir()), SHARED) if root.is_dir()]
+
+
+def fsync(path: Path) -> None:
+    """Flush a file's content, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

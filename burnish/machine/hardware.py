@@ -1,7 +1,7 @@
-"""The machine that a run would use: its cores, their instructions, its memory, disk and GPU.
+"""The machine of a run: its cores, their instruction sets, its memory, disk and GPU.
 
-Reading it takes milliseconds and no torch, but for the GPU and for ``measure``, which multiplies
-matrices for about a second.
+Most functions take milliseconds and do not load torch. The exceptions are those about the GPU, and
+``measure_rates``, which multiplies matrices for about a second.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import platform
 import shutil
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from burnish.types import Rates
 
 SYSTEM = Path("/")
-"""Where the files of the operating system are; tests have others."""
+"""Root of the operating system's files; tests replace it."""
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX-512 BF16",
@@ -23,72 +26,69 @@ INSTRUCTIONS = {
     "bf16": "BF16",
     "asimd": "NEON",
 }
-"""Flags of /proc/cpuinfo that decide how fast matrices are multiplied, and their names."""
+"""Instruction sets that determine the speed of matrix products, by their flag in /proc/cpuinfo."""
 MULTIPLY_BF16 = ("AMX", "AVX-512 BF16", "BF16")
-"""The instructions that multiply bf16; without them, as fp16 always is, it is widened to fp32."""
+"""Instruction sets with bf16 products. Without them, bf16 is converted to fp32, like fp16."""
 CORES = "BURNISH_CORES"
-"""The variable of the environment that says how many cores a process may use at most."""
+"""Environment variable with the maximum number of cores of a process."""
 LIMIT = "ONEDNN_MAX_CPU_ISA"
-"""The switch of oneDNN, which burnish's choice of precision follows as well."""
+"""oneDNN's environment variable that limits the instruction sets; burnish's choice of precision
+respects it, too."""
 _ANY = ("DEFAULT", "ALL", "AMX")
 ALLOWED_BY = {"AMX": _ANY, "AVX-512 BF16": (*_ANY, "FP16", "AVX10", "BF16")}
-"""For each instruction set that the switch can turn off: the words of its values that keep it."""
+"""For each instruction set that ``LIMIT`` can disable: words in the variable's value that allow
+it."""
 WIDTHS = (576, 3072)
-"""The widths of a product in the default model."""
+"""Input and output width of a matrix product in the default model."""
 ROWS = {"cpu": (64, 1024), "cuda": (1024, 16384)}
-"""Rows of a product while text is sampled and while it is learned, by device."""
+"""Number of rows of a product during sampling and during training, by device."""
 MATRICES = 16
-"""Weights that are multiplied in turn, so that they come from memory and not from a cache."""
+"""Number of weights that are multiplied in turn, so that they are read from memory, not a cache."""
 
 QUIET = 5
-"""One product in so many is taken to have run undisturbed by other programs."""
-
-
-class Rates(NamedTuple):
-    """How fast a device multiplies matrices, in 10⁹ operations a second."""
-
-    device: str
-    precision: str
-    """The precision of the products: fp32 in the place of bf16 if the processor widens bf16."""
-    decode_gflops: float
-    """With few rows, as when text is sampled."""
-    learn_gflops: float
-    """With many rows, as when text is scored or learned."""
+"""The speed is measured by the fastest fifth of the products: at least one product in this many is
+assumed to run undisturbed by other programs."""
 
 
 def set_up_torch(threads: int) -> None:
-    """Sets torch up as bit-exactness needs it, before it touches a device."""
+    """Configure torch, for the whole process, to give bit-exact results with ``threads`` CPU
+    threads. Call it before torch uses a device."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    # torch then also fills all fresh memory with NaN, so that a read before a write is seen. There
-    # is none (a test compares), and filling takes 5% or more of a gradient step.
+    # By default torch then also fills new memory with NaN to reveal reads of uninitialised memory.
+    # There are none (a test compares), and filling takes 5% or more of a gradient step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def gpu() -> str | None:
-    """The name of the first GPU; None if torch finds none."""
+    """Return the name of the first GPU; None if torch finds none."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def measure(seconds: float = 1.0, *, precision: str = "fp32", device: str | None = None) -> Rates:
-    """Multiplies matrices of the default model's shapes for about ``seconds``. The rates are those
-    of a machine that does nothing else.
+def measure_rates(
+    seconds: float = 1.0, *, precision: str = "fp32", device: str | None = None
+) -> Rates:
+    """Measure how fast a device multiplies matrices with the default model's shapes, which takes
+    about ``seconds``. The rates, in 10⁹ operations per second, estimate an otherwise idle machine.
 
-    ``device`` is cpu or cuda; None takes a GPU if there is one, as device = 'auto' does.
+    ``precision`` is fp32, bf16 or fp16; fp32 is measured if the device has no instructions for it.
+    ``device`` is cpu or cuda; None selects a GPU if there is one, like device = 'auto'.
     """
     import torch
 
+    from burnish.types import Rates
+
     where = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
-    precision = precision if multiplies(precision, where) else "fp32"
+    precision = precision if supports_precision(precision, where) else "fp32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     wide, long = WIDTHS
     weights = [torch.full((wide, long), 0.01, dtype=dtype, device=where) for _ in range(MATRICES)]
-    together = MATRICES if where == "cuda" else 1  # products until the device is waited for
+    together = MATRICES if where == "cuda" else 1  # products before waiting for the device
 
     def rate(rows: int) -> float:
         x = torch.full((rows, wide), 0.01, dtype=dtype, device=where)
@@ -109,8 +109,8 @@ def measure(seconds: float = 1.0, *, precision: str = "fp32", device: str | None
 
 
 def cores() -> int:
-    """Cores that this process may use: its affinity, at most a container's quota, and at most as
-    many as the environment says."""
+    """Return the number of cores that this process may use: its affinity, limited by a container's
+    quota and by the environment variable BURNISH_CORES."""
     has_affinity = hasattr(os, "sched_getaffinity")  # macOS has none
     usable = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for group in _groups():
@@ -121,12 +121,13 @@ def cores() -> int:
 
 
 def processor() -> str:
+    """Return the name of the processor's model, or of its architecture if the name is unknown."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def instructions() -> tuple[str, ...]:
-    """Instruction sets that the processor has and ``ONEDNN_MAX_CPU_ISA`` allows, the strongest
-    first."""
+    """Return the names of the instruction sets that the processor has and that ONEDNN_MAX_CPU_ISA
+    allows, best first."""
     flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
     limit = os.environ.get(LIMIT, "DEFAULT").upper()
     known = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
@@ -137,8 +138,9 @@ def instructions() -> tuple[str, ...]:
     )
 
 
-def multiplies(precision: str, device: str) -> bool:
-    """Whether the device, cpu or cuda, has instructions for products of fp32, bf16 or fp16."""
+def supports_precision(precision: str, device: str) -> bool:
+    """Return whether ``device``, cpu or cuda, has instructions for matrix products in
+    ``precision``: fp32, bf16 or fp16."""
     if precision == "fp32":
         return True
     if device != "cpu":
@@ -149,23 +151,23 @@ def multiplies(precision: str, device: str) -> bool:
 
 
 def disk(path: Path) -> int:
-    """Bytes that are free where the path is, or would be."""
+    """Return the number of free bytes on the disk of a path, which may not exist yet."""
     path = path.absolute()
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.is_dir())).free
 
 
 def memory(device: str = "cpu") -> tuple[int, int]:
-    """All bytes of a device, and the bytes that are free. For the processor, both are at most the
-    limit of its container."""
+    """Return the total and the free memory of a device, in bytes. For the CPU, both respect the
+    limit of a container; on a GPU, memory that torch has cached counts as free."""
     if device != "cpu":
         import torch
 
         free, whole = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return whole, free + own
-    told = dict(line.split(":", 1) for line in _read(SYSTEM / "proc/meminfo").splitlines())
-    if "MemAvailable" in told:
-        total, free = (int(told[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    info = dict(line.split(":", 1) for line in _read(SYSTEM / "proc/meminfo").splitlines())
+    if "MemAvailable" in info:
+        total, free = (int(info[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     else:
         total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for group in _groups():
@@ -186,14 +188,15 @@ def _cpuinfo(key: str) -> str:
 
 
 def _groups() -> list[Path]:
-    """The control groups (version 2) that bound this process, from the outermost in."""
+    """Return the directories of the Linux control groups (version 2) that limit this process,
+    outermost first."""
     root, lines = SYSTEM / "sys/fs/cgroup", _read(SYSTEM / "proc/self/cgroup").splitlines()
     own = root / next((line[4:] for line in lines if line.startswith("0::/")), "")
     return [group for group in (*reversed(own.parents), own) if group.is_relative_to(root)]
 
 
 def _read(path: Path) -> str:
-    """A file's text; empty if there is none."""
+    """Return the text of a file; empty if it can't be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU with their gradients by hand, so that the backward pass keeps little."""
+"""RMSNorm and SwiGLU with hand-written gradients, whose backward pass needs little memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 TILE = 2**17
-"""Numbers that are normed at a time, so that they and their products stay in the cache."""
+"""Elements that are normalised at a time, few enough to stay in the cache."""
 
 
 class RMSNorm(nn.RMSNorm):
-    """y = w · x · r, where r = 1 / √(mean x² + ε), in float32 or better whatever x has.
+    """y = w · x · r, where r = 1 / √(mean x² + ε), computed in at least float32.
 
-    A GPU has one kernel for it. On a CPU it would be a dozen operations that keep two copies of x
-    in float32 for the backward pass; by hand it keeps x alone and takes a third of the time.
+    A GPU has one kernel for it. On a CPU, PyTorch runs a dozen operations and keeps two copies of x
+    in float32 for the backward pass; this version keeps x alone and takes a third of the time.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,7 +29,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _Norm(torch.autograd.Function):
-    """With n = x · r and the gradient u of y:
+    """`RMSNorm` on a CPU, a tile of rows at a time. Gradients, with n = x · r and u the gradient of
+    y:
 
     ∂/∂w = Σ u · n        ∂/∂x = r · (u · w − n · mean(u · w · n))
     """
@@ -69,15 +70,16 @@ def _tiles(rows: Tensor) -> Iterator[slice]:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up: [N, 2 · f] -> [N, f]; the first half of a row is the gate."""
+    """Compute silu(gate) · up: [N, 2 · f] -> [N, f]. The first half of a row is the gate, the
+    second half is up."""
     out: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
     return out
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) is made again in the backward pass: kept, it would be a tenth of all activations.
-
-    Both halves of the gradient go where they belong at once; autograd would join them by a copy.
+    """`swiglu` and its gradient. The backward pass computes silu(gate) again, because storing it
+    would take a tenth of the memory of all activations. It writes both halves of the gradient into
+    one tensor, which saves the copy that autograd would make.
     """
 
     @staticmethod

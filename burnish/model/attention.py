@@ -1,4 +1,6 @@
-"""How tokens attend. The model is given an `Attend`; the learner's is made by `packed`."""
+"""Attention over packed sequences. A model receives its attention function, an `Attend`, as an
+argument; `packed` builds the learner's.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +15,46 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from burnish.model import kernels
-from burnish.model.products import widened
+from burnish.model.matmul import widened
 
 Item = TypeVar("Item")
 SHORT = 512
-"""Tokens of a context up to which gathering keys and values takes a share of the time that counts:
-the backward pass then has the gathered ones, and makes them again where contexts are longer."""
+"""Longest context, in tokens, for which gathered keys and values are kept for the backward pass.
+With longer contexts gathering takes a negligible share of the time, so it is repeated instead."""
 FEW = 2
-"""Segments up to which the memory-efficient kernel is slower than plain products: its backward pass
-takes the queries of a segment and head one after another, so that results do not vary."""
+"""Up to this many segments the memory-efficient kernel is slower than plain matrix products: to be
+deterministic, its backward pass handles the queries of a segment and head one after another."""
 BOTTOM_RIGHT = 2
-"""PyTorch's name for a causal mask that is aligned to the ends of queries and keys."""
+"""PyTorch's constant for a causal mask that is aligned to the ends of queries and keys."""
 _Segment = tuple[range, range]
-"""Slots of a segment, and of the prompt before it; none are before a prompt."""
+"""Slots of a segment, and slots of the prompt before it (empty if the segment is a prompt)."""
 
 
 class Attend(Protocol):
+    """An attention function for given sequences. A model calls it once per layer."""
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [N, Hq, D], k and v [N, Hkv, D], normed and rotated -> [N, Hq, D]."""
+        """Compute the attention of a layer: q [N, Hq, D], k and v [N, Hkv, D], normed and rotated
+        -> [N, Hq, D]. ``layer`` is the index of the layer, for functions that read a KV cache."""
         ...
 
 
 class _Pack(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The result [N, Hq, D], and the tensors that the backward pass needs."""
+        """Compute attention; return the result [N, Hq, D] and the tensors that the backward pass
+        needs."""
         ...
 
     def backward(self, up: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, from the gradient of the result and the kept tensors."""
+        """Return the gradients of q, k and v, given the gradient of the result and the saved
+        tensors."""
         ...
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd would keep a mask, and copies of a prompt's keys and values for each response, in
-    every layer. A pack keeps what it needs, and makes the rest again."""
+    """Autograd function that calls a `_Pack`, which chooses the tensors to save. Autograd itself
+    would save a mask and, for each response, a copy of the prompt's keys and values in every
+    layer."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pack: _Pack) -> Tensor:
@@ -63,16 +71,16 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Block:
-    """Segments of about one length, after prompts of one length, attended in one call."""
+    """B segments of similar length after prompts of equal length, computed in one call."""
 
     queries: Tensor
-    """[B, L] slots; a shorter segment repeats its last slot, and the repeated rows are dropped."""
+    """[B, L] slots. A shorter segment repeats its last slot, and the repeated rows are dropped."""
     context: Tensor
-    """[B, P + L] slots: the prompt's, then the segment's own."""
+    """[B, P + L] slots: those of the prompt, then those of the segment."""
 
     @classmethod
     def of(cls, run: list[_Segment], device: torch.device) -> _Block:
-        """From segments, the longest first."""
+        """Build a block from segments, which are sorted from long to short."""
         longest, before = map(len, run[0])
         padded = [[*own, *[own[-1]] * (longest - len(own))] for own, _ in run]
         slots = torch.tensor(padded, device=device)
@@ -83,16 +91,17 @@ class _Block:
 
     @property
     def length(self) -> int:
-        """L."""
+        """L, the number of queries per segment, including repeated ones."""
         return self.queries.shape[1]
 
     @property
     def before(self) -> int:
-        """P."""
+        """P, the length of the prompt before each segment; 0 if the segments are prompts."""
         return self.context.shape[1] - self.length
 
     @property
     def has_mask(self) -> bool:
+        """Whether the kernel needs a mask: on a CPU, for a short segment after a prompt."""
         on_cpu = self.queries.device.type == "cpu"
         return on_cpu and self.before > 0 and self.length <= kernels.MASKED
 
@@ -100,16 +109,20 @@ class _Block:
 class PackedAttention:
     """Causal attention over a pack: prompt, response 1, response 2, …, prompt, response 1, …
 
-    A response's tokens see the prompt before them and their own past. A prompt is attended once
-    however many responses follow, and nothing is padded beyond the lengths within a block.
+    A response's token attends to the prompt and to the tokens before it in the response. A prompt
+    is computed once, however many responses follow. Segments are padded only to the longest one in
+    their block.
     """
 
     def __init__(
         self, segment_offsets: Tensor, segment_is_prompt: Tensor, *, widens: bool = True
     ) -> None:
-        """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`.
+        """Divide the pack's segments, each a prompt or a response, into blocks.
 
-        widens: on a CPU, 16-bit numbers are attended to in float32.
+        ``segment_offsets`` [segments + 1] are the first slot of each segment, and the end of the
+        last; ``segment_is_prompt`` [segments]. With ``widens``, a CPU computes the attention of
+        16-bit tensors in float32; without, only if it has no fast 16-bit products. Other devices
+        always compute it in float32.
         """
         self._widens = widens
         offsets, device = segment_offsets.tolist(), segment_offsets.device
@@ -127,10 +140,10 @@ class PackedAttention:
             for segments in after.values()
             for run in alike(segments, lambda segment: len(segment[0]))
         ]
-        # One gather for all blocks, not one each: with short segments, time goes by operations.
+        # One gather for all blocks: with short segments, the number of operations sets the time.
         self._queries = torch.cat([block.queries.flatten() for block in self._blocks])
         self._context = torch.cat([block.context.flatten() for block in self._blocks])
-        # The row of each slot. A padded slot repeats, and the first of equal slots is the real one.
+        # The row of each slot. Padding repeats a slot; the first of equal slots is the real one.
         slots, order = self._queries.sort(stable=True)
         self._rows = order[torch.searchsorted(slots, torch.arange(offsets[-1], device=device))]
         is_repeated = torch.ones_like(self._queries).index_fill_(0, self._rows, 0)
@@ -139,7 +152,7 @@ class PackedAttention:
         self._keeps = longest <= SHORT and len(self._context) <= 2 * offsets[-1]
         masked = [(block.length, block.before) for block in self._blocks if block.has_mask]
         self._largest = [max(sizes) for sizes in zip(*masked, strict=True)]
-        """L and P of the mask of all blocks; empty if no block has one."""
+        """L and P of the mask that all blocks share; empty if no block needs a mask."""
         self._mask: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,8 +160,9 @@ class PackedAttention:
         return out
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Keeps the rows of each block if its segments are short, or q, k, v, the result and its
-        logsumexp [N, Hq]."""
+        """Compute attention block by block; return the result [N, Hq, D] and the tensors to save:
+        the inputs and outputs of each block if contexts are short, otherwise q, k, v, the result
+        and its logsumexp [N, Hq]."""
         given = self._gather(q, k, v)
         found = [
             kernels.forward(*rows, seen=self._mask_of(block, rows[0]))
@@ -158,7 +172,7 @@ class PackedAttention:
         if self._keeps:
             return out, [x for pair in zip(given, found, strict=True) for x in chain(*pair)]
         lse = _joined([x for _, x in found]).index_select(0, self._rows)
-        # v is a part of a larger tensor, which would be kept whole.
+        # v is a view of a larger tensor, which would otherwise stay in memory.
         return out, (q, k, v.contiguous(), out, lse)
 
     def backward(self, up: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +184,7 @@ class PackedAttention:
                 (*rows, *more)
                 for rows, *more in zip(self._gather(*kept[:3]), *results, strict=True)
             ]
-        # Rows that a block repeats have no gradient.
+        # Repeated rows have no gradient.
         padded = up.index_select(0, self._queries).index_fill_(0, self._repeated, 0)
         found = [
             kernels.backward(high, *rows, seen=self._mask_of(block, high))
@@ -184,16 +198,17 @@ class PackedAttention:
         return to_q.index_select(0, self._rows).to(up.dtype), to_k, to_v
 
     def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
-        """Of each block: q [B, Hq, L, D], k and v [B, Hkv, P + L, D]."""
+        """Gather the inputs of each block: q [B, Hq, L, D], k and v [B, Hkv, P + L, D]."""
         own = self._cut(q.index_select(0, self._queries))
         seen = (self._cut(x.index_select(0, self._context), seen=True) for x in (k, v))
         return list(zip(own, *seen, strict=True))
 
     def _cut(self, rows: Tensor, *, seen: bool = False) -> list[Tensor]:
-        """[B, H, L or P + L, …] of each block, from the rows of all queries or contexts."""
+        """Split the rows of all queries (with ``seen``, of all contexts) into blocks of shape [B,
+        H, L or P + L, …], and widen them to float32 if the kernel needs it."""
         if rows.dtype.itemsize < 4 and (self._widens or rows.device.type != "cpu"):
-            # A CPU's attention over 16-bit numbers takes three times as long in the backward pass;
-            # other devices have no kernel here that adds them up in float32.
+            # On a CPU, the backward pass takes three times as long in 16 bits. On other devices,
+            # the products used here would not accumulate in float32.
             rows = rows.float()
         (rows,) = widened(rows)
         shapes = [(block.context if seen else block.queries).shape for block in self._blocks]
@@ -204,7 +219,8 @@ class PackedAttention:
         ]
 
     def _mask_of(self, block: _Block, like: Tensor) -> Tensor | None:
-        """A part of the one mask of all blocks and layers; None for a block that needs none."""
+        """Return the block's view of the mask that all blocks and layers share; None if the block
+        needs no mask."""
         if not block.has_mask:
             return None
         if self._mask is None or self._mask.dtype != like.dtype:
@@ -213,13 +229,14 @@ class PackedAttention:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """[B, H, L, …] of each block -> [rows, H, …] of all."""
+    """Concatenate the rows of all blocks: [B, H, L, …] each -> [rows, H, …]."""
     return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
 
 
 def _varlen(segment_offsets: Tensor, segment_is_prompt: Tensor) -> tuple[Tensor, Any]:
-    """For kernels of sequences of different lengths: the slots of all contexts one after another,
-    and (starts of queries, starts of contexts, longest segment, longest context)."""
+    """Return the arguments of kernels for sequences of different lengths: the concatenated slots of
+    all contexts (a segment and its prompt), and (starts of queries, starts of contexts, longest
+    segment, longest context)."""
     device, starts = segment_offsets.device, segment_offsets[:-1]
     own, numbers = segment_offsets.diff(), torch.arange(len(starts), device=device)
     prompt = torch.where(segment_is_prompt, numbers, 0).cummax(0).values
@@ -235,11 +252,13 @@ def _varlen(segment_offsets: Tensor, segment_is_prompt: Tensor) -> tuple[Tensor,
 
 
 class FlashPackedAttention:
-    """The same attention by one varlen flash kernel, on a GPU in 16 bits. The kernel aligns its
-    causal mask to the ends of queries and keys, as a response after its prompt needs it."""
+    """The attention of `PackedAttention` in one call of the varlen flash kernel, on a GPU in 16
+    bits. The kernel aligns its causal mask to the ends of queries and keys, as a response after a
+    prompt needs."""
 
     def __init__(self, segment_offsets: Tensor, segment_is_prompt: Tensor) -> None:
-        """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`."""
+        """segment_offsets [segments + 1]: first slot of each segment, and the end of the last;
+        segment_is_prompt [segments]."""
         self._context, self._arguments = _varlen(segment_offsets, segment_is_prompt)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -250,11 +269,13 @@ class FlashPackedAttention:
 
 
 class EfficientPackedAttention:
-    """The same attention by one varlen memory-efficient kernel, on a GPU in float32, too. It does
-    not know grouped heads: keys and values are repeated for it, and not kept."""
+    """The attention of `PackedAttention` in one call of the varlen memory-efficient kernel, on a
+    GPU, also in float32. The kernel does not support grouped heads, so keys and values are repeated
+    for it; the repeated tensors are not saved."""
 
     def __init__(self, segment_offsets: Tensor, segment_is_prompt: Tensor) -> None:
-        """segment_offsets [segments + 1], segment_is_prompt [segments], as in `PackedBatch`."""
+        """segment_offsets [segments + 1]: first slot of each segment, and the end of the last;
+        segment_is_prompt [segments]."""
         self._context, (queries, keys, *longest) = _varlen(segment_offsets, segment_is_prompt)
         has_rows = F.pad(segment_offsets.diff() > 0, (1, 0), value=True)
         self._bounds, self._longest = (queries[has_rows], keys[has_rows]), longest
@@ -269,7 +290,7 @@ class EfficientPackedAttention:
         given = *rows, None, *self._bounds, *self._longest, 0.0, BOTTOM_RIGHT, True
         out, lse, *state = run(*given, scale=scale)[:4]
         out = out[0, ..., : q.shape[-1]].contiguous()
-        # v is a part of a larger tensor, which would be kept whole.
+        # v is a view of a larger tensor, which would otherwise stay in memory.
         return out, (q, k, v.contiguous(), out, lse, *state)
 
     def backward(self, up: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,21 +310,23 @@ class EfficientPackedAttention:
         return to_q, to_k, to_v
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """[1, N, Hq, D] and [1, contexts, Hq, D] twice, where D has the width of the kernel."""
+        """Prepare the kernel's inputs: q [1, N, Hq, D], k and v [1, rows of all contexts, Hq, D],
+        with D padded."""
         repeats = q.shape[1] // k.shape[1]
         seen = (x.index_select(0, self._context).repeat_interleave(repeats, 1) for x in (k, v))
         return tuple(_padded(x)[None] for x in (q, *seen))
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Heads in the width of 16 bytes that the kernel needs; zeros add nothing to a product."""
+    """Pad the heads' width with zeros to a multiple of 16 bytes, which the kernel needs."""
     return F.pad(x, (0, -x.shape[-1] % (16 // x.dtype.itemsize))).contiguous()
 
 
 def packed(
     segment_offsets: Tensor, segment_is_prompt: Tensor, dtype: torch.dtype, width: int
 ) -> Attend:
-    """How the segments of a pack attend, given the precision and width of their heads."""
+    """Build the fastest attention function for a pack's segments on their device, given the dtype
+    of queries and keys and the head width. For the segments see `PackedAttention`."""
     device = segment_offsets.device
     if device.type == "cuda":
         is_recent = torch.cuda.get_device_capability(device) >= (8, 0)
@@ -318,14 +341,18 @@ def packed(
 def causal(
     lengths: Sequence[int], device: torch.device | str = "cpu", *, widens: bool = True
 ) -> PackedAttention:
-    """Plain sequences one after another, each seeing its own past."""
+    """Build the causal attention function for concatenated sequences of these lengths, each of
+    which attends only to itself. For ``widens`` see `PackedAttention`."""
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
     return PackedAttention(offsets, torch.ones(len(lengths), dtype=torch.bool), widens=widens)
 
 
 def alike(items: Iterable[Item], length: Callable[[Item], int]) -> list[list[Item]]:
-    """Items from long to short, cut where padding to the longest would waste over a quarter; items
-    of length 0 are left out."""
+    """Sort items from long to short and divide them into lists of items of similar length.
+
+    ``length`` returns the length of an item. Padding the items of a list to its longest item adds
+    at most a quarter of the longest to each. Items of length 0 are left out.
+    """
     runs: list[list[Item]] = []
     for item in sorted(filter(length, items), key=length, reverse=True):
         if runs and 4 * length(item) >= 3 * length(runs[-1][0]):

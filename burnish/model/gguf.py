@@ -1,4 +1,5 @@
-"""The default model is published as a GGUF file; here it becomes a Hugging Face directory."""
+"""Conversion of a GGUF file, the form in which the default model is published, to Hugging Face's
+layout."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
 
 CONTROL = 3
-"""The type of tokens that text is never merged into."""
+"""GGUF's type of control tokens, which never result from encoding plain text."""
 
 
 def convert(path: Path, config: Mapping[str, Any], directory: Path) -> None:
-    """Writes a model of Llama's family in float32, and its byte-level tokenizer.
+    """Convert the GGUF file at ``path``, a model of the Llama family, to a model directory with
+    float32 weights and the byte-level tokenizer.
 
-    Rounding to less than float32 would be a second loss. ``config`` is the content of config.json.
+    The quantised weights are written as float32, because fewer bits would round them a second
+    time. ``config`` is the content of the model's config.json.
     """
     reader, model = GGUFReader(path), Transformer(ModelConfig.from_hf(config))
     known = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.n_layers)
@@ -33,24 +36,26 @@ def convert(path: Path, config: Mapping[str, Any], directory: Path) -> None:
     state: dict[str, Tensor] = {}
     for tensor in reader.tensors:
         name = names.get(tensor.name, tensor.name)
-        # A copy, because float32 comes as a view of the mapped file.
+        # Copy, because float32 tensors are views of the memory-mapped file.
         values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         state[name] = torch.from_numpy(values)
         if ".q_proj." in name or ".k_proj." in name:
             state[name] = _halves(state[name], model.config.head_width)
     checkpoint.load_hf_state(model, state)
-    checkpoint.save(model, directory)
+    checkpoint.save_model(model, directory)
     _tokenizer(reader).save(directory)
 
 
 def _halves(weight: Tensor, width: int) -> Tensor:
-    """llama.cpp keeps the two dimensions that turn together side by side; put them D/2 apart."""
+    """Return the weight of q or k with its rows in Hugging Face's order. llama.cpp stores the two
+    dimensions of a rotation side by side, and Hugging Face stores them D/2 apart."""
     pairs = weight.view(-1, width // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
 def _tokenizer(reader: GGUFReader) -> Tokenizer:
-    """A byte-level BPE that splits digits: the pre-tokenizer that GGUF calls "smollm"."""
+    """Build the tokenizer from the vocabulary in a GGUF file: byte-level BPE that splits numbers
+    into digits, which GGUF calls "smollm"."""
     given = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items()}
     tokens: list[str] = given["ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in given.get("ggml.merges", ())]

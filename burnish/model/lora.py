@@ -1,10 +1,10 @@
-"""LoRA: a change of low rank beside each linear layer of a model that stays as it is.
+"""LoRA: a trainable low-rank change beside each linear layer of a frozen model.
 
     W x + (alpha / rank) · B A x,    A [rank, d], B [f, rank], B = 0 at first
 
-Hu et al. 2021, https://arxiv.org/abs/2106.09685. There is a pair A, B for each of Hugging Face's
-modules, as in PEFT's files, though q, k, v and gate, up are one product here. It differs from the
-paper in A, which is drawn as PEFT draws it: uniform in ±1/√d.
+Hu et al. 2021, https://arxiv.org/abs/2106.09685. As in PEFT's files, each of Hugging Face's modules
+has a pair A, B, although q, k, v and gate, up are one matrix product here. Differs from the paper
+in the initial A, which is uniform in ±1/√d as in PEFT.
 """
 
 from __future__ import annotations
@@ -17,32 +17,40 @@ import torch
 from torch import Tensor, nn
 
 from burnish.errors import ModelError
-from burnish.model.products import linear
+from burnish.model.matmul import linear
+from burnish.model.protocol import Exchanging, Module
 from burnish.model.transformer import HF_MODULES, Transformer
-from burnish.schema.learning import MODULES, LoraLearns
-from burnish.schema.recipe import TrainConfig
+from burnish.recipe.recipe import TrainConfig
+from burnish.recipe.trainable import MODULES, LoraLearns
 
 PRODUCTS = ("qkv", "out", "gate_up", "down")
-"""The linear layers of a layer; each holds one or several of Hugging Face's modules."""
-Model = TypeVar("Model", bound=nn.Module)
+"""Linear layers of a transformer layer; each consists of one or several of Hugging Face's
+modules."""
+Model = TypeVar("Model", bound=Module)
 
 
 class Adapter(NamedTuple):
+    """The matrices of a LoRA adapter, apart from their model."""
+
     rank: int
     alpha: float
     pairs: dict[str, tuple[Tensor, Tensor]]
-    """A and B by the name of Hugging Face's module, such as model.layers.0.mlp.up_proj."""
+    """A [rank, d] and B [f, rank] of each module with an adapter, keyed by Hugging Face's module
+    name, for example model.layers.0.mlp.up_proj."""
 
     @property
     def shapes(self) -> dict[str, list[list[int]]]:
+        """The shapes of A and B, keyed as ``pairs``."""
         return {name: [[*tensor.shape] for tensor in pair] for name, pair in self.pairs.items()}
 
 
 class Lora(nn.Module):
-    """The change of one product: x [N, d] -> [N, f]."""
+    """Computes the low-rank change of one linear layer's output, (alpha / rank) · B A x: x [N, d]
+    -> [N, f]. It is 0 for modules without an adapter."""
 
     def __init__(self, rows: Mapping[str, int], alpha: float, a: Mapping[str, Tensor]) -> None:
-        """``rows`` of each module in the product, of which those in ``a`` have an adapter."""
+        """``rows`` has the number of output rows of each module in the linear layer, keyed by its
+        name, such as q_proj. ``a`` has A [rank, d] of each module with an adapter; B is 0."""
         super().__init__()
         self.rows, self.alpha = dict(rows), alpha
         self.a = nn.ParameterDict(a)
@@ -62,14 +70,17 @@ class Lora(nn.Module):
 
 
 def learn(model: Transformer, train: TrainConfig, seed: int) -> Transformer:
-    """Makes the weights learn that ``train.learn`` names, and no others."""
+    """Make the weights that ``train.learn`` selects trainable, and freeze all others, in place. For
+    LoRA, add adapters, whose initial A ``seed`` determines. Also set whether activations are
+    recomputed (``train.recompute``). Return the model."""
     chosen = train.learn
     model.learn(getattr(chosen, "last", None), recompute=train.recompute)
     return _attach(model, chosen, seed) if isinstance(chosen, LoraLearns) else model
 
 
 def _attach(model: Transformer, chosen: LoraLearns, seed: int) -> Transformer:
-    """Drawn on the CPU in float32, so that the same seed gives the same A everywhere."""
+    """Freeze the model and add trainable adapters to it. A is drawn on the CPU in float32, so that
+    a seed gives the same A on every device."""
     model.requires_grad_(False)
     generator, views = torch.Generator().manual_seed(seed), model.exchange()
     for index in range(model.lower_layers, model.config.n_layers):
@@ -88,8 +99,8 @@ def _attach(model: Transformer, chosen: LoraLearns, seed: int) -> Transformer:
     return model
 
 
-def adapter_of(model: nn.Module) -> Adapter | None:
-    """The adapter that a model has, as views; None if it has none."""
+def adapter_of(model: Module) -> Adapter | None:
+    """Return the adapter of a model, as views of its tensors; None if the model has no adapter."""
     pairs, alpha = {}, 0.0
     for name, _, lora in _loras(model):
         *layer, product = name.split(".")
@@ -102,22 +113,30 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     return Adapter(len(next(iter(pairs.values()))[0]), alpha, pairs) if pairs else None
 
 
-def starts_at_base(model: nn.Module) -> bool:
-    """Whether a model's adapter, if it has one, changes nothing yet."""
+def starts_at_base(model: Module) -> bool:
+    """Return whether a model computes the same as its base model: it has no adapter, or every B of
+    its adapter is 0."""
     return not any(bool(b.any()) for _, _, lora in _loras(model) for b in lora.b.values())
 
 
+def is_second_factor(name: str) -> bool:
+    """Return whether the parameter of this name is the matrix B of an adapter."""
+    return ".lora.b." in name
+
+
 def without(model: Model) -> Model:
-    """The model, whose adapter is taken away."""
+    """Remove the model's adapter in place, without merging it; return the model. A model without an
+    adapter is returned unchanged."""
     for _, product, _ in list(_loras(model)):
         product.lora = None  # type: ignore[assignment]
     return model
 
 
 @torch.no_grad()
-def merged(model: Transformer, adapter: Adapter) -> dict[str, Tensor]:
-    """The weights that an adapter changes, by Hugging Face's names: W + (alpha / rank) · B A, added
-    in float32 and rounded once to the model's precision."""
+def merged(model: Exchanging, adapter: Adapter) -> dict[str, Tensor]:
+    """Return merged weights W + (alpha / rank) · B A under Hugging Face's names, only for modules
+    with an adapter. The model does not change. The sum is computed in float32 and rounded once to
+    the model's precision."""
     views, scale, found = model.exchange(), adapter.alpha / adapter.rank, {}
     for name, (a, b) in adapter.pairs.items():
         weight = views[f"{name}.weight"]
@@ -129,7 +148,9 @@ def merged(model: Transformer, adapter: Adapter) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fold(model: Transformer, adapter: Adapter | None = None) -> Transformer:
-    """The model with an adapter in its weights, by default its own, which it has no more then."""
+    """Merge an adapter into the model's weights in place, remove the model's own adapter, and
+    return the model. ``adapter`` is None for the model's own. Raises a ModelError if the adapter
+    does not fit the model."""
     adapter = adapter or adapter_of(model)
     if adapter is not None:
         views, rank, wanted = model.exchange(), adapter.rank, {}
@@ -143,8 +164,9 @@ def fold(model: Transformer, adapter: Adapter | None = None) -> Transformer:
 
 
 @torch.no_grad()
-def fill(model: Transformer, adapter: Adapter) -> None:
-    """Goes on from an adapter that was read: all of it must fit the model's own, and none lack."""
+def load_adapter(model: Transformer, adapter: Adapter) -> None:
+    """Copy the values of an adapter that was read from a file into the model's adapter, which must
+    exist. Raise a ModelError if the modules or shapes of the two adapters differ."""
     own = adapter_of(model)
     assert own is not None, "the model has an adapter"
     _check(adapter.shapes, own.shapes)
@@ -154,21 +176,23 @@ def fill(model: Transformer, adapter: Adapter) -> None:
 
 
 def _check(given: Mapping[str, object], wanted: Mapping[str, object]) -> None:
-    """Compares the shapes of A and B by module; None for a module that may lack."""
+    """Raise a ModelError if the given shapes of A and B differ from the wanted ones. Both mappings
+    are keyed by module; None stands for a module without an adapter."""
     names = sorted(given.keys() | wanted.keys())
     wrong = [
         f"{n}: {given.get(n)}, not {wanted.get(n)}" for n in names if given.get(n) != wanted.get(n)
     ]
     if wrong:
         raise ModelError(
-            f"the adapter does not fit: {len(wrong)} modules have other shapes of A and B than the "
-            f"model and train.learn ask for ({'; '.join(wrong[:3])}); model.name must be the model "
-            "that it was made for, and train.learn must name its rank, modules and layers"
+            f"the adapter does not fit: in {len(wrong)} modules, A and B do not have the shapes "
+            f"that the model and train.learn require ({'; '.join(wrong[:3])}); model.name must be "
+            "the model that the adapter was made for, and train.learn must give the adapter's "
+            "rank, modules and layers"
         )
 
 
-def _loras(model: nn.Module) -> Iterator[tuple[str, nn.Module, Lora]]:
-    """The name of each product that has a change, the product and the change."""
+def _loras(model: Module) -> Iterator[tuple[str, nn.Module, Lora]]:
+    """Yield name, module and `Lora` of each linear layer that has an adapter."""
     for name, module in model.named_modules():
         lora = getattr(module, "lora", None)
         if isinstance(lora, Lora):

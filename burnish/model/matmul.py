@@ -1,4 +1,4 @@
-"""Products of matrices of 16-bit numbers, also on processors that have no instructions for them."""
+"""Matrix products in 16 bits, also on processors without instructions for them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
-from burnish import machine
+from burnish.machine import hardware
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @cache
 def multiplies(dtype: torch.dtype, device: str) -> bool:
-    """Whether `dtype` has matrix products on that type of device that are worth calling.
+    """Return whether a type of device, such as "cpu", has fast matrix products in ``dtype``.
 
-    PyTorch's own way round them, on a CPU, takes hundreds of times as long as float32 does.
+    On a CPU without them, PyTorch's fallback takes hundreds of times as long as float32.
     """
     if device != "cpu" or dtype.itemsize > 2:
         return True
-    # oneDNN itself says yes wherever it has a way round, which takes as long as these products.
+    # oneDNN also reports support if it only has a fallback, which is as slow as PyTorch's.
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and machine.multiplies(NAMES[dtype], device)
+    return available and hardware.supports_precision(NAMES[dtype], device)
 
 
 def cost(dtype: torch.dtype) -> float:
-    """How many times as long a product on this CPU takes as in float32, by a measurement."""
+    """Measure how much longer a matrix product in ``dtype`` takes than in float32 on this CPU;
+    return the quotient of the times."""
 
     def seconds(kind: torch.dtype) -> float:
         given = {"x": torch.ones(256, 576, dtype=kind), "weight": torch.ones(3072, 576, dtype=kind)}
@@ -39,21 +40,24 @@ def cost(dtype: torch.dtype) -> float:
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, in float32 if the processor does not multiply their type: that is as exact, and
-    sums are float32 anyway."""
+    """Convert tensors of one dtype to float32 if their device has no fast matrix products in that
+    dtype; otherwise return them unchanged. Converting loses no accuracy, because matrix products
+    are summed in float32 in any case."""
     if multiplies(tensors[0].dtype, tensors[0].device.type):
         return tensors
     return tuple(x.float() for x in tensors)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, d], weight [f, d], bias [f] -> [N, f]"""
+    """Compute x weightᵀ + bias: x [N, d], weight [f, d], bias [f] -> [N, f] in x's dtype. The
+    product is in float32 if the processor has no fast products in that dtype."""
     wide, *rest = widened(x, weight) if bias is None else widened(x, weight, bias)
     return F.linear(wide, *rest).to(x.dtype)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k], b [k, n] -> [m, n]"""
+    """Compute the matrix product a b: a [m, k], b [k, n] -> [m, n] in a's dtype. The product is in
+    float32 if the processor has no fast products in that dtype."""
     left, right = widened(a, b)
     return (left @ right).to(a.dtype)
 
@@ -61,7 +65,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """PyTorch's: q [B, Hq, L, D], k and v [B, Hkv, T, D], mask to add, or true where seen."""
+    """Compute PyTorch's attention: q [B, Hq, L, D], k and v [B, Hkv, T, D] -> [B, Hq, L, D] in q's
+    dtype. A float ``mask`` is added to the scores; a bool ``mask`` is true where a key is visible.
+    ``is_causal`` masks later keys; give at most one of the two."""
     dtype, gqa = q.dtype, q.shape[1] != k.shape[1]
     q, k, v = widened(q, k, v)
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=gqa)

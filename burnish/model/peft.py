@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.errors import ModelError
+from burnish.model.tensor_files import write_tensors
 
 if TYPE_CHECKING:
+    import torch
+
     from burnish.model.lora import Adapter
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -19,42 +22,45 @@ NO_EFFECT = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
 }
-"""Fields of adapter_config.json that do not change the function of an adapter's tensors: which
-modules have tensors is read from the file, dropout acts only in training, and the others describe
-the file or belong to a field that is off."""
+"""Fields of adapter_config.json that do not change the adapter's function: the modules are read
+from the tensors' names, dropout acts only in training, and the others describe the file or belong
+to a feature that is off."""
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),
 }
-"""Values of fields that have others than off. The other initializations of PEFT (PiSSA, OLoRA,
-CorDA, LoRA-GA, LoftQ) also change the weights of the model that the adapter is added to."""
+"""Accepted values of fields that may be set. The other initializations of PEFT (PiSSA, OLoRA,
+CorDA, LoRA-GA, LoftQ) also change the weights of the base model."""
 OFF: tuple[Any, ...] = (None, False, [], {})
-"""Values of every other field, also of one that a later version of PEFT adds."""
+"""Accepted values of every other field, including fields that a later version of PEFT adds."""
 
 
-def read_config(directory: Path | str) -> dict[str, Any]:
-    """The settings of an adapter. An adapter whose function is not W x + (alpha / rank) · B A x, or
-    that has a field that burnish does not know, is refused."""
+def read_adapter_config(directory: Path | str) -> dict[str, Any]:
+    """Read adapter_config.json and return all of its settings. Raise a ModelError if the file can't
+    be read, if the adapter does not compute W x + (alpha / rank) · B A x, or if a setting that
+    burnish does not know is on."""
     path = Path(directory).expanduser() / CONFIG
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         _ = found["peft_type"], found["r"], found["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"model.adapter = '{directory}' is no adapter in PEFT's layout ({error!r}); it needs "
-            f"{CONFIG} and {TENSORS}, as `burnish export --adapter` writes them"
+            f"model.adapter = '{directory}' is not an adapter in PEFT's layout ({error!r}); it "
+            f"needs {CONFIG} and {TENSORS}, as `burnish export --adapter` writes them"
         ) from error
     wrong = [key for key in sorted(found) if not _is_plain(key, found[key])]
     if wrong:
-        told = ", ".join(f"{key} = {found[key]!r}" for key in wrong)
+        listed = ", ".join(f"{key} = {found[key]!r}" for key in wrong)
         remedy = "merge it into its model with PEFT, and give that model as model.name"
         if "init_lora_weights" in wrong:
             remedy += ", or save it again with PEFT's path_initial_model_for_weight_conversion"
         if "alora_invocation_tokens" in wrong:
             remedy = "it can't be merged, because it acts on some tokens only: train plain LoRA"
-        raise ModelError(f"model.adapter = '{directory}' must be plain LoRA, got {told}; {remedy}")
+        raise ModelError(
+            f"model.adapter = '{directory}' must be plain LoRA, got {listed}; {remedy}"
+        )
     return found
 
 
@@ -64,17 +70,19 @@ def _is_plain(key: str, value: Any) -> bool:
     if key == "lora_alpha":
         return type(value) in (int, float) and math.isfinite(value)
     accepted = ACCEPTED.get(key, OFF)
-    # 0 and 1 equal False and True.
+    # Compare types too, because 0 == False and 1 == True.
     return key in NO_EFFECT or any(type(value) is type(x) and value == x for x in accepted)
 
 
-def read(directory: Path | str) -> Adapter:
+def read_adapter(directory: Path | str) -> Adapter:
+    """Read an adapter in PEFT's layout from a directory, onto the CPU. Raise a ModelError if
+    `read_adapter_config` does, or if the tensors are missing or are not pairs of A and B."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from burnish.model.lora import Adapter
 
-    config, path = read_config(directory), Path(directory).expanduser() / TENSORS
+    config, path = read_adapter_config(directory), Path(directory).expanduser() / TENSORS
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -83,10 +91,10 @@ def read(directory: Path | str) -> Adapter:
     ends = ("lora_A.weight", "lora_B.weight")
     wanted = {f"{PREFIX}{module}.{end}" for module in modules for end in ends}
     if wanted ^ set(tensors) or not tensors:
-        told = ", ".join(sorted(wanted ^ set(tensors))[:4]) or "nothing"
+        listed = ", ".join(sorted(wanted ^ set(tensors))[:4]) or "all"
         raise ModelError(
-            f"{path} must hold a pair lora_A, lora_B for each linear layer and nothing else; these "
-            f"lack or are not known: {told}"
+            f"{path} must hold a pair lora_A, lora_B for each linear layer and nothing else; "
+            f"missing or unknown tensors: {listed}"
         )
     pairs = {
         m: (tensors[f"{PREFIX}{m}.{ends[0]}"], tensors[f"{PREFIX}{m}.{ends[1]}"]) for m in modules
@@ -94,19 +102,22 @@ def read(directory: Path | str) -> Adapter:
     return Adapter(config["r"], float(config["lora_alpha"]), pairs)
 
 
-def write(adapter: Adapter, directory: Path | str, *, base: str) -> None:
-    """``base`` is the directory of the model that the adapter was made for, or its name on Hugging
-    Face's hub."""
-    from safetensors.torch import save_file
+def write_adapter(
+    adapter: Adapter, directory: Path | str, *, base: str, dtype: torch.dtype | None = None
+) -> None:
+    """Write an adapter to a directory in PEFT's layout; create the directory if needed. ``base`` is
+    the path of the base model's directory, or its name on the Hugging Face hub, for
+    adapter_config.json. ``dtype`` is the type of the tensors in the file; None for float32."""
+    import torch
 
-    directory = Path(directory)
+    directory, dtype = Path(directory), dtype or torch.float32
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
-        f"{PREFIX}{module}.lora_{kind}.weight": tensor.float().cpu().contiguous()
+        f"{PREFIX}{module}.lora_{kind}.weight": tensor.to("cpu", dtype).contiguous()
         for module, pair in adapter.pairs.items()
         for kind, tensor in zip("AB", pair, strict=True)
     }
-    save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
+    write_tensors(tensors, directory / TENSORS, {"format": "pt"})
     layers = sorted({int(module.split(".")[2]) for module in adapter.pairs})
     config = {
         "peft_type": "LORA",

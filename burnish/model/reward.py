@@ -1,5 +1,5 @@
-"""A learned reward: a transformer's body and a head of one row, as in Hugging Face's layout of
-sequence classification."""
+"""The reward model: a transformer's body and a head with one row, stored in Hugging Face's layout
+for sequence classification."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from torch import Tensor, nn
 from burnish.errors import ModelError
 from burnish.model import checkpoint
 from burnish.model.transformer import FAMILIES, ModelConfig, Transformer
-from burnish.types import Measured, PackedBatch
+from burnish.types import PackedBatch, ResponseRewards
 
 
 class RewardModel(nn.Module):
-    """The reward of a response is w · h, with h the hidden state at its last token.
+    """A model of the reward of a response: w · h, with h the hidden state at its last token.
 
-    The last token is the last one that is not the pad token, as in transformers; if the pad token
-    is the end token, that is the token before the end. w starts at 0, and so do all rewards.
+    The last token is the last one that is not the pad token, as in transformers. If the pad token
+    is the end token, the last token is the one before the end. w starts at 0, so all rewards are 0
+    before training.
     """
 
     def __init__(self, body: Transformer, pad: int | None) -> None:
-        """``pad`` is None if no token is skipped. The body's head for tokens is dropped."""
+        """Use ``body`` without its token head, which is removed from it. ``pad`` is the id of the
+        pad token; None if no token is skipped."""
         super().__init__()
         body.head, body.config = None, replace(body.config, tied=True)
         self.body, self.pad = body, pad
@@ -39,23 +41,26 @@ class RewardModel(nn.Module):
         return self.body.lower_layers
 
     def learn(self, layers: int | None = None, *, recompute: bool = False) -> RewardModel:
-        """As `Transformer.learn`; the head always learns."""
+        """Make the last ``layers`` layers and the final norm of the body trainable; None for the
+        whole body. The reward head is always trainable. Return the model."""
         self.body.learn(layers, recompute=recompute)
         return self
 
     def lower(self, batch: PackedBatch) -> Tensor:
         return self.body.lower(batch)
 
-    def score(self, batch: PackedBatch, lower: Tensor | None = None) -> Measured:
-        """The reward of each response in its last slot, [N], and 0 in other slots; no entropy."""
-        hidden = self.body.hidden(batch, lower)[self._read(batch)]
+    def score(self, batch: PackedBatch, lower: Tensor | None = None) -> ResponseRewards:
+        """Compute the reward of each response; return it in the response's last slot, [N], with 0
+        in the other slots. ``lower`` [N, d] are the hidden states that enter the trainable layers;
+        None to compute them here."""
+        hidden = self.body.hidden(batch, lower)[self._last_tokens(batch)]
         rewards = (hidden @ self.weight[0]).to(torch.promote_types(hidden.dtype, torch.float32))
         zeros = rewards.new_zeros(len(batch.tokens))
-        return Measured(zeros.index_copy(0, ends(batch), rewards), zeros)
+        return ResponseRewards(zeros.index_copy(0, last_slots(batch), rewards))
 
-    def _read(self, batch: PackedBatch) -> Tensor:
-        """[S] the slot of each response's last token; a response of pad tokens alone has the
-        prompt's."""
+    def _last_tokens(self, batch: PackedBatch) -> Tensor:
+        """Return the slot [S] of each response's last token that is not padding; the prompt's last
+        slot if a response consists of pad tokens alone."""
         first = batch.segment_offsets[:-1][~batch.segment_is_prompt]
         is_text = ~batch.in_prompt
         if self.pad is not None:
@@ -65,30 +70,34 @@ class RewardModel(nn.Module):
         return before.scatter_reduce(0, batch.sequence_ids[slots], slots, "amax")
 
     def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:
-        """As `Transformer.exchange`."""
+        """Return views of the weights, including the reward head, under Hugging Face's names,
+        without gradients. With ``learned``, return only the trainable weights."""
         return self.body.exchange(learned=learned) | {"score.weight": self.weight.detach()}
 
     def save(self, directory: Path | str, *, source: Path | str) -> None:
-        """Writes a directory that transformers loads as a model for sequence classification."""
+        """Write the model to a directory that transformers loads as a model for sequence
+        classification. ``source`` is the directory from which the tokenizer is copied."""
         kind = FAMILIES[self.config.family].replace("CausalLM", "SequenceClassification")
         labels = {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
         more = {"architectures": [kind], "pad_token_id": self.pad, **labels}
-        checkpoint.save(self, directory, source=source, more=more)
+        checkpoint.save_model(self, directory, source=source, more=more)
 
 
-def ends(batch: PackedBatch) -> Tensor:
-    """[S] the last slot of each response."""
+def last_slots(batch: PackedBatch) -> Tensor:
+    """Return the last slot [S] of each response, where `ResponseRewards` holds its reward."""
     return batch.segment_offsets[1:][~batch.segment_is_prompt] - 1
 
 
-def load(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> RewardModel:
-    """The reward model in a directory of Hugging Face's layout, on the CPU."""
-    config: dict[str, Any] = checkpoint.read_json(Path(directory) / "config.json")
+def load_reward_model(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> RewardModel:
+    """Load the reward model in a directory of Hugging Face's layout onto the CPU, with weights of
+    type ``dtype``. Raises a ModelError if the directory has no reward head, or for the reasons of
+    `burnish.model.checkpoint.load_model`."""
+    config: dict[str, Any] = checkpoint.read_model_json(Path(directory) / "config.json")
     state = checkpoint.read_state(Path(directory))
     head = state.pop("score.weight", None)
     if head is None or len(head) != 1:
         raise ModelError(
-            f"{directory} is no reward model: it has no score.weight of one row; train one with "
+            f"{directory} is not a reward model: it has no score.weight of one row; train one with "
             "`burnish reward`, and write it with `burnish export`"
         )
     state.pop("lm_head.weight", None)

@@ -1,9 +1,9 @@
-"""Checkpoints that several ranks write: a directory of safetensors files with a JSON index.
+"""Sharded checkpoints: a directory of safetensors files, which several ranks write, and a JSON
+index.
 
-Each rank writes the boxes of tensors that it has. The index names, for each tensor, its whole shape
-and the file, the entry and the place of each box. So a reader need not know the ranks that wrote:
-it puts a tensor, or the part of it that it is asked for, together from the boxes that overlap with
-it, and one process or another mesh can go on from it.
+Each rank writes its boxes, the blocks of tensors that it holds. For each tensor, the index has the
+whole shape and the file, entry and position of each box. A reader assembles a tensor, or a part of
+it, from the boxes that overlap with it, so a single process or another mesh can load a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ from operator import add, lt, sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.runs.directory import fsync
+from burnish.machine.folders import fsync
+from burnish.model.tensor_files import write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAIN = "main.safetensors"
-"""Tensors that belong to no rank, and the checkpoint's metadata."""
+"""File with the tensors that are not sharded and the checkpoint's metadata."""
 INDEX = "index.json"
 
 
-def write(folder: Path, rank: int, pieces: Mapping[str, Sequence[tuple[Any, Any, Tensor]]]) -> None:
-    """Writes a rank's boxes: (whole shape, place, box) of each tensor."""
-    from safetensors.torch import save_file
+def write_shards(
+    folder: Path, rank: int, pieces: Mapping[str, Sequence[tuple[Any, Any, Tensor]]]
+) -> None:
+    """Write the boxes (blocks of tensors) that a rank holds to the rank's file in ``folder``, and
+    flush the file to disk.
 
+    ``pieces`` has, by the name of the tensor, a list of boxes, each as (shape of the whole tensor,
+    index of the box's first element, the box itself).
+    """
     tensors, places = {}, {}
     for name, boxes in pieces.items():
         for number, (shape, at, box) in enumerate(boxes):
@@ -38,12 +44,13 @@ def write(folder: Path, rank: int, pieces: Mapping[str, Sequence[tuple[Any, Any,
                 "size": list(box.shape),
             }
     file = folder / f"rank-{rank:05d}.safetensors"
-    save_file(tensors, file, {"places": json.dumps(places)})
+    write_tensors(tensors, file, {"places": json.dumps(places)})
     fsync(file)
 
 
 def write_index(folder: Path) -> None:
-    """Writes the index of the files that all ranks have written."""
+    """Write the index of the boxes in the files of all ranks, which `Shards` reads. Call it after
+    all ranks have written their files (`write_shards`)."""
     from safetensors import safe_open
 
     index: dict[str, Any] = {}
@@ -62,8 +69,8 @@ def write_index(folder: Path) -> None:
 
 
 class Shards(Mapping[str, Any]):
-    """The tensors of such a checkpoint, each read when it is asked for. It can be pickled: the
-    directory travels, not the tensors."""
+    """Mapping from names to the whole tensors of a sharded checkpoint, which are read on access. A
+    pickle of it contains no tensors, only the path of the directory and the index."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -71,7 +78,7 @@ class Shards(Mapping[str, Any]):
         self._folder = folder
         self._index: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         self.bytes_read = 0
-        """Bytes of tensors that were read so far."""
+        """Bytes of tensors read so far."""
         with safe_open(folder / MAIN, "numpy") as file:
             self._main = set(file.keys())
 
@@ -82,7 +89,8 @@ class Shards(Mapping[str, Any]):
         return self.part(name, [0] * len(shape), shape)
 
     def part(self, name: str, at: Sequence[int], size: Sequence[int]) -> Tensor:
-        """The box of a rank's tensor that begins ``at`` and has this size; no more is read."""
+        """Read the part of a tensor that begins at index ``at`` and has the shape ``size``, and
+        nothing else of the tensor. The tensor must be sharded: not in `MAIN`."""
         import torch
 
         found: Tensor | None = None
@@ -96,11 +104,11 @@ class Shards(Mapping[str, Any]):
                 if found is None:
                     found = torch.empty(list(size), dtype=tensor.dtype)
                 found[tuple(map(slice, map(sub, low, at), map(sub, high, at)))] = tensor
-        assert found is not None, "every number of a tensor is in a box"
+        assert found is not None, "the boxes of a tensor cover all of it"
         return found
 
     def _size(self, box: Mapping[str, Any]) -> list[int]:
-        """The size of a box; an index that an earlier version wrote does not have it."""
+        """Read the size of a box from its file, because the indices of earlier versions lack it."""
         from safetensors import safe_open
 
         with safe_open(self._folder / box["file"], "numpy") as opened:

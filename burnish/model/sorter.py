@@ -1,4 +1,4 @@
-"""A small model that is not autoregressive: it writes all numbers of the response at once."""
+"""The sorting model: a small policy that predicts all numbers of a response at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from burnish.types import Measured, PackedBatch
 
 
 class Sorter(nn.Module):
-    """Shared embedding, an encoding matrix per prompt position, a decoding one per response slot.
+    """A policy with a shared embedding E, one encoding matrix per prompt position and one decoding
+    matrix per response position:
 
     h = Σ_p E[prompt_p] · Encode_p,   logits_r = (h · Decode_r) · Eᵀ
     """
 
     def __init__(self, numbers: int, length: int, width: int, *, seed: int) -> None:
+        """``numbers`` is the size of the vocabulary, ``length`` the number of numbers in a prompt
+        and in a response, and ``width`` the dimension of the embedding. ``seed`` determines the
+        initial weights."""
         super().__init__()
         random = torch.Generator().manual_seed(seed)
         scale = 1 / math.sqrt(width)
@@ -27,16 +31,17 @@ class Sorter(nn.Module):
         self.decode = nn.Parameter(torch.randn(length, width, width, generator=random) * scale)
 
     def forward(self, prompts: Tensor) -> Tensor:
-        """[B, length] → logits [B, length, numbers]."""
+        """Compute the logits [B, length, numbers] of the responses to prompts [B, length]."""
         encoded = torch.einsum("bpd,pde->be", self.embedding[prompts], self.encode)
         decoded = torch.einsum("be,red->brd", encoded, self.decode)
         return decoded @ self.embedding.T
 
     lower_layers = 0
-    """All of it learns."""
+    """Number of frozen layers below the trainable ones: 0, because all weights are trainable."""
 
     def score(self, batch: PackedBatch, lower: Tensor | None = None) -> Measured:
-        """Log-probability and entropy of each action token, [N]; 0 in other slots."""
+        """Compute the log-probability and entropy of each action token, [N]; 0 in other slots.
+        ``lower`` is ignored."""
         action = batch.is_action
         prompts = batch.tokens[batch.in_prompt].view(-1, self.length)
         group = batch.group_ids[batch.sequence_ids[action]]
@@ -47,16 +52,17 @@ class Sorter(nn.Module):
         return Measured(*(zeros.masked_scatter(action, x) for x in (chosen, entropy(logits))))
 
     def lower(self, batch: PackedBatch) -> Tensor:
-        """The states below the layers that learn; nobody asks for them, since all layers learn."""
-        raise AssertionError("all layers of the sorting model learn")
+        """Never called, because ``lower_layers`` is 0."""
+        raise AssertionError("the sorting model has no frozen layers")
 
     @torch.no_grad()
     def probe(self) -> tuple[float, ...]:
-        """Log-probabilities after a fixed prompt."""
+        """Return the log-probabilities of all numbers at all positions after a fixed prompt.
+        Comparing them shows whether two models have the same weights."""
         prompt = torch.arange(self.length, device=self.embedding.device) % len(self.embedding)
         return tuple(self(prompt[None]).log_softmax(-1).flatten().tolist())
 
     def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:
-        """Views of the weights under the names that generators know, without gradient; all of them
-        learn."""
+        """Return views of all weights under the names that `SorterEngine` reads. ``learned`` has no
+        effect, because all weights are trainable."""
         return dict(self.state_dict())

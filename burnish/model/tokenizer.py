@@ -1,4 +1,4 @@
-"""Text to ids and back: the only place where that happens."""
+"""The tokenizer: encodes text to token ids, and decodes them. No other module does this."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from burnish.types import IntArray
 
 @dataclass(eq=False)
 class Tokenizer:
-    """A `tokenizers` pipeline, a model's chat template, and the ids that end its responses."""
+    """A `tokenizers` pipeline, a model's chat template, and the ids of its end tokens."""
 
     backend: tokenizers.Tokenizer
     end_ids: tuple[int, ...] = ()
-    """Each of these ends a response."""
+    """Ids of tokens that end a response."""
     special: Mapping[str, str] = field(default_factory=dict)
-    """Token strings by role, such as {"bos_token": "<s>"}, for templates."""
+    """Token strings by role, such as {"bos_token": "<s>"}, for chat templates."""
     chat_template: str | None = None
+    """The template as Jinja source; None if the model has none."""
 
     def __post_init__(self) -> None:
         self.backend.no_truncation()
@@ -37,19 +38,29 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
-        """From a model directory with a tokenizer.json."""
+        """Load the tokenizer of a model directory. Raise a ModelError if tokenizer.json can't be
+        read.
+
+        The end ids come from the first of generation_config.json, config.json and
+        tokenizer_config.json that names one; there may be none.
+        """
         directory = Path(path)
         file = directory / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises this class
             raise ModelError(
-                f"{file} can't be read ({error}); burnish reads tokenizers in that form only"
+                f"{file} can't be read ({error}); burnish reads tokenizer.json files only"
             ) from error
 
         def read(name: str) -> Any:
             path = directory / name
-            return json.loads(path.read_text()) if path.exists() else {}
+            try:
+                return json.loads(path.read_text()) if path.exists() else {}
+            except ValueError as error:
+                raise ModelError(
+                    f"{path} is not a JSON file: {error}; download the model again"
+                ) from error
 
         settings = read("tokenizer_config.json")
         special = {
@@ -61,15 +72,15 @@ class Tokenizer:
         if (directory / "chat_template.jinja").exists():
             template = (directory / "chat_template.jinja").read_text()
         files = ("generation_config.json", "config.json")
-        said = [read(name).get("eos_token_id") for name in files]
-        said.append(backend.token_to_id(special.get("eos_token", "")))
-        ends: int | list[int] = next((end for end in said if end is not None), [])
+        candidates = [read(name).get("eos_token_id") for name in files]
+        candidates.append(backend.token_to_id(special.get("eos_token", "")))
+        ends: int | list[int] = next((end for end in candidates if end is not None), [])
         end_ids = tuple(ends) if isinstance(ends, list) else (ends,)
         return cls(backend, end_ids, special, template)
 
     @classmethod
     def of_bytes(cls) -> Tokenizer:
-        """A token for each byte of a text in UTF-8, and one that ends a response."""
+        """Build a tokenizer with a token for each byte of UTF-8 and an end token."""
         pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
         backend = tokenizers.Tokenizer(
             models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
@@ -81,47 +92,59 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that have a text; a model's vocabulary may be padded beyond them."""
+        """Number of tokens that have a text; a model's vocabulary may be padded beyond it."""
         return self.backend.get_vocab_size()
 
     def encode(self, text: str, *, add_special: bool = True) -> IntArray:
-        """-> [T]; add_special: with the tokens that a model puts around any text: Llama's BOS."""
+        """Return the token ids [T] of a text. With ``add_special``, add the special tokens that the
+        model puts around any text, such as Llama's BOS. Special tokens in the text itself become
+        single ids in any case."""
         return np.array(self.backend.encode(text, add_special_tokens=add_special).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | IntArray, *, skip_special: bool = False) -> str:
+        """Return the text of token ids; with ``skip_special``, without the special tokens."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def stream(self) -> Callable[[int], str | None]:
-        """A function of a text's tokens, one by one -> the text that a token makes certain, if any.
+        """Return a function that decodes the token ids of one text, one call per id. A call returns
+        the text that its token completes, or None if the token completes no text.
 
-        A character that straddles tokens appears when it is whole; special tokens have no text.
+        A character that consists of several tokens appears with its last token. Special tokens have
+        no text. Use a new function for each text.
         """
         return partial(decoders.DecodeStream(skip_special_tokens=True).step, self.backend)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, now: datetime | None = None) -> str:
-        """Messages through the model's chat template; `now` is the date that templates may write.
+        """Format messages with the model's chat template, up to the start of the assistant's
+        answer. ``now`` is the date that a template may insert; None for the current one.
 
-        The text holds its special tokens already: encode it with add_special=False.
+        The text contains special tokens: encode it with ``add_special=False``. Raises a ModelError
+        if there is no chat template, or if it rejects the messages.
         """
         if self.chat_template is None:
-            raise ModelError("this model has no chat template; give the prompt as plain text")
+            raise ModelError(
+                "this model has no chat template; give the prompt as plain text, as a recipe does "
+                "with task.chat = false"
+            )
         try:
             return _compiled(self.chat_template).render(
                 **self.special,
                 messages=messages,
                 add_generation_prompt=True,
-                tools=None,  # templates ask whether it is `none`, which an undefined name is not
+                tools=None,  # templates test `tools is none`, which is false for undefined names
                 documents=None,
                 strftime_now=(now or datetime.now()).strftime,
             )
         except TemplateError as error:
-            raise ModelError(f"the chat template refused these messages: {error}") from error
+            raise ModelError(f"the chat template rejected these messages: {error}") from error
 
     def save(self, directory: Path | str) -> None:
-        """Writes tokenizer, chat template and end ids; transformers and `load` read them back."""
+        """Write tokenizer, chat template and end ids to an existing directory, so that `load` and
+        transformers can read them. Files of the same name, among them generation_config.json, are
+        replaced."""
         directory = Path(directory)
         self.backend.save(str(directory / "tokenizer.json"))
-        # The class that takes tokenizer.json as it is; a model's own class may rebuild it.
+        # This class uses tokenizer.json unchanged; a model's class may rebuild it.
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special}
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
@@ -134,7 +157,8 @@ class Tokenizer:
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
-    """Templates come with the model and are not trusted: sandboxed, with the customary helpers."""
+    """Compile a chat template with the helper functions that transformers provides. It runs in a
+    sandbox, because templates come with the model and are not trusted."""
 
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)

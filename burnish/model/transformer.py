@@ -1,6 +1,6 @@
-"""The one model: a Llama-family decoder that sampler and learner both run.
+"""The language model: a decoder of the Llama family, which both sampler and learner run.
 
-Tokens are flat [N], without a batch dimension and without padding; how they attend is passed in.
+Tokens are flat, [N], without batch dimension and padding; the attention function is an argument.
 Legend: N tokens, d model width, Hq query heads, Hkv key and value heads, D head width, V tokens in
 the vocabulary.
 """
@@ -21,19 +21,19 @@ from burnish.errors import ModelError
 from burnish.model.activations import RMSNorm, swiglu
 from burnish.model.attention import Attend, causal, packed
 from burnish.model.logprobs import Vocabulary, token_logprobs
-from burnish.model.products import linear
+from burnish.model.matmul import linear
 from burnish.types import Measured, PackedBatch
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""The class in transformers of each family, which is its `model_type` there."""
+"""The class in transformers by family; a family's name is its `model_type`."""
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, each [N, 1, D]"""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Hugging Face's names of the settings of Llama 3's stretched frequencies."""
+"""Hugging Face's names for the settings of Llama 3's RoPE scaling."""
 PROBE = 16
-"""Tokens whose log-probabilities show whether two models have the same weights."""
+"""Number of tokens whose log-probabilities show whether two models have the same weights."""
 OPTIONAL = ("n_kv_heads", "head_dim", "tied", "init_std")
-"""Settings that config.json may lack."""
+"""Fields of `ModelConfig` whose keys may be missing in config.json."""
 SUPPORTED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -41,7 +41,7 @@ SUPPORTED = {
     "use_sliding_window": False,
     "partial_rotary_factor": 1,
 }
-"""The only values of these keys that burnish can run."""
+"""Keys of config.json that must have these values, or be missing."""
 HF_MODULES = {
     "embed": ["model.embed_tokens"],
     "norm": ["model.norm"],
@@ -55,17 +55,21 @@ HF_MODULES = {
     "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "down": ["mlp.down_proj"],
 }
-"""Hugging Face's modules in each module here, from its first row on."""
+"""Hugging Face's modules that each module here consists of, in the order of its rows."""
 
 
 class Rope(NamedTuple):
+    """Settings of the rotary position embedding."""
+
     theta: float = 10000.0
+    """Base of the frequencies."""
     llama3: tuple[float, ...] | None = None
-    """The numbers that `LLAMA3` names; None if the frequencies are not stretched."""
+    """Values of the settings in `LLAMA3`; None if the frequencies are not scaled."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Rope:
-        """From config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+        """Read `rope_parameters` from the content of config.json, or the older `rope_theta` and
+        `rope_scaling`. Raise a ModelError for a scaling other than Llama 3's."""
         given = config.get("rope_scaling") or config.get("rope_parameters") or {}
         kind = given.get("rope_type") or given.get("type") or "default"
         theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
@@ -74,16 +78,18 @@ class Rope(NamedTuple):
         return cls(theta, tuple(given[key] for key in LLAMA3) if kind == "llama3" else None)
 
     def to_hf(self) -> dict[str, Any]:
-        """The older layout, which every reader knows."""
+        """Return the settings in config.json's older layout, which all versions of transformers
+        read."""
         scaling = None
         if self.llama3 is not None:
             scaling = {"rope_type": "llama3", **dict(zip(LLAMA3, self.llama3, strict=True))}
         return {"rope_theta": self.theta, "rope_scaling": scaling}
 
     def frequencies(self, head_dim: int) -> Tensor:
-        """[head_dim / 2] float32, in radians per position.
+        """Compute the rotation frequencies [head_dim / 2] in float32, in radians per position.
 
-        Llama 3 keeps short wavelengths, stretches long ones by a factor, and blends the others.
+        Llama 3's scaling keeps short wavelengths, multiplies long ones by a factor, and
+        interpolates between them.
         """
         inverse = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         if self.llama3 is None:
@@ -95,12 +101,15 @@ class Rope(NamedTuple):
 
 
 def _hf(key: str, default: Any = MISSING) -> Any:
-    """A setting that config.json calls ``key``."""
+    """Return a dataclass field for the setting that config.json calls ``key``."""
     return field(default=default, metadata={"hf": key})
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The architecture of a decoder of the Llama family. Raises a ModelError if the numbers of
+    heads and the widths do not fit each other."""
+
     vocab_size: int = _hf("vocab_size")
     n_layers: int = _hf("num_hidden_layers", 4)
     d_model: int = _hf("hidden_size", 512)
@@ -109,24 +118,25 @@ class ModelConfig:
     context: int = _hf("max_position_embeddings", 256)
     norm_eps: float = _hf("rms_norm_eps", 1e-5)
     n_kv_heads: int | None = _hf("num_key_value_heads", None)
-    """None if there are as many as n_heads."""
+    """Number of key and value heads; None if it equals n_heads."""
     head_dim: int | None = _hf("head_dim", None)
-    """None if it is d_model / n_heads."""
+    """Width of a head; None if it is d_model / n_heads."""
     tied: bool = _hf("tie_word_embeddings", True)
-    """The head is the embedding."""
+    """Whether the head shares the embedding's weights."""
     init_std: float = _hf("initializer_range", 0.02)
     family: str = "llama"
     """llama (SmolLM2 too), qwen2 (bias on q, k, v; Qwen2.5 too) or qwen3 (norm on q, k)."""
     rope: Rope = field(default_factory=Rope)
     fp32_head: bool = False
-    """Logits are computed in float32 whatever the precision of the rest."""
+    """Whether logits are computed in float32, whatever the model's precision."""
 
     def __post_init__(self) -> None:
         divides = self.head_dim is not None or self.d_model % self.n_heads == 0
         if not divides or self.head_width % 2 or self.n_heads % self.kv_heads:
             raise ModelError(
-                f"{self.n_heads} heads must divide a width of {self.d_model} into even parts, and "
-                f"{self.kv_heads} key and value heads must divide the heads; use other numbers"
+                f"{self.n_heads} heads must divide a width of {self.d_model} into even widths, and "
+                f"{self.kv_heads} key and value heads must divide the number of heads; change one "
+                "of these numbers"
             )
 
     @property
@@ -135,12 +145,13 @@ class ModelConfig:
 
     @property
     def heads(self) -> list[int]:
-        """How many q, k and v have."""
+        """The numbers of heads of q, k and v, in this order."""
         return [self.n_heads, self.kv_heads, self.kv_heads]
 
     @property
     def probed(self) -> list[int]:
-        """Fixed tokens that all engines probe their weights with."""
+        """Ids of the fixed tokens of the probe: their log-probabilities show whether two models, or
+        a model and an engine, have the same weights."""
         return [place * 7919 % self.vocab_size for place in range(min(PROBE, self.context))]
 
     @property
@@ -149,7 +160,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """From the content of config.json; a setting that burnish can't run is refused."""
+        """Read the content of config.json; raise a ModelError if burnish can't run the model."""
         family = hf.get("model_type")
         if family not in FAMILIES:
             known = ", ".join(FAMILIES)
@@ -167,10 +178,11 @@ class ModelConfig:
 
     @classmethod
     def keys(cls) -> dict[str, str]:
-        """The key in config.json of each field that has one."""
+        """Return the key in config.json of each field that has one, by the field's name."""
         return {field.name: field.metadata["hf"] for field in fields(cls) if field.metadata}
 
     def to_hf(self) -> dict[str, Any]:
+        """Return the content of config.json, without the model's dtype and special token ids."""
         return {
             "architectures": [FAMILIES[self.family]],
             "model_type": self.family,
@@ -182,21 +194,23 @@ class ModelConfig:
         }
 
 
-# Cached by value rather than kept as a buffer: `model.to(bfloat16)` would round a buffer.
+# A cache instead of a buffer, because `model.to(bfloat16)` would round a buffer.
 @lru_cache(maxsize=64)
 def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
     return rope.frequencies(head_dim).to(device)
 
 
 def rotation(rope: Rope, positions: Tensor, head_dim: int, dtype: torch.dtype) -> Rotation:
-    """positions [N] -> the rotation of heads at these positions."""
+    """Compute the rotary position embedding at positions [N]: cos and sin, each [N, 1, D] of type
+    ``dtype``, for `rotate`. The first half of sin is negated. ``head_dim`` is D."""
     angles = positions[:, None, None].float() * _frequencies(rope, head_dim, positions.device)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [N, H, D]: dimension i turns with i + D/2, as Hugging Face stores q and k."""
+    """Return the heads x [N, H, D] rotated by their positions. Dimensions i and i + D/2 form a
+    pair, as in Hugging Face's layout."""
     cos, sin = rotation
     left, right = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((right, left), dim=-1), sin)
@@ -206,18 +220,22 @@ class _Linear(nn.Linear):
     def __init__(self, inner: int, outer: int, *, bias: bool) -> None:
         super().__init__(inner, outer, bias=bias)
         self.lora: nn.Module | None = None
-        """A change that is added to the product (see `lora`); None if there is none."""
+        """Low-rank change that is added to the output (see `lora`); None if there is none."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = linear(x, self.weight, self.bias)
         return out if self.lora is None else out + self.lora(x)
 
     def reset_parameters(self) -> None:
-        """Weights come from a checkpoint or from `init_weights`; drawing them twice is waste."""
+        """Does nothing: weights come from a checkpoint or from `init_weights`."""
 
 
 class Layer(nn.Module):
+    """One layer of a decoder: attention and MLP, each with its norm and residual connection."""
+
     def __init__(self, config: ModelConfig, index: int) -> None:
+        """``index`` is the number of the layer, counted from 0, which the attention function
+        gets."""
         super().__init__()
         self.index = index
         d, width, eps = config.d_model, config.head_width, config.norm_eps
@@ -233,13 +251,14 @@ class Layer(nn.Module):
         self.down = _Linear(config.d_ff, d, bias=False)
 
     def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
-        """[N, d] -> [N, d]"""
+        """Apply attention and MLP, each with its norm and residual connection: [N, d] -> [N, d].
+        ``turn`` is the `rotation` of queries and keys, and ``attend`` the attention function."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.width))
         qk, v = qkv.tensor_split([-self.heads[2]], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split(self.heads[:2], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        # Both at once: with few tokens, time goes by the number of operations.
+        # q and k in one call: with few tokens, the number of operations determines the time.
         q, k = torch.split(rotate(qk, turn), self.heads[:2], dim=1)
         x = x + self.out(attend(self.index, q, k, v).reshape(x.shape[0], -1))
         out: Tensor = x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
@@ -247,7 +266,8 @@ class Layer(nn.Module):
 
 
 def hf_views(config: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Views of the parameter ``name`` of a transformer under Hugging Face's names."""
+    """Split ``tensor``, the transformer's parameter ``name`` or a tensor of the same shape, into
+    views under Hugging Face's names, such as qkv into the projections q, k and v."""
     *layer, module, kind = name.split(".")
     prefix = f"model.{'.'.join(layer)}." if layer else ""
     parts = HF_MODULES[module]
@@ -259,14 +279,14 @@ def hf_views(config: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tensor
 
 
 class Transformer(nn.Module):
-    """Weights are uninitialised until a checkpoint or `init_weights` fills them."""
+    """A decoder. Its weights are uninitialised until a checkpoint or `init_weights` sets them."""
 
     lower_layers = 0
-    """How many of the first layers do not learn; 0 if all weights learn."""
+    """Number of frozen layers below the first layer with trainable weights."""
     recompute = False
-    """Whether the backward pass makes the activations of a layer again, which are not kept then."""
+    """Whether activations are recomputed in the backward pass, layer by layer, to save memory."""
     vocabulary: Vocabulary | None = None
-    """The part of the vocabulary that this process has; None if it has all of it."""
+    """This process's shard of the vocabulary; None if the process has the whole vocabulary."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -278,24 +298,29 @@ class Transformer(nn.Module):
         self.head = None if config.tied else _Linear(config.d_model, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens [N], positions [N] -> hidden [N, d] after the final norm."""
+        """Run all layers: tokens [N], positions [N] -> hidden states [N, d] after the final
+        norm."""
         x = self._run(self.layers, self.embed(tokens), positions, attend)
         hidden: Tensor = self.norm(x)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [M, d] -> [M, V], in float32 if the config asks for an fp32 head."""
+        """Compute the logits of hidden states: [M, d] -> [M, V], in float32 if the config has an
+        fp32 head."""
         return linear(*self.head_inputs(hidden))
 
     def head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [M, d] and the head's weight [V, d], in the precision of the logits."""
+        """Return hidden [M, d] and the head's weight [V, d], converted to the precision of the
+        logits."""
         weight = self.embed.weight if self.head is None else self.head.weight
         if self.config.fp32_head and hidden.dtype != torch.float64:
             return hidden.float(), weight.float()
         return hidden, weight
 
     def learn(self, layers: int | None = None, *, recompute: bool = False) -> Transformer:
-        """Makes only the last ``layers`` and the final norm learn; None if all weights do."""
+        """Make only the last ``layers`` layers and the final norm trainable; None for all weights.
+        Return the model. With ``recompute``, activations are recomputed in the backward pass, to
+        save memory."""
         self.recompute = recompute
         self.requires_grad_(layers is None)
         self.lower_layers = 0 if layers is None else max(0, self.config.n_layers - layers)
@@ -305,23 +330,26 @@ class Transformer(nn.Module):
         return self
 
     def score(self, batch: PackedBatch, lower: Tensor | None = None) -> Measured:
-        """Log-probability and entropy of each action token, [N]; 0 in other slots.
+        """Compute the log-probability of each action token, and the entropy of the distribution
+        that it was sampled from, [N] each, at the sampling temperature; 0 in other slots.
 
-        A group's prompt runs once, and the head runs on the contexts of actions alone. ``lower``
-        [N, d] are the hidden states below the layers that learn; None if they are not known.
+        A group's prompt is computed once, and the head is applied only to the positions that
+        precede actions. ``lower`` [N, d] are the hidden states that enter the trainable layers; if
+        it is None, they are computed here.
         """
         return self.measure(self._hidden(batch, lower), batch)
 
     def read(self, batch: PackedBatch, lower: Tensor | None = None) -> tuple[Measured, Tensor]:
-        """As `score`, and the hidden states [N, d] after the final norm."""
+        """Return the result of `score`, and the hidden states [N, d] after the final norm, from one
+        forward pass."""
         hidden = self._hidden(batch, lower)
         return self.measure(hidden, batch), hidden
 
     def hidden(self, batch: PackedBatch, lower: Tensor | None = None) -> Tensor:
-        """[N, d] after the final norm; ``lower`` as in `score`."""
+        """Compute the hidden states [N, d] after the final norm; ``lower`` as in `score`."""
         return self._hidden(batch, lower)
 
-    # Ranks wrap each public pass and gather weights for it, so no pass calls another.
+    # Ranks wrap each public forward pass to gather weights, so public passes do not call others.
     def _hidden(self, batch: PackedBatch, lower: Tensor | None) -> Tensor:
         attend = self._attend(batch)
         if lower is None:
@@ -331,7 +359,7 @@ class Transformer(nn.Module):
         return hidden
 
     def measure(self, hidden: Tensor, batch: PackedBatch) -> Measured:
-        """As `score`, from the hidden states [N, d] after the final norm."""
+        """Compute the result of `score` from the hidden states [N, d] after the final norm."""
         actions = batch.is_action.nonzero().squeeze(1)
         streams = batch.tokens, batch.predecessor, actions, batch.temperature
         measured = token_logprobs(self, hidden, *streams)
@@ -339,14 +367,17 @@ class Transformer(nn.Module):
         return Measured(*(zeros.index_copy(0, actions, x) for x in measured))
 
     def lower(self, batch: PackedBatch, attend: Attend | None = None) -> Tensor:
-        """[N, d] hidden states below the layers that learn; copies of a policy share them."""
+        """Compute the hidden states [N, d] that enter the trainable layers. If there are frozen
+        layers, the hidden states have no gradient and are the same for all copies of a policy.
+        ``attend`` is the batch's attention function; None to build it here."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.lower_layers):
             layers, embedded = self.layers[: self.lower_layers], self.embed(batch.tokens)
             return self._run(layers, embedded, batch.positions, attend or self._attend(batch))
 
     @torch.no_grad()
     def probe(self) -> tuple[float, ...]:
-        """Log-probabilities of a few tokens after a few fixed ones."""
+        """Return the log-probabilities of fixed tokens after a fixed context. Comparing them shows
+        whether two models have the same weights."""
         tokens = torch.tensor(self.config.probed, device=self.embed.weight.device)
         places = torch.arange(len(tokens), device=tokens.device)
         hidden = self.forward(tokens, places, causal([len(places)], places.device))
@@ -355,9 +386,10 @@ class Transformer(nn.Module):
         return tuple(found.logprobs.tolist())
 
     def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:
-        """Views of the weights under Hugging Face's names, without gradient; clone to keep.
+        """Return views of the weights under Hugging Face's names, without gradients. Training
+        changes the views: clone them to keep their values.
 
-        ``learned``: only of those that learn. An adapter is not among them.
+        With ``learned``, return only the trainable weights. Adapters are not included.
         """
         views: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
@@ -367,9 +399,12 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> Transformer:
-        """Normal weights, projections into the residual stream scaled by 1/√(2 · layers).
+        """Initialise the model: matrices are drawn from a normal distribution, biases are 0 and
+        norms 1. The std is the config's ``init_std``, multiplied by 1/√(2 · layers) for projections
+        into the residual stream. Return the model.
 
-        Drawn on the CPU in float32, so that the same seed gives the same model everywhere.
+        Weights are drawn on the CPU in float32, so that a seed gives the same model on every
+        device.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -389,7 +424,7 @@ class Transformer(nn.Module):
         return packed(batch.segment_offsets, batch.segment_is_prompt, dtype, width)
 
     def _run(self, layers: nn.ModuleList, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """x [N, d] through some of the layers -> [N, d], before the final norm."""
+        """Apply some of the layers: x [N, d] -> [N, d], before the final norm."""
         turn = rotation(self.config.rope, positions, self.config.head_width, x.dtype)
         again = self.recompute and torch.is_grad_enabled()
         for layer in layers:

@@ -1,1 +1,4 @@
-"""The schema of a recipe, as pydantic models; ``config`` reads, checks and writes recipes."""
+"""Recipes: their settings as pydantic models, the rules that join them, and the plan of a run.
+
+``burnish.recipe.load`` reads, checks and writes recipes.
+"""

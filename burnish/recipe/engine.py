@@ -1,139 +1,158 @@
-"""The section of a recipe that names its sampler, and the settings that a sampler must offer."""
+"""The sections of the engines, which sample responses; each has only the settings that its engine
+reads.
+
+An engine's precision may differ from the learner's, ``train.precision``.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
-from burnish.sections import Section
-
-if TYPE_CHECKING:
-    from burnish.schema.recipe import Recipe
+from burnish.recipe.base import BY_NAME, Section, named
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-"""auto: bf16 where the processor or GPU multiplies it, else fp32."""
+""""auto": bf16 if the CPU or GPU supports it, else fp32."""
+KV_MB = 1024
+"""Default size of the cache in MB, which estimates also assume for engines without the setting."""
 
-WAYS = {
-    "disk": "through files in /dev/shm, on the machine of the run",
-    "tensor": "from the learner's own memory, on the machine of the run",
-    "distributed": "broadcast by a process group, to any machine",
-}
-"""How weights reach SGLang, as a plan says it."""
+
+def _check_tcp(url: str) -> str:
+    if not url.startswith("tcp:"):
+        raise ValueError(
+            "must be tcp://HOST:PORT, where `burnish engine serve` listens, got "
+            f"{url!r}; SGLang, and no other engine, is reached by HTTP; to encrypt the connection, "
+            "go through an SSH tunnel"
+        )
+    return url
+
+
+def _check_http(url: str) -> str:
+    if not url.startswith("http"):
+        raise ValueError(
+            "must be the url of an SGLang server, such as http://127.0.0.1:30000, got "
+            f"{url!r}; to use the engine that listens there, set engine.name to native, hf or vllm"
+        )
+    return url
+
+
+Url = Annotated[
+    str,
+    Field(pattern=r"^(tcp://[^/@]+:\d+|http://[^/@]+:\d+(/[^?#@]*)?|https://[^/@]+(/[^?#@]*)?)$"),
+]
+TcpUrl = Annotated[Url, AfterValidator(_check_tcp)]
+ServedUrl = Annotated[
+    TcpUrl | None,
+    Field(description="tcp://HOST:PORT of `burnish engine serve`; None: the engine is started"),
+]
+HttpUrl = Annotated[
+    Url,
+    AfterValidator(_check_http),
+    Field(description="the server, such as http://127.0.0.1:30000"),
+]
+Deadline = Annotated[
+    float, Field(gt=0, description="timeout in seconds of a call to another process")
+]
+EnginePrecision = Annotated[Precision, Field(description="auto: the same as train.precision")]
+MaxRunning = Annotated[int, Field(ge=1, description="maximum number of samples decoded at once")]
+KvMegabytes = Annotated[int, Field(ge=1, description="memory for keys and values, in MB")]
+Python = Annotated[
+    str | None, Field(description="Python of the engine's environment; None: this process's")
+]
+Sleep = Annotated[
+    bool, Field(description="whether the engine frees the GPU while the learner runs")
+]
 
 
 class EngineConfig(Section):
-    """The sampler; the learner's precision is ``train.precision``."""
+    """Base class of the engines' sections."""
 
-    name: Literal["native", "hf", "vllm", "sglang"] = Field("native", description="who samples")
-    python: str | None = Field(None, description="of the engine's own environment; None: this one")
-    url: str | None = Field(
-        None,
-        pattern=r"^(tcp://[^/@]+:\d+|http://[^/@]+:\d+(/[^?#@]*)?|https://[^/@]+(/[^?#@]*)?)$",
-        description="of an engine that serves",
-    )
-    key: str | None = Field(None, pattern=r"^[A-Z_][A-Z0-9_]*$")
-    """The environment variable that holds the API key of an SGLang server; None if it has none."""
-    deadline: float = Field(600.0, gt=0, description="seconds in which another process answers")
-    precision: Precision = Field("auto", description="auto: as train.precision")
-    kv_mb: int = Field(1024, ge=1, description="memory for keys and values")
-    max_running: int = Field(128, ge=1, description="samples that decode at once")
-    sleep: bool = Field(False, description="vLLM or SGLang leaves the GPU to the learner's work")
-    weights: Literal["disk", "tensor", "distributed"] = Field(
-        "disk", description="how they reach SGLang"
-    )
+    name: str
+    repeats: ClassVar[bool] = True
+    """Whether the engine draws the same samples again if the same group is sampled again."""
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        python, url = getattr(self, "python", None), getattr(self, "url", None)
+        if python is not None and url is not None:
+            raise ValueError(
+                f"has python = '{python}', which starts an engine, and url = '{url}', which names "
+                "one that runs; remove one"
+            )
+        return self
+
+
+class NativeConfig(EngineConfig):
+    """burnish's own engine, in this process unless ``python`` or ``url`` is set."""
+
+    key: ClassVar[None] = None
+    sleep: ClassVar[bool] = False
+    name: Literal["native"] = "native"
+    python: Python = None
+    url: ServedUrl = None
+    deadline: Deadline = 600.0
+    precision: EnginePrecision = "auto"
+    kv_mb: KvMegabytes = KV_MB
+    max_running: MaxRunning = 128
 
     @property
     def is_apart(self) -> bool:
-        """Whether the engine is in a process of its own."""
-        return self.name != "native" or self.python is not None or self.url is not None
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a group that is sampled again draws the same."""
-        return self.name != "vllm"
-
-    @property
-    def useless(self) -> list[str]:
-        """Settings that this engine does not read."""
-        unread = [] if self.is_apart else ["engine.deadline"]
-        sleeps = self.name == "sglang" or (self.name == "vllm" and self.url is None)
-        unread += [] if sleeps else ["engine.sleep"]
-        unread += ["engine.weights", "engine.key"] * (self.name != "sglang")
-        unread += ["engine.kv_mb"] * (self.name in ("hf", "sglang"))
-        if self.name == "sglang":
-            return unread
-        return unread + (["engine.kv_mb", "engine.max_running"] if self.url else [])
+        """Whether the engine runs in another process."""
+        return self.python is not None or self.url is not None
 
 
-def check(recipe: Recipe) -> None:
-    """Raises where the engine can't sample as the recipe says."""
-    engine = recipe.engine
-    if engine.python is not None and engine.url is not None:
-        raise ValueError(
-            f"engine.python = '{engine.python}' starts an engine and engine.url = '{engine.url}' "
-            "names one that runs; remove one"
-        )
-    is_http, is_sglang = (engine.url or "").startswith("http"), engine.name == "sglang"
-    if is_http != is_sglang:
-        raise ValueError(
-            f"engine.name = '{engine.name}' has engine.url = {engine.url!r}; SGLang, and no other "
-            "engine, is named by the url of its HTTP server, such as http://127.0.0.1:30000; what "
-            "`burnish engine serve` serves is at tcp://HOST:PORT, through an SSH tunnel if it must "
-            "be encrypted"
-        )
-    if is_sglang and recipe.runtime.name == "ray":
-        raise ValueError(
-            "engine.name = 'sglang' serves one sampler, and runtime.name = 'ray' may have several; "
-            "use runtime.name = 'local'"
-        )
-    if is_sglang and (recipe.rollout.min_tokens or recipe.rollout.think):
-        raise ValueError(
-            "engine.name = 'sglang' gives no log-probabilities before the mask of "
-            "rollout.min_tokens, and none of the phrase of rollout.think; remove them, or use the "
-            "native engine"
-        )
-    if engine.name in ("hf", "sglang") and getattr(recipe.model, "fp32_head", False):
-        raise ValueError(
-            f"model.fp32_head needs the native engine; remove it or engine.name = '{engine.name}'"
-        )
-    if engine.sleep and (recipe.is_stale or recipe.runtime.name == "ray"):
-        raise ValueError(
-            "engine.sleep = true needs a loop that samples and learns in turns; remove it, or use "
-            "loop.lag = 0 without a buffer, and runtime.name = 'local' or 'torchrun'"
-        )
-    if engine.repeats:
-        return
-    rollout, think = recipe.rollout, recipe.rollout.think
-    masks = {"min_tokens": rollout.min_tokens, "top_p": rollout.top_p < 1, "top_k": rollout.top_k}
-    asked = [f"rollout.{name}" for name, value in (masks | {"think": think}).items() if value]
-    asked += ["model.fp32_head"] * bool(getattr(recipe.model, "fp32_head", False))
-    if asked:
-        raise ValueError(
-            f"{asked[0]} needs the native engine, and engine.name = '{engine.name}' does not offer "
-            "it; remove one of the two"
-        )
-    if recipe.runtime.name == "ray" and recipe.loop.name == "lagged":
-        raise ValueError(
-            f"engine.name = '{engine.name}' can't draw a lost rollout again, as loop.name = "
-            "'lagged' does on Ray; use loop.name = 'free', or runtime.name = 'local'"
-        )
+class HfConfig(EngineConfig):
+    """An engine that samples with Hugging Face's transformers, in another process."""
+
+    is_apart: ClassVar[bool] = True
+    key: ClassVar[None] = None
+    sleep: ClassVar[bool] = False
+    kv_mb: ClassVar[int] = KV_MB
+    name: Literal["hf"] = "hf"
+    python: Python = None
+    url: ServedUrl = None
+    deadline: Deadline = 600.0
+    precision: EnginePrecision = "auto"
+    max_running: MaxRunning = 128
 
 
-def describe(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
-    """A section of a plan; empty for the native engine in this process."""
-    engine = recipe.engine
-    if not engine.is_apart:
-        return []
-    where = f"a process of its own by {engine.python or 'this Python'}"
-    if engine.url is not None:
-        where = f"served at {engine.url}"
-    lines = [("engine", f"{engine.name}, {where}")]
-    if engine.name == "sglang":
-        lines.append(("weights", WAYS[engine.weights]))
-    if engine.sleep:
-        lines.append(("sleep", "caches, and weights with a copy in main memory, leave the GPU"))
-    if not engine.repeats:
-        told = "the engine's own: a run that is resumed or run again draws other samples"
-        lines.append(("draws", told))
-    return [("engine", lines)]
+class VllmConfig(EngineConfig):
+    """An engine that samples with vLLM, in another process."""
+
+    is_apart: ClassVar[bool] = True
+    repeats: ClassVar[bool] = False
+    key: ClassVar[None] = None
+    name: Literal["vllm"] = "vllm"
+    python: Python = None
+    url: ServedUrl = None
+    deadline: Deadline = 600.0
+    precision: EnginePrecision = "auto"
+    kv_mb: KvMegabytes = KV_MB
+    max_running: MaxRunning = 128
+    sleep: Sleep = False
+
+
+class SglangConfig(EngineConfig):
+    """An engine that samples with an SGLang server, which runs already."""
+
+    is_apart: ClassVar[bool] = True
+    python: ClassVar[None] = None
+    kv_mb: ClassVar[int] = KV_MB
+    name: Literal["sglang"] = "sglang"
+    url: HttpUrl
+    key: str | None = Field(
+        None,
+        pattern=r"^[A-Z_][A-Z0-9_]*$",
+        description="environment variable with the server's API key; None if it needs no key",
+    )
+    deadline: Deadline = 600.0
+    precision: EnginePrecision = "auto"
+    max_running: MaxRunning = 128
+    sleep: Sleep = False
+    weights: Literal["disk", "tensor", "distributed"] = Field(
+        "disk", description="how weights reach the server"
+    )
+
+
+AnyEngine = Annotated[NativeConfig | HfConfig | VllmConfig | SglangConfig, BY_NAME, named("native")]

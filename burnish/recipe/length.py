@@ -1,45 +1,48 @@
-"""The sections of a recipe about length: think budgets, and penalties as a part of the reward."""
+"""The sections about response length: thinking budgets, and length penalties in the reward."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from burnish.pieces.objective import BY_NAME
-from burnish.pieces.piece import Piece
-from burnish.sections import Section, named
-
-if TYPE_CHECKING:
-    from burnish.schema.recipe import Recipe
+from burnish.recipe.base import BY_NAME, Section, named
+from burnish.recipe.objective.piece import Piece, arxiv
 
 Overlong = Literal["keep", "mask", "drop"]
-"""Responses that were cut at the length limit: keep learns from them; mask takes them out of the
-loss; drop takes them out of their group's statistics, too."""
+"""Treatment of responses that were truncated at the length limit. "keep": the learner uses them;
+"mask": they are excluded from the loss; "drop": also from their group's statistics."""
 
 
 class ThinkConfig(Section):
-    """The engine ends the thinking of a response whose budget is spent: forced endings."""
+    """Budget forcing: the engine ends the thinking of a response that has used up its budget."""
 
     tokens: int = Field(ge=1, description="sampled tokens after which thinking is ended")
-    end: str = Field("</think>", min_length=1, description="a response with it thinks no more")
-    phrase: str = Field("</think> <answer>", description="put into a response without the end")
+    end: str = Field(
+        "</think>", min_length=1, description="text after which a response has ended its thinking"
+    )
+    phrase: str = Field(
+        "</think> <answer>", description="text inserted if the budget is used up before end appears"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.end not in self.phrase:
             raise ValueError(
-                f"needs a phrase that holds its end, got phrase = {self.phrase!r} and end = "
+                f"needs a phrase that contains end, got phrase = {self.phrase!r} and end = "
                 f"{self.end!r}; set rollout.think.end to the part of the phrase that ends thinking"
             )
         return self
 
 
 class LengthPiece(Piece):
+    """Base class of the length penalties that a recipe can select; ``graders/length.py`` computes
+    them."""
+
     reads_correct: ClassVar[bool] = False
-    """Whether it reads which responses are correct."""
+    """Whether the penalty depends on which responses are correct."""
     makes_negative: ClassVar[bool] = True
-    """Whether a reward of 0 becomes negative."""
+    """Whether the penalty can turn a reward of 0 negative."""
 
 
 class NoPenalty(LengthPiece):
@@ -48,47 +51,54 @@ class NoPenalty(LengthPiece):
     written: ClassVar[str] = "none"
 
 
-Coefficient = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Coefficient = Annotated[
+    float, Field(gt=0, allow_inf_nan=False, description="weight of the penalty")
+]
 
 
 class OverlongPenalty(LengthPiece):
     name: Literal["overlong"] = "overlong"
+    paper: ClassVar[str] = f"DAPO, {arxiv('2503.14476')}"
     written: ClassVar[str] = (
         "{coefficient:g} clip((|y_i| − (l_i − {buffer})) / {buffer}, 0, 1),  l_i = max_tokens − "
         "inserted tokens"
     )
-    buffer: int = Field(ge=1, description="tokens before the limit; left out: a fifth of it")
+    buffer: int = Field(ge=1, description="tokens before the limit; default: a fifth of the limit")
     coefficient: Coefficient = 1.0
 
 
 class TargetPenalty(LengthPiece):
     name: Literal["target"] = "target"
+    paper: ClassVar[str] = f"L1-Exact, {arxiv('2503.04697')}"
     written: ClassVar[str] = "{coefficient:g} | {tokens} − |y_i| |"
-    tokens: int = Field(ge=1, description="the length that costs nothing")
+    tokens: int = Field(ge=1, description="the length without a penalty")
     coefficient: Coefficient = 3e-4
 
 
 class AtMostPenalty(LengthPiece):
     name: Literal["at_most"] = "at_most"
+    paper: ClassVar[str] = f"L1-Max, {arxiv('2503.04697')}"
     makes_negative: ClassVar[bool] = False
     written: ClassVar[str] = "r_i (1 − clip({coefficient:g} ({tokens} − |y_i|) + {delta:g}, 0, 1))"
-    tokens: int = Field(ge=1, description="the length at which a reward is worth delta of itself")
+    tokens: int = Field(ge=1, description="the length at which a reward is multiplied by delta")
     coefficient: Coefficient = 3e-4
-    delta: float = Field(0.5, ge=0, le=1)
+    delta: float = Field(0.5, ge=0, le=1, description="factor of a reward at the length `tokens`")
 
 
 class AmongCorrectPenalty(LengthPiece):
     name: Literal["among_correct"] = "among_correct"
+    paper: ClassVar[str] = arxiv("2502.04463")
     makes_negative: ClassVar[bool] = False
     reads_correct: ClassVar[bool] = True
     written: ClassVar[str] = (
         "{coefficient:g} [i is right] σ((|y_i| − mean) / std over right answers)"
     )
-    coefficient: float = Field(0.2, gt=0, lt=1)
+    coefficient: float = Field(0.2, gt=0, lt=1, description="weight of the penalty")
 
 
 class SolveRatePenalty(LengthPiece):
     name: Literal["solve_rate"] = "solve_rate"
+    paper: ClassVar[str] = f"ALP, {arxiv('2506.05256')}"
     reads_correct: ClassVar[bool] = True
     written: ClassVar[str] = "{coefficient:g} max(p_g, 1/G) |y_i| / max_tokens,  p_g = share right"
     coefficient: Coefficient = 0.2
@@ -96,64 +106,3 @@ class SolveRatePenalty(LengthPiece):
 
 Penalty = OverlongPenalty | TargetPenalty | AtMostPenalty | AmongCorrectPenalty | SolveRatePenalty
 AnyPenalty = Annotated[NoPenalty | Penalty, BY_NAME, named("none")]
-
-
-def check(recipe: Recipe) -> None:
-    """Raises if a budget or a penalty has no room within the length limit."""
-    think, most = recipe.rollout.think, recipe.rollout.max_tokens
-    if think is not None:
-        lowest = min(most, recipe.validation.max_tokens or most)
-        if think.tokens >= lowest:
-            raise ValueError(
-                f"rollout.think.tokens = {think.tokens} leaves no room for an answer within "
-                f"max_tokens = {lowest}; use a smaller budget or more tokens"
-            )
-    for setting in ("buffer", "tokens"):
-        value = getattr(recipe.length, setting, 0)
-        if value > most:
-            raise ValueError(
-                f"length.{setting} = {value} is above rollout.max_tokens = {most}, which no "
-                f"response exceeds; use {most} or less"
-            )
-    advantage = recipe.objective.advantage
-    if recipe.length.name != "none" and not advantage.reads_rewards | (
-        "length" in advantage.graded
-    ):
-        remedy = "remove [length]"
-        if advantage.name == "gdpo":
-            remedy = "add objective.advantage.parts.length = 1, or remove [length]"
-        raise ValueError(
-            f"length.name = '{recipe.length.name}' has no effect with objective.advantage = "
-            f"'{advantage.name}', which does not read it; {remedy}"
-        )
-    if recipe.length.makes_negative and not advantage.takes_negative:
-        raise ValueError(
-            f"length.name = '{recipe.length.name}' makes rewards negative, and objective.advantage "
-            f"= '{advantage.name}' needs rewards of at least 0; use 'at_most' or 'among_correct', "
-            "or another advantage"
-        )
-    if "length" in advantage.graded and recipe.length.name == "none":
-        raise ValueError(
-            "objective.advantage.parts.length reads a length penalty, and length.name = 'none' "
-            "makes none; choose one, or remove the part"
-        )
-    if recipe.length.name == "solve_rate" and recipe.rollout.group_size < 2:
-        raise ValueError(
-            "length.name = 'solve_rate' reads the share of right answers in a group, and "
-            f"rollout.group_size = {recipe.rollout.group_size} has none to speak of; use 2 or more"
-        )
-
-
-def describe(recipe: Recipe) -> list[tuple[str, str]]:
-    """Lines of a plan; none if the recipe leaves lengths alone."""
-    lines, think, overlong = list[tuple[str, str]](), recipe.rollout.think, recipe.rollout.overlong
-    if recipe.length.name != "none":
-        lines.append(("length", f"r_i ← r_i − {recipe.length.formula()}"))
-    if overlong != "keep":
-        more = " and their group's statistics" * (overlong == "drop")
-        cut = f"responses cut at {recipe.rollout.max_tokens} tokens"
-        lines.append(("overlong", f"{cut} leave the loss{more}"))
-    if think is not None:
-        told = f"after {think.tokens} tokens without {think.end!r}, {think.phrase!r} is put in"
-        lines.append(("thinking", told))
-    return lines

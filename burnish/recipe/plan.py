@@ -1,201 +1,290 @@
-"""The plan of a run: its task, formulas, batches, memory, disk and time, before anything runs."""
+"""The text of a run's plan: task, formulas, batches, memory, disk and time, before it starts."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from burnish import strategy
-from burnish.errors import ConfigError
-from burnish.pieces.advantages import STEP, Remax, Vine
-from burnish.pieces.objective import formula
-from burnish.pieces.terms import KL
-from burnish.schema import critic, engines, length, mesh, selection
-from burnish.schema.models import SorterConfig
-from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import JudgedTask, PreferencesTask, Written
-from burnish.wording import counted, duration
+from burnish.console.text import counted, duration
+from burnish.recipe.costs import (
+    ENGINE,
+    Need,
+    Room,
+    Size,
+    estimate_seconds,
+    extra_tokens,
+    format_bytes,
+    needs,
+    prompt_room,
+)
+from burnish.recipe.critic import CriticConfig
+from burnish.recipe.engine import AnyEngine, SglangConfig
+from burnish.recipe.frozen import RewardModelConfig, TeacherConfig
+from burnish.recipe.length import AnyPenalty
+from burnish.recipe.mesh import MeshConfig
+from burnish.recipe.models import AnyModel
+from burnish.recipe.objective.advantages import STEP, Advantage, Remax, Vine
+from burnish.recipe.objective.kl import KL, Importance
+from burnish.recipe.objective.objective import RATIOS, ObjectiveConfig
+from burnish.recipe.recipe import Recipe, RolloutConfig, TrainConfig, ValidationConfig
+from burnish.recipe.runtime import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, RayRuntime
+from burnish.recipe.selection import SelectionConfig
+from burnish.recipe.tasks import AnyTask, JudgedTask, PreferencesTask, SupervisedTask
+from burnish.recipe.trainable import MODULES, AllLearn, AnyLearning, LayersLearn
 
 if TYPE_CHECKING:
-    from burnish.machine import Rates
+    from burnish.types import Rates
 
-BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number by its precision; a precision that is not chosen yet counts as the widest."""
-PAGE = 16
-"""Tokens of a page of the engine's cache."""
-FILLED = 0.6
-"""The share of the allowed tokens that a response is taken to have, if a time is estimated."""
-PROMPT = 64
-"""Tokens that a prompt is taken to have if none was looked at."""
-HELD_OUT = 256
-"""Prompts that are taken to be held out if the recipe does not tell their number."""
-WRITTEN = 4
-"""Bytes of a JSONL file for each of its tokens."""
-REACHED = {"cpu": (0.65, 0.7), "cuda": (0.12, 0.25)}
-"""The share of the measured rates that sampling and learning reach: on a CPU as two AVX-512 cores
-did on the recipe demo-small, on a GPU as an H200 did on gsm8k, roughly."""
-ENGINE = "the engine's weights"
 Lines = list[tuple[str, str]]
-Section = tuple[str, Lines]
+"""Lines of a section: pairs of a name and a description."""
+PlanSection = tuple[str, Lines]
+"""A title and its lines."""
+PROXIMALS = {
+    "behavior": "the sampler, by its own log-probabilities",
+    "recompute": "the learner before the rollout's first gradient step",
+}
+WEIGHT_TRANSFERS = {
+    "disk": "through files in /dev/shm, on the machine of the run",
+    "tensor": "from the learner's own memory, on the machine of the run",
+    "distributed": "broadcast by a process group, to any machine",
+}
+"""Descriptions of the ways in which SGLang receives weights, by setting."""
 
 
-class Size(NamedTuple):
-    """Counts that a language model's files and the task's prompts give."""
-
-    parameters: int
-    cached: int
-    """Numbers that the cache holds for a token."""
-    context: int
-    longest_prompt: int
-    """Tokens of the longest prompt that was looked at."""
-    layers: int = 1
-    """Layers of the transformer."""
-    outer: int = 0
-    """Parameters outside of the layers: embedding, final norm and head."""
-    learned: int | None = None
-    """Parameters that learn, in the model or in its adapter; None if it is all of them."""
-    copied: int = 0
-    """Bytes of a weight in the engine's own copy for matrix products; 0 if it makes none."""
-    frozen: int = 0
-    """Weights of the teacher and of the reward model; 0 if there is none."""
-    too_long: int = 0
-    """Prompts that were skipped because they are too long."""
-    frozen_contexts: tuple[tuple[str, int], ...] = ()
-    """Settings of the teacher and of the reward model, and the tokens of their contexts."""
-
-
-class Room(NamedTuple):
-    """The room of a prompt: the tokens that the longest may have."""
-
-    tokens: int
-    why: str
-    """The setting or the context that bounds it, in words."""
-
-
-def room(recipe: Recipe, size: Size) -> Room:
-    """A prompt leaves room for a token of the response in the model's context, and for all of the
-    response in the engine's cache, in a pack of ``train.micro_tokens``, and in the context of a
-    frozen model that reads it."""
-    engine, micro = recipe.engine, recipe.train.micro_tokens
-    response = max(recipe.rollout.max_tokens, recipe.validation.max_tokens or 0)
-    pages = engine.kv_mb * 2**20 // (PAGE * size.cached * BYTES[engine.precision])
-    # The last token is never read.
-    held = {f"engine.kv_mb = {engine.kv_mb}": (pages * PAGE + 1, response)}
-    if micro is not None:
-        held[f"train.micro_tokens = {micro}"] = micro, response
-    for name, context in size.frozen_contexts:  # a teacher reads no held-out responses
-        longest = recipe.rollout.max_tokens if name.startswith("teacher") else response
-        held[f"{name}'s context of {context:,} tokens"] = context, longest
-    bounds = [Room(size.context - 1, f"the model's context of {size.context:,} tokens")]
-    for setting, (tokens, response) in held.items():
-        if tokens <= min(response, size.context - 1):
-            raise ConfigError(
-                f"{setting} holds sequences of {tokens} tokens, and max_tokens = {response} leaves "
-                "no room for a prompt; use more, or a smaller max_tokens"
-            )
-        if tokens < size.context:
-            bounds.append(Room(tokens - response, f"{setting} beside max_tokens = {response}"))
-    return min(bounds)
-
-
-def plan(
+def make_plan(
     recipe: Recipe, out: Path, size: Size | None = None, rates: Rates | None = None
-) -> list[Section]:
-    """Sections of (name, description).
+) -> list[PlanSection]:
+    """Describe what a recipe will do, before it runs; return the titled sections of the plan.
 
-    ``size`` is None for the sorter, and if the model's files are not here; ``rates`` is None if the
-    machine was not measured, and then no time is told.
+    ``out`` is the run's directory. ``size`` is None for the sorting model, and if the model's files
+    are not on this machine. ``rates`` is None if the machine was not measured; the plan then
+    contains no time.
     """
-    resources: Lines = []
-    if size is not None:
-        learned, sampled = recipe.train.precision, recipe.engine.precision
-        head = ", logits in fp32" * getattr(recipe.model, "fp32_head", False)
-        resources = [("precision", f"{learned} to learn, {sampled} to sample{head}")]
-        if size.learned is not None:
-            resources.append(("learns", f"{size.learned:,} parameters of {size.parameters:,}"))
-        found = needs(recipe, size)
-        resources += _resources(found)
-        if recipe.on_mesh:
-            own = sum(n.size for n in found if n.resource == "memory" and n.what != ENGINE)
-            told = f"{spell(own)} of it on each rank; the rest is the engine's"
-            resources.append(("per rank", told))
-    elif not isinstance(recipe.model, SorterConfig):
-        resources = [("memory", "known once the model is here; `burnish train` downloads it")]
-    if rates is not None:
-        resources.append(("time", spoken(recipe, size, rates)))
-    objective = [*formula(recipe.objective), *length.describe(recipe)]
+    rollout, train, versions = recipe.rollout, recipe.train, recipe.gradient_steps_per_rollout
+    objective = objective_lines(recipe.objective) + _length_lines(recipe.length, rollout)
     if recipe.is_supervised:
         objective = [("loss", "−Σ log π(answer token) / number of answer tokens, over a batch")]
     if isinstance(recipe.task, PreferencesTask):
         objective = [("loss", "−mean over pairs of log σ(r(chosen) − r(rejected))")]
-    return [
-        ("task", _task(recipe, size)),
+    resources: Lines = []
+    if size is not None:
+        resources = _weight_lines(size, train, recipe.engine.precision, recipe.model)
+        resources += _need_lines(needs(recipe, size), on_mesh=recipe.on_mesh)
+    elif recipe.model.is_language:
+        resources = [("memory", "known once the model is here; `burnish train` downloads it")]
+    if rates is not None:
+        resources.append(("time", format_estimate(recipe, size, rates)))
+    lag = _lag_lines(recipe.loop, recipe.buffer, rollout.prompts, versions)
+    sections = [
+        ("task", _task_lines(recipe, size)),
         ("objective", objective),
-        *critic.describe(recipe),
-        ("batches", _batches(recipe)),
-        *selection.describe(recipe),
-        *engines.describe(recipe),
-        *strategy.describe(recipe),
-        *mesh.describe(recipe),
+        ("critic", _critic_lines(recipe.critic, train)),
+        ("batches", _batch_lines(recipe)),
+        ("selection", _selection_lines(recipe.selection, rollout, recipe.loop)),
+        ("validation", _validation_lines(recipe.validation, recipe.target_metric)),
+        ("engine", _engine_lines(recipe.engine)),
+        ("strategy", lag + _actor_lines(recipe.runtime, recipe.mesh.ranks)),
+        ("mesh", _mesh_lines(recipe.mesh, train.batch) if recipe.on_mesh else []),
         ("resources", [*resources, ("written to", str(out))]),
     ]
+    return [(title, lines) for title, lines in sections if lines]
 
 
-def _task(recipe: Recipe, size: Size | None) -> Lines:
-    task = recipe.task
-    given = task.model_dump(exclude_unset=True, exclude={"name", "rubric", "judge", "evolve"})
-    settings = [f"{key} = {value!r}" for key, value in given.items()]
-    known = "" if size is None else f": {size.parameters:,} parameters"
-    lines = [("task", ", ".join([task.name, *settings])), ("model", f"{recipe.model.name}{known}")]
-    if recipe.teacher is not None:
-        lines.append(("teacher", f"{recipe.teacher.model}, frozen"))
-    if recipe.reward_model is not None:
-        learned, weight = recipe.reward_model.name, recipe.reward_model.task
-        own = f" + {weight:g} × the task's reward" if weight else ""
-        lines.append(("reward", f"r = {learned}(prompt, response){own}"))
+def format_estimate(recipe: Recipe, size: Size | None, rates: Rates) -> str:
+    """Format the estimated time, such as "about 9 minutes", or say that it is not known.
+
+    ``size`` is None for the sorting model, and if the model's files are not on this machine.
+    """
+    if not recipe.model.is_language:
+        return "about a minute"
+    seconds = 0.0 if size is None else estimate_seconds(recipe, size, rates)
+    return (
+        f"about {duration(seconds)}" if seconds else "not known before its model and rows are here"
+    )
+
+
+def _task_lines(recipe: Recipe, size: Size | None) -> Lines:
+    rollout, room = recipe.rollout, None
+    lines = _model_lines(recipe.task, recipe.model, recipe.teacher, recipe.reward_model, size)
     if recipe.stop:
         lines.append(("stops at", ", ".join(map(repr, recipe.stop))))
-    if size is not None and size.longest_prompt:
-        told = f"{size.longest_prompt:,} tokens (the model's context: {size.context:,})"
-        lines.append(("longest prompt", told))
-    if size is not None and size.too_long:
-        bound = room(recipe, size)
-        told = f"have more than {bound.tokens:,} tokens ({bound.why}); they are skipped"
-        lines.append(("too long", f"{counted(size.too_long, 'prompt')} {told}"))
-    return [*lines, *_judges(recipe)]
+    if size is not None:
+        if size.too_long:
+            micro_tokens = recipe.train.micro_tokens
+            room = prompt_room(size, recipe.engine, rollout, recipe.validation, micro_tokens)
+        lines += _prompt_lines(size, room)
+    weights = getattr(recipe.task, "weights", {"": 1.0})
+    return lines + _judge_lines(recipe.parts, weights, recipe.objective.advantage, rollout)
 
 
-def _judges(recipe: Recipe) -> Lines:
-    """The rubric and the judge of each judged task, and the calls that are to be expected."""
-    weights, lines = getattr(recipe.task, "weights", {"": 1.0}), list[tuple[str, str]]()
-    for name, part in recipe.parts.items():
+def _model_lines(
+    task: AnyTask,
+    model: AnyModel,
+    teacher: TeacherConfig | None,
+    reward_model: RewardModelConfig | None,
+    size: Size | None,
+) -> Lines:
+    apart = {"name", "rubric", "judge", "evolve", "rewards"}
+    given = task.model_dump(exclude_unset=True, exclude=apart)
+    settings = [f"{key} = {value!r}" for key, value in given.items()]
+    known = "" if size is None else f": {size.parameters:,} parameters"
+    lines = [("task", ", ".join([task.name, *settings])), ("model", f"{model.name}{known}")]
+    if rewards := getattr(task, "rewards", None):
+        terms = [f"{one.weight:g} × {one.reward or one.name}" for one in rewards]
+        lines.append(("reward", f"r = {' + '.join(terms)}"))
+    if teacher is not None:
+        lines.append(("teacher", f"{teacher.model}, frozen"))
+    if reward_model is not None:
+        learned, weight = reward_model.name, reward_model.task
+        own = f" + {weight:g} × the task's reward" if weight else ""
+        lines.append(("reward", f"r = {learned}(prompt, response){own}"))
+    return lines
+
+
+def _prompt_lines(size: Size, room: Room | None) -> Lines:
+    """Return lines on the longest prompt, and on the prompts that are skipped as too long.
+
+    ``room`` is None if no prompt is too long.
+    """
+    lines = list[tuple[str, str]]()
+    if size.longest_prompt:
+        text = f"{size.longest_prompt:,} tokens (the model's context: {size.context:,})"
+        lines.append(("longest prompt", text))
+    if room is not None:
+        text = f"have more than {room.tokens:,} tokens ({room.why}); they are skipped"
+        lines.append(("too long", f"{counted(size.too_long, 'prompt')} {text}"))
+    return lines
+
+
+def _judge_lines(
+    tasks: Mapping[str, Any],
+    weights: Mapping[str, float],
+    advantage: Advantage,
+    rollout: RolloutConfig,
+) -> Lines:
+    """Return lines on the rubric, the judge and the expected number of calls of each judged
+    task."""
+    lines = list[tuple[str, str]]()
+    for name, part in tasks.items():
         if not isinstance(part, JudgedTask):
             continue
         judge, evolve, of = part.judge, part.evolve, f" of {name}" if name else ""
         criteria = [f"{weight:+g} {text!r}" for text, weight in part.rubric or ()]
         lines.append((f"rubric{of}", ", ".join(criteria) or "each row's own"))
-        piece, calls = recipe.objective.advantage, recipe.rollout.batch
-        calls += recipe.prompts_per_rollout if isinstance(piece, Remax) else 0  # greedy responses
-        calls *= weights[name] / sum(weights.values())
-        further = "continuation and held-out" if isinstance(piece, Vine) else "held-out"
-        told = f"{calls:.0f} calls per step and one per {further} response, or up to {judge.tries} "
-        lines.append((f"judge{of}", f"{judge.model} at {judge.url}: {told}times as many"))
+        responses = rollout.batch
+        responses += rollout.prompts if isinstance(advantage, Remax) else 0  # greedy responses
+        calls = responses * weights[name] / sum(weights.values())
+        further = "continuation and held-out" if isinstance(advantage, Vine) else "held-out"
+        text = f"{calls:.0f} calls per step and one per {further} response, or up to {judge.tries} "
+        lines.append((f"judge{of}", f"{judge.model} at {judge.url}: {text}times as many"))
         if evolve is not None:
-            told = f"at most {evolve.most} more criteria, kept while std_g > {evolve.min_std:g}"
-            lines.append((f"evolving{of}", f"{told}; a call every {counted(evolve.every, 'step')}"))
+            text = f"at most {evolve.most} more criteria, kept while std_g > {evolve.min_std:g}"
+            lines.append((f"evolving{of}", f"{text}; a call every {counted(evolve.every, 'step')}"))
     return lines
 
 
-def _batches(recipe: Recipe) -> Lines:
+def objective_lines(objective: ObjectiveConfig) -> Lines:
+    """Return the formulas of an objective, one line per piece."""
+    kl = objective.kl
+    term = "v_t L_t" if objective.corrections else "L_t"
+    if isinstance(kl, KL) and kl.where == "loss":
+        term += f" + {kl.coefficient:g} {kl.name}_t"
+    if objective.has_entropy_term:
+        term += f" − {'η' if objective.entropy else f'{objective.entropy_coefficient:g}'} H_t"
+    lines = [
+        ("loss", f"Σ w_(i,t) ({term})" if " " in term else f"Σ w_(i,t) {term}"),
+        ("objective", objective.loss.formula()),
+        ("advantage", objective.advantage.formula()),
+        ("denominator", objective.reduction.formula()),
+    ]
+    if "ratio" in objective.loss.reads:
+        lines.append(("ratio", RATIOS[objective.ratio]))
+    elif objective.loss.compares:
+        lines.append(("ratio", RATIOS["token"]))
+    if objective.loss.compares or "proximal" in objective.advantage.reads:
+        lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
+    if isinstance(kl, KL):
+        over = ("r_t", "") if objective.advantage.over_time else ("r_i", "Σ_t ")
+        penalty = f",  {over[0]} ← {over[0]} − {kl.coefficient:g} {over[1]}{kl.name}_t"
+        lines.append(("KL", kl.formula() + penalty * (kl.where == "reward")))
+        reference = f"refreshed every {kl.refresh} steps" if kl.refresh else "the initial model"
+        if kl.ema is not None:
+            change = f"θ_ref ← {kl.ema:g} θ_ref + {1 - kl.ema:g} θ after each gradient step"
+            reference = f"a moving average of the policy, {change}"
+        lines.append(("reference", f"π_ref: {reference}"))
+    if objective.entropy is not None:
+        first = f",  first c = {objective.entropy_coefficient:g}"
+        lines.append(("entropy", objective.entropy.formula()))
+        lines.append(("coefficient", objective.entropy.change() + first))
+    return lines + _importance_lines(objective.corrections)
+
+
+def _importance_lines(pieces: Sequence[Importance]) -> Lines:
+    formulas = [piece.formula() for piece in pieces]
+    if len(formulas) < 2:
+        return [("importance", formula) for formula in formulas]
+    names = [f"v{n}_t" for n in range(1, len(formulas) + 1)]
+    own = [
+        (f"importance {n}", formula.replace("v_t", name, 1))
+        for n, (formula, name) in enumerate(zip(formulas, names, strict=True), 1)
+    ]
+    return [("importance", f"v_t = {' '.join(names)}"), *own]
+
+
+def _validation_lines(validation: ValidationConfig, metric: str | None) -> Lines:
+    """Return a line on when the run ends early; no lines if it never ends early."""
+    if validation.patience is None:
+        return []
+    times = counted(validation.patience, "validation")
+    by = f" by more than {validation.min_delta:g}" if validation.min_delta else ""
+    text = f"when {metric} has not improved{by} in {times}, one every {validation.every} steps"
+    return [("ends early", text)]
+
+
+def _length_lines(length: AnyPenalty, rollout: RolloutConfig) -> Lines:
+    lines, think = list[tuple[str, str]](), rollout.think
+    if length.name != "none":
+        lines.append(("length", f"r_i ← r_i − {length.formula()}"))
+    if rollout.overlong != "keep":
+        more = " and their group's statistics" * (rollout.overlong == "drop")
+        cut = f"responses cut at {rollout.max_tokens} tokens"
+        lines.append(("overlong", f"{cut} are excluded from the loss{more}"))
+    if think is not None:
+        text = f"after {think.tokens} tokens without {think.end!r}, {think.phrase!r} is inserted"
+        lines.append(("thinking", text))
+    return lines
+
+
+def _critic_lines(critic: CriticConfig | None, train: TrainConfig) -> Lines:
+    if critic is None:
+        return []
+    own = "a separate body, initialised as a copy of the policy's"
+    body = "the policy's body" if critic.shared else own
+    rate = f"{critic.learning_rate:g}" + " for the head" * critic.shared
+    lines = [
+        ("values", f"V_t = w · h + b on {body}; truncated responses are not bootstrapped"),
+        ("value loss", f"½ max((V − R)², (clip(V, V_old ± {critic.clip:g}) − R)²),  R = A + V_old"),
+        ("learning", f"{_format_adamw(train)}, learning rate {rate}, {train.schedule}"),
+    ]
+    if critic.shared:
+        lines.append(("coefficient", f"loss + {critic.coefficient:g} · value loss"))
+    if critic.warmup_rollouts:
+        lines.append(("warm-up", f"the critic learns alone for {critic.warmup_rollouts} rollouts"))
+    return lines
+
+
+def _batch_lines(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
-    rate = f"AdamW, learning rate {train.learning_rate:g}, {train.schedule}"
-    if isinstance(recipe.task, Written):
+    rate = f"{_format_adamw(train)}, learning rate {train.learning_rate:g}, {train.schedule}"
+    lowest = f"{train.final_share:.3g} of it" if train.final_share else "0"
+    if isinstance(recipe.task, SupervisedTask):
         steps = f"{recipe.task.epochs:g} × the rows, {train.batch} at a time"
+        rate += f" to {lowest}" * bool(train.final_share)
         return [("gradient steps", f"{steps} ({rate})")]
     if recipe.decay_steps is not None:
-        rate += f" to 0 at gradient step {recipe.decay_steps:,}"
-    prompts = counted(recipe.prompts_per_rollout, "prompt")
+        rate += f" to {lowest} at gradient step {recipe.decay_steps:,}"
+    prompts = counted(rollout.prompts, "prompt")
     samples = f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}"
     batches = f"{recipe.train_batches} train batch{'es' * (recipe.train_batches > 1)}"
     steps = f"{batches} of {train.batch} responses × {counted(train.epochs, 'epoch')}"
@@ -205,177 +294,186 @@ def _batches(recipe: Recipe) -> Lines:
     gradient_steps = counted(recipe.gradient_steps, "gradient step")
     lines = [
         ("rollout", f"{rollout.batch} responses = {prompts} × {samples}"),
-        *_continuations(recipe),
+        *_extra_sample_lines(recipe.objective.advantage, rollout),
+        *_reshaping_lines(rollout.reshaping),
         ("gradient steps", f"{recipe.gradient_steps_per_rollout} per rollout = {steps}"),
         ("in all", f"{every}, {gradient_steps} ({rate})"),
     ]
-    bounds = {"on average": train.mismatch_mean, "on a token": train.mismatch_max}
-    if told := [f"{bound:g} {how}" for how, bound in bounds.items() if bound is not None]:
-        lines.append(
-            ("alarm", f"halts if sampler and learner differ by more than {', '.join(told)}")
-        )
-    is_whole = train.learn.name == "all"
-    return lines if is_whole else [*lines, ("learning", train.learn.describe())]
-
-
-def _continuations(recipe: Recipe) -> Lines:
-    """The cost of samples that value others, if the recipe has any."""
-    piece, most = recipe.objective.advantage, recipe.rollout.max_tokens
-    if isinstance(piece, Remax):
-        told = "more per rollout, one per prompt, to be compared with and not learned from"
-        return [("greedy responses", f"{recipe.prompts_per_rollout} {told}")]
-    if not isinstance(piece, Vine):
-        return []
-    told = f"at most {_continued(recipe, most):,} more tokens are sampled per rollout"
-    known = "" if isinstance(piece.steps, int) else f" and a step {STEP} or more"
-    return [("continuations", f"{told}, if a response has up to {most} tokens{known}")]
-
-
-def _continued(recipe: Recipe, length: int) -> int:
-    """Tokens that are sampled in a rollout beside its responses, if each has ``length`` of them."""
-    if isinstance(recipe.objective.advantage, Remax):
-        return recipe.prompts_per_rollout * length
-    return recipe.rollout.batch * recipe.objective.advantage.continued(length)
-
-
-class Need(NamedTuple):
-    """Memory or disk that a run takes."""
-
-    resource: str
-    """memory, cache (memory that fills as responses grow), or disk."""
-    what: str
-    size: int
-    """Bytes."""
-
-
-def needs(recipe: Recipe, size: Size) -> list[Need]:
-    """The parts that learner and engine hold for a language model, and the files of a run."""
-    train, engine, count = recipe.train, recipe.engine, size.parameters
-    samples = not recipe.is_supervised
-    learned = count if size.learned is None else size.learned
-    has_lora = train.learn.name == "lora"
-    low, wide, cache = BYTES[train.precision], BYTES[engine.precision], engine.kv_mb * 2**20
-    kl, refreshes = recipe.objective.kl, recipe.objective.kl.refresh is not None
-    # The reference, the initial model and the previous policy. The initial model is the reference
-    # if there is one that is never refreshed.
-    copies = isinstance(kl, KL) + train.log_kl * (2 - (isinstance(kl, KL) and not refreshes))
-    if has_lora:  # the model without its adapter is no copy
-        copies = refreshes + train.log_kl
-    still = count if has_lora else count - learned
-    has_body = recipe.critic is not None and not recipe.critic.shared
-    tokens = f"{cache // (size.cached * wide):,} tokens (engine.kv_mb = {engine.kv_mb})"
-    kept = recipe.checkpoint.keep + 2  # the best, and the one that is being written
-    saves = math.ceil(train.steps / recipe.checkpoint.every) if samples else kept
-    each = checkpoint(recipe, size)
-    files = counted(min(kept, saves), "checkpoint")
-    kinds = {"the teacher": recipe.teacher, "the reward model": recipe.reward_model}
-    others = [kind for kind, section in kinds.items() if section is not None]
-    found = [
-        Need("memory", "fp32 masters", 4 * learned),
-        Need("memory", "gradients", 4 * learned),
-        Need("memory", "Adam's moments", 8 * learned),
-        Need("memory", f"{train.precision} weights", low * (still + learned * (low < 4))),
-        Need("memory", f"frozen copies ({copies})", copies * low * learned),
-        # It shares the masters of weights that do not learn.
-        Need("memory", "the critic", has_body * (16 * learned + (low < 4) * low * count)),
-        Need("memory", f"{' and '.join(others)} in {train.precision}", low * size.frozen),
-    ]
-    if recipe.on_mesh:
-        found = _per_rank(recipe, size, found)
-    found += [
-        Need("memory", ENGINE, samples * (wide + size.copied) * count),
-        Need("cache", tokens, samples * cache),
-        Need("disk", f"{files} of {spell(each)}", min(kept, saves) * each),
-    ]
-    return [need for need in found if need.size]
-
-
-def checkpoint(recipe: Recipe, size: Size) -> int:
-    """Bytes of a learner's state: masters and moments of the policy and of a critic, and the
-    previous policy and the reference in compute precision."""
-    train, learned = recipe.train, size.parameters if size.learned is None else size.learned
-    has_body = recipe.critic is not None and not recipe.critic.shared
-    copies = train.log_kl + (recipe.objective.kl.refresh is not None)
-    return (12 + 12 * has_body + copies * BYTES[train.precision]) * learned
-
-
-def _per_rank(recipe: Recipe, size: Size, found: list[Need]) -> list[Need]:
-    """A rank's share of the learner's memory. Gathered are all weights, or one layer, the next one
-    and the weights outside of the layers; gradients are those of the latter in any case."""
-    mesh, low = recipe.mesh, BYTES[recipe.train.precision]
-    few = 2 * (size.parameters - size.outer) / size.layers + size.outer
-    weights = size.parameters if mesh.gather == "step" else few
-    gathered = low * (weights + few) / mesh.tensor
-    shared = [
-        need._replace(size=math.ceil(need.size / (mesh.shard * mesh.tensor)))
-        for need in found
-        if need.what != f"{recipe.train.precision} weights"
-    ]
-    return [*shared, Need("memory", "gathered weights and gradients", math.ceil(gathered))]
-
-
-def _resources(found: list[Need]) -> Lines:
-    """A line each about memory, cache and disk. Nobody knows the activations before a pack runs."""
-    lines = []
-    for resource in dict.fromkeys(need.resource for need in found):
-        parts = [need for need in found if need.resource == resource]
-        told = ", ".join(f"{need.what} {spell(need.size)}" for need in parts)
-        lines.append((resource, f"{spell(sum(need.size for need in parts))}: {told}"))
+    limits = {"on average": train.mismatch_mean, "on a token": train.mismatch_max}
+    if texts := [f"{limit:g} {how}" for how, limit in limits.items() if limit is not None]:
+        differ = f"stops the run if sampler and learner differ by more than {', '.join(texts)}"
+        lines.append(("alarm", differ))
+    if not isinstance(train.learn, AllLearn):
+        lines.append(("learning", _format_learning(train.learn)))
     return lines
 
 
-def spell(count: float) -> str:
-    """Bytes in a unit that suits them."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+def _reshaping_lines(reshaping: Sequence[str]) -> Lines:
+    text = "in the draws only; log-probabilities are the model's at the sampling temperature"
+    return [("sampling", f"{', '.join(reshaping)}, {text}")] if reshaping else []
 
 
-def spoken(recipe: Recipe, size: Size | None, rates: Rates) -> str:
-    """The time as somebody would say it: "about 9 minutes"; ``size`` is None for the sorting model,
-    and if the model's files are not here."""
-    if isinstance(recipe.model, SorterConfig):
-        return "about a minute"
-    told = 0.0 if size is None else seconds(recipe, size, rates)
-    return f"about {duration(told)}" if told else "not known before its model and rows are here"
+def _format_adamw(train: TrainConfig) -> str:
+    """Name the optimizer, with weight decay and ε if they differ from the defaults."""
+    decay = f" with weight decay {train.weight_decay:g}" * bool(train.weight_decay)
+    eps = f"{' and' if decay else ' with'} ε {train.eps:g}"
+    return f"AdamW{decay}{eps * (train.eps != TrainConfig().eps)}"
 
 
-def seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
-    """About how long a language model's run takes; 0 if it learns rows that are not here.
+def _extra_sample_lines(advantage: Advantage, rollout: RolloutConfig) -> Lines:
+    """Return lines on the samples that only serve to value other samples: greedy baselines and
+    continuations; no lines if the advantage needs none."""
+    if isinstance(advantage, Remax):
+        text = "more per rollout, one per prompt, which serve as baselines only"
+        return [("greedy responses", f"{rollout.prompts} {text}")]
+    if not isinstance(advantage, Vine):
+        return []
+    most = rollout.max_tokens
+    tokens = extra_tokens(advantage, rollout, most)
+    text = f"at most {tokens:,} more tokens are sampled per rollout"
+    known = "" if isinstance(advantage.steps, int) else f" and a step {STEP} or more"
+    return [("continuations", f"{text}, if a response has up to {most} tokens{known}")]
 
-    A forward pass takes two operations for each parameter and token, a backward pass four, or two
-    if only an adapter learns, since the model's own weights have no gradient. Nobody knows
-    beforehand how long responses are, so the result is good within a factor of two or so.
+
+def _format_learning(learn: AnyLearning) -> str:
+    if isinstance(learn, AllLearn):
+        return "all weights"
+    if isinstance(learn, LayersLearn):
+        return f"last {learn.last} layers"
+    where = "all layers" if learn.last is None else f"the last {learn.last} layers"
+    which = "all linear layers" if set(learn.modules) == {*MODULES} else ", ".join(learn.modules)
+    return f"LoRA of rank {learn.rank}, alpha {learn.alpha:g}, on {which} of {where}"
+
+
+def _selection_lines(chosen: SelectionConfig, rollout: RolloutConfig, loop: AnyLoop) -> Lines:
+    lines, groups = list[tuple[str, str]](), rollout.prompts
+    most = groups * chosen.max_asked
+    if chosen.dead_groups != "keep":
+        why = {
+            "advantage": "all its advantages are 0",
+            "correct": "none or all of its responses are correct, before length penalties",
+        }
+        lines.append(("a group is dead if", why[chosen.dead_by]))
+    if chosen.dead_groups == "drop":
+        lines.append(("dead groups", "are removed from the batch, which gets smaller"))
+    elif chosen.fills:
+        in_rounds = chosen.dead_groups == "dynamic" and not isinstance(loop, FreeLoop)
+        when = "in further rounds" if in_rounds else "whenever a group is dead"
+        text = f"further prompts are sampled, {when}, until {groups} groups are not dead"
+        end = (
+            "the run stops"
+            if chosen.on_bound == "stop"
+            else "the step learns from the groups it has"
+        )
+        bound = f"{most:,} groups ({most * rollout.group_size:,} responses) per step"
+        lines += [
+            ("dead groups", text),
+            ("sampled at most", f"{bound}; if they are too few, {end}"),
+        ]
+    if chosen.leave_at is not None:
+        text = f"are retired once {chosen.leave_at:.0%} of a group's responses are correct"
+        lines.append(("solved prompts", text))
+    if chosen.target is not None:
+        far = f"|s − {chosen.target:g}| / {max(chosen.target, 1 - chosen.target):g}"
+        chance = f"max({chosen.floor:g}, 1 − {far})"
+        text = f"a prompt with solve rate s is sampled with probability {chance}"
+        lines.append(("curriculum", text))
+    return lines
+
+
+def _engine_lines(engine: AnyEngine) -> Lines:
+    """Return lines on an engine in another process; no lines for an engine in this process."""
+    if not engine.is_apart:
+        return []
+    where = f"a separate process of {engine.python or 'this Python'}"
+    if engine.url is not None:
+        where = f"served at {engine.url}"
+    lines = [("engine", f"{engine.name}, {where}")]
+    if isinstance(engine, SglangConfig):
+        lines.append(("weights", WEIGHT_TRANSFERS[engine.weights]))
+    if engine.sleep:
+        lines.append(("sleep", "caches, and weights with a copy in main memory, leave the GPU"))
+    if not engine.repeats:
+        text = "made by the engine: a resumed or repeated run draws different samples"
+        lines.append(("draws", text))
+    return lines
+
+
+def _lag_lines(loop: AnyLoop, buffer: BufferConfig | None, groups: int, versions: int) -> Lines:
+    """Return lines on the lag of samples behind the learner and on the replay buffer; no lines if
+    there is neither.
+
+    A rollout has ``groups`` groups; its gradient steps produce ``versions`` versions of the
+    weights.
     """
-    train, validation = recipe.train, recipe.validation
-    to_sample, to_learn = REACHED[rates.device]
-    sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
-    learned_per_second = rates.learn_gflops * 1e9 * to_learn / (2 * size.parameters)
-    if isinstance(recipe.task, Written):
-        file = Path(recipe.task.train or "")
-        written = file.stat().st_size / WRITTEN if file.is_file() else 0
-        return 3 * recipe.task.epochs * written / learned_per_second
-    prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
-    rollout = recipe.rollout.batch * response + recipe.prompts_per_rollout * prompt
-    rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks.values()]
-    asked = FILLED * (validation.max_tokens or recipe.rollout.max_tokens)
-    held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * asked)
-    evaluations = 2 + (train.steps - 1) // validation.every
-    upper = min(1.0, (getattr(train.learn, "last", None) or size.layers) / size.layers)
-    gradient = 2 if train.learn.name == "lora" else 3
-    bodies = 1 if recipe.critic is None or recipe.critic.shared else 2
-    passes = 1 - upper + upper * (_scored(recipe) + gradient * bodies * train.epochs)
-    passes += size.frozen / size.parameters
-    sampled = train.steps * (rollout + _continued(recipe, round(response))) + evaluations * held_out
-    return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
+    lines = list[tuple[str, str]]()
+    if isinstance(loop, FreeLoop):
+        text = f"at most {loop.max_lag} versions, of which a rollout adds {versions}"
+        late = "generators wait" if loop.on_stale == "wait" else "groups are dropped"
+        lines.append(("lag", f"{text}; beyond that, {late}"))
+        lines.append(("window", f"the learner takes {groups} of {loop.window or groups} groups"))
+        lines.append(("new weights", f"loop.on_update = {loop.on_update!r}"))
+    elif loop.lag:
+        text = f"rollout n is sampled with the weights after step n − {loop.lag + 1}"
+        lines.append(("lag", f"{loop.lag} × {versions} versions: {text}"))
+    if buffer is not None:
+        text = f"{buffer.capacity} groups, {buffer.order}, each for {buffer.max_uses} steps at most"
+        lines.append(("buffer", text))
+    return lines
 
 
-def _scored(recipe: Recipe) -> float:
-    """Forward passes over a rollout before it is learned."""
-    objective, train, batch = recipe.objective, recipe.train, recipe.rollout.batch
-    logged = 2 * train.log_kl * min(batch, train.log_kl_responses or batch) / batch
-    is_read = recipe.gradient_steps_per_rollout > 1 or objective.reads_proximal_first
-    again = objective.proximal == "recompute" and is_read
-    return isinstance(objective.kl, KL) + logged + again + (recipe.critic is not None)
+def _actor_lines(runtime: AnyRuntime, ranks: int) -> Lines:
+    """Return lines on the actors of Ray; no lines for another runtime."""
+    if not isinstance(runtime, RayRuntime):
+        return []
+    where = "started on this machine"
+    return [
+        ("Ray", where if runtime.address is None else f"at {runtime.address}"),
+        ("generators", f"{runtime.generators} × ({runtime.generator})"),
+        ("learner", f"{ranks} × ({runtime.learner})"),
+        ("scorer", "1, with separate grader processes"),
+    ]
+
+
+def _mesh_lines(mesh: MeshConfig, batch: int) -> Lines:
+    lines = [("ranks", f"{mesh.ranks} = {mesh}")]
+    share = batch / mesh.data_ranks
+    lines.append(("packs", f"about {share:g} of {batch} responses per rank and step"))
+    kept = {"step": "once, and kept for the step", "layer": "whenever their layer runs"}
+    lines.append(("weights", f"gathered {kept[mesh.gather]}"))
+    if mesh.offload:
+        lines.append(("offload", "the learner's weights and moments leave the GPU to sample"))
+    return lines
+
+
+def _weight_lines(size: Size, train: TrainConfig, sampled: str, model: AnyModel) -> Lines:
+    """Return lines on precisions and trainable parameters; ``sampled`` is the engine's
+    precision."""
+    head = ", logits in fp32" * model.fp32_head
+    lines = [("precision", f"{train.precision} to learn, {sampled} to sample{head}")]
+    if size.learned is not None:
+        lines.append(("learns", f"{size.learned:,} parameters of {size.parameters:,}"))
+    return lines
+
+
+def _need_lines(found: Sequence[Need], *, on_mesh: bool) -> Lines:
+    """Return one line each for memory, cache and disk. Memory does not include activations, which
+    are not known before the first forward pass."""
+    lines = list[tuple[str, str]]()
+    for resource in dict.fromkeys(need.resource for need in found):
+        parts = [need for need in found if need.resource == resource]
+        lines.append((resource, f"{_format_sum(parts)}: {', '.join(map(_format_need, parts))}"))
+    if on_mesh:
+        own = [n for n in found if n.resource == "memory" and n.what != ENGINE]
+        lines.append(
+            ("per rank", f"{_format_sum(own)} of it on each rank; the rest is the engine's")
+        )
+    return lines
+
+
+def _format_need(need: Need) -> str:
+    return f"{need.what} {format_bytes(need.size)}"
+
+
+def _format_sum(found: list[Need]) -> str:
+    return format_bytes(sum(need.size for need in found))

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from burnish.pieces.objective import BY_NAME
-from burnish.schema.judged import EvolveConfig, JudgeConfig, Rubric
-from burnish.sections import Section, named
+from burnish.recipe.base import BY_NAME, Section, named
+from burnish.recipe.judge import EvolveConfig, JudgeConfig, Rubric
 
 
 class SortTask(Section):
-    """Sort the numbers of the prompt; partial credit."""
+    """Sort the numbers of the prompt, with partial credit."""
 
     name: Literal["sort"] = "sort"
-    prompts: int = Field(3, ge=1, description="how many prompts there are")
+    prompts: int = Field(3, ge=1, description="number of prompts")
     length: int = Field(3, ge=2, description="numbers per prompt")
     numbers: int = Field(5, ge=2, description="the numbers are 0 … numbers − 1")
-    reward: Literal["inclusion_ordering", "position_match"] = "inclusion_ordering"
+    reward: Literal["inclusion_ordering", "position_match"] = Field(
+        "inclusion_ordering",
+        description="points for each number that appears and each ordered pair, or for each "
+        "number in its position",
+    )
 
 
-LongPrompts = Literal["skip", "cut"]
-"""skip: another prompt is asked in place of one that is too long; cut: its beginning is cut off."""
+LongPrompts = Annotated[
+    Literal["skip", "cut"],
+    Field(
+        description="skip: a prompt that is too long is replaced by another; cut: its beginning "
+        "is cut off"
+    ),
+]
 
 
 class KeywordsTask(Section):
@@ -33,46 +41,146 @@ class KeywordsTask(Section):
     name: Literal["keywords"] = "keywords"
     least: int = Field(2, ge=1, description="keywords per prompt, at least")
     most: int = Field(4, ge=1, le=20, description="keywords per prompt, at most")
-    reward: Literal["inclusion", "use"] = "inclusion"
-    """use: a word counts outside lists, and at most twice."""
-    must_end: bool = Field(False, description="a response that does not end by itself earns 0")
-    chat: bool = Field(True, description="the prompt goes in as a user's chat message")
-    words: int | None = Field(None, ge=1, description="only so many words; None: all")
-    validation_words: float = Field(0.2, ge=0, lt=1, description="share of words that is held out")
-    train_prompts: int | None = Field(None, ge=1, description="which come again; None: no end")
-    validation_prompts: int = Field(256, ge=1)
+    reward: Literal["inclusion", "use"] = Field(
+        "inclusion",
+        description="inclusion: all words appear; use: a word counts only outside of lists, and "
+        "at most twice",
+    )
+    must_end: bool = Field(False, description="whether a response without an end token gets 0")
+    chat: bool = Field(True, description="whether the prompt is formatted as a chat message")
+    words: int | None = Field(None, ge=1, description="number of words to use; None: all")
+    validation_words: float = Field(0.2, ge=0, lt=1, description="share of held-out words")
+    train_prompts: int | None = Field(None, ge=1, description="number of prompts; None: unlimited")
+    validation_prompts: int = Field(
+        256, ge=1, description="number of held-out prompts, the same for every seed"
+    )
     long_prompts: LongPrompts = "skip"
 
 
-class Graded(Section):
-    """Settings of tasks whose responses are graded by worker processes."""
+class GradedTask(Section):
+    """Base class of tasks whose responses are graded in worker processes."""
 
-    must_end: bool = Field(False, description="a response that does not end by itself earns 0")
+    must_end: bool = Field(False, description="whether a response without an end token gets 0")
     workers: int = Field(2, ge=1, description="grader processes")
-    cpu_seconds: float = Field(2.0, gt=0, description="per grade, in the worker's own CPU time")
-    wall_seconds: float = Field(20.0, gt=0, description="per grade")
-    memory_mb: int = Field(1024, ge=1, description="per worker, beyond what the reward loads")
+    cpu_seconds: float = Field(2.0, gt=0, description="CPU time limit per grade")
+    wall_seconds: float = Field(20.0, gt=0, description="wall time limit per grade")
+    memory_mb: int = Field(
+        1024, ge=1, description="memory limit per worker, beyond what its reward loads"
+    )
 
 
-class Rows(Section):
-    """Rows of a JSONL file, each with a prompt, some of them held out."""
+class RowsTask(Section):
+    """Base class of tasks with rows of data, each with a prompt; some are held out."""
 
-    train: str | None = Field(None, description="a JSONL file; None: prompts come from a script")
-    rows: list[dict[str, Any]] | None = Field(None, exclude=True)
-    """Rows that a script gives in the place of ``train``; a run keeps them in a file of its own."""
-    validation: str | None = Field(None, description="the same; None: rows of train are held out")
-    validation_rows: int | None = Field(None, ge=1)
-    """How many rows are held out; None if all of validation, or a tenth of train."""
-    chat: bool = Field(True, description="a prompt that is a text goes in as a user's chat message")
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Fields that task.columns can't set, because the task sets them or prefers another field: for
+    each of them, the field to name instead."""
+    train: str | None = Field(
+        None,
+        description="rows: a JSONL, Parquet, Arrow or CSV file, a pattern, a directory, or "
+        "hf:ORG/NAME[/CONFIG][:SPLIT]; None: rows come from a script",
+    )
+    rows: list[dict[str, Any]] | None = Field(
+        None,
+        exclude=True,
+        description="rows that a script passes instead of train; the run stores them in a file",
+    )
+    validation: str | None = Field(
+        None, description="held-out rows, named like train; None: rows of train are held out"
+    )
+    validation_rows: int | None = Field(
+        None,
+        ge=1,
+        description="number of held-out rows; None: all rows of validation, or a tenth of the "
+        "different prompts of train, at most 1000 if train is not JSONL",
+    )
+    columns: dict[Annotated[str, Field(pattern=r"^\w+$")], str] = Field(
+        {}, description='names of columns by field, such as { prompt = "question" }'
+    )
+    system: str | None = Field(
+        None, min_length=1, description="system message before each prompt; None: no message"
+    )
+    chat: bool = Field(True, description="whether a text is formatted as a chat message")
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        for field in self.columns.keys() & self.renamed.keys():
+            raise ValueError(
+                f"reads another field than {field!r}, so columns.{field} has no effect; use "
+                f"columns.{self.renamed[field]} = {self.columns[field]!r}"
+            )
+        return self
 
 
-class FilesTask(Rows, Graded):
-    """Rows with a reward of the user's own."""
+class WeightedReward(Section):
+    """One of several rewards of a task."""
+
+    reward: str | None = Field(None, description="FILE.py:NAME or a built-in name")
+    function: Callable[..., Any] | None = Field(
+        None,
+        exclude=True,
+        description="function that a script passes instead of reward; it is not saved",
+    )
+    weight: float = Field(
+        1.0, allow_inf_nan=False, description="factor in the sum; 0: only a metric"
+    )
+    name: str = Field("", description="name of its metric; by default that of the function")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("name") is not None:
+            return given
+        own = (given.get("reward") or "").rpartition(":")[2]
+        return {**given, "name": own or getattr(given.get("function"), "__name__", "")}
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if not self.name.isidentifier():
+            raise ValueError(
+                f"needs a name of letters, digits and _, got {self.name!r}; set its name, as in "
+                "{reward = …, name = 'short'}"
+            )
+        if self.name in TAKEN:
+            raise ValueError(f"has the name {self.name!r}, which burnish uses; give it another")
+        if self.reward == "none":
+            raise ValueError("has reward = 'none', which has no effect in a sum; remove it")
+        return self
+
+
+TAKEN = ("ended", "greedy", "learned", "length", "task")
+"""Names of parts of grades that burnish adds."""
+
+
+class FilesTask(RowsTask, GradedTask):
+    """Rows of a file, graded by the user's own reward or a built-in one."""
 
     name: Literal["files"] = "files"
     reward: str | None = Field(None, description="FILE.py:NAME or a built-in name")
-    function: Callable[..., Any] | None = Field(None, exclude=True)
-    """A reward that a script gives in the place of ``reward``; no file keeps it."""
+    function: Callable[..., Any] | None = Field(
+        None,
+        exclude=True,
+        description="function that a script passes instead of reward; it is not saved",
+    )
+    rewards: list[WeightedReward] | None = Field(
+        None, min_length=1, description="several rewards, whose weighted sum is the reward"
+    )
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        if self.rewards is None:
+            return self
+        if self.reward is not None or self.function is not None:
+            raise ValueError("has both reward and rewards; remove one of them")
+        names = [one.name for one in self.rewards]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(
+                f"has two rewards with the name {min(twice)!r}; give each of them its own name, as "
+                "in [[task.rewards]] with reward, weight and name"
+            )
+        if not any(one.weight for one in self.rewards):
+            raise ValueError("needs rewards with a weight other than 0, got only 0; raise one")
+        return self
 
 
 R1_ZERO = (
@@ -85,71 +193,104 @@ R1_ZERO = (
 PROMPTS = {"question_only": "{question}", "r1_zero": R1_ZERO}
 
 
-class Asked(Graded):
-    """Settings of tasks that put a question into a prompt and read an answer from the response."""
+class QuestionTask(GradedTask):
+    """Base class of tasks that insert a question into a prompt template and extract the answer
+    from the response."""
 
-    prompt: str = Field("r1_zero", pattern=r"^r1_zero$|^question_only$|\{question\}")
-    """A prompt's name, or a text of the user's own with {question} in it."""
-    answer: Literal["r1_zero", "boxed", "hash", "last_number"] | None = None
-    """How a response says its answer; None: in tags after the prompt r1_zero, else in a box."""
-    chat: bool = Field(False, description="the prompt goes in as a user's chat message")
+    prompt: str = Field(
+        "r1_zero",
+        pattern=r"^r1_zero$|^question_only$|\{question\}",
+        description="r1_zero, question_only, or a text that contains {question}",
+    )
+    answer: Literal["r1_zero", "boxed", "hash", "last_number"] | None = Field(
+        None,
+        description="format of the answer; None: in tags with the prompt r1_zero, else in a box",
+    )
+    chat: bool = Field(False, description="whether the prompt is formatted as a chat message")
 
     @property
     def template(self) -> str:
+        """The prompt's text, which contains {question}."""
         return PROMPTS.get(self.prompt, self.prompt)
 
     @property
     def answer_format(self) -> str:
+        """The format of answers, resolved if ``answer`` is None: a key of `EXTRACTORS`."""
         return self.answer or ("r1_zero" if self.prompt == "r1_zero" else "boxed")
 
 
-class MathTask(Asked, Rows):
-    """Questions with an answer that can be checked: GSM8K, MATH and data laid out like them."""
+class MathTask(QuestionTask, RowsTask):
+    """Questions with verifiable answers: GSM8K, MATH and data in the same layout."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "prompt": "question",
+        "problem": "question",
+        "expected_answer": "answer",
+    }
     name: Literal["math"] = "math"
-    hints: float = Field(0.0, ge=0, le=1)
-    """Share of the training prompts that go on with the beginning of the row's worked answer."""
+    hints: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of training prompts extended by the beginning of the worked answer",
+    )
+
+    @model_validator(mode="after")
+    def _check_system(self) -> Self:
+        if self.system is not None and not self.chat:
+            raise ValueError(
+                "has a system message, but chat = false makes every prompt plain text; set chat = "
+                "true, or remove system"
+            )
+        return self
 
 
-class GymTask(Asked):
-    """A generator of the package reasoning-gym, with its own scorer."""
+class GymTask(QuestionTask):
+    """A generator of the package reasoning-gym, graded by its scorer."""
 
     name: Literal["gym"] = "gym"
-    generator: str = Field(description="such as chain_sum or gsm_symbolic")
-    settings: dict[str, Any] = Field({}, description="of the generator, by their names there")
-    train_prompts: int | None = Field(None, ge=1, description="which come again; None: no end")
-    validation_prompts: int = Field(256, ge=1, description="held out, the same for every seed")
+    generator: str = Field(description="generator of questions, such as chain_sum or gsm_symbolic")
+    settings: dict[str, Any] = Field({}, description="settings of the generator")
+    train_prompts: int | None = Field(None, ge=1, description="number of prompts; None: unlimited")
+    validation_prompts: int = Field(
+        256, ge=1, description="number of held-out prompts, the same for every seed"
+    )
     long_prompts: LongPrompts = "skip"
 
 
-class JudgedTask(Rows):
-    """Rows whose responses a judge scores, criterion by criterion."""
+class JudgedTask(RowsTask):
+    """Rows whose responses are scored by a judge, criterion by criterion."""
 
     name: Literal["judged"] = "judged"
-    rubric: Rubric | None = Field(None, description="of rows that have none of their own")
-    judge: JudgeConfig
-    evolve: EvolveConfig | None = Field(None, description="None: the rubric stays as it is")
-    must_end: bool = Field(False, description="one that does not end by itself earns at most 0")
+    rubric: Rubric | None = Field(None, description="rubric of rows without a rubric")
+    judge: JudgeConfig = Field(description="the language model that scores responses")
+    evolve: EvolveConfig | None = Field(
+        None, description="proposals of criteria; None: the rubric is fixed"
+    )
+    must_end: bool = Field(
+        False, description="whether a response without an end token gets at most 0"
+    )
 
 
-class Written(Rows):
-    """Rows to learn from as they stand: a supervised run."""
+class SupervisedTask(RowsTask):
+    """Base class of the tasks of supervised runs: rows with given responses."""
 
     epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
 
 
-class PreferencesTask(Written):
-    """Rows with a prompt, a chosen response and a rejected one: a reward is learned from them."""
+class PreferencesTask(SupervisedTask):
+    """Rows with a prompt, a chosen and a rejected response, which train a reward model."""
 
     name: Literal["preferences"] = "preferences"
 
 
-class PairsTask(Written):
+class PairsTask(SupervisedTask):
     """Rows with a prompt (or GSM8K's question) and an answer to learn."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"question": "prompt"}
     name: Literal["pairs"] = "pairs"
-    prompt: str = Field("{prompt}", pattern=r"\{prompt\}", description="how a row's text is asked")
-    answer: str = Field("{answer}", pattern=r"\{answer\}", description="how its answer is written")
+    prompt: str = Field("{prompt}", pattern=r"\{prompt\}", description="template of the prompt")
+    answer: str = Field("{answer}", pattern=r"\{answer\}", description="template of the answer")
 
 
 Part = KeywordsTask | FilesTask | MathTask | GymTask | JudgedTask
@@ -161,17 +302,23 @@ class MixtureTask(Section):
     """Several tasks; the task of each group is drawn by weight."""
 
     name: Literal["mixture"] = "mixture"
-    weights: dict[str, Positive]
-    scales: dict[str, Positive] = Field({}, description="factors of rewards as they are learned")
-    tasks: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], AnyPart] = Field(min_length=2)
+    weights: dict[str, Positive] = Field(description="relative frequency of each task, by its name")
+    scales: dict[str, Positive] = Field(
+        {}, description="factors that multiply the rewards of a task"
+    )
+    tasks: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], AnyPart] = Field(
+        min_length=2, description="the tasks by their names; each is a section like task"
+    )
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_names(self) -> Self:
         if self.tasks.keys() != self.weights.keys():
             tasks, weights = ", ".join(self.tasks), ", ".join(self.weights)
             raise ValueError(f"needs a weight for each task, got tasks {tasks}, weights {weights}")
         if unknown := self.scales.keys() - self.tasks.keys():
-            raise ValueError(f"has scales of {', '.join(unknown)}, and no tasks of that name")
+            raise ValueError(
+                f"has scales for {', '.join(unknown)}, which are no tasks; remove them"
+            )
         return self
 
 

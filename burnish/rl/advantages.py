@@ -1,10 +1,11 @@
 """Advantage estimators: how much better than expected a response, a step or a token was.
 
-Estimators over groups take ``rewards`` [S], one per response, and ``group_ids`` [S], which say
-whose prompt it answers (any integers, in any order), and return advantages [S];
-``sequences.to_tokens`` writes them on tokens. Estimators over time take and return tensors shaped
-like their mask. Where the baseline comes from the rewards themselves, equal rewards give exactly 0:
-sums are taken of differences, so that no rounding of large rewards is left over.
+Group estimators take ``rewards`` [S], one per response, and ``group_ids`` [S], the group of each
+response (any integers, in any order), and return advantages [S]; ``sequences.to_tokens`` spreads
+them over tokens. All but ``raw``, ``best_of_group`` and ``remax`` raise a ValueError if a group has
+only one response. Estimators over time take and return tensors with the shape of their mask. If the
+baseline is computed from the rewards, equal rewards have an advantage of exactly 0: differences are
+summed instead of rewards, so that large rewards leave no rounding error.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from burnish.rl.sequences import Rows, sum_by, to_tokens
 
 
 def raw(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The reward itself; no baseline.
+    """The reward itself, without a baseline.
 
         A_i = r_i
 
-    Williams 1992 (REINFORCE).
+    Williams 1992 (REINFORCE). Takes and returns [S].
+    Differs from the paper in nothing.
     """
     _groups(rewards, group_ids)
     return rewards.clone()
@@ -35,7 +37,8 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
         A_i = r_i − mean_g(r)
 
-    Liu et al. 2025, https://arxiv.org/abs/2503.20783 (Dr. GRPO), which drops GRPO's std.
+    Liu et al. 2025, https://arxiv.org/abs/2503.20783 (Dr. GRPO), which omits GRPO's division by the
+    std. Takes and returns [S].
     Differs from the paper in nothing.
     """
     group, size = _groups(rewards, group_ids, least=2)
@@ -47,9 +50,9 @@ def group_zscore(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Te
 
         A_i = (r_i − mean_g(r)) / (std_g(r) + ε)
 
-    Shao et al. 2024, https://arxiv.org/abs/2402.03300 (GRPO), section 4.1.2.
-    Differs from the paper in nothing it fixes: it leaves open the std (unbiased here, divided by
-    G − 1, as in verl and TRL) and ε (1e-6 as in verl; TRL has 1e-4).
+    Shao et al. 2024, https://arxiv.org/abs/2402.03300 (GRPO), section 4.1.2. Takes and returns [S].
+    Differs from the paper in nothing that the paper specifies. It leaves open the std (unbiased
+    here, over G − 1, as in verl and TRL) and ε (1e-6 as in verl; TRL has 1e-4).
     """
     group, size = _groups(rewards, group_ids, least=2)
     centered = _centered(rewards, group, size)
@@ -59,11 +62,11 @@ def group_zscore(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Te
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The reward above the mean of the other responses of its group.
+    """The reward above the mean reward of the other responses in its group.
 
         A_i = r_i − (Σ_g r − r_i) / (G − 1)
 
-    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 (RLOO).
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 (RLOO). Takes and returns [S].
     Differs from the paper in nothing.
     """
     group, size = _groups(rewards, group_ids, least=2)
@@ -72,13 +75,14 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def best_of_group(rewards: Tensor, group_ids: Tensor, *, centered: bool = False) -> Tensor:
-    """Only a group's best responses count; a response below the group's maximum gets 0.
+    """The reward for the best responses of a group; 0 for its other responses.
 
-        A_i = r_i [r_i = max_g(r)]                  (plain)
-        A_i = (r_i − mean_g(r)) [r_i = max_g(r)]    (centred)
+        A_i = r_i [r_i = max_g(r)]                  (default)
+        A_i = (r_i − mean_g(r)) [r_i = max_g(r)]    (``centered``)
 
-    From a lecture's worked example (its "max" delta). Its text centres, its code does not: both are
-    here. Centred, a group whose rewards are all equal teaches nothing; plain, it is reinforced.
+    From a lecture's worked example (its "max" delta). Takes and returns [S]. If the rewards of a
+    group are equal, all its responses are reinforced; with ``centered`` their advantages are 0.
+    Differs from the lecture in nothing: its text centres the rewards, its code does not.
     """
     group, size = _groups(rewards, group_ids)
     best = torch.full_like(size, -torch.inf).scatter_reduce(0, group, rewards, "amax")
@@ -101,8 +105,8 @@ def batch_std(
 
     Khatri et al. 2025, https://arxiv.org/abs/2510.13786 (ScaleRL), whose Â_std is the std of all
     advantages in a batch; "rewards" is TRL's scale_rewards = "batch". Takes and returns [S].
-    Differs from the paper in nothing it fixes: it leaves open the std (unbiased here, over S − 1)
-    and ε.
+    Differs from the paper in nothing that the paper specifies. It leaves open the std (unbiased
+    here, over S − 1) and ε.
     """
     group, size = _groups(rewards, group_ids, least=2)
     centered = _centered(rewards, group, size)
@@ -110,36 +114,40 @@ def batch_std(
 
 
 def pass_at_k(rewards: Tensor, group_ids: Tensor, *, k: int, eps: float = 1e-6) -> Tensor:
-    """How much the best of k responses gains if this response is one of them.
+    """The increase of the expected best reward of k drawn responses if this response is one of
+    them, in standard deviations of that best reward.
 
         M = max of the rewards of k responses drawn from the group without replacement
         A_i = (E[M | i is drawn] − E[M]) / (std[M] + ε)
 
     Chen et al. 2025, https://arxiv.org/abs/2508.10751 (Pass@k training), equations of the
-    analytical derivation: with rewards of 0 and 1, of which N⁻ of N are 0, E[M] = 1 − C(N⁻, k) /
+    analytical derivation. For rewards of 0 and 1, of which N⁻ of N are 0, E[M] = 1 − C(N⁻, k) /
     C(N, k) is pass@k, std[M] = √(E[M] (1 − E[M])), and E[M | i] is 1 for a right response and 1 −
-    C(N⁻ − 1, k − 1) / C(N − 1, k − 1) for a wrong one. Takes and returns [S].
-    Differs from the paper in taking any rewards: M is then the best reward of k, exactly, by order
-    statistics; and in ε, which the paper leaves out. If a group lost responses and has at most k, k
-    is one less than it has. With k = 1 it is ``group_zscore`` with the biased std.
+    C(N⁻ − 1, k − 1) / C(N − 1, k − 1) for a wrong one. With k = 1 it is ``group_zscore`` with the
+    biased std. Takes and returns [S].
+    Differs from the paper in allowing any rewards, for which order statistics give exact results;
+    in ε, which the paper does not have; and in that a group that has lost responses and has at most
+    k left uses one less than its size as k.
     """
     return _within_groups(rewards, group_ids, lambda own: best_of_k(own, min(k, len(own) - 1), eps))
 
 
 def max_at_k(rewards: Tensor, group_ids: Tensor, *, k: int, eps: float | None = None) -> Tensor:
-    """How much worse the best of k responses would be without this response.
+    """The decrease of the best reward of k responses if this response were missing, averaged over
+    all sets of k responses of the group.
 
         A_i = Σ_(I: i in I) ( max_I r − max_(I without i) r ) / C(N, k)
         A_i ← A_i / (std_g(r) + ε)      (unless ``eps`` is None)
 
-    I goes over all sets of k of the group's N responses. Walder & Karkhanis 2025,
-    https://arxiv.org/abs/2505.15201 (PKPO), its estimator of max@k with the smallest variance,
-    whose baseline is the best of the other k − 1. With k = N only the best response counts, by its
-    distance to the second best, as in Tang et al. 2025, https://arxiv.org/abs/2503.19595; verl's
-    grpo_passk also divides, with ε = 1e-6. Takes and returns [S].
-    Differs from the paper in the reduction that follows: the paper adds the responses of a group
-    up, a mean over them is N times smaller. If a group lost responses and has fewer than k, k is as
-    many as it has.
+    I runs over all sets of k of the group's N responses. Walder & Karkhanis 2025,
+    https://arxiv.org/abs/2505.15201 (PKPO): its estimator of max@k with the smallest variance,
+    whose baseline is the best of the other k − 1 responses. With k = N only the best response has
+    an advantage, its distance to the second best, as in Tang et al. 2025,
+    https://arxiv.org/abs/2503.19595; verl's grpo_passk also divides by the std, with ε = 1e-6.
+    Takes and returns [S].
+    Differs from the paper in the reduction that follows, a mean over a group's responses instead of
+    a sum, which makes the loss N times smaller; and in that a group that has lost responses and has
+    fewer than k left uses its size as k.
     """
 
     def estimate(own: Tensor) -> Tensor:
@@ -150,15 +158,15 @@ def max_at_k(rewards: Tensor, group_ids: Tensor, *, k: int, eps: float | None = 
 
 
 def maxrl(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """The reward above its group's mean, in units of that mean: rare successes count most.
+    """The reward above its group's mean, divided by that mean, so that rare successes weigh most.
 
         A_i = (r_i − mean_g(r)) / (mean_g(r) + ε),   0 where mean_g(r) = 0
 
-    Tajwar et al. 2026, https://arxiv.org/abs/2602.02710 (maximum likelihood RL), for rewards of 0
-    and 1: it estimates the gradient of log pass@1, cut off at the order of the group's size. Takes
-    and returns [S].
-    Differs from the paper in taking any rewards that are not negative, and in ε, which the authors'
-    code and SkyRL add (1e-6); the paper's formula has ε = 0.
+    Tajwar et al. 2026, https://arxiv.org/abs/2602.02710 (maximum likelihood RL). For rewards of 0
+    and 1 it estimates the gradient of log pass@1, truncated at the order of the group's size. Takes
+    and returns [S]. Raises a ValueError if a reward is negative.
+    Differs from the paper in allowing any rewards of at least 0, and in ε, which is 0 in the
+    paper's formula and 1e-6 in the authors' code and SkyRL.
     """
     group, size = _groups(rewards, group_ids, least=2)
     if bool((rewards < 0).any()):
@@ -171,16 +179,16 @@ def maxrl(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def gdpo(parts: Tensor, group_ids: Tensor, *, weights: list[float], eps: float = 1e-6) -> Tensor:
-    """Each part of the reward in its own group z-scores, added up by weight, scaled by the batch.
+    """The weighted sum of each reward part's group z-scores, divided by its std over the batch.
 
         Z_(i,k) = (r_(i,k) − mean_g(r_k)) / (std_g(r_k) + ε)
         A_i = (a_i − mean(a)) / (std(a) + ε),   a_i = Σ_k w_k Z_(i,k)
 
     Liu et al. 2026, https://arxiv.org/abs/2601.05242 (GDPO). ``parts`` [S, K], ``weights`` [K];
-    returns [S]. Mean and std of a are over all responses of the batch, and the mean is 0 because
-    each group's is.
-    Differs from the paper in nothing it fixes: both stds are unbiased. TRL does the same with ε =
-    1e-4; verl whitens a over tokens, which is ``whiten(to_tokens(a, mask), mask)``.
+    returns [S]. Mean and std of a are over all responses of the batch; the mean is 0, because each
+    group's mean is 0.
+    Differs from the paper in nothing that the paper specifies; both stds are unbiased. TRL does the
+    same with ε = 1e-4; verl whitens a over tokens, which is ``whiten(to_tokens(a, mask), mask)``.
     """
     columns = [
         weight * group_zscore(part, group_ids, eps=eps)
@@ -191,14 +199,14 @@ def gdpo(parts: Tensor, group_ids: Tensor, *, weights: list[float], eps: float =
 
 
 def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
-    """The reward above its group's length-weighted mean: the baseline of least variance, if a
-    response's squared gradient grows as its length.
+    """The reward above its group's length-weighted mean, which is the baseline with the smallest
+    variance if a response's squared gradient is proportional to its length.
 
         A_i = r_i − Σ_g l_j r_j / Σ_g l_j
 
-    Hao et al. 2025, https://arxiv.org/abs/2505.23585 (OPO). ``lengths`` [S] are numbers
-    of sampled tokens; takes and returns [S].
-    Differs from the paper in nothing; verl takes the raw reward in a group of one.
+    Hao et al. 2025, https://arxiv.org/abs/2505.23585 (OPO). ``lengths`` [S] are numbers of sampled
+    tokens. Takes and returns [S].
+    Differs from the paper in nothing; verl uses the raw reward in a group of one.
     """
     group, size = _groups(rewards, group_ids, least=2)
     above, lengths = _above_least(rewards, group, size), lengths.to(rewards.dtype)
@@ -207,24 +215,26 @@ def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def remax(rewards: Tensor, greedy: Tensor) -> Tensor:
-    """The reward above that of the greedy response to the same prompt.
+    """The reward above the reward of the greedy response to the same prompt.
 
         A_i = r_i − r(greedy response)
 
     Li et al. 2024, https://arxiv.org/abs/2310.10505 (ReMax). ``greedy`` [S] has one reward per
-    prompt, repeated for its responses; takes and returns [S].
-    Differs from the paper in allowing several responses per prompt. With a KL in the reward, a
-    response has the whole of it, and not each token the KL from there on, as in verl.
+    prompt, repeated for each of its responses. Takes and returns [S].
+    Differs from the paper in allowing several responses per prompt, and from verl in that a KL in
+    the reward counts for the whole response; in verl, each token has the KL of the tokens from it
+    to the end.
     """
     return rewards - greedy
 
 
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """x moved and scaled so that its actions have mean 0 and variance 1 over the whole batch.
+    """Shift and scale x so that its actions have mean 0 and variance 1 over the whole batch.
 
         w_t = (x_t − mean(x)) / sqrt(var(x) + ε),  var unbiased, both over the mask
 
-    Slots outside the mask are mapped too and mean nothing. Any shape, mask shaped alike.
+    As in verl and TRL. Slots outside the mask have meaningless values. Any shape; the mask has the
+    same shape. Raises a ValueError if the mask has fewer than 2 actions.
     """
     acted = x[mask.bool()]
     if acted.numel() < 2:
@@ -238,13 +248,13 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 def reinforce_plus_plus(
     rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, sequence_ids: Tensor | None = None
 ) -> Tensor:
-    """Returns, whitened over all actions of the batch instead of within groups.
+    """Discounted returns, whitened over all actions of the batch.
 
         A_t = whiten(R_t),  R_t = r_t + γ R_(t+1)   (GAE with λ = 1 and values of 0)
 
-    Hu 2025, https://arxiv.org/abs/2501.03262 (REINFORCE++). ``rewards`` are per token
-    and shaped like the mask, as the paper's KL penalty is a part of them (see
-    ``kl.penalised_rewards``); ``sequences.on_last_action`` makes them from one reward per response.
+    Hu 2025, https://arxiv.org/abs/2501.03262 (REINFORCE++). ``rewards`` are per token, because they
+    include the paper's KL penalty (see ``kl.penalised_rewards``); ``sequences.on_last_action``
+    makes them from one reward per response. All tensors have the shape of the mask.
     Differs from the paper in ε, which is added to the variance, as in verl, and not to the std.
     """
     nothing = torch.zeros_like(rewards)
@@ -255,13 +265,14 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards: Tensor, group_ids: Tensor, mask: Tensor, *, sequence_ids: Tensor | None = None
 ) -> Tensor:
-    """The reward above its group's mean, then whitened over all actions of the batch.
+    """The reward above its group's mean, whitened over all actions of the batch.
 
         A_(i,t) = whiten(r_i − mean_g(r))
 
-    The same paper's REINFORCE++-baseline. Each response counts once per action in the whitening, so
-    that long responses weigh more, as in verl. Returns a tensor shaped like the mask.
-    Differs from the paper as ``reinforce_plus_plus`` does.
+    Hu 2025, https://arxiv.org/abs/2501.03262 (REINFORCE++-baseline). As in verl, a response counts
+    once per action in the whitening, so long responses weigh more. ``rewards`` and ``group_ids``
+    [S]; returns a tensor with the shape of the mask.
+    Differs from the paper in ε, like ``reinforce_plus_plus``.
     """
     centered = to_tokens(group_mean(rewards, group_ids), mask, sequence_ids)
     return torch.where(mask.bool(), whiten(centered, mask), torch.zeros_like(centered))
@@ -277,16 +288,17 @@ def gae(
     bootstrap: Tensor | None = None,
     sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, over actions alone; returns (advantages, returns).
+    """Generalised advantage estimation over actions; returns (advantages, returns).
 
         δ_t = r_t + γ V_(t+1) − V_t
         A_t = δ_t + γ λ A_(t+1),   returns_t = A_t + V_t
 
-    Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16. By the alignment law
-    ``values[t]`` is the value before token t. ``bootstrap`` [S] is the value after the last action:
-    give it for truncated responses and 0 for ended ones; None means 0 for all.
-    Tokens that are not actions are skipped: the step goes from one action to the next, and a reward
-    written on another token is ignored. Not whitened. All shaped like the mask; 0 outside it.
+    Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16. ``values[t]`` is the value
+    before token t. ``bootstrap`` [S] is the value after the last action, which should be 0 for
+    responses that ended by themselves; None means 0 for all. Advantages are not whitened. All other
+    tensors have the shape of the mask; results are 0 outside it.
+    Differs from the paper in skipping tokens that are not actions: t + 1 is the next action, and a
+    reward on another token is ignored.
     """
     rows = Rows(mask, sequence_ids)
     reward, value = rows.pack(rewards), rows.pack(values)
@@ -307,16 +319,16 @@ def gae(
 def vine(
     rewards: Tensor, values: Tensor, mask: Tensor, *, sequence_ids: Tensor | None = None
 ) -> Tensor:
-    """The value that a step of a response gains, written on each of its actions.
+    """The increase in value over a step of a response, assigned to each action of the step.
 
         A_t = Σ_(u in t's step) r_u + V(next step) − V(t's step),   V after the last step = 0
 
     Kazemnejad et al. 2024, https://arxiv.org/abs/2410.01679 (VinePPO), section 4, with γ = 1: GAE
-    with λ = 0 over the steps. ``values`` are the values before the tokens that begin steps, NaN
-    before others; a response's first action begins a step. ``rewards`` are per token. All shaped
-    like the mask; 0 outside it.
-    Differs from the paper in the value before the first step, as this function is called: the mean
-    reward of the group's other responses in the place of K more samples from the prompt.
+    with λ = 0 over steps. ``values`` are values before the first token of each step, and NaN before
+    other tokens; the first action of each response must begin a step, or a ValueError is raised.
+    ``rewards`` are per token. All tensors have the shape of the mask; the result is 0 outside it.
+    Differs from the paper in the value before the first step, for which the learner passes the mean
+    reward of the group's other responses instead of sampling K more responses to the prompt.
     """
     rows = Rows(mask, sequence_ids)
     reward, value = rows.pack(rewards), rows.pack(values)
@@ -335,38 +347,42 @@ def vine(
 
 
 def teacher(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """How much likelier a teacher finds the token that the policy sampled: distillation on-policy.
+    """The teacher's log-probability of a sampled token minus the policy's: on-policy distillation.
 
         A_t = −(log π_prox − log π_teacher)
 
-    Its mean over tokens that π_prox samples is the negative KL(π_prox ‖ π_teacher) at that place.
     Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024,
-    https://arxiv.org/abs/2306.13649 (GKD). The discount is 0, as in the post: a token answers for
-    its own KL and not for the KL of later tokens.
-    Differs from the post in the student: its log-probabilities are those of π_prox, which are the
-    sampler's, as there, if the recipe says so. Differs from GKD in the estimate: from the sampled
-    token alone, and not from whole distributions. No gradient passes. All shaped like the mask; 0
-    outside it.
+    https://arxiv.org/abs/2306.13649 (GKD). In a given context, its mean over tokens sampled from
+    π_prox is −KL(π_prox ‖ π_teacher). As in the post the discount is 0: the advantage of a token
+    does not include the KL of later tokens. The result has no gradient. All tensors have the shape
+    of the mask; the result is 0 outside it.
+    Differs from the post in the student's log-probabilities, which are those of π_prox; they are
+    the sampler's, as in the post, if the recipe sets this. Differs from GKD in estimating the KL
+    from the sampled token instead of the whole distributions.
     """
-    likelier = (teacher_logprobs - logprobs).detach()
-    return torch.where(mask.bool(), likelier, torch.zeros_like(likelier))
+    difference = (teacher_logprobs - logprobs).detach()
+    return torch.where(mask.bool(), difference, torch.zeros_like(difference))
 
 
 def _groups(rewards: Tensor, group_ids: Tensor, *, least: int = 1) -> tuple[Tensor, Tensor]:
-    """The group number of each reward [S] in [0, groups), and the sizes [groups] as floats."""
+    """The group of each reward [S], renumbered to [0, groups), and the number of rewards in each
+    group [groups], as floats.
+
+    Raises a ValueError if a group has fewer than ``least`` rewards.
+    """
     assert rewards.shape == group_ids.shape == (len(rewards),), "both are [S]"
     names, group, size = torch.unique(group_ids, return_inverse=True, return_counts=True)
     if size.numel() and int(size.min()) < least:
         name = names[int(size.argmin())].item()
         raise ValueError(
-            f"a group's baseline needs at least {least} responses, group {name} has "
+            f"a group baseline needs at least {least} responses, but group {name} has "
             f"{int(size.min())}; drop the group or use raw"
         )
     return group, size.to(rewards.dtype)
 
 
 def _above_least(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
-    """Each reward minus its group's smallest: exactly 0 throughout a group of equal rewards."""
+    """Each reward minus its group's smallest reward; exactly 0 in a group of equal rewards."""
     least = torch.full_like(size, torch.inf).scatter_reduce(0, group, rewards, "amin")
     return rewards - least[group]
 
@@ -380,7 +396,8 @@ def _centered(rewards: Tensor, group: Tensor, size: Tensor) -> Tensor:
 def _within_groups(
     rewards: Tensor, group_ids: Tensor, estimate: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """[S]: what ``estimate`` makes of the rewards of each group, in double precision."""
+    """Apply ``estimate``, a function [n] -> [n], to the n rewards of each group, in double
+    precision; returns [S]. Raises a ValueError if a group has only one response."""
     group, size = _groups(rewards, group_ids, least=2)
     result = torch.empty_like(rewards)
     for number in range(len(size)):
@@ -390,5 +407,5 @@ def _within_groups(
 
 
 def _scaled(x: Tensor, of: Tensor, eps: float) -> Tensor:
-    """x in standard deviations of ``of``, both [S]; exactly 0 where x is."""
+    """x divided by the standard deviation of ``of`` + ε, both [S]; exactly 0 where x is 0."""
     return torch.where(x == 0, x, x / ((of - of.min()).std() + eps))

@@ -1,7 +1,8 @@
-"""Estimators of KL(π ‖ π_ref) from tokens that π sampled. Elementwise: any shape.
+"""Estimators of KL(π ‖ π_ref) from tokens that π sampled. They are elementwise and take the
+log-probabilities of these tokens under π and π_ref, in any shape.
 
-With x = log π − log π_ref on a sampled token, E[x] is the KL itself. The value of an estimator and
-its gradient are two things: in a loss, the mean of its *gradient* must be the gradient of the KL.
+With x = log π − log π_ref of a sampled token, E[x] is the KL. The value and the gradient of an
+estimator have separate uses: in a loss, the expected *gradient* must be the gradient of the KL.
 Schulman 2020, "Approximating KL divergence"; Tang & Munos 2025, https://arxiv.org/abs/2506.09477.
 """
 
@@ -16,33 +17,38 @@ from burnish.rl.sequences import finite_gradient, on_last_action
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased, high variance, may be negative; for logs and for rewards.
+    """The log-ratio: unbiased, with high variance, possibly negative; for metrics and rewards.
 
         k1 = x,   ∇k1 = ∇ log π
 
-    As a loss it does nothing: its gradient has mean 0.
+    Schulman 2020. As a loss it has no effect, because its gradient has mean 0. Any shape.
+    Differs from the text in nothing.
     """
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Biased in value, never negative; its gradient is the unbiased one of the KL.
+    """Half the squared log-ratio: biased and never negative, with an unbiased gradient of the KL.
 
-    k2 = ½ x²,   ∇k2 = x ∇ log π
+        k2 = ½ x²,   ∇k2 = x ∇ log π
+
+    Schulman 2020; for the gradient Tang & Munos 2025. Any shape.
+    Differs from the texts in nothing.
     """
     return 0.5 * finite_gradient(logprobs - reference) ** 2
 
 
 def k3(logprobs: Tensor, reference: Tensor, *, cap: float = math.inf) -> Tensor:
-    """Unbiased in value, low variance, never negative; the customary KL term of GRPO's loss.
+    """The usual KL term of GRPO's loss: unbiased, with low variance, never negative.
 
         k3 = exp(−x) + x − 1,   ∇k3 = (1 − exp(−x)) ∇ log π
 
-    GRPO, https://arxiv.org/abs/2402.03300, equation 4. Its gradient is that of the reverse
-    direction, KL(π_ref ‖ π), not of the KL it estimates: bounded pull where π is above π_ref,
-    strong where below.
-    ``cap`` bounds the value, as verl does at 10; a token past it loses its gradient, just where the
-    policy has strayed furthest, so the default has none.
+    GRPO, https://arxiv.org/abs/2402.03300, equation 4. Its gradient is that of the reverse KL,
+    KL(π_ref ‖ π), and not of the KL that it estimates: the pull is bounded where π is above π_ref,
+    and strong where π is below. ``cap`` bounds the value. verl has a cap of 10; there is none by
+    default, because a token beyond it has no gradient although the policy has moved furthest there.
+    Any shape.
+    Differs from the paper in nothing.
     """
     x = logprobs - reference
     x = finite_gradient(x, torch.exp(-x))
@@ -57,11 +63,14 @@ def penalised_rewards(
     coefficient: float,
     sequence_ids: Tensor | None = None,
 ) -> Tensor:
-    """KL in the reward instead of the loss: per-token rewards for GAE and REINFORCE++.
+    """Per-token rewards, for GAE and REINFORCE++: the response's reward on its last action, minus a
+    KL penalty on every action.
 
         r_t = [t is the last action] · r − β · kl_t
 
-    ``rewards`` [S]; ``kl`` shaped like the mask and taken without gradient; 0 outside the mask.
+    Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, equation 2. ``rewards`` [S]; ``kl`` has
+    the shape of the mask and is detached. Returns the shape of the mask; 0 outside it.
+    Differs from the paper in allowing other estimators of the KL than k1.
     """
     placed = on_last_action(rewards, mask, sequence_ids)
     return torch.where(mask.bool(), placed - coefficient * kl.detach(), torch.zeros_like(placed))

@@ -1,4 +1,4 @@
-"""The best of k responses of a group, over all sets of k, by the order of their rewards."""
+"""Order statistics: the best of k responses of a group, over all sets of k responses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from torch import Tensor
 
 
 def best_of_k(rewards: Tensor, k: int, eps: float) -> Tensor:
-    """``advantages.pass_at_k`` in one group of n > k rewards.
+    """The advantages of ``advantages.pass_at_k`` for one group of n > k rewards: [n] -> [n].
 
-    With rewards in rising order, C(j − 1, k − 1) sets of k have response j as their best; of the
-    sets that hold i, C(i − 1, k − 1) have i as their best, and C(j − 2, k − 2) each j > i.
+    Each is the expected best reward of k drawn responses if this response is drawn, minus the
+    expected best reward, divided by its std + ε. With rewards in ascending order, response j is the
+    best in C(j − 1, k − 1) sets of k. Of the sets that contain i, C(i − 1, k − 1) have i as their
+    best, and C(j − 2, k − 2) have j, for each j > i.
     """
     n, (ordered, order) = len(rewards), (rewards - rewards.min()).sort()
-    if ordered[k - 1] == ordered[-1]:  # the best of any k is the same: exactly 0, without rounding
+    if ordered[k - 1] == ordered[-1]:  # all sets of k have the same best reward: exactly 0
         return torch.zeros_like(rewards)
     alone = ordered.new_tensor([math.comb(j, k - 1) for j in range(n)])
     beside = ordered.new_tensor([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)])
@@ -28,10 +30,13 @@ def best_of_k(rewards: Tensor, k: int, eps: float) -> Tensor:
 
 
 def gain_of_k(rewards: Tensor, k: int) -> Tensor:
-    """``advantages.max_at_k`` in one group of n ≥ k ≥ 2 rewards.
+    """The advantages of ``advantages.max_at_k`` for one group of n ≥ k ≥ 2 rewards, without its
+    division by the std: [n] -> [n].
 
-    With rewards in rising order, C(j − 1, k − 2) sets of k have i as their best and j < i as their
-    second best; a response that is not the best of a set adds nothing to it.
+    Each is the decrease of the best reward of a set of k if this response is removed, averaged over
+    all sets of k, where sets without this response count as 0. With rewards in ascending order,
+    C(j − 1, k − 2) sets of k have i as their best and j < i as their second best response. Removing
+    a response that is not the best does not change the maximum of a set.
     """
     n, (ordered, order) = len(rewards), rewards.sort()
     sets = ordered.new_tensor([math.comb(j, k - 2) for j in range(n)]) / math.comb(n, k)

@@ -1,12 +1,12 @@
-"""Ratios between policies: policy over proximal, and proximal over behavior.
+"""Ratios between policies: policy over proximal policy, and proximal over behavior policy.
 
 A ratio is always exp(log π − log π'). One published lecture writes log_probs / old_log_probs
-instead; that is a quotient of logarithms, has the wrong value and the wrong sign of gradient, and
-is not here.
+instead. This quotient of logarithms has the wrong value, and its gradient has the wrong sign.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -18,11 +18,12 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 def token_ratio(logprobs: Tensor, proximal: Tensor) -> Tensor:
-    """How much likelier the policy makes each token than the policy the batch began with.
+    """The probability of each token under the policy, relative to the proximal policy.
 
         ρ_t = π(token_t) / π_prox(token_t) = exp(log π − log π_prox)
 
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347 (PPO). Any shape.
+    Differs from the paper in nothing.
     """
     log_ratio = logprobs - proximal
     return torch.exp(finite_gradient(log_ratio, torch.exp(log_ratio)))
@@ -31,14 +32,15 @@ def token_ratio(logprobs: Tensor, proximal: Tensor) -> Tensor:
 def sequence_ratio(
     logprobs: Tensor, proximal: Tensor, mask: Tensor, *, sequence_ids: Tensor | None = None
 ) -> Tensor:
-    """One ratio per sequence, the geometric mean of its tokens', with each token's own gradient.
+    """One ratio per sequence, the geometric mean of its token ratios, with per-token gradients.
 
         s_i = exp( (1/|y_i|) Σ_t (log π − log π_prox) )
         ρ_(i,t) = sg[s_i] · π(token_t) / sg[π(token_t)]
 
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071 (GSPO), equations 7 and 14 (GSPO-token): its
-    value is s_i everywhere, its gradient is s_i ∇ log π(token_t), which under a per-sequence mean
-    adds up to the gradient of s_i itself. Shaped like the mask; 1 outside it.
+    Zheng et al. 2025, https://arxiv.org/abs/2507.18071 (GSPO), equations 7 and 14 (GSPO-token). The
+    value is s_i for all tokens. The gradient is s_i ∇ log π(token_t), which adds up to the gradient
+    of s_i under a per-sequence mean. All tensors have the shape of the mask; the ratio is 1 outside
+    it.
     Differs from the paper in nothing; verl also bounds log ρ by 10.
     """
     log_ratio = logprobs - proximal
@@ -56,14 +58,16 @@ def importance_ratio(
     level: Level = "token",
     sequence_ids: Tensor | None = None,
 ) -> Tensor:
-    """How likely a sampled token is to the learner, against how likely it was to the sampler.
+    """The probability of a sampled token under the learner, relative to the sampler.
 
         token:     w_t = π_prox(token_t) / π_behavior(token_t)
-        sequence:  w_i = Π_t w_t            (the sequence's own importance weight)
+        sequence:  w_i = Π_t w_t            (importance weight of the sequence)
         geometric: w_i = (Π_t w_t)^(1/|y_i|)
 
-    Carries no gradient: it weighs the loss, it is not learned from. Truncate or mask it before use.
-    Shaped like the mask; 1 outside it.
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". It is
+    a weight of the loss and has no gradient; truncate or mask it before use. All tensors have the
+    shape of the mask; the weight is 1 outside it.
+    Differs from the text in the levels sequence and geometric.
     """
     log_ratio = (proximal - behavior).detach()
     if level == "token":
@@ -75,7 +79,7 @@ def importance_ratio(
 
 
 def truncate(weights: Tensor, *, high: float, low: float = 0.0) -> Tensor:
-    """Importance weights cut off at ``high`` (and raised to ``low``): small bias, bounded variance.
+    """Importance weights clipped to [low, high]: a small bias for a bounded variance.
 
         w ← min(max(w, low), high)
 
@@ -86,15 +90,38 @@ def truncate(weights: Tensor, *, high: float, low: float = 0.0) -> Tensor:
 
 
 def keep_between(weights: Tensor, *, low: float, high: float) -> Tensor:
-    """Importance weights where sampler and learner agree; 0, so no say, where they do not.
+    """Importance weights in [low, high]; 0 for tokens on which sampler and learner disagree more.
 
         w ← w [low ≤ w ≤ high]
 
     Ling team 2025, https://arxiv.org/abs/2510.18855 (IcePop; masked importance sampling). Any
-    shape. Differs from the paper in nothing.
+    shape.
+    Differs from the paper in nothing.
     """
     inside = (weights >= low) & (weights <= high)
     return torch.where(inside, weights, torch.zeros_like(weights))
+
+
+def accepted(weights: Tensor, *, low: float, high: float) -> Tensor:
+    """1 for tokens whose importance weight is in [low, high], 0 for all others.
+
+        w ← [low ≤ w ≤ high]
+
+    The sequence mask of "seq-mask-tis" in NeMo-RL and OpenRLHF, with the geometric weights of
+    sequences: it rejects sequences without weighting the others. Any shape.
+    Differs from these in nothing: denominators still count the rejected tokens.
+    """
+    return ((weights >= low) & (weights <= high)).to(weights.dtype)
+
+
+def product(weights: Sequence[Tensor]) -> Tensor:
+    """The elementwise product of one or more tensors of importance weights, all of the same shape;
+    0 where one weight is 0, even if another one is infinite."""
+    first, *others = weights
+    for other in others:
+        is_zero = (first == 0) | (other == 0)
+        first = torch.where(is_zero, torch.zeros_like(first), first * other)
+    return first
 
 
 def _lengths(mask: Tensor, sequence_ids: Tensor | None, like: Tensor) -> Tensor:

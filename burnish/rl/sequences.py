@@ -1,4 +1,5 @@
-"""Sums over sequences and groups, for padded [B, T] and packed [N] + ids alike; masked slots."""
+"""Sums over sequences, and values of sequences assigned to tokens, for padded tensors [B, T] and
+packed tensors [N] with sequence ids."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from torch import Tensor
 
 
 def ids_like(mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
-    """The sequence each slot of ``mask`` belongs to: its row if padded, else the given ids."""
+    """The sequence id of each slot of ``mask``: ``sequence_ids`` in a packed layout; the number of
+    the slot's row in a padded layout, where ``sequence_ids`` is None."""
     if sequence_ids is not None:
         return sequence_ids
     assert mask.dim() == 2, "packed tensors need sequence_ids"
@@ -15,23 +17,27 @@ def ids_like(mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
 
 
 def count_sequences(mask: Tensor, sequence_ids: Tensor | None) -> int:
-    """S, which counts sequences without any action too."""
+    """The number of sequences, including sequences without actions: the rows of a padded mask, or
+    the largest sequence id plus 1."""
     if sequence_ids is None:
         return int(mask.shape[0])
     return int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
 
 
 def sum_by(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    """[count]: the values added up by id."""
+    """For each id in [0, count), the sum of the values with this id: values and ids of equal shape
+    -> [count]. The sum for an id that does not occur is 0."""
     zeros = torch.zeros(count, dtype=values.dtype, device=values.device)
     return zeros.index_add(0, ids.reshape(-1), values.reshape(-1))
 
 
 def finite_gradient(x: Tensor, *others: Tensor) -> Tensor:
-    """x, as a constant in the slots where it or one of the others is not finite.
+    """x with the same values, but detached from the gradient in slots where x or one of the others
+    is not finite.
 
-    A slot outside the mask may hold anything. ``reduce.weighted_sum`` leaves its loss out, but the
-    gradient is a product, and 0 × NaN is NaN. Inside the mask a NaN still shows in the loss.
+    This keeps NaN out of gradients: a slot outside the mask may have any value, and although
+    ``reduce.weighted_sum`` leaves its loss out, its gradient would be 0 × NaN = NaN. A NaN inside
+    the mask still appears in the loss. The gradient of x is computed from x and ``others``.
     """
     finite = x.isfinite()
     for other in others:
@@ -40,27 +46,29 @@ def finite_gradient(x: Tensor, *others: Tensor) -> Tensor:
 
 
 def sequence_sum(x: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
-    """[S]: x added up over each sequence's actions. An inf or nan outside the mask does no harm."""
+    """The sum of x over the actions of each sequence, [S]; other slots may be inf or NaN."""
     ids = ids_like(mask, sequence_ids)
     kept = torch.where(mask.bool(), x, torch.zeros_like(x))
     return sum_by(kept, ids, count_sequences(mask, sequence_ids))
 
 
 def sequence_lengths(mask: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
-    """[S] int64: each sequence's number of actions."""
+    """The number of actions of each sequence, [S] int64."""
     ids = ids_like(mask, sequence_ids)
     return sum_by(mask.bool().long(), ids, count_sequences(mask, sequence_ids))
 
 
 def to_tokens(per_sequence: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
-    """One value per sequence [S], written on each of its actions; 0 elsewhere. Shaped like mask."""
+    """The value of each sequence, [S], assigned to all its actions: a new tensor with the shape of
+    the mask, 0 outside it."""
     ids = ids_like(mask, sequence_ids)
     spread = per_sequence.index_select(0, ids.reshape(-1)).view(mask.shape)
     return torch.where(mask.bool(), spread, torch.zeros_like(spread))
 
 
 def on_last_action(values: Tensor, mask: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
-    """One value per sequence [S], written on its last action; 0 elsewhere. Shaped like mask."""
+    """The value of each sequence, [S], assigned to its last action: a new tensor with the shape of
+    the mask, 0 in all other slots. The value of a sequence without actions is left out."""
     rows = Rows(mask, sequence_ids)
     placed = values.new_zeros(rows.count, rows.width)
     acted = rows.lengths > 0
@@ -69,9 +77,11 @@ def on_last_action(values: Tensor, mask: Tensor, sequence_ids: Tensor | None = N
 
 
 class Rows:
-    """The actions alone, one row per sequence and left-aligned: [S, L] with L the longest.
+    """Converts tensors with the shape of a mask to left-aligned rows of actions and back.
 
-    Recursions over time run on rows, so that padding, holes and packing are dealt with once, here.
+    There is one row per sequence: [S, L], where L is the largest number of actions. Recursions over
+    time run on these rows, so only this class handles padding, gaps and packing. ``count`` is S,
+    ``width`` is L, and ``lengths`` [S] are the numbers of actions.
     """
 
     def __init__(self, mask: Tensor, sequence_ids: Tensor | None = None) -> None:
@@ -87,11 +97,12 @@ class Rows:
         self.width = int(self.lengths.max()) if self.count else 0
 
     def pack(self, x: Tensor) -> Tensor:
-        """x shaped like the mask → [S, L], 0 past a row's end."""
+        """Copy the actions of x, which has the shape of the mask, to rows [S, L]; 0 after the end
+        of a row."""
         rows = x.new_zeros(self.count, self.width)
         return rows.index_put((self.row, self.column), x.reshape(-1)[self.slots])
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """[S, L] → shaped like the mask, 0 outside it."""
+        """Copy rows [S, L] back to a tensor with the shape of the mask; 0 outside it."""
         flat = rows.new_zeros(self.mask.numel())
         return flat.index_put((self.slots,), rows[self.row, self.column]).view(self.mask.shape)

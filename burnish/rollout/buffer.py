@@ -1,4 +1,4 @@
-"""A replay buffer: graded groups that wait to be learned from, some of them more than once."""
+"""A replay buffer: it keeps graded groups, and each step learns from some of them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from typing import Literal
 
 import numpy as np
 
-from burnish.draws import Stream, uniforms
+from burnish.randomness import Stream, uniforms
 from burnish.types import Group
 
 
 @dataclass
 class Kept:
+    """A group in the buffer."""
+
     group: Group
     uses: int = 0
-    """Steps that have learned from it."""
+    """Number of steps that have learned from the group."""
 
 
 class Buffer:
-    """Keeps the newest groups; the oldest leave first, and so do those that are used up."""
+    """Keeps at most ``capacity`` groups. If it is full, the groups with the lowest numbers are
+    removed. A group is also removed after ``max_uses`` uses, and when it is too old."""
 
     def __init__(
         self,
@@ -31,23 +34,29 @@ class Buffer:
         max_uses: int = 1,
         seed: int = 0,
     ) -> None:
-        """``max_age``: versions that a group's oldest token may be behind; None if no bound."""
+        """``order``: which groups a step takes: "recent" (the highest numbers), or a random choice,
+        "uniform" or "weighted" by 1 / (1 + age). The age of a group is the learner's version minus
+        the version of the group's oldest token. ``max_age``: largest age, which only `age`
+        enforces; None if there is no limit."""
         self.capacity, self.order = capacity, order
         self.max_age, self.max_uses, self.seed = max_age, max_uses, seed
         self.kept: list[Kept] = []
-        """By the number of the group."""
+        """The groups in the buffer, sorted by number."""
 
     def restore(self, groups: Sequence[Group], uses: Sequence[int]) -> None:
+        """Replace the content of the buffer by a checkpoint's groups, sorted by number, and the
+        number of steps that have learned from each."""
         self.kept = [Kept(group, used) for group, used in zip(groups, uses, strict=True)]
 
     def put(self, groups: Sequence[Group]) -> list[Kept]:
-        """Adds groups, and returns the oldest ones, which had to leave."""
+        """Add groups to the buffer. If it then holds more groups than its capacity, remove the
+        groups with the lowest numbers, new ones included, and return them."""
         self.kept = sorted([*self.kept, *map(Kept, groups)], key=lambda kept: kept.group.index)
         gone, self.kept = self.kept[: -self.capacity], self.kept[-self.capacity :]
         return gone
 
     def age(self, version: int) -> list[Kept]:
-        """Removes the groups that are too old for a learner at ``version``, and returns them."""
+        """Remove and return the groups that are too old for a learner at ``version``."""
         if self.max_age is None:
             return []
         limit = version - self.max_age
@@ -56,10 +65,11 @@ class Buffer:
         return old
 
     def take(self, count: int, step: int, version: int) -> list[Group]:
-        """``count`` groups for a step, or all if there are fewer, by their numbers.
+        """Choose ``count`` groups for a step, or all if there are fewer; return them sorted by
+        number. Their uses are counted, and groups that are used up leave the buffer.
 
-        A step draws each group at most once. Its draws depend on the run's seed, the step and the
-        groups' numbers alone.
+        A step takes each group at most once. Its random draws depend only on the run's seed, the
+        step and the groups' numbers.
         """
         chosen = sorted(self.kept, key=lambda kept: -self._rank(kept.group, step, version))[:count]
         for kept in chosen:
@@ -68,10 +78,11 @@ class Buffer:
         return sorted((kept.group for kept in chosen), key=lambda group: group.index)
 
     def _rank(self, group: Group, step: int, version: int) -> float:
-        """Groups of the highest ranks are drawn.
+        """Return the sort key of a group: `take` chooses the groups with the highest keys.
 
-        The largest u^(1/w) of uniform u are a draw without replacement by weights w (Efraimidis and
-        Spirakis 2006).
+        For a random order it is log(u) / w with u uniform in [0, 1) and w the group's weight: the
+        groups with the largest u^(1/w) are a sample without replacement with weights w (Efraimidis
+        and Spirakis 2006).
         """
         if self.order == "recent":
             return float(group.index)

@@ -1,7 +1,8 @@
-"""Rollouts that are filled: groups that teach nothing leave, and other prompts are asked.
+"""Dead groups, from which nothing can be learned, are dropped or replaced by groups of other
+prompts.
 
-All randomness and every choice hang on the numbers of groups and on the engine's steps, never on
-the time that grading takes, so a rollout repeats bit for bit.
+All random draws and decisions depend on group numbers and engine steps, never on the time that
+grading takes, so that a rollout is reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -10,53 +11,51 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from burnish.draws import Stream
-from burnish.engine.protocol import Request, Server
+from burnish.console.progress import Report, unheard
+from burnish.engine.protocol import Request, Sampler
 from burnish.errors import DataError
-from burnish.progress import Report, unheard
-from burnish.rollout.length import shaping
+from burnish.randomness import Stream
+from burnish.recipe.objective.objective import ObjectiveConfig
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import (
     Answered,
-    Asked,
+    NumberedPrompts,
     check_errors,
     complete,
     drop_errors,
     grade,
     requests_of,
-    sampling,
 )
-from burnish.schema.recipe import Recipe
-from burnish.strategy import FreeLoop
+from burnish.rollout.settings import RolloutSettings
 from burnish.tasks.task import Task
 from burnish.types import Group
 
 
 class Filled(NamedTuple):
+    """A rollout after dead groups were dropped or replaced."""
+
     sampled: list[Group]
-    """All groups that were asked, by their numbers."""
+    """All groups of the rollout, including those that were dropped."""
     groups: list[Group]
     """The groups to learn from."""
     dropped: dict[int, str]
-    """The numbers of the other groups, each with the reason: error, overlong or dead."""
+    """The reason why each other group was dropped, by group number: error, overlong or dead."""
     figures: dict[str, float]
+    """Metrics of the dropped samples and groups."""
 
 
-Judge = Callable[[Group], bool]
-"""Whether a group is dead: nothing can be learned from it."""
+def find_judge(dead_by: str, objective: ObjectiveConfig) -> Callable[[Group], bool]:
+    """Return the function that decides whether a group is dead, by ``selection.dead_by``.
 
-
-def judge_of(recipe: Recipe) -> Judge:
-    """The judge of ``selection.dead_by``.
-
-    advantage: all advantages of the group are 0 by the recipe's own estimator. correct: none or all
-    of its responses are correct by the task's grade, whatever a length penalty made of the reward.
+    "advantage": a group is dead if the objective's estimator gives all of its responses an
+    advantage of 0; no group is dead if advantages depend on more than the group. "correct": a group
+    is dead if none or all of its responses are correct, independent of length penalties.
     """
-    if recipe.selection.dead_by == "correct":
+    if dead_by == "correct":
         return _is_uniform
-    if not recipe.objective.judges_groups:
+    if not objective.judges_groups:
         return lambda group: False
-    advantage = recipe.objective.advantage
+    advantage = objective.advantage
     return lambda group: advantage.is_dead(pack([group], advantage.graded))
 
 
@@ -70,25 +69,32 @@ def _is_uniform(group: Group) -> bool:
     return bool(group.correct.all()) or not group.correct.any()
 
 
-def is_lost(group: Group, recipe: Recipe, is_dead: Judge) -> bool:
-    """Whether another prompt is asked in the place of a graded group: it is dead, or too few of its
-    samples are left."""
-    whole, _ = drop_errors([group], recipe.rollout.overlong)
-    return not whole or is_dead(whole[0])
+def is_lost(group: Group, settings: RolloutSettings) -> bool:
+    """Return whether a graded group has to be replaced by another prompt: because it is dead, or
+    because too few of its samples are left after `drop_errors`."""
+    whole, _ = drop_errors([group], settings.overlong)
+    return not whole or settings.is_dead(whole[0])
 
 
-def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]) -> Filled:
-    """Drops groups and, if the recipe says so, asks for others until the rollout is full.
+def fill(
+    settings: RolloutSettings, sampled: list[Group], ask: Callable[[int], list[Group]]
+) -> Filled:
+    """Drop samples with errors from the graded groups ``sampled`` and, unless the selection keeps
+    them, dead groups. If the selection fills rollouts, call ``ask``, which samples and grades the
+    given number of further groups, until the rollout has ``settings.prompts`` groups, or until
+    ``selection.max_asked`` times as many were sampled. Return the groups to learn from, with
+    metrics.
 
-    ``ask`` gives so many further groups. A round asks for as many as are missing; DAPO
-    (https://arxiv.org/abs/2503.14476) asks for a whole batch each time and drops the surplus.
+    A round samples as many groups as are missing; DAPO (https://arxiv.org/abs/2503.14476) samples a
+    whole batch each time and drops the surplus. Raises a DataError if the rollout is not full and
+    ``on_bound`` is "stop", and a GraderError if too many grades are errors.
     """
-    chosen, wanted, is_dead = recipe.selection, recipe.prompts_per_rollout, judge_of(recipe)
+    chosen, wanted = settings.selection, settings.prompts
     dead: dict[int, bool] = {}
     while True:
-        check_errors(sampled, limit=recipe.rollout.max_errors)
-        whole, figures = drop_errors(sampled, recipe.rollout.overlong)
-        dead |= {group.index: is_dead(group) for group in whole if group.index not in dead}
+        check_errors(sampled, limit=settings.max_errors)
+        whole, figures = drop_errors(sampled, settings.overlong)
+        dead |= {group.index: settings.is_dead(group) for group in whole if group.index not in dead}
         alive = [group for group in whole if not dead[group.index]]
         groups = whole if chosen.dead_groups == "keep" else alive
         left = wanted * chosen.max_asked - len(sampled)
@@ -113,74 +119,91 @@ def fill(recipe: Recipe, sampled: list[Group], ask: Callable[[int], list[Group]]
 
 
 def _loss(group: Group) -> str:
-    """Why too few samples of a group are left."""
+    """Return why too few samples of a group are left: "error" or "overlong"."""
     return "error" if any(grade.is_error for grade in group.grades) else "overlong"
 
 
-def taking(spare: Asked) -> Callable[[int], Asked]:
-    """A function that gives so many of these prompts, in their order, or as many as are left."""
+def taking(spare: NumberedPrompts) -> Callable[[int], NumberedPrompts]:
+    """Return a function that returns the next prompts of ``spare`` at each call: as many as its
+    argument says, or fewer if fewer are left."""
     left = iter(spare)
     return lambda count: list(islice(left, count))
 
 
 class Replacing:
-    """Active sampling (OLMo 3, https://arxiv.org/abs/2512.13961) of a rollout, or of a generator's
-    share of it: for each group that is found dead while others decode, another prompt is asked."""
+    """Keeps track of active sampling (OLMo 3, https://arxiv.org/abs/2512.13961), in which each dead
+    group is replaced by another prompt while other groups are still being sampled: it collects the
+    graded groups of a rollout, or of a generator's share of it, and chooses the replacements."""
 
-    def __init__(self, recipe: Recipe, asked: Asked, take: Callable[[int], Asked]) -> None:
-        """``take`` gives so many further prompts, or fewer if there are no more."""
-        self._recipe, self._take, self._is_dead = recipe, take, judge_of(recipe)
-        self._bound = recipe.prompts_per_rollout * recipe.selection.max_asked
-        self.prompts = dict(asked)
-        """All that were asked, by the numbers of their groups."""
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        numbered: NumberedPrompts,
+        take: Callable[[int], NumberedPrompts],
+    ) -> None:
+        """``numbered`` are the first prompts. ``take`` returns the given number of further prompts,
+        or fewer if there are no more."""
+        self._settings, self._take = settings, take
+        self._bound = settings.prompts * settings.selection.max_asked
+        self.prompts = dict(numbered)
+        """All prompts so far, including replacements, by group number."""
         self.groups: list[Group] = []
+        """The groups that have been graded so far."""
 
-    def replace(self, graded: Sequence[Group]) -> Asked:
-        """The prompts that are asked in the place of dead ones among the groups graded now."""
-        recipe = self._recipe
+    def replace(self, graded: Sequence[Group]) -> NumberedPrompts:
+        """Add newly graded groups, and return the prompts to sample in place of the dead groups
+        among them: one per dead group, or fewer if the limit ``selection.max_asked`` is reached or
+        ``take`` has no more. Raise a GraderError if too many grades are errors."""
+        settings = self._settings
         self.groups += graded
-        responses = len(self.prompts) * recipe.rollout.group_size
-        check_errors(self.groups, limit=recipe.rollout.max_errors, asked=responses)
-        lost = sum(is_lost(group, recipe, self._is_dead) for group in graded)
+        responses = len(self.prompts) * settings.group_size
+        check_errors(self.groups, limit=settings.max_errors, requested=responses)
+        lost = sum(is_lost(group, settings) for group in graded)
         further = self._take(min(lost, self._bound - len(self.prompts)))
         self.prompts.update(further)
         return further
 
     @property
     def is_done(self) -> bool:
+        """Whether the groups of all prompts have been graded."""
         return len(self.groups) == len(self.prompts)
 
 
-def replacer_of(recipe: Recipe) -> Callable[[Asked, Asked], Replacing] | None:
-    """A function that begins to replace the dead groups of prompts by spare ones; None if the
-    recipe does not replace them at once, or has no rollouts of whole batches."""
-    if recipe.selection.dead_groups != "active" or isinstance(recipe.loop, FreeLoop):
+def make_replacer(
+    settings: RolloutSettings,
+) -> Callable[[NumberedPrompts, NumberedPrompts], Replacing] | None:
+    """Return a function that creates a `Replacing` from a rollout's first prompts and its reserve
+    prompts; None unless ``selection.dead_groups`` is "active", which replaces dead groups while the
+    other groups of the rollout are still being sampled."""
+    if settings.selection.dead_groups != "active":
         return None
-    return lambda asked, spare: Replacing(recipe, asked, taking(spare))
+    return lambda numbered, spare: Replacing(settings, numbered, taking(spare))
 
 
 def sample_actively(
-    recipe: Recipe,
-    engine: Server,
+    settings: RolloutSettings,
+    engine: Sampler,
     task: Task,
-    asked: Asked,
-    take: Callable[[int], Asked],
+    numbered: NumberedPrompts,
+    take: Callable[[int], NumberedPrompts],
     report: Report = unheard,
 ) -> list[Group]:
-    """The groups of a rollout whose dead groups are replaced at once: groups are graded as they are
-    completed, and for each dead one another prompt is submitted while the others decode.
+    """Sample and grade a rollout with active sampling (see `Replacing`): each group is graded when
+    it is complete, and if it is dead, another prompt is submitted while the others are still being
+    sampled. Return all groups sorted by number, including dead ones.
 
-    ``take`` gives further prompts. Differs from the paper in that the engine waits for grades, so
-    that the step at which a prompt is submitted does not depend on the time they take.
+    ``take`` returns the given number of further prompts. Differs from the paper in that the engine
+    waits for grades, so that the engine step at which a prompt is submitted does not depend on the
+    time that grading takes.
     """
-    size, params = recipe.rollout.group_size, sampling(recipe)
-    own = Replacing(recipe, asked, take)
+    size, params = settings.group_size, settings.params
+    own = Replacing(settings, numbered, take)
 
     def replace(done: Answered) -> list[Request]:
         prompts = [(request.group, own.prompts[request.group]) for request, _ in done]
-        found = grade(task, prompts, [completions for _, completions in done], shaping(recipe))
+        found = grade(task, prompts, [completions for _, completions in done], settings.penalize)
         return requests_of(own.replace(found), size, params, Stream.TRAIN)
 
-    requests = requests_of(asked, size, params, Stream.TRAIN)
+    requests = requests_of(numbered, size, params, Stream.TRAIN)
     complete(engine, requests, report=report, further=replace)
     return sorted(own.groups, key=lambda group: group.index)

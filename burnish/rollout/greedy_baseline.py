@@ -1,4 +1,5 @@
-"""The greedy response to each prompt: its reward is ReMax's baseline, and nobody learns from it."""
+"""ReMax's baseline: the reward of a greedy response to each prompt. The policy does not learn from
+the greedy response itself."""
 
 from __future__ import annotations
 
@@ -7,18 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from burnish.draws import Stream
 from burnish.engine.protocol import Request
+from burnish.randomness import Stream
 from burnish.types import Completion, Grade, Group, Status
 
 PART = "greedy"
-"""The part of a grade that is the reward of the greedy response to the same prompt."""
+"""Name of the grade's part that holds the reward of the greedy response to the same prompt."""
 Responses = list[tuple[Completion, ...]]
-"""The completions of each request."""
+"""For each request, its completions."""
 
 
 class Greedy:
-    """Adds a greedy response to the responses of each request."""
+    """Samples one more response to each training prompt, with temperature 0."""
 
     def extend(
         self,
@@ -26,7 +27,9 @@ class Greedy:
         responses: Responses,
         complete: Callable[[list[Request]], Responses],
     ) -> Responses:
-        """The responses, each request's greedy one last; held-out requests get none."""
+        """Sample a greedy response for each request with ``complete``, and return ``responses``
+        with the greedy response appended to the responses of its request. If a request is not for
+        training, such as for held-out prompts, return all responses unchanged."""
         if any(request.stream is not Stream.TRAIN for request in requests):
             return responses
         found = complete([_greedy(request) for request in requests])
@@ -39,13 +42,15 @@ def _greedy(request: Request) -> Request:
 
 
 def has_greedy(group: Group) -> bool:
-    """Whether the last response is the greedy baseline of the others."""
+    """Return whether the last response of a group is the greedy baseline of the others: it has
+    temperature 0, and the first response has a higher one."""
     *own, last = group.completions
     return bool(own) and last.params.temperature == 0 and own[0].params.temperature > 0
 
 
 def add_costs(grade: Grade, others: Iterable[Grade]) -> Grade:
-    """The grade with what the judge's calls for the other grades cost, added to its own cost."""
+    """Return a copy of a grade whose cost (a judge's calls and tokens) includes the costs of the
+    other grades."""
     total = Counter(grade.cost)
     for other in others:
         total.update(other.cost)
@@ -53,18 +58,18 @@ def add_costs(grade: Grade, others: Iterable[Grade]) -> Grade:
 
 
 def set_apart(group: Group) -> Group:
-    """A graded group without its greedy response, if it has one beside others: the reward becomes a
-    part of the other grades, its tokens count as continued from the first response, and the cost of
-    its grade is added to the first grade.
+    """Return a graded group without its greedy response; a group without one is returned unchanged.
 
-    If the greedy response has no grade, the others are errors, too: they have no baseline.
+    The greedy reward is stored as the part `PART` of the other grades. The tokens of the greedy
+    response and the cost of its grade are added to the first of the other responses. If the greedy
+    response has no grade, the other grades become errors, because they have no baseline.
     """
     if not has_greedy(group):
         return group
     (*own, last), (*grades, greedy) = group.completions, group.grades
     if greedy.is_error:
-        told = f"the greedy response has no grade: {greedy.message}"
-        grades = [Grade(math.nan, {}, Status.ERROR, told, g.cost) for g in grades]
+        message = f"the greedy response has no grade: {greedy.message}"
+        grades = [Grade(math.nan, {}, Status.ERROR, message, g.cost) for g in grades]
     else:
         grades = [replace(g, parts={**g.parts, PART: greedy.reward}) for g in grades]
     grades[0] = add_costs(grades[0], [greedy])

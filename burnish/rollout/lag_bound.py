@@ -1,10 +1,11 @@
-"""Which groups a free-running loop may begin, and which it learns from next.
+"""Decides which groups a free-running loop may begin, and which it learns from next.
 
-Groups stand in a line in the order in which they began. The learner takes B groups at a time, the
-first that are graded inside a window of W places, which begins at the first open group. A group
-that is withdrawn (it was too old, or dead) leaves the line, and those behind it move up.
-docs/architecture.md proves that no group which `may_begin` allows is learned from more than
-``max_lag`` versions later, and that the loop never waits for itself.
+Groups form a queue in the order in which they began. A group is open until it is learned from or
+withdrawn. The learner takes B groups at a time: the first graded ones in a window of W places,
+which begins at the first open group. A group that is learned from keeps its place. A group that is
+withdrawn (because it is too old, or dead) leaves the queue, and the groups behind it move up.
+docs/architecture.md proves that no group that `may_begin` allows is learned from more than
+``max_lag`` versions later, and that the loop can't deadlock.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ from itertools import accumulate
 
 @dataclass
 class Pace:
+    """The queue of groups of a free-running loop, which enforces the bound on the lag."""
+
     batch: int
-    """B: groups of a rollout."""
+    """B: number of groups of a rollout."""
     window: int
-    """W, at least B."""
+    """W: number of places in the window, at least B."""
     gradient_steps: int
-    """k: versions that a rollout adds at most."""
+    """k: number of gradient steps of a rollout, and the most by which it raises the version."""
     max_lag: int
+    """Largest allowed lag of a token, in versions."""
     line: list[int] = field(default_factory=list)
-    """Numbers of groups that are open or were learned from, from the first open one on."""
+    """The queue: numbers of the groups from the first open one on, open or learned from."""
     loaded: dict[int, int] = field(default_factory=dict)
-    """The oldest version that a token of each open group can have."""
+    """For each open group, by number, the oldest version that one of its tokens can have."""
 
     def may_begin(self, loaded: int, next_version: int) -> bool:
-        """Whether a generator with version ``loaded`` may begin another group.
+        """Return whether a generator with version ``loaded`` may begin another group: neither the
+        new group nor an open one may then exceed ``max_lag`` when it is learned from.
 
         ``next_version`` is the highest version that the learner can have before its next rollout.
-        It may not put the new group, or one that is open already, beyond the bound.
         """
         versions = [self.loaded.get(number) for number in self.line] + [loaded]
         before = rollouts_before(
@@ -45,31 +49,37 @@ class Pace:
         )
 
     def begin(self, number: int, loaded: int) -> None:
-        """A generator with version ``loaded`` begins a group, at the end of the line."""
+        """Append a new open group to the queue; a generator with version ``loaded`` begins it. Call
+        `may_begin` first, which is not repeated here."""
         self.line.append(number)
         self.loaded[number] = loaded
 
     def know(self, number: int, oldest: int) -> None:
-        """An open group has no token before version ``oldest``."""
+        """Record that no token of the open group ``number`` is older than version ``oldest``. An
+        earlier, higher bound remains."""
         self.loaded[number] = max(oldest, self.loaded[number])
 
     def learn(self, numbers: Iterable[int]) -> None:
-        """The groups were learned from, and keep their places."""
+        """Mark groups as learned from. They keep their places in the queue while an open group is
+        before them."""
         for number in numbers:
             del self.loaded[number]
         self._move_up()
 
     def withdraw(self, number: int) -> None:
-        """Nobody will learn from the group: it leaves the line."""
+        """Remove an open group that will not be learned from; the groups behind it move up."""
         del self.loaded[number]
         self.line.remove(number)
         self._move_up()
 
     def ready(self, graded: Container[int]) -> list[int]:
-        """The groups of the next rollout; empty if it is not complete.
+        """Return the numbers of the groups of the next rollout: the first B groups in the window
+        that are ``graded``. Return an empty list if the learner has to wait. Nothing is changed;
+        call `learn` when the learner takes the groups.
 
-        It waits if it would leave fewer than B places of the next window to the first group that
-        stays open.
+        The learner has to wait if fewer than B groups in the window are graded, or if, in the
+        window of the group that is the first open one afterwards, more than W − B places would be
+        learned from.
         """
         inside = [number for number in self.line[: self.window] if number in self.loaded]
         found = [number for number in inside if number in graded][: self.batch]
@@ -91,13 +101,14 @@ class Pace:
 
 
 def rollouts_before(is_open: Sequence[bool], batch: int, window: int) -> list[int]:
-    """For each place of a line, how many rollouts of the open groups in the line may come before
-    that of an open group there.
+    """For each place of a queue, return the largest number of rollouts that the learner can learn
+    from before the rollout that contains the group at this place. ``is_open`` says which places
+    have open groups; results of other places have no meaning.
 
-    They may take all open groups before it. Of the W − 1 places behind it, B − 1 are left for its
-    own rollout at least.
+    These rollouts may take all open groups before it. Of the W − 1 places behind it, at least B − 1
+    remain for its own rollout.
     """
-    opened = [0, *accumulate(map(int, is_open))]  # in the places before
+    opened = [0, *accumulate(map(int, is_open))]  # number of open groups before each place
     found = []
     for place in range(len(is_open)):
         end = min(place + window, len(is_open))

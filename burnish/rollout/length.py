@@ -1,4 +1,5 @@
-"""Length penalties on graded groups, and responses that were cut at the length limit."""
+"""Length penalties on graded groups, and the treatment of responses that were truncated at the
+length limit."""
 
 from __future__ import annotations
 
@@ -8,30 +9,31 @@ from dataclasses import replace
 import numpy as np
 
 from burnish.errors import ConfigError
-from burnish.graders.length import PENALTIES, Graded
+from burnish.graders.length import PENALTIES, GradedResponses
 from burnish.model.tokenizer import Tokenizer
-from burnish.rollout.greedy import has_greedy
-from burnish.schema.length import Overlong
-from burnish.schema.recipe import Recipe
+from burnish.recipe.length import AnyPenalty, Overlong, ThinkConfig
+from burnish.rollout.greedy_baseline import has_greedy
 from burnish.types import Completion, Finish, Group
 
 PART = "length"
-"""The part of a grade that is its penalty."""
+"""Name of the grade's part that holds the length penalty."""
 Shape = Callable[[Group], Group]
-"""Changes the rewards of a graded group."""
+"""Returns a graded group with changed rewards."""
 
 
 def unshaped(group: Group) -> Group:
+    """Return the group unchanged."""
     return group
 
 
-def shaping(recipe: Recipe) -> Shape:
-    """The function that adds a recipe's length penalty to the grades of a group.
+def length_penalty(config: AnyPenalty, overlong: Overlong, max_tokens: int) -> Shape:
+    """Return a function that adds a recipe's length penalty to the rewards of a graded group, and
+    stores it as the part `PART` of each grade.
 
-    A grade that is an error stays as it is and counts in no statistics. A greedy baseline pays the
-    same penalty and counts in none either.
+    A grade that is an error is not changed and not included in the group's statistics. A greedy
+    baseline gets the same penalty, but is not included in the statistics either.
     """
-    name, settings = recipe.length.name, recipe.length.settings
+    name, settings = config.name, config.settings
     if name == "none":
         return unshaped
 
@@ -41,14 +43,16 @@ def shaping(recipe: Recipe) -> Shape:
             return group
         lengths = np.array([c.sampled.sum() for c in group.completions], dtype=np.float64)
         sizes = np.array([len(c.token_ids) for c in group.completions], dtype=np.float64)
-        counted = [is_counted(c, recipe.rollout.overlong) for c in group.completions]
+        counted = [is_counted(c, overlong) for c in group.completions]
         if has_greedy(group):
             counted[-1] = False
         rewards = group.rewards.astype(np.float64)
         given = (rewards, group.correct, lengths, sizes - lengths, np.array(counted))
         change = np.zeros(len(good))
         change[good] = PENALTIES[name](
-            Graded(*(each[good] for each in given)), limit=recipe.rollout.max_tokens, **settings
+            GradedResponses(*(each[good] for each in given)),
+            limit=max_tokens,
+            **settings,
         )
         grades = tuple(
             replace(
@@ -64,18 +68,20 @@ def shaping(recipe: Recipe) -> Shape:
 
 
 def is_cut(completion: Completion) -> bool:
-    """Whether the response was cut at the length limit."""
+    """Return whether a response was truncated at the length limit."""
     return completion.finish is Finish.LENGTH
 
 
 def is_counted(completion: Completion, overlong: Overlong) -> bool:
-    """Whether the response counts in its group's statistics: ``overlong`` may drop it."""
+    """Return whether a response is included in its group's statistics: all are, except truncated
+    responses if ``overlong`` is "drop"."""
     return not (overlong == "drop" and is_cut(completion))
 
 
 def mask_cut(groups: Sequence[Group]) -> list[Group]:
-    """Groups whose cut responses leave the loss and stay in the statistics; a group without any
-    other response is left out."""
+    """Return copies of the groups in which truncated responses are excluded from the loss
+    (``in_loss`` is False), but not from their group's statistics. A group in which all responses
+    are truncated is left out."""
     kept = [
         replace(g, completions=tuple(replace(c, in_loss=not is_cut(c)) for c in g.completions))
         for g in groups
@@ -83,11 +89,10 @@ def mask_cut(groups: Sequence[Group]) -> list[Group]:
     return [group for group in kept if any(c.in_loss for c in group.completions)]
 
 
-def check_phrase(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Raises if a think budget's phrase is no text of this tokenizer, or has no room."""
-    think, most = recipe.rollout.think, recipe.rollout.max_tokens
-    if think is None:
-        return
+def check_phrase(think: ThinkConfig, max_tokens: int, tokenizer: Tokenizer) -> None:
+    """Raise a ConfigError if ``think.phrase``, which is inserted when a think budget is used up,
+    does not contain the marker ``think.end`` after the tokenizer has encoded and decoded it, or if
+    budget and phrase leave no room for an answer within ``max_tokens``."""
     ids = tokenizer.encode(think.phrase, add_special=False)
     read = tokenizer.decode(ids)
     if think.end not in read:
@@ -95,9 +100,8 @@ def check_phrase(recipe: Recipe, tokenizer: Tokenizer) -> None:
             f"rollout.think.phrase = {think.phrase!r} reads {read!r} after this model's tokenizer, "
             f"without the end {think.end!r}; choose a phrase that the tokenizer knows"
         )
-    lowest = min(most, recipe.validation.max_tokens or most)
-    if think.tokens + len(ids) >= lowest:
+    if think.tokens + len(ids) >= max_tokens:
         raise ConfigError(
             f"rollout.think.tokens = {think.tokens} and the {len(ids)} tokens of the phrase leave "
-            f"no room for an answer within max_tokens = {lowest}; use a smaller budget"
+            f"no room for an answer within max_tokens = {max_tokens}; use a smaller budget"
         )

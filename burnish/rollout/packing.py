@@ -1,4 +1,5 @@
-"""From groups to packed batches: no padding, a group's prompt once, its responses after it."""
+"""Packs groups into batches without padding: each group's prompt once, then its responses. Also
+cuts batches into train batches and packs."""
 
 from __future__ import annotations
 
@@ -22,28 +23,32 @@ STREAMS = {
     "versions": np.int64,
     "values": np.float32,
 }
-"""Fields of a batch, [N] each or None, that do not follow from the lengths of its segments."""
+"""Fields of a batch with one value per token, [N] or None, which are not computed from the lengths
+of its segments, and their types."""
 PER_RESPONSE = ("lengths", "rewards", "parts")
 """Fields of a batch with one row per response."""
 
 
 class Pack(NamedTuple):
-    """A part of a batch that is a batch of its own, and the slots [n] it has in the whole."""
+    """A part of a batch, as a batch of its own, and the slots [n] of its tokens in the whole
+    batch."""
 
     batch: PackedBatch
     slots: Tensor
 
     @classmethod
     def whole(cls, batch: PackedBatch) -> Pack:
+        """Return the whole batch as one pack."""
         return cls(batch, torch.arange(len(batch.tokens), device=batch.tokens.device))
 
 
 def pack(groups: Sequence[Group], parts: Sequence[str] = ()) -> PackedBatch:
-    """Lays the groups out one after the other, each as prompt, response 1, response 2, …
+    """Concatenate groups to a packed batch on the CPU, each as prompt, response 1, response 2, …
 
-    ``parts`` names the parts of the grades that the batch carries. This is the one place that
-    applies ``Prompt.scale``: rewards, parts (a greedy reward among them) and step values of a group
-    are multiplied by the same factor, after length penalties and before the estimator.
+    ``parts`` names the parts of the grades that the batch must contain; raises a DataError if a
+    grade lacks one. Only this function applies ``Prompt.scale``: rewards, parts (including a greedy
+    reward) and step values of a group are multiplied by the same factor, after length penalties and
+    before the advantage estimator.
     """
     segments = [segment for group in groups for segment in _segments(group)]
     streams = {
@@ -74,7 +79,7 @@ def _scale(group: Group) -> np.float32:
 
 
 def _parts(group: Group, names: Sequence[str]) -> FloatArray:
-    """[G, K]: parts of the group's grades."""
+    """Return the named parts of a group's grades, [G, K]; raise a DataError if one is missing."""
     for grade in group.grades:
         for name in names:
             if name not in grade.parts:
@@ -88,7 +93,7 @@ def _parts(group: Group, names: Sequence[str]) -> FloatArray:
 
 
 def _segments(group: Group) -> Iterator[tuple[np.ndarray, ...]]:
-    """The streams of the prompt, and of each response."""
+    """Yield the arrays of `STREAMS`, in that order, for the prompt and then for each response."""
     prompt = group.prompt.token_ids
     nothing = np.zeros(len(prompt))
     yield prompt, nothing > 0, nothing, nothing + 1, nothing, nothing + np.nan
@@ -107,7 +112,8 @@ def _has_values(groups: Sequence[Group]) -> bool:
 
 
 def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:
-    """The fields of a batch that follow from its segments, [segments] each."""
+    """Compute the fields of a batch that depend only on the ``lengths`` of its segments and on
+    which segments are prompts, [segments] each; return these fields by name."""
     offsets = pad(lengths.cumsum(0), (1, 0))
     segment = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     slot = torch.arange(len(segment), device=lengths.device)
@@ -115,9 +121,9 @@ def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:
     in_prompt = is_prompt[segment]
     prompt_lengths = lengths[is_prompt][is_prompt.cumsum(0) - 1]
     prompt_ends = offsets[1:][is_prompt][is_prompt.cumsum(0) - 1]
-    # A response's first token follows the prompt's last; the prompt's first has no predecessor.
+    # The first token of a response follows the prompt's last; the prompt's first has its own slot.
     before_first = torch.where(in_prompt, slot, prompt_ends[segment] - 1)
-    # A prompt carries the number of the response after it: as many as lie before it.
+    # A prompt has the id of the response after it, which is the number of responses before it.
     owner = (~is_prompt).cumsum(0) - (~is_prompt).long()
     return {
         "positions": torch.where(in_prompt, within, prompt_lengths[segment] + within),
@@ -130,9 +136,10 @@ def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:
 
 
 def take(batch: PackedBatch, sequences: Tensor) -> Pack:
-    """The given sequences (ids in rising order), each group after its prompt."""
+    """Return a pack with some responses of a batch and the prompts of their groups. ``sequences``
+    are the numbers of the responses in the batch, from 0, in ascending order."""
     groups, new_group = torch.unique_consecutive(batch.group_ids[sequences], return_inverse=True)
-    # Segments are numbered through: every group has its prompt's before its responses'.
+    # In the order of segments, each prompt comes before the responses of its group.
     prompt_segments = batch.segment_is_prompt.nonzero().squeeze(1)[groups]
     response_segments = (~batch.segment_is_prompt).nonzero().squeeze(1)[sequences]
     segments = torch.cat((prompt_segments, response_segments)).sort().values
@@ -147,7 +154,8 @@ def take(batch: PackedBatch, sequences: Tensor) -> Pack:
 
 
 def first_token(batch: PackedBatch) -> Pack:
-    """The first token of the first prompt: a pack without actions, which adds nothing to a loss."""
+    """Return a pack that consists of the first prompt's first token. It has no responses and no
+    actions, so it contributes nothing to a loss."""
     one, slots = torch.ones_like(batch.segment_offsets[:1]), Pack.whole(batch).slots[:1]
     given = {name: getattr(batch, name) for name in STREAMS}
     streams: dict[str, Any] = {k: v if v is None else v[slots] for k, v in given.items()}
@@ -156,10 +164,11 @@ def first_token(batch: PackedBatch) -> Pack:
 
 
 def train_batches(batch: PackedBatch, responses: int, *, count: int | None = None) -> list[Pack]:
-    """The groups of a rollout, dealt out to ``count`` train batches that differ by a group at most.
+    """Split a rollout into ``count`` train batches of consecutive whole groups; their numbers of
+    groups differ by at most 1. There are never more batches than groups.
 
-    ``count`` is None if the batch was not planned; it then has as many as ``responses`` in each
-    would fill. A batch holds whole groups, so there are never more batches than groups.
+    If ``count`` is None, it is the number of the rollout's responses divided by ``responses`` (per
+    train batch), rounded up; otherwise ``responses`` is not used.
     """
     groups = int(batch.segment_is_prompt.sum())
     count = min(groups, count or -(-len(batch.rewards) // responses))
@@ -170,16 +179,19 @@ def train_batches(batch: PackedBatch, responses: int, *, count: int | None = Non
 
 
 def take_streams(learn: LearnBatch, pack: Pack) -> LearnBatch:
-    """The streams of a batch to learn from, cut to the tokens of a pack."""
+    """Return the part of a train batch that belongs to ``pack``, a pack of ``learn.batch``: the
+    pack's batch, and of every per-token tensor [N] the values in the pack's slots [n]."""
     streams = {k: v[pack.slots] for k, v in vars(learn).items() if isinstance(v, Tensor)}
     return replace(learn, batch=pack.batch, **streams)
 
 
 def cut(batch: PackedBatch, tokens: int | None, sequences: int | None = None) -> list[Pack]:
-    """Packs of at most so many tokens, or so many sequences; the batch as it is if both are None.
+    """Cut a batch into packs of at most ``tokens`` tokens or, if that is None, of at most
+    ``sequences`` responses. If both are None, the whole batch is one pack.
 
-    A pack holds whole groups where they fit. A group that is too large alone is spread over packs
-    that hold its prompt and some of its responses each.
+    A pack contains whole groups if they fit. A group that is too large for one pack is split over
+    several packs, each with its prompt and some of its responses. Raises a ConfigError if a prompt
+    and one response have more than ``tokens`` tokens.
     """
     limit = sequences if tokens is None else tokens
     if limit is None:

@@ -1,4 +1,4 @@
-"""A learned reward over a task: all responses of a rollout are scored at once by a model."""
+"""A task whose responses are scored by a reward model, all responses of a rollout at once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from itertools import groupby
 
 import torch
 
-from burnish.model.reward import RewardModel, ends
+from burnish.model.reward import RewardModel, last_slots
 from burnish.rollout.packing import Pack, pack
 from burnish.tasks.task import Task
 from burnish.types import Completion, Grade, Group, PackedBatch, Prompt, Status
 
 
 class LearnedReward:
-    """A task whose reward is the model's, plus the task's own reward times ``weight``.
+    """Wraps a task and grades with a reward model: the reward is the model's reward plus ``weight``
+    times the task's own reward.
 
-    Both are parts of the grade, "learned" and "task". A response that the task could not grade
-    stays an error.
+    Both are stored as parts of the grade, "learned" and "task". A response that the task could not
+    grade remains an error; a response to which the model gives no finite reward becomes one.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class LearnedReward:
         weight: float,
         cut: Callable[[PackedBatch], list[Pack]],
     ) -> None:
-        """``cut`` makes the packs of a forward pass each."""
+        """``cut`` divides a batch into packs; each pack is one forward pass."""
         self.task, self.model, self.weight, self._cut = task, model, weight, cut
         self.validation = task.validation
 
@@ -50,7 +51,8 @@ class LearnedReward:
 
     @torch.no_grad()
     def rewards(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[float]:
-        """The model's rewards in the pairs' order."""
+        """Score pairs of prompt and response with the reward model; return the rewards in the same
+        order."""
         runs = [list(run) for _, run in groupby(pairs, key=lambda pair: id(pair[0]))]
         groups = [
             Group(0, run[0][0], tuple(c for _, c in run), (Grade(0.0),) * len(run)) for run in runs
@@ -58,7 +60,7 @@ class LearnedReward:
         batch = pack(groups).to(self.model.weight.device)
         found: list[float] = []
         for part in self._cut(batch):
-            found += self.model.score(part.batch).logprobs[ends(part.batch)].tolist()
+            found += self.model.score(part.batch).rewards[last_slots(part.batch)].tolist()
         return found
 
     def _total(self, grade: Grade, score: float) -> Grade:

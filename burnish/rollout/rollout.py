@@ -1,4 +1,4 @@
-"""One rollout: prompts of the task, completions of an engine, grades: groups."""
+"""One rollout: an engine samples completions of the task's prompts, and the task grades them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from reprlib import Repr
 from typing import Any
 
 import numpy as np
 
-from burnish.draws import Stream
-from burnish.engine.protocol import Request, Server
+from burnish.console.progress import Report, unheard
+from burnish.engine.protocol import Request, Sampler
 from burnish.errors import DataError, EngineError, GraderError
-from burnish.progress import Report, unheard
-from burnish.rollout.branches import Steps, describe_steps, valued
-from burnish.rollout.greedy import set_apart
+from burnish.graders.tally import name_failures
+from burnish.randomness import Stream
+from burnish.recipe.length import Overlong
+from burnish.recipe.recipe import RolloutConfig
+from burnish.rollout.greedy_baseline import set_apart
 from burnish.rollout.length import Shape, is_counted, is_cut, mask_cut, unshaped
-from burnish.schema.length import Overlong
-from burnish.schema.recipe import Recipe
+from burnish.rollout.step_values import Steps, describe_steps, valued
 from burnish.tasks.task import Task
 from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
 
@@ -32,34 +32,35 @@ ABORTED = Grade(
 )
 """The grade of a sample that the engine aborted."""
 PATIENCE = 600.0
-"""Seconds that an engine may take to its next token."""
-Asked = Sequence[tuple[int, Prompt]]
-"""Prompts, each after the index of its group in the run."""
+"""Timeout in seconds: an engine that returns no further token or completion has failed."""
+NumberedPrompts = Sequence[tuple[int, Prompt]]
+"""Prompts to sample: pairs of the group's index in the run and the prompt."""
 Answered = Sequence[tuple[Request, tuple[Completion, ...]]]
-"""Requests, each with its completions in the order of their samples."""
-QUOTED = 3
-"""Messages that an error quotes."""
-_SHORT = Repr()
-_SHORT.maxstring = 80
+"""Completed requests: pairs of the request and its completions, sorted by sample index."""
 Note = Callable[..., None]
-"""Is told of an event by its name and keywords, for the ledger of a run."""
+"""Callback that appends one event, given by its name and keywords, to the run's ledger."""
 
 
-def ignore(event: str, **told: Any) -> None:
-    """Notes nothing."""
+def ignore(event: str, **details: Any) -> None:
+    """Ignore the event."""
 
 
 def sample(
-    engine: Server,
-    asked: Asked,
+    engine: Sampler,
+    numbered: NumberedPrompts,
     samples: int,
     params: SamplingParams,
     stream: Stream = Stream.TRAIN,
     report: Report = unheard,
     steps: Steps = None,
 ) -> list[tuple[Completion, ...]]:
-    """``samples`` completions of each prompt; ``steps`` continues them."""
-    requests = requests_of(asked, samples, params, stream)
+    """Sample ``samples`` completions of each prompt; return them in the order of the prompts.
+
+    ``stream`` determines the random draws (training or evaluation). ``steps`` adds a greedy
+    response to each prompt as its last completion, or continuations from the steps of each response
+    as its branches; None if the recipe needs neither.
+    """
+    requests = requests_of(numbered, samples, params, stream)
     responses = complete(engine, requests, report=report)
     if steps is None:
         return responses
@@ -67,18 +68,19 @@ def sample(
 
 
 def requests_of(
-    asked: Asked, samples: int, params: SamplingParams, stream: Stream
+    numbered: NumberedPrompts, samples: int, params: SamplingParams, stream: Stream
 ) -> list[Request]:
+    """Return one request of ``samples`` samples for each prompt."""
     # A held-out prompt may be sampled while the training group of the same number is in flight.
     kind = "group" if stream is Stream.TRAIN else "held-out"
     return [
         Request(f"{kind}-{group}", prompt.token_ids, samples, params, group, stream)
-        for group, prompt in asked
+        for group, prompt in numbered
     ]
 
 
 def complete(
-    engine: Server,
+    engine: Sampler,
     requests: Sequence[Request],
     *,
     report: Report = unheard,
@@ -86,13 +88,15 @@ def complete(
     patience: float = PATIENCE,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[Completion, ...]]:
-    """The completions of each request.
+    """Run the engine until all requests are completed; return the completions of each request,
+    additional ones included, in the order of their submission.
 
-    All requests are submitted before the first step, so that the engine's batches, and with them
-    the last bits of its logits, are the same whenever the same requests come. ``report`` is told
-    the completions that are done and the tokens that were sampled. ``further`` is given the
-    requests that a step has completed, and returns requests to submit before the next step; None
-    if there are no others.
+    All requests are submitted before the first step, so that the same requests always give the same
+    batches in the engine, and with them the same last bits of the logits. ``report`` receives the
+    numbers of finished completions and of sampled tokens. ``further`` receives the requests that a
+    step has completed, and returns additional requests to submit before the next step; None to
+    submit none. Raises an EngineError if the engine loses samples, or makes no progress for
+    ``patience`` seconds.
     """
     requests = list(requests)
     for request in requests:
@@ -132,25 +136,31 @@ def _answers(
     return tuple(done[request.request_id, i] for i in range(request.n))
 
 
-def sampling(recipe: Recipe) -> SamplingParams:
-    """How training samples; the sorting model reads the temperature and the seed alone."""
-    names = {"temperature", "top_p", "top_k", "max_tokens", "min_tokens"}
-    settings = recipe.rollout.model_dump(include=names)
-    if (think := recipe.rollout.think) is not None:
-        settings |= {f"think_{name}": value for name, value in think}
-    return SamplingParams(**settings, stop=recipe.stop, seed=recipe.seed)
+def sampling_params(rollout: RolloutConfig, stop: tuple[str, ...], seed: int) -> SamplingParams:
+    """Build the sampling parameters of training from a recipe. The sorting model uses only the
+    temperature and the seed."""
+    names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+    settings = rollout.model_dump(include=names | {"max_tokens", "min_tokens"})
+    if rollout.think is not None:
+        settings |= {f"think_{name}": value for name, value in rollout.think}
+    return SamplingParams(**settings, stop=stop, seed=seed)
 
 
 def grade(
     task: Task,
-    asked: Asked,
+    numbered: NumberedPrompts,
     responses: Sequence[tuple[Completion, ...]],
     shape: Shape = unshaped,
 ) -> list[Group]:
-    """The groups of the prompts and their responses, whose steps are valued if they have branches.
-    The task does not see aborted samples, ``shape`` changes a group's rewards, and a response that
-    is greedy is set apart."""
-    given = list(zip(asked, responses, strict=True))
+    """Grade the responses to each prompt; return one group per prompt. If a response can't be
+    graded, its grade is an error (`Grade.is_error`).
+
+    Aborted samples get the grade `ABORTED` and are not passed to the task. ``shape`` changes the
+    rewards of each group, such as by a length penalty. A greedy response is then removed from its
+    group and becomes the baseline (`set_apart`). If responses have branches, these are graded as
+    well, and replaced by the values of the responses' steps (`valued`).
+    """
+    given = list(zip(numbered, responses, strict=True))
     left = iter(_grades(task, [(p, c) for (_, p), completions in given for c in completions]))
     groups = [
         set_apart(shape(Group(index, prompt, cs, tuple(next(left) for _ in cs))))
@@ -169,42 +179,46 @@ def _grades(task: Task, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grad
 
 
 def is_aborted(completion: Completion) -> bool:
-    """Whether the engine gave the sample up, so that its tokens are no response."""
+    """Return whether the engine aborted the sample, so that its tokens are not a response."""
     return completion.finish is Finish.ABORT
 
 
-def check_errors(groups: Sequence[Group], *, limit: float, asked: int = 0) -> None:
-    """Raises once more than a share of ``limit`` of the grades are errors: the grader's own, or
-    the grades of samples that the engine aborted.
+def check_errors(groups: Sequence[Group], *, limit: float, requested: int = 0) -> None:
+    """Raise a GraderError if more than the share ``limit`` of the grades are errors: failures of
+    the grader, or samples that the engine aborted.
 
-    ``asked``: responses that were asked for, if more than those that are here. The error quotes
-    each message with the first response, and its row, that the message is about.
+    ``requested``: number of responses that were requested, if it is larger than the number in
+    ``groups``; the share is relative to it. The error quotes some of the messages, each with the
+    first response that has it, and the response's data row.
     """
     graded = [(group.prompt, *pair) for group in groups for pair in group.graded]
     errors = [given for given in graded if given[2].is_error]
-    if len(errors) <= limit * max(asked, len(graded)):
+    if len(errors) <= limit * max(requested, len(graded)):
         return
-    first: dict[str, str] = {}
-    for prompt, completion, grade in errors:
-        said = grade.message or "no message"
-        text, row = _SHORT.repr(completion.text), _SHORT.repr(prompt.reference)
-        name = f"response {completion.sample_index} to {prompt.prompt_id}"
-        first.setdefault(said, f"{name} ({text}, row {row}): {said}")
+    failures = (
+        (
+            f"response {completion.sample_index} to {prompt.prompt_id}",
+            completion.text,
+            prompt.reference,
+            grade.message or "no message",
+        )
+        for prompt, completion, grade in errors
+    )
     raise GraderError(
         f"{len(errors)} of {len(graded)} responses got no grade, more than a share of {limit:g}; "
-        "mend what the messages name, or raise rollout.max_errors. "
-        f"{'; '.join(list(first.values())[:QUOTED])}{'; …' if len(first) > QUOTED else ''}"
+        f"{name_failures(failures)}"
     )
 
 
 def drop_errors(
     groups: Sequence[Group], overlong: Overlong = "keep"
 ) -> tuple[list[Group], dict[str, float]]:
-    """The groups without samples whose grade is an error (see `check_errors`), and how many samples
-    and groups left. ``overlong`` says what becomes of responses that were cut at the limit.
+    """Drop samples whose grade is an error, and treat responses that were truncated at the length
+    limit as ``overlong`` says: keep them, drop them, or mask them (`mask_cut`). Return the
+    remaining groups, and metrics that count the dropped samples and groups.
 
-    A group that has fewer than two samples left has no statistics and goes as a whole; its good
-    samples count as dropped too. A group keeps its index.
+    A group that loses samples and has fewer than two left has no statistics and is dropped; its
+    other sample counts as dropped, too. The remaining groups keep their indices.
     """
     kept = []
     for group in groups:
@@ -231,9 +245,10 @@ def drop_errors(
 
 
 def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, float]:
-    """A rollout's groups in figures, before anything is learned from them.
+    """Compute metrics of a rollout's groups, before the learner uses them: means over responses,
+    reward statistics and sampled tokens as ``rollout/…``, and costs of judges as ``judge/…``.
 
-    ``skipped_prompts`` were too long, so that others were asked instead.
+    ``skipped_prompts`` is the number of prompts that were too long and replaced by the next ones.
     """
     responses = [
         {
@@ -267,17 +282,20 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
 
 
 def costs(groups: Sequence[Group]) -> dict[str, float]:
-    """Calls, tokens and retries of judges, added up as ``judge/…``; empty if none was asked."""
+    """Return the total calls, tokens and retries of judges as ``judge/…``. If no judge was called,
+    return an empty dict."""
     given = [grade.cost for group in groups for grade in group.grades if grade.cost]
     names = given[0] if given else ()
     return {f"judge/{name}": sum(cost[name] for cost in given) for name in names}
 
 
 def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over responses, each with its tokens, finish, reward, parts, status, correctness and,
-    in a mixture, part.
+    """Compute means over responses, such as length, reward and the share of each status and finish
+    reason, and the number of responses. A response is a mapping with the keys tokens, finish,
+    reward, parts, status, correct and, in a mixture, part.
 
-    A response whose grade is an error has no reward; without any reward there is no such mean.
+    Responses whose grade is an error are left out of the means of rewards. A mean over no responses
+    is left out.
     """
     scored = [r for r in responses if r["status"] != Status.ERROR]
     right = [r for r in scored if r["correct"]]
@@ -295,5 +313,5 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _length(response: Mapping[str, Any]) -> int:
-    """Tokens that were sampled."""
+    """Return the number of tokens that were sampled, without inserted ones."""
     return len(response["tokens"]) - len(response.get("forced", ()))

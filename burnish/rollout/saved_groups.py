@@ -1,7 +1,8 @@
-"""Graded groups as arrays and JSON, so that a checkpoint holds them without pickles.
+"""Converts graded groups to arrays and JSON and back, so that a checkpoint can store them without
+pickle.
 
-A prompt is not saved: a task's prompts are a function of their number, so the group's index brings
-it back.
+Prompts are not saved: a task's prompts are a function of their number, so a prompt is found by the
+index of its group.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HELD = "groups."
-"""How the names of these tensors begin in a checkpoint."""
+"""Prefix of the names of these tensors in a checkpoint."""
 PER_TOKEN = ("token_ids", "logprobs", "versions", "sampled", "values")
+"""Fields of a completion that are saved as tensors."""
 NAMES = ("request_id", "sample_index", "stop", "text", "in_loss", "continued")
+"""Fields of a completion that are saved as JSON."""
 
 
 def save_held(held: Sequence[Sequence[Group]]) -> tuple[dict[str, Tensor], list[Any]]:
-    """Lists of groups, those of a buffer and of rollouts in flight, as a checkpoint holds them: the
-    tokens of all responses one after the other, and for each list a row per group, as JSON."""
+    """Convert lists of groups (the replay buffer, and each rollout in flight) to the content of a
+    checkpoint. Return tensors with the per-token data of all responses, concatenated, whose names
+    begin with `HELD`, and for each list one JSON row per group. Prompts are not included."""
     from torch import from_numpy
 
     tensors: dict[str, Tensor] = {}
@@ -42,24 +46,24 @@ def load_held(
     rows: Sequence[Sequence[Mapping[str, Any]]],
     prompt: Callable[[int], Prompt],
 ) -> list[list[Group]]:
-    """The inverse of ``save_held``; ``prompt`` gives the prompt of a group's index. A checkpoint's
-    other tensors may be among the tensors."""
+    """Restore the lists of groups from the tensors and rows of `save_held`. ``prompt`` returns the
+    prompt of a group, given its index. ``tensors`` may contain other tensors of the checkpoint."""
     arrays = {name: tensors[HELD + name].numpy() for name in PER_TOKEN if HELD + name in tensors}
     first = 0
 
-    def completion(told: Mapping[str, Any], params: SamplingParams) -> Completion:
+    def completion(saved: Mapping[str, Any], params: SamplingParams) -> Completion:
         nonlocal first
-        end = first + told["length"]
-        fields: dict[str, Any] = {name: told[name] for name in NAMES if name in told}
+        end = first + saved["length"]
+        fields: dict[str, Any] = {name: saved[name] for name in NAMES if name in saved}
         fields |= {name: values[first:end] for name, values in arrays.items()}
         first = end
-        return Completion(**fields, params=params, finish=Finish(told["finish"]))
+        return Completion(**fields, params=params, finish=Finish(saved["finish"]))
 
     def group(row: Mapping[str, Any]) -> Group:
         given: dict[str, Any] = row["params"]
         stops = {name: tuple(given[name]) for name in ("stop", "stop_ids")}
         params = SamplingParams(**{**given, **stops})
-        completions = tuple(completion(told, params) for told in row["completions"])
+        completions = tuple(completion(saved, params) for saved in row["completions"])
         grades = tuple(Grade(**{**g, "status": Status(g["status"])}) for g in row["grades"])
         return Group(row["index"], prompt(row["index"]), completions, grades)
 

@@ -1,9 +1,10 @@
-"""Responses that go on from the steps of a response; their mean reward is the value of a step.
+"""Step values of VinePPO: the value before a step of a response is the mean reward of continuations
+that are sampled from there.
 
-A response is cut into steps. From the beginning of each step but the first, the engine samples K
-continuations. The value before a step is the mean reward of the K whole responses, which the task
-grades as it grades any other. The value before the first step is the mean reward of the group's
-other responses: they are samples from the prompt, too, and cost nothing.
+A response is divided into steps. From the beginning of each step except the first, the engine
+samples K continuations. The value before the step is the mean reward of the K complete responses,
+which the task grades like all others. The value before the first step is the mean reward of the
+group's other responses: they are samples from the prompt, too, and cost nothing.
 """
 
 from __future__ import annotations
@@ -16,32 +17,36 @@ from itertools import islice
 
 import numpy as np
 
-from burnish.draws import Stream
+from burnish.console.progress import begin
+from burnish.console.text import counted
 from burnish.engine.protocol import Request
-from burnish.pieces.advantages import Remax, Vine
-from burnish.progress import begin
-from burnish.rollout.greedy import Greedy, add_costs
-from burnish.schema.recipe import Recipe
+from burnish.randomness import Stream
+from burnish.recipe.objective.advantages import AnyAdvantage, Remax, Vine
+from burnish.rollout.greedy_baseline import Greedy, add_costs
 from burnish.types import Branch, Completion, Finish, Grade, Group, IntArray, Prompt, Status
-from burnish.wording import counted
 
 BREAKS = {
     "lines": re.compile(r"\n\s*"),
     "sentences": re.compile(r"""[.!?]["')\]]*\s+|\n\s*"""),
 }
-"""The end of a step, and the space before the next one."""
+"""Patterns of the text between two steps, by the setting ``steps``: the end of a step and the space
+before the next one."""
 Responses = list[tuple[Completion, ...]]
-"""The completions of each request."""
+"""For each request, its completions."""
 
 
 @dataclass(frozen=True)
 class Branching:
+    """Samples continuations from the beginning of each step of a response."""
+
     steps: int | str
-    """Tokens of a step, or a key of ``BREAKS``."""
+    """Number of tokens of a step, or a key of `BREAKS`."""
     continuations: int
+    """Number of continuations of each step."""
     group_size: int
+    """Number of responses per prompt."""
     decode: Callable[[IntArray], list[str]]
-    """Token ids to a text each."""
+    """Converts token ids to one text per token."""
 
     def extend(
         self,
@@ -49,16 +54,19 @@ class Branching:
         responses: Responses,
         complete: Callable[..., Responses],
     ) -> Responses:
-        """The responses of the requests with their branches; held-out responses get none.
+        """Sample ``continuations`` from the beginning of each step except the first of each
+        response; return the responses with the continuations as their ``branches``. If a request is
+        not for training, such as for held-out prompts, return all responses unchanged.
 
-        ``complete`` gives the completions of requests, and takes a ``report``.
+        ``complete`` takes requests and a progress callback ``report``, and returns the completions
+        of each request.
         """
         if any(request.stream is not Stream.TRAIN for request in requests):
             return responses
-        asked = [list(map(self.starts, own)) for own in responses]
+        positions = [list(map(self.starts, own)) for own in responses]
         further = [
             self._request(request, completion, start)
-            for request, own, places in zip(requests, responses, asked, strict=True)
+            for request, own, places in zip(requests, responses, positions, strict=True)
             for completion, starts in zip(own, places, strict=True)
             for start in starts
         ]
@@ -70,12 +78,12 @@ class Branching:
                 replace(c, branches=tuple(Branch(start, next(found)) for start in starts))
                 for c, starts in zip(own, places, strict=True)
             )
-            for own, places in zip(responses, asked, strict=True)
+            for own, places in zip(responses, positions, strict=True)
         ]
 
     def starts(self, completion: Completion) -> list[int]:
-        """The first token of each step but the first; a token that the system put there begins
-        none."""
+        """Return the index of the first token of each step except the first. A step begins with a
+        sampled token: if its first token was inserted, with the next sampled one."""
         if completion.finish is Finish.ABORT:
             return []
         texts = self.decode(completion.token_ids)
@@ -86,7 +94,8 @@ class Branching:
         return [int(actions[place]) for place in np.unique(places) if 0 < place < len(actions)]
 
     def _request(self, request: Request, completion: Completion, start: int) -> Request:
-        """Draws are apart from those of all other samples, steps and groups."""
+        """Build the request for the continuations of a response from token ``start``. Their random
+        draws differ from the draws of all other samples, steps and groups."""
         kept = ("token_ids", "logprobs", "versions", "sampled")
         begun = replace(completion, **{name: getattr(completion, name)[:start] for name in kept})
         sample = start * self.group_size + completion.sample_index
@@ -101,23 +110,30 @@ class Branching:
 
 
 Steps = Branching | Greedy | None
-"""Samples more after the responses, to value them; None if a recipe needs no such samples."""
+"""Samples additional responses after the responses of a rollout, to estimate values or a baseline;
+None if the recipe's advantage needs none."""
 
 
-def branching(recipe: Recipe, decoder: Callable[[], Callable[[IntArray], list[str]]]) -> Steps:
-    """``decoder`` gives the function from token ids to texts."""
-    piece = recipe.objective.advantage
-    if isinstance(piece, Remax):
+def make_step_sampler(
+    advantage: AnyAdvantage,
+    group_size: int,
+    decoder: Callable[[], Callable[[IntArray], list[str]]],
+) -> Steps:
+    """Return the sampler of additional responses that an advantage needs: `Greedy` for ReMax,
+    `Branching` for VinePPO, otherwise None. ``decoder`` returns the function that converts token
+    ids to one text per token; it is called only for VinePPO."""
+    if isinstance(advantage, Remax):
         return Greedy()
-    if not isinstance(piece, Vine):
+    if not isinstance(advantage, Vine):
         return None
-    return Branching(piece.steps, piece.continuations, recipe.rollout.group_size, decoder())
+    return Branching(advantage.steps, advantage.continuations, group_size, decoder())
 
 
 def starts_of(texts: Sequence[str], steps: int | str) -> list[int]:
-    """The first token of each step but the first, by the tokens' texts.
+    """Return the index of the first token of each step except the first, given the text of each
+    token. ``steps`` is the number of tokens of a step, or a key of `BREAKS`.
 
-    A step begins with the token that holds the first character after a break.
+    With `BREAKS`, a step begins with the token that contains the first character after a break.
     """
     if isinstance(steps, int):
         return list(range(steps, len(texts), steps))
@@ -129,7 +145,8 @@ def starts_of(texts: Sequence[str], steps: int | str) -> list[int]:
 def valued(
     groups: Sequence[Group], grade: Callable[[list[tuple[Prompt, Completion]]], list[Grade]]
 ) -> list[Group]:
-    """The groups with the values of their steps, for which ``grade`` grades the branches."""
+    """Grade the branches of all responses with ``grade``, and return the groups with the values of
+    their steps instead of branches. Groups without branches are returned unchanged."""
     pairs = [
         (group.prompt, branched)
         for group in groups
@@ -142,7 +159,9 @@ def valued(
 
 
 def _valued(group: Group, branched: Iterator[Grade]) -> Group:
-    """``branched`` are the grades of the group's branches, in order."""
+    """Return a group with the values of its steps instead of branches. ``branched`` yields the
+    grades of the branches, in order. The value before a response's first step is the mean reward of
+    the group's other responses."""
     if any(completion.branches is None for completion in group.completions):
         return group
     found = [_value(*pair, branched) for pair in group.graded]
@@ -158,8 +177,9 @@ def _valued(group: Group, branched: Iterator[Grade]) -> Group:
 def _value(
     completion: Completion, grade: Grade, branched: Iterator[Grade]
 ) -> tuple[Completion, Grade]:
-    """The completion with values in the place of its branches, and its grade, which has the costs
-    of the branches' grades, too: an error if no continuation of one of its steps has a grade."""
+    """Return a completion with step values instead of branches, and its grade with the judge's
+    costs of grading the branches added. The value of a step is the mean reward of its
+    continuations; if none of them has a grade, the response's grade becomes an error."""
     values, tokens = np.full(len(completion.token_ids), np.nan, dtype=np.float32), 0
     for start, completions in ((b.start, b.completions) for b in completion.branches or ()):
         grades = list(islice(branched, len(completions)))
@@ -169,13 +189,15 @@ def _value(
         if rewards:
             values[start] = np.mean(rewards)
         else:
-            told = f"no continuation from token {start} has a grade: {grades[0].message}"
-            grade = Grade(math.nan, {}, Status.ERROR, told, grade.cost)
+            message = f"no continuation from token {start} has a grade: {grades[0].message}"
+            grade = Grade(math.nan, {}, Status.ERROR, message, grade.cost)
     return replace(completion, branches=None, values=values, continued=tokens), grade
 
 
 def describe_steps(groups: Sequence[Group]) -> dict[str, float]:
-    """The steps of a rollout, and the tokens that were sampled to value responses, in figures."""
+    """Compute ``steps_per_response``, the mean number of steps, and ``continuation_tokens``, the
+    number of tokens that were sampled for step values or greedy baselines. Metrics that do not
+    apply are left out: the result is empty if the recipe samples neither."""
     completions = [c for group in groups for c in group.completions]
     counts = [np.isfinite(c.values).sum() for c in completions if c.values is not None]
     found = {"steps_per_response": float(np.mean(counts))} if counts else {}

@@ -1,7 +1,8 @@
-"""The ledger: every group that was sampled, learned from or dropped, in the order of events.
+"""The ledger: an append-only log of the groups that were sampled, trained on or dropped.
 
-A resumed run does not cut it back. Its rows prove afterwards that each group was learned from as
-often as the strategy says, whatever died on the way.
+A group is the sampled responses to one prompt. Each start of the run, the first one or a resume, is
+an incarnation. A resumed run does not truncate the ledger. Its rows show whether each group was
+trained on as often as the loop's settings allow, even if processes died during the run.
 """
 
 from __future__ import annotations
@@ -22,53 +23,61 @@ Row = Mapping[str, Any]
 
 
 class Ledger:
-    """Appends events; a row is handed to the operating system at once."""
+    """Appends events to the ledger and to the timeline. Each row is flushed at once."""
 
     def __init__(self, run: Path, incarnation: int, step: int) -> None:
-        """An incarnation of the run begins from ``step``."""
+        """Record the start of an incarnation of the run, which continues after ``step``."""
         self._run, self._incarnation = run, incarnation
         self.write("start", step=step)
 
-    def write(self, event: str, **told: Any) -> None:
-        """The work of an actor is a row of the timeline, every other event one of the ledger."""
-        row = {"event": event, "incarnation": self._incarnation, **told, "time": time.time()}
+    def write(self, event: str, **fields: Any) -> None:
+        """Append an event to the ledger, or to the timeline if it is "worked", an actor's call."""
+        row = {"event": event, "incarnation": self._incarnation, **fields, "time": time.time()}
         name = timeline.FILE if event == "worked" else FILE
         with (self._run / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def learned(self, step: int, groups: Sequence[int], *, oldest: int, version: int) -> None:
-        """``oldest`` is the version of the oldest token, ``version`` the learner's before it."""
+        """Record a training step on these groups. ``oldest`` is the weight version that sampled the
+        oldest token, ``version`` the learner's version before the step."""
         self.write("learned", step=step, groups=groups, oldest=oldest, version=version)
 
 
-class Verdict(NamedTuple):
+class LedgerVerdict(NamedTuple):
+    """Counts of a ledger's events, and the problems that a check of the ledger has found."""
+
     steps: int
     groups: int
-    """Groups that were learned from."""
+    """Number of groups that were trained on."""
     dropped: int
-    """Groups that were closed without being learned from."""
+    """Number of groups that were dropped without being trained on."""
     reissued: int
-    """Groups that were sampled more than once."""
+    """Number of groups that were sampled more than once."""
     restarts: int
     lag: int
-    """The largest, in versions."""
+    """Largest lag of a step: the learner's weight version minus that of the oldest token."""
     problems: tuple[str, ...]
+    """Violations of the expected bookkeeping; empty if there are none."""
 
     def __str__(self) -> str:
-        told = (
+        counts = (
             f"{self.steps} steps learned from {self.groups} groups; {self.dropped} were dropped, "
             f"{self.reissued} sampled again, after {self.restarts} restarts; the largest lag was "
             f"{self.lag} versions"
         )
-        return "\n".join([told, *(self.problems or ["every group is accounted for"])])
+        return "\n".join([counts, *(self.problems or ["every group is accounted for"])])
 
 
 def judge(
     run: Path, *, batch: int, window: int, max_uses: int = 1, max_lag: int | None = None
-) -> Verdict:
-    """The verdict on a run whose steps learn from ``batch`` groups each, out of ``window``.
+) -> LedgerVerdict:
+    """Check the ledger of a run; return its counts and the problems found.
 
-    ``max_lag`` is None if the strategy has no bound in versions.
+    No step may be missing or repeated. Each step has ``batch`` groups (fewer only if some were
+    dropped), and each group was dropped or trained on, at most ``max_uses`` times. ``window`` is
+    the largest number of groups that the run may hold at once: groups that were in flight when it
+    ended are not missing. ``max_lag`` is the largest lag in weight versions that is allowed; None
+    if there is no bound.
     """
     rows = list(iterate_rows(run / FILE))
     return judge_rows(rows, batch=batch, window=window, max_uses=max_uses, max_lag=max_lag)
@@ -76,16 +85,17 @@ def judge(
 
 def judge_rows(
     rows: Sequence[Row], *, batch: int, window: int, max_uses: int = 1, max_lag: int | None = None
-) -> Verdict:
-    """As `judge`, of the rows of a ledger."""
-    learned, dropped = standing(rows)
+) -> LedgerVerdict:
+    """Check a ledger's rows, in the order of the file, as `judge` checks a run's. The arguments are
+    the same."""
+    learned, dropped = rows_in_effect(rows)
     uses = Counter(group for row in learned for group in row["groups"])
     gone = {row["group"] for row in dropped}
     steps = [row["step"] for row in learned]
     lag = max((row["version"] - row["oldest"] for row in learned if row["groups"]), default=0)
     last = max([*uses, *gone], default=-1)
     missing = [n for n in range(last) if n not in uses and n not in gone]
-    if len(missing) <= window - batch:  # the end of a run leaves so many open
+    if len(missing) <= window - batch:  # groups that were in flight when the run ended
         missing = []
     found = {
         "steps are missing or repeated": _wrong_steps(steps),
@@ -98,7 +108,7 @@ def judge_rows(
     if max_lag is not None and lag > max_lag:
         problems.append(f"the largest lag is {lag} versions, and the bound is {max_lag}")
     sampled = Counter(row["group"] for row in rows if row["event"] == "sampled")
-    return Verdict(
+    return LedgerVerdict(
         steps=len(set(steps)),
         groups=len(uses),
         dropped=len(gone),
@@ -109,9 +119,9 @@ def judge_rows(
     )
 
 
-def standing(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """The rows of steps and of dropped groups that still hold: an incarnation that begins from a
-    step undoes all later steps."""
+def rows_in_effect(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the "learned" rows and the "dropped" rows that are in effect: an incarnation that
+    continues after a step cancels all rows of later steps before it."""
     kept: dict[str, list[Row]] = {"learned": [], "dropped": []}
     for row in rows:
         if row["event"] == "start":
@@ -123,11 +133,12 @@ def standing(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def lags(rows: Iterable[Row]) -> Counter[int]:
-    """Groups that were learned from, by the lag of their oldest token in versions; a group that
-    was learned from twice counts twice."""
+    """Return the number of groups that were trained on at each lag, which is the learner's weight
+    version minus the version that sampled the group's oldest token. A group that was trained on
+    twice counts twice."""
     rows = list(rows)
     oldest = {row["group"]: row["oldest"] for row in rows if row["event"] == "sampled"}
-    learned = [(row, group) for row in standing(rows)[0] for group in row["groups"]]
+    learned = [(row, group) for row in rows_in_effect(rows)[0] for group in row["groups"]]
     return Counter(row["version"] - oldest.get(group, row["oldest"]) for row, group in learned)
 
 
@@ -141,7 +152,8 @@ def _over(uses: Mapping[int, int], limit: int) -> list[int]:
 
 
 def _odd_steps(learned: Sequence[Row], dropped: Sequence[Row], batch: int) -> list[int]:
-    """Steps that have more than ``batch`` groups, or fewer and too few were dropped."""
+    """Return the steps with an unexplained number of groups: more than ``batch``, or fewer by more
+    than the number of groups that were dropped at that step as "error", "overlong" or "dead"."""
     lost = Counter(
         row["step"] for row in dropped if row.get("why") in ("error", "overlong", "dead")
     )

@@ -1,4 +1,4 @@
-"""Rows of metrics and timings: measuring them, putting several into one, and reading them back."""
+"""Rows of metrics and timings: measuring, combining and reading them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from burnish.errors import RunError
 
 Metrics = dict[str, float]
 Series = dict[str, list[tuple[float, float]]]
-"""Metric -> (step, value), by step."""
+"""Metric → (step, value) pairs in the order of steps."""
 COUNTS = ("train/skipped",)
-"""Metrics that add up over a step's gradient steps."""
+"""Metrics that ``combine`` sums, because they count events."""
 LAST = ("drift/update",)
-"""Metrics of the last gradient step."""
+"""Metrics of which ``combine`` keeps the last value."""
 
 
 class Timers:
-    """Seconds per phase since the last ``take``; time that no phase claims is ``other``."""
+    """Measures the seconds that are spent in each phase, as in ``with timers("learn"):``. Time
+    outside of all phases counts as ``other``."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -40,7 +41,8 @@ class Timers:
             self._phases[phase] += self._clock() - began
 
     def take(self) -> dict[str, float]:
-        """The phases as ``time/…``, with ``time/step`` the whole; starts anew."""
+        """Return the seconds of each phase since the last ``take`` as ``time/…``, and the total as
+        ``time/step``; start again at 0."""
         now = self._clock()
         whole = now - self._began
         phases = {f"time/{name}": seconds for name, seconds in self._phases.items()}
@@ -51,8 +53,8 @@ class Timers:
 
 
 def combine(rows: Iterable[Mapping[str, float]]) -> Metrics:
-    """One row for several: least of ``…_min``, greatest of ``…_max``, sum of ``COUNTS``, last of
-    ``LAST``, else mean."""
+    """Combine rows into one: minimum of ``…_min``, maximum of ``…_max``, sum of ``COUNTS``, last
+    value of ``LAST``, mean of all others. A row without a metric does not count for it."""
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -71,38 +73,45 @@ def combine(rows: Iterable[Mapping[str, float]]) -> Metrics:
 
 
 def window(steps: int) -> int:
-    """How many steps the means at a run's two ends take: ten, or a third of a short run."""
+    """Return the number of steps in the means over a run's start and end: ten, or for a run of
+    fewer than 30 ``steps`` a third of them, at least one."""
     return max(1, min(10, steps // 3))
 
 
 def end_means(values: Sequence[float]) -> tuple[float, float]:
-    """The means over the first and the last steps of a run, a window each."""
+    """Return the means over the first and over the last steps of a run; `window` is their number.
+
+    ``values`` has one value per step, at least one.
+    """
     size = window(len(values))
     return sum(values[:size]) / size, sum(values[-size:]) / size
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Means over up to five neighbouring steps, fewer near the ends and in a short run."""
+    """Return the centred moving average at each step, over up to five steps; over fewer near the
+    ends and in a short run."""
     most, last = min(2, len(values) // 16), len(values) - 1
     reach = [min(most, i, last - i) for i in range(len(values))]
     return [sum(values[i - n : i + n + 1]) / (2 * n + 1) for i, n in enumerate(reach)]
 
 
-def collect(rows: Iterable[Mapping[str, Any]]) -> Series:
-    """The finite numbers of the rows, by metric."""
+def collect(rows: Iterable[Mapping[str, Any]], *, finite: bool = True) -> Series:
+    """Return each metric's (step, value) pairs from the rows. Values that are not numbers are left
+    out, and with ``finite`` also those that are not finite."""
     series: Series = {}
     for row in rows:
         for name, value in row.items():
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+            is_number = name != "step" and isinstance(value, int | float)
+            if is_number and (not finite or math.isfinite(value)):
                 series.setdefault(name, []).append((row["step"], float(value)))
     return series
 
 
 def iterate_rows(path: Path, reach: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file, which may be missing or empty; a last line that a crash cut short
-    is left out.
+    """Yield the rows of a JSONL file, which may be missing or empty. An incomplete last line is
+    skipped; any other line that is not JSON raises a ``RunError``.
 
-    reach: how many bytes are read at each end of the file, None for all of it.
+    ``reach`` is the number of bytes that are read from each end of the file; None to read all.
     """
     if not path.is_file():
         return
@@ -111,10 +120,10 @@ def iterate_rows(path: Path, reach: int | None = None) -> Iterator[dict[str, Any
         for line in file:
             if reach is not None and reach < file.tell() < tail:
                 file.seek(tail)
-                file.readline()  # most likely a part of one
+                file.readline()  # the rest of a line
                 continue
             try:
                 yield json.loads(line)
             except ValueError as error:
-                if line.endswith(b"\n"):  # otherwise it is the last, and not yet written whole
+                if line.endswith(b"\n"):  # otherwise it is the last line, written only in part
                     raise RunError(f"{path}: {line[:60]!r} is not JSON: {error}") from error

@@ -1,6 +1,6 @@
-"""Pages: templates of jinja2, which escapes every value, under a strict policy.
+"""HTML pages: jinja2 templates with autoescaping and a strict Content-Security-Policy.
 
-A page may run its own script and fetch nothing. Model text reaches a script as JSON alone.
+A page may only run its own script and load nothing else. Model text reaches scripts only as JSON.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ SCRIPTS = {
     "runs": ("runs.js",),
     "results": (),
 }
-"""The files that make the script of each page."""
+"""Source files of each page's script, by the page's name."""
 TEMPLATES = Environment(
     loader=PackageLoader("burnish.runs"), autoescape=True, undefined=StrictUndefined
 )
 
 
 def render(page: str, *, live: bool = False, **values: Any) -> str:
-    """A page with its values; a ``live`` one may ask the server that it came from."""
+    """Return the HTML of ``page``, a key of ``SCRIPTS``; ``values`` fill its template. A ``live``
+    page may send requests to its own server."""
     template = TEMPLATES.get_template(f"{page}.html")
     style, script = Markup((FOLDER / "page.css").read_text(encoding="utf-8")), _script(page)
     return template.render(style=style, script=script, policy=policy(page, live=live), **values)
 
 
 def policy(page: str, *, live: bool = False) -> str:
-    """The Content-Security-Policy of a page."""
+    """Return the Content-Security-Policy of ``page``, a key of ``SCRIPTS``: it may only run its own
+    script. A ``live`` page may also send requests to its own server."""
     digest = base64.b64encode(hashlib.sha256(_script(page).encode()).digest()).decode()
     connects = "; connect-src 'self'" if live else ""
     return (
@@ -44,8 +46,9 @@ def policy(page: str, *, live: bool = False) -> str:
     )
 
 
-def encode(value: Any) -> Markup:
-    """JSON for a script element: all ASCII, and nothing that HTML could take for markup."""
+def to_script_json(value: Any) -> Markup:
+    """Encode a value as JSON for a script element: ASCII only, without characters that HTML could
+    interpret as markup. Raise ValueError for NaN and infinity."""
     return htmlsafe_json_dumps(value, separators=(",", ":"), allow_nan=False)
 
 

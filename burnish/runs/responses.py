@@ -1,4 +1,4 @@
-"""Responses of a model: rows of a file, a readable log, and the excerpt that a page shows."""
+"""A model's responses as rows of JSONL files, as a plain-text log, and as an excerpt for pages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from burnish.runs.metrics import iterate_rows
 from burnish.types import FloatArray, Group, IntArray, Prompt
 
 ResponseRow = dict[str, Any]
-"""A row of rollouts.jsonl or evaluations.jsonl: one response; ``rows`` writes its keys."""
+"""One response: a row of rollouts.jsonl or evaluations.jsonl, made by ``rows``."""
 FILES = ("rollouts.jsonl", "evaluations.jsonl")
-"""Files with responses; the source of a response in a page is its file's place here."""
+"""Files with responses. Pages refer to a file by its index here."""
 TOKENS, PAIRS = 2_000, 200
-"""Tokens of a response, and pairs of responses, in a page. Prompts are never cut: a prompt that has
-no room is left out."""
+"""Maximum number of tokens per response and of pairs of responses in a page. Prompts are never
+truncated: a response whose prompt does not fit is left out."""
 ELSEWHERE = ("prompt", "prompt_id", "response")
-"""Keys of a row that a page does without: a response is its tokens, unless they read otherwise."""
+"""Keys of a row that pages omit. The response is included if its tokens do not spell it."""
 
 
 def rows(
@@ -35,12 +35,12 @@ def rows(
     learner_logprobs: Sequence[FloatArray] | None = None,
     limit: int | None = None,
 ) -> Iterator[ResponseRow]:
-    """A step's responses as rows, at most ``limit`` of them.
+    """Yield a step's responses as rows, at most ``limit`` of them (None: all).
 
-    ``decode`` turns token ids into one string each. ``advantages`` and ``learner_logprobs`` [C]
-    are given per response, in the groups' order; they are None in a row if they were not given. The
-    limit takes every group's first response, then every group's second, and so on; rows come in the
-    groups' order.
+    ``decode`` returns one string per token id. ``advantages`` and ``learner_logprobs`` have one
+    entry per response, in the order of the groups; an entry of the latter has one value per token,
+    [C]. If they are None, so are these values in the rows. The limit keeps each group's first
+    response, then each group's second, and so on. Rows are in the order of the groups.
     """
     ranked = [(k, g) for g, group in enumerate(groups) for k in range(len(group.completions))]
     chosen = set(sorted(ranked)[:limit])
@@ -59,10 +59,10 @@ def rows(
             "group": group.index,
             "prompt_id": group.prompt.prompt_id,
             "prompt": group.prompt.text,
-            "asked": _asked(group.prompt),
+            "asked": _question(group.prompt),
             "sample": completion.sample_index,
             "response": completion.text,
-            "tokens": tokens,  # [C] as decoded, the end token included
+            "tokens": tokens,  # [C] decoded, including the end token
             "logprobs": _rounded(completion.logprobs),  # [C] under the policy that sampled them
             "learner_logprobs": scored,
             "forced": np.flatnonzero(~completion.sampled).tolist(),  # tokens not sampled
@@ -72,24 +72,26 @@ def rows(
             "correct": grade.correct,
             "advantage": None if advantages is None else _finite(advantages[place]),
             "finish": str(completion.finish),
-            # Of the weights that sampled the first token; None if there are no tokens.
+            # Version of the weights that sampled the first token; None if there are no tokens.
             "version": int(completion.versions[0]) if len(completion.versions) else None,
             "versions": version_ranges(completion.versions),
         } | _steps(completion.values)
 
 
 def version_ranges(versions: IntArray) -> list[list[int]]:
-    """The versions of the weights that sampled a response's tokens [C], in the tokens' order: each
-    with the number of tokens in a row that it sampled.
+    """Run-length encode the weight versions that sampled a response's tokens [C].
 
-    Without updates in flight there is one.
+    Returns [version, number of consecutive tokens] pairs in the order of the tokens. There is one
+    pair unless the weights were updated during sampling.
     """
     changed = np.flatnonzero(np.diff(versions)) + 1
     return [[int(part[0]), len(part)] for part in np.split(versions, changed) if len(part)]
 
 
 def _steps(values: FloatArray | None) -> ResponseRow:
-    """The first token of each step and the value before it; nothing if no steps are valued."""
+    """Return the entry "steps" of a row: for each step of the response, the index of its first
+    token and the estimated value before that token. Return an empty dict if the recipe does not
+    estimate step values."""
     if values is None:
         return {}
     starts = np.flatnonzero(np.isfinite(values))
@@ -97,9 +99,9 @@ def _steps(values: FloatArray | None) -> ResponseRow:
 
 
 def first_and_last(rows: Iterable[ResponseRow]) -> list[tuple[ResponseRow, ResponseRow]]:
-    """The same prompt's same sample at the first and the last step that saw it, in the rows' order.
+    """Return pairs of the first and the last row with the same prompt and sample index.
 
-    Responses that were seen at one step only are left out.
+    Rows must be in the order of steps. Prompts that were sampled at only one step are left out.
     """
     seen: dict[tuple[str, int], list[ResponseRow]] = {}
     for row in rows:
@@ -107,9 +109,9 @@ def first_and_last(rows: Iterable[ResponseRow]) -> list[tuple[ResponseRow, Respo
     return [(same[0], same[-1]) for same in seen.values() if same[0]["step"] < same[-1]["step"]]
 
 
-def _asked(prompt: Prompt) -> str:
-    """The prompt without the chat template around it."""
-    return prompt.text if prompt.asked is None else prompt.asked
+def _question(prompt: Prompt) -> str:
+    """Return the text of a prompt without the chat template."""
+    return prompt.text if prompt.question is None else prompt.question
 
 
 def _rounded(values: FloatArray) -> list[float | None]:
@@ -117,33 +119,36 @@ def _rounded(values: FloatArray) -> list[float | None]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Return the value as a float; None for NaN and infinity, which JSON does not have."""
     return float(value) if math.isfinite(value) else None
 
 
-def readable(rows: Sequence[ResponseRow]) -> str:
-    """The rows of one step as text; equal responses to a prompt are one line with their count."""
-    lines, asked = [f"step {rows[0]['step']}"], None
+def format_log(rows: Sequence[ResponseRow]) -> str:
+    """Format the rows of one step, at least one, as text. Equal responses to a prompt share a line
+    with their count."""
+    lines, previous = [f"step {rows[0]['step']}"], None
     for (prompt, line), count in Counter((row["asked"], _line(row)) for row in rows).items():
-        if prompt != asked:
+        if prompt != previous:
             lines.append(f"  prompt {prompt!r}")
         lines.append(f"    {count:3d} × {line}")
-        asked = prompt
+        previous = prompt
     return "\n".join(lines) + "\n"
 
 
 def _line(row: ResponseRow) -> str:
     figures = {"reward": row["reward"], **row["parts"], "advantage": row["advantage"]}
-    told = ", ".join(f"{name} {value:z.4g}" for name, value in figures.items() if value is not None)
+    text = ", ".join(f"{name} {value:z.4g}" for name, value in figures.items() if value is not None)
     note = "" if row["status"] == "scored" else f"  [{row['status']}]"
-    return f"{row['response']!r}  {told}{note}"
+    return f"{row['response']!r}  {text}{note}"
 
 
 def excerpt(run: Path, budget: int, reach: int) -> dict[str, Any]:
-    """Responses for a page, at most ``budget`` characters of JSON: pairs before and after first,
-    then the newest step, then responses of all steps.
+    """Select responses of a run for a page, with at most ``budget`` characters of JSON: first pairs
+    of responses before and after training, then the newest step, then responses of all steps.
 
-    reach: how many bytes are read at each end of a file.
+    Return "rows", the selected rows; "pairs", pairs of indices into the rows; "total", the number
+    of rows that were read; and "ends", whether a file was read only in part: ``reach`` bytes from
+    each end.
     """
     entries = _read(run, reach)
     pairs = _pairs(entries)
@@ -164,7 +169,8 @@ def excerpt(run: Path, budget: int, reach: int) -> dict[str, Any]:
 
 
 def _read(run: Path, reach: int) -> list[dict[str, Any]]:
-    """An entry for each response: its JSON for the page, and the values that choose it."""
+    """Read a run's responses; return an entry for each: its JSON for the page, and the values by
+    which it is selected."""
     entries = []
     for source, name in enumerate(FILES):
         for row in iterate_rows(run / name, reach):
@@ -175,20 +181,23 @@ def _read(run: Path, reach: int) -> list[dict[str, Any]]:
 
 
 def _pairs(entries: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The same prompt, first and last seen: in validation, else in training."""
+    """Return pairs of the first and the last response to the same prompt, at most ``PAIRS``: of
+    validation prompts or, if there are none, of training prompts."""
     held_out = first_and_last(entry for entry in entries if entry["source"] == 1)
     found = held_out or first_and_last(entry for entry in entries if entry["source"] == 0)
     return sorted(found, key=lambda pair: pair[0]["sample"])[:PAIRS]
 
 
 def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest step, then an order that looks random and that later responses do not change."""
+    """Return the entries of the newest step, then all others. Both parts are sorted by a hash, so
+    that later responses do not change the order."""
     newest = max((entry["step"] for entry in entries), default=0)
     return sorted(entries, key=lambda e: (e["step"] < newest, zlib.crc32(e["json"].encode())))
 
 
 def _compact(row: ResponseRow) -> ResponseRow:
-    """A row for the page, cut if its response is long."""
+    """Return a row for the page: without the keys in ``ELSEWHERE``, and truncated to ``TOKENS``
+    tokens."""
     compact = {key: value for key, value in row.items() if key not in ELSEWHERE}
     for key in ("tokens", "logprobs", "learner_logprobs"):
         compact[key] = (row[key] or [])[:TOKENS]

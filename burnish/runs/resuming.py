@@ -1,35 +1,93 @@
-"""Settings that a resumed run may change, and things that must be as they were at its start."""
+"""Rules for resuming: which settings may change, and which inputs must be unchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from burnish import config
-from burnish.config import Overrides, Table
+from pydantic import ValidationError
+
 from burnish.errors import ConfigError, RunError
-from burnish.schema.recipe import Recipe
+from burnish.recipe.load import (
+    Overrides,
+    Table,
+    explain_errors,
+    flatten,
+    format_toml,
+    load_recipe,
+    parse_overrides,
+)
+from burnish.recipe.recipe import Recipe
+from burnish.recipe.tasks import WeightedReward
+from burnish.runs.directory import ENVIRONMENT, STARTED, load_json
 
 FREE = (
     *("train.steps", "validation.every", "checkpoint", "log", "name", "description"),
-    *("train.mismatch_mean", "train.mismatch_max"),
+    *("train.mismatch_mean", "train.mismatch_max", "rollout.max_errors"),
+    *("validation.patience", "validation.min_delta"),
     *("selection.max_asked", "selection.on_bound", "mesh"),
     *("engine.python", "engine.url", "engine.deadline"),
 )
-"""Settings that a resumed run may change: they say how long and how often, when a run stops, or
-where its engine is, and alter no result so far."""
+"""Settings that may change when a run is resumed: durations, intervals, stop conditions and the
+location of the engine. None of them affects the results of the steps so far."""
+
+
+def command_to_resume(
+    path: Path,
+    *,
+    from_checkpoint: str | None = None,
+    anyway: bool = False,
+    changes: Table | None = None,
+) -> str:
+    """Return the shell command that continues a run, or the Python call if the run's reward is a
+    Python function, which the command line can't pass.
+
+    ``from_checkpoint`` is the name of a checkpoint, None for the last. ``anyway`` accepts a changed
+    environment. ``changes`` are overrides by their full names.
+    """
+    reward = _function_reward(path)
+    if reward is not None:
+        given = [repr(str(path)), f"reward={reward}"]
+        given += [] if from_checkpoint is None else [f"from_checkpoint={from_checkpoint!r}"]
+        given += ["anyway=True"] * anyway + [f"overrides={dict(changes or {})!r}"] * bool(changes)
+        return f"burnish.resume({', '.join(given)})"
+    shown = str(path)
+    words = ["burnish", "resume", f"./{shown}" if shown.startswith("-") else shown]
+    words += [] if from_checkpoint is None else ["--from", from_checkpoint]
+    words += ["--anyway"] * anyway
+    for key, value in (changes or {}).items():
+        words += ["--set", f"{key}={format_toml({'x': value}).removeprefix('x = ').strip()}"]
+    return shlex.join(words)
+
+
+def _function_reward(path: Path) -> str | None:
+    """Return the name of the Python function that is a run's reward; None if its reward is not a
+    Python function."""
+    try:
+        read = load_json(path / ENVIRONMENT).get("inputs", {})
+    except (OSError, ValueError):
+        return None
+    name = str(read["reward"]).partition(" ")[0] if "reward" in read else None
+    return name if name is None or name.isidentifier() else "FUNCTION"
 
 
 def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
-    """A run's recipe with changes; a learning rate goes on to decay as it was planned."""
-    file, changes = str(path / "recipe.toml"), config.changed(overrides)
+    """Return the recipe of the run in the directory ``path`` with ``overrides`` applied.
+
+    Raise a ``ConfigError`` if an override sets a setting that is not in ``FREE``, or lowers
+    train.steps. A higher train.steps does not stretch the decay of the learning rate: the rate
+    still reaches its lowest value at the gradient step that was planned before, and stays there.
+    """
+    file, changes = str(path / "recipe.toml"), parse_overrides(overrides)
     for key in changes:
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):
             raise ConfigError(
                 f"{key} can't change when a run is resumed: it alters the results; "
                 f"{', '.join(FREE[:4])} can. Start a new run with `burnish train`"
             )
-    before, after = config.load(file), config.load(file, changes)
+    before, after = load_recipe(file), load_recipe(file, changes)
     if after.train.steps < before.train.steps:
         raise ConfigError(
             f"train.steps can only grow when a run is resumed, from {before.train.steps}, "
@@ -37,36 +95,83 @@ def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
         )
     if after.decay_steps == before.decay_steps or before.is_supervised:
         return after
-    return config.load(file, [changes, f"train.decay_steps={before.decay_steps}"])
+    return load_recipe(file, [changes, f"train.decay_steps={before.decay_steps}"])
 
 
-def check_reward(path: Path, recipe: Recipe, read: Mapping[str, str], reward: object) -> None:
-    """A run whose reward a script gave is given it again, and no other run is given one."""
+def check_reward(path: Path, own: str | None, read: Mapping[str, str], reward: object) -> None:
+    """Check the ``reward`` that was passed to resume the run at ``path``; None if none was passed.
+
+    Raise a RunError if the run's reward was a Python function and no function was passed, or a
+    ConfigError if it was not, and a reward other than ``own`` was passed. ``own`` is the run's
+    task.reward; None if the recipe does not set it. ``read`` has the hashes of the run's inputs;
+    the key of a function is "reward".
+    """
     if "reward" in read and not callable(reward):
         name = read["reward"].partition(" ")[0]
         raise RunError(
-            f"{path} got its reward from a script, as the function {name}; continue it from Python "
+            f"the reward of {path} is the Python function {name}; continue the run from Python "
             f"with burnish.resume({str(path)!r}, reward={name})"
         )
-    own = getattr(recipe.task, "reward", None)
     if "reward" not in read and reward not in (None, own):
         raise ConfigError(
             f"reward can't change when a run is resumed, and {path} has task.reward = {own!r}; "
-            "leave it out, or start a new run with `burnish train`"
+            "omit it, or start a new run with `burnish train`"
         )
 
 
+def attach_functions(
+    path: Path,
+    recorded: Sequence[WeightedReward],
+    read: Mapping[str, str],
+    given: Sequence[Mapping[str, Any]],
+) -> list[WeightedReward]:
+    """Return the ``recorded`` rewards of a run to resume, with the functions of ``given``, which
+    are the tables of the rewards that were passed.
+
+    Raise a RunError if a function is missing, or a ConfigError if another reward was passed or a
+    table is invalid. ``read`` has the hashes of the run's inputs; the key of a function is
+    "reward.NAME".
+    """
+    try:
+        passed = {one.name: one for one in map(WeightedReward.model_validate, given)}
+    except ValidationError as error:
+        raise ConfigError(f"reward: {explain_errors(error, [])}") from None
+    names = [one.name for one in recorded if f"reward.{one.name}" in read]
+    if missing := [name for name in names if name not in passed or not passed[name].function]:
+        raise RunError(
+            f"the rewards of {path} include the Python functions {', '.join(names)}, and "
+            f"{', '.join(missing)} was not passed; continue the run from Python with "
+            f"burnish.resume({str(path)!r}, reward=[{', '.join(names)}])"
+        )
+    files = {one.name: one.reward for one in recorded if one.name not in names}
+    for name, one in passed.items():
+        if name not in names and (name not in files or files[name] != one.reward):
+            raise ConfigError(
+                f"reward can't change when a run is resumed, and {path} has the rewards "
+                f"{', '.join(one.name for one in recorded)}; omit {name}, or start a new run with "
+                "`burnish train`"
+            )
+    return [
+        one.model_copy(update={"function": passed[one.name].function}) if one.name in names else one
+        for one in recorded
+    ]
+
+
 def check_environment(before: Table, now: Table, *, anyway: bool) -> None:
-    """Raises if anything has changed that bit-exactness depends on; ``anyway`` accepts that."""
-    changed = differences(config.flat(before), config.flat(now))
+    """Raise a ``RunError`` if machine, packages or inputs have changed since the run was started,
+    because results would not be bit-exact; do nothing if ``anyway``. The command line, the host and
+    the git commit may differ."""
+    compared = [{k: v for k, v in table.items() if k != STARTED} for table in (before, now)]
+    changed = differences(*map(flatten, compared))
     if changed and not anyway:
         raise RunError(
-            f"the run began under other conditions ({changed}), so it would not go on "
-            "bit for bit; restore them, or resume with --anyway"
+            f"the environment of the run has changed ({changed}), so it would not continue "
+            "bit for bit; restore it, or resume with --anyway"
         )
 
 
 def differences(before: Table, now: Table) -> str:
-    """The settings that differ, each with both of its values; empty if none does."""
+    """Compare two flat tables. Return "key: before → now" for each key whose values differ, joined
+    by "; ", or an empty string if no values differ. A missing key counts as None."""
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return "; ".join(f"{key}: {before.get(key)} → {now.get(key)}" for key in keys)

@@ -1,32 +1,40 @@
-"""A run as a script or a notebook meets it: its directory, read when something is asked of it."""
+"""``Run``, an object with which scripts and notebooks read a run, and the summary of a run."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from burnish import config
+from burnish.console.text import counted, printable
 from burnish.errors import RunError
+from burnish.recipe.load import load_recipe
+from burnish.recipe.recipe import Recipe
 from burnish.runs import checkpoints
-from burnish.runs.checkpoints import Saved
-from burnish.runs.directory import read_recipe
+from burnish.runs.checkpoints import CheckpointInfo
+from burnish.runs.directory import load_json, read_recipe
 from burnish.runs.metrics import collect, end_means, iterate_rows
-from burnish.runs.report import write_report
+from burnish.runs.note import read_note, write_note
+from burnish.runs.report import Failure, read_failure, run_state, write_report
 from burnish.runs.responses import first_and_last
-from burnish.schema.recipe import Recipe
-from burnish.wording import counted, printable
+from burnish.runs.verdicts import read_warnings
 
-PAIRS, SAID = 3, 200
-"""Answers before and after in a summary, and the characters of each that are told."""
+PAIRS, LENGTH = 3, 200
+"""Number of answers before and after training in a summary, and characters printed of each."""
 
 
 class Run:
-    """A run's directory. Attributes read its files afresh, also while the run is still going on.
+    """Reads the results of a run from its directory. Each access to an attribute reads the files
+    again, so that it also works while the run is active.
 
-    A run is a path (``Path(run)``, ``run / "log.txt"``), and it is a model: pass it as ``model=``.
+    A run can be used as a path (``Path(run)``, ``run / "log.txt"``) and as a model (``model=run``).
+    Raise a RunError if the directory has no run.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -35,55 +43,94 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as it ran, every setting resolved."""
-        return config.load(self.path / "recipe.toml")
+        """The run's recipe with all settings resolved."""
+        return load_recipe(self.path / "recipe.toml")
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Where the run began and where it ended, or has come to so far."""
+        """First and last results, costs, and sample answers; of the steps so far if the run is
+        active. Raise a RunError if no step has finished."""
         return summarise(self.path)
 
     @property
+    def error(self) -> Failure | None:
+        """Why the run failed: ``kind``, ``message``, ``remedy`` and the ``command`` that continues
+        it. None if the run did not fail, or has been resumed since."""
+        return read_failure(self.path)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about a run that has probably not learned, with remedies."""
+        return read_warnings(self.path)
+
+    @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A row for each step; the row of step 0 was measured before the first step."""
+        """One row per step. Step 0 was measured before the first training step."""
         return self._rows("metrics")
 
     @property
     def timings(self) -> list[dict[str, Any]]:
-        """A row for each step: seconds of each phase."""
+        """One row per step with the seconds of each phase."""
         return self._rows("timings")
 
     @property
     def rollouts(self) -> list[dict[str, Any]]:
-        """A row for each response that was kept, with its tokens, reward and advantage."""
+        """One row per recorded response, with its tokens, reward and advantage."""
         return self._rows("rollouts")
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """A row for each response to a held-out prompt that was kept."""
+        """One row per recorded response to a held-out prompt."""
         return self._rows("evaluations")
 
     @property
-    def checkpoints(self) -> list[Saved]:
-        """The checkpoints that are kept, the oldest first."""
-        return [checkpoints.describe(path) for path in checkpoints.all_of(self.path)]
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The existing checkpoints, oldest first."""
+        return [checkpoints.read_info(path) for path in checkpoints.list_checkpoints(self.path)]
 
     @property
-    def best(self) -> Saved:
-        """The checkpoint of the best score, or the last if none has a score."""
-        return checkpoints.describe(checkpoints.choose(self.path, "best"))
+    def best(self) -> CheckpointInfo:
+        """The checkpoint with the highest score, or the last one if none has a score. Raise a
+        RunError if there is no checkpoint."""
+        return checkpoints.read_info(checkpoints.find_checkpoint(self.path, "best"))
+
+    @property
+    def note(self) -> str:
+        """A note about the run, which can be changed: ``run.note = "…"``."""
+        return read_note(self.path).text
+
+    @note.setter
+    def note(self, text: str) -> None:
+        write_note(self.path, text)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags of the run, which can be replaced: ``run.tags = ["baseline"]``."""
+        return read_note(self.path).tags
+
+    @tags.setter
+    def tags(self, tags: Iterable[str]) -> None:
+        write_note(self.path, add=(new := tuple(tags)), remove=set(self.tags) - set(new))
 
     @property
     def model(self) -> str:
-        """The name of the model that the run learned: its best checkpoint is meant."""
+        """The run's path as a value for ``model=``, which then loads the best checkpoint."""
         return str(self.path)
 
     def frame(self, table: str = "metrics") -> Any:
-        """The rows of metrics, timings, rollouts or evaluations as a pandas DataFrame."""
-        return importlib.import_module("pandas").DataFrame(getattr(self, table))
+        """Return a table as a pandas DataFrame: "metrics", "timings", "rollouts" or
+        "evaluations". Raise a RunError if pandas is not installed."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            raise RunError(
+                f"Run.frame({table!r}) needs the package pandas; install it: pip install pandas, "
+                f"or use Run.{table}, a list of dictionaries"
+            ) from None
+        return pandas.DataFrame(getattr(self, table))
 
     def report(self) -> Path:
-        """Writes report.html and returns its path."""
+        """Write report.html, in place of an earlier one, and return its path."""
         return write_report(self.path)
 
     def __fspath__(self) -> str:
@@ -97,17 +144,39 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
+    def _repr_html_(self) -> str:
+        """Return the run's state, results, tags and note as HTML, for notebooks."""
+        rows = [("state", self._state())]
+        with suppress(RunError):  # there is no finished step yet
+            rows += [("results", line) for line in outcome(self.summary)]
+        rows += [("tags", ", ".join(self.tags)), ("note", self.note)]
+        cells = "".join(
+            f"<tr><td>{name}</td><td>{escape(text)}</td></tr>" for name, text in rows if text
+        )
+        link = f'<a href="{quote(os.fspath(self / "report.html"))}">{escape(str(self.path))}</a>'
+        return f"<b>{link}</b><table>{cells}</table>"
+
+    def _state(self) -> str:
+        recipe, metrics = read_recipe(self.path), self.metrics
+        done = max((int(row["step"]) for row in metrics), default=0)
+        steps = recipe.get("train", {}).get("steps")
+        return str(run_state(self.path, done, steps, now=time.time())["text"])
+
     def _rows(self, table: str) -> list[dict[str, Any]]:
         return list(iterate_rows(self.path / f"{table}.jsonl"))
 
 
-def summarise(run: Path) -> dict[str, Any]:
-    """A run's two ends, its cost, and the model's answers before and after, from its files."""
+def summarise(run: Path, *, is_over: bool | None = None) -> dict[str, Any]:
+    """Return a run's first and last results, its cost, the model's answers before and after
+    training, and warnings.
+
+    ``is_over`` as in ``verdicts.read_warnings``. Raise a RunError if no step has finished.
+    """
     recipe = read_recipe(run)
     series = collect(iterate_rows(run / "metrics.jsonl"))
     times = collect(iterate_rows(run / "timings.jsonl"))
     if "train/version" not in series:
-        raise RunError(f"{run} has no step yet, so there is nothing to sum up")
+        raise RunError(f"{run} has no finished step yet, so it has no summary")
     is_sampled = "rollout/responses" in series
     name, better = ("reward", max) if is_sampled else ("loss", min)
     summary: dict[str, Any] = {
@@ -126,24 +195,39 @@ def summarise(run: Path) -> dict[str, Any]:
         summary[f"{name}_first"], summary[f"{name}_last"] = ends
     if is_sampled:
         summary["responses"] = int(sum(count for _, count in series["rollout/responses"]))
-    if (held_out := series.get(f"validation/{name}")) and _is_rewarded(recipe):
+    chosen = recipe.get("validation", {})
+    metric = chosen.get("metric", f"validation/{name}")
+    if "metric" in chosen:  # as in Recipe.is_lower_better
+        goal = chosen.get("goal", "min" if metric == "validation/loss" else "max")
+        better = min if goal == "min" else max
+    held_out = series.get(metric)
+    if held_out and ("metric" in chosen or _is_rewarded(recipe)):
         step, best = better(held_out, key=lambda point: point[1])
         first, last = held_out[0][1], held_out[-1][1]
         summary["validation"] = {"first": first, "last": last, "best": best, "best_step": step}
+        if "metric" in chosen:
+            summary["validation"]["metric"] = metric
     if drift := series.get("kl/held_out_k1"):
         summary["kl_held_out_k1"] = drift[-1][1]
+    summary["warnings"] = read_warnings(run, is_over=is_over)
+    if (run / "summary.json").exists() and "ended_early" in (
+        stored := load_json(run / "summary.json")
+    ):
+        summary["ended_early"] = stored["ended_early"]
     return summary | {"before_and_after": _before_and_after(run)}
 
 
 def _is_rewarded(recipe: dict[str, Any]) -> bool:
-    """Whether a held-out reward says anything: not if a run only learns from a teacher."""
+    """Return whether a recipe has a reward, so that the held-out reward is meaningful. A run that
+    only distils a teacher has none."""
     task = recipe.get("task", {})
     rewards = [one.get("reward") for one in task.get("tasks", {"": task}).values()]
     return "reward_model" in recipe or any(name != "none" for name in rewards)
 
 
 def _before_and_after(run: Path) -> list[dict[str, Any]]:
-    """The first samples of a few validation prompts at the first and the last evaluation."""
+    """Return the first response to each of a few validation prompts, in the first and in the last
+    evaluation, with their rewards."""
     pairs = first_and_last(iterate_rows(run / "evaluations.jsonl"))
     return [
         {
@@ -159,7 +243,9 @@ def _before_and_after(run: Path) -> list[dict[str, Any]]:
 
 
 def outcome(end: dict[str, Any]) -> list[str]:
-    """A summary in a line or two: how the reward or the loss went, and the held-out one."""
+    """Format ``end``, the result of `summarise`, in one to three lines: reward or loss with the
+    cost of the run, the held-out reward or loss if it was measured, and why the run ended early if
+    it did."""
     measure = "reward" if "responses" in end else "loss"
     sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
     first, last = (end.get(f"{measure}_{which}") for which in ("first", "last"))
@@ -170,18 +256,22 @@ def outcome(end: dict[str, Any]) -> list[str]:
         held, kl = end["validation"], end.get("kl_held_out_k1")
         drift = "" if kl is None else f" at {kl:z.2f} nats per token"
         best = f"best {held['best']:z.3f} at step {held['best_step']}"
-        lines.append(f"held out {held['first']:z.3f} → {held['last']:z.3f}{drift} ({best})")
+        name = f" {held['metric']}" if "metric" in held else ""
+        lines.append(f"held out{name} {held['first']:z.3f} → {held['last']:z.3f}{drift} ({best})")
+    if "ended_early" in end:
+        lines.append(f"ended early: {end['ended_early']}")
     return lines
 
 
 def answers(end: dict[str, Any]) -> Iterator[str]:
-    """The model's answers before and after, in lines without control characters."""
+    """Yield lines with the prompts of ``end``, the result of `summarise`, and the model's answers
+    before and after training. Control characters are escaped."""
     for pair in end["before_and_after"]:
         yield f"  {_line(pair['prompt'])}"
         for side in ("before", "after"):
-            reward, said = pair[f"reward_{side}"], _line(pair[side])
+            reward, text = pair[f"reward_{side}"], _line(pair[side])
             mark = "no grade" if reward is None else f"{reward:zg}"
-            yield f"    {side:6} [{mark}] {said[:SAID]}{' …' * (len(said) > SAID)}"
+            yield f"    {side:6} [{mark}] {text[:LENGTH]}{' …' * (len(text) > LENGTH)}"
 
 
 def _line(text: str) -> str:

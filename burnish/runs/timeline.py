@@ -1,7 +1,7 @@
-"""Who worked when, and who waited for whom: ``timeline.jsonl`` has a row for each call of an actor.
+"""The timeline of actors: when each one worked, and what it waited for otherwise.
 
-Its times are seconds since 1970 by the clock of the actor's machine. A resumed run goes on in the
-same file, under another incarnation.
+``timeline.jsonl`` has one row per actor call. Times are seconds since 1970 by the clock of the
+actor's machine. A resumed run appends to the same file with another incarnation number.
 """
 
 from __future__ import annotations
@@ -16,33 +16,37 @@ from burnish.runs.metrics import iterate_rows
 
 FILE = "timeline.jsonl"
 ROWS = 3_000
-"""Calls, the last ones, whose seconds are added up."""
+"""Number of most recent calls whose seconds are summed."""
 SHOWN = 300
-"""Calls that a picture shows at most: the last ones."""
+"""Number of most recent calls in the chart."""
 SPAN = ("actor", "what", "begin", "end", "version")
+"""Keys of a call's row that the chart needs."""
 OTHERS = {"evaluate": "an evaluation", "state": "a checkpoint"}
-"""Calls that are no part of a step, and hold up everybody who has no work."""
+"""Calls outside of training steps, and the names under which other actors wait for them."""
 CAUSES = {
     "generator": {"learner": "weights", "scorer": "grades", "generator": "other generators"},
     "scorer": {"generator": "samples", "learner": "weights"},
     "learner": {"scorer": "grades", "generator": "samples"},
 }
-"""The things that each kind of actor waits for, by the kind that makes them; the nearest first."""
+"""What each kind of actor waits for, by the kind of actor that produces it, most direct first."""
 
 
-def describe(run: Path) -> dict[str, Any]:
-    """The data of a picture: the last calls, as ``SPAN``, and each actor's seconds."""
+def timeline_data(run: Path) -> dict[str, Any]:
+    """Return the data of the timeline chart: for each of the last `SHOWN` calls the values of
+    ``SPAN``, and each actor's seconds of work and of waiting, as `account` returns them, in the
+    last `ROWS` calls."""
     rows = deque(iterate_rows(run / FILE), ROWS)
     spans = [[row[name] for name in SPAN] for row in list(rows)[-SHOWN:]]
     return {"spans": spans, "seconds": dict(sorted(account(rows).items()))}
 
 
 def account(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """The seconds of each actor: of its calls, by "" and, while it had none, by the thing that it
-    waited for.
+    """Return for each actor its seconds of work, under the key "", and of waiting, under the name
+    of what it waited for.
 
-    It waited for the thing that an actor was making meanwhile, and for "the driver" if no actor
-    worked that could have held it up. The time between two incarnations is nobody's.
+    ``rows`` are rows of timeline.jsonl. An idle actor waits for the output of an actor that is
+    working, and for "the driver" if none of the actors that it depends on is working. Time between
+    two incarnations is not counted.
     """
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for _, part in groupby(rows, lambda row: row["incarnation"]):
@@ -55,13 +59,14 @@ def account(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _stretches(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, dict[str, str]]]:
-    """The seconds between two events, and the call of each actor that worked then."""
+    """Split the time at the beginning and end of each call. Yield the seconds of each interval, and
+    the method that each working actor runs in it."""
     whole = [row for row in rows if row["end"] > row["begin"]]
     begins = [(row["begin"], row["actor"], row["what"]) for row in whole]
     ends = [(row["end"], row["actor"], "") for row in whole]
     working: dict[str, str] = {}
     for (now, actor, what), (after, *_) in pairwise(sorted(ends + begins, key=lambda e: e[0])):
-        working[actor] = what  # of one moment, ends were put before begins
+        working[actor] = what  # at equal times, ends come before begins
         if after > now:
             yield after - now, {name: call for name, call in working.items() if call}
 

@@ -1,8 +1,9 @@
-"""Rows whose responses a judge scores by a rubric, and criteria that it proposes during a run."""
+"""The judged task: a judge, which is a language model, scores responses by the criteria of a
+rubric. It may also propose further criteria during a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -14,20 +15,23 @@ from pydantic import TypeAdapter, ValidationError
 from burnish.errors import DataError
 from burnish.graders.judge import Judge
 from burnish.graders.rubric import ask_criteria, read_criteria
-from burnish.schema.judged import EvolveConfig, Rubric
-from burnish.schema.recipe import Recipe
-from burnish.schema.tasks import JudgedTask
-from burnish.tasks.rows import DataRow, check_prompt, rows_of
-from burnish.tasks.text import TextTask, ask_rows, shown
+from burnish.recipe.judge import EvolveConfig, Rubric
+from burnish.recipe.tasks import JudgedTask
+from burnish.tasks.rows import DataRow, check_prompt, load_rows
+from burnish.tasks.text import TextTask, make_rows_task, plain_text
 from burnish.types import Group, Prompt
 
 RUBRIC = TypeAdapter(Rubric)
 GIVEN, MADE = "criterion_", "evolved_"
-"""How the names of criteria begin that the recipe or a row gives, and that the judge proposed."""
+"""Prefixes of criterion names: given by the recipe or a row, and proposed by the judge."""
 
 
 def check_judged(config: JudgedTask, row: Any, where: str) -> DataRow:
-    """The row with "asked", the prompt as the judge sees it, and "rubric", criteria by name."""
+    """Check a row; return it with two more fields: "asked", the prompt as the judge sees it, and
+    "rubric", the criteria by name, from the row or else from the recipe.
+
+    Raise a DataError, which names the place ``where``, if the row is invalid or has no rubric.
+    """
     found = check_prompt(row, where)
     given = found.get("rubric", config.rubric)
     if given is None:
@@ -35,28 +39,33 @@ def check_judged(config: JudgedTask, row: Any, where: str) -> DataRow:
     try:
         rubric = RUBRIC.validate_python(given)
     except ValidationError as error:
-        told = error.errors()[0]["msg"].removeprefix("Value error, ")
-        if not told.startswith("needs"):
-            told = f"is a list of [text, weight] pairs: {told}, got {str(given)[:80]}"
-        raise DataError(f"{where}: rubric {told}") from None
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        if not message.startswith("needs"):
+            message = f"must be a list of [text, weight] pairs: {message}, got {str(given)[:80]}"
+        raise DataError(f"{where}: rubric {message}") from None
     named = {f"{GIVEN}{k}": criterion for k, criterion in enumerate(rubric, 1)}
-    return DataRow(found | {"asked": shown(found["prompt"]), "rubric": named}, where)
+    return DataRow(found | {"asked": plain_text(found["prompt"]), "rubric": named}, where)
 
 
 def make_judged(config: JudgedTask, *, seed: int, **how: Any) -> TextTask:
-    """The task of a recipe's section. The parts of a grade are the scores of its criteria."""
-    rows = rows_of(config, seed=seed, check=partial(check_judged, config))
-    return ask_rows(config, rows, Judge(config.judge), seed=seed, **how)
+    """Build the task of a recipe whose responses a judge scores.
+
+    The parts of a grade are the scores of the rubric's criteria. ``how``: further arguments of
+    `make_rows_task`.
+    """
+    rows = load_rows(config, seed=seed, check=partial(check_judged, config))
+    return make_rows_task(config, rows, Judge(config.judge), seed=seed, **how)
 
 
 class Evolving:
-    """Criteria that the judge proposes for a task while it is trained.
+    """Rubric criteria that the judge proposes for a task during training, and their versions.
 
-    After each step the judge sees the best and the worst response of the group whose rewards
-    differ most, and names what sets them apart. A criterion stays while it discriminates: while
-    the standard deviation of its scores over a group, the mean over groups, is above a bound. DR
-    Tulu (https://arxiv.org/abs/2511.19399). Differs from the paper in that all prompts of the task
-    share the criteria, and in that a criterion leaves only if it does not discriminate.
+    After a step, the judge compares the best and the worst response of the group whose rewards
+    differ most, and proposes criteria that tell them apart. A criterion is kept while it
+    discriminates, that is, while the standard deviation of its scores within a group, averaged over
+    groups, is above a bound. DR Tulu, https://arxiv.org/abs/2511.19399. Differs from the paper in
+    that all prompts of the task share the criteria, and that a criterion is removed only if it does
+    not discriminate.
     """
 
     def __init__(self, config: EvolveConfig, judge: Judge) -> None:
@@ -64,13 +73,17 @@ class Evolving:
         self.load_state({})
 
     def attach(self, prompt: Prompt) -> Prompt:
-        """The prompt with the criteria of the newest version behind its own."""
+        """Return the prompt with the active criteria appended to its rubric."""
         row, weight = prompt.reference, self.config.weight
-        own = {name: (text, weight) for name, text in self.active.items()}
-        return replace(prompt, reference=row | {"rubric": row["rubric"] | own})
+        proposed = {name: (text, weight) for name, text in self.active.items()}
+        return replace(prompt, reference=row | {"rubric": row["rubric"] | proposed})
 
     def note(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Drops and adds criteria after a step -> metrics."""
+        """Update the criteria after a step: remove those that do not discriminate, and let the
+        judge propose new ones every ``evolve.every`` steps. Return metrics.
+
+        Call it once per step, with the step's groups of this task.
+        """
         self.steps += 1
         stds = {name: discrimination(groups, name) for name in self.active}
         measured = {name: std for name, std in stds.items() if std is not None}
@@ -88,16 +101,17 @@ class Evolving:
         }
 
     def _propose(self, groups: Sequence[Group], kept: dict[str, str]) -> dict[str, float]:
-        """Puts new criteria into ``kept`` -> the cost."""
+        """Ask the judge for new criteria and add them to ``kept`` in place; return metrics with the
+        cost of the judge's calls."""
         chosen = contrast(groups)
         if chosen is None:
             return {}
         prompt, better, worse = chosen
         given = {n: c for n, c in prompt.reference["rubric"].items() if n.startswith(GIVEN)}
         known = given | {name: (text, self.config.weight) for name, text in kept.items()}
-        room, asked = self.config.most - len(kept), prompt.reference["asked"]
-        messages = ask_criteria(known, asked, better, worse, room)
-        reply = self.judge.ask(messages, partial(read_criteria, count=room))
+        count = self.config.most - len(kept)
+        messages = ask_criteria(known, prompt.reference["asked"], better, worse, count)
+        reply = self.judge.ask(messages, partial(read_criteria, count=count))
         before = {name: text for row in self.versions for name, text in row["criteria"].items()}
         seen = [*before.values(), *(text for text, _ in given.values())]
         new = [text for text in reply.answer or () if text not in seen]
@@ -107,29 +121,34 @@ class Evolving:
 
     @property
     def active(self) -> dict[str, str]:
-        """The texts of the newest version by name."""
+        """Texts of the active criteria, by name: those of the newest version."""
         return self.versions[-1]["criteria"] if self.versions else {}
 
     def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: the number of steps, and all versions of the
+        criteria."""
         return {"steps": self.steps, "versions": list(self.versions)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """An empty state is the state before the first step."""
+        """Restore a saved state; an empty state is the state before the first step."""
         self.steps: int = state.get("steps", 0)
         self.versions: list[dict[str, Any]] = list(state.get("versions", ()))
 
 
 def discrimination(groups: Sequence[Group], name: str) -> float | None:
-    """The unbiased standard deviation of a criterion's scores over a group, the mean over the
-    groups that have at least two scores; None if no group has."""
-    scores = [[g.parts[name] for g in group.grades if name in g.parts] for group in groups]
-    stds = [float(np.std(own, ddof=1)) for own in scores if len(own) > 1]
+    """Return the standard deviation (with n − 1) of a criterion's scores within a group, averaged
+    over the groups with at least two scores; None if there is no such group."""
+    by_group = [[g.parts[name] for g in group.grades if name in g.parts] for group in groups]
+    stds = [float(np.std(scores, ddof=1)) for scores in by_group if len(scores) > 1]
     return float(np.mean(stds)) if stds else None
 
 
 def contrast(groups: Sequence[Group]) -> tuple[Prompt, str, str] | None:
-    """The prompt whose responses' rewards differ most, its best response and its worst; None if
-    the responses of each prompt have equal rewards."""
+    """Return the prompt of the group whose rewards differ most, and the texts of its best and its
+    worst response. Responses whose grading failed are ignored.
+
+    Return None if the rewards are equal within each group.
+    """
     ranked = []
     for group in groups:
         good = [(grade.reward, c.text) for c, grade in group.graded if not grade.is_error]
@@ -140,10 +159,11 @@ def contrast(groups: Sequence[Group]) -> tuple[Prompt, str, str] | None:
     return found[1:] if found and found[0] > 0 else None
 
 
-def evolving(recipe: Recipe) -> dict[str, Evolving]:
-    """Evolving criteria by the part of a mixture whose prompts take them; "" without a mixture."""
+def evolving(tasks: Mapping[str, Any]) -> dict[str, Evolving]:
+    """Create ``Evolving`` for each judged task whose recipe lets the judge propose criteria; return
+    them by the task's name in the mixture ("" without a mixture)."""
     return {
         part: Evolving(one.evolve, Judge(one.judge))
-        for part, one in recipe.parts.items()
+        for part, one in tasks.items()
         if isinstance(one, JudgedTask) and one.evolve is not None
     }

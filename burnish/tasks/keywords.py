@@ -1,9 +1,10 @@
 """Keyword inclusion: write a sentence that includes the given words.
 
-Prompts are made from the seed and the project's own list of common words (``words.txt``: lower
-case, no word begins another). Training and validation never share a word, so a policy that scores
-on validation has learned the task, not the words. If ``validation_words`` is 0, for models that see
-words in training alone, they share words but no set of words.
+The seed determines the prompts, whose words come from a list of common words (``words.txt``: lower
+case, no word is a prefix of another). Training and validation share no word, so a policy that
+scores on validation has learned the task and not the words. With ``validation_words`` = 0, which is
+meant for models that learn words from the training prompts alone, they share words but no set of
+words.
 """
 
 from __future__ import annotations
@@ -16,36 +17,45 @@ from zlib import crc32
 
 import numpy as np
 
-from burnish.draws import Purpose, Stream, permutation, uniforms
 from burnish.errors import ConfigError
 from burnish.graders import keywords
-from burnish.graders.pool import InProcess
-from burnish.schema.tasks import KeywordsTask
-from burnish.tasks.text import Question, TextTask, ask_among
+from burnish.graders.in_process import InProcess
+from burnish.randomness import Purpose, Stream, permutation, uniforms
+from burnish.recipe.tasks import KeywordsTask
+from burnish.tasks.text import Question, TextTask, repeated_question
 
 WORDS = Path(__file__).with_name("words.txt")
 PATIENCE = 1000
-"""Draws until a set of words must be on the right side."""
+"""Give up after this many drawn sets of words that belong to the other part of the split."""
 HELD_OUT_SEED = 0
-"""The split and the validation prompts are the same whatever a run's seed, so that runs compare."""
+"""Seed of the split and of the validation prompts. It is the same for all runs, so that they can be
+compared."""
 
 
 @lru_cache(maxsize=1)
 def word_list() -> tuple[str, ...]:
+    """Return all words of ``words.txt``, in the order of the file."""
     return tuple(WORDS.read_text(encoding="ascii").split())
 
 
 def instruction(words: Sequence[str]) -> str:
+    """Return the text of the prompt that asks for a sentence with these words."""
     return f"Write a sentence that includes the words: {', '.join(words)}."
 
 
 def is_held_out(words: Sequence[str]) -> bool:
-    """One set of words in five, whatever their order."""
+    """Return whether a set of words belongs to validation; the order of the words does not matter.
+    A hash decides, and one set in five belongs."""
     return crc32(" ".join(sorted(words)).encode()) % 5 == 0
 
 
 def split_words(config: KeywordsTask) -> tuple[list[str], list[str]]:
-    """The words to train on and those to validate on, the same for every seed."""
+    """Return training words and validation words: a random split of ``config.words`` words of the
+    list (None: of all words), the same for every seed.
+
+    If no words are held out, the validation words are the training words. Raise a ConfigError if
+    there are too few words.
+    """
     words = word_list()
     order = permutation(HELD_OUT_SEED, Stream.TASK, 0, Purpose.SPLIT, len(words))[: config.words]
     held_out = round(config.validation_words * len(order))
@@ -60,21 +70,26 @@ def split_words(config: KeywordsTask) -> tuple[list[str], list[str]]:
     return train, validation
 
 
-def ask(
+def draw_question(
     config: KeywordsTask, words: Sequence[str], seed: int, purpose: Purpose, number: int
 ) -> Question:
-    """The question for a set of different words that is drawn for TRAIN or for VALIDATION."""
+    """Draw distinct words and return the question that asks for a sentence with them.
+
+    ``purpose`` is TRAIN or VALIDATION, and ``number`` the question's index. If ``validation_words``
+    is 0, the two purposes have different sets of words; raise a ConfigError if no such set is
+    found.
+    """
     least, most = config.least, config.most
     for attempt in range(PATIENCE):
-        place = np.arange(most + 1) + attempt * (most + 1)
-        draws = uniforms(seed, Stream.TASK, number, purpose, place)
+        indices = np.arange(most + 1) + attempt * (most + 1)
+        draws = uniforms(seed, Stream.TASK, number, purpose, indices)
         count = least + int(draws[0] * (most - least + 1))
         left = list(words)
         drawn = [left.pop(int(draw * len(left))) for draw in draws[1 : count + 1]]
         if config.validation_words or is_held_out(drawn) == (purpose is Purpose.VALIDATION):
-            asked = instruction(drawn)
-            row = {"prompt": asked, "keywords": drawn}
-            return Question(f"{purpose.name.lower()}/{number}", asked, row)
+            prompt = instruction(drawn)
+            row = {"prompt": prompt, "keywords": drawn}
+            return Question(f"{purpose.name.lower()}/{number}", prompt, row)
     raise ConfigError(
         f"task.words = {config.words} make too few sets of {least} to {most} words "
         "to train on some and hold out others; raise it"
@@ -82,12 +97,15 @@ def ask(
 
 
 def make_keywords(config: KeywordsTask, *, seed: int, **how: Any) -> TextTask:
-    """The task of a recipe's section. Grades have the reward's own parts (``graders/keywords.py``)
-    and the part ended."""
+    """Build the keyword task of a recipe.
+
+    A grade has the parts of the keyword reward (``graders/keywords.py``) and the part "ended".
+    ``seed`` determines the training prompts. ``how``: further arguments of `TextTask`.
+    """
     train, validation = split_words(config)
-    held_out = partial(ask, config, validation, HELD_OUT_SEED, Purpose.VALIDATION)
-    question = partial(ask, config, train, seed, Purpose.TRAIN)
-    among = partial(ask_among, config.train_prompts, seed, question)
-    asked = map(held_out, range(config.validation_prompts))
+    held_out = partial(draw_question, config, validation, HELD_OUT_SEED, Purpose.VALIDATION)
+    question = partial(draw_question, config, train, seed, Purpose.TRAIN)
+    repeated = partial(repeated_question, config.train_prompts, seed, question)
+    questions = map(held_out, range(config.validation_prompts))
     grader = InProcess(keywords.REWARDS[config.reward])
-    return TextTask(config, question=among, held_out=asked, grader=grader, **how)
+    return TextTask(config, question=repeated, held_out=questions, grader=grader, **how)

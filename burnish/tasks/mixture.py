@@ -1,4 +1,4 @@
-"""Several tasks in one run: the part of each group is drawn by weight."""
+"""Several tasks in one run: each group's task is drawn by weight."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from burnish.draws import Purpose, Stream, uniforms
+from burnish.randomness import Purpose, Stream, uniforms
 from burnish.tasks.task import Task
 from burnish.types import Completion, Grade, Prompt
 
 
 class Mixture:
-    """Prompts carry their part's name, so that metrics tell the parts apart."""
+    """A task that draws prompts from several tasks, its parts. A prompt carries the name of its
+    part, so that metrics can be reported by part."""
 
     def __init__(
         self,
@@ -25,16 +26,19 @@ class Mixture:
         *,
         seed: int,
     ) -> None:
-        """The prompts that are held out are those of all parts, whatever their weights. ``scales``
-        are factors of the parts' rewards as they are learned, 1 where none is given."""
+        """``weights`` are the relative probabilities of the parts. They do not affect validation,
+        which uses the held-out prompts of all parts. ``scales`` multiply the rewards that the
+        learner sees; a part without a scale has 1."""
         self.parts, self._scales = parts, scales or {}
         self._weights = tuple(weights[name] for name in parts)
         self._seed = seed
         self.validation = [_named(name, p) for name, part in parts.items() for p in part.validation]
 
     def prompt(self, number: int) -> Prompt:
-        """The next prompt of the part that is drawn for this place; no prompt is left out."""
-        # Twice as many parts are drawn whenever there are too few.
+        """Draw a part for the index ``number`` of the run's prompts, and return the part's next
+        prompt: the one after the prompts that it has supplied for smaller indices. An index always
+        gives the same prompt."""
+        # Draws are cached. Rounding up to a power of two makes new ones rare.
         drawn = _draw(self._seed, self._weights, 1 << number.bit_length())
         before = int(np.count_nonzero(drawn[:number] == drawn[number]))
         name = list(self.parts)[drawn[number]]
@@ -42,11 +46,12 @@ class Mixture:
         return replace(prompt, scale=self._scales.get(name, 1.0))
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
-        """Each part grades its own responses in one call."""
+        """Grade each response with the part that its prompt came from, in one call per part; return
+        the grades in the order of the pairs."""
         graded: dict[int, Grade] = {}
         for name, part in self.parts.items():
-            own = [i for i, (prompt, _) in enumerate(pairs) if prompt.part == name]
-            graded |= zip(own, part.grade_all([pairs[i] for i in own]), strict=True)
+            indices = [i for i, (prompt, _) in enumerate(pairs) if prompt.part == name]
+            graded |= zip(indices, part.grade_all([pairs[i] for i in indices]), strict=True)
         return [graded[i] for i in range(len(pairs))]
 
     def answer(self, prompt: Prompt, response: str) -> str | None:
@@ -64,7 +69,8 @@ def _named(name: str, prompt: Prompt) -> Prompt:
 
 @lru_cache(maxsize=8)
 def _draw(seed: int, weights: tuple[float, ...], count: int) -> npt.NDArray[np.intp]:
-    """The numbers of the parts at places 0 … count − 1."""
+    """Draw a part by weight for each of the prompt indices 0 … count − 1; return the parts'
+    indices [count]."""
     shares = np.cumsum(weights)
     drawn = uniforms(seed, Stream.TASK, np.arange(count), Purpose.PART, 0)
     return np.searchsorted(shares / shares[-1], drawn, side="right")

@@ -1,6 +1,7 @@
-"""Sorting: a prompt is a list of numbers, the right response the same numbers in ascending order.
+"""Sorting: a prompt is a list of numbers; the right response is the numbers in ascending order.
 
-Two rewards with partial credit, from a lecture's worked example. Numbers are their own token ids.
+The two rewards give partial credit and come from a lecture's worked example. Each number is its own
+token id.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ from itertools import pairwise
 
 import numpy as np
 
-from burnish.draws import Purpose, Stream, uniforms
-from burnish.schema.tasks import SortTask
+from burnish.randomness import Purpose, Stream, uniforms
+from burnish.recipe.tasks import SortTask
 from burnish.types import Completion, Grade, Prompt
 
 
 def position_match(prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
-    """One point for every position where response and sorted prompt agree."""
+    """Give one point for each position at which the response agrees with the sorted prompt; return
+    the points as the reward's only part."""
     matches = sum(a == b for a, b in zip(sorted(prompt), response, strict=True))
     return {"position": float(matches)}
 
 
 def inclusion_ordering(prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
-    """A point for each prompt number in the response, one for each neighbouring pair in order.
+    """Give one point for each prompt number that the response contains, and one for each adjacent
+    pair of the response in ascending order; return both sums as parts of the reward.
 
-    A loophole is left on purpose, as in the lecture: for the prompt 1 0 1 the response 0 1 1 and
-    the wrong 0 0 1 earn the same, since a number counts as held however often it occurs.
+    As in the lecture, the reward has an intentional loophole: for the prompt 1 0 1, the right
+    response 0 1 1 and the wrong response 0 0 1 earn the same, because it does not matter how often
+    the response contains a number.
     """
     inclusion = sum(number in response for number in prompt)
     ordering = sum(a <= b for a, b in pairwise(response))
@@ -39,7 +43,8 @@ REWARDS: dict[str, Callable[[Sequence[int], Sequence[int]], dict[str, float]]] =
 
 
 class Sorting:
-    """The prompts, drawn once from the run's seed, and their grader."""
+    """Provides lists of numbers to sort and grades the sorted lists. All prompts are drawn at the
+    start from the run's seed. They are also the validation prompts: none is held out."""
 
     def __init__(self, config: SortTask, *, seed: int) -> None:
         self.config = config
@@ -55,11 +60,11 @@ class Sorting:
         self.validation = self.prompts  # nothing is held out
 
     def prompt(self, number: int) -> Prompt:
-        """The prompts in turn."""
+        """Return the prompt at index ``number``; the prompts are repeated in the same order."""
         return self.prompts[number % len(self.prompts)]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the task has no processes."""
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
         return [self._grade(prompt, completion) for prompt, completion in pairs]

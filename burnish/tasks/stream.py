@@ -1,8 +1,9 @@
-"""The prompt stream: a task's prompts in order, each with the number of the group that it starts.
+"""The prompt stream: a task's prompts in order, each with the index of the group that it starts.
 
-A loop takes as many prompts as it needs, so that a rollout can ask for more, and gives back what it
-has learned about them (`burnish.tasks.history`). The stream's state is
-saved in checkpoints, and a resumed run goes on with the prompt that would have come next.
+A group is the sampled responses to one prompt. It is dead if nothing can be learned from it. A loop
+takes as many prompts as it needs and reports the results of each step, from which the stream
+updates solve rates (`burnish.tasks.solve_rates`) and rubrics. The stream's state is saved in
+checkpoints, so that a resumed run continues with the next prompt.
 """
 
 from __future__ import annotations
@@ -11,38 +12,40 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from burnish.errors import DataError
-from burnish.plan import Room
-from burnish.tasks.history import History
+from burnish.recipe.costs import Room
 from burnish.tasks.judged import Evolving
+from burnish.tasks.solve_rates import History
 from burnish.tasks.task import Task
 from burnish.types import Group, Prompt
 
 PATIENCE = 100
-"""Prompts in a row that may be too long."""
+"""Give up after this many consecutive prompts that are too long."""
 
 
 class Mark(NamedTuple):
-    """How far a stream is."""
+    """Position of a prompt stream: all of its counters."""
 
     groups: int
     prompts: int
     skipped: int
     passed: tuple[int, int]
-    """The counts of its history; (0, 0) if it has none."""
+    """``History.counts``; (0, 0) if there is no history of solve rates."""
     returned: tuple[int, int]
-    """Numbers and places that were given back and not taken since."""
+    """How many returned group indices and prompt indices have not been reused yet."""
 
 
 class Reserve(NamedTuple):
-    """Prompts that a rollout in flight may ask in the place of dead groups."""
+    """Prompts that were set aside for a rollout in flight, to replace its dead groups."""
 
     numbers: list[int]
+    """Group indices of the prompts."""
     marks: list[Mark]
-    """Before the first of them, and after each."""
+    """Positions of the stream before the first of the prompts and after each of them."""
 
 
 class PromptStream:
-    """Numbers groups, and remembers the prompt of each group that is not closed."""
+    """Supplies a task's prompts in order, gives the group that each one starts an index, and
+    remembers the group's prompt until the group is closed: used by the learner or dropped."""
 
     BEGINNING: ClassVar[dict[str, Any]] = {"groups": 0, "prompts": 0, "skipped": 0, "open": []}
 
@@ -53,52 +56,59 @@ class PromptStream:
         history: History | None = None,
         evolving: Mapping[str, Evolving] | None = None,
     ) -> None:
-        """room: for the longest prompt; None if no model bounds it. history: None if every prompt
-        is asked in its turn, whatever was learned about it. evolving: criteria that are proposed
-        during the run, by the part whose prompts take them."""
+        """``room``: token limit of a prompt; None if no model limits it. ``history``: solve rates
+        that select prompts; None if every prompt is used in its turn. ``evolving``: rubrics that
+        change during the run, by the name of the mixture's part that they apply to."""
         self._task, self._room, self._history = task, room, history
         self._evolving = evolving or {}
         self._groups = self._prompts = self.skipped = 0
         self._open: dict[int, int] = {}
-        """The place of each open group's prompt in the task's order."""
+        """Index of each open group's prompt in the task's sequence."""
         self._reserved: list[Reserve] = []
         """The reserves of rollouts in flight, oldest first."""
         self._returned: tuple[list[int], list[int]] = [], []
-        """Numbers and places of reserves that nobody used, which are taken first."""
+        """Group indices and prompt indices of unused reserves, which are reused first."""
 
     @property
     def next_index(self) -> int:
-        """The index of the next group."""
+        """Index of the next new group."""
         return self._groups
 
     @property
     def open(self) -> list[int]:
-        """The indices of groups that were asked, and are neither learned from nor dropped."""
+        """Indices of the groups that have started and are not closed."""
         return list(self._open)
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
-        """The next prompts, each after the index of its group in the run."""
+        """Open a group for each of the next ``count`` prompts; return pairs of group index and
+        prompt.
+
+        Prompts that are too long, or that the history of solve rates rejects, are skipped. Raise a
+        DataError if too many consecutive prompts are too long, or if no prompt is left.
+        """
         return [self._next() for _ in range(count)]
 
     def reserve(self, count: int) -> list[tuple[int, Prompt]]:
-        """Further prompts, which the rollout that is issued now may ask in the place of dead
-        groups. Their numbers are given now, so that they do not depend on when a group is found
-        dead, and on which other rollouts are in flight."""
-        marks, asked = [self._mark()], list[tuple[int, Prompt]]()
+        """Take the next ``count`` prompts as a reserve with which the rollout that is issued now
+        may replace dead groups; return pairs of group index and prompt. Group indices are assigned
+        now, so that they do not depend on when a group turns out to be dead or on which other
+        rollouts are in flight."""
+        marks, prompts = [self._mark()], list[tuple[int, Prompt]]()
         for _ in range(count):
-            asked.append(self._next())
+            prompts.append(self._next())
             marks.append(self._mark())
-        self._reserved.append(Reserve([index for index, _ in asked], marks))
-        return asked
+        self._reserved.append(Reserve([index for index, _ in prompts], marks))
+        return prompts
 
     def release(self, used: Container[int]) -> None:
-        """Takes back the prompts that the oldest rollout has in reserve and has not ``used``.
+        """Give the unused prompts of the oldest reserve back to the stream. ``used`` has the
+        indices of the groups that its rollout has sampled.
 
-        If they were taken last, it is as if they had never been taken; otherwise the next prompts
-        that are taken are these."""
+        If nothing was taken after the reserve, the stream goes back to its earlier position.
+        Otherwise the unused prompts and group indices are the next ones to be taken."""
         numbers, marks = self._reserved.pop(0)
         if marks[-1] == self._mark():
-            # Numbers that were given back before are not part of the counts.
+            # The stream's counters do not include indices that had been returned before.
             while numbers and numbers[-1] not in used and marks[-2].returned == marks[-1].returned:
                 del self._open[numbers.pop()]
                 marks.pop()
@@ -111,29 +121,31 @@ class PromptStream:
             returned.sort()
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of an open group."""
-        return self._ask(self._open[index])
+        """Return the prompt of the open group with this index."""
+        return self._prompt_at(self._open[index])
 
     def close(self, indices: Iterable[int]) -> None:
-        """These groups were learned from, or dropped."""
+        """Forget the prompts of groups that the learner has used or that were dropped."""
         for index in indices:
             del self._open[index]
 
     def ask_again(self, index: int) -> tuple[int, Prompt]:
-        """Closes a group, and asks its prompt under a new index."""
+        """Close the group with this index and start a new group with the same prompt; return the
+        new group's index and the prompt."""
         return self._begin(self._open.pop(index))
 
     def note(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Takes back what a step has learned about prompts, and tells what follows in figures."""
-        figures = {} if self._history is None else self._history.note(groups)
-        for part, own in self._evolving.items():
-            told = own.note([group for group in groups if (group.prompt.part or "") == part])
-            figures |= {f"{name}/{part}" if part else name: n for name, n in told.items()}
-        return figures
+        """Update solve rates and rubrics from a step's groups; return metrics."""
+        metrics = {} if self._history is None else self._history.note(groups)
+        for part, rubric in self._evolving.items():
+            found = rubric.note([group for group in groups if (group.prompt.part or "") == part])
+            metrics |= {f"{name}/{part}" if part else name: n for name, n in found.items()}
+        return metrics
 
     def versions(self, step: int) -> list[dict[str, Any]]:
-        """The versions of rubrics that a step made."""
-        every = [(part, row) for part, own in self._evolving.items() for row in own.versions]
+        """Return the rubric versions that step ``step`` created, as rows of rubrics.jsonl. "part"
+        is the name of the task in the mixture, None without a mixture."""
+        every = [(part, row) for part, rubric in self._evolving.items() for row in rubric.versions]
         return [row | {"part": part or None} for part, row in every if row["step"] == step]
 
     def _mark(self) -> Mark:
@@ -147,7 +159,8 @@ class PromptStream:
             self._history.counts = mark.passed
 
     def state(self) -> dict[str, Any]:
-        rubrics = {part: own.state() for part, own in self._evolving.items()}
+        """Return the stream's state for a checkpoint, with solve rates and rubrics."""
+        rubrics = {part: rubric.state() for part, rubric in self._evolving.items()}
         counts = {"groups": self._groups, "prompts": self._prompts, "skipped": self.skipped}
         rates = {} if self._history is None else dict(self._history.rates)
         known: dict[str, Any] = {"rates": rates, "rubrics": rubrics}
@@ -157,6 +170,8 @@ class PromptStream:
         return {**counts, "open": list(self._open.items()), **known}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Replace the stream's state, solve rates and rubrics by a saved ``state``, or by
+        `BEGINNING`. Solve rates or rubrics that it does not have are reset."""
         if self._history is not None:
             self._history.load(state.get("rates", {}))
         self._groups, self._prompts = state["groups"], state["prompts"]
@@ -167,8 +182,8 @@ class PromptStream:
             Reserve(list(numbers), [_mark_of(*mark) for mark in marks])
             for numbers, marks in state.get("reserved", ())
         ]
-        for part, own in self._evolving.items():
-            own.load_state(state.get("rubrics", {}).get(part, {}))
+        for part, rubric in self._evolving.items():
+            rubric.load_state(state.get("rubrics", {}).get(part, {}))
 
     def _begin(self, place: int) -> tuple[int, Prompt]:
         if self._returned[0]:
@@ -176,12 +191,12 @@ class PromptStream:
         else:
             index, self._groups = self._groups, self._groups + 1
         self._open[index] = place
-        return index, self._ask(place)
+        return index, self._prompt_at(place)
 
-    def _ask(self, place: int) -> Prompt:
+    def _prompt_at(self, place: int) -> Prompt:
         prompt = self._task.prompt(place)
-        own = self._evolving.get(prompt.part or "")
-        return prompt if own is None else own.attach(prompt)
+        rubric = self._evolving.get(prompt.part or "")
+        return prompt if rubric is None else rubric.attach(prompt)
 
     def _next(self) -> tuple[int, Prompt]:
         too_long = 0
@@ -198,9 +213,9 @@ class PromptStream:
                 return self._begin(place)
         assert self._room is not None, "otherwise every prompt fits"
         raise DataError(
-            f"{PATIENCE} prompts one after another are too long: the last has "
+            f"{PATIENCE} consecutive prompts are too long: the last has "
             f"{len(prompt.token_ids)} tokens, and {self._room.why} leaves {self._room.tokens}; "
-            "make room, or set task.long_prompts = 'cut'"
+            "raise the limit, or set task.long_prompts = 'cut'"
         )
 
 
@@ -209,4 +224,5 @@ def _mark_of(groups: int, prompts: int, skipped: int, passed: Any, returned: Any
 
 
 def fits(prompt: Prompt, room: Room | None) -> bool:
+    """Return whether a prompt has at most ``room.tokens`` tokens; True if ``room`` is None."""
     return room is None or len(prompt.token_ids) <= room.tokens

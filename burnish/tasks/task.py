@@ -1,4 +1,4 @@
-"""The protocol that every task follows."""
+"""The protocol that every task implements."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from burnish.types import Completion, Grade, Prompt
 
 
 class Task(Protocol):
-    """Where prompts come from, and what their responses are worth. Tasks can be pickled."""
+    """Provides prompts and grades responses. Tasks can be pickled."""
 
     validation: list[Prompt]
-    """The prompts that are held out."""
+    """Held-out prompts."""
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt at place ``number`` of the task's endless order."""
+        """Return the training prompt at index ``number`` of the task's endless sequence."""
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
-        """The grades in the pairs' order."""
+        """Grade each response to its prompt; return the grades in the order of the pairs."""
 
     def answer(self, prompt: Prompt, response: str) -> str | None:
-        """The answer that a response votes for in majority@k; None if it has none."""
+        """Return the answer in a response, which is its vote in majority@k; None if the response
+        has no answer."""
 
     def close(self) -> None:
-        """Ends the processes that the task started."""
+        """Stop the processes that the task started."""

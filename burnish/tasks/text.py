@@ -1,7 +1,7 @@
-"""The task of a language model: questions become prompts, a grader scores the responses' texts.
+"""The task of a language model: it encodes questions as prompts and grades the texts of responses.
 
-``make_files`` asks rows, a file's or a script's, that are graded by the user's own reward. Such a
-row is any JSON object with a "prompt": text, or chat messages. The reward sees the whole row.
+``make_files`` builds a task from rows of data or a script that a user's reward grades. Such a row
+is any object with a "prompt": a text or chat messages. The reward sees the whole row.
 """
 
 from __future__ import annotations
@@ -10,40 +10,53 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from typing import Any
 
-from burnish.errors import ConfigError, DataError
+from burnish.errors import ConfigError, DataError, ModelError
 from burnish.graders.extract import EXTRACTORS
-from burnish.graders.pool import Grader, Limits, grade_pairs, make_grader
+from burnish.graders.pool import Grader, GraderLimits, grade_pairs, make_grader
 from burnish.graders.rewards import Reward
+from burnish.graders.weighted import Member, WeightedGrader
 from burnish.model.tokenizer import Tokenizer
-from burnish.plan import Room
-from burnish.schema.tasks import AnyPart, Asked, FilesTask, Graded, JudgedTask, MathTask
-from burnish.tasks.rows import DataRow, rows_of, shuffled
+from burnish.recipe.costs import Room
+from burnish.recipe.tasks import AnyPart, FilesTask, GradedTask, JudgedTask, MathTask, QuestionTask
+from burnish.tasks.rows import (
+    DataRow,
+    Rows,
+    counted_rows,
+    load_rows,
+    shuffled,
+    tell_split,
+)
 from burnish.types import Completion, Grade, IntArray, Prompt
 
 Messages = Sequence[Mapping[str, Any]]
+SPECIAL = 16
+"""Upper bound of the special tokens that a tokenizer adds to a text."""
 TODAY = datetime(2026, 1, 1)
-"""The date for chat templates that write one: a run resumed tomorrow reads the same prompts."""
+"""Date for chat templates that write one. It is fixed, so that a resumed run has the same
+prompts."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A row of data, and the text or the messages that ask it."""
+    """A row of data and the content of the prompt that is made from it."""
 
     name: str
-    """Such as train/17; a prompt's id is the task's name and this one."""
-    asked: str | Messages
+    """For example train/17; a prompt's id consists of the task's name and this name."""
+    content: str | Messages
+    """A text or chat messages."""
     row: Mapping[str, Any]
-    """The grader sees it."""
+    """The row that the grader sees."""
     hint: str = ""
-    """The beginning of a response that the prompt gives away."""
+    """Beginning of a response that the prompt contains; empty if there is no hint."""
     part: str | None = None
-    """A kind of question that metrics tell apart; None if there is one kind."""
+    """Kind of question, for metrics by kind; None if there is only one kind."""
 
 
 class TextTask:
-    """Asks questions through a tokenizer and grades by the response's text and the row."""
+    """Encodes questions with a tokenizer, and grades a response's text together with its row."""
 
     def __init__(
         self,
@@ -55,9 +68,14 @@ class TextTask:
         grader: Grader,
         room: Room | None = None,
     ) -> None:
-        """``question`` gives the question at a place of an endless order. ``room`` is for the
-        longest prompt; None if no model bounds it."""
+        """``question`` returns the question at an index of an endless sequence; the questions
+        ``held_out`` become the validation prompts.
+
+        ``room`` is the token limit to which prompts are cut with task.long_prompts = "cut", and has
+        no effect otherwise; None if no model limits prompts.
+        """
         self.config, self._question = config, question
+        self._system: str | None = getattr(config, "system", None)
         self._tokenizer, self.grader = tokenizer, grader
         self._room = room if getattr(config, "long_prompts", "skip") == "cut" else None
         self.validation = [self.write(question) for question in held_out]
@@ -69,8 +87,12 @@ class TextTask:
         return grade_pairs(self.grader, pairs, must_end=self.config.must_end)
 
     def answer(self, prompt: Prompt, response: str) -> str | None:
-        """The answer as the task wants it said, or the whole text."""
-        if isinstance(self.config, Asked):
+        """Return the answer in a response, found by the task's answer format; None if there is
+        none.
+
+        A task without an answer format returns the whole response without surrounding white space.
+        """
+        if isinstance(self.config, QuestionTask):
             return EXTRACTORS[self.config.answer_format](response)
         return response.strip()
 
@@ -78,109 +100,221 @@ class TextTask:
         self.grader.close()
 
     def write(self, question: Question) -> Prompt:
-        """The prompt of a question; its beginning is cut off if it is too long and that is set."""
-        config, asked = self.config, shown(question.asked)
-        text, ids = encode(self._tokenizer, question.asked, chat=config.chat)
-        if question.hint:
-            hint = ("" if text[-1:].isspace() else " ") + question.hint
-            text, asked = text + hint, asked + hint
-            ids = self._tokenizer.encode(text, add_special=not config.chat)
+        """Encode a question as a prompt, with its hint if it has one. With task.long_prompts =
+        "cut", the beginning of a prompt that is too long is cut off."""
+        config, shown = self.config, plain_text(question.content)
+        text, has_special, hint = self._render(question)
+        shown += hint
+        ids = self._tokenizer.encode(text, add_special=has_special)
         if self._room is not None and len(ids) > self._room.tokens:
             ids = ids[-self._room.tokens :]
             text = self._tokenizer.decode(ids)
         name, row = f"{config.name}/{question.name}", dict(question.row)
-        return Prompt(name, text, ids, config.name, row, question.part, asked)
+        return Prompt(name, text, ids, config.name, row, question.part, shown)
 
-    def check_room(self, room: Room | None, questions: Iterable[tuple[str, Question]]) -> None:
-        """Raises if a prompt is too long. ``questions`` are pairs: a row's place in words, and the
-        question that the row asks."""
+    def _render(self, question: Question) -> tuple[str, bool, str]:
+        """Return the model's input as text, whether the tokenizer adds its special tokens to it,
+        and the hint with the white space before it."""
+        text, has_special = render_prompt(
+            self._tokenizer, question.content, chat=self.config.chat, system=self._system
+        )
+        hint = question.hint and ("" if text[-1:].isspace() else " ") + question.hint
+        return text + hint, has_special, hint
+
+    def check_room(
+        self, room: Room | None, questions: Iterable[tuple[str, Question]], total: int = 0
+    ) -> None:
+        """Raise a DataError if the prompt of a question has more tokens than ``room`` allows; do
+        nothing if ``room`` is None.
+
+        ``questions`` are pairs of the place of a row, as text, and the row's question. ``total`` is
+        the number of pairs, for the display of progress.
+        """
         if room is None:
             return
-        for where, question in questions:
+        around: str | None = None  # the text that the chat template adds to a text
+        for where, question in counted_rows(questions, total, "load", "measuring the prompts"):
+            if around is not None and isinstance(question.content, str) and not question.hint:
+                text = around + question.content
+            else:
+                text = self._render(question)[0]
+                if isinstance(question.content, str) and not question.hint:
+                    around = text.replace(question.content, "", 1)
+            if surely_fits(text, room.tokens):
+                continue
             length = len(self.write(question).token_ids)
             if length > room.tokens:
                 raise DataError(
                     f"{where}: the prompt has {length:,} tokens, and {room.why} leaves "
-                    f"{room.tokens:,}; shorten it or leave the row out, or make room"
+                    f"{room.tokens:,}; shorten it, leave the row out, or raise the limit"
                 )
 
 
-def encode(tokenizer: Tokenizer, asked: str | Messages, *, chat: bool) -> tuple[str, IntArray]:
-    """The model's input as text and ids; chat: a text goes in as one user's message."""
-    if isinstance(asked, str) and not chat:
-        return asked, tokenizer.encode(asked)
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    text = tokenizer.chat(messages, now=TODAY)
-    return text, tokenizer.encode(text, add_special=False)
+def encode_prompt(
+    tokenizer: Tokenizer, content: str | Messages, *, chat: bool, system: str | None = None
+) -> tuple[str, IntArray]:
+    """Return the model's input as text and as token ids.
+
+    Messages are formatted with the chat template. A text is formatted as a single user message if
+    ``chat`` is true, and is used unchanged otherwise. ``system`` is the content of a system message
+    before them, and None for no system message; a text that is used unchanged gets none.
+    """
+    text, has_special = render_prompt(tokenizer, content, chat=chat, system=system)
+    return text, tokenizer.encode(text, add_special=has_special)
 
 
-def shown(asked: str | Messages) -> str:
-    """A question as its writer wrote it; several messages are each put after their role."""
-    if isinstance(asked, str):
-        return asked
-    if len(asked) == 1:
-        return str(asked[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in asked)
+def render_prompt(
+    tokenizer: Tokenizer, content: str | Messages, *, chat: bool, system: str | None = None
+) -> tuple[str, bool]:
+    """Return the model's input as text, and whether the tokenizer adds its special tokens to it.
+    Arguments as in ``encode_prompt``."""
+    if isinstance(content, str) and not chat:
+        return content, True
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    return tokenizer.chat(messages, now=TODAY), False
 
 
-def ask(row: DataRow, name: str = "") -> Question:
+def surely_fits(text: str, tokens: int) -> bool:
+    """Return whether a text has so few bytes that it can't have more than ``tokens`` tokens.
+
+    False does not mean that it has more. Bytes count four times, because a normalizer may write one
+    character as several.
+    """
+    return 4 * len(text.encode()) + SPECIAL <= tokens
+
+
+def check_system(tokenizer: Tokenizer, system: str | None) -> None:
+    """Raise a ModelError if the model's chat template does not write the message ``system``; do
+    nothing if it is None."""
+    if system is None:
+        return
+    asked = {"role": "user", "content": "?"}
+    try:
+        text = tokenizer.chat([{"role": "system", "content": system}, asked], now=TODAY)
+        reason = None if system.strip() in text else "its chat template leaves the message out"
+    except ModelError as error:
+        reason = str(error).partition("; give")[0]
+    if reason is not None:
+        raise ModelError(
+            f"task.system needs a model whose chat template has a system message: {reason}; remove "
+            "task.system, and write its text into the prompts"
+        )
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Messages) -> IntArray:
+    """Return the token ids of a conversation, up to the start of the next answer. Without a chat
+    template, its text consists of the contents of all messages, whatever their roles, each followed
+    by a line break."""
+    if tokenizer.chat_template is not None:
+        return encode_prompt(tokenizer, messages, chat=True)[1]
+    text = "".join(f"{message['content']}\n" for message in messages)
+    return encode_prompt(tokenizer, text, chat=False)[1]
+
+
+def plain_text(content: str | Messages) -> str:
+    """Return a prompt's content as text without a chat template, for display. Several messages are
+    labelled with their roles."""
+    if isinstance(content, str):
+        return content
+    if len(content) == 1:
+        return str(content[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in content)
+
+
+def row_question(row: DataRow, name: str = "") -> Question:
+    """Return the question of a row, whose content is the row's prompt."""
     return Question(name, row["prompt"], row)
 
 
-def ask_shuffled(rows: Sequence[DataRow], seed: int, number: int) -> Question:
-    """Every epoch asks each row once, in an order of its own."""
-    place = shuffled(number, len(rows), seed=seed)
-    return ask(rows[place], f"train/{place}")
+def shuffled_question(rows: Sequence[DataRow], seed: int, number: int) -> Question:
+    """Return the question of the row at index ``number`` of an endless sequence, in which every
+    epoch has each row once, in a new order. Raise a DataError if there are no rows."""
+    if not rows:
+        raise DataError("no row is left to train on; give other rows, or hold out fewer")
+    index = shuffled(number, len(rows), seed=seed)
+    return row_question(rows[index], f"train/{index}")
 
 
-def ask_among(
+def repeated_question(
     count: int | None, seed: int, question: Callable[[int], Question], number: int
 ) -> Question:
-    """One of the first ``count`` questions: in their order, and then every pass in an order of its
-    own; None if questions never come again."""
+    """Return the question at index ``number`` of an endless sequence that repeats the first
+    ``count`` questions: in order in the first epoch, shuffled in every later one. ``count`` is None
+    if questions are not repeated."""
     if count is None or number < count:
         return question(number)
     return question(shuffled(number, count, seed=seed))
 
 
 def make_files(config: FilesTask, *, seed: int, **how: Any) -> TextTask:
-    """The task of a recipe's section."""
-    chosen, rows = reward_of(config), rows_of(config, seed=seed)
-    return ask_rows(config, rows, make_grader(chosen, limits_of(config)), seed=seed, **how)
+    """Build a task with rows that are read from data or passed by a script, and start its graders.
+
+    The user's own reward or a built-in one grades the responses. ``seed``: for the choice of
+    held-out rows and the order of training rows. ``how``: other arguments of `make_rows_task`.
+    """
+    chosen, limits = rewards_of(config), limits_of(config)
+    rows = load_rows(config, seed=seed)
+    graders = [make_grader(reward, limits) for reward in chosen]
+    grader: Grader = graders[0]
+    if config.rewards is not None:
+        weights = [(one.name, one.weight) for one in config.rewards]
+        pairs = zip(weights, graders, strict=True)
+        grader = WeightedGrader([Member(*weight, scorer) for weight, scorer in pairs])
+    return make_rows_task(config, rows, grader, seed=seed, **how)
 
 
-def ask_rows(
+def make_rows_task(
     config: FilesTask | JudgedTask | MathTask,
-    rows: tuple[list[DataRow], list[DataRow]],
+    rows: tuple[Sequence[DataRow], Sequence[DataRow]],
     grader: Grader,
     *,
     tokenizer: Tokenizer,
     seed: int,
     room: Room | None = None,
     question: Callable[[int], Question] | None = None,
-    longest: Callable[[DataRow], Question] = ask,
+    longest: Callable[[DataRow], Question] = row_question,
 ) -> TextTask:
-    """The task that asks train rows and validation rows. ``question`` gives the train rows; None if
-    every epoch asks each of them in an order of its own. ``longest`` is a row's longest question.
+    """Build a task from training and validation rows; raise a DataError if a prompt is longer than
+    ``room`` (None: no limit).
+
+    ``question`` returns the training question at an index; None if every epoch has each row once,
+    in a new order. ``longest`` returns the longest question of a row, for the length check.
     """
     train, validation = rows
-    question = question or partial(ask_shuffled, train, seed)
-    held_out = [ask(row, f"validation/{i}") for i, row in enumerate(validation)]
+    check_system(tokenizer, config.system)
+    if isinstance(train, Rows) and isinstance(validation, Rows):
+        tell_split(train, validation)
+    question = question or partial(shuffled_question, train, seed)
+    held_out = [row_question(row, f"validation/{i}") for i, row in enumerate(validation)]
     task = TextTask(
         config, question=question, held_out=held_out, tokenizer=tokenizer, grader=grader
     )
-    task.check_room(room, ((row.where, longest(row)) for row in (*train, *validation)))
+    questions = ((row.where, longest(row)) for row in chain(train, validation))
+    task.check_room(room, questions, len(train) + len(validation))
     return task
 
 
-def reward_of(config: FilesTask) -> Reward | str:
-    """A script's reward, or the recipe's."""
-    chosen = config.function or config.reward
-    if chosen is None:
-        raise ConfigError("there is no reward; give --reward FILE.py:NAME or set task.reward")
-    return chosen
+def rewards_of(config: FilesTask) -> list[Reward | str]:
+    """Return the task's rewards: functions that a script has passed, or texts such as
+    "FILE.py:NAME". Raise a ConfigError if there is none, or if a function is missing."""
+    if config.rewards is None:
+        chosen = config.function or config.reward
+        if chosen is None:
+            raise ConfigError("there is no reward; give --reward FILE.py:NAME or set task.reward")
+        return [chosen]
+    found = [(one.name, one.function or one.reward) for one in config.rewards]
+    for name, reward in found:
+        if reward is None:
+            raise ConfigError(
+                f"task.rewards has no function for {name!r}; set its reward to FILE.py:NAME, or "
+                "pass the function from Python"
+            )
+    return [reward for _, reward in found if reward is not None]
 
 
-def limits_of(config: Graded) -> Limits:
+def limits_of(config: GradedTask) -> GraderLimits:
+    """Return the limits of graders that a task's settings give."""
     same = config.model_dump(include={"workers", "cpu_seconds", "wall_seconds"})
-    return Limits(**same, memory_bytes=config.memory_mb * 2**20)
+    return GraderLimits(**same, memory_bytes=config.memory_mb * 2**20)

@@ -1,4 +1,4 @@
-"""Ray on a simulated clock: the supervisor, the fleet and the loops are the real ones.
+"""Ray on a simulated clock: the supervisor, the rollouts and the loops are the real ones.
 
 Actors are processes that are only counted: each makes its calls one after the other, a call takes
 simulated seconds, and a process dies or freezes at a simulated moment. A schedule is a function of
@@ -19,29 +19,29 @@ import pytest
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from burnish import config
-from burnish.actors import cast, supervisor
-from burnish.actors.cast import Generator, Scorer
-from burnish.actors.fleet import Fleet
-from burnish.actors.learner import RemoteLearner
-from burnish.actors.shell import Pulse
+from burnish.actors import supervisor, workers
+from burnish.actors.actor import ActorStatus
+from burnish.actors.remote_learner import RemoteLearner
+from burnish.actors.rollouts import RemoteRollouts
 from burnish.actors.supervisor import Supervisor
-from burnish.actors.transport import Parcel
-from burnish.build import buffer_of
-from burnish.chaos import bounds_of
-from burnish.draws import Stream
+from burnish.actors.transport import WeightsHandle
+from burnish.actors.workers import GeneratorWorker, ScorerWorker
+from burnish.cli.chaos import bounds_of
 from burnish.engine.protocol import Request, completed
 from burnish.errors import ActorDied, EngineError
-from burnish.learner.learner import State
-from burnish.loops import asynchronous, free
-from burnish.loops.sync import Step
-from burnish.rollout.filling import replacer_of
-from burnish.rollout.rollout import sample, sampling
-from burnish.runs.ledger import Verdict, judge_rows
+from burnish.launch.local import build_buffer
+from burnish.launch.settings import rollout_settings
+from burnish.learner.protocol import LearnerState, Step
+from burnish.loops import free, lagged
+from burnish.randomness import Stream
+from burnish.recipe.load import load_recipe
+from burnish.recipe.recipe import Recipe
+from burnish.recipe.runtime import FreeLoop
+from burnish.rollout.dead_groups import make_replacer
+from burnish.rollout.rollout import sample
+from burnish.runs.ledger import LedgerVerdict, judge_rows
 from burnish.runs.metrics import Timers
-from burnish.schema.recipe import Recipe
-from burnish.strategy import FreeLoop
-from burnish.tasks.history import History
+from burnish.tasks.solve_rates import History
 from burnish.tasks.stream import PromptStream
 from burnish.types import Completion, Finish, Grade, Prompt, Weights
 
@@ -78,7 +78,7 @@ class Handle:
 
     def __init__(self, ray: SimulatedRay, process: Process) -> None:
         self.process = process
-        for name in ("build", "call", "give", "pulse"):
+        for name in ("build", "call", "read_buffer", "heartbeat"):
             method = getattr(ray, f"_{name}")
             setattr(self, name, SimpleNamespace(remote=self._bound(method)))
 
@@ -170,7 +170,7 @@ class SimulatedRay:
             for ref in process.refs:
                 ref.ready = NEVER if ref.ready > self.now else ref.ready
             return
-        if process.died is not None or self.deaths(name) >= supervisor.DEATHS - 1:
+        if process.died is not None or self.deaths(name) >= supervisor.MAX_DEATHS - 1:
             return  # one more in a row, and the run would rightly give up
         self.killed.append(name)
         self._die(process)
@@ -196,11 +196,11 @@ class SimulatedRay:
     def _build(self, process: Process) -> None:
         """It was built when it started."""
 
-    def _pulse(self, process: Process) -> Ref:
-        pulse = Pulse(1, "here", "node", "", 0, "")
-        return self._answer(process, self.now, pulse)
+    def _heartbeat(self, process: Process) -> Ref:
+        status = ActorStatus(1, "here", "node", "", 0, "")
+        return self._answer(process, self.now, status)
 
-    def _give(self, process: Process, space: str) -> Ref:
+    def _read_buffer(self, process: Process, buffer: str) -> Ref:
         return self._answer(process, max(self.now, process.free), np.zeros(0, dtype=np.uint8))
 
     def _call(self, process: Process, method: str, *args: Any) -> tuple[Ref, Ref]:
@@ -320,11 +320,11 @@ class SlowLearner:
         metrics = {"train/version": float(self.version), "train/lag": float(before - oldest)}
         return Step(number, metrics, groups)
 
-    def weights(self, incarnation: int, in_use: Sequence[str]) -> Parcel:
+    def weights(self, incarnation: int, in_use: Sequence[str]) -> WeightsHandle:
         self._ray.local += 0.1
-        return Parcel(self.version, incarnation, (), f"space-{self.version}")
+        return WeightsHandle(self.version, incarnation, (), f"space-{self.version}")
 
-    def load_state(self, parcel: Parcel, data: Any, numbers: dict[str, Any]) -> int:
+    def load_state(self, handle: WeightsHandle, data: Any, numbers: dict[str, Any]) -> int:
         self._ray.local += 0.5
         self.version = numbers["version"]
         return self.version
@@ -332,7 +332,7 @@ class SlowLearner:
 
 @dataclass
 class Result:
-    verdict: Verdict
+    verdict: LedgerVerdict
     rows: list[dict[str, Any]]
     steps: list[tuple[int, list[int]]]
     """The number of each step that stands, and the groups that it learned from."""
@@ -354,21 +354,21 @@ def simulate(
 ) -> Result:
     """Runs a recipe to its end on simulated actors that fail as ``faults`` say. It saves every
     ``every`` steps, and evaluates every ``validate`` steps."""
-    recipe = config.load("sort", [{"runtime": "ray", **settings}])
+    recipe = load_recipe("sort", [{"runtime": "ray", **settings}])
     ray = SimulatedRay(seed, faults)
     monkeypatch.setattr(supervisor, "ray", ray)
     monkeypatch.setattr(supervisor, "actor_class", ray.actor_class)
-    monkeypatch.setattr(supervisor, "head_problem", lambda: None)
+    monkeypatch.setattr(supervisor, "head_node_problem", lambda: None)
     monkeypatch.setattr(supervisor, "cloudpickle", SimpleNamespace(dumps=lambda make: make))
-    monkeypatch.setattr(cast, "time", SimpleNamespace(monotonic=lambda: ray.local))
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: ray.local))
     names = [f"generator-{number}" for number in range(recipe.runtime.generators)]
     drains = isinstance(recipe.loop, FreeLoop) and recipe.loop.on_update == "wait"
     task = Task(ray, seed, dead)
     parts: dict[str, Callable[[], Any]] = {
-        name: lambda: Generator(SlowEngine(ray, seed), drains=drains)  # type: ignore[arg-type]
+        name: lambda: GeneratorWorker(SlowEngine(ray, seed), drains=drains)  # type: ignore[arg-type]
         for name in names
     }
-    parts["scorer"] = lambda: Scorer(task)
+    parts["scorer"] = lambda: ScorerWorker(task)
     parts["learner"] = lambda: SlowLearner(ray, seed, recipe)
 
     def make(name: str) -> Any:
@@ -379,18 +379,20 @@ def simulate(
     for name in parts:
         watcher.start(name, _Part(make, name), restarts=name != "learner")
     size = recipe.rollout.group_size
-    replace = replacer_of(recipe)
-    fleet = Fleet(watcher, names, size=size, params=sampling(recipe), replace=replace)
-    learner = RemoteLearner(fleet, "", "store")
-    prompts, buffer = stream(recipe, task), buffer_of(recipe)
-    run = Run(recipe, fleet, learner, prompts, buffer, every, validate)
+    is_free = isinstance(recipe.loop, FreeLoop)
+    replace = None if is_free else make_replacer(rollout_settings(recipe))
+    rollouts = RemoteRollouts(
+        watcher, names, size=size, params=rollout_settings(recipe).params, replace=replace
+    )
+    learner = RemoteLearner(rollouts, "", "store")
+    prompts, buffer = stream(recipe, task), build_buffer(recipe.buffer, recipe.seed)
+    run = Run(recipe, rollouts, learner, prompts, buffer, every, validate)
     run.evaluating = ray.evaluate
     run.drive()
-    window, max_lag = bounds_of(recipe)
+    batch, versions = recipe.prompts_per_rollout, recipe.gradient_steps_per_rollout
+    window, max_lag = bounds_of(recipe.loop, recipe.selection, recipe.buffer, batch, versions)
     uses = 1 if recipe.buffer is None else recipe.buffer.max_uses
-    verdict = judge_rows(
-        run.rows, batch=recipe.prompts_per_rollout, window=window, max_uses=uses, max_lag=max_lag
-    )
+    verdict = judge_rows(run.rows, batch=batch, window=window, max_uses=uses, max_lag=max_lag)
     return Result(verdict, run.rows, run.steps, ray, run.deaths, run.metrics)
 
 
@@ -418,27 +420,41 @@ class Run:
     def __init__(
         self,
         recipe: Recipe,
-        fleet: Fleet,
+        rollouts: RemoteRollouts,
         learner: RemoteLearner,
         prompts: PromptStream,
         buffer: Any,
         every: int,
         validate: int,
     ) -> None:
-        self.recipe, self.fleet, self.learner, self.prompts = recipe, fleet, learner, prompts
+        self.recipe, self.rollouts, self.learner, self.prompts = recipe, rollouts, learner, prompts
         self.buffer, self.every, self.validate = buffer, every, validate
         self.rows: list[dict[str, Any]] = []
         self.steps: list[tuple[int, list[int]]] = []
         self.metrics: list[dict[str, float]] = []
         self.deaths = 0
         self.evaluating: Callable[[], None] = lambda: None
-        fleet.listen(self._note)
+        rollouts.listen(self._note)
         parts: dict[str, Any] = {"prompts": prompts, "learner": learner, "timers": Timers()}
         if isinstance(recipe.loop, FreeLoop):
-            self._train: Any = lambda start: free.train(recipe, fleet=fleet, start=start, **parts)
+            self._train: Any = lambda start: free.train_free(
+                rollout_settings(recipe),
+                recipe.train.steps,
+                loop=recipe.loop,
+                gradient_steps=recipe.gradient_steps_per_rollout,
+                rollouts=rollouts,
+                start=start,
+                **parts,
+            )
         else:
-            self._train = lambda start: asynchronous.train(
-                recipe, rollouts=fleet, buffer=buffer, start=start, **parts
+            self._train = lambda start: lagged.train_lagged(
+                rollout_settings(recipe),
+                recipe.train.steps,
+                lag=recipe.loop.lag,
+                rollouts=rollouts,
+                buffer=buffer,
+                start=start,
+                **parts,
             )
         self._saved: dict[str, Any] = {"step": 0, "prompts": PromptStream.BEGINNING, "version": 0}
         self._saved |= {"held": [], "kept": []}
@@ -459,7 +475,7 @@ class Run:
         start = self._saved["step"]
         self._note("start", step=start)
         for step in self._train(start):
-            state, held = self.prompts.state(), self.fleet.in_flight()
+            state, held = self.prompts.state(), self.rollouts.in_flight()
             kept = [] if self.buffer is None else [(k.group, k.uses) for k in self.buffer.kept]
             if step.number % self.validate == 0:
                 self._validate()
@@ -477,9 +493,9 @@ class Run:
     def _go_back(self) -> None:
         saved = self._saved
         self.learner.revive()
-        self.learner.load_state(State({"w": torch.zeros(1)}, {"version": saved["version"]}))
+        self.learner.load_state(LearnerState({"w": torch.zeros(1)}, {"version": saved["version"]}))
         self.prompts.load_state(saved["prompts"])
-        self.fleet.restore(saved["held"])
+        self.rollouts.restore(saved["held"])
         if self.buffer is not None:
             kept = saved["kept"]
             self.buffer.restore([group for group, _ in kept], [uses for _, uses in kept])
@@ -490,7 +506,7 @@ class Run:
     def _validate(self) -> None:
         self.evaluating()
         asked = [(index, self.prompts._task.prompt(index)) for index in range(3)]
-        sample(self.fleet, asked, 1, sampling(self.recipe), Stream.EVALUATION)
+        sample(self.rollouts, asked, 1, rollout_settings(self.recipe).params, Stream.EVALUATION)
 
     def _note(self, event: str, **told: Any) -> None:
         if event != "worked":

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from burnish.actors.cast import Generator
-from burnish.actors.fleet import Fleet
-from burnish.actors.transport import Parcel
+from burnish.actors.rollouts import RemoteRollouts
+from burnish.actors.transport import WeightsHandle
+from burnish.actors.workers import GeneratorWorker
 from burnish.engine.protocol import Request
 from tests.actors import simulated
 from tests.actors.simulated import Run, SlowLearner, simulate
@@ -37,13 +37,13 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[float] = []
         self.windows: list[tuple[float, float]] = []
-        real = Generator.advance
+        real = GeneratorWorker.advance
 
-        def advance(generator: Generator, *given: Any) -> Any:
+        def advance(generator: GeneratorWorker, *given: Any) -> Any:
             self.calls.append(generator.engine._ray.local)  # type: ignore[attr-defined]
             return real(generator, *given)
 
-        monkeypatch.setattr(Generator, "advance", advance)
+        monkeypatch.setattr(GeneratorWorker, "advance", advance)
         monkeypatch.setattr(simulated, "TOKEN", 2.0)  # generators are never done
 
     def take_long(self, ray: Any) -> None:
@@ -59,7 +59,7 @@ class Watched:
 def test_generators_go_on_while_weights_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, real = Watched(monkeypatch), SlowLearner.weights
 
-    def weights(learner: SlowLearner, incarnation: int, in_use: Sequence[str]) -> Parcel:
+    def weights(learner: SlowLearner, incarnation: int, in_use: Sequence[str]) -> WeightsHandle:
         seen.take_long(learner._ray)
         return real(learner, incarnation, in_use)
 
@@ -75,14 +75,16 @@ def test_generators_go_on_while_weights_are_published(monkeypatch: pytest.Monkey
 def test_a_generator_that_has_evaluated_goes_on_while_others_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen, real = Watched(monkeypatch), Generator.evaluate
+    seen, real = Watched(monkeypatch), GeneratorWorker.evaluate
 
-    def evaluate(generator: Any, parcel: Parcel, data: Any, requests: Sequence[Request]) -> Any:
+    def evaluate(
+        generator: Any, handle: WeightsHandle, data: Any, requests: Sequence[Request]
+    ) -> Any:
         if any(request.group == 0 for request in requests):
             seen.take_long(generator.engine._ray)
-        return real(generator, parcel, data, requests)
+        return real(generator, handle, data, requests)
 
-    monkeypatch.setattr(Generator, "evaluate", evaluate)
+    monkeypatch.setattr(GeneratorWorker, "evaluate", evaluate)
     found = simulate(FREE, 0, [], monkeypatch, validate=2)
     assert not found.verdict.problems, found.verdict
     *steps, _ = seen.calls_inside()
@@ -103,8 +105,8 @@ def test_generators_go_on_while_a_checkpoint_is_written(monkeypatch: pytest.Monk
             while is_going and len(seen.calls) < before + 3 and time.monotonic() < end:
                 time.sleep(0.001)
 
-        is_going = run.fleet.meanwhile is not None
-        run.fleet.beside(write)
+        is_going = run.rollouts.on_wait is not None
+        run.rollouts.run_in_background(write)
         during.append(len(seen.calls) - before)
         real(run)
 
@@ -121,8 +123,8 @@ def test_work_beside_generators_raises_its_error() -> None:
     def fail() -> None:
         raise OSError("the disk is full")
 
-    fleet = Fleet(None, [], size=1, params=None, replace=None)  # type: ignore[arg-type]
+    rollouts = RemoteRollouts(None, [], size=1, params=None, replace=None)  # type: ignore[arg-type]
     for meanwhile in (None, lambda: False):
-        fleet.meanwhile = meanwhile
+        rollouts.on_wait = meanwhile
         with pytest.raises(OSError, match="the disk is full"):
-            fleet.beside(fail)
+            rollouts.run_in_background(fail)

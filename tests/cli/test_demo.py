@@ -2,8 +2,10 @@
 
 import pytest
 
-from burnish import config, demo, machine
-from burnish.machine import Rates
+from burnish.cli import demo
+from burnish.machine import hardware
+from burnish.recipe.load import load_recipe
+from burnish.types import Rates
 
 
 def rates(gflops, precision="fp32", device="cpu"):
@@ -11,26 +13,27 @@ def rates(gflops, precision="fp32", device="cpu"):
 
 
 @pytest.mark.parametrize(
-    ("gflops", "form"), [(20, "small"), (120, "small"), (600, "medium"), (9000, "full")]
+    ("gflops", "form"),
+    [(20, "short"), (70, "short"), (95, "small"), (120, "small"), (600, "medium"), (9000, "full")],
 )
 def test_the_form_follows_the_machine(monkeypatch, gflops, form):
-    monkeypatch.setattr(machine, "measure", rates(gflops))
-    recipe, lines = demo.choose(seed=3)
+    monkeypatch.setattr(hardware, "measure_rates", rates(gflops))
+    recipe, lines = demo.choose_demo(seed=3)
     assert recipe.name == demo.FORMS[form]
     assert recipe.seed == 3
     assert recipe.train.precision != "auto"
-    assert f"{form} of small, medium, full" in dict(lines)["form"]
+    assert f"{form} of short, small, medium, full" in dict(lines)["form"]
     assert "about" in dict(lines)["training"]
 
 
 def test_the_full_form_may_be_asked_for(monkeypatch):
-    monkeypatch.setattr(machine, "measure", rates(20))
-    assert demo.choose(is_full=True)[0].name == "keywords"
+    monkeypatch.setattr(hardware, "measure_rates", rates(20))
+    assert demo.choose_demo(is_full=True)[0].name == "keywords"
 
 
 @pytest.mark.parametrize("name", demo.FORMS.values())
 def test_every_form_is_grpo_as_published_on_the_reward_that_asks_for_use(name):
-    recipe = config.load(name)
+    recipe = load_recipe(name)
     pieces = recipe.objective
     assert (pieces.advantage.name, pieces.loss.name, pieces.reduction.name) == (
         "group_zscore",

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest
 from rich.console import Console
 
-from burnish import cli, printing
+from burnish.cli import main, tables
 
 BURNISH = str(Path(sys.executable).with_name("burnish"))
 SHORT = ["--set", "train.steps=2", "--set", "train.epochs=1"]
@@ -23,12 +23,12 @@ SHORT = ["--set", "train.steps=2", "--set", "train.epochs=1"]
 def burnish(tmp_path, monkeypatch, capsys):
     """Runs a command in this process, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(printing, "out_console", Console(highlight=False, width=160))
+    monkeypatch.setattr(tables, "out_console", Console(highlight=False, width=160))
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["burnish", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         return SimpleNamespace(code=end.value.code or 0, out=said.out, err=said.err)
 
@@ -47,8 +47,10 @@ def test_train_compare_and_the_files(burnish, tmp_path):
     header, label, *rows = done.out.splitlines()
     assert header.split() == ["reward", "held", "out", "inclusion", "ended"]
     assert label.strip() == "sort"
-    assert [row.split()[0] for row in rows] == ["seed", "seed", "mean", "std", "report:"]
-    one, other, mean, std = (float(row.removeprefix("  seed").split()[1]) for row in rows[:4])
+    firsts = ["sort-1,", "sort-2,", "mean", "std", "report:"]
+    assert [row.split()[0] for row in rows] == firsts
+    cells = [row.split(", seed")[-1].split() for row in rows[:4]]
+    one, other, mean, std = (float(row[1]) for row in cells)
     assert mean == pytest.approx((one + other) / 2, abs=1e-3)
     assert std == pytest.approx(abs(one - other) / 2**0.5, abs=1.5e-3)  # over N − 1 = 1
     assert abs(one - other) > 0.02  # else the two denominators would look alike
@@ -98,7 +100,7 @@ def test_plan_says_what_will_be_computed_and_writes_nothing(burnish, tmp_path):
 def test_the_version_is_printed_and_recipes_are_listed(burnish):
     done = burnish("--version")
     assert (done.code, done.out) == (0, f"burnish {version('burnish')}\n")
-    listed, _, presets = burnish("recipes").out.partition("\npresets, which go on any recipe")
+    listed, _, presets = burnish("recipes").out.partition("\npresets, applied to any recipe")
     assert "the lecture's example" in listed
     assert "DAPO: clip-higher" in presets
 
@@ -112,7 +114,7 @@ def test_the_end_is_told_with_whole_prompts_singulars_and_no_negative_zero(tmp_p
     pair = {"prompt": asked, "before": "y" * 999, "after": "199", "reward_before": -0.0}
     more["before_and_after"] = [pair | {"reward_after": 1.0}]
     (tmp_path / "summary.json").write_text(json.dumps(end | more | seconds))
-    cli._show_end(tmp_path)
+    main._show_end(tmp_path)
     shown = capsys.readouterr().out
     assert asked in shown
     assert f"before [0] {'y' * 200} …\n" in shown
@@ -133,7 +135,7 @@ def test_watch_serves_until_it_is_interrupted(tmp_path, burnish):
     assert "No run is here yet" in urlopen(url, timeout=20).read().decode()
     taken = burnish("watch", "--port", url.rstrip("/").rpartition(":")[2])
     assert taken.code == 1
-    assert "choose another with --port" in taken.err
+    assert "choose another port with --port" in taken.err
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (0, "", "")
@@ -223,8 +225,8 @@ def test_train_with_data_and_reward_of_ones_own(burnish, smollm2, tmp_path):
 
 def test_a_directory_of_rows_keeps_the_reward_of_the_recipe(burnish, smollm2, tmp_path):
     (tmp_path / "words").mkdir()
-    for name in ("train", "validation"):
-        rows = [{"prompt": f"Say {word}.", "keywords": [word]} for word in ("red", "apple")] * 4
+    for name, verb in (("train", "Say"), ("validation", "Write")):
+        rows = [{"prompt": f"{verb} {word}.", "keywords": [word]} for word in ("red", "apple")] * 4
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / "words" / f"{name}.jsonl").write_text(text)
     done = burnish("train", "keywords", "--data", "words", *tiny(smollm2))
@@ -238,7 +240,7 @@ def test_a_directory_of_rows_keeps_the_reward_of_the_recipe(burnish, smollm2, tm
 
 def test_importing_the_command_line_is_light():
     heavy = ("torch", "ray", "transformers")
-    code = f"import sys, burnish.cli; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, burnish.cli.main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -271,6 +273,7 @@ def test_a_warm_start_is_trained_on(burnish, smollm2, tmp_path):
     assert done.code == 1
     assert "bad.jsonl, line 1: a row to learn from needs a text 'answer'" in done.err
     done = burnish("plan", "sft", *small)
+    assert done.code == 1  # the run can't start: there is no file of rows
     assert "1 × the rows, 4 at a time" in done.out, done.err
 
 

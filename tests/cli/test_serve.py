@@ -1,65 +1,30 @@
-"""A model behind an endpoint: its requests, and a run that it judges."""
+"""A model behind an endpoint: the command, and a run that the model judges."""
 
 import json
-import threading
-from contextlib import contextmanager
+import signal
+import socket
+import subprocess
+import sys
 from http.client import HTTPConnection
-from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from burnish import api
+from burnish.cli.main import app
+from burnish.cli.serve import open_model
+from burnish.engine.endpoint.server import listen
+from burnish.errors import MissingExtra, RunError
 from burnish.graders.judge import Judge
+from burnish.launch import preflight
 from burnish.model import checkpoint
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.schema.judged import JudgeConfig
-from burnish.serve import Chat, listen
+from burnish.recipe.judge import JudgeConfig
+from tests.served import serving
 from tests.tasks.test_judged import rows_of, write
 
-
-@contextmanager
-def serving(chat):
-    with listen(chat, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.02])
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def post(port, body, path="/v1/chat/completions", kind="application/json"):
-    connection = HTTPConnection("127.0.0.1", port, timeout=30)
-    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", path, sent, {"Content-Type": kind})
-    reply = connection.getresponse()
-    found = json.loads(reply.read())
-    connection.close()
-    return reply.status, found
-
-
-ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-
-
-@pytest.mark.parametrize(
-    ("change", "how", "message"),
-    [
-        ({"logprobs": True}, {}, "unknown setting 'logprobs'; there are model, messages, temp"),
-        ({"messages": []}, {}, "messages must have at least 1 item"),
-        ({"messages": [{"role": "root", "content": ""}]}, {}, "messages.0.role must be 'system'"),
-        ({"max_tokens": 0}, {}, "max_tokens must be greater than or equal to 1, got 0"),
-        ({}, {"kind": "text/plain"}, " bytes of application/json to /v1/chat/completions, got "),
-        ({}, {"path": "/v1/completions"}, "bytes of application/json to /v1/completions"),
-    ],
-)
-def test_wrong_requests_are_refused(change, how, message):
-    with serving(SimpleNamespace(answer=lambda request: {"said": request.max_tokens})) as port:
-        assert post(port, ASKED) == (200, {"said": 256})
-        status, found = post(port, ASKED | change, **how)
-        assert (status, post(port, b"{", **how)[0]) == (400, 400)
-    assert message in found["error"]["message"]
+CHAT = "/v1/chat/completions"
 
 
 def tiny(path):
@@ -68,34 +33,85 @@ def tiny(path):
     tokenizer.chat_template = TEMPLATE
     size = {"n_layers": 1, "d_model": 32, "n_heads": 4, "d_ff": 48, "context": 4096}
     config = ModelConfig(vocab_size=tokenizer.vocab_size, **size)
-    checkpoint.save(Transformer(config).init_weights(0), path)
+    checkpoint.save_model(Transformer(config).init_weights(0), path)
     tokenizer.save(path)
     return path
 
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+ASKED = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def test_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(preflight.EXTRAS, "serve", ("no_such_package", "nothing"))
+    error = CliRunner().invoke(app, ["serve", "smollm2-135m"]).exception
+    assert isinstance(error, MissingExtra)
+    assert "[serve]" in str(error)
+
+
+def test_a_port_that_is_taken_is_an_error():
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RunError, match=rf"port {port} of 127.0.0.1: .*; choose another port"):
+            listen("127.0.0.1", port)
+
+
+def test_it_listens_on_addresses_of_both_kinds():
+    for host in ("127.0.0.1", "::1"):
+        try:
+            listener = listen(host, 0)
+        except RunError:
+            assert host == "::1"  # this machine has no IPv6
+            continue
+        with listener, socket.create_connection((host, listener.getsockname()[1]), 5):
+            pass
 
 
 @pytest.mark.slow
 def test_a_served_model_judges_a_run(tmp_path):
     """A random model answers bytes, so every grade is an error and none is a 0; a judge that has
     learned the form is the only difference to a real one."""
-    chat = Chat(str(tiny(tmp_path / "judge")))
-    with serving(chat) as port:
-        url = f"http://127.0.0.1:{port}/v1"
-        body = ASKED | {"model": chat.model, "temperature": 0, "max_tokens": 4}
-        (status, found), again = post(port, body), post(port, body)
+    model = str(tiny(tmp_path / "judge"))
+    with serving(*open_model(model), model) as client:
+        body = ASKED | {"model": model, "temperature": 0, "max_tokens": 4}
+        (status, found), again = client.ask(body, CHAT), client.ask(body, CHAT)
         assert (status, found) == again
         assert found["usage"]["prompt_tokens"] == len("user: Hi\n")
         assert found["usage"]["completion_tokens"] == 4
         assert found["choices"][0]["finish_reason"] == "length"
-        assert "has the model" in post(port, body | {"model": "other"})[1]["error"]["message"]
-        Judge(JudgeConfig(url=url, model=chat.model)).check()
-        changes = [f"task.judge.model={chat.model}", "rollout.max_errors=1.0", "train.steps=1"]
+        Judge(JudgeConfig(url=client.url, model=model)).check()
+        changes = [f"task.judge.model={model}", "rollout.max_errors=1.0", "train.steps=1"]
         changes += ["task.judge.max_tokens=4", "task.judge.tries=2"]
-        run = api.train(write(tmp_path, url), overrides=changes, out=tmp_path / "run", show=False)
+        path = write(tmp_path, client.url)
+        run = api.train(path, overrides=changes, out=tmp_path / "run", show=False)
     last = rows_of(run)[-1]
     assert last["rollout/grades_error"] == 1
     assert (last["judge/calls"], last["judge/retries"]) == (16, 8)
     assert last["judge/tokens"] > 16 * 4
     assert "rollout/reward" not in last
+
+
+@pytest.mark.slow
+def test_the_command_answers_as_generate_and_ends_by_ctrl_c(tmp_path):
+    model = str(tiny(tmp_path / "model"))
+    command = [sys.executable, "-m", "burnish", "serve", model, "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = server.stdout.readline()
+        assert line.startswith(f"serving {model} at http://127.0.0.1:")
+        port = int(line.rpartition(":")[2].removesuffix("/v1\n"))
+        body = {"model": model, "prompt": "Hi", "max_tokens": 16, "seed": 3}
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        found = json.loads(connection.getresponse().read())
+        connection.close()
+        how = {"chat": False, "max_tokens": 16, "seed": 3, "show": False}
+        (answer,) = api.generate("Hi", model=model, **how)
+        assert found["choices"][0]["text"] == answer.text
+        server.send_signal(signal.SIGINT)
+        _, said = server.communicate(timeout=20)
+        assert (server.returncode, "Traceback" in said) == (0, False)
+    finally:
+        server.kill()
+        server.communicate()

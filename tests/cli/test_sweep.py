@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from burnish import api, preflight, sweep
+from burnish import api
+from burnish.cli import sweep
 from burnish.errors import ConfigError, MissingExtra, RunError
 
 HEAD = """
@@ -29,11 +30,11 @@ AFTER_A_WARM_START = {
     "shorter",
 }
 """Experiments that need rows and a run which their files say how to make."""
-EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.toml"))
 
 
 def plan(file, out):
-    return sweep.plan(file, sweep.read(file), out)
+    return sweep.plan_jobs(file, sweep.read_sweep(file), out)
 
 
 def write(path, text):
@@ -96,7 +97,7 @@ def test_a_sweep_that_cannot_run_is_refused_whole(tmp_path, text, told):
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
 def test_the_experiments_can_run(file, tmp_path, monkeypatch):
     if file.stem in AFTER_A_WARM_START:
-        monkeypatch.setattr(preflight, "check", lambda recipe: None)
+        monkeypatch.setattr(sweep, "find_problems", lambda recipe: [])
     jobs = plan(file, tmp_path)
     responses = {job.recipe.train.steps * job.recipe.rollout.batch for job in jobs}
     # The same number of responses is learned from; presets sample the same number of tokens.
@@ -120,7 +121,7 @@ def test_finished_runs_are_kept_and_stopped_ones_resumed(tmp_path):
     start(finished)
     start(stopped, stop=lambda: True)
     before = (finished.path / "summary.json").stat().st_mtime_ns
-    assert sweep.run(file, out, said.append) == {}
+    assert sweep.run_sweep(file, out, said.append) == {}
     assert (finished.path / "summary.json").stat().st_mtime_ns == before
     assert (stopped.path / "restarts.txt").read_text() == "from step 1\n"
     assert said[0].startswith("2 runs, 1 of them finished before")
@@ -136,25 +137,25 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     first, second = plan(file, out)
     first.path.mkdir(parents=True)
     (first.path / "notes.txt").touch()  # a run needs an empty directory
-    failed = sweep.run(file, out, said.append)
+    failed = sweep.run_sweep(file, out, said.append)
     assert list(failed) == ["sort-s0"]
-    assert "sort-s0 must be new or empty, it holds notes.txt" in failed["sort-s0"]
+    assert "sort-s0 must be new or empty, but it contains notes.txt" in failed["sort-s0"]
     assert second.is_finished
     assert not (second.path / "checkpoints").exists()
     assert said[-1] == "2 of 2 runs are done"
 
 
 def test_several_at_a_time_need_ray(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "is_installed", lambda extra: extra != "ray")
+    monkeypatch.setattr(sweep, "is_installed", lambda extra: extra != "ray")
     with pytest.raises(
         MissingExtra, match=r"--parallel needs the optional part 'ray'.*burnish\[ray"
     ):
-        sweep.run(write(tmp_path, HEAD), tmp_path / "out", print, parallel=2)
+        sweep.run_sweep(write(tmp_path, HEAD), tmp_path / "out", print, parallel=2)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
 def begin(file, out, *options):
-    code = "from burnish.cli import main; main()"
+    code = "from burnish.cli.main import main; main()"
     command = [sys.executable, "-c", code, "sweep", str(file), "--out", str(out), *options]
     how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     return subprocess.Popen(command, cwd=out.parent, **how)
@@ -195,7 +196,7 @@ def test_ctrl_c_ends_a_sweep_and_the_same_command_goes_on(tmp_path, options):
     assert time.monotonic() - began < 10
     assert process.returncode == 130
     assert alive(tmp_path) == []
-    assert "stopped; the same command goes on from here" in said
+    assert "stopped; the same command continues the sweep" in said
     saved = [path.name for path in (metrics.parent / "checkpoints").iterdir()]
     assert saved
     (job, *_) = plan(file, out)  # the run that is there is the sweep's own

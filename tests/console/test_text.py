@@ -1,6 +1,6 @@
 import pytest
 
-from burnish.wording import counted, duration, printable
+from burnish.console.text import counted, duration, printable
 
 
 def test_one_is_singular():

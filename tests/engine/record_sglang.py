@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from burnish.engine.sglang import Server
-from burnish.engine.sglang_weights import Group, Handles
+from burnish.engine.remote.sglang_api import SglangApi
+from burnish.engine.remote.sglang_weights import BroadcastGroup, MemoryHandles
 
 CONTRACT = Path(__file__).with_name("sglang_contract.json")
 FACTS = (
@@ -90,14 +90,14 @@ def send(url: str) -> list[dict[str, Any]]:
     """The calls of the client's own ways without files, with the names of their fields."""
     rows: list[dict[str, Any]] = []
 
-    class Noting(Server):
+    class Noting(SglangApi):
         def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
             told = super().call(path, body)
             rows.append({"path": path, "fields": sorted(body or {}), "answer": told})
             return told
 
-    facts = Server(url, 60.0).call("/server_info")
-    for kind in (Handles, Group):
+    facts = SglangApi(url, 60.0).call("/server_info")
+    for kind in (MemoryHandles, BroadcastGroup):
         way = kind(Noting(url, 60.0), facts)
         way.send({"model.norm.weight": torch.ones(32)}, {"weight_version": "8"})
         way.close()

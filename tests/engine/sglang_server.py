@@ -27,12 +27,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _new_process_group_helper, rendezvous
 
-from burnish.draws import Stream
-from burnish.engine.engine import NativeEngine
+from burnish.engine.native.engine import NativeEngine
+from burnish.engine.native.sequence import Sequence
 from burnish.engine.protocol import Request
-from burnish.engine.sequence import Sequence
 from burnish.errors import BurnishError
 from burnish.model.attention import causal
+from burnish.randomness import Stream
 from burnish.types import Completion, Finish, SamplingParams, Weights
 
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
@@ -80,6 +80,7 @@ DRAWN: dict[str, type | tuple[type, ...]] = {
     "temperature": (int, float),
     "top_p": (int, float),
     "top_k": int,
+    "min_p": (int, float),
     "stop": list,
     "stop_token_ids": list,
     "sampling_seed": int,
@@ -446,6 +447,7 @@ def _request(rid: str, ids: list[int], given: dict[str, Any]) -> Request:
         temperature=float(given.get("temperature", 1.0)),
         top_p=given.get("top_p", 1.0),
         top_k=None if top_k == -1 else top_k,
+        min_p=given.get("min_p", 0.0),
         max_tokens=held + given["max_new_tokens"],
         stop=tuple(given.get("stop", ())),
         stop_ids=tuple(given.get("stop_token_ids", ())),

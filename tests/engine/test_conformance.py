@@ -13,9 +13,9 @@ import pytest
 import tiny
 from typer.testing import CliRunner
 
-from burnish.engine.check import BOUNDS, FAIL, NOT_OFFERED, PASS, UPDATES, Suite
-from burnish.engine.engine import NativeEngine
-from burnish.engine_commands import Reference, app
+from burnish.cli.engine import Reference, app
+from burnish.engine.conformance import BOUNDS, FAIL, NOT_OFFERED, PASS, UPDATES, Suite
+from burnish.engine.native.engine import NativeEngine
 from burnish.errors import EngineError
 from burnish.model import checkpoint
 from burnish.types import Completion
@@ -24,7 +24,7 @@ from burnish.types import Completion
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    checkpoint.save(tiny.model(), path)
+    checkpoint.save_model(tiny.model(), path)
     return path
 
 
@@ -39,7 +39,7 @@ def examined(engine: Any, model: Path, names: Any = None, mode: str = "recompute
 def test_the_native_engine_passes(model: Path) -> None:
     found = examined(tiny.engine(text=True), model)
     assert set(found.values()) == {PASS}
-    assert len(found) == 19
+    assert len(found) == 21
 
 
 def changed_request(**params: Any) -> Callable[[NativeEngine], None]:
@@ -105,6 +105,22 @@ def alike(engine: NativeEngine) -> None:
     )
 
 
+def overlooks_prompts(engine: NativeEngine) -> None:
+    """The penalty counts only the tokens that a call has sampled, as SGLang does."""
+    draws = engine._draws
+
+    def fewer(samples: Any, steps: int) -> Any:
+        points, heat, limited = draws(samples, steps)
+        seen = {
+            row: np.unique(samples[row].tokens[samples[row].group.prompt_length :])
+            for row in limited.seen
+        }
+        seen = {row: ids if len(ids) else np.array([0]) for row, ids in seen.items()}
+        return points, heat, limited._replace(seen=seen)
+
+    engine._draws = fewer  # type: ignore[method-assign]
+
+
 SPOILED: dict[str, tuple[Any, set[str]]] = {
     "raw": (changed_completion(raw), {f"log-probabilities at temperature {t}" for t in (0.7, 1.3)}),
     "alike": (alike, {"samples differ", "a seed repeats"}),
@@ -116,6 +132,13 @@ SPOILED: dict[str, tuple[Any, set[str]]] = {
         changed_completion(lambda c: {"logprobs": c.logprobs + (c.params.top_p < 1)}),
         {"top_p"},
     ),
+    "overlooks min_p": (changed_request(min_p=0.0), {"min_p"}),
+    "overlooks the penalty": (changed_request(repetition_penalty=1.0), {"repetition_penalty"}),
+    "penalizes what it reports": (
+        changed_completion(lambda c: {"logprobs": c.logprobs - (c.params.repetition_penalty > 1)}),
+        {"repetition_penalty"},
+    ),
+    "penalizes the response only": (overlooks_prompts, {"repetition_penalty"}),
     "deaf": (deaf, {"abort"}),
     "stale": (stale, {"new weights are in use", "weights in flight", "a failed load"}),
     "swallows errors": (swallowing, {"a failed load", "an older incarnation"}),
@@ -185,7 +208,7 @@ def test_the_command_checks_both_modes(model: Path) -> None:
     found = CliRunner().invoke(app, ["check", *given])
     assert found.exit_code == 0, found.output
     rows = [line for line in found.output.splitlines() if " pass " in line]
-    assert len(rows) == 19 + len(UPDATES)
+    assert len(rows) == 21 + len(UPDATES)
     for name in UPDATES:
         assert [f"{name}, {mode} " in found.output for mode in ("keep", "recompute")] == [True] * 2
 

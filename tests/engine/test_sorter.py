@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 
+from burnish.engine.native.sampler import search
 from burnish.engine.protocol import Request
-from burnish.engine.sampler import search
-from burnish.engine.sorter import SorterEngine, spell
+from burnish.engine.sorter import SorterEngine, decode_numbers
 from burnish.errors import EngineError
 from burnish.model.sorter import Sorter
+from burnish.recipe.tasks import SortTask
 from burnish.rollout.rollout import sample
-from burnish.schema.tasks import SortTask
 from burnish.tasks.sorting import Sorting
 from burnish.types import Finish, SamplingParams, Weights
 
@@ -82,7 +82,7 @@ def test_a_response_is_whole_and_written_as_prompts_are():
     for completion in completions:
         assert completion.finish is Finish.STOP
         assert completion.text == " ".join(map(str, completion.token_ids))
-        assert "".join(spell(completion.token_ids)) == completion.text
+        assert "".join(decode_numbers(completion.token_ids)) == completion.text
 
 
 def test_requests_that_are_sampled_otherwise_take_a_step_of_their_own():

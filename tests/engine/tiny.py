@@ -12,9 +12,9 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-from burnish.engine.engine import NativeEngine
+from burnish.engine.native.engine import NativeEngine
 from burnish.engine.protocol import Engine, Request
-from burnish.engine.scheduler import EngineSettings
+from burnish.engine.settings import EngineSettings
 from burnish.model.attention import causal
 from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import ModelConfig, Transformer

@@ -1,5 +1,6 @@
 """Rewards that a worker loads: the response says what to do."""
 
+import asyncio
 import math
 import os
 import subprocess
@@ -31,6 +32,7 @@ def obedient(response, row):
         "unparsed but paid": lambda: {"reward": 1.0, "status": "unparsed"},
         "parts": lambda: {"reward": 1, "format": True, "answer": 0.5},
         "print": _print,
+        "warn in colour": lambda: float(print("\x1b[31mred", file=sys.stderr, flush=True) is None),
         "read": lambda: float(sys.stdin.read() == ""),
         "input": lambda: float(input()),
         "fork": _fork,
@@ -89,3 +91,71 @@ def _fork_and_hang():
 
 def _leave_a_process():
     return subprocess.Popen(["sleep", "600"]).pid
+
+
+def in_batch(responses, rows):
+    """Grades all responses of a call at once, by their place in it, unless one says otherwise."""
+    actions = {
+        "sleep": lambda: time.sleep(600),
+        "raise": lambda: 1 / 0,
+        "exit": lambda: os._exit(3),
+        "short": lambda: responses.pop(),
+    }
+    for response in list(responses):
+        actions.get(response, int)()
+    if "dict" in responses:
+        return {"reward": 1.0}
+    results = [float(rows[k].get("n", k)) for k in range(len(responses))]
+    return [math.nan if r == "nan" else value for r, value in zip(responses, results, strict=True)]
+
+
+in_batch.batched = True
+
+
+class Concurrent:
+    most = now = 0
+
+
+async def concurrently(response, row):
+    """Returns how many calls have run at the same time so far, unless the response says
+    otherwise."""
+    Concurrent.now += 1
+    Concurrent.most = max(Concurrent.most, Concurrent.now)
+    try:
+        if response == "block":
+            time.sleep(600)
+        if response == "raise":
+            raise ValueError("no")
+        if response == "exit":
+            os._exit(3)
+        await asyncio.sleep(600 if response == "sleep" else 0.05)
+    finally:
+        Concurrent.now -= 1
+    return {"reward": float(response) if response.isdecimal() else 0.0, "most": Concurrent.most}
+
+
+async def in_async_batch(responses, rows):
+    await asyncio.sleep(0)
+    return [float(len(responses))] * len(responses)
+
+
+in_async_batch.batched = True
+
+
+async def async_generator(response, row):
+    yield 1.0
+
+
+def generator(response, row):
+    yield 1.0
+
+
+def one_argument(response):
+    return 1.0
+
+
+def trl(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+NOT_A_FUNCTION = 3

@@ -1,6 +1,6 @@
 import pytest
 
-from burnish.graders.extract import answer_tags, boxed, hashes, last_number
+from burnish.graders.extract import answer_tags, boxed, hash_answer, last_number
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_boxed(response, answer):
         ("7", None),
     ],
 )
-def test_hashes(response, answer):
-    assert hashes(response) == answer
+def test_hash_answer(response, answer):
+    assert hash_answer(response) == answer
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from burnish.errors import ConfigError, GraderError
 from burnish.graders import judge as judges
 from burnish.graders import rubric
 from burnish.graders.judge import Judge
-from burnish.schema.judged import JudgeConfig
+from burnish.recipe.judge import JudgeConfig
 from burnish.types import Status
 from tests.endpoint import Refused, endpoint, told
 
@@ -110,6 +110,33 @@ def test_a_better_second_answer_counts():
     with endpoint(lambda request: next(answers)) as (url, _):
         (grade,) = grader(url).grade([("x", ROW)])
     assert (grade.reward, grade.cost) == (0.75, {"calls": 2, "tokens": 20, "retries": 1})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<think>The first is met: [0, 1, 1].</think>\n\n[1, 0, 0]",
+        "The tag is in the prompt: [0, 1, 1]. </think> [1, 0, 0]",
+        "\n<think></think>[1, 0, 0]\n",
+        "<think>It writes </think> here.</think>[1, 0, 0]",
+    ],
+)
+def test_a_judge_may_think_in_tags_with_tokens_and_a_temperature(answer):
+    with endpoint(lambda request: answer) as (url, requests):
+        (grade,) = grader(url, think_tokens=1000, temperature=0.6).grade([("x", ROW)])
+    assert (grade.reward, grade.cost["retries"]) == (0.75, 0)
+    assert (requests[0]["max_tokens"], requests[0]["temperature"]) == (256 + 1000, 0.6)
+
+
+def test_thinking_that_does_not_end_or_is_followed_by_another_form_is_an_error():
+    with endpoint(lambda request: "<think>[1, 0, 0]") as (url, _):
+        (grade,) = grader(url).grade([("x", ROW)])
+    assert grade.is_error
+    assert "ends within its thinking; raise task.judge.think_tokens" in grade.message
+    with endpoint(lambda request: "<think>secret</think>Sure: [1, 0, 0]") as (url, requests):
+        (grade,) = grader(url).grade([("x", ROW)])
+    assert grade.is_error
+    assert requests[1]["messages"][2] == {"role": "assistant", "content": "Sure: [1, 0, 0]"}
 
 
 def refuse(request):

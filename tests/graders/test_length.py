@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from burnish.graders.length import PENALTIES, Graded
-from burnish.schema.length import AnyPenalty
+from burnish.graders.length import PENALTIES, GradedResponses
+from burnish.recipe.length import AnyPenalty
 
 
 def change(name, rewards, lengths, *, right=None, inserted=0, counted=True, **settings):
     """Rewards of 1 are right unless ``right`` says otherwise."""
     rewards = np.array(rewards, dtype=float)
-    given = Graded(
+    given = GradedResponses(
         rewards,
         rewards >= 1 if right is None else np.array(right),
         np.array(lengths, dtype=float),

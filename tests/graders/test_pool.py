@@ -1,6 +1,7 @@
 """The pool with real processes: whatever a reward does, every item gets its grade, in order."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -14,15 +15,19 @@ from pathlib import Path
 
 import pytest
 
+from burnish.console.progress import begin, showing
 from burnish.errors import DataError, GraderError
+from burnish.graders import pool as pools
 from burnish.graders.keywords import REWARDS as BUILT_IN
-from burnish.graders.pool import GraderPool, Limits
-from burnish.graders.rewards import Source
-from burnish.types import Status
+from burnish.graders.pool import GraderLimits, GraderPool, InProcess, grade_pairs, make_grader
+from burnish.graders.rewards import AT_ONCE, Source
+from burnish.graders.tally import limiting_errors
+from burnish.types import Finish, Status
+from tests.conftest import make_group
 
 REWARDS = Path(__file__).with_name("rewards_for_tests.py")
 OBEDIENT = Source(f"{REWARDS}:obedient")
-QUICK = Limits(workers=1, cpu_seconds=0.2, wall_seconds=1.5, memory_bytes=1 << 28)
+QUICK = GraderLimits(workers=1, cpu_seconds=0.2, wall_seconds=1.5, memory_bytes=1 << 28)
 ERROR, TIMEOUT, SCORED, UNPARSED = Status.ERROR, Status.TIMEOUT, Status.SCORED, Status.UNPARSED
 
 
@@ -110,7 +115,7 @@ def test_order_is_kept_and_killed_workers_are_replaced():
     for place in (0, 200, 201, 599):
         responses[place] = "exit"
     responses[300] = "burn"
-    with closing(GraderPool(OBEDIENT, Limits(workers=2, cpu_seconds=0.2)).start()) as pool:
+    with closing(GraderPool(OBEDIENT, GraderLimits(workers=2, cpu_seconds=0.2)).start()) as pool:
         grades = pool.grade([(response, {}) for response in responses])
     for i, (response, grade) in enumerate(zip(responses, grades, strict=True)):
         expected = ERROR if response in ("exit", "burn") else SCORED
@@ -120,7 +125,7 @@ def test_order_is_kept_and_killed_workers_are_replaced():
 
 def test_a_reward_that_leaks_gets_fresh_workers_and_no_zero():
     """4 MB a call under a bound of 64 MB: some 15 grades, then an error and another worker."""
-    limits = Limits(workers=1, memory_bytes=64 << 20)
+    limits = GraderLimits(workers=1, memory_bytes=64 << 20)
     with closing(GraderPool(Source(f"{REWARDS}:leaking"), limits).start()) as pool:
         grades = pool.grade([("", {})] * 60)
         errors = [grade for grade in grades if grade.status is ERROR]
@@ -143,7 +148,7 @@ def test_a_comparison_of_answers_scores_0_for_too_much():
         "allocate": (TIMEOUT, 0.0),
         "2": (SCORED, 2.0),
     }
-    limits = Limits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 28)
+    limits = GraderLimits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 28)
     with closing(GraderPool(Source(OBEDIENT.spec, compares_answers=True), limits).start()) as pool:
         asked = ["pid", *expected, "burn", "pid"]
         first, *grades, late, last = pool.grade([(response, {}) for response in asked])
@@ -159,7 +164,7 @@ def test_a_comparison_of_answers_scores_0_for_too_much():
 
 @pytest.mark.parametrize(("response", "code"), [("exit", 3), ("exit quietly", 0)])
 def test_a_comparison_that_exits_by_itself_is_an_error_and_not_late(response, code):
-    limits = Limits(workers=1, wall_seconds=60)
+    limits = GraderLimits(workers=1, wall_seconds=60)
     with closing(GraderPool(Source(OBEDIENT.spec, compares_answers=True), limits).start()) as pool:
         before, exited, after = pool.grade([("1", {}), (response, {}), ("2", {})])
         assert (before.reward, after.reward) == (1, 2)
@@ -181,14 +186,14 @@ def test_a_worker_that_dies_between_two_calls_is_nobodys_fault(pool):
 
 
 def test_the_cpu_deadline_is_each_items_own():
-    with closing(GraderPool(OBEDIENT, Limits(workers=1, cpu_seconds=0.1)).start()) as pool:
+    with closing(GraderPool(OBEDIENT, GraderLimits(workers=1, cpu_seconds=0.1)).start()) as pool:
         grades = pool.grade([("burn a while", {})] * 4)  # 0.05 s each
         assert all(grade.status is SCORED for grade in grades)
 
 
 def test_closing_leaves_no_process_and_no_descriptor():
     descriptors = len(os.listdir("/proc/self/fd"))
-    pool = GraderPool(OBEDIENT, Limits(workers=2, cpu_seconds=0.2))
+    pool = GraderPool(OBEDIENT, GraderLimits(workers=2, cpu_seconds=0.2))
     answers = pool.grade([("pid", {}), ("exit", {}), ("leave a process", {}), ("pid", {})] * 3)
     pids = [int(grade.reward) for grade in answers if grade.status is SCORED]
     pool.close()
@@ -219,7 +224,7 @@ def test_a_forgotten_pool_ends_its_workers():
 
 def test_any_thread_may_grade():
     answers = {}
-    with closing(GraderPool(OBEDIENT, Limits(workers=2)).start()) as pool:
+    with closing(GraderPool(OBEDIENT, GraderLimits(workers=2)).start()) as pool:
 
         def grade(thread):
             answers[thread] = pool.grade([(f"{thread}{i}", {}) for i in range(300)])
@@ -250,7 +255,7 @@ def test_what_does_not_load_is_said_at_once(tmp_path):
 def test_a_reward_that_never_loads_or_dies_loading(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text("import time as f\nf.sleep(600)\n")
-    limits = Limits(workers=1, start_seconds=0.3)
+    limits = GraderLimits(workers=1, start_seconds=0.3)
     with pytest.raises(GraderError, match=r"do not start: took more than 0.3 s \(to load it\)"):
         GraderPool(Source(f"{file}:f"), limits).start()
     file.write_text("import os as f\nf._exit(5)\n")
@@ -261,11 +266,33 @@ def test_a_reward_that_never_loads_or_dies_loading(tmp_path):
 def test_a_killed_supervisor_is_said(tmp_path):
     with closing(GraderPool(OBEDIENT, QUICK).start()) as pool:
         worker = int(pool.grade([("pid", {})])[0].reward)
-        pool._supervisors[0].process.kill()  # as Ray does with the children of an actor that died
+        # As Ray does with the children of an actor that died.
+        os.kill(pool._supervisors[0].process.pid, signal.SIGKILL)
         assert gone(worker)
-        with pytest.raises(GraderError, match="were killed"):
+        with pytest.raises(GraderError, match=r"the grader of .*:obedient was killed by SIGKILL"):
             pool.grade([("1", {})])
         assert pool.grade([("1", {})])[0].reward == 1  # others have started
+
+
+def test_a_supervisor_that_does_not_respond_is_named(monkeypatch):
+    monkeypatch.setattr(pools, "SLACK", 0.2)
+    limits = GraderLimits(workers=1, wall_seconds=0.1, start_seconds=30)
+    with closing(GraderPool(OBEDIENT, limits).start()) as pool:
+        worker = int(pool.grade([("pid", {})])[0].reward)
+        pool.limits = GraderLimits(workers=1, wall_seconds=0.1, start_seconds=0.1)
+        os.kill(pool._supervisors[0].process.pid, signal.SIGSTOP)
+        with pytest.raises(GraderError, match=r"obedient did not respond within 0\.4 s"):
+            pool.grade([("1", {})])
+        assert gone(worker)
+
+
+def test_the_log_of_a_built_in_reward_is_quoted_and_made_printable(monkeypatch):
+    source = Source(OBEDIENT.spec, module="burnish.of_a_test")
+    with closing(GraderPool(source, QUICK).start()) as pool:
+        pool.grade([("warn in colour", {})])
+        os.kill(pool._supervisors[0].process.pid, signal.SIGKILL)
+        with pytest.raises(GraderError, match=r"SIGKILL; the end of its output:\n  \\x1b\[31mred"):
+            pool.grade([("1", {})])
 
 
 def test_a_reward_imports_its_neighbours(tmp_path):
@@ -291,14 +318,14 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
         tmp_path,
         """
         from burnish.graders.pool import make_grader
-        from burnish.graders.pool import Limits
+        from burnish.graders.pool import GraderLimits
         print("begins")
         BEST = 5
         def reward(response, row):
             if response == "hang":
                 while True: pass
             return {"reward": BEST, "row": row["n"]}
-        grader = make_grader(reward, Limits(cpu_seconds=0.2))
+        grader = make_grader(reward, GraderLimits(cpu_seconds=0.2))
         for grade in grader.grade([("hang", {"n": 1}), ("fine", {"n": 2})]):
             print(type(grader).__name__, grade.status, grade.reward, grade.parts)
         """,
@@ -327,9 +354,9 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     parent = script(
         tmp_path,
         f"""
-        from burnish.graders.pool import GraderPool, Limits
+        from burnish.graders.pool import GraderPool, GraderLimits
         from burnish.graders.rewards import Source
-        pool = GraderPool(Source({OBEDIENT.spec!r}), Limits(workers=1))
+        pool = GraderPool(Source({OBEDIENT.spec!r}), GraderLimits(workers=1))
         print(int(pool.grade([("pid", {{}})])[0].reward), flush=True)
         pool.grade([("sleep", {{}})])
         """,
@@ -362,7 +389,7 @@ def test_throughput():
     own = time.process_time()
     assert all(BUILT_IN["inclusion"](text, row)["reward"] == 1 for text, row in items)
     direct = time.process_time() - own
-    with closing(GraderPool(Source("inclusion"), Limits(workers=1)).start()) as pool:
+    with closing(GraderPool(Source("inclusion"), GraderLimits(workers=1)).start()) as pool:
         group = pool._supervisors[0].process.pid
         began, own = cpu_seconds(group), time.process_time()
         assert all(grade.reward == 1 for grade in pool.grade(items))
@@ -371,3 +398,152 @@ def test_throughput():
         f"{len(items) / cpu:,.0f} grades per CPU second, {len(items) / direct:,.0f} without workers"
     )
     assert cpu < 10 * direct
+
+
+def length(response, row):
+    return {"reward": len(response), "part": row[0]}
+
+
+def test_a_function_of_a_file_runs_in_workers_and_a_lambda_here():
+    items = [("ab", [1]), ("abc", [2])]
+    here = make_grader(lambda response, row: length(response, row))
+    assert isinstance(here, InProcess)
+    there = make_grader(f"{REWARDS}:length", GraderLimits(workers=1))
+    assert isinstance(there, GraderPool)
+    with closing(there):
+        rewards = [grade.reward for grade in there.grade(items)]
+    grades = here.grade(items)
+    assert [grade.reward for grade in grades] == rewards == [2, 3]
+    assert grades[1].parts == {"part": 2.0}
+    here.close()
+
+
+def test_the_same_statuses_here():
+    def reward(response, row):
+        return {"error": 1 / 0} if response == "raise" else response
+
+    good, raised, text = InProcess(lambda r, row: 1.0 if r == "good" else reward(r, row)).grade(
+        [("good", {}), ("raise", {}), ("text", {})]
+    )
+    assert (good.status, raised.status, text.status) == (
+        Status.SCORED,
+        Status.ERROR,
+        Status.ERROR,
+    )
+    assert math.isnan(raised.reward)
+    assert "ZeroDivisionError" in raised.message
+    assert "got str 'text'" in text.message
+
+
+def test_a_response_that_must_end():
+    group = make_group(0, [1], [[1], [2], [3]], [0, 0, 0])
+    ended, cut, bad = group.completions
+    cut = dataclasses.replace(cut, finish=Finish.LENGTH)
+    bad = dataclasses.replace(bad, text="bad")
+    grader = InProcess(lambda response, row: {"reward": float(response), "seen": 1})
+    pairs = [(group.prompt, c) for c in (ended, cut, bad)]
+    free = grade_pairs(grader, pairs, must_end=False)
+    strict = grade_pairs(grader, pairs, must_end=True)
+    assert [grade.reward for grade in free[:2]] == [1, 2]
+    assert [grade.reward for grade in strict[:2]] == [1, 0]
+    assert [grade.parts for grade in strict] == [
+        {"seen": 1, "ended": 1},
+        {"seen": 1, "ended": 0},
+        {},
+    ]
+    assert strict[2].status is Status.ERROR
+
+
+def messages(grades):
+    return [grade.message for grade in grades]
+
+
+def test_a_batched_reward_gets_each_workers_share_in_one_call():
+    items = [(str(k), {}) for k in range(5)]
+    with closing(GraderPool(Source(f"{REWARDS}:in_batch"), GraderLimits(workers=2))) as pool:
+        # Worker 0 has items 0, 2 and 4, worker 1 the others; a reward is the place in the share.
+        assert [grade.reward for grade in pool.grade(items)] == [0, 0, 1, 1, 2]
+        assert pool.grade([]) == []
+        rows = [("1", {"n": 7}), ("nan", {}), ("2", {}), ("3", {})]
+        first, second, third, fourth = pool.grade(rows)
+        assert (first.reward, third.reward, fourth.reward) == (7, 1, 1)
+        assert second.message == "reward must be one finite number, got float nan"
+    with closing(GraderPool(Source(f"{REWARDS}:in_async_batch"), QUICK)) as pool:
+        assert [grade.reward for grade in pool.grade(items)] == [5] * 5
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("sleep", "took more than 1.5 s (task.wall_seconds, for a batch of 3)"),
+        ("raise", "ZeroDivisionError: division by zero (rewards_for_tests.py, line"),
+        ("exit", "the worker exited with 3"),
+        ("short", "a batched reward must return a list of 3 results, one per response, got 2"),
+        ("dict", "a batched reward must return a list of 3 results, one per response, got dict"),
+    ],
+)
+def test_a_batched_call_fails_as_a_whole_and_the_next_one_works(response, message):
+    with closing(GraderPool(Source(f"{REWARDS}:in_batch"), QUICK)) as pool:
+        grades = pool.grade([("1", {}), (response, {}), ("2", {})])
+        assert [grade.status for grade in grades] == [ERROR] * 3
+        assert all(message in said for said in messages(grades)), messages(grades)
+        assert [grade.reward for grade in pool.grade([("1", {}), ("2", {})])] == [0, 1]
+
+
+def test_async_calls_run_at_the_same_time_and_fail_alone():
+    """Each call takes 0.05 s, one sleeps until its limit: in all little more than that limit."""
+    responses = [*map(str, range(150)), "sleep", "raise"]
+    began = time.monotonic()
+    with closing(GraderPool(Source(f"{REWARDS}:concurrently"), QUICK)) as pool:
+        *good, slept, raised = pool.grade([(response, {}) for response in responses])
+        assert time.monotonic() - began < 10  # one after the other: 150 × 0.05 s + 1.5 s
+    assert [grade.reward for grade in good] == list(range(150))
+    assert max(grade.parts["most"] for grade in good) == AT_ONCE
+    assert slept.message == "took more than 1.5 s (task.wall_seconds)"
+    assert raised.message.startswith("ValueError: no (rewards_for_tests.py, line")
+
+
+@pytest.mark.parametrize(("response", "message"), [("block", "must not block"), ("exit", "with 3")])
+def test_an_async_call_that_ends_its_worker_fails_the_calls_that_have_begun(response, message):
+    responses = [response, *map(str, range(AT_ONCE + 5))]
+    with closing(GraderPool(Source(f"{REWARDS}:concurrently"), QUICK)) as pool:
+        grades = pool.grade([(one, {}) for one in responses])
+    failed = [grade for grade in grades if grade.status is ERROR]
+    assert len(failed) == AT_ONCE
+    assert all(message in grade.message for grade in failed)
+    assert [grade.reward for grade in grades[AT_ONCE:]] == list(range(AT_ONCE - 1, AT_ONCE + 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("async_generator", "but it is an async generator because it contains yield; write return"),
+        ("generator", "but it is a generator because it contains yield; write return"),
+        ("one_argument", r"must take two arguments, response and row, but .* write def one_argu"),
+        ("trl", r"defined as trl\(completions, \*\*kwargs\) .*; write def trl\(response, row\)"),
+        ("NOT_A_FUNCTION", "must be a function, got int; name a function"),
+    ],
+)
+def test_a_reward_that_can_not_be_called_is_refused_when_it_is_loaded(name, message):
+    with pytest.raises(DataError, match=message):
+        GraderPool(Source(f"{REWARDS}:{name}"), QUICK).start()
+
+
+def test_failures_are_displayed_as_they_happen_and_too_many_stop_the_grading():
+    told = []
+    items = [("1", {}), ("raise", {"n": 1}), *[("sleep", {"n": 2})] * 9]
+    with closing(GraderPool(OBEDIENT, QUICK)) as pool:
+        pool.start()
+        began = time.monotonic()
+        with showing(lambda progress: told.append(progress.grading)), limiting_errors(0.1, 11):
+            begin("grade", "grading")
+            with pytest.raises(
+                GraderError, match="2 of 11 responses have no grade so far"
+            ) as caught:
+                pool.grade(items)
+        assert time.monotonic() - began < 9  # one sleep, not nine
+        assert "response 1 ('raise', row {'n': 1}): ZeroDivisionError" in str(caught.value)
+        assert "response 2 ('sleep', row {'n': 2}): took more than 1.5 s" in str(caught.value)
+        assert told == ["", "2 of 11 graded, 1 not graded", "3 of 11 graded, 2 not graded"]
+        with limiting_errors(0.5, 2):  # the pool has closed, and starts again
+            assert pool.grade([("1", {}), ("raise", {})])[0].reward == 1

@@ -5,13 +5,16 @@ import json
 import pytest
 import torch
 
-from burnish import api, config
+from burnish import api
 from burnish.errors import ConfigError
 from burnish.graders import keywords
-from burnish.plan import Size, needs, plan
+from burnish.recipe.costs import Size, needs
+from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
 from tests.loops.test_recorder import fingerprint, stopper, tiny
 
 PPO = ["objective.advantage=gae", "objective.advantage.lam=0.95", "objective.advantage.whiten=true"]
+PPO += ["train.weight_decay=0.3", "train.eps=1e-6", "train.schedule=cosine"]
 SEPARATE = [
     "critic.learning_rate=1e-3",
     "critic.warmup_rollouts=1",
@@ -48,7 +51,7 @@ def test_a_run_with_a_critic_resumes_bit_for_bit(more, smollm2, tmp_path, monkey
 
 
 def load(*changes, name="keywords"):
-    return config.load(name, changes)
+    return load_recipe(name, changes)
 
 
 def test_settings_that_can_not_work_are_refused():
@@ -67,14 +70,14 @@ def test_settings_that_can_not_work_are_refused():
         load(gae, "critic.clip=0")
     own = {"objective": {"advantage": {"name": "gae", "values": max}}, "critic": {"clip": 0.3}}
     with pytest.raises(ConfigError, match=r"critic\.clip has no effect .*values = \"max\""):
-        config.load("keywords", own)
+        load_recipe("keywords", own)
 
 
 def test_another_advantage_leaves_a_recipe_without_its_critic():
     recipe = load("objective.advantage=gae", "critic.clip=0.3")
     assert recipe.critic.clip == 0.3
-    assert config.load(recipe).critic == recipe.critic
-    assert config.load(recipe, "objective.advantage=group_mean").critic is None
+    assert load_recipe(recipe).critic == recipe.critic
+    assert load_recipe(recipe, "objective.advantage=group_mean").critic is None
 
 
 def test_a_plan_tells_the_critic_and_its_memory(tmp_path):
@@ -90,12 +93,12 @@ def test_a_plan_tells_the_critic_and_its_memory(tmp_path):
     recipe = load(*asked, "critic.warmup_rollouts=7")
     (need,) = [need for need in needs(recipe, size) if need.what == "the critic"]
     assert need.size == 16 * 200 + 2 * 1000
-    lines = dict(dict(plan(recipe, tmp_path, size))["critic"])
-    assert "a body of its own" in lines["values"]
+    lines = dict(dict(make_plan(recipe, tmp_path, size))["critic"])
+    assert "a separate body" in lines["values"]
     assert "V_old ± 0.3" in lines["value loss"]
     assert lines["warm-up"] == "the critic learns alone for 7 rollouts"
     shared = load(*asked, "critic.shared=true", "critic.coefficient=0.2")
     assert not [need for need in needs(shared, size) if need.what == "the critic"]
-    lines = dict(dict(plan(shared, tmp_path, size))["critic"])
+    lines = dict(dict(make_plan(shared, tmp_path, size))["critic"])
     assert lines["coefficient"] == "loss + 0.2 · value loss"
-    assert not [name for name, _ in plan(load(), tmp_path, size) if name == "critic"]
+    assert not [name for name, _ in make_plan(load(), tmp_path, size) if name == "critic"]

@@ -7,19 +7,25 @@ import sys
 
 import pytest
 
-from burnish import config, preflight
 from burnish.errors import BurnishError, DataError, RunError
 from burnish.graders import rewards
+from burnish.launch import preflight
+from burnish.launch.preflight import find_problems, raise_problems
+from burnish.recipe.load import load_recipe
 from burnish.runs.directory import check_new
 
 CODE = """
 import contextlib, io, json, sys
-from burnish import cli
+from burnish.cli.main import main
 for arguments in json.loads(sys.argv.pop()):
     sys.argv[1:] = arguments
     said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-        cli.main()
+    with (
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.suppress(SystemExit),
+    ):
+        main()
     print(json.dumps([said.getvalue(), "torch" in sys.modules]))
 """
 GOOD = '{"prompt": "a", "answer": "b"}\n' * 20
@@ -30,7 +36,15 @@ def files(tmp_path):
     (tmp_path / "good.jsonl").write_text(GOOD)
     (tmp_path / "bad.jsonl").write_text(GOOD + "{nonsense\n")
     (tmp_path / "bad.toml").write_text("[task\n")
-    (tmp_path / "reward.py").write_text("def right(response, row):\n    return 1\n")
+    (tmp_path / "reward.py").write_text(
+        "def right(response, row):\n    return 1\n"
+        "def wrong_type(response, row):\n    return 'good'\n"
+    )
+    hangs = "import time\ndef score(response, row):\n    time.sleep(60)\n"
+    (tmp_path / "hangs.py").write_text(hangs)
+    (tmp_path / "missing.py").write_text(
+        "import nothing_of_that_name\ndef score(response, row):\n    return 1\n"
+    )
     (tmp_path / "broken.py").write_text("def right(:\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.toml").write_text("")
@@ -43,8 +57,10 @@ OWN = ["train", "keywords", "--data", "good.jsonl", "--reward"]
 
 
 REFUSED = [
-    (["train", "sort", "--out", "run"], "run must be new or empty, it holds"),
-    (["train", "sort", "--out", "."], "must be new or empty, it holds bad.jsonl; choose"),
+    (["train", "sort", "--set", "lr=1"], "verl's lr is train.learning_rate"),
+    (["settings", "rollout.bath"], "no setting 'rollout.bath'; did you mean 'rollout.batch'"),
+    (["train", "sort", "--out", "run"], "run must be new or empty, but it contains"),
+    (["train", "sort", "--out", "."], "must be new or empty, but it contains bad.jsonl; choose"),
     (["train", "bad.toml"], "bad.toml is not a TOML file"),
     (["train", "keywords", "--data", "none.jsonl"], "can't be read: no such file"),
     (["train", "keywords", "--data", "bad.jsonl"], "bad.jsonl, line 21: not JSON"),
@@ -52,12 +68,16 @@ REFUSED = [
     ([*OWN, "keyword"], "FILE.py:NAME or one of inclusion, use, none, got 'keyword'"),
     ([*OWN, "none.py:right"], "there is no file"),
     ([*OWN, "broken.py:right"], "broken.py:right: the file can't be loaded: "),
-    ([*OWN, "reward.py:wrong"], "reward.py has ['right'], no function 'wrong'"),
-    (["train", "keywords", "--set", "model.name=nothing"], "no model 'nothing'; a model is"),
-    (["train", "arithmetic"], "python examples/write_sums.py sums; burnish sft arithmetic-sft"),
+    ([*OWN, "reward.py:wrong"], "reward.py has ['right', 'wrong_type'], no function"),
+    (["train", "keywords", "--set", "model.name=nothing"], "no model 'nothing'; a model must be"),
+    (["train", "arithmetic"], "burnish data sums; burnish sft arithmetic-sft"),
     (["train", "math", "--set", "model.name=smollm2-135m"], "can't be read: no such file"),
     (["eval", "keywords", "--set", "task={name = 'files', train = 'good.jsonl'}"], "no reward"),
     (["generate", "x", "--model", "nothing"], "no model 'nothing'"),
+    ([*OWN, "hangs.py:score", "--set", "task.wall_seconds=1"], "took more than 1 s (task.wall_sec"),
+    ([*OWN, "reward.py:right", "--reward", "reward.py:wrong_type"], "got str 'good'"),
+    ([*OWN, "reward.py:right", "--reward", "reward.py:right"], "two rewards with the name 'right'"),
+    ([*OWN, "missing.py:score"], "No module named 'nothing_of_that_name' (line 1); install the"),
     (["resume", "nowhere"], "nowhere is not a run directory"),
     (["resume", "words"], "words is not a run directory"),
 ]
@@ -80,6 +100,22 @@ def test_errors_that_need_no_model_load_no_torch(files):
     for (arguments, message), (said, loaded) in zip(REFUSED, outcomes, strict=True):
         assert message in said, arguments
         assert not loaded, arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--help"], ""),
+        (["recipes"], ""),
+        (["plan", "sort", "--set", "train.step=3"], "did you mean 'train.steps'?"),
+        (["plan", "sort", "--set", "train.batch=7"], "must be a multiple of"),
+    ],
+)
+def test_help_the_list_of_recipes_and_a_recipe_error_load_no_torch(arguments, message, tmp_path):
+    ((said, loaded),) = run([arguments], tmp_path)
+    assert message in said
+    assert bool(said) == bool(message)
+    assert not loaded
 
 
 def test_an_error_comes_within_two_seconds(files):
@@ -105,14 +141,14 @@ def test_a_missing_extra_is_named_at_once(recipe, package, overrides, monkeypatc
         preflight.importlib.util, "find_spec", lambda name: None if name == package else real(name)
     )
     with pytest.raises(BurnishError, match="install it: pip install"):
-        preflight.check(config.load(recipe, overrides))
+        raise_problems(find_problems(load_recipe(recipe, overrides)))
 
 
 def test_a_run_without_a_checkpoint_is_no_model(tmp_path):
     (tmp_path / "recipe.toml").write_text('task = "keywords"\nmodel = "smollm2-135m"\n')
-    recipe = config.load("keywords", [f"model.name={json.dumps(str(tmp_path))}"])
+    recipe = load_recipe("keywords", [f"model.name={json.dumps(str(tmp_path))}"])
     with pytest.raises(RunError, match="has no checkpoint yet"):
-        preflight.check(recipe)
+        raise_problems(find_problems(recipe))
 
 
 @pytest.mark.parametrize(
@@ -129,10 +165,10 @@ def test_a_run_without_a_checkpoint_is_no_model(tmp_path):
 )
 def test_a_reward_that_may_be_there_is_left_to_the_worker(text, tmp_path):
     (tmp_path / "reward.py").write_text(text + "\n")
-    rewards.check(f"{tmp_path / 'reward.py'}:right")
+    rewards.check_reward_source(f"{tmp_path / 'reward.py'}:right")
     (tmp_path / "reward.py").write_text("def wrong(): ...\n")
     with pytest.raises(DataError, match=r"has \['wrong'\], no function 'right'"):
-        rewards.check(f"{tmp_path / 'reward.py'}:right")
+        rewards.check_reward_source(f"{tmp_path / 'reward.py'}:right")
 
 
 def test_a_directory_that_a_killed_run_only_locked_is_new(tmp_path):

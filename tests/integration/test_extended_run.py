@@ -39,7 +39,7 @@ def assert_same(one: burnish.Run, other: burnish.Run) -> None:
     for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt"):
         assert (one.path / name).read_text() == (other.path / name).read_text(), name
     (ours, numbers), (theirs, same) = (
-        checkpoints.load(checkpoints.latest(run.path)) for run in (one, other)
+        checkpoints.load_checkpoint(checkpoints.latest(run.path)) for run in (one, other)
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from burnish.engine.engine import NativeEngine
-from burnish.engine.scheduler import EngineSettings
+from burnish.engine.native.engine import NativeEngine
+from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError
 from burnish.model import lora
+from burnish.recipe.recipe import TrainConfig
 from burnish.rollout.packing import take_streams, train_batches
-from burnish.schema.recipe import TrainConfig
 from tests.learner.conftest import make_learn_batch, make_learner, make_policy
 
 KEPT = {"kl": {"name": "k3", "coefficient": 0.3}, "entropy_coefficient": 0.1}
@@ -80,10 +80,41 @@ def test_an_adapter_that_was_given_is_not_the_reference(batch):
     learner = make_learner(adapted(moved=0.3), KEPT, log_kl=True)
     scores = learner.score(batch)
     initial = learner._rollout.others["initial"][1]
-    assert torch.equal(initial, learner.logprobs(batch))
-    plain = make_learner(make_policy(torch.float32)).logprobs(batch)
+    assert torch.equal(initial, learner.output(batch).logprobs)
+    plain = make_learner(make_policy(torch.float32)).output(batch).logprobs
     assert torch.equal(scores.reference, plain)
     assert (initial - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_reference_that_is_an_average_averages_the_factors(precision, batch):
+    """A and B each, from the base model: B from 0, also if the policy has an adapter. A state that
+    is loaded goes on bit for bit."""
+    objective = {"kl": {"name": "k3", "coefficient": 0.3, "ema": 0.75}}
+    settings = {"precision": precision, "log_kl": True}
+    learner = make_learner(adapted(moved=0.3), objective, **settings)
+    plain = make_learner(make_policy(torch.float32), precision=precision).output(batch).logprobs
+    assert torch.equal(learner.score(batch).reference, plain)
+    masters = dict(learner.optimizer.masters.named_parameters())
+    learned = [name for name in masters if ".lora." in name]
+    want = {n: masters[n].detach().double() * (".lora.a." in n) for n in learned}
+    for _ in range(3):
+        learner.step(make_learn_batch(learner, batch))
+        want = {n: 0.75 * want[n] + 0.25 * masters[n].detach().double() for n in learned}
+    state = learner.state()
+    for name in learned:
+        own = state.tensors[f"policy.reference.{name}"]
+        torch.testing.assert_close(own.double(), want[name], rtol=0, atol=1e-6)
+    assert (learner.score(batch).reference - plain)[batch.is_action].abs().max() > 1e-3
+    own = dict(learner.policy.named_parameters())
+    for name, weight in learner.reference.named_parameters():
+        assert (weight is own[name]) == (name not in learned)
+    fresh = make_learner(adapted(moved=0.3), objective, **settings)
+    fresh.load_state(state)
+    first, second = (one.step(make_learn_batch(one, batch)) for one in (learner, fresh))
+    assert first == second
+    for name, weight in learner.reference.named_parameters():
+        assert torch.equal(weight, dict(fresh.reference.named_parameters())[name])
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-5), ("bf16", 0.2)])

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from burnish.errors import BurnishError, ConfigError
-from burnish.learner.learner import State
-from burnish.learner.objective import compile
-from burnish.pieces.objective import ObjectiveConfig
+from burnish.learner.program import compile, critic_metrics
+from burnish.learner.protocol import LearnerState
+from burnish.recipe.critic import CriticConfig
+from burnish.recipe.objective.objective import ObjectiveConfig
 from burnish.rollout.packing import Pack, pack
-from burnish.schema.critic import CriticConfig
 from burnish.types import Measured, Scores
 from tests.learner.conftest import make_groups, make_learn_batch, make_learner, make_policy
 
@@ -75,7 +75,7 @@ def test_value_metrics_of_a_program(two_groups):
         batch, program.advantages(batch, scores), scores, [Pack.whole(batch)]
     )
     values = torch.where(batch.is_action, 0.1, 0.0)
-    metrics = program.value_metrics(values, learn)
+    metrics = critic_metrics(program.critic, values, learn)
     errors = [r - 0.05 if r else 0.1 for r in (1, 1, 0, 2, 2, 2, 3, 7, 7)]
     assert metrics["train/value_loss"] == pytest.approx(sum(e * e / 2 for e in errors) / 9)
     assert metrics["train/value_clip_fraction"] == pytest.approx(8 / 9)
@@ -182,7 +182,7 @@ def test_a_step_that_is_not_finite_moves_neither(critic, batch):
 
 
 STATES = [
-    {"schedule": "linear", "decay_steps": 9},
+    {"schedule": "cosine", "decay_steps": 9, "final_share": 0.1, "weight_decay": 0.3},
     {"precision": "bf16", "micro_tokens": 30, "layers": 1},
     {"precision": "fp16", "log_kl": True},
 ]
@@ -212,7 +212,9 @@ def test_a_loaded_state_goes_on_bit_for_bit(train, critic, batch):
         rows = run(never, range(4))
         run(killed, range(1))
         tensors, numbers = killed.state()
-        resumed.load_state(State({name: x.clone() for name, x in tensors.items()}, dict(numbers)))
+        resumed.load_state(
+            LearnerState({name: x.clone() for name, x in tensors.items()}, dict(numbers))
+        )
         assert run(resumed, range(1, 4)) == rows[1:]
     finally:
         torch.use_deterministic_algorithms(False)
@@ -228,7 +230,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(train, critic, batch):
 
 def test_a_critic_and_its_objective_need_each_other():
     for objective, critic in (({}, CriticConfig()), ({"advantage": "gae"}, None)):
-        with pytest.raises(ConfigError, match="a critic goes with"):
+        with pytest.raises(ConfigError, match="needs a critic, and no other"):
             compile(ObjectiveConfig(**objective), critic)
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from burnish.learner.learner import Learner
-from burnish.learner.objective import compile
+from burnish.learner.learner import LocalLearner
+from burnish.learner.program import compile
 from burnish.model.transformer import Transformer
-from burnish.pieces.objective import ObjectiveConfig
+from burnish.recipe.objective.objective import ObjectiveConfig
+from burnish.recipe.recipe import TrainConfig
 from burnish.rollout.packing import Pack
-from burnish.schema.recipe import TrainConfig
 from burnish.types import Scores
 from tests.learner.conftest import CONFIG, make_policy
 
@@ -22,7 +22,7 @@ def make_teacher():
 def make_learner(policy, **changes):
     program = compile(ObjectiveConfig(**OBJECTIVE | changes))
     train = TrainConfig(batch=100, clip_norm=1e9, learning_rate=1e-2)
-    return Learner(policy, program, train, teacher=make_teacher())
+    return LocalLearner(policy, program, train, teacher=make_teacher())
 
 
 @pytest.mark.parametrize("layers", [None, 1])
@@ -64,7 +64,7 @@ def test_only_a_program_with_a_teacher_asks_for_its_pass():
     sampled = ObjectiveConfig(**OBJECTIVE, proximal="behavior", kl="k3")
     assert compile(sampled).passes(4) == ["reference", "teacher"]
     assert compile(ObjectiveConfig()).passes(2) == ["proximal"]
-    with pytest.raises(ValueError, match=r"'teacher' has no place for"):
+    with pytest.raises(ValueError, match=r"'teacher' does not support"):
         ObjectiveConfig(**OBJECTIVE, kl={"name": "k1", "where": "reward"})
 
 

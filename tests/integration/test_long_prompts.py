@@ -2,21 +2,19 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from burnish import config
-from burnish.errors import ConfigError, DataError, ModelError
-from burnish.plan import Room, Size, plan, room
-from burnish.schema.tasks import FilesTask, GymTask, KeywordsTask, MathTask
+from burnish.errors import ConfigError, DataError
+from burnish.recipe.costs import Room, Size, prompt_room
+from burnish.recipe.load import load_recipe, with_precision
+from burnish.recipe.plan import make_plan
+from burnish.recipe.tasks import FilesTask, GymTask, KeywordsTask, MathTask
 from burnish.tasks.gym import make_gym
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.stream import PromptStream, fits
-from burnish.tasks.text import encode, make_files
-from burnish.types import Prompt
+from burnish.tasks.text import make_files
 from tests.conftest import byte_tokenizer
 
 SIZE = Size(1_000_000, cached=100, context=200, longest_prompt=30)
@@ -24,8 +22,10 @@ MADE = {"tokenizer": byte_tokenizer(), "seed": 0}
 
 
 def bound(*overrides, size=SIZE):
-    recipe = config.load("keywords", ["train.log_kl=false", "validation.max_tokens=90", *overrides])
-    return room(config.with_precision(recipe, "fp32"), size)
+    recipe = load_recipe("keywords", ["train.log_kl=false", "validation.max_tokens=90", *overrides])
+    recipe = with_precision(recipe, "fp32")
+    micro_tokens = recipe.train.micro_tokens
+    return prompt_room(size, recipe.engine, recipe.rollout, recipe.validation, micro_tokens)
 
 
 def test_the_room_is_what_the_tightest_bound_leaves():
@@ -41,56 +41,6 @@ def test_the_room_is_what_the_tightest_bound_leaves():
         bound("train.micro_tokens=64")
     with pytest.raises(ConfigError, match=r"engine\.kv_mb = 1 .* leaves no room .*; use more"):
         bound("engine.kv_mb=1", size=SIZE._replace(cached=2**20 // 4 // 48))
-
-
-def prompts(*lengths):
-    ids = [np.arange(length, dtype=np.int32) + 65 for length in lengths]
-    return [Prompt(f"p{i}", "x" * len(row), row, "t") for i, row in enumerate(ids)]
-
-
-def stream_of(lengths, room=None):
-    """A stream over prompts of the given lengths, which come again and again."""
-    made = prompts(*lengths)
-    return PromptStream(SimpleNamespace(prompt=lambda number: made[number % len(made)]), room)
-
-
-def names(asked):
-    return [(index, prompt.prompt_id) for index, prompt in asked]
-
-
-def test_a_stream_counts_groups_and_skips_prompts_that_are_too_long():
-    assert names(stream_of([3, 9, 4]).take(4)) == [(0, "p0"), (1, "p1"), (2, "p2"), (3, "p0")]
-    stream = stream_of([3, 9, 6, 5], Room(5, "so"))
-    assert names(stream.take(1)) == [(0, "p0")]
-    assert stream.skipped == 0
-    assert names(stream.take(2)) == [(1, "p3"), (2, "p0")]
-    assert stream.skipped == 2
-    with pytest.raises(DataError, match=r"100 prompts one after .* has 7 tokens, and so leaves 5"):
-        stream_of([8, 7], Room(5, "so")).take(1)
-
-
-def test_a_stream_goes_on_where_its_state_was_saved():
-    whole = stream_of([3, 9, 4], Room(5, "so"))
-    whole.take(3)
-    other = stream_of([3, 9, 4], Room(5, "so"))
-    other.load_state(json.loads(json.dumps(whole.state())))
-    assert other.skipped == whole.skipped == 1
-    assert names(other.take(5)) == names(whole.take(5))
-
-
-def test_text_messages_and_raw_prompts():
-    tokenizer = byte_tokenizer()
-    text, ids = encode(tokenizer, "hi", chat=True)
-    assert text == "<user>hi<assistant>2026"  # the date is a constant: a resumed run reads the same
-    assert tokenizer.decode(ids) == text
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
-    for chat in (True, False):
-        assert encode(tokenizer, messages, chat=chat)[0] == "<system>s<user>hi<assistant>2026"
-    assert encode(tokenizer, "hi", chat=False)[0] == "hi"
-    plain = byte_tokenizer(None)
-    assert encode(plain, "hi", chat=False)[0] == "hi"
-    with pytest.raises(ModelError, match="no chat template"):
-        encode(plain, "hi", chat=True)
 
 
 def gym(**more):
@@ -123,7 +73,7 @@ def test_an_endless_task_asks_only_what_there_is_room_for(make):
         assert prompt.token_ids.tolist() == whole.token_ids[-tight.tokens :].tolist()
         assert prompt.text == MADE["tokenizer"].decode(prompt.token_ids)
         assert prompt.reference == whole.reference
-    with pytest.raises(DataError, match="prompts one after another are too long"):
+    with pytest.raises(DataError, match="100 consecutive prompts are too long"):
         PromptStream(free, Room(9, "here")).take(1)
 
 
@@ -163,10 +113,10 @@ def test_a_math_row_is_long_with_its_longest_hint(tmp_path):
 
 
 def test_a_plan_says_how_many_are_too_long(tmp_path):
-    recipe = config.with_precision(config.load("keywords"), "fp32")
+    recipe = with_precision(load_recipe("keywords"), "fp32")
     some = SIZE._replace(too_long=3)
-    lines = dict(dict(plan(recipe, tmp_path, some))["task"])
+    lines = dict(dict(make_plan(recipe, tmp_path, some))["task"])
     assert lines["too long"] == (
         "3 prompts have more than 199 tokens (the model's context of 200 tokens); they are skipped"
     )
-    assert "too long" not in dict(dict(plan(recipe, tmp_path, SIZE))["task"])
+    assert "too long" not in dict(dict(make_plan(recipe, tmp_path, SIZE))["task"])

@@ -5,17 +5,18 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from burnish.actors.transport import Receiver, Sender
-from burnish.engine import remote
-from burnish.engine.engine import NativeEngine
-from burnish.engine.scheduler import EngineSettings
+from burnish.engine.native.engine import NativeEngine
+from burnish.engine.remote import client
+from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError
+from burnish.learner.mesh.mesh_learner import MeshLearner
 from burnish.learner.ranks import local
-from burnish.loops.conductor import Conductor
 from burnish.model.transformer import Transformer
 from burnish.types import Weights
 from tests.learner.gang import run_ranks
-from tests.learner.test_mesh import FAMILIES, both
-from tests.learner.test_watch import follow_once, open_channel
+from tests.learner.mesh.test_heartbeat import open_channel
+from tests.learner.mesh.test_mesh import FAMILIES, both
+from tests.learner.mesh.test_mesh_learner import follow_once
 
 
 class Counted:
@@ -44,43 +45,43 @@ def check_buckets(rank, sizes, folder):
     largest = max(p.nbytes for p in alone.policy.parameters())
     whole = sum(p.nbytes for p in alone.policy.parameters())
     assert 3 * largest < 0.75 * whole, "or the last line could not fail"
-    remote.BUCKET = largest // 2
+    client.BUCKET = largest // 2
     if rank:
         follow_once(learner, learner.ranks, channel)
     else:
-        conductor = Conductor(learner, learner.ranks, channel)
-        conductor.incarnation = 1
-        check_takers(conductor, Transformer(shape).init_weights(7), folder)
-        assert len(conductor.weights().tensors) == len(alone.weights().tensors)
-        conductor._call("close")
+        mesh_learner = MeshLearner(learner, learner.ranks, channel)
+        mesh_learner.incarnation = 1
+        check_takers(mesh_learner, Transformer(shape).init_weights(7), folder)
+        assert len(mesh_learner.weights().tensors) == len(alone.weights().tensors)
+        mesh_learner._call("close")
     assert counted.names == {name for name, _ in learner.policy.named_parameters()}
     # A bucket, the parameter that it waits for, and the one before, of which a view is in it.
     assert 0 < counted.peak <= 3 * largest
 
 
-def check_takers(conductor, other, folder):
+def check_takers(mesh_learner, other, folder):
     """The engine of this process, shared memory for generators, and an engine elsewhere take the
     weights; an engine that refuses them is as it was."""
     engine = NativeEngine(other, None, EngineSettings(kv_bytes=1 << 20))
-    before, weights = engine.probe(), conductor.weights()
+    before, weights = engine.probe(), mesh_learner.weights()
     broken = Weights(1, 1, {name: weights.tensors[name] for name in list(weights.tensors)[:1]})
     with pytest.raises(EngineError, match="version 0 stays loaded"):
         engine.load(broken)
     assert engine.probe() == before
     del broken
-    engine.load(conductor.weights())
-    assert engine.probe() == pytest.approx(conductor.policy.probe(), abs=1e-5)
-    parcel = Sender("shared", str(folder)).send(conductor.weights())
+    engine.load(mesh_learner.weights())
+    assert engine.probe() == pytest.approx(mesh_learner.probe(), abs=1e-5)
+    parcel = Sender("shared", str(folder)).send(mesh_learner.weights())
     with Receiver().opened(parcel) as found:
-        check_same(found.tensors, conductor)
+        check_same(found.tensors, mesh_learner)
     sent = {}
-    for bucket in remote.buckets(conductor.weights().tensors):
+    for bucket in client.buckets(mesh_learner.weights().tensors):
         sent |= {name: tensor.clone() for name, tensor in bucket.items()}
-    check_same(sent, conductor)
+    check_same(sent, mesh_learner)
 
 
-def check_same(found, conductor):
-    wanted = conductor.weights().tensors
+def check_same(found, mesh_learner):
+    wanted = mesh_learner.weights().tensors
     assert list(found) == list(wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 

@@ -96,7 +96,7 @@ def test_packed_with_a_shared_prompt_equals_padded_with_repeated_prompts():
 
 def test_equals_the_log_softmax_of_transformers_logits(tmp_path):
     model = Transformer(CONFIG).init_weights(5)
-    checkpoint.save(model, tmp_path)
+    checkpoint.save_model(model, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     groups = make_groups(temperature=1.3)
     batch = pack(groups)

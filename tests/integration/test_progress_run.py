@@ -1,4 +1,4 @@
-"""Nothing is ever silent: what is reported, what is shown of it, and that it never stops moving."""
+"""Progress of whole runs: phases, status and live display, and Ctrl-C at any time."""
 
 import fcntl
 import json
@@ -15,44 +15,19 @@ import time
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from burnish import api, display, progress
-from burnish.display import Display, figures
+from burnish import api
+from burnish.console import display
+from burnish.console.display import Display
+from burnish.console.progress import tell
 from burnish.errors import BurnishError
 from burnish.loops import sync
-from burnish.progress import Progress, after, begin, showing, tell
 
 PHASES = ["check", "load", "evaluate", "generate", "grade", "score", "learn", "publish"]
 PHASES += ["checkpoint", "step", "report"]
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_a_phase_reports_how_far_it_is_and_how_fast(monkeypatch):
-    seen, clock = [], Clock()
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
-    with showing(seen.append):
-        report = begin("evaluate", "evaluating", total=8, unit="responses")
-    clock.now += 2.0
-    report(3, tokens=50)
-    after(report, 4, tokens=60)(1, 2, tokens=20)
-    assert [(p.done, p.total, p.tokens_per_second) for p in seen] == [
-        (0, 8, None),
-        (3, 8, 25.0),
-        (5, 8, 40.0),
-    ]
 
 
 def test_every_phase_of_a_run_is_told_in_order(tmp_path):
@@ -106,79 +81,28 @@ def test_status_of_a_run_that_does_not_end_by_itself(error, state, tmp_path):
     assert status_of(tmp_path / "run")["state"] == state
 
 
-def test_a_run_that_is_interrupted_before_it_learned_leaves_no_directory(tmp_path):
+@pytest.mark.parametrize(("phase", "is_kept"), [("evaluate", False), ("learn", True)])
+def test_a_run_that_is_interrupted_keeps_its_first_evaluation(phase, is_kept, tmp_path):
+    """It is interrupted in the evaluation, or in the first step after it."""
+    path = tmp_path / "run"
+
     def show(progress):
-        if progress.phase == "learn":
-            assert (tmp_path / "run").exists()
+        if progress.phase == phase:
+            assert path.exists()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        api.train("sort", out=tmp_path / "run", show=show)
-    assert not (tmp_path / "run").exists()
-
-
-def test_progress_is_shown_inside_a_block_alone():
-    seen = []
-    with showing(seen.append):
-        tell("compile", "compiling the kernel norm")
-    tell("compile", "compiling the kernel gate")
-    assert seen == [Progress("compile", "compiling the kernel norm")]
-
-
-def lines(console):
-    return console.file.getvalue().splitlines()
-
-
-def test_sampling_outside_of_a_run_has_a_line_too(monkeypatch):
-    monkeypatch.setattr(display, "EVERY", 0.01)
-    console = Console(file=StringIO(), width=200)
-    with Display("answers", console) as show:
-        show(Progress("generate", "sampling 2 responses", total=2, unit="responses"))
-        time.sleep(0.1)
-    assert "] sampling 2 responses  0/2 responses" in console.file.getvalue()
-
-
-def test_lines_of_a_pipe(monkeypatch):
-    monkeypatch.setattr(display, "EVERY", 1000)
-    console, clock = Console(file=StringIO(), width=80), Clock()
-    with Display("run", console, clock=clock) as show:
-        show(Progress("load", "loading torch"))
-        show(Progress("evaluate", "evaluating 64 prompts before the first step", 0, 64, step=0))
-        show(Progress("evaluate", "evaluating 64 prompts before the first step", 9, 64, step=0))
-        show(Progress("generate", "sampling", step=0, steps=3))
-        metrics = {"rollout/reward": 0.5, "train/loss": 2.0, "validation/reward": 0.25}
-        show(Progress("step", "", step=1, steps=3, seconds_left=70, metrics=metrics))
-        show(Progress("checkpoint", "saving a checkpoint", step=1, steps=3))
-        clock.now += 5
-        show.beat()
-        show(Progress("evaluate", "evaluating", step=3, steps=3, seconds_left=0.2))
-        clock.now += 60
-        show.beat()
-    assert lines(console) == [
-        "[0:00:00] loading torch",
-        "[0:00:00] evaluating 64 prompts before the first step  0/64 ",
-        "step 1/3  reward 0.500  held out 0.250  0:01:10 left",
-        "[0:00:05] saving a checkpoint  reward 0.500  held out 0.250",
-        "[0:01:05] evaluating  reward 0.500  held out 0.250",
-    ]
-
-
-def test_responses_that_got_no_grade_or_ran_late_are_shown():
-    metrics = {"rollout/reward": 0.5, "rollout/responses": 96.0}
-    trouble = {"rollout/grades_timeout": 3 / 96, "rollout/grades_error": 2 / 96}
-    assert figures(Progress("step", "", metrics=metrics)) == "reward 0.500"
-    shown = figures(Progress("step", "", metrics=metrics | trouble))
-    assert shown == "reward 0.500  3 timed out  2 not graded"
-
-
-def test_a_quiet_display_writes_a_line_per_step(monkeypatch):
-    monkeypatch.setattr(display, "EVERY", 0.01)
-    console = Console(file=StringIO())
-    with Display("run", console, quiet=True) as show:
-        show(Progress("load", "loading torch"))
-        time.sleep(0.05)
-        show(Progress("step", "", step=1, steps=3, metrics={"train/loss": 2.0}))
-    assert lines(console) == ["step 1/3  loss 2.000"]
+        api.train("sort", overrides=["train.steps=2"], out=path, show=show)
+    assert path.exists() == is_kept
+    if is_kept:
+        assert status_of(path)["state"] == "stopped"
+        assert [
+            json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()
+        ] == [0]
+        api.train("sort", overrides=["train.steps=2"], out=tmp_path / "whole", show=False)
+        api.resume(path, show=False)  # it begins again
+        whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+        assert (path / "metrics.jsonl").read_bytes() == whole
 
 
 def test_python_shows_on_stderr_unless_told_not_to(tmp_path, capfd):
@@ -191,10 +115,12 @@ def test_python_shows_on_stderr_unless_told_not_to(tmp_path, capfd):
 
 SLOW = """
 import sys, time
-from burnish import cli, display, preflight
+from burnish.cli import main as cli
+from burnish.console import display
+from burnish.launch import inputs
 
 pause, every, redraws, steps, first_only = map(float, sys.argv[1:6])
-quick_hashes, calls = preflight.hashes, []
+quick_hashes, calls = inputs.hash_inputs, []
 
 def slow(owner, name):
     quick = getattr(owner, name)
@@ -207,17 +133,17 @@ def slow(owner, name):
 
 def slow_hashes(*given, **named):  # of a run, before it is built
     from burnish.engine.sorter import SorterEngine
-    from burnish.learner.learner import Learner
+    from burnish.learner.learner import LocalLearner
     from burnish.runs import checkpoints, report
     print("LOADED", flush=True)
     for owner, name in (
-        (SorterEngine, "step"), (Learner, "score"), (Learner, "step"),
-        (checkpoints, "save"), (report, "write_report"),
+        (SorterEngine, "step"), (LocalLearner, "score"), (LocalLearner, "step"),
+        (checkpoints, "save_checkpoint"), (report, "write_report"),
     ):
         slow(owner, name)
     return quick_hashes(*given, **named)
 
-preflight.hashes = slow_hashes
+inputs.hash_inputs = slow_hashes
 display.EVERY, display.REDRAWS = every, redraws
 sets = [f"train.steps={steps:.0f}", "train.epochs=1", "checkpoint.every=1", "validation.every=9"]
 sys.argv = ["burnish", "train", "sort", "--out", "run"]
@@ -356,11 +282,13 @@ def test_ctrl_c_twice_says_what_was_saved(tmp_path):
     assert time.monotonic() - asked < 3
     said = "the last checkpoint is step-00000001; continue with: burnish resume run"
     assert said in watched.text
+    assert status_of(tmp_path / "run")["state"] == "stopped"  # though nothing could run any more
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 COMPILING = """
 import os, sys
-from burnish import cli
+from burnish.cli import main as cli
 
 os.environ["NUMBA_CACHE_DIR"] = os.path.abspath("kernels")
 sys.executable = os.path.abspath("compiler.sh")
@@ -379,6 +307,7 @@ def test_ctrl_c_ends_the_process_that_compiles_a_kernel(smollm2, tmp_path):
     command = [sys.executable, "compiling.py", "train", "keywords", *flags]
     watched = Watched(command, tmp_path, terminal=False).read(until="compiling the kernel")
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert watched.process.poll() is None, watched.text
         time.sleep(0.05)
     watched.process.send_signal(signal.SIGINT)
     asked = time.monotonic()

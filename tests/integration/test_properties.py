@@ -18,20 +18,24 @@ import numpy as np
 import pytest
 import torch
 
-from burnish import api, build, config
+from burnish import api
 from burnish.errors import ConfigError
-from burnish.learner.objective import compile
+from burnish.launch import local
+from burnish.launch.resolve import resolve
+from burnish.launch.settings import rollout_settings
+from burnish.learner.program import compile, critic_loss
 from burnish.model import checkpoint
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.pieces import advantages, losses, objective, terms
-from burnish.rollout.filling import fill, judge_of
-from burnish.rollout.greedy import set_apart
-from burnish.rollout.length import shaping
+from burnish.recipe import length, selection
+from burnish.recipe.load import flatten, load_recipe
+from burnish.recipe.objective import advantages, kl, losses, objective
+from burnish.recipe.objective.entropy import EntropyTarget
+from burnish.recipe.runtime import BufferConfig
+from burnish.rollout.dead_groups import fill
+from burnish.rollout.greedy_baseline import set_apart
 from burnish.rollout.packing import Pack, pack
 from burnish.rollout.rollout import drop_errors
 from burnish.runs.metrics import Timers
-from burnish.schema import length, selection
-from burnish.strategy import BufferConfig
 from burnish.types import Finish, Grade, Measured, Scores
 from tests.conftest import byte_tokenizer, make_group
 from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401
@@ -83,7 +87,7 @@ def models(tmp_path_factory):
         shape = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "d_ff": 24, "context": 128}
         model = Transformer(ModelConfig(n_layers=layers, init_std=0.3, **shape)).init_weights(seed)
         (folder / name).mkdir()
-        checkpoint.save(model, folder / name)
+        checkpoint.save_model(model, folder / name)
         byte_tokenizer().save(folder / name)
     return folder
 
@@ -113,7 +117,7 @@ def transformer(models, **settings):
     }  # fmt: skip
     if settings.get("objective.loss.name", "clip") not in ("clip", "gmpo", "dppo"):
         del base["objective.loss.low"], base["objective.loss.high"]
-    return config.load("sort", [base | settings])
+    return load_recipe("sort", [base | settings])
 
 
 def sorter(**settings):
@@ -122,7 +126,7 @@ def sorter(**settings):
         "train.epochs": 1, "train.learning_rate": 3e-2, "validation.every": 2,
         "checkpoint.every": 1, "task.prompts": 6,
     }  # fmt: skip
-    return config.load("sort", [base | settings])
+    return load_recipe("sort", [base | settings])
 
 
 GROUPED = {
@@ -176,7 +180,7 @@ def random_group(rng, recipe, index, *, equal=False, scale=1.0):
     """A graded group as a rollout makes it: with its length penalty, and its greedy baseline set
     apart. ``equal``: all responses are the same."""
     graded = graded_group(rng, recipe, index, equal=equal, scale=scale)
-    return set_apart(shaping(recipe)(graded))
+    return set_apart(rollout_settings(recipe).penalize(graded))
 
 
 def graded_group(rng, recipe, index, *, equal=False, scale=1.0):
@@ -243,9 +247,9 @@ def test_equal_responses_have_no_advantage(seed, models):
         return
     found, _ = estimated(recipe, groups)
     assert not found.any(), (seed, settings)
-    assert all(map(judge_of(recipe), kept)), (seed, settings)
+    assert all(map(rollout_settings(recipe).is_dead, kept)), (seed, settings)
     if recipe.selection.dead_groups == "drop":
-        assert fill(recipe, groups, lambda count: []).groups == []
+        assert fill(rollout_settings(recipe), groups, lambda count: []).groups == []
 
 
 @pytest.mark.parametrize("seed", seeds(120))
@@ -260,7 +264,7 @@ def test_a_group_is_dead_if_and_only_if_it_has_no_advantage(seed, models):
     if not kept:
         return
     found, batch = estimated(recipe, kept)
-    is_dead = judge_of(recipe)
+    is_dead = rollout_settings(recipe).is_dead
     for place, group in enumerate(kept):
         own = found[batch.group_ids[batch.sequence_ids] == place]
         assert is_dead(group) == (not own.any()), (seed, place, settings)
@@ -423,7 +427,9 @@ def test_advantages_equal_a_plain_reference(seed, models):
     expected = plain(recipe, graded)
     if len(expected) < 2:
         return
-    found, batch = estimated(recipe, [set_apart(shaping(recipe)(group)) for group in graded])
+    found, batch = estimated(
+        recipe, [set_apart(rollout_settings(recipe).penalize(group)) for group in graded]
+    )
     is_whitened = recipe.objective.advantage.name.startswith("reinforce")
     if is_whitened and batch.is_action.sum() < 2:
         return
@@ -457,7 +463,7 @@ def test_correctness_decides_as_in_dapo(seed, models):
             continue
         if len(own) >= 2 and 0 < sum(own) < len(own):
             alive.append(group.index)
-    found = fill(recipe, groups, lambda count: [])
+    found = fill(rollout_settings(recipe), groups, lambda count: [])
     assert [group.index for group in found.groups] == alive, (seed, settings)
 
 
@@ -495,7 +501,7 @@ def test_masked_and_inserted_tokens_have_no_weight(seed, models):
         total = [(learn.loss_weight * loss)[batch.is_action].sum(), found[batch.is_action].sum()]
         total.append(torch.where(learn.loss_weight == 0, 0.0, learn.loss_weight * loss).sum())
         if recipe.critic:
-            value = program.value_loss(values, learn)
+            value = critic_loss(program.critic, values, learn)
             total.append(torch.where(learn.loss_weight == 0, 0.0, learn.loss_weight * value).sum())
         return torch.stack([t.double() for t in total])
 
@@ -546,7 +552,7 @@ def test_scales_and_penalties_are_accepted_if_and_only_if_they_have_an_effect(ad
     recipe, rng = accepted(models, **base), random.Random(5)
     assert recipe is not None
     graded = [graded_group(rng, recipe, i) for i in range(8)]
-    own = [set_apart(shaping(recipe)(group)) for group in graded]
+    own = [set_apart(rollout_settings(recipe).penalize(group)) for group in graded]
     found = taught(recipe, own, 0)
     scaled = [
         dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, scale=3.0)) if i % 2 else g
@@ -558,7 +564,7 @@ def test_scales_and_penalties_are_accepted_if_and_only_if_they_have_an_effect(ad
         return
     for penalty in PENALTIES[1:]:
         other = accepted(models, **base | penalty)
-        shape = shaping(transformer(models, **penalty))
+        shape = rollout_settings(transformer(models, **penalty)).penalize
         shaped = [set_apart(shape(group)) for group in graded]
         if advantage["name"] == "maxrl" and other is None:
             continue  # it refuses rewards below 0
@@ -574,7 +580,7 @@ def test_scales_and_penalties_are_accepted_if_and_only_if_they_have_an_effect(ad
 
 def numbers(recipe):
     """All metrics and advantages of a run, step by step."""
-    parts = build.build(recipe)
+    parts = local.build_local(resolve(recipe))
     try:
         steps = list(parts.train(timers=Timers(), start=0))
     finally:
@@ -700,12 +706,20 @@ EFFECTS = {
     "objective.kl.coefficient": (MANY, piece("kl", "k3"), 0.5),
     "objective.kl.where": (MANY, piece("kl", "k3", coefficient=0.5), "reward"),
     "objective.kl.refresh": (MANY, piece("kl", "k3", coefficient=0.5), 1),
+    "objective.kl.ema": (MANY, piece("kl", "k3", coefficient=0.5), 0.5),
     "objective.importance.name": (TRUNCATE, {"objective.importance.high": 1.01}, "mask"),
     "objective.importance.level": (TRUNCATE, {}, "sequence"),
     "objective.importance.low": (TRUNCATE, {}, 0.99),
     "objective.importance.high": (TRUNCATE, {}, 1.01),
     "objective.ratio": (MANY, {}, "sequence"),
     "objective.entropy_coefficient": ({}, {}, 0.5),
+    "objective.entropy": ({}, {}, {"target": 9.0, "delta": 0.5}),
+    "objective.entropy.target": (MANY, {"objective.entropy": {"target": 9.0}}, 0.01),
+    "objective.entropy.delta": (MANY, {"objective.entropy": {"target": 9.0}}, 0.5),
+    "objective.entropy.low": (MANY, {
+        "objective.entropy_coefficient": 0.001,
+        "objective.entropy": {"target": 4.65, "delta": 0.001}}, 0.001),
+    "objective.entropy.high": (MANY, {"objective.entropy": {"target": 9.0, "delta": 0.5}}, 0.25),
     "objective.proximal": ({**MANY, **STALE}, {}, "recompute"),
     "length.overlong.buffer": ({}, {"length": {"name": "overlong", "buffer": 3}}, 8),
     "length.overlong.coefficient": ({}, {"length": {"name": "overlong", "buffer": 6}}, 0.1),
@@ -747,7 +761,7 @@ def changed_recipe(models, setting, base, value):
     path = ".".join(head[:2]) if head[0] == "objective" and is_piece else head[0]
     table = {}
     for key, given in base.items():
-        table |= config.flat({key: given})
+        table |= flatten({key: given})
     key = f"{path}.{name}"
     return transformer(models, **table), transformer(models, **table | {key: value})
 
@@ -776,11 +790,12 @@ def test_no_setting_is_left_out():
         for section in get_args(union):
             own = section.model_fields["name"].default
             wanted |= fields(section, f"objective.{kind}.{own}")
-    for name, section in (("kl", terms.KL), ("importance", terms.Importance)):
+    for name, section in (("kl", kl.KL), ("importance", kl.Importance)):
         wanted |= fields(section, f"objective.{name}") | {f"objective.{name}.name"}
     for section in get_args(length.Penalty):
         wanted |= fields(section, f"length.{section.model_fields['name'].default}")
     wanted |= fields(selection.SelectionConfig, "selection") | fields(BufferConfig, "buffer")
+    wanted |= fields(EntropyTarget, "objective.entropy")
     kept = fields(objective.ObjectiveConfig, "objective")
     wanted |= kept - {f"objective.{kind}" for kind in objective.KINDS}
     assert wanted == set(EFFECTS)

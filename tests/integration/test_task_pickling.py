@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from burnish.plan import Room
-from burnish.schema.tasks import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
+from burnish.recipe.costs import Room
+from burnish.recipe.tasks import FilesTask, GymTask, KeywordsTask, MathTask, PairsTask, SortTask
 from burnish.tasks.gym import make_gym
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math

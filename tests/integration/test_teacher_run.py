@@ -4,11 +4,15 @@ import json
 
 import pytest
 
-from burnish import api, build, config, preflight, sizes
+from burnish import api
 from burnish.errors import BurnishError, ConfigError, ModelError
+from burnish.launch import preflight
+from burnish.launch.local import look_at_prompts
+from burnish.launch.resolve import resolve, survey
 from burnish.model import checkpoint
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import plan, room
+from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
 from burnish.runs import checkpoints
 from tests.conftest import byte_tokenizer
 from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401
@@ -19,7 +23,7 @@ ALONE = ["objective.advantage=teacher", "objective.kl=none", "rollout.group_size
 def written(path, seed, tokenizer, **shape):
     path.mkdir()
     shape = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "d_ff": 24, "context": 128} | shape
-    checkpoint.save(Transformer(ModelConfig(**shape)).init_weights(seed), path)
+    checkpoint.save_model(Transformer(ModelConfig(**shape)).init_weights(seed), path)
     tokenizer.save(path)
     return path
 
@@ -73,29 +77,29 @@ def test_distillation_without_a_reward_takes_its_last_checkpoint(taught, tmp_pat
     kept += ["task=files", f"task.train={rows}", "task.reward=none", "validation.every=1"]
     kept += ["checkpoint.every=1", "checkpoint.keep=9", "task.chat=false"]
     path = api.train("keywords", overrides=kept, out=tmp_path / "run", show=False)
-    assert checkpoints.choose(path, "best").name == "step-00000004"
+    assert checkpoints.find_checkpoint(path, "best").name == "step-00000004"
     summary = json.loads((path / "summary.json").read_text())
     assert "validation" not in summary
     with pytest.raises(ConfigError, match=r"selection\.leave_at reads which responses are correct"):
-        config.load("keywords", [*kept, "selection.leave_at=0.9"])
+        load_recipe("keywords", [*kept, "selection.leave_at=0.9"])
     with pytest.raises(
         ConfigError, match=r"'drop' has no effect with objective\.advantage = 'teach"
     ):
-        config.load("keywords", [*kept, "selection.dead_groups=drop"])
+        load_recipe("keywords", [*kept, "selection.dead_groups=drop"])
 
 
 def test_another_vocabulary_is_refused(taught, tmp_path):
     more = byte_tokenizer()
     more.backend.add_special_tokens(["<more>"])
     other = written(tmp_path / "other", 0, more, vocab_size=257)
-    recipe = config.load("keywords", [*taught, f"teacher.model={other}"])
+    recipe = load_recipe("keywords", [*taught, f"teacher.model={other}"])
     with pytest.raises(
         ModelError, match=r"teacher\.model = .*vocabulary of .*, and 1 tokens differ"
     ):
-        sizes.check_frozen(recipe)
-    assert any(isinstance(e, ModelError) for e in build.look(recipe, tmp_path / "run")[2])
-    recipe = config.load("keywords", [*taught, "teacher.model=nowhere"])
-    (problem,) = preflight.problems(recipe, tmp_path / "run")
+        resolve(recipe)
+    assert any(isinstance(e, ModelError) for e in survey(recipe, tmp_path / "run").problems)
+    recipe = load_recipe("keywords", [*taught, "teacher.model=nowhere"])
+    (problem,) = preflight.find_problems(recipe, tmp_path / "run")
     assert "no model 'nowhere'" in str(problem)
 
 
@@ -104,30 +108,29 @@ def test_a_shorter_context_bounds_the_prompts(taught, tmp_path):
     asked = {}
     for context in (120, 64, 6):
         model = written(tmp_path / f"short-{context}", 0, byte_tokenizer(), context=context)
-        asked[context] = config.load("keywords", [*taught, f"teacher.model={model}"])
-    size = sizes.measure(asked[120])
-    found = room(asked[120], size)
+        asked[context] = load_recipe("keywords", [*taught, f"teacher.model={model}"])
+    found = survey(asked[120], tmp_path).room
     assert found.tokens == 120 - 6
     assert "teacher.model's context of 120 tokens beside max_tokens = 6" in found.why
-    assert build.look(asked[120], tmp_path / "run")[2] == []
+    assert survey(asked[120], tmp_path / "run").problems == ()
     api.train(asked[120], out=tmp_path / "run", show=False, train={"steps": 1})
-    told = [str(e) for e in build.look(asked[64], tmp_path / "other")[2]]
+    told = [str(e) for e in look_at_prompts(survey(asked[64], tmp_path / "other")).problems]
     assert len(told) == 1
     assert "teacher.model's context of 64 tokens" in told[0]
-    told = [str(e) for e in build.look(asked[6], tmp_path / "other")[2]]
+    told = [str(e) for e in survey(asked[6], tmp_path / "other").problems]
     assert len(told) == 1
     assert "teacher.model's context of 6 tokens holds sequences of 6 tokens" in told[0]
 
 
 def test_a_longer_context_bounds_nothing(taught, tmp_path):
-    recipe = config.load("keywords", taught)
-    assert room(recipe, sizes.measure(recipe)).tokens == 127
+    recipe = load_recipe("keywords", taught)
+    assert survey(recipe, tmp_path).room.tokens == 127
 
 
 def test_a_plan_shows_the_teacher_and_its_memory(taught, teacher, tmp_path):
-    recipe = config.load("keywords", [*taught, "train.precision=fp32"])
+    recipe = load_recipe("keywords", [*taught, "train.precision=fp32"])
     count = 256 * 16 + 4 * 16**2 + 3 * 16 * 24 + 3 * 16  # embedding, attention, MLP, norms
-    shown = str(plan(recipe, tmp_path, sizes.measure(recipe)))
+    shown = str(make_plan(recipe, tmp_path, survey(recipe, tmp_path).size))
     assert f"{teacher}, frozen" in shown
     assert f"the teacher in fp32 {4 * count / 1000:.0f} kB" in shown
     assert "A_t = log π_teacher − log π_prox" in shown
@@ -135,10 +138,10 @@ def test_a_plan_shows_the_teacher_and_its_memory(taught, teacher, tmp_path):
 
 def test_a_teacher_and_its_advantage_need_each_other():
     with pytest.raises(ConfigError, match=r"needs a teacher; set teacher\.model"):
-        config.load("keywords", ["objective.advantage=teacher"])
+        load_recipe("keywords", ["objective.advantage=teacher"])
     with pytest.raises(ConfigError, match=r"teacher\.model has no effect"):
-        config.load("keywords", ["teacher.model=x"])
-    with pytest.raises(ConfigError, match="the sorting model has no teacher"):
-        config.load("sort", ["objective.advantage=teacher", "teacher.model=x"])
+        load_recipe("keywords", ["teacher.model=x"])
+    with pytest.raises(ConfigError, match="the sorting model supports neither a teacher"):
+        load_recipe("sort", ["objective.advantage=teacher", "teacher.model=x"])
     with pytest.raises(ConfigError, match="at least 2"):
-        config.load("keywords", [*ALONE, "teacher.model=x", "objective.advantage.reward=1"])
+        load_recipe("keywords", [*ALONE, "teacher.model=x", "objective.advantage.reward=1"])

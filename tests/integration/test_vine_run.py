@@ -15,6 +15,7 @@ from burnish.runs import checkpoints
 from tests.loops.test_recorder import stopper, tiny
 
 STALE = ["loop.lag=1", "objective.proximal=behavior", "objective.loss=clip"]
+STALE += ["rollout.repetition_penalty=1.3", "rollout.min_p=0.01", "rollout.truncated=true"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,7 +79,7 @@ def test_stopped_and_resumed_equals_never_stopped(tmp_path: Path) -> None:
     """With a rollout in flight, whose values the checkpoint holds."""
     whole = train(tmp_path / "whole", *STALE)
     path = train(tmp_path / "run", *STALE, stop=stopper(1))
-    tensors, _ = checkpoints.load(checkpoints.latest(path))
+    tensors, _ = checkpoints.load_checkpoint(checkpoints.latest(path))
     assert "groups.values" in tensors
     api.resume(path, show=False)
     for name in ("metrics.jsonl", "rollouts.jsonl"):

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 import burnish
-from burnish import config, engines, plan, sizes
-from burnish.engine import environment, remote, serving
+from burnish.engine.remote import client, environment, server
 from burnish.errors import ConfigError, EngineError
-from burnish.strategy import FreeLoop
+from burnish.launch import engines, memory, preflight
+from burnish.launch.resolve import Resolved, resolve
+from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
+from burnish.recipe.runtime import FreeLoop
 
 SIZE = {"layers": 1, "width": 32, "heads": 4, "d_ff": 48, "context": 64}
 SMALL = {
@@ -46,7 +49,7 @@ def test_a_run_whose_engine_dies_is_resumed_to_the_same_bits(tmp_path, monkeypat
     here = burnish.train("keywords", prompts=["one", "two"], out=tmp_path / "here", **given)
     children = []
 
-    class Known(remote.Child):
+    class Known(client.EngineProcess):
         def __init__(self, *given):
             super().__init__(*given)
             children.append(self)
@@ -55,9 +58,11 @@ def test_a_run_whose_engine_dies_is_resumed_to_the_same_bits(tmp_path, monkeypat
         if progress.phase == "step" and progress.step == 1:
             os.kill(children[0].process.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(remote, "Child", Known)
+    monkeypatch.setattr(client, "EngineProcess", Known)
     apart = given | {"engine": {"python": sys.executable}}
-    told = r"(?s)engine native \(process \d+ of .*died at 'submit' \(exit code -9\); go on with"
+    told = (
+        r"(?s)engine native \(process \d+ of .*died at 'submit' \(it was killed by SIGKILL\); con"
+    )
     with pytest.raises(EngineError, match=told):
         burnish.train(
             "keywords", prompts=["one", "two"], out=tmp_path / "apart", **apart | {"show": kill}
@@ -65,7 +70,7 @@ def test_a_run_whose_engine_dies_is_resumed_to_the_same_bits(tmp_path, monkeypat
     there = burnish.resume(tmp_path / "apart", reward=vowels, show=False)
     assert (there / "metrics.jsonl").read_text() == (here / "metrics.jsonl").read_text()
     assert len(children) == 2
-    assert all(child.process.poll() is not None for child in children)
+    assert not any(child.process.is_running for child in children)
 
 
 def test_an_engine_that_serves_another_model_is_refused(monkeypatch, tmp_path):
@@ -80,30 +85,30 @@ def test_an_engine_that_serves_another_model_is_refused(monkeypatch, tmp_path):
             closed.append(1)
 
     monkeypatch.setenv(environment.TOKEN, "t")
-    monkeypatch.setattr(remote, "connect", lambda url, token, deadline: Served())
-    recipe = config.load(
+    monkeypatch.setattr(client, "connect_engine", lambda url, token, deadline: Served())
+    recipe = load_recipe(
         "keywords", [{"model": SMALL["model"]}, "engine.url=tcp://host:1", "engine.precision=fp32"]
     )
     with pytest.raises(EngineError, match=r"at tcp://host:1 has model = '0123', and this run"):
-        engines.open_engine(recipe)
+        engines.build_engine(resolve(recipe))
     assert closed
-    served_model = serving.fingerprint(engines.directory_of(recipe))
-    assert engines.open_engine(recipe)
+    served_model = server.fingerprint(engines.directory_of(resolve(recipe).source, "fp32"))
+    assert engines.build_engine(resolve(recipe))
     other = recipe.model_copy(update={"loop": FreeLoop(on_update="keep")})
     with pytest.raises(EngineError, match="has on_update = 'recompute', and this run needs 'keep'"):
-        engines.open_engine(other)
+        engines.build_engine(resolve(other))
 
 
 def plan_of(recipe):
     """The lines about the engine."""
-    return dict(plan.plan(recipe, Path("out")))["engine"]
+    return dict(make_plan(recipe, Path("out")))["engine"]
 
 
 def test_settings_of_an_engine(monkeypatch):
     monkeypatch.delenv(environment.TOKEN, raising=False)
-    served = config.load("keywords", "engine.url=tcp://host:8422")
+    served = load_recipe("keywords", "engine.url=tcp://host:8422")
     with pytest.raises(EngineError, match="needs a token: set BURNISH_ENGINE_TOKEN"):
-        environment.check_engine(served)
+        preflight.check_engine(served.engine)
     wrong = {
         "engine.deadline has no effect with engine.name": ["engine.deadline=5"],
         "engine.kv_mb has no effect with engine.url": ["engine.url=tcp://a:1", "engine.kv_mb=9"],
@@ -112,9 +117,18 @@ def test_settings_of_an_engine(monkeypatch):
         "rollout.top_k needs the native engine": [
             *("engine.name=vllm", "rollout.top_k=9", "rollout.truncated=true")
         ],
+        "rollout.min_p needs the native engine": [
+            *("engine.name=vllm", "rollout.min_p=0.1", "rollout.truncated=true")
+        ],
+        "before rollout.repetition_penalty": [
+            *("engine.name=sglang", "engine.url=http://a:1", "rollout.truncated=true"),
+            "rollout.repetition_penalty=1.1",
+        ],
         "model.fp32_head needs the native engine": ["engine.name=vllm", "model.fp32_head=true"],
-        "can't draw a lost rollout again": ["engine.name=vllm", "runtime.name=ray"],
-        'engine.sleep has no effect with engine.name = "native"': ["engine.sleep=true"],
+        "can't reproduce a lost rollout": ["engine.name=vllm", "runtime.name=ray"],
+        "no effect with engine = 'native'; remove it, or use engine.name = 'vllm'": [
+            "engine.sleep=true"
+        ],
         "engine.sleep has no effect with engine.url": [
             *("engine.name=vllm", "engine.url=tcp://a:1", "engine.sleep=true")
         ],
@@ -125,28 +139,28 @@ def test_settings_of_an_engine(monkeypatch):
     }
     for message, settings in wrong.items():
         with pytest.raises(ConfigError, match=message):
-            config.load("keywords", settings)
-    sections = dict(plan.plan(served, Path("out")))
+            load_recipe("keywords", settings)
+    sections = dict(make_plan(served, Path("out")))
     assert sections["engine"] == [("engine", "native, served at tcp://host:8422")]
-    other = plan_of(config.load("keywords", "engine.name=vllm"))
-    assert other[0] == ("engine", "vllm, a process of its own by this Python")
+    other = plan_of(load_recipe("keywords", "engine.name=vllm"))
+    assert other[0] == ("engine", "vllm, a separate process of this Python")
     assert other[1][0] == "draws"
-    assert "engine" not in dict(plan.plan(config.load("keywords"), Path("out")))
+    assert "engine" not in dict(make_plan(load_recipe("keywords"), Path("out")))
 
 
 def test_an_engine_sleeps_on_a_gpu_alone():
-    recipe = config.load("keywords", ["engine.name=vllm", "engine.sleep=true"])
+    recipe = load_recipe("keywords", ["engine.name=vllm", "engine.sleep=true"])
     told = ("sleep", "caches, and weights with a copy in main memory, leave the GPU")
     assert told in plan_of(recipe)
-    assert engines.settings_of(recipe, Path("model")).sleep
+    assert engines.settings_of(Resolved(recipe, "cuda"), Path("model")).sleep
     with pytest.raises(ConfigError, match=r"engine\.sleep = true frees memory of a GPU"):
-        sizes.check_device(recipe.model_copy(update={"device": "cpu"}))
+        memory.check_device("cpu", sleep=recipe.engine.sleep)
 
 
 def test_an_environment_without_the_engine_is_named():
-    recipe = config.load("keywords", "engine.name=vllm")
+    recipe = load_recipe("keywords", "engine.name=vllm")
     if find_spec("vllm") is None:
         with pytest.raises(EngineError, match=r"needs vllm 0\.24 to 0\.32, and has none; install"):
-            environment.check_engine(recipe)
+            preflight.check_engine(recipe.engine)
     else:
-        environment.check_engine(recipe)
+        preflight.check_engine(recipe.engine)

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish import config, machine, preflight, sizes
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
-from burnish.plan import Size
-
-SIZE = Size(parameters=1_000_000, cached=100, context=256, longest_prompt=20)
+from burnish.launch import preflight
+from burnish.machine import hardware
+from burnish.recipe.load import load_recipe
 
 
 @pytest.fixture
@@ -23,6 +22,25 @@ def without(monkeypatch):
         )
 
     return hide
+
+
+def check(recipe, out=None):
+    preflight.raise_problems(preflight.find_problems(recipe, out))
+
+
+def test_an_extra_lacks_the_packages_of_its_metadata_that_are_not_installed(monkeypatch):
+    assert preflight.missing_packages("hf") == []
+    real = preflight.distributions
+    monkeypatch.setattr(
+        preflight, "distributions", lambda name: [] if name == "transformers" else real(name=name)
+    )
+    assert preflight.missing_packages("hf") == ["transformers"]
+    assert preflight.missing_packages("gym") == []
+
+
+def check_extras(recipe):
+    preflight.check_task_extras(recipe.tasks)
+    preflight.check_model_extra(recipe.model)
 
 
 def test_the_extras_are_those_of_the_package():
@@ -40,45 +58,55 @@ def test_the_extras_are_those_of_the_package():
     ],
 )
 def test_a_missing_extra_is_named_with_its_command(name, overrides, module, extra, without):
-    recipe = config.load(name, overrides)
+    recipe = load_recipe(name, overrides)
     without(module)
     with pytest.raises(MissingExtra, match=rf"pip install 'burnish\[{extra}\]'"):
-        preflight.check_extras(recipe)
+        check_extras(recipe)
     without()
-    preflight.check_extras(recipe)
+    check_extras(recipe)
+
+
+def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(without):
+    recipe = load_recipe("sort", ["log.trackers=wandb"])
+    without("wandb")
+    with pytest.raises(MissingExtra, match=r"log\.trackers = \['wandb'\].*burnish\[wandb\]'"):
+        check(recipe)
+    check(load_recipe("sort"))
+    without()
+    check(recipe)
 
 
 def test_missing_files_and_first_runs_name_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     both = "task.train = 'sums/train.jsonl' and task.validation = 'sums/validation.jsonl'"
-    write = "python examples/write_sums.py sums"
+    write = "burnish data sums"
     with pytest.raises(DataError) as caught:
-        preflight.check_files(config.load("arithmetic-sft"))
+        preflight.check_files(load_recipe("arithmetic-sft").tasks)
     assert str(caught.value) == f"{both} can't be read: no such file; first: {write}"
     with pytest.raises(ModelError, match=f"make it with: {write}; burnish sft arithmetic-sft$"):
-        preflight.check_model(config.load("arithmetic"))
+        preflight.check_model(load_recipe("arithmetic").model)
     Path("sums").mkdir()
     for name in ("train", "validation"):
         Path(f"sums/{name}.jsonl").touch()
-    preflight.check_files(config.load("arithmetic-sft"))
+    preflight.check_files(load_recipe("arithmetic-sft").tasks)
     with pytest.raises(ModelError, match=r"make it with: burnish sft arithmetic-sft$"):
-        preflight.check_model(config.load("arithmetic"))
+        preflight.check_model(load_recipe("arithmetic").model)
     Path("runs/arithmetic-sft-1").mkdir(parents=True)
-    preflight.check_model(config.load("arithmetic"))
+    preflight.check_model(load_recipe("arithmetic").model)
     with pytest.raises(ModelError, match="no model 'elsewhere'"):
-        preflight.check_model(config.load("keywords", ["model.name=elsewhere"]))
-    nothing = config.load("sft")
+        preflight.check_model(load_recipe("keywords", ["model.name=elsewhere"]).model)
+    nothing = load_recipe("sft")
     with pytest.raises(ConfigError, match="there are no prompts"):
-        preflight.check(nothing)
+        check(nothing)
     rows = [{"prompt": "a", "answer": "b"}] * 2
-    preflight.check(config.load("sft", {"task": {"rows": rows}}))
+    check(load_recipe("sft", {"task": {"rows": rows}}))
 
 
 def test_several_problems_are_said_together(tmp_path, monkeypatch, without):
     monkeypatch.chdir(tmp_path)
     without("math_verify")
     with pytest.raises(RunError) as caught:
-        preflight.check(config.load("gsm8k"), tmp_path / "run")
+        check(load_recipe("gsm8k"), tmp_path / "run")
     lines = str(caught.value).splitlines()
     assert len(lines) == 4  # a heading, the extra, the files, the first run
     assert "burnish sft gsm8k-sft" in lines[-1]
@@ -87,51 +115,19 @@ def test_several_problems_are_said_together(tmp_path, monkeypatch, without):
 def test_a_problem_of_two_models_is_said_once(tmp_path, without):
     without("ray")
     asked = ["objective.advantage=teacher", "objective.kl=none", "runtime=ray"]
-    recipe = config.load("keywords", [*asked, "teacher.model=smollm2-135m"])
-    assert len(preflight.problems(recipe, tmp_path / "run")) == 1
+    recipe = load_recipe("keywords", [*asked, "teacher.model=smollm2-135m"])
+    assert len(preflight.find_problems(recipe, tmp_path / "run")) == 1
 
 
 def test_files_that_a_mixture_lacks_are_named_by_its_parts(tmp_path):
     parts = {name: {"name": "math", "train": f"no/{name}.jsonl"} for name in ("one", "two")}
     task = {"name": "mixture", "weights": {"one": 1, "two": 1}, "tasks": parts}
     with pytest.raises(DataError, match=r"task\.tasks\.one\.train = .* and task\.tasks\.two\."):
-        preflight.check_files(config.load({"task": task, "model": "smollm2-135m"}))
-
-
-def test_too_little_room_is_said(tmp_path, monkeypatch):
-    """A model of a million weights in fp32: 16 MB to learn, 4 to sample, 12 a checkpoint."""
-    sets = ["checkpoint.keep=3", "checkpoint.every=1", "engine.kv_mb=100", "device=cpu"]
-    recipe = config.load("keywords", [*sets, "train.log_kl=false", "objective.kl=none"])
-    memory, free = [10**9, 10**8], [10**9]
-    monkeypatch.setattr(machine, "memory", lambda device="cpu": tuple(memory))
-    monkeypatch.setattr(machine, "disk", lambda path: free[0])
-    path = tmp_path / "run"
-
-    def lacks():
-        return [str(error) for error in sizes.lacking_room(recipe, path, SIZE)]
-
-    assert not lacks()
-    assert not sizes.lacking_room(recipe, path, None)  # its model is not here
-    memory[1] = 10**7
-    (said,) = lacks()
-    assert "needs 20 MB of memory (the most: Adam's moments 8 MB" in said
-    assert "10 MB are there; end other programs" in said
-    memory[:] = [10**8, 10**8]  # on a CPU the cache fills in time, and must fit all of the memory
-    (said,) = lacks()
-    assert "needs 105 MB of cache" in said
-    assert "(engine.kv_mb = 100) 105 MB), and 100 MB are there; lower engine.kv_mb" in said
-    memory[:], free[0] = [10**9, 10**9], 59_000_000
-    (said,) = lacks()
-    assert "of disk (the most: 5 checkpoints of 12 MB 60 MB" in said
-    assert "59 MB are there; make room, choose another --out, or lower checkpoint.keep" in said
-    saved = path / "checkpoints" / "step-00000001"
-    saved.mkdir(parents=True)
-    (saved / "tensors").write_bytes(bytes(12_000_000))  # a resumed run has this one
-    assert not lacks()
+        preflight.check_files(load_recipe({"task": task, "model": "smollm2-135m"}).tasks)
 
 
 def test_the_bytes_that_are_free_where_a_directory_would_be(tmp_path):
-    assert machine.disk(tmp_path / "not" / "yet") > 0
+    assert hardware.disk(tmp_path / "not" / "yet") > 0
 
 
 def test_a_run_does_not_begin(tmp_path, monkeypatch, without):
@@ -154,21 +150,21 @@ def test_a_model_that_a_run_learned_needs_what_the_run_needed(tmp_path, without)
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
     (run / "recipe.toml").write_text('[task]\nname = "keywords"\n[model]\nname = "hf:a/b"\n')
-    recipe = config.load("keywords", {"model": run})
+    recipe = load_recipe("keywords", {"model": run})
     without("huggingface_hub")
-    (error,) = preflight.problems(recipe)
+    (error,) = preflight.find_problems(recipe)
     assert "the model hf:a/b needs the optional part 'hf'" in str(error)
     (run / "recipe.toml").write_text('[task]\nname = "keywords"\n[model]\nname = "gone"\n')
-    (error,) = preflight.problems(recipe)
+    (error,) = preflight.find_problems(recipe)
     assert "no model 'gone'" in str(error)
 
 
 def test_a_place_that_cannot_be_written_is_said_first(tmp_path):
     (tmp_path / "file").touch()
-    (error,) = preflight.problems(config.load("sort"), tmp_path / "file" / "run")
+    (error,) = preflight.find_problems(load_recipe("sort"), tmp_path / "file" / "run")
     assert (
         str(error)
-        == f"can't write to {tmp_path / 'file'}: a file or read-only; choose another --out"
+        == f"can't write to {tmp_path / 'file'}: it is a file or read-only; choose another --out"
     )
 
 
@@ -181,7 +177,7 @@ def test_a_cache_larger_than_memory_is_a_message(smollm2, tmp_path):
 
 
 def test_a_run_that_does_not_fit_does_not_begin(smollm2, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "memory", lambda device="cpu": (10**10, 10**6))
+    monkeypatch.setattr(hardware, "memory", lambda device="cpu": (10**10, 10**6))
     with pytest.raises(BurnishError, match="end other programs"):
         burnish.train("keywords", out=tmp_path / "run", device="cpu", model=smollm2)
     assert not (tmp_path / "run").exists()

@@ -7,11 +7,16 @@ import sys
 
 import pytest
 
-from burnish import build, config, sizes, torchrun
 from burnish.errors import ConfigError
+from burnish.launch import memory, torchrun
+from burnish.launch.resolve import Resolved, survey
 from burnish.model import checkpoint
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.plan import Size, needs, plan
+from burnish.recipe.costs import Size, needs
+from burnish.recipe.load import format_toml, load_recipe
+from burnish.recipe.mesh import MeshConfig
+from burnish.recipe.plan import make_plan
+from burnish.recipe.runtime import LocalRuntime
 from burnish.runs import checkpoints
 from burnish.runs.metrics import iterate_rows
 from tests.conftest import byte_tokenizer
@@ -23,16 +28,16 @@ SIZE = Size(parameters=1000, cached=1, context=64, longest_prompt=1, layers=4, o
 
 def recipe(**changes):
     table = {"task": ROWS, "model": MODEL, "runtime": "torchrun", "train": {"batch": 8}}
-    return config.load(table, changes)
+    return load_recipe(table, changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"mesh": {"shard": 3}}, "use train.batch = 9, or a product of 1, 2, 4, 8"),
-        ({"train": {"learn": "lora"}}, "learns all weights, got train.learn = 'lora'"),
+        ({"mesh": {"shard": 3}}, "use train.batch = 9"),
+        ({"train": {"learn": "lora"}}, "trains all weights, got train.learn = 'lora'"),
         ({"device": "cuda:1"}, "would put all ranks on one GPU"),
-        ({"runtime.generators": 2}, "runtime.generators has no effect with runtime.name"),
+        ({"runtime.generators": 2}, "runtime.generators has no effect with runtime = "),
         ({"mesh": {"shard": 0}}, "mesh.shard must be greater than or equal to 1"),
     ],
 )
@@ -43,35 +48,40 @@ def test_recipes_that_a_mesh_can_not_learn(changes, told):
 
 def test_a_mesh_needs_ranks_and_a_language_model():
     with pytest.raises(ConfigError, match=r"mesh\.shard has no effect"):
-        config.load("keywords", {"mesh": {"shard": 2}})
+        load_recipe("keywords", {"mesh": {"shard": 2}})
     with pytest.raises(ConfigError, match="needs a language model, got the sorting model"):
-        config.load("sort", {"runtime": "torchrun"})
+        load_recipe("sort", {"runtime": "torchrun"})
 
 
 def test_the_mesh_must_have_as_many_ranks_as_torchrun_started(monkeypatch):
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 1 -m burnish"):
-        torchrun.check_ranks(recipe())
+        torchrun.check_ranks(recipe().mesh)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "4")
     told = "2 ranks .1 replicate × 2 shard × 1 tensor.*started 4; set mesh.shard = 4 or"
     with pytest.raises(ConfigError, match=told):
-        torchrun.check_ranks(recipe(mesh={"shard": 2}))
-    torchrun.check_ranks(recipe(mesh={"shard": 2, "tensor": 2}))
-    with pytest.raises(ConfigError, match="each of them would be a run of its own"):
-        torchrun.is_follower(config.load("keywords"), [])
+        torchrun.check_ranks(recipe(mesh={"shard": 2}).mesh)
+    torchrun.check_ranks(recipe(mesh={"shard": 2, "tensor": 2}).mesh)
+    with pytest.raises(ConfigError, match="each of them would be a separate run"):
+        torchrun.is_follower(LocalRuntime(), MeshConfig(), [])
 
 
 def test_a_script_is_no_rank(monkeypatch):
     """Two conductors would wait for each other for ever."""
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"rank 1 runs a script.*-m burnish train RECIPE"):
-        torchrun.build(recipe(mesh={"shard": 2}))
+        torchrun.build_on_ranks(Resolved(recipe(mesh={"shard": 2}), "cpu"))
 
 
-def test_heads_must_divide():
+def check_heads(given, path):
+    found = survey(given, path / "run")
+    memory.check_heads(given.mesh.tensor, found.model, found.frozen.get("teacher.model"))
+
+
+def test_heads_must_divide(tmp_path):
     with pytest.raises(ConfigError, match=r"must divide the 2 heads and 2 key .*; use 1 or 2"):
-        sizes.check_heads(recipe(mesh={"tensor": 4}))
-    sizes.check_heads(recipe(mesh={"tensor": 2}))
+        check_heads(recipe(mesh={"tensor": 4}), tmp_path)
+    check_heads(recipe(mesh={"tensor": 2}), tmp_path)
 
 
 def test_heads_of_frozen_models_must_divide(tmp_path):
@@ -81,13 +91,13 @@ def test_heads_of_frozen_models_must_divide(tmp_path):
     def taught(heads, kv_heads, ranks):
         folder = tmp_path / f"{heads}-{kv_heads}"
         folder.mkdir(exist_ok=True)
-        checkpoint.save(
+        checkpoint.save_model(
             Transformer(ModelConfig(**shape, n_heads=heads, n_kv_heads=kv_heads)), folder
         )
         byte_tokenizer().save(folder)
         own = {**MODEL, "heads": 4}
         asked = {"objective.advantage": "teacher", "teacher.model": str(folder)}
-        return config.load(
+        return load_recipe(
             "keywords", {"model": own, "runtime": "torchrun", "mesh": {"tensor": ranks}} | asked
         )
 
@@ -97,9 +107,9 @@ def test_heads_of_frozen_models_must_divide(tmp_path):
     ):
         given = taught(heads, kv_heads, ranks)
         with pytest.raises(ConfigError, match=rf"mesh.tensor = {ranks} must divide {told}"):
-            sizes.check_heads(given)
-        assert any("must divide" in str(e) for e in build.look(given, tmp_path / "run")[2])
-    sizes.check_heads(taught(2, 2, 2))
+            check_heads(given, tmp_path)
+        assert any("must divide" in str(e) for e in survey(given, tmp_path / "run").problems)
+    check_heads(taught(2, 2, 2), tmp_path)
 
 
 def test_a_plan_has_the_memory_of_a_rank(tmp_path):
@@ -116,7 +126,7 @@ def test_a_plan_has_the_memory_of_a_rank(tmp_path):
         "gathered weights and gradients": 3200,
     }
     assert {n.what: n.size for n in needs(less, SIZE)}["gathered weights and gradients"] == 2400
-    lines = dict(dict(plan(one, tmp_path, SIZE))["mesh"])
+    lines = dict(dict(make_plan(one, tmp_path, SIZE))["mesh"])
     assert lines["ranks"] == "8 = 2 replicate × 2 shard × 2 tensor"
     assert lines["packs"].startswith("about 2 of 8 responses")
 
@@ -157,7 +167,8 @@ def test_ranks_with_different_recipes_are_refused(tmp_path):
         "error: the recipes of ranks 0 and 1 differ (train.learning_rate: 0.001 → 0.002); start "
         "all ranks with one command line"
     )
-    assert told == [expected] * 2
+    # Rank 0 has made the run's directory, from which both can start with one command line.
+    assert told == [f"{expected}\ncontinue with: burnish resume run", expected]
 
 
 def test_a_mesh_of_another_size_than_the_ranks_is_refused(tmp_path):
@@ -173,7 +184,7 @@ def write_recipe(folder):
     rows = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(40)]
     (folder / "t.jsonl").write_text("".join(rows[:32]))
     (folder / "v.jsonl").write_text("".join(rows[32:]))
-    (folder / "r.toml").write_text(config.to_toml({"task": ROWS, "model": MODEL}))
+    (folder / "r.toml").write_text(format_toml({"task": ROWS, "model": MODEL}))
 
 
 @pytest.mark.slow
@@ -198,7 +209,7 @@ def test_a_run_on_ranks_is_a_run_like_any_other(tmp_path):
         for run in ("alone", "shards")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-    first = checkpoints.all_of(tmp_path / "shards")[0].name
+    first = checkpoints.list_checkpoints(tmp_path / "shards")[0].name
     tensor = ["--set", "mesh.shard=1", "--set", "mesh.tensor=2"]
     burnish("resume", "shards", "--from", first, *tensor)
     after = [

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.learner.learner import Learner
-from burnish.learner.objective import compile
-from burnish.learner.optim import Optimizer
+from burnish.learner.learner import LocalLearner
+from burnish.learner.optimizer import Optimizer
+from burnish.learner.program import compile
+from burnish.model.critic import Critic
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.model.value import Critic
-from burnish.pieces.objective import ObjectiveConfig
+from burnish.recipe.critic import CriticConfig
+from burnish.recipe.objective.objective import ObjectiveConfig
+from burnish.recipe.recipe import TrainConfig
 from burnish.rollout.packing import Pack, pack
-from burnish.schema.critic import CriticConfig
-from burnish.schema.recipe import TrainConfig
 from burnish.types import Scores
 from tests.conftest import make_group
 
@@ -49,12 +49,12 @@ def make_learner(policy, objective=None, critic=None, **train):
     settings = {"batch": 100, "epochs": 2, "clip_norm": 1e9, "learning_rate": 1e-2} | train
     train = TrainConfig(**settings)
     if critic is None:
-        return Learner(policy, compile(ObjectiveConfig(**(objective or {}))), train)
+        return LocalLearner(policy, compile(ObjectiveConfig(**(objective or {}))), train)
     section = CriticConfig(**critic)
     program = compile(ObjectiveConfig(**{"advantage": "gae"} | (objective or {})), section)
     own = train.model_copy(update={"learning_rate": section.learning_rate})
     values = Optimizer(Critic(policy, shared=section.shared), own)
-    return Learner(policy, program, train, critic=values)
+    return LocalLearner(policy, program, train, critic=values)
 
 
 def make_learn_batch(learner, batch, *, moved=0.1):

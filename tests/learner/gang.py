@@ -6,7 +6,7 @@ import socket
 import traceback
 from datetime import timedelta
 
-PRELOADED = ["burnish.learner.parallel", "burnish.learner.learner", "tests.learner.conftest"]
+PRELOADED = ["burnish.learner.mesh.mesh", "burnish.learner.learner", "tests.learner.conftest"]
 
 
 def run_ranks(count, function, *args, deadline=120.0, exits=None):

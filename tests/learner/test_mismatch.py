@@ -7,20 +7,23 @@ import numpy as np
 import pytest
 import torch
 
-from burnish import api, config
+from burnish import api
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import ConfigError, MismatchError
-from burnish.learner import alarm
-from burnish.learner.objective import mismatch
-from burnish.plan import plan
+from burnish.learner.mismatch import check_mismatch
+from burnish.learner.program import mismatch
+from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
+from burnish.recipe.recipe import TrainConfig
 from burnish.rollout.packing import pack
 from burnish.runs import checkpoints
-from burnish.schema.recipe import TrainConfig
 from tests.loops.test_recorder import fingerprint
 
 
 def check(batch, logprobs, version=1, **bounds):
-    alarm.check(logprobs, batch, version, mismatch(logprobs, batch, version), TrainConfig(**bounds))
+    check_mismatch(
+        logprobs, batch, version, mismatch(logprobs, batch, version), TrainConfig(**bounds)
+    )
 
 
 def test_the_error_shows_both_distributions_and_the_worst_tokens(two_groups):
@@ -89,15 +92,15 @@ def test_a_resumed_run_may_have_another_bound(tmp_path):
 
 
 def test_the_plan_tells_the_bounds(tmp_path):
-    recipe = config.load("sort", ["train.mismatch_mean=0.01", "train.mismatch_max=2"])
-    lines = dict(dict(plan(recipe, tmp_path))["batches"])
-    told = "halts if sampler and learner differ by more than 0.01 on average, 2 on a token"
+    recipe = load_recipe("sort", ["train.mismatch_mean=0.01", "train.mismatch_max=2"])
+    lines = dict(dict(make_plan(recipe, tmp_path))["batches"])
+    told = "stops the run if sampler and learner differ by more than 0.01 on average, 2 on a token"
     assert lines["alarm"] == told
-    assert "alarm" not in dict(dict(plan(config.load("sort"), tmp_path))["batches"])
+    assert "alarm" not in dict(dict(make_plan(load_recipe("sort"), tmp_path))["batches"])
     with pytest.raises(ConfigError, match=r"train\.mismatch_max must be greater than 0, got 0"):
-        config.load("sort", ["train.mismatch_max=0"])
+        load_recipe("sort", ["train.mismatch_max=0"])
     with pytest.raises(ConfigError, match=r"train\.mismatch_mean has no effect with task"):
-        config.load("keywords-scratch-sft", ["train.mismatch_mean=0.1"])
+        load_recipe("keywords-scratch-sft", ["train.mismatch_mean=0.1"])
 
 
 def test_a_gap_that_is_not_finite_is_the_business_of_skipped_steps(two_groups):

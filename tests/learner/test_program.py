@@ -1,6 +1,9 @@
 """Each piece reaches the loss with its settings."""
 
+import json
+import math
 from dataclasses import replace
+from functools import partial
 from statistics import stdev
 from typing import get_args
 
@@ -8,10 +11,11 @@ import pytest
 import torch
 
 from burnish.errors import ConfigError, DataError
-from burnish.learner import objective
-from burnish.pieces.objective import RATIOS, ObjectiveConfig, formula
+from burnish.learner import program as objective
+from burnish.recipe.objective.objective import RATIOS, ObjectiveConfig
+from burnish.recipe.plan import objective_lines
 from burnish.rl import advantages, kl, losses, ratios
-from burnish.rl.sequences import on_last_action
+from burnish.rl.sequences import on_last_action, sequence_sum
 from burnish.rollout.packing import Pack, pack
 from burnish.types import Measured, Scores
 
@@ -204,14 +208,10 @@ def test_losses(loss, ratio, two_groups):
         assert 0 < fraction < 1
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["k2", "k3"])
 def test_kl_and_entropy_terms_are_added(name, two_groups):
     batch = pack(two_groups)
     reference, logprobs = random(batch, 1), random(batch, 2)
-    if name == "k1":
-        with pytest.raises(ValueError, match="a gradient of mean 0"):
-            make_program(kl="k1")
-        return
     term = {"name": name, "coefficient": 0.3}
     program = make_program(loss="reinforce", kl=term, entropy_coefficient=0.2)
     learn = learn_batch(program, batch, reference)
@@ -224,6 +224,51 @@ def test_kl_and_entropy_terms_are_added(name, two_groups):
     for estimator in (kl.k1, kl.k3):
         mean = estimator(logprobs, reference)[batch.is_action].mean().item()
         assert metrics[f"kl/reference_{estimator.__name__}"] == pytest.approx(mean)
+
+
+TARGET = {"target": 0.5, "delta": 0.25, "high": 0.6}
+
+
+def test_the_entropy_coefficient_follows_the_entropy_of_the_step_before(two_groups):
+    """By hand: 0.25 at first; 0.5 and then 0.6, the bound, because the entropy is low; above the
+    target 0, while the coefficient falls to 0.35, which acts as soon as the entropy is low."""
+    batch = pack(two_groups)
+    program = make_program(loss="reinforce", entropy_coefficient=0.25, entropy=TARGET)
+    learn, logprobs = learn_batch(program, batch), random(batch, 2)
+    policy = losses.reinforce(logprobs, learn.advantages)
+    steps = [(0.4, 0.25), (0.5, 0.5), (0.7, 0.6), (0.4, 0.0), (0.6, 0.6), (0.3, 0.0), (0.3, 0.6)]
+    for mean, applied in steps:
+        entropy = torch.full_like(logprobs, mean).requires_grad_()
+        loss = program.token_loss(Measured(logprobs, entropy), learn)
+        torch.testing.assert_close(loss.detach(), policy - applied * mean)
+        if applied:
+            (slope,) = torch.autograd.grad(loss.sum(), entropy)
+            torch.testing.assert_close(slope, torch.full_like(slope, -applied))
+        metrics = program.metrics(Measured(logprobs, entropy.detach()), learn)
+        assert metrics["train/entropy_coefficient"] == pytest.approx(applied, abs=1e-12)
+        program.adapt(metrics)
+
+
+def test_an_adapted_coefficient_is_state(two_groups):
+    objective = {"loss": "reinforce", "entropy_coefficient": 0.25, "entropy": TARGET}
+    first, second = make_program(**objective), make_program(**objective)
+    for mean in (0.7, 0.4, 0.7):
+        first.adapt({"train/entropy": mean})
+        second.load_state(json.loads(json.dumps(first.state())))
+        assert second.state() == first.state()
+        assert second.control.applied == first.control.applied
+    assert make_program(entropy_coefficient=0.25).state() == {}
+
+
+@pytest.mark.parametrize(("settings", "kept"), [({}, 3), ({"entropy": TARGET}, 5)])
+def test_an_entropy_target_keeps_responses_without_advantage(settings, kept, two_groups):
+    """Also with a first coefficient of 0, because the coefficient may rise."""
+    groups = [replace(two_groups[0], grades=two_groups[0].grades[:1] * 2), two_groups[1]]
+    batch = pack(groups)
+    program = make_program(loss="reinforce", **settings)
+    found = program.advantages(batch, Scores())
+    learn = program.batches(batch, found, Scores(), [Pack.whole(batch)] * 2)[0]
+    assert len(learn.batch.rewards) == kept
 
 
 def test_kl_in_the_reward_stays_out_of_the_loss(two_groups):
@@ -258,6 +303,54 @@ def test_importance_weighs_the_loss(kind, level, two_groups):
     torch.testing.assert_close(got, weights * losses.reinforce(logprobs, learn.advantages))
     mean = weights[batch.is_action].mean().item()
     assert metrics["train/importance"] == pytest.approx(mean)
+
+
+GEOMETRIC = {"name": "reject", "level": "geometric", "low": 0.9, "high": 1.1}
+TRUNCATED = {"name": "truncate", "high": 1.05}
+
+
+def test_the_weights_of_several_corrections_are_multiplied(two_groups):
+    """A mask of sequences with truncated token weights: by hand, from x = log prox − log behavior,
+    in float64. Sequence 0 is kept and one of its ratios truncated; the means of x of sequence 1
+    (−0.2) and of sequence 3 (0.15) are outside of log 0.9 and log 1.1."""
+    batch = pack(two_groups)  # of 2, 1, 3, 1 and 2 actions
+    moved = [[0.08, -0.04], [-0.2], [0.01, 0.02, 0.03], [0.15], [-0.1, 0.1]]
+    proximal = batch.behavior_logprobs.clone()
+    proximal[batch.is_action] += torch.tensor([x for row in moved for x in row])
+    both = [GEOMETRIC, TRUNCATED]
+    program = make_program(loss="reinforce", importance=both)
+    scores = Scores(proximal)
+    found = program.advantages(batch, scores)
+    (learn,) = program.batches(batch, found, scores, [Pack.whole(batch)])
+    cut = [[min(math.exp(x), 1.05) for x in row] for row in moved]
+    kept = [abs(sum(row) / len(row)) < 0.09 for row in moved]
+    assert kept == [True, False, True, False, True]
+    want = [w * keep for row, keep in zip(cut, kept, strict=True) for w in row]
+    action = batch.is_action
+    assert learn.importance[action].tolist() == pytest.approx(want, rel=1e-5)
+    logprobs = proximal.clone().requires_grad_()
+    loss = program.token_loss(Measured(logprobs, torch.ones_like(logprobs)), learn)
+    loss[action].sum().backward()
+    slopes = -torch.tensor(want) * learn.advantages[action]
+    torch.testing.assert_close(logprobs.grad[action], slopes)
+    metrics = program.metrics(Measured(proximal, proximal), learn)
+    assert {name: x for name, x in metrics.items() if "importance" in name} == pytest.approx(
+        {
+            "train/importance": sum(want) / 9,
+            "train/importance_reject_geometric": 7 / 9,
+            "train/importance_reject_geometric_outside": 2 / 9,
+            "train/importance_truncate_token": sum(map(sum, cut)) / 9,
+            "train/importance_truncate_token_outside": 3
+            / 9,  # 0.08, 0.15 and 0.1 are above log 1.05
+        },
+        rel=1e-5,
+    )
+    for one in both:
+        alone = make_program(loss="reinforce", importance=[one])
+        assert alone == make_program(loss="reinforce", importance=one)
+        (learn,) = alone.batches(batch, found, scores, [Pack.whole(batch)])
+        names = alone.metrics(Measured(proximal, proximal), learn)
+        assert [name for name in names if "importance" in name] == ["train/importance"]
 
 
 def test_denominators(two_groups):
@@ -300,7 +393,7 @@ def test_a_part_that_a_grade_lacks_is_named(two_groups):
 
 @pytest.mark.parametrize("advantage", ["maxrl", {"name": "gdpo", "parts": {"answer": 1.0}}])
 def test_a_kl_in_the_reward_needs_a_place(advantage):
-    with pytest.raises(ValueError, match=r"no place for; use kl\.where = 'loss'"):
+    with pytest.raises(ValueError, match=r"does not support; use .*objective\.kl\.where = 'loss'"):
         make_program(advantage=advantage, kl={"name": "k1", "where": "reward"})
 
 
@@ -323,9 +416,87 @@ def test_functions_of_a_script_are_pieces(two_groups):
     got = program.token_loss(Measured(logprobs, torch.ones_like(logprobs)), learn)
     ratio = ratios.token_ratio(logprobs, learn.proximal_logprobs)
     torch.testing.assert_close(got, expected * ratio**2)
-    lines = dict(formula(program.objective))
+    lines = dict(objective_lines(program.objective))
     assert lines["advantage"] == "A_i = above_the_best(r, groups)"
     assert lines["objective"] == "L_t = squared(log π, ρ_t, A_t)"
+
+
+def with_streams(logprobs, ratio, advantages, *, sequence_ids, mask, behavior, entropy, scale=2.0):
+    found = sequence_sum(logprobs - behavior, mask, sequence_ids)
+    return scale * found[sequence_ids] + entropy - advantages * ratio
+
+
+def test_a_loss_of_a_script_receives_the_streams_that_it_names(two_groups):
+    batch = pack(two_groups)
+    program = make_program(loss=with_streams)
+    learn = learn_batch(program, batch)
+    logprobs, entropy = random(batch, 2), random(batch, 3)
+    got = program.token_loss(Measured(logprobs, entropy), learn)
+    gap, ids = logprobs - batch.behavior_logprobs, batch.sequence_ids
+    totals = [gap[batch.is_action & (ids == i)].sum() for i in range(5)]
+    ratio = ratios.token_ratio(logprobs, learn.proximal_logprobs)
+    want = 2 * torch.stack(totals)[ids] + entropy - learn.advantages * ratio
+    torch.testing.assert_close(got, want)
+    shown = "L_t = with_streams(log π, ρ_t, A_t, sequence_ids, mask, behavior, entropy)"
+    assert dict(objective_lines(program.objective))["objective"] == shown
+
+
+def on_proximal(logprobs, ratio, advantages, proximal):
+    return (logprobs - proximal) ** 2
+
+
+def test_a_loss_with_streams_keeps_responses_without_advantage(two_groups):
+    """The function may have a term without the advantage; three parameters have none, as before."""
+    groups = [replace(two_groups[0], grades=two_groups[0].grades[:1] * 2), two_groups[1]]
+    batch = pack(groups)
+    for loss, kept in ((squared, 3), (on_proximal, 5)):
+        program = make_program(loss=loss)
+        found = program.advantages(batch, Scores())
+        learn = program.batches(batch, found, Scores(), [Pack.whole(batch)] * 2)[0]
+        assert len(learn.batch.rewards) == kept
+
+
+class Callable:
+    def __call__(self, logprobs, ratio, advantages, *, mask, **rest):
+        return logprobs
+
+
+@pytest.mark.parametrize(
+    ("function", "asked"),
+    [
+        (squared, ()),
+        (on_proximal, ("proximal",)),
+        (Callable(), ("mask",)),
+        (partial(with_streams, scale=1.0), ("sequence_ids", "mask", "behavior", "entropy")),
+        (lambda *given: given[0], ()),
+        (lambda logprobs, *given, mask: given[0], ("mask",)),
+        (lambda logprobs, ratio, advantages, low=0.2: logprobs, ()),
+        (max, ()),
+    ],
+    ids=["plain", "proximal", "callable", "partial", "star", "keyword", "default", "builtin"],
+)
+def test_the_signature_of_a_loss_names_its_streams(function, asked):
+    assert make_program(loss=function).objective.loss.asked == asked
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda logprobs, ratio: ratio, "takes 2 positional parameters, and a loss is called with"),
+        (
+            lambda logprobs, ratio, advantages, *, maks: ratio,
+            r"'maks', and a loss can receive mask, sequence_ids, behavior, proximal, entropy; "
+            r"did you mean 'mask'\?; rename it, remove it, or give it a default",
+        ),
+        (lambda logprobs, ratio, advantages, reward: ratio, "has the parameter 'reward'"),
+        (lambda logprobs, ratio, advantages, mask, /: ratio, "takes mask by position only"),
+        (3.0, r"loss\.own\.function\n.* must be a function, got 3\.0"),
+    ],
+    ids=lambda value: None,
+)
+def test_a_loss_with_an_unknown_parameter_is_refused(function, message):
+    with pytest.raises(ValueError, match=message):
+        make_program(loss={"name": "own", "function": function})
 
 
 def test_a_function_that_is_not_here_is_refused():

@@ -4,10 +4,14 @@ import json
 
 import pytest
 
-from burnish import api, build, config
-from burnish.errors import ConfigError, RunError
+from burnish import api
+from burnish.errors import ConfigError, GraderError, RunError
+from burnish.launch import inputs, local
+from burnish.launch.resolve import resolve
+from burnish.launch.settings import make_evaluator
 from burnish.loops import evaluate
-from burnish.runs.results import CATEGORIES, read, write_evaluation
+from burnish.recipe.load import load_recipe
+from burnish.runs.results import CATEGORIES, read_evaluation, write_evaluation
 from tests.loops.test_recorder import one_thread  # noqa: F401
 
 FILES = ("results.jsonl", "figures.json", "settings.json")
@@ -61,9 +65,9 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
     assert {"validation/accuracy_low", "validation/pass_at_2", "validation/majority_at_2"} <= set(
         figures
     )
-    recipe = config.load("keywords", given)
-    evaluator = evaluate.Evaluator(recipe, *build.build_sampler(recipe))
-    again = evaluate.figures(evaluator.rows(evaluator.answered()))
+    recipe = load_recipe("keywords", given)
+    evaluator = make_evaluator(recipe, *local.build_sampler(resolve(recipe)))
+    again = evaluate.validation_metrics(evaluator.rows(evaluator.answered()))
     evaluator.task.close()
     assert figures == again  # as training measures it
 
@@ -78,18 +82,17 @@ def test_killed_and_rerun_it_is_what_it_would_have_been(tmp_path, smollm2, monke
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     monkeypatch.setattr(evaluate, "sample", None)  # nothing is left to sample
     assert api.evaluate("keywords", overrides=given, out=out).figures == figures
-    with pytest.raises(RunError, match=r"another evaluation \(validation.temperature: 1.0 → 0"):
+    with pytest.raises(RunError, match=r"different evaluation \(validation.temperature: 1.0 → 0"):
         api.evaluate("keywords", overrides=[*given, "validation.temperature=0"], out=out)
 
 
 def test_another_gold_answer_reward_or_grader_is_another_evaluation(tmp_path, smollm2, monkeypatch):
-    from burnish import preflight
 
     given, out = setting(tmp_path, smollm2), tmp_path / "out"
     before = api.evaluate("keywords", overrides=given, out=out).figures
 
     def refused(what):
-        with pytest.raises(RunError, match=rf"another evaluation \(hash of {what}: \w+ → \w+"):
+        with pytest.raises(RunError, match=rf"different evaluation \(hash of {what}: \w+ → \w+"):
             api.evaluate("keywords", overrides=given, out=out)
 
     for name, old, new, what in (
@@ -101,8 +104,33 @@ def test_another_gold_answer_reward_or_grader_is_another_evaluation(tmp_path, sm
         refused(what)
         (tmp_path / name).write_text(text)
     assert api.evaluate("keywords", overrides=given, out=out).figures == before
-    monkeypatch.setattr(preflight, "CODE", ("graders",))
+    monkeypatch.setattr(inputs, "CODE", ("graders",))
     refused("code")
+
+
+def test_an_evaluation_before_the_first_step_stops_when_errors_are_too_many(tmp_path, smollm2):
+    """Each held-out response but the first row's fails; 4 of 30 are more than a tenth."""
+    other = [{"prompt": f"What is {i} + 0?", "answer": str(i)} for i in range(1, 9)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    rows = [f"task.train={tmp_path / 'train.jsonl'}", "train.steps=1", "rollout.max_tokens=5"]
+    rows += ["rollout.batch=4", "rollout.group_size=2", "train.batch=4", "engine.kv_mb=16"]
+    given = setting(tmp_path, smollm2, *rows, rows=14)
+    text = (
+        (tmp_path / "reward.py").read_text().replace('.endswith("9")', '.endswith("+ 0?") is False')
+    )
+    (tmp_path / "reward.py").write_text(text)
+    told = []
+    with pytest.raises(GraderError) as caught:
+        api.train("keywords", overrides=given, out=tmp_path / "run", show=told.append)
+    said = str(caught.value)
+    assert said.startswith("4 of 30 responses have no grade so far, more than a share of 0.1; mend")
+    assert "raise rollout.max_errors. response" in said
+    assert "ValueError: no gold (reward.py, line 5)" in said
+    assert "'prompt': 'What is 1 + 1?'" in said
+    shown = [progress.grading for progress in told if progress.grading]
+    assert shown[-1].endswith("of 30 graded, 4 not graded")
+    given += ["rollout.max_errors=1"]
+    api.train("keywords", overrides=given, out=tmp_path / "tolerant", show=False)
 
 
 def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
@@ -110,7 +138,7 @@ def test_the_page_counts_escapes_and_compares(tmp_path, smollm2):
     one, two = tmp_path / "one", tmp_path / "two"
     api.evaluate("keywords", overrides=given, out=one)
     api.evaluate("keywords", overrides=[*given, "validation.temperature=0.7"], out=two)
-    rows = read(one).rows
+    rows = read_evaluation(one).rows
     parts = [name for name in CATEGORIES if name not in ("unparsed", "truncated", "timed out")]
     assert all(sum(CATEGORIES[name](row) for name in parts) == 1 for row in rows)
     counted = {name: sum(map(holds, rows)) for name, holds in CATEGORIES.items()}
@@ -145,7 +173,7 @@ def test_what_is_evaluated(tmp_path):
     with pytest.raises(ConfigError, match=r"trained the sorting model, .*sorted/report\.html has"):
         api.evaluation_recipe(sorted_run)
     assert api.evaluation_recipe("keywords", changes=["seed=4"]).seed == 4
-    with pytest.raises(ConfigError, match="sft has answers to learn and none to grade"):
+    with pytest.raises(ConfigError, match="sft is a supervised recipe, whose responses"):
         api.evaluation_recipe("sft")
     with pytest.raises(ConfigError, match="did you mean 'keywords'"):
         api.evaluation_recipe("keyword")

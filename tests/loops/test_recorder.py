@@ -16,10 +16,15 @@ import pytest
 import torch
 
 import burnish
-from burnish import api, build, cli, config, machine, sizes
+from burnish import api
+from burnish.cli import main
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import ActorDied, ActorError, BurnishError, ConfigError, RunError
+from burnish.launch import local
+from burnish.launch.models import with_own_precision
 from burnish.loops.recorder import go_back
+from burnish.machine import hardware
+from burnish.recipe.load import effective_settings, load_recipe
 from burnish.rollout.buffer import Buffer
 from burnish.runs import checkpoints
 from burnish.runs.report import write_report
@@ -27,7 +32,7 @@ from tests.conftest import aborted
 
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
 SORT = ["train.steps=6", "train.epochs=2", "checkpoint.every=2", "validation.every=3"]
-SORT += ["objective.kl=k3", "objective.kl.refresh=4"]
+SORT += ["objective.kl=k3", "objective.entropy={target = 1.2, delta = 0.01}"]
 MANY = ["task.prompts=7", "rollout.group_size=2", "rollout.batch=6", "train.batch=6"]
 """More prompts than a step asks."""
 
@@ -67,12 +72,12 @@ def steady(file):
     if file.name == "summary.json":
         return without(json.loads(file.read_text()), "seconds")
     if file.name.startswith("step-"):
-        tensors, state = checkpoints.load(file)
+        tensors, state = checkpoints.load_checkpoint(file)
         state = without(state, "incarnation")
         state |= {"positions": without(state["positions"], "timings.jsonl")}
         flat = {name: t.reshape(-1).view(torch.uint8) for name, t in tensors.items()}
         bits = {name: t.numpy().tobytes() for name, t in flat.items()}
-        return checkpoints.describe(file)[:3], state, bits
+        return checkpoints.read_info(file)[:3], state, bits
     if file.name == "report.html":
         page, _, rest = file.read_text().partition('id="data">')
         data, _, end = rest.partition("</script>")
@@ -118,8 +123,8 @@ def test_a_run_leaves_its_directory(tmp_path):
         phases = [v for k, v in row.items() if k.startswith("time/") and k != "time/step"]
         assert sum(phases) == pytest.approx(row["time/step"])
     assert not any(key.startswith("time/") for key in rows[1])
-    asked = config.effective(sizes.settled(config.load("sort", ["train.steps=3"])))
-    assert config.effective(config.load(str(path / "recipe.toml"))) == asked
+    asked = effective_settings(with_own_precision(load_recipe("sort", ["train.steps=3"])))
+    assert effective_settings(load_recipe(str(path / "recipe.toml"))) == asked
     summary = json.loads((path / "summary.json").read_text())
     assert (summary["gradient_steps"], summary["responses"]) == (30, 90)
     assert len(summary["before_and_after"]) == 3
@@ -129,14 +134,18 @@ def test_a_run_leaves_its_directory(tmp_path):
     assert "<html" in (path / "report.html").read_text()
 
 
-LINEAR = ["train.schedule=linear", "checkpoint.every=4"]
+LINEAR = ["train.schedule=linear", "checkpoint.every=4", "train.weight_decay=0.5"]
+LINEAR += ["objective.kl.refresh=4"]
+REFRESHED = [*MANY, "objective.kl.refresh=4"]
+AVERAGED = ["objective.kl.ema=0.9"]
 FULL = [*MANY, "selection.dead_groups=active", "selection.on_bound=learn"]
 LAGGED = [*MANY, "selection.dead_groups=dynamic", "loop.lag=1", "objective.proximal=behavior"]
 LAGGED += ["selection.leave_at=0.5", "selection.target=0.2"]
 
 
 @pytest.mark.parametrize(
-    ("stop_after", "more"), [(1, MANY), (4, []), (5, LINEAR), (3, FULL), (3, LAGGED)]
+    ("stop_after", "more"),
+    [(1, REFRESHED), (4, AVERAGED), (5, LINEAR), (3, FULL), (3, LAGGED)],
 )
 def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     asked = SORT + more
@@ -146,7 +155,9 @@ def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     assert not (path / "summary.json").exists()
     api.resume(path)
     assert fingerprint(path) == fingerprint(whole)
-    restarts = [checkpoints.load(checkpoints.latest(p))[1]["incarnation"] for p in (whole, path)]
+    restarts = [
+        checkpoints.load_checkpoint(checkpoints.latest(p))[1]["incarnation"] for p in (whole, path)
+    ]
     assert restarts == [0, 1]
 
 
@@ -164,12 +175,12 @@ def test_a_checkpoint_has_the_score_of_its_own_step_or_none(tmp_path):
 
 def test_a_stop_at_the_best_step_keeps_what_would_have_been_kept(tmp_path, monkeypatch):
     """The best checkpoint of the cadence is not given up for one that goes again."""
-    real = checkpoints.save
+    real = checkpoints.save_checkpoint
 
     def save(run, step, *given, score, **how):
         return real(run, step, *given, score={2: 0.5, 4: 0.1, 5: 0.9}.get(step), **how)
 
-    monkeypatch.setattr(checkpoints, "save", save)
+    monkeypatch.setattr(checkpoints, "save_checkpoint", save)
     asked = {"overrides": [*SORT, "checkpoint.keep=1"]}
     whole = api.train("sort", out=tmp_path / "whole", **asked)
     path = api.train("sort", out=tmp_path / "run", stop=stopper(5), **asked)
@@ -225,15 +236,14 @@ def test_greedy_validation_measures_no_kl(smollm2, language_run, tmp_path):
 
 def test_nothing_reads_memory_that_was_never_written(smollm2, language_run, tmp_path, monkeypatch):
     """Fresh memory full of NaN leaves the same bytes as fresh memory full of anything."""
-    prepare = build.prepare
+    set_up = hardware.set_up_torch
 
-    def prepare_and_fill(*given):
-        recipe = prepare(*given)
+    def set_up_and_fill(threads):
+        set_up(threads)
         assert not torch.utils.deterministic.fill_uninitialized_memory
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-        return recipe
 
-    monkeypatch.setattr(build, "prepare", prepare_and_fill)
+    monkeypatch.setattr(hardware, "set_up_torch", set_up_and_fill)
     filled = api.train("keywords", overrides=tiny(smollm2), out=tmp_path / "filled")
     assert torch.empty(1).isnan()
     assert fingerprint(filled) == fingerprint(language_run)
@@ -251,18 +261,23 @@ def test_more_steps_may_be_asked_for_and_other_mathematics_not(tmp_path):
     longer = api.train("sort", overrides=[*SORT, "train.steps=8"], out=tmp_path / "longer")
     rows = (path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(9))
-    ours, theirs = (checkpoints.load(checkpoints.latest(p))[0] for p in (path, longer))
+    ours, theirs = (checkpoints.load_checkpoint(checkpoints.latest(p))[0] for p in (path, longer))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_longer_run_decays_as_it_began_to(tmp_path):
-    path = api.train("sort", overrides=[*SORT, "train.schedule=linear"], out=tmp_path / "run")
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_a_longer_run_decays_as_it_began_to(share, tmp_path):
+    sets = ["train.schedule=linear", f"train.final_share={share}", "train.weight_decay=0.1"]
+    path = api.train("sort", overrides=[*SORT, *sets], out=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"train\.final_share can't change"):
+        api.resume(path, overrides=["train.final_share=0.5"])
     api.resume(path, overrides=["train.steps=8"])
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     rates = [row["train/learning_rate"] for row in rows[1:]]
-    pairs = [1e-3 * (1 - (step + 0.5) / 12) for step in range(0, 12, 2)]  # two steps a rollout
-    assert rates == pytest.approx([*pairs, 0.0, 0.0])
-    assert config.load(str(path / "recipe.toml")).train.decay_steps == 12
+    fallen = [(step + 0.5) / 12 for step in range(0, 12, 2)]  # two steps a rollout
+    pairs = [1e-3 * (1 - (1 - share) * x) for x in fallen]
+    assert rates == pytest.approx([*pairs, 1e-3 * share, 1e-3 * share])
+    assert load_recipe(str(path / "recipe.toml")).train.decay_steps == 12
 
 
 def test_an_environment_that_changed_is_named(tmp_path):
@@ -274,12 +289,26 @@ def test_an_environment_that_changed_is_named(tmp_path):
     api.resume(path, anyway=True)
 
 
+def test_a_run_resumes_from_another_commit_command_and_host(tmp_path):
+    path = api.train("sort", overrides=SORT, out=tmp_path / "run", stop=stopper(2))
+    file = path / "environment.json"
+    found = json.loads(file.read_text())
+    found["started"] = {"command": "other", "host": "other", "commit": "0", "modified": True}
+    file.write_text(json.dumps(found))
+    api.resume(path)
+    assert json.loads(file.read_text())["started"]["host"] == "other"  # how it was first started
+    del found["started"]  # a run of an earlier version
+    file.write_text(json.dumps(found))
+    api.resume(path, overrides=["train.steps=7"])
+
+
 def test_what_bits_depend_on_is_recorded(sorted_run):
     found = json.loads((sorted_run / "environment.json").read_text())
     assert found["packages"].keys() == {"torch", "numpy", "pydantic", "numba", "triton"}
-    assert machine.processor() in found["processor"]
+    assert hardware.processor() in found["processor"]
     assert found["gpu"] is None
     assert found["inputs"].keys() == {"code"}
+    assert found["started"].keys() == {"command", "host", "commit", "modified"}
 
 
 def test_a_run_does_not_go_on_with_another_model_other_rows_or_another_reward(smollm2, tmp_path):
@@ -381,7 +410,7 @@ def test_a_run_that_halts_right_after_a_checkpoint_keeps_that_one(
     with pytest.raises(BurnishError, match="no more prompts"):
         api.train("sort", overrides=SORT, out=tmp_path / "run")
     monkeypatch.undo()
-    names = [path.name for path in checkpoints.all_of(tmp_path / "run")]
+    names = [path.name for path in checkpoints.list_checkpoints(tmp_path / "run")]
     assert names == ["step-00000002", "step-00000004"]
     api.resume(tmp_path / "run")
     assert fingerprint(tmp_path / "run") == fingerprint(sorted_run)
@@ -468,7 +497,7 @@ def test_own_rewards_leave_the_same_whether_they_run_here_or_in_workers(smollm2,
 
 def test_prompts_for_a_task_that_has_its_own_are_refused():
     with pytest.raises(ConfigError, match=r"'files' does not go with model\.name = 'sorter'"):
-        api.train(config.load("sort"), prompts=["a"])
+        api.train(load_recipe("sort"), prompts=["a"])
 
 
 @pytest.mark.slow
@@ -482,7 +511,7 @@ def test_ten_kills_at_random_moments_change_nothing(smollm2, tmp_path, monkeypat
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["burnish.api", "burnish.learner.learner", "burnish.engine.fused"]
+        ["burnish.api", "burnish.learner.learner", "burnish.engine.native.cpu_kernels"]
     )
 
     def process():
@@ -525,7 +554,7 @@ def test_a_run_that_never_gets_a_grade_ends_with_readable_files(tmp_path, monkey
     assert rows[0]["validation/aborted"] == rows[1]["rollout/aborted"] == 1
     assert (run.summary["responses"], run.summary["gradient_steps"]) == (60, 0)
     write_report(run.path)
-    cli._show_end(run.path)
+    main._show_end(run.path)
     shown = capsys.readouterr().out
     assert "no response was graded, 60 responses, 0 gradient steps" in shown
     assert "before [no grade]" in shown
@@ -535,11 +564,11 @@ def mortal(monkeypatch, at, *, in_recovery=0):
     """Runs of this process whose learner dies when step ``at`` is learned, each time that the step
     comes until the list is empty, and in so many recoveries after it."""
     deaths, recoveries = list(at), iter(range(in_recovery))
-    built = build.build
+    built = local.build_local
     revived = []
 
-    def build_mortal(recipe):
-        parts = built(recipe)
+    def build_mortal(resolved):
+        parts = built(resolved)
         load = parts.learner.load_state
 
         def train(**how):
@@ -557,7 +586,7 @@ def mortal(monkeypatch, at, *, in_recovery=0):
         parts.learner.load_state = load_state
         return parts._replace(train=train, revive=lambda: revived.append(1))
 
-    monkeypatch.setattr(build, "build", build_mortal)
+    monkeypatch.setattr(local, "build_local", build_mortal)
     return revived
 
 
@@ -572,7 +601,7 @@ def test_a_learner_that_dies_while_it_recovers_costs_time_alone(tmp_path, monkey
 
 def test_a_learner_that_dies_at_the_same_step_again_and_again_ends_the_run(tmp_path, monkeypatch):
     mortal(monkeypatch, [3] * 100)
-    with pytest.raises(ActorError, match="died 5 times and the run has not come beyond step 2"):
+    with pytest.raises(ActorError, match="died 5 times without progress beyond step 2"):
         burnish.train("sort", out=tmp_path / "run", show=False, train={"steps": 6})
 
 

@@ -9,18 +9,19 @@ import tiny as small
 import torch
 import torch.nn.functional as F
 
-from burnish import api, config
+from burnish import api
 from burnish.errors import ConfigError, DataError
-from burnish.learner.learner import Learner
+from burnish.learner.learner import LocalLearner
 from burnish.loops import supervised
 from burnish.model.attention import causal
-from burnish.model.checkpoint import load
-from burnish.plan import plan
+from burnish.model.checkpoint import load_model
+from burnish.recipe.load import load_recipe, with_steps
+from burnish.recipe.plan import make_plan
+from burnish.recipe.recipe import TrainConfig
+from burnish.recipe.tasks import PairsTask
 from burnish.runs import checkpoints
 from burnish.runs.metrics import Timers
 from burnish.runs.report import write_report
-from burnish.schema.recipe import TrainConfig
-from burnish.schema.tasks import PairsTask
 from burnish.tasks.pairs import Pairs, check_pair, write_pair
 from burnish.tasks.rows import DataRow, read_rows
 from tests.loops.test_recorder import fingerprint, one_thread, stopper  # noqa: F401
@@ -43,7 +44,7 @@ def with_place(row):
 
 
 def make_learner(dtype, **train):
-    return Learner(
+    return LocalLearner(
         small.model(1).to(dtype), supervised.PROGRAM, TrainConfig(**{"clip_norm": 1e9} | train)
     )
 
@@ -73,17 +74,15 @@ def test_the_loss_is_the_cross_entropy_of_the_answers(dtype, micro):
     expected.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     learner.optimizer.drop_gradients()
-    learn = supervised.to_learn(learner, groups)
+    learn = supervised.make_learn_batch(learner, groups)
     *_, loss = learner._accumulate(learn)
     close = {"rtol": 2e-6, "atol": 1e-7} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
     assert loss == pytest.approx(expected.item(), rel=close["rtol"])
     for ours, theirs in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(ours.grad, theirs, **close)
     learner.optimizer.drop_gradients()
-    measure = supervised.measure_answers
-    held_out = supervised.validate(measure, make(ROWS[:1], [ROWS[i] for i in (1, 2, 5)]), learner)[
-        1
-    ]
+    rows = make(ROWS[:1], [ROWS[i] for i in (1, 2, 5)])
+    held_out = supervised.validate_supervised(rows, learner)[1]
     rows = make([ROWS[i] for i in (1, 2, 5)]).rows
     assert held_out["validation/loss"] == pytest.approx(padded_loss(model, rows).item(), rel=1e-5)
 
@@ -94,7 +93,7 @@ def test_the_end_token_is_learned_and_what_looks_like_it_in_a_prompt_is_not():
     answer = group.completions[0]
     assert answer.token_ids.tolist().count(small.END) == 2
     assert answer.token_ids[-1] == small.END
-    learn = supervised.to_learn(make_learner(torch.float32), [group])
+    learn = supervised.make_learn_batch(make_learner(torch.float32), [group])
     assert learn.batch.is_action.sum() == len(answer.token_ids)
     assert not learn.batch.is_action[: len(group.prompt.token_ids)].any()
     assert learn.loss_weight.sum().item() == pytest.approx(1.0)
@@ -147,7 +146,7 @@ def settings(smollm2, tmp_path, *more):
 
 @pytest.mark.slow
 def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
-    given = settings(smollm2, tmp_path)
+    given = settings(smollm2, tmp_path, "train.weight_decay=0.1")
     whole = api.train("sft", overrides=given, out=tmp_path / "whole")
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     losses = [row["validation/loss"] for row in rows if "validation/loss" in row]
@@ -162,13 +161,13 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
     assert fingerprint(path) == fingerprint(whole)
     assert '"validation/loss":{' in write_report(path.path).read_text()
     best = checkpoints.best(path)
-    assert -checkpoints.describe(best).score == min(losses)
+    assert -checkpoints.read_info(best).score == min(losses)
     summary = json.loads((path / "summary.json").read_text())
     assert summary["validation"]["best"] == min(losses)
     assert summary["loss_first"] == pytest.approx(np.mean([r["train/loss"] for r in rows[1:3]]))
     api.export(path, tmp_path / "model")
-    exported = dict(load(tmp_path / "model").named_parameters())
-    learned, _ = checkpoints.load(best)
+    exported = dict(load_model(tmp_path / "model").named_parameters())
+    learned, _ = checkpoints.load_checkpoint(best)
     for name, tensor in exported.items():
         assert torch.equal(tensor.data, learned[f"policy.master.{name}"])
     small_run = ["rollout.batch=4", "rollout.group_size=2", "train.batch=4", "train.steps=1"]
@@ -186,21 +185,25 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_handed_on(smollm2, tmp_path):
 def test_what_has_no_effect_and_what_is_missing_is_refused(tmp_path):
     for setting in ("train.steps=3", "rollout.batch=8", "objective.kl=k3", "train.epochs=2"):
         with pytest.raises(ConfigError, match=r'has no effect with task\.name = "pairs"'):
-            config.load("sft", [setting])
+            load_recipe("sft", [setting])
     with pytest.raises(ConfigError, match="there are no prompts; give --data"):
         api.sft("keywords", out=tmp_path / "none")
     changes = [{"task": "pairs", "model": "other"}, "train.schedule=linear"]
     recipe = api.recipe_of("keywords", changes, data=tmp_path)
     assert (recipe.task.validation, recipe.model.name) == (f"{tmp_path}/validation.jsonl", "other")
-    shown = str(plan(recipe, tmp_path))
+    shown = str(make_plan(recipe, tmp_path))
     assert "1 × the rows, 32 at a time (AdamW, learning rate 4e-05, linear)" in shown
 
 
 def test_tokens_are_counted():
     pairs = make(ROWS)
     learner = make_learner(torch.float32, batch=4)
-    recipe = config.with_steps(config.load("sft", ["train.batch=4"]), pairs.steps(4))
-    steps = list(supervised.train(recipe, pairs=pairs, learner=learner, timers=Timers()))
+    recipe = with_steps(load_recipe("sft", ["train.batch=4"]), pairs.steps(4))
+    steps = list(
+        supervised.train_supervised(
+            recipe.train.steps, recipe.train.batch, pairs=pairs, learner=learner, timers=Timers()
+        )
+    )
     counted = sum(step.metrics["train/tokens"] for step in steps)
     assert counted == sum(len(g.completions[0].token_ids) for g in pairs.rows)
     assert not any(name.startswith("mismatch/") for step in steps for name in step.metrics)

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from burnish import config
 from burnish.engine.sorter import SorterEngine
 from burnish.errors import GraderError
-from burnish.learner import objective
-from burnish.learner.learner import Learner
+from burnish.launch.settings import rollout_settings, step_settings
+from burnish.learner import program as objective
+from burnish.learner.learner import LocalLearner
 from burnish.loops import sync
 from burnish.model.sorter import Sorter
+from burnish.recipe.load import load_recipe
 from burnish.rl.reduce import weighted_sum
 from burnish.rollout.packing import Pack, pack, train_batches
 from burnish.runs.metrics import Timers
@@ -26,15 +27,22 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*overrides, seed=0, name="sort", sampler=SorterEngine, **how):
-    recipe = config.load(name, [*overrides, {"seed": seed}])
+    recipe = load_recipe(name, [*overrides, {"seed": seed}])
     task = Sorting(recipe.task, seed=recipe.seed)
     size = (recipe.task.numbers, recipe.task.length, recipe.model.width)
-    learner = Learner(
+    learner = LocalLearner(
         Sorter(*size, seed=recipe.seed), objective.compile(recipe.objective), recipe.train
     )
     engine = sampler(Sorter(*size, seed=recipe.seed))
     parts = {"prompts": PromptStream(task), "task": task, "engine": engine, "learner": learner}
-    steps = sync.train(recipe, **parts, timers=Timers(), **how)
+    steps = sync.train_sync(
+        rollout_settings(recipe),
+        step_settings(recipe),
+        recipe.train.steps,
+        **parts,
+        timers=Timers(),
+        **how,
+    )
     return list(steps), learner
 
 
@@ -106,7 +114,7 @@ def test_generator_and_learner_stay_in_step():
 
 def test_the_engine_rests_while_the_learner_works(monkeypatch):
     told = []
-    for part, name in [(SorterEngine, "step"), (SorterEngine, "load"), (Learner, "step")]:
+    for part, name in [(SorterEngine, "step"), (SorterEngine, "load"), (LocalLearner, "step")]:
         own = getattr(part, name)
         note = f"{part.__name__}.{name}"
 
@@ -123,7 +131,7 @@ def test_the_engine_rests_while_the_learner_works(monkeypatch):
         told.append("rested")
 
     run("train.steps=2", rest=rest)
-    load, sample, learn = "SorterEngine.load", "SorterEngine.step", "Learner.step"
+    load, sample, learn = "SorterEngine.load", "SorterEngine.step", "LocalLearner.step"
     assert [name for name, _ in groupby(told)] == [
         load,
         *[sample, "rests", learn, "rested", load] * 2,
@@ -147,12 +155,12 @@ def test_the_policy_is_scored_only_where_a_step_does_not_do_it_anyway(loss, epoc
     others = 2 * 4  # the initial model and the one before
     assert passes.count(False) == others + (4 if epochs > 1 else 0)
     assert passes.count(True) == 4 * epochs
-    plain = Learner.score
+    plain = LocalLearner.score
 
     def scored(self, *given):
-        return plain(self, *given)._replace(proximal=self.logprobs(given[0]))
+        return plain(self, *given)._replace(proximal=self.output(given[0]).logprobs)
 
-    monkeypatch.setattr(Learner, "score", scored)
+    monkeypatch.setattr(LocalLearner, "score", scored)
     again, other = run("train.steps=4", *change)
     for a, b in zip(steps, again, strict=True):
         assert a.metrics == b.metrics
@@ -167,13 +175,13 @@ def test_responses_that_teach_nothing_are_left_out_and_change_nothing(monkeypatc
     """Whole groups of equal reward, or all but the best: the gradient is that of all of them."""
     change = ["train.steps=4", "train.batch=10", "train.epochs=2", "objective.loss.high=0.2"]
     seen = []
-    real = Learner.step
+    real = LocalLearner.step
 
     def step(self, learn):
         seen.append(len(learn.batch.rewards))
         return real(self, learn)
 
-    monkeypatch.setattr(Learner, "step", step)
+    monkeypatch.setattr(LocalLearner, "step", step)
     steps, learner = run(
         *change, "objective.advantage=best_of_group", "objective.advantage.centered=true"
     )
@@ -220,7 +228,7 @@ def test_what_the_sampler_says_is_not_shown_as_the_learners():
 
 def test_skipped_steps_are_counted(monkeypatch):
     """fp16 begins by looking for its loss scale: how many steps that takes is a number of steps."""
-    from burnish.learner import optim
+    from burnish.learner import optimizer as optim
 
     monkeypatch.setattr(optim, "FIRST_SCALE", 2.0**40)
     steps, learner = run("train.steps=1", "train.precision=fp16", "train.epochs=40")
@@ -258,7 +266,7 @@ def test_dropped_samples_leave_the_gradient_steps_that_were_planned(proximal):
     change += [f"objective.proximal={proximal}"]
     sampler = overflowing(lambda group, sample: group % 3 == 0 and sample == 3)
     steps, learner = run(*change, sampler=sampler)
-    assert learner.version == 2 * config.load("sort", change).gradient_steps_per_rollout == 12
+    assert learner.version == 2 * load_recipe("sort", change).gradient_steps_per_rollout == 12
     assert [step.metrics["train/skipped"] for step in steps] == [0, 0]
 
 
@@ -299,7 +307,7 @@ def test_drift_is_measured_on_fresh_rollouts():
 
 
 def test_train_batches_have_their_own_denominators():
-    recipe = config.load("sort")
+    recipe = load_recipe("sort")
     groups = [
         make_group(i, [1, 2], [[3, 4, 5], [3]] * 5, [1.0, 0.0] * 5) for i in range(3)
     ]  # 10 responses each
@@ -340,8 +348,8 @@ def test_one_step_of_the_example_equals_one_step_of_the_package(kl):
     ]
     change = ["objective.advantage=group_zscore", "train.epochs=2"]
     change += ["objective.kl=k3", f"objective.kl.coefficient={kl}"] if kl else []
-    recipe = config.load("sort", change)
-    learner = Learner(ours, objective.compile(recipe.objective), recipe.train)
+    recipe = load_recipe("sort", change)
+    learner = LocalLearner(ours, objective.compile(recipe.objective), recipe.train)
     batch = pack(groups)
     scores, parts = learner.score(batch), [Pack.whole(batch)]
     advantages = learner.program.advantages(batch, scores)

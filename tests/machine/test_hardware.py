@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from burnish import machine
+from burnish.machine import hardware
 
 INTEL = "processor\t: 0\nmodel name\t: Some Xeon\nflags\t\t: fpu avx2 avx512f amx_bf16\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd sve bf16\nCPU part\t: 0xd40\n"
@@ -16,7 +16,7 @@ MEMORY = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     """Writes files of an operating system that is not there."""
-    monkeypatch.setattr(machine, "SYSTEM", tmp_path)
+    monkeypatch.setattr(hardware, "SYSTEM", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
 
     def write(files):
@@ -29,13 +29,13 @@ def system(tmp_path, monkeypatch):
 
 def test_processors(system):
     system({"proc/cpuinfo": INTEL})
-    assert machine.processor() == "Some Xeon"
-    assert machine.instructions() == ("AMX", "AVX-512", "AVX2")
+    assert hardware.processor() == "Some Xeon"
+    assert hardware.instructions() == ("AMX", "AVX-512", "AVX2")
     system({"proc/cpuinfo": ARM})
-    assert machine.instructions() == ("BF16", "NEON")
+    assert hardware.instructions() == ("BF16", "NEON")
     system({"proc/cpuinfo": ""})
-    assert machine.processor()
-    assert machine.instructions() == ()
+    assert hardware.processor()
+    assert hardware.instructions() == ()
 
 
 @pytest.mark.parametrize(
@@ -49,42 +49,43 @@ def test_processors(system):
 def test_the_switch_of_onednn_holds_for_burnish(system, monkeypatch, limit, known, bf16):
     system({"proc/cpuinfo": "flags\t: avx512f avx512_bf16 amx_bf16\n"})
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert machine.instructions() == known
-    assert machine.multiplies("bf16", "cpu") == bf16
-    assert machine.multiplies("fp32", "cpu")
+    assert hardware.instructions() == known
+    assert hardware.supports_precision("bf16", "cpu") == bf16
+    assert hardware.supports_precision("fp32", "cpu")
 
 
 def test_what_a_container_grants(system):
-    assert machine.cores() == 8
+    assert hardware.cores() == 8
     system({"proc/meminfo": MEMORY, "proc/self/cgroup": "0::/a/b\n"})
-    assert machine.memory() == (1000 * 1024, 600 * 1024)
+    assert hardware.memory() == (1000 * 1024, 600 * 1024)
     system({"sys/fs/cgroup/a/cpu.max": "250000 100000\n", "sys/fs/cgroup/a/b/cpu.max": "max 100\n"})
-    assert machine.cores() == 2
+    assert hardware.cores() == 2
     group = "sys/fs/cgroup/a/memory"
     system({f"{group}.max": "300000", f"{group}.current": "200000"})
     system({f"{group}.stat": "anon 10\ninactive_file 50000\n"})
-    assert machine.memory() == (300000, 150000)
+    assert hardware.memory() == (300000, 150000)
     system({f"{group}.max": "max"})
-    assert machine.memory() == (1000 * 1024, 600 * 1024)
+    assert hardware.memory() == (1000 * 1024, 600 * 1024)
 
 
 def test_a_machine_without_such_files_is_described_too(system):
-    total, available = machine.memory()
+    total, available = hardware.memory()
     assert total == available > 2**20
 
 
 def test_a_moment_of_products():
-    rates = machine.measure(0.02, device="cpu")
+    rates = hardware.measure_rates(0.02, device="cpu")
     assert (rates.device, rates.precision) == ("cpu", "fp32")
     assert rates.decode_gflops > 0.01
     assert rates.learn_gflops > 0.01
-    total, available = machine.memory()
+    total, available = hardware.memory()
     assert 0 < available <= total
-    assert machine.cores() >= 1
+    assert hardware.cores() >= 1
 
 
 def test_reading_the_machine_loads_no_torch():
-    code = "from burnish import machine, preflight; machine.memory(), machine.cores()\n"
+    code = "from burnish.launch import preflight\nfrom burnish.machine import hardware\n"
+    code += "hardware.memory(), hardware.cores()\n"
     code += "import sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -8,7 +8,7 @@ import pytest
 
 CODE = """
 import os, sys
-from burnish.threads import share_cores
+from burnish.machine.threads import share_cores
 share_cores()
 print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))
 """

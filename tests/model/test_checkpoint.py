@@ -38,15 +38,15 @@ def reload(directory: Path, **options: Any) -> Any:
 )
 def test_logits_and_round_trip(family: str, rope: str, tmp_path: Path) -> None:
     peer = make(family, rope)
-    model = checkpoint.load(save(peer, tmp_path / "theirs"))
+    model = checkpoint.load_model(save(peer, tmp_path / "theirs"))
     torch.testing.assert_close(ours(model), theirs(peer), rtol=0, atol=1e-5)
-    checkpoint.save(model, tmp_path / "ours", source=tmp_path / "theirs")
+    checkpoint.save_model(model, tmp_path / "ours", source=tmp_path / "theirs")
     again = reload(tmp_path / "ours")
     assert torch.equal(theirs(again), theirs(peer))
     state, back = peer.state_dict(), again.state_dict()
     assert state.keys() == back.keys()
     assert all(torch.equal(state[name], back[name]) for name in state)
-    assert torch.equal(ours(checkpoint.load(tmp_path / "ours")), ours(model))
+    assert torch.equal(ours(checkpoint.load_model(tmp_path / "ours")), ours(model))
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -59,24 +59,30 @@ def test_older_layout_of_rope_settings(rope: str, tmp_path: Path) -> None:
     kind = scaling.pop("rope_type")
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **scaling}
     (directory / "config.json").write_text(json.dumps(config))
-    torch.testing.assert_close(ours(checkpoint.load(directory)), theirs(peer), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        ours(checkpoint.load_model(directory)), theirs(peer), rtol=0, atol=1e-5
+    )
 
 
 def test_sharded_safetensors(tmp_path: Path) -> None:
     peer = make("qwen3")
     save(peer, tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    torch.testing.assert_close(ours(checkpoint.load(tmp_path)), theirs(peer), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        ours(checkpoint.load_model(tmp_path)), theirs(peer), rtol=0, atol=1e-5
+    )
     sorted(tmp_path.glob("*.safetensors"))[0].unlink()
     with pytest.raises(ModelError, match=r"model-00001-of-\d+.safetensors is missing"):
-        checkpoint.load(tmp_path)
+        checkpoint.load_model(tmp_path)
 
 
 def test_precision_is_chosen_at_loading_and_written(tmp_path: Path) -> None:
     peer = make("qwen2")
-    model = checkpoint.load(save(peer, tmp_path / "theirs"), dtype=torch.bfloat16, fp32_head=True)
+    model = checkpoint.load_model(
+        save(peer, tmp_path / "theirs"), dtype=torch.bfloat16, fp32_head=True
+    )
     assert ours(model).dtype == torch.float32
-    checkpoint.save(model, tmp_path / "ours")
+    checkpoint.save_model(model, tmp_path / "ours")
     again = reload(tmp_path / "ours")
     assert again.dtype == torch.bfloat16
     assert torch.equal(again.lm_head.weight, peer.lm_head.weight.bfloat16())
@@ -127,7 +133,7 @@ def damaged(directory: Path, change: Any) -> Path:
 )
 def test_tensors_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
-        checkpoint.load(damaged(tmp_path, change))
+        checkpoint.load_model(damaged(tmp_path, change))
 
 
 def test_harmless_extras_are_accepted(tmp_path: Path) -> None:
@@ -135,7 +141,7 @@ def test_harmless_extras_are_accepted(tmp_path: Path) -> None:
         state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
         state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
 
-    model = checkpoint.load(damaged(tmp_path, change))
+    model = checkpoint.load_model(damaged(tmp_path, change))
     torch.testing.assert_close(ours(model), theirs(make("smollm2")), rtol=0, atol=1e-5)
 
 
@@ -157,20 +163,20 @@ def test_configs_that_are_refused(change: dict[str, Any], message: str, tmp_path
     config = {key: value for key, value in config.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
-        checkpoint.load(tmp_path)
+        checkpoint.load_model(tmp_path)
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json can't be read"):
-        checkpoint.load(tmp_path)
+        checkpoint.load_model(tmp_path)
     save(make("llama"), tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"model\.safetensors is missing or damaged"):
-        checkpoint.load(tmp_path)
+        checkpoint.load_model(tmp_path)
     weights.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="never pickled weights"):
-        checkpoint.load(tmp_path)
+    with pytest.raises(ModelError, match="safetensors files only, never from pickles"):
+        checkpoint.load_model(tmp_path)
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(ModelError, match=r"config\.json can't be read"):
-        checkpoint.load(tmp_path)
+        checkpoint.load_model(tmp_path)

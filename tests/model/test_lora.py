@@ -9,7 +9,7 @@ from burnish.errors import ModelError
 from burnish.model import checkpoint, lora, peft
 from burnish.model.attention import causal
 from burnish.model.transformer import ModelConfig, Transformer
-from burnish.schema.recipe import TrainConfig
+from burnish.recipe.recipe import TrainConfig
 from tests.model import families
 
 CONFIGS = {
@@ -126,32 +126,32 @@ def test_weights_are_merged_in_fp32_and_rounded_once():
 
 def test_files_are_read_as_they_were_written(tmp_path):
     model = make(dtype=torch.float32, last=1)
-    peft.write(lora.adapter_of(model), tmp_path, base="a/b")
+    peft.write_adapter(lora.adapter_of(model), tmp_path, base="a/b")
     config = json.loads((tmp_path / peft.CONFIG).read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 5, "a/b")
     assert config["layers_to_transform"] == [1]
     other = make(dtype=torch.float32, last=1, moved=False)
-    lora.fill(other, peft.read(tmp_path))
+    lora.load_adapter(other, peft.read_adapter(tmp_path))
     assert torch.equal(logits(other), logits(model))
     plain = Transformer(CONFIGS["llama"]).init_weights(3)
-    lora.fold(plain, peft.read(tmp_path))
+    lora.fold(plain, peft.read_adapter(tmp_path))
     torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-4)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
-    peft.write(lora.adapter_of(make("qwen3")), tmp_path, base="b")
-    adapter, wide = peft.read(tmp_path), make(moved=False)
-    with pytest.raises(ModelError, match=r"does not fit: 12 modules.*train.learn"):
-        lora.fill(make(modules=["q_proj"]), adapter)
-    with pytest.raises(ModelError, match=r"does not fit: 14 modules.*\[3, 16\]"):
-        lora.fill(make(rank=2), adapter)
+    peft.write_adapter(lora.adapter_of(make("qwen3")), tmp_path, base="b")
+    adapter, wide = peft.read_adapter(tmp_path), make(moved=False)
+    with pytest.raises(ModelError, match=r"does not fit: in 12 modules.*train.learn"):
+        lora.load_adapter(make(modules=["q_proj"]), adapter)
+    with pytest.raises(ModelError, match=r"does not fit: in 14 modules.*\[3, 16\]"):
+        lora.load_adapter(make(rank=2), adapter)
     before = logits(wide)
     shape = {**vars(CONFIGS["llama"]), "d_ff": 32}
     other = Transformer(ModelConfig(**shape)).init_weights(0)
-    with pytest.raises(ModelError, match=r"does not fit: 6 modules.*model.name must be"):
+    with pytest.raises(ModelError, match=r"does not fit: in 6 modules.*model.name must be"):
         lora.fold(other, adapter)
     unknown = adapter._replace(pairs={"lm_head": adapter.pairs["model.layers.0.mlp.up_proj"]})
-    with pytest.raises(ModelError, match=r"does not fit: 1 modules.*lm_head"):
+    with pytest.raises(ModelError, match=r"does not fit: in 1 modules.*lm_head"):
         lora.fold(wide, unknown)
     assert torch.equal(logits(wide), before)
 
@@ -204,7 +204,7 @@ WRITTEN = {
 
 def written(folder, **changes):
     """An adapter whose adapter_config.json has every field of PEFT, some of them changed."""
-    peft.write(lora.adapter_of(make()), folder, base="base")
+    peft.write_adapter(lora.adapter_of(make()), folder, base="base")
     (folder / peft.CONFIG).write_text(json.dumps(WRITTEN | changes))
     return folder
 
@@ -226,7 +226,7 @@ ACCEPTED = [
 
 @pytest.mark.parametrize("changes", ACCEPTED, ids=str)
 def test_plain_lora_is_read_however_it_was_drawn(tmp_path, changes):
-    adapter = peft.read(written(tmp_path, **changes))
+    adapter = peft.read_adapter(written(tmp_path, **changes))
     assert (adapter.rank, adapter.alpha, len(adapter.pairs)) == (3, 5.0, 14)
 
 
@@ -275,29 +275,29 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=str)
 def test_other_kinds_are_refused(tmp_path, changes, message):
     with pytest.raises(ModelError, match=message):
-        peft.read(written(tmp_path, **changes))
+        peft.read_adapter(written(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "1", "{}", '{"peft_type": "LORA", "r": 3}'])
 def test_a_file_that_is_no_config_is_refused(tmp_path, text):
     (written(tmp_path) / peft.CONFIG).write_text(text)
-    with pytest.raises(ModelError, match="no adapter in PEFT's layout"):
-        peft.read(tmp_path)
+    with pytest.raises(ModelError, match="not an adapter in PEFT's layout"):
+        peft.read_adapter(tmp_path)
 
 
 def test_a_file_without_its_pairs_is_refused(tmp_path):
     adapter = lora.adapter_of(make())
-    peft.write(adapter, tmp_path, base="b")
+    peft.write_adapter(adapter, tmp_path, base="b")
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(tmp_path / peft.TENSORS)
     del tensors["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
     save_file(tensors, tmp_path / peft.TENSORS)
-    with pytest.raises(ModelError, match=r"lack or are not known: .*up_proj.lora_B"):
-        peft.read(tmp_path)
+    with pytest.raises(ModelError, match=r"missing or unknown tensors: .*up_proj.lora_B"):
+        peft.read_adapter(tmp_path)
     (tmp_path / peft.TENSORS).unlink()
     with pytest.raises(ModelError, match="missing or damaged"):
-        peft.read(tmp_path)
+        peft.read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["smollm2", "qwen2.5", "qwen3"])
@@ -307,18 +307,18 @@ def test_peft_reads_and_writes_the_same_files(tmp_path, family, last):
     theirs = pytest.importorskip("peft", reason="peft is not installed")
     peer, base = families.make(family), tmp_path / "base"
     families.save(peer, base)
-    model = checkpoint.load(base)
+    model = checkpoint.load_model(base)
     lora.learn(model, TrainConfig(learn={"name": "lora", "rank": 3, "alpha": 5, "last": last}), 0)
     for _, b in lora.adapter_of(model).pairs.values():
         b.normal_(generator=torch.Generator().manual_seed(1))
-    peft.write(lora.adapter_of(model), tmp_path / "ours", base=str(base))
+    peft.write_adapter(lora.adapter_of(model), tmp_path / "ours", base=str(base))
     loaded = theirs.PeftModel.from_pretrained(peer, tmp_path / "ours").eval()
     with torch.no_grad():
         wanted = loaded(TOKENS[None]).logits[0]
     torch.testing.assert_close(logits(model).detach(), wanted, rtol=1e-4, atol=1e-3)
     loaded.save_pretrained(tmp_path / "again")
-    again = checkpoint.load(base)
-    lora.fold(again, peft.read(tmp_path / "again"))
+    again = checkpoint.load_model(base)
+    lora.fold(again, peft.read_adapter(tmp_path / "again"))
     torch.testing.assert_close(logits(again).detach(), wanted, rtol=1e-4, atol=1e-3)
 
 
@@ -367,11 +367,11 @@ def test_what_peft_writes_is_merged_exactly_or_refused(tmp_path, kind):
         wanted = again(TOKENS[None]).logits[0]
     if kind in REFUSED_KINDS:
         with pytest.raises(ModelError, match="must be plain LoRA"):
-            peft.read(tmp_path / "adapter")
+            peft.read_adapter(tmp_path / "adapter")
         return
-    ours = checkpoint.load(tmp_path / "base")
+    ours = checkpoint.load_model(tmp_path / "base")
     assert (logits(ours).detach() - wanted).abs().max() > 0.01
-    lora.fold(ours, peft.read(tmp_path / "adapter"))
+    lora.fold(ours, peft.read_adapter(tmp_path / "adapter"))
     torch.testing.assert_close(logits(ours).detach(), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -397,5 +397,7 @@ def test_an_adapter_that_peft_converted_to_plain_lora_is_merged_exactly(tmp_path
     model.save_pretrained(
         tmp_path / "adapter", path_initial_model_for_weight_conversion=str(tmp_path / "initial")
     )
-    ours = lora.fold(checkpoint.load(tmp_path / "base"), peft.read(tmp_path / "adapter"))
+    ours = lora.fold(
+        checkpoint.load_model(tmp_path / "base"), peft.read_adapter(tmp_path / "adapter")
+    )
     torch.testing.assert_close(logits(ours).detach(), wanted, rtol=1e-4, atol=1e-4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burnish.engine import cpu
-from burnish.model import products
+from burnish.engine.native import cpu
+from burnish.model import matmul
 
 KINDS = [torch.bfloat16, torch.float16]
 
@@ -15,9 +15,9 @@ KINDS = [torch.bfloat16, torch.float16]
 def narrow(request, monkeypatch):
     """A type of 16 bits that this processor is said not to multiply."""
     monkeypatch.setattr(
-        products, "multiplies", lambda dtype, device: dtype.itemsize > 2 or device != "cpu"
+        matmul, "multiplies", lambda dtype, device: dtype.itemsize > 2 or device != "cpu"
     )
-    monkeypatch.setattr(cpu, "multiplies", products.multiplies)
+    monkeypatch.setattr(cpu, "multiplies", matmul.multiplies)
     return request.param
 
 
@@ -26,11 +26,11 @@ def drawn(*shape, dtype):
 
 
 def test_float32_and_gpus_are_left_alone():
-    assert products.multiplies(torch.float32, "cpu")
-    assert products.multiplies(torch.float64, "cpu")
-    assert products.multiplies(torch.bfloat16, "cuda")
+    assert matmul.multiplies(torch.float32, "cpu")
+    assert matmul.multiplies(torch.float64, "cpu")
+    assert matmul.multiplies(torch.bfloat16, "cuda")
     x = torch.ones(2, 2)
-    assert products.widened(x)[0] is x
+    assert matmul.widened(x)[0] is x
 
 
 def test_a_linear_layer_is_float32s_rounded_and_so_are_its_gradients(narrow):
@@ -38,7 +38,7 @@ def test_a_linear_layer_is_float32s_rounded_and_so_are_its_gradients(narrow):
     bias = drawn(3, dtype=narrow)
     given = [t.clone().requires_grad_() for t in (x, weight, bias)]
     exact = [t.double().requires_grad_() for t in (x, weight, bias)]
-    out, wanted = products.linear(*given), torch.nn.functional.linear(*exact)
+    out, wanted = matmul.linear(*given), torch.nn.functional.linear(*exact)
     assert out.dtype == narrow
     torch.testing.assert_close(out, wanted.to(narrow))
     out.sum().backward()
@@ -50,7 +50,7 @@ def test_a_linear_layer_is_float32s_rounded_and_so_are_its_gradients(narrow):
 
 def test_a_product_is_float32s_rounded(narrow):
     a, b = drawn(5, 7, dtype=narrow), drawn(3, 7, dtype=narrow).T
-    torch.testing.assert_close(products.product(a, b), (a.double() @ b.double()).to(narrow))
+    torch.testing.assert_close(matmul.product(a, b), (a.double() @ b.double()).to(narrow))
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -59,7 +59,7 @@ def test_attention_is_that_of_float32(narrow, heads):
     k = v = drawn(1, heads, 5, 8, dtype=narrow)
     wide = [x.float() for x in (q, k.repeat_interleave(4 // heads, 1))]
     wanted = torch.nn.functional.scaled_dot_product_attention(*wide, wide[1], is_causal=True)
-    torch.testing.assert_close(products.attention(q, k, v, is_causal=True), wanted.to(narrow))
+    torch.testing.assert_close(matmul.attention(q, k, v, is_causal=True), wanted.to(narrow))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 65, 300])
@@ -88,7 +88,7 @@ def test_a_packed_weight_that_multiplies_wrongly_is_not_used(monkeypatch):
 def test_the_engines_linear_layer_and_attention_are_float32s_rounded(narrow):
     x, weight, bias = drawn(5, 7, dtype=narrow), drawn(3, 7, dtype=narrow), drawn(3, dtype=narrow)
     out = cpu.packed_linear(weight, bias)(x)
-    torch.testing.assert_close(out, products.linear(x, weight, bias))
+    torch.testing.assert_close(out, matmul.linear(x, weight, bias))
     q, k = drawn(2, 2, 3, 8, dtype=narrow), drawn(2, 2, 16, 8, dtype=narrow)
     mask = torch.zeros(2, 1, 1, 16, dtype=narrow)
     mask[1, ..., 9:] = -torch.inf

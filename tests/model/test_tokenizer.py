@@ -162,11 +162,11 @@ def test_templates_are_not_trusted() -> None:
 
     with pytest.raises(ModelError, match="unsafe"):
         chat("{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(ModelError, match="refused"):
+    with pytest.raises(ModelError, match="rejected"):
         chat("{{ messages.append(1) }}")
     with pytest.raises(ModelError, match="roles must alternate"):
         chat("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ModelError, match="refused"):
+    with pytest.raises(ModelError, match="rejected"):
         chat("{% for %}")
     with pytest.raises(ModelError, match="no chat template"):
         Tokenizer(tokenizers.Tokenizer(models.BPE())).chat(MESSAGES)
@@ -215,3 +215,10 @@ def test_bytes_are_tokens_of_their_own(tmp_path: Path) -> None:
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode([*tokenizer.encode("7"), 256], skip_special=True) == "7"
+
+
+def test_a_damaged_configuration_is_named(tmp_path):
+    Tokenizer.of_bytes().save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not a JSON file"):
+        Tokenizer.load(tmp_path)

@@ -64,7 +64,7 @@ def test_positions_are_relative() -> None:
     "change", [{"n_kv_heads": 3}, {"n_heads": 3, "n_kv_heads": 3}, {"head_dim": 5}]
 )
 def test_impossible_sizes_are_refused(change: dict[str, int]) -> None:
-    with pytest.raises(ModelError, match="heads must divide a width of 16 into even parts"):
+    with pytest.raises(ModelError, match="heads must divide a width of 16 into even widths"):
         replace(TINY, **change)
 
 

@@ -1,11 +1,12 @@
+import itertools
 import math
 
 import pytest
 import torch
-from literals import D, close
 
 from burnish.rl import advantages
 from burnish.rl.sequences import on_last_action, to_tokens
+from tests.rl.literals import D, close, t
 
 REWARDS = torch.tensor([1.0, 3.0, 5.0, 2.0, 2.0], dtype=D)
 GROUPS = torch.tensor([7, 4, 7, 4, 7])  # group 7: rewards 1, 5, 2; group 4: rewards 3, 2
@@ -294,3 +295,113 @@ def test_the_teachers_advantage_descends_the_reverse_kl():
     advantage = advantages.teacher(own, theirs, torch.ones(3, dtype=torch.bool))
     (own.exp().detach() * advantage * own).sum().backward()
     torch.testing.assert_close(logits.grad, -kl_gradient)
+
+
+CENTERED = [-5 / 3, 0.5, 7 / 3, -0.5, -2 / 3]
+
+
+# Estimators of 2025 and 2026
+
+
+def test_batch_std_divides_by_the_std_of_all_advantages():
+    # Squares: 25/9 + 1/4 + 49/9 + 1/4 + 4/9 = 55/6 around a mean of 0, over S − 1 = 4.
+    std = (55 / 24) ** 0.5
+    close(advantages.batch_std(REWARDS, GROUPS, eps=0.1), [x / (std + 0.1) for x in CENTERED])
+
+
+def test_batch_std_of_rewards_is_that_of_trl():
+    # Rewards: mean 13/5, squares 43 − 5 · (13/5)² = 9.2, over 4. TRL: rewards.std() + 1e-4.
+    expected = [x / (2.3**0.5 + 1e-4) for x in CENTERED]
+    close(advantages.batch_std(REWARDS, GROUPS, of="rewards", eps=1e-4), expected)
+
+
+def test_pass_at_k_of_right_and_wrong():
+    # N = 4, N⁻ = 3, k = 2: pass@2 = 1 − C(3,2) / C(4,2) = 1/2, σ = 1/2. Right: (1 − 1/2) / σ = 1.
+    # Wrong: (1 − 1/2 − C(2,1) / C(3,1)) / σ = −1/3.
+    got = advantages.pass_at_k(t(0, 1, 0, 0), torch.zeros(4), k=2, eps=0.0)
+    close(got, [-1 / 3, 1, -1 / 3, -1 / 3])
+    # N = 5, N⁻ = 2, k = 2: pass@2 = 1 − 1/10, σ = 0.3. Right: 1/3. Wrong: (0.1 − 1/4) / 0.3.
+    got = advantages.pass_at_k(t(1, 0, 1, 1, 0), torch.zeros(5), k=2, eps=1e-6)
+    right, wrong = 0.1 / (0.3 + 1e-6), -0.15 / (0.3 + 1e-6)
+    close(got, [right, wrong, right, right, wrong])
+    # k = 4 of N = 5: every set of 4 has a right one. Nothing is left to be learned.
+    assert not advantages.pass_at_k(t(1, 0, 1, 1, 0), torch.zeros(5), k=4).any()
+
+
+def test_pass_at_k_of_other_rewards_is_the_best_of_k():
+    # Sets of 2 out of 0, 1, 3 have the best 1, 3, 3: mean 7/3, variance 8/9. With 0: (1 + 3) / 2.
+    std = (8 / 9) ** 0.5
+    got = advantages.pass_at_k(t(1, 3, 0), torch.zeros(3), k=2, eps=0.0)
+    close(got, [-1 / 3 / std, 2 / 3 / std, -1 / 3 / std])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_pass_at_k_equals_a_count_of_all_sets(k):
+    rewards = torch.tensor([2.0, -1.0, 2.0, 0.5, 0.0, 7.0, 0.5], dtype=D)
+    best = {s: rewards[list(s)].max() for s in itertools.combinations(range(7), k)}
+    values = torch.stack(list(best.values()))
+    drawn = [torch.stack([v for s, v in best.items() if i in s]).mean() for i in range(7)]
+    expected = (torch.stack(drawn) - values.mean()) / (values.std(correction=0) + 0.01)
+    groups = torch.tensor([3] * 7 + [1] * 2)
+    got = advantages.pass_at_k(torch.cat((rewards, t(0, 1))), groups, k=k, eps=0.01)
+    close(got[:7], expected)
+    # The other group has lost responses: its k is 1, a z-score with the biased std, 1/2.
+    close(got[7:], [-0.5 / 0.51, 0.5 / 0.51])
+
+
+def test_maxrl_divides_by_the_mean():
+    # Means 8/3 and 5/2.
+    close(advantages.maxrl(REWARDS, GROUPS, eps=0.0), [-5 / 8, 1 / 5, 7 / 8, -1 / 5, -1 / 4])
+    # One right of four: (1 − 1/4) / (1/4) = 3, and −1. None right: 0.
+    groups = torch.tensor([0] * 4 + [1] * 2)
+    close(advantages.maxrl(t(0, 0, 1, 0, 0, 0), groups, eps=0.0), [-1, -1, 3, -1, 0, 0])
+    with pytest.raises(ValueError, match=r"needs rewards of at least 0, got -1; shift"):
+        advantages.maxrl(t(1, -1), torch.zeros(2))
+
+
+PARTS = torch.tensor([[0.0, 3.0], [1.0, 1.0], [1.0, 0.0], [1.0, 4.0]], dtype=D)
+
+
+def test_gdpo_normalises_each_part_and_then_the_batch():
+    # First part: (0, 1) in z-scores ∓1/√2, (1, 1) is 0. Second: (3, 1) ±1/√2, (0, 4) ∓1/√2.
+    # With weights 1 and 2: 1, −1, −2, 2 over √2; squares add up to 5, over S − 1 = 3.
+    groups = torch.tensor([0, 0, 1, 1])
+    got = advantages.gdpo(PARTS, groups, weights=[1.0, 2.0], eps=0.0)
+    close(got, t(1, -1, -2, 2) / 2**0.5 / (5 / 3) ** 0.5)
+    # TRL: the std of (0, 1) is 1/√2, of (3, 1) √2, of (0, 4) 2√2; to each 1e-4 is added.
+    half, one, two = (0.5 / (0.5**0.5 + 1e-4), 1 / (2**0.5 + 1e-4), 2 / (8**0.5 + 1e-4))
+    total = t(one - half, half - one, -two, two)
+    got = advantages.gdpo(PARTS, groups, weights=[1.0, 1.0], eps=1e-4)
+    close(got, total / (total.square().sum().div(3).sqrt() + 1e-4))
+
+
+def test_opo_weighs_the_baseline_by_length():
+    # Group 7, lengths 1, 3, 2: (1 + 15 + 4) / 6 = 10/3. Group 4, lengths 2, 4: (6 + 8) / 6 = 7/3.
+    got = advantages.opo(REWARDS, GROUPS, torch.tensor([1, 2, 3, 4, 2]))
+    close(got, [-7 / 3, 2 / 3, 5 / 3, -1 / 3, -4 / 3])
+    assert not advantages.opo(t(0, 0), torch.zeros(2), torch.zeros(2, dtype=torch.long)).any()
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_response():
+    close(advantages.remax(REWARDS, t(2, 0, 2, 0, 2)), [-1, 3, 3, 2, 0])
+
+
+GROUP_ESTIMATORS = {
+    "batch_std": advantages.batch_std,
+    "pass_at_k": lambda r, g: advantages.pass_at_k(r, g, k=3),
+    "max_at_k": lambda r, g: advantages.max_at_k(r, g, k=3),
+    "maxrl": advantages.maxrl,
+    "gdpo": lambda r, g: advantages.gdpo(r[:, None], g, weights=[1.0]),
+    "opo": lambda r, g: advantages.opo(r, g, torch.arange(len(r))),
+}
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_equal_rewards_have_an_advantage_of_exactly_0(name):
+    for reward in (0.7, 100.1, 1e-30, 1e30):
+        rewards = torch.tensor([reward] * 16 + [0.0, 1.0])
+        got = GROUP_ESTIMATORS[name](rewards, torch.tensor([4] * 16 + [9] * 2))
+        assert got[:16].tolist() == [0.0] * 16
+        assert got[17] > 0 or reward == 1e30  # of whose size the batch's std may be
+    with pytest.raises(ValueError, match="at least 2 responses"):
+        GROUP_ESTIMATORS[name](t(1, 2, 3), torch.tensor([0, 0, 1]))

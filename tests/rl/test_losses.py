@@ -2,80 +2,11 @@ import math
 
 import pytest
 import torch
-from literals import D, close, t, value_and_grad
 
-from burnish.rl import kl, losses, ratios
+from burnish.rl import losses, reduce
+from tests.rl.literals import D, close, t, value_and_grad
 
 INF = math.inf
-
-
-# Ratios
-
-
-def test_token_ratio_is_the_exponential_of_the_difference():
-    value, grad = value_and_grad(lambda x: ratios.token_ratio(x, t(-2.0, -1.0)), t(-1.0, -3.0))
-    close(value, [math.e, math.exp(-2)])
-    close(grad, [math.e, math.exp(-2)])  # of the numerator: positive, unlike a quotient of logs
-
-
-MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]]).bool()
-NEW = t(-1.0, -2.0, 5.0, -3.0, 7.0, 7.0, 7.0, 7.0, 7.0).view(3, 3)
-OLD = t(-1.5, -2.1, 0.0, -2.0, 0.0, 0.0, 0.0, 0.0, 0.0).view(3, 3)
-
-
-def test_sequence_ratio_is_the_geometric_mean_with_token_gradients():
-    value, grad = value_and_grad(lambda x: ratios.sequence_ratio(x, OLD, MASK), NEW)
-    first, second = math.exp((0.5 + 0.1) / 2), math.exp(-1.0)
-    close(value, [[first, first, 1], [second, 1, 1], [1, 1, 1]])
-    close(grad, [[first, first, 0], [second, 0, 0], [0, 0, 0]])
-
-
-def test_sequence_ratio_packed_equals_padded():
-    ids = torch.tensor([0, 1, 0])
-    new, old = t(-1.0, -3.0, -2.0), t(-1.5, -2.0, -2.1)
-
-    def run(x):
-        return ratios.sequence_ratio(x, old, torch.ones(3), sequence_ids=ids)
-
-    value, grad = value_and_grad(run, new)
-    first, second = math.exp(0.3), math.exp(-1.0)
-    close(value, [first, second, first])
-    close(grad, [first, second, first])
-
-
-@pytest.mark.parametrize(
-    ("level", "first"),
-    [
-        ("token", [math.exp(0.5), math.exp(0.1)]),
-        ("sequence", [math.exp(0.6)] * 2),
-        ("geometric", [math.exp(0.3)] * 2),
-    ],
-)
-def test_importance_ratio(level, first):
-    weights = ratios.importance_ratio(NEW, OLD, MASK, level=level)
-    close(weights, [[*first, 1], [math.exp(-1), 1, 1], [1, 1, 1]])
-    ids = torch.tensor([0, 1, 0])
-    flat = ratios.importance_ratio(
-        t(-1.0, -3.0, -2.0), t(-1.5, -2.0, -2.1), torch.ones(3), level=level, sequence_ids=ids
-    )
-    close(flat, [first[0], math.exp(-1), first[1]])
-
-
-def test_importance_is_per_token_by_default_and_has_no_gradient():
-    new = NEW.clone().requires_grad_()
-    weights = ratios.importance_ratio(new, OLD, MASK)
-    assert not weights.requires_grad
-    close(weights[0, 0], math.exp(0.5))
-
-
-def test_truncate_and_keep_between():
-    w = t(0.1, 0.5, 1.0, 2.0, 3.0)
-    close(ratios.truncate(w, high=2.0), [0.1, 0.5, 1, 2, 2])
-    close(ratios.truncate(w, low=0.5, high=2.0), [0.5, 0.5, 1, 2, 2])
-    close(ratios.keep_between(w, low=0.5, high=2.0), [0, 0.5, 1, 2, 0])
-
-
-# Objectives
 
 
 def test_reinforce():
@@ -171,6 +102,19 @@ def test_value_loss_is_the_worse_of_clipped_and_unclipped():
     close(plain, 0.5 * (values - returns) ** 2)
 
 
+def test_the_entropy_coefficient_moves_by_delta_within_bounds():
+    """Skywork-OR1's rule with TRL's bounds."""
+
+    def adapted(coefficient, entropy):
+        given = {"target": 0.5, "delta": 0.25, "low": 0.125, "high": 1.0}
+        return losses.adapted_coefficient(coefficient, entropy, **given)
+
+    assert adapted(0.25, 0.4) == adapted(0.25, 0.5) == 0.5
+    assert adapted(0.5, 0.6) == 0.25
+    assert adapted(0.9, 0.0) == 1.0
+    assert adapted(0.25, 2.0) == 0.125
+
+
 def test_entropy():
     logits = t(0.0, 0.0, 0.0, 0.0, 0.0, -INF, math.log(3), -INF).view(2, 4)
     close(losses.entropy(logits), [math.log(4), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))])
@@ -178,59 +122,81 @@ def test_entropy():
     assert torch.autograd.gradcheck(losses.entropy, random)
 
 
-# KL
-
-LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=D)
-REFERENCE = torch.log_softmax(torch.tensor([0.0, 0.5, -0.5, 1.0], dtype=D), 0)
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
 
 
-def expectation(estimator):
-    """E over tokens that π samples of the estimator, with the gradient that sampling would give."""
-    logits = LOGITS.clone().requires_grad_()
-    logprobs = torch.log_softmax(logits, 0)
-    value = (logprobs.exp().detach() * estimator(logprobs, REFERENCE)).sum()
-    (grad,) = torch.autograd.grad(value, logits)
-    return value.detach(), grad
+def test_sapo_closes_softly():
+    ratio, adv = t(1.0, 1.5, 1.5, 0.2), t(2.0, 2.0, -3.0, -1.0)
+    value, grad = value_and_grad(lambda r: losses.sapo(r, adv, positive=1.0, negative=2.0), ratio)
+    gates = [sigmoid(0.0), sigmoid(0.5), sigmoid(1.0), sigmoid(-1.6)]
+    close(value, [-8 * gates[0], -8 * gates[1], 6 * gates[2], 2 * gates[3]])
+    # −A · 4 σ (1 − σ), which is −A at ratio 1.
+    close(grad, [-a * 4 * g * (1 - g) for a, g in zip(adv.tolist(), gates, strict=True)])
+    assert grad[0] == -2
 
 
-def divergence(forward):
-    logits = LOGITS.clone().requires_grad_()
-    logprobs = torch.log_softmax(logits, 0)
-    p, q = (logprobs, REFERENCE) if forward else (REFERENCE, logprobs)
-    value = (p.exp() * (p - q)).sum()
-    (grad,) = torch.autograd.grad(value, logits)
-    return value.detach(), grad
+def test_gmpo_clips_tokens_and_takes_their_geometric_mean():
+    # Response 0, A = 1: x = 0.6 (clipped to 0.4), −0.2: mean 0.1. Response 1, A = −2: x = −1
+    # (clipped to −0.4), 0.3, 0.1: mean 0. A token that was clipped has no gradient.
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    new = torch.tensor([[0.6, -0.2, 9.0], [-1.0, 0.3, 0.1]], dtype=D)
+    adv = torch.tensor([[1.0], [-2.0]], dtype=D)
+    weights = reduce.sequence_mean(mask)
 
+    def loss(x):
+        per_token = losses.gmpo(x, torch.zeros_like(x), adv, mask, low=0.4, high=0.4)
+        return reduce.weighted_sum(per_token, weights)
 
-def test_k1_and_k3_estimate_the_kl_and_k2_and_k3_have_the_stated_gradients():
-    true, true_grad = divergence(forward=True)
-    _, reverse_grad = divergence(forward=False)
-    (v1, g1), (_, g2), (v3, g3) = map(expectation, (kl.k1, kl.k2, kl.k3))
-    close(v1, true)
-    close(v3, true)
-    close(g1, torch.zeros(4))
-    close(g2, true_grad)
-    close(g3, reverse_grad)
-
-
-def test_kl_values():
-    new, ref = t(-1.0, -3.0), t(-2.0, -1.0)
-    close(kl.k1(new, ref), [1.0, -2.0])
-    close(kl.k2(new, ref), [0.5, 2.0])
-    close(kl.k3(new, ref), [math.exp(-1) + 1 - 1, math.exp(2) - 2 - 1])
-    value, grad = value_and_grad(lambda x: kl.k3(x, ref, cap=4.0), new)
-    close(value, [math.exp(-1), 4.0])
-    close(grad, [1 - math.exp(-1), 0.0])
-
-
-def test_penalised_rewards():
-    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
-    penalty = torch.full((2, 3), 3.0, dtype=D, requires_grad=True)
-    got = kl.penalised_rewards(t(10.0, 20.0), penalty, mask, coefficient=0.5)
-    close(got, [[-1.5, 0, 8.5], [0, 0, 0]])
-    assert not got.requires_grad
-    ids = torch.tensor([0, 1, 0])
-    flat = kl.penalised_rewards(
-        t(10.0, 20.0), t(1.0, 2.0, 3.0), torch.ones(3), coefficient=0.5, sequence_ids=ids
+    value, grad = value_and_grad(loss, new)
+    first = math.exp(0.1)
+    close(value, (-first + 2) / 2)
+    close(grad, [[0, -first / 4, 0], [0, 1 / 3, 1 / 3]])
+    slots = torch.tensor([3, 0, 4, 1, 5])  # packed: the responses' tokens in turn
+    flat = losses.gmpo(
+        *(x.expand(2, 3).reshape(-1)[slots] for x in (new, torch.zeros(2, 3), adv)),
+        torch.ones(5),
+        low=0.4,
+        high=0.4,
+        sequence_ids=torch.tensor([1, 0, 1, 0, 1]),
     )
-    close(flat, [-0.5, 19.0, 8.5])
+    close(flat, [2, -first, 2, -first, 2])
+    beyond = losses.is_beyond(new, adv, low=0.4, high=0.4)
+    assert beyond[mask].tolist() == [True, False, True, False, False]
+
+
+def test_dppo_masks_by_the_difference_of_probabilities():
+    # From 0.5 to 0.8 is +0.3 > 0.2: a good token is masked, a bad one is not. From 0.5 to 0.2 it
+    # is the other way round. From 0.01 to 0.1 the ratio is 10, but the difference only 0.09.
+    new, old = t(0.8, 0.8, 0.2, 0.2, 0.1).log(), t(0.5, 0.5, 0.5, 0.5, 0.01).log()
+    adv = t(1, -1, 1, -1, 1)
+    value, grad = value_and_grad(lambda x: losses.dppo(x, old, adv, low=0.2, high=0.2), new)
+    close(value, [0, 1.6 * math.log(0.8), -0.4 * math.log(0.2), 0, -10 * math.log(0.1)])
+    close(grad, [0, 1.6, -0.4, 0, -10])
+    value, grad = value_and_grad(lambda x: losses.dppo(x, old, adv, low=0.2, high=0.2, cap=2), new)
+    close(grad, [0, 1.6, -0.4, 0, -2])
+
+
+def test_dppo_masks_by_the_binary_kl():
+    # KL(0.5 ‖ 0.8) = ½ log(0.5 / 0.8) + ½ log(0.5 / 0.2) = log 1.25 ≈ 0.2231; so is KL(0.5 ‖ 0.2).
+    new, old = t(0.8, 0.2, 0.5).log(), t(0.5, 0.5, 0.5).log()
+    close(
+        losses.signed_divergence(new, old, divergence="kl"),
+        [math.log(1.25), -math.log(1.25), 0],
+    )
+    for bound, kept in ((0.2, 0.0), (0.25, 1.0)):
+        _, grad = value_and_grad(
+            lambda x, b=bound: losses.dppo(x, old, t(1, -1, 1), low=b, high=b, divergence="kl"),
+            new,
+        )
+        close(grad, [-1.6 * kept, 0.4 * kept, -1])
+
+
+def test_dppo_pulls_back_by_the_squared_log_ratio():
+    # 0.1 x² with x = log(0.8 / 0.5), on a masked token; its gradient is 0.2 x.
+    new, old, x = t(0.8).log(), t(0.5).log(), math.log(1.6)
+    value, grad = value_and_grad(
+        lambda y: losses.dppo(y, old, t(1), low=0.2, high=0.2, kl=0.1), new
+    )
+    close(value, [0.1 * x * x])
+    close(grad, [0.2 * x])

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.rl import reduce
+from tests.rl.literals import close
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
 IDS = torch.tensor([1, 0, 0, 2, 0, 0])  # row 0 at 1, 2, 4; row 1 at 0; row 2 at 3, no action
@@ -85,3 +86,17 @@ def test_any_split_adds_up_to_the_batch(lengths, cuts, name, dtype):
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
     torch.testing.assert_close(sum(parts), loss.detach(), rtol=0, atol=tolerance)
     assert torch.equal(split.grad, whole.grad)  # gradients are the weights: equal to the last bit
+
+
+def test_prompt_mean_weighs_prompts_alike():
+    # Prompt 5 has responses of 3 and 1 tokens, prompt 2 one of 2; prompt 9 has no action.
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    groups = torch.tensor([5, 2, 5, 9])
+    a, b = 1 / 8, 1 / 4
+    expected = [[a, a, 0, a], [b, b, 0, 0], [a, 0, 0, 0], [0, 0, 0, 0]]
+    close(reduce.prompt_mean(mask, group_ids=groups), expected)
+    ids = torch.tensor([1, 0, 0, 3, 2, 0, 1])
+    packed = reduce.prompt_mean(
+        torch.tensor([1, 1, 1, 0, 1, 1, 1]), group_ids=groups, sequence_ids=ids
+    )
+    close(packed, [b, a, a, 0, a, a, b])

@@ -1,7 +1,7 @@
 import pytest
-from literals import t
 
 from burnish.rl.values import explained_variance, is_value_clipped
+from tests.rl.literals import t
 
 
 def test_explained_variance():

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from burnish import config
 from burnish.engine.protocol import completed
 from burnish.errors import ConfigError, DataError, GraderError
-from burnish.loops import asynchronous
-from burnish.plan import plan
-from burnish.rollout.filling import fill, judge_of, sample_actively
+from burnish.launch.settings import rollout_settings
+from burnish.loops import lagged
+from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
+from burnish.rollout.dead_groups import fill, sample_actively
 from burnish.rollout.rollout import describe
 from burnish.types import Finish, Grade, Prompt, Status
 from tests.conftest import make_group
@@ -22,7 +23,7 @@ SMALL = ["rollout.group_size=2", "rollout.batch=6", "train.batch=6"]
 
 
 def recipe_of(dead_groups, *more):
-    return config.load("sort", [*SMALL, f"selection.dead_groups={dead_groups}", *more])
+    return load_recipe("sort", [*SMALL, f"selection.dead_groups={dead_groups}", *more])
 
 
 def third(number):
@@ -43,7 +44,7 @@ def filled(recipe, rewards=third):
         return [graded(next(numbers), rewards) for _ in range(some)]
 
     while True:
-        yield fill(recipe, ask(3), ask), rounds
+        yield fill(rollout_settings(recipe), ask(3), ask), rounds
         rounds.clear()
 
 
@@ -107,11 +108,15 @@ def broken(group):
 def test_a_group_that_lost_its_samples_to_errors_is_replaced_too():
     recipe = recipe_of("dynamic", "rollout.max_errors=0.2")
     sampled = [graded(1), broken(graded(2)), graded(4)]
-    result = fill(recipe, sampled, lambda some: [graded(5)][:some])
+    result = fill(rollout_settings(recipe), sampled, lambda some: [graded(5)][:some])
     assert indices(result.groups) == [1, 4, 5]
     assert result.dropped == {2: "error"}
     with pytest.raises(GraderError):
-        fill(recipe_of("dynamic", "rollout.max_errors=0.1"), sampled, lambda some: [])
+        fill(
+            rollout_settings(recipe_of("dynamic", "rollout.max_errors=0.1")),
+            sampled,
+            lambda some: [],
+        )
 
 
 class Slow:
@@ -166,23 +171,25 @@ STEPS = {0: 1, 1: 6, 2: 1, 3: 1, 4: 9}
 
 def test_active_sampling_asks_while_other_groups_decode():
     engine, task, take = Slow(STEPS), Thirds(), prompts()
-    groups = sample_actively(recipe_of("active"), engine, task, take(3), take)
+    groups = sample_actively(rollout_settings(recipe_of("active")), engine, task, take(3), take)
     # 0 and 2 are whole at step 2, and 0 is dead: 3 begins. It is whole at step 4, and dead: 4
     # begins, while 1 is whole at step 7 alone. Groups come by number.
     assert engine.submitted == [(0, 0), (0, 1), (0, 2), (2, 3), (4, 4)]
     assert task.calls == [[0, 2], [3], [1], [4]]
     assert indices(groups) == [0, 1, 2, 3, 4]
-    result = fill(recipe_of("active"), groups, lambda some: pytest.fail("it is full"))
+    result = fill(
+        rollout_settings(recipe_of("active")), groups, lambda some: pytest.fail("it is full")
+    )
     assert indices(result.groups) == [1, 2, 4]
 
 
 def test_active_sampling_keeps_the_bound():
     recipe = recipe_of("active", "selection.max_asked=2")
     engine, take = Slow(dict.fromkeys(range(9), 1)), prompts()
-    groups = sample_actively(recipe, engine, Thirds(rare), take(3), take)
+    groups = sample_actively(rollout_settings(recipe), engine, Thirds(rare), take(3), take)
     assert indices(groups) == [0, 1, 2, 3, 4, 5]
     with pytest.raises(DataError, match=r"1 of 6 groups"):
-        fill(recipe, groups, lambda some: pytest.fail("the bound is reached"))
+        fill(rollout_settings(recipe), groups, lambda some: pytest.fail("the bound is reached"))
 
 
 def test_active_sampling_halts_at_the_first_groups_of_a_grader_that_fails():
@@ -192,7 +199,7 @@ def test_active_sampling_halts_at_the_first_groups_of_a_grader_that_fails():
     task.grade_all = lambda pairs: [Grade(math.nan, status=Status.ERROR) for _ in pairs]
     halts = recipe_of("active", "rollout.max_errors=0.3")
     with pytest.raises(GraderError, match="2 of 2 responses"):
-        sample_actively(halts, engine, task, take(3), take)
+        sample_actively(rollout_settings(halts), engine, task, take(3), take)
     assert len(engine.submitted) == 3
 
 
@@ -200,7 +207,7 @@ def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
     """Groups 3, 4, 5 of the next rollout are in flight when the first asks for another."""
     recipe = recipe_of("dynamic")
     take, engine = prompts(), Slow(dict.fromkeys(range(20), 1))
-    rollouts = asynchronous.LocalRollouts(recipe, Thirds(), engine)
+    rollouts = lagged.LocalRollouts(rollout_settings(recipe), Thirds(), engine)
     rollouts.issue(take(3))
     rollouts.issue(take(3))
 
@@ -208,23 +215,30 @@ def test_a_rollout_in_flight_is_filled_when_it_is_learned_from():
         rollouts.issue(take(some), first=True)
         return rollouts.collect()
 
-    assert indices(fill(recipe, rollouts.collect(), ask).groups) == [1, 2, 7]  # 6 was dead
+    assert indices(fill(rollout_settings(recipe), rollouts.collect(), ask).groups) == [
+        1,
+        2,
+        7,
+    ]  # 6 was dead
     assert indices(rollouts.in_flight()[0]()) == [3, 4, 5]
 
 
 def test_a_plan_says_what_is_selected_and_the_most_that_it_costs():
     recipe = recipe_of("dynamic", "selection.max_asked=4", "selection.target=0.8")
-    assert dict(plan(recipe, Path("runs/x")))["selection"] == [
+    assert dict(make_plan(recipe, Path("runs/x")))["selection"] == [
         ("a group is dead if", "all its advantages are 0"),
         (
             "dead groups",
-            "further prompts are asked, in further rounds, until 3 groups teach something",
+            "further prompts are sampled, in further rounds, until 3 groups are not dead",
         ),
-        ("asked at most", "12 groups (24 responses) per step; if they are too few, the run stops"),
+        (
+            "sampled at most",
+            "12 groups (24 responses) per step; if they are too few, the run stops",
+        ),
         ("curriculum",
-         "a prompt of solve rate s is asked with chance max(0.1, 1 − |s − 0.8| / 0.8)"),
+         "a prompt with solve rate s is sampled with probability max(0.1, 1 − |s − 0.8| / 0.8)"),
     ]  # fmt: skip
-    assert "selection" not in dict(plan(config.load("sort"), Path("runs/x")))
+    assert "selection" not in dict(make_plan(load_recipe("sort"), Path("runs/x")))
 
 
 def right_and_wrong(number):
@@ -239,19 +253,25 @@ def test_dead_by_correct_ignores_what_a_penalty_made_of_the_rewards():
         return dataclasses.replace(group, grades=tuple(grades))
 
     sampled = [graded_apart(number) for number in range(3)]
-    by_advantage = fill(recipe_of("drop"), sampled, lambda some: [])
+    by_advantage = fill(rollout_settings(recipe_of("drop")), sampled, lambda some: [])
     assert by_advantage.dropped == {0: "dead"}
-    by_answers = fill(recipe_of("drop", "selection.dead_by=correct"), sampled, lambda some: [])
+    by_answers = fill(
+        rollout_settings(recipe_of("drop", "selection.dead_by=correct")), sampled, lambda some: []
+    )
     assert by_answers.dropped == {0: "dead", 1: "dead"}
     assert by_answers.figures["rollout/dead_groups"] == pytest.approx(2 / 3)
     unsaid = [dataclasses.replace(sampled[0], grades=(Grade(1.0), Grade(0.0)))]
     with pytest.raises(DataError, match="needs grades that say whether a response is correct"):
-        fill(recipe_of("drop", "selection.dead_by=correct"), unsaid, lambda some: [])
+        fill(
+            rollout_settings(recipe_of("drop", "selection.dead_by=correct")),
+            unsaid,
+            lambda some: [],
+        )
 
 
 def judged(advantage, rewards, parts=None, values=None, **more):
     """Whether the estimator finds a group dead; ``values``: before the responses' first tokens."""
-    recipe = config.load("sort", [{"objective": {"advantage": advantage}}, *more.get("set", ())])
+    recipe = load_recipe("sort", [{"objective": {"advantage": advantage}}, *more.get("set", ())])
     group = make_group(0, [1], [[1], [1, 1], [1] * 3][: len(rewards)], rewards)
     if parts is not None:
         grades = [Grade(r, p) for r, p in zip(rewards, parts, strict=True)]
@@ -262,7 +282,7 @@ def judged(advantage, rewards, parts=None, values=None, **more):
             for c, v in zip(group.completions, values, strict=True)
         ]
         group = dataclasses.replace(group, completions=tuple(completions))
-    return judge_of(recipe)(group)
+    return rollout_settings(recipe).is_dead(group)
 
 
 def test_the_estimator_decides_which_groups_teach_nothing():
@@ -320,7 +340,7 @@ def test_a_function_that_compares_groups_finds_none_dead():
 )  # fmt: skip
 def test_refused(settings, message):
     with pytest.raises(ConfigError) as caught:
-        config.load("sort", settings)
+        load_recipe("sort", settings)
     assert message in str(caught.value)
 
 
@@ -328,6 +348,6 @@ def test_refused(settings, message):
 def test_every_loop_fills_its_rollouts(dead_groups):
     recipe = recipe_of(dead_groups, "loop=free", "runtime=ray", "objective.proximal=behavior")
     assert recipe.selection.fills
-    told = dict(dict(plan(recipe, Path("runs/x")))["selection"])["dead groups"]
-    assert "as groups turn out dead" in told, "the free loop has no rounds"
+    told = dict(dict(make_plan(recipe, Path("runs/x")))["selection"])["dead groups"]
+    assert "whenever a group is dead" in told, "the free loop has no rounds"
     assert recipe_of(dead_groups, "runtime=ray").selection.fills

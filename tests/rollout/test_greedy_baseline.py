@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from burnish import api, build, config
-from burnish.draws import Stream
+from burnish import api
 from burnish.errors import ConfigError, DataError
-from burnish.plan import plan
-from burnish.rollout.greedy import Greedy, set_apart
-from burnish.rollout.length import shaping
+from burnish.launch import local
+from burnish.launch.resolve import resolve
+from burnish.launch.settings import rollout_settings
+from burnish.randomness import Stream
+from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
+from burnish.rollout.greedy_baseline import Greedy, set_apart
 from burnish.rollout.packing import pack
-from burnish.rollout.rollout import costs, describe, grade, sample, sampling
+from burnish.rollout.rollout import costs, describe, grade, sample
 from burnish.runs.metrics import Timers
 from burnish.types import Grade, Scores, Status
 from tests.conftest import make_group
@@ -42,7 +45,7 @@ def test_the_greedy_response_leaves_its_reward_and_its_cost():
     assert figures["rollout/responses"] == 2
     assert figures["rollout/continuation_tokens"] == 3
     assert figures["rollout/tokens_sampled"] == 6
-    program = build.compile(config.load("sort", REMAX).objective)
+    program = local.compile(load_recipe("sort", REMAX).objective)
     batch = pack([group], program.graded)
     # 1 − 2.5 on two tokens, 4 − 2.5 on one.
     found = program.advantages(batch, Scores())[batch.is_action]
@@ -53,7 +56,7 @@ def test_the_greedy_response_leaves_its_reward_and_its_cost():
 def test_the_greedy_reward_is_scaled_as_the_others_are(scale):
     group = set_apart(with_greedy(2.5))
     group = replace(group, prompt=replace(group.prompt, scale=scale))
-    program = build.compile(config.load("sort", REMAX).objective)
+    program = local.compile(load_recipe("sort", REMAX).objective)
     batch = pack([group], program.graded)
     found = program.advantages(batch, Scores())[batch.is_action]
     torch.testing.assert_close(found, scale * torch.tensor([-1.5, -1.5, 1.5]))
@@ -62,11 +65,11 @@ def test_the_greedy_reward_is_scaled_as_the_others_are(scale):
 def test_the_greedy_response_pays_a_penalty_and_counts_in_no_statistics():
     # Of the others one in two is right; the greedy one is right, too: p = 1/2, not 2/3.
     keywords = ["task=keywords", "model=smollm2-135m", "rollout.max_tokens=10"]
-    recipe = config.load("sort", [*keywords, "length=solve_rate", "length.coefficient=1"])
+    recipe = load_recipe("sort", [*keywords, "length=solve_rate", "length.coefficient=1"])
     group = with_greedy(1.0)
     group = replace(group, grades=(Grade(1.0, correct=True), Grade(0.0, correct=False),
                                    Grade(1.0, correct=True)))  # fmt: skip
-    shaped = set_apart(shaping(recipe)(group))
+    shaped = set_apart(rollout_settings(recipe).penalize(group))
     lost = [0.5 * 2 / 10, 0.5 * 1 / 10]
     assert shaped.rewards.tolist() == pytest.approx([1 - lost[0], -lost[1]])
     assert shaped.grades[0].parts["greedy"] == pytest.approx(1 - 0.5 * 3 / 10)
@@ -99,9 +102,9 @@ def test_groups_that_are_all_greedy_or_not_at_all_stay():
 
 
 def test_it_is_the_likeliest_response_and_does_not_touch_the_others():
-    recipe = config.load("sort", REMAX)
-    task, engine, _ = build.build_sampler(recipe)
-    asked, params = list(enumerate(task.prompts)), sampling(recipe)
+    recipe = load_recipe("sort", REMAX)
+    task, engine, _ = local.build_sampler(resolve(recipe))
+    asked, params = list(enumerate(task.prompts)), rollout_settings(recipe).params
     plain = sample(engine, asked, 4, params)
     found = sample(engine, asked, 4, params, steps=Greedy())
     for own, more in zip(plain, found, strict=True):
@@ -129,19 +132,19 @@ def test_a_run_in_both_loops_repeats_and_resumes(tmp_path):
     assert rows[1]["rollout/continuation_tokens"] == 3 * 3  # of three prompts, three numbers each
     assert rows[1]["rollout/tokens_sampled"] == 33 * 3
     assert 0 <= rows[1]["rollout/part_greedy"] <= 5
-    recipe = config.load("sort", REMAX)
-    parts = build.build(recipe)
+    recipe = load_recipe("sort", REMAX)
+    parts = local.build_local(resolve(recipe))
     steps = list(parts.train(timers=Timers()))
     assert {len(step.advantages) for step in steps} == {30}
 
 
 def test_bad_input_and_the_plan(tmp_path):
-    lines = dict(dict(plan(config.load("sort", REMAX), tmp_path))["batches"])
+    lines = dict(dict(make_plan(load_recipe("sort", REMAX), tmp_path))["batches"])
     assert lines["greedy responses"].startswith("3 more per rollout, one per prompt")
     free = ["loop=free", "runtime=ray", "objective.proximal=behavior"]
-    with pytest.raises(ConfigError, match=r"'remax' .* use loop\.name = 'lagged', got 'free'"):
-        config.load("sort", [*REMAX, *free])
-    with pytest.raises(ConfigError, match=r"no dead_groups = 'active', got 'active'"):
-        config.load("sort", [*REMAX, "selection.dead_groups=active"])
+    with pytest.raises(ConfigError, match=r"'remax' .* use loop\.name = 'lagged', got 'free'$"):
+        load_recipe("sort", [*REMAX, *free])
+    with pytest.raises(ConfigError, match=r"use selection\.dead_groups = 'dynamic', got 'active'$"):
+        load_recipe("sort", [*REMAX, "selection.dead_groups=active"])
     with pytest.raises(DataError, match="reads the part 'greedy'"):
         pack([make_group(0, [1], [[2]], [0.0])], ("greedy",))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from burnish.rollout.pace import Pace
+from burnish.rollout.lag_bound import Pace
 
 
 def lags(

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from burnish import config
 from burnish.errors import ConfigError
-from burnish.learner.objective import compile
+from burnish.launch.settings import rollout_settings
+from burnish.learner.program import compile
 from burnish.loops.sync import count_tokens
-from burnish.rollout.length import check_phrase, shaping
+from burnish.recipe.load import load_recipe
+from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import pack
-from burnish.rollout.rollout import describe, drop_errors, sampling
-from burnish.rollout.saved import load_held, save_held
+from burnish.rollout.rollout import describe, drop_errors
+from burnish.rollout.saved_groups import load_held, save_held
 from burnish.runs import responses
 from burnish.types import Finish, Grade, Scores, Status
 from tests.conftest import byte_tokenizer, make_group
@@ -23,7 +24,7 @@ MODEL = ["task=keywords", "model=smollm2-135m", "rollout.max_tokens=8", "rollout
 
 
 def recipe(*overrides):
-    return config.load("sort", [*MODEL, *overrides])
+    return load_recipe("sort", [*MODEL, *overrides])
 
 
 def cut(group, *places):
@@ -39,7 +40,7 @@ def test_the_penalty_is_a_part_of_the_grade():
     failed = Grade(math.nan, status=Status.ERROR)
     group = dataclasses.replace(group, grades=(*group.grades[:2], failed))
     # Of the two graded answers one is right: 0.4 × 1/2 × |y| / 8.
-    shaped = shaping(recipe("length=solve_rate", "length.coefficient=0.4"))(group)
+    shaped = rollout_settings(recipe("length=solve_rate", "length.coefficient=0.4")).penalize(group)
     assert [g.parts for g in shaped.grades] == [
         {"length": pytest.approx(-0.05)},
         {"length": pytest.approx(-0.1)},
@@ -49,13 +50,15 @@ def test_the_penalty_is_a_part_of_the_grade():
     metrics = describe([shaped])
     assert metrics["rollout/part_length"] == pytest.approx(-0.075)
     assert metrics["rollout/length_correct"] == 2
-    assert shaping(recipe())(group) is group
+    assert rollout_settings(recipe()).penalize(group) is group
 
 
 def test_tokens_that_were_put_in_have_no_length():
     sampled = [[True, False, False, True]]
     group = make_group(0, [1], [[1, 2, 3, 4]], [1.0], sampled=sampled)
-    shaped = shaping(recipe("length=target", "length.tokens=1", "length.coefficient=0.1"))(group)
+    shaped = rollout_settings(
+        recipe("length=target", "length.tokens=1", "length.coefficient=0.1")
+    ).penalize(group)
     assert shaped.rewards.tolist() == pytest.approx([0.9])  # 2 tokens, not 4
     assert describe([group])["rollout/length"] == 2
     batch = pack([group])
@@ -111,7 +114,7 @@ def test_a_checkpoint_keeps_what_is_out_of_the_loss():
 
 
 def test_a_budget_reaches_the_sampler():
-    params = sampling(recipe("rollout.think.tokens=3"))
+    params = rollout_settings(recipe("rollout.think.tokens=3")).params
     assert (params.think_tokens, params.think_end) == (3, "</think>")
     assert params.think_phrase == "</think> <answer>"
     ((held,),) = load_held(
@@ -132,7 +135,7 @@ def with_params(group, params):
         (["rollout.think.tokens=8"], "leaves no room for an answer within max_tokens = 8"),
         (["rollout.think.tokens=5", "validation.max_tokens=5"], "within max_tokens = 5"),
         (["rollout.think.phrase=Stop"], "rollout.think.tokens is missing"),
-        (["rollout.think.tokens=2", "rollout.think.phrase=Stop"], "a phrase that holds its end"),
+        (["rollout.think.tokens=2", "rollout.think.phrase=Stop"], "a phrase that contains end"),
         (["length=target"], "length.tokens is missing: 'target' needs it"),
         (["length=overlong", "length.buffer=9"], "above rollout.max_tokens = 8"),
         (["length.tokens=4"], "length.tokens has no effect with length = 'none'"),
@@ -148,18 +151,17 @@ def test_settings_without_sense_are_refused(overrides, told):
 def test_the_sorting_model_has_one_length():
     for override in ("length=solve_rate", "rollout.overlong=mask", "rollout.think.tokens=2"):
         with pytest.raises(ConfigError, match=r"has no effect with model\.name"):
-            config.load("sort", override)
+            load_recipe("sort", override)
 
 
 def test_a_phrase_must_be_text_of_the_tokenizer_and_find_room():
     short = recipe("rollout.think.tokens=2", "rollout.think.phrase=</think>")
     with pytest.raises(ConfigError, match="2 and the 8 tokens of the phrase leave no room"):
-        check_phrase(short, byte_tokenizer())
-    check_phrase(
-        recipe("rollout.think.tokens=2", "rollout.max_tokens=11", *PHRASE), byte_tokenizer()
-    )
+        check_phrase(short.rollout.think, short.rollout.max_tokens, byte_tokenizer())
+    think = recipe("rollout.think.tokens=2", *PHRASE).rollout.think
+    check_phrase(think, 11, byte_tokenizer())
     with pytest.raises(ConfigError, match="without the end"):
-        check_phrase(recipe("rollout.think.tokens=2", *PHRASE), Silent())
+        check_phrase(think, 11, Silent())
 
 
 PHRASE = ["rollout.think.phrase=</think>"]
@@ -185,21 +187,23 @@ def test_penalties_read_rewards_before_their_scale(scale):
     group = make_group(0, [1], [[1] * 2, [1] * 4, [1] * 8], [1.0, 1.0, 1.0])
     settings = ["length=at_most", "length.tokens=4", "length.coefficient=0.1"]
     for chosen in (settings, ["length=among_correct"], ["length=solve_rate"]):
-        shape = shaping(recipe(*chosen))
+        shape = rollout_settings(recipe(*chosen)).penalize
         once, twice = shape(group), shape(scaled(group, scale))
         assert twice.rewards.tolist() == once.rewards.tolist()
         expected = [scale * reward for reward in once.rewards.tolist()]
         assert pack([twice]).rewards.tolist() == pytest.approx(expected)
-    assert shaping(recipe(*settings))(group).rewards.tolist() == pytest.approx([0.7, 0.5, 0.1])
+    assert rollout_settings(recipe(*settings)).penalize(group).rewards.tolist() == pytest.approx(
+        [0.7, 0.5, 0.1]
+    )
 
 
 def test_a_dropped_response_does_not_count_in_a_penalty():
     # 2 of 3 are right, 2 of 2 without the truncated one: 0.4 × 1 × |y| / 8.
     group = cut(make_group(0, [1], [[1] * 2, [1] * 4, [1] * 8], [1.0, 1.0, 0.0]), 2)
     settings = ["length=solve_rate", "length.coefficient=0.4"]
-    shaped = shaping(recipe(*settings, "rollout.overlong=drop"))(group)
+    shaped = rollout_settings(recipe(*settings, "rollout.overlong=drop")).penalize(group)
     assert [g.parts["length"] for g in shaped.grades][:2] == pytest.approx([-0.1, -0.2])
-    shaped = shaping(recipe(*settings, "rollout.overlong=mask"))(group)
+    shaped = rollout_settings(recipe(*settings, "rollout.overlong=mask")).penalize(group)
     assert shaped.grades[0].parts["length"] == pytest.approx(-0.1 * 2 / 3)
 
 
@@ -217,7 +221,7 @@ def test_a_masked_response_counts_in_opos_baseline():
     ("settings", "message"),
     [
         (["objective.advantage=gdpo", "objective.advantage.parts.all=1", "length=target",
-          "length.tokens=4"], "add objective.advantage.parts.length = 1, or remove [length]"),
+          "length.tokens=4"], "use length.name = 'none', or objective.advantage.parts.length = 1"),
         (["objective.advantage=gdpo", "objective.advantage.parts.length=1"],
          "objective.advantage.parts.length reads a length penalty, and length.name = 'none'"),
         (["objective.advantage=maxrl", "length=target", "length.tokens=4"],

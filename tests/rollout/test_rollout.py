@@ -3,9 +3,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from burnish.draws import Stream
 from burnish.engine.protocol import Request
 from burnish.errors import DataError, EngineError
+from burnish.randomness import Stream
 from burnish.rollout.rollout import complete, describe, drop_errors, grade, requests_of
 from burnish.types import Grade, SamplingParams, Status
 from tests.conftest import aborted, make_group

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from burnish.rollout.saved import load_held, save_held
+from burnish.rollout.saved_groups import load_held, save_held
 from burnish.types import (
     Completion,
     Finish,
@@ -72,6 +72,14 @@ def test_groups_come_back_bit_for_bit(values: Any) -> None:
         for one, other in zip(before.completions, after.completions, strict=True):
             for field in fields(Completion):
                 np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name))
+
+
+def test_groups_of_a_checkpoint_from_before_a_setting_have_its_default() -> None:
+    tensors, rows = save_held([[made(7, [3, 2], no_values)]])
+    for row in rows[0]:
+        del row["params"]["min_p"], row["params"]["repetition_penalty"]
+    ((group,),) = load_held(tensors, rows, prompt)
+    assert group.completions[0].params == made(7, [3, 2], no_values).completions[0].params
 
 
 def test_nothing_is_saved_of_no_groups() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from burnish import config
-from burnish.draws import Stream, uniforms
 from burnish.engine.protocol import Request
 from burnish.errors import ConfigError
-from burnish.learner.objective import compile
-from burnish.rollout.branches import Branching, starts_of
+from burnish.learner.program import compile
+from burnish.randomness import Stream, uniforms
+from burnish.recipe.load import load_recipe
 from burnish.rollout.packing import pack, take
 from burnish.rollout.rollout import costs, describe, drop_errors, grade
+from burnish.rollout.step_values import Branching, starts_of
 from burnish.types import Branch, Completion, Finish, Grade, Prompt, SamplingParams, Scores, Status
 from tests.conftest import aborted, make_group
 
@@ -206,29 +206,29 @@ VINE = "objective.advantage=vine"
     ("recipe", "change", "told"),
     [
         ("keywords", ["objective.advantage.continuations=0"], "continuations must be greater"),
-        ("keywords", ["objective.advantage.steps=0"], "a number of tokens from 1 on, got 0"),
+        ("keywords", ["objective.advantage.steps=0"], "a number of tokens of at least 1, got 0"),
         ("keywords", ["objective.advantage.steps=words"], "'lines', 'sentences' or .* got 'words'"),
         ("keywords", ["rollout.group_size=1"], "group_size must be at least 2"),
         ("keywords", ["length.name=overlong", "length.buffer=8"], "got 'overlong'"),
         ("keywords", ["rollout.overlong=drop"], "overlong = 'mask'"),
         ("keywords", ["selection.dead_groups=active"], "dead_groups = 'dynamic'"),
-        ("sort", [], "the sorting model gives all its numbers at once"),
+        ("sort", [], "the sorting model outputs all numbers at once"),
         ("keywords", ["loop=free", "runtime=ray"], "needs loop.name = 'lagged'"),
     ],
 )
 def test_refusals(recipe: str, change: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        config.load(recipe, [VINE, *change])
+        load_recipe(recipe, [VINE, *change])
 
 
 def test_the_cost_of_continuations() -> None:
     # 10 tokens, steps of 4: from tokens 4 and 8, 6 and 2 tokens are left, three times each.
-    piece = config.load(
+    piece = load_recipe(
         "keywords", [VINE, "objective.advantage.steps=4", "objective.advantage.continuations=3"]
     ).objective.advantage
     assert piece.continued(10) == 24
     assert piece.continued(4) == 0
-    assert config.load("keywords").objective.advantage.continued(10) == 0
+    assert load_recipe("keywords").objective.advantage.continued(10) == 0
 
 
 def test_an_aborted_response_has_values_that_nobody_reads() -> None:
@@ -246,7 +246,7 @@ def test_values_are_scaled_as_the_rewards_are(scale: float) -> None:
     own = tuple(replace(c, text="r0") for c in sampled((right,), (right,))[0])
     (group,) = grade(TASK, [(7, prompt)], [own])  # type: ignore[arg-type]
     batch = pack([group])
-    program = compile(config.load("keywords", ["objective.advantage=vine"]).objective)
+    program = compile(load_recipe("keywords", ["objective.advantage=vine"]).objective)
     assert not program.advantages(batch, Scores()).any()
     assert batch.values is not None
     assert set(batch.values[batch.values.isfinite()].tolist()) == {scale}

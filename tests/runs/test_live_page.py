@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from burnish.console.progress import Progress
 from burnish.errors import RunError
-from burnish.progress import Progress
-from burnish.runs import report, watch
+from burnish.runs import live_page, report
 from burnish.runs.metrics import iterate_rows
 from tests.runs.test_report import HOSTILE, make_run, rollout
 
@@ -20,12 +20,12 @@ from tests.runs.test_report import HOSTILE, make_run, rollout
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """Pages look often."""
-    monkeypatch.setattr(watch, "EVERY", 0.1)
+    monkeypatch.setattr(live_page, "EVERY", 0.1)
 
 
 @contextmanager
 def serving(path):
-    with watch.Server(path, 0) as server:
+    with live_page.Server(path, 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -69,19 +69,19 @@ def test_only_this_machine_is_listened_to(tmp_path):
 
 def test_a_port_that_is_taken_is_one_message(tmp_path):
     with (
-        watch.Server(tmp_path, 0) as server,
+        live_page.Server(tmp_path, 0) as server,
         pytest.raises(
             RunError,
-            match=rf"port {server.server_port}: Address already in use; choose another with --port",
+            match=rf"port {server.server_port}: Address already in use; choose another port",
         ),
     ):
-        watch.Server(tmp_path, server.server_port)
+        live_page.Server(tmp_path, server.server_port)
 
 
 def test_a_place_without_runs(tmp_path):
     with pytest.raises(RunError, match=r"directory of runs, .*none is neither"):
-        watch.Server(tmp_path / "none", 0)
-    assert "No run is here yet" in watch.answer(tmp_path, "/").text
+        live_page.Server(tmp_path / "none", 0)
+    assert "No run is here yet" in live_page.respond(tmp_path, "/").text
 
 
 def test_a_foreign_host_is_refused(tmp_path):
@@ -154,7 +154,7 @@ def test_the_list_says_how_runs_stand(tmp_path):
     (tmp_path / "no run").mkdir()
     now = time.time()
     tell(tmp_path / "half", "", "sampling", seconds_left=180, updated=now)
-    rows = {row["name"]: row for row in watch.list_runs(tmp_path, now + 30)}
+    rows = {row["name"]: row for row in live_page.list_runs(tmp_path, now + 30)}
     assert rows.keys() == {"done", "half", "broken", "odd"}
     done = rows["done"]
     assert (done["link"], done["state"]["kind"]) == ("/run/done", "finished")
@@ -163,7 +163,12 @@ def test_the_list_says_how_runs_stand(tmp_path):
     assert rows["half"]["state"]["doing"] == "sampling, about 3 minutes left"
     assert "is not JSON" in rows["broken"]["state"]["text"]
     assert "can't be read" in rows["odd"]["state"]["text"]
-    late = {row["name"]: row for row in watch.list_runs(tmp_path, now + 200)}
+    report.write_failure(tmp_path / "half", report.Failure("k", "why\nmore", "r", "c"), now=now)
+    failed = {row["name"]: row for row in live_page.list_runs(tmp_path, now)}["half"]
+    assert (failed["state"]["kind"], failed["state"]["error"]["command"]) == ("failed", "c")
+    assert "<br>why<" in live_page.respond(tmp_path, "/").text
+    tell(tmp_path / "half", "", "sampling", seconds_left=180, updated=now)
+    late = {row["name"]: row for row in live_page.list_runs(tmp_path, now + 200)}
     assert late["half"]["state"]["text"] == "no sign of life for 3 minutes, 1 of 100 steps"
     with serving(tmp_path) as server:
         answer, body = get(server, "/run/broken/status")
@@ -177,14 +182,16 @@ def test_the_list_says_how_runs_stand(tmp_path):
 
 def test_an_unchanged_run_is_not_drawn_again(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run")
-    drawn, real = [], watch.report.describe
-    monkeypatch.setattr(watch.report, "describe", lambda *a, **k: drawn.append(a) or real(*a, **k))
-    first = watch.stand(run, 0.0)["version"]
+    drawn, real = [], live_page.report.report_data
+    monkeypatch.setattr(
+        live_page.report, "report_data", lambda *a, **k: drawn.append(a) or real(*a, **k)
+    )
+    first = live_page.run_status(run, 0.0)["version"]
     for _ in range(3):
-        assert watch.stand(run, 0.0)["version"] == first
+        assert live_page.run_status(run, 0.0)["version"] == first
     assert len(drawn) == 1
     append_step(run, 12)
-    assert watch.stand(run, 0.0)["version"] != first
+    assert live_page.run_status(run, 0.0)["version"] != first
     assert len(drawn) == 2
 
 
@@ -202,9 +209,9 @@ def test_of_long_files_the_two_ends_are_read(tmp_path):
 def test_the_newest_responses_of_a_long_run_are_shown(tmp_path, monkeypatch):
     rows = [rollout(step, prompt=f"p{step}", tokens=["word "] * 50) for step in range(1, 400)]
     run = make_run(tmp_path / "run", rollouts=rows)
-    monkeypatch.setattr(watch, "LIMIT", 150_000)
-    monkeypatch.setattr(watch, "REACH", 60_000)
-    told = watch.draw(run, 0.0, home=True)["rollouts"]
+    monkeypatch.setattr(live_page, "LIMIT", 150_000)
+    monkeypatch.setattr(live_page, "REACH", 60_000)
+    told = live_page.live_data(run, 0.0, home=True)["rollouts"]
     steps = [row["step"] for row in told["rows"]]
     assert steps[-3:] == [397, 398, 399]
     assert told["ends"]

@@ -7,15 +7,27 @@ from itertools import pairwise
 
 import pytest
 
-from burnish import config
+from burnish.console.progress import Progress
 from burnish.errors import RunError
-from burnish.progress import Progress
+from burnish.recipe.load import load_recipe, recipe_to_toml
 from burnish.runs import checkpoints, report, responses
 from burnish.runs.directory import RunDirectory, to_jsonl
 from burnish.runs.ledger import Ledger
 from burnish.runs.report import write_report
 
-RECIPE = config.load("sort")
+RECIPE = recipe_to_toml(load_recipe("sort"))
+NOW = 1_000_000.0
+SAMPLING = Progress(
+    "generate",
+    "sampling 64 responses",
+    done=1234,
+    total=4096,
+    unit="tokens",
+    tokens_per_second=210.4,
+    step=3,
+    steps=14,
+    seconds_left=512.0,
+)
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
     '<img src="x" onerror="window.hacked = 2">',
@@ -116,7 +128,7 @@ def test_the_state_is_told_from_the_files(tmp_path):
     import torch
 
     report.write_status(run.path, "stopped", Progress("load", ""), now=time.time())
-    checkpoints.save(run.path, 1, {"a": torch.zeros(1)}, {})
+    checkpoints.save_checkpoint(run.path, 1, {"a": torch.zeros(1)}, {})
     state = data_of(write_report(run.path))["state"]
     assert state["kind"] == "stopped"
     assert state["text"] == "stopped early, 1 of 100 steps; resumes from step-00000001"
@@ -244,7 +256,7 @@ def test_curves_stand_together_and_heads_and_legends_agree(browser, tmp_path):
         ["held-out reward", "0.9", "from 0; best 0.9 at step 9"],
         ["KL to the initial model, k1", "0.11", "nats per token; from 0"],
         ["ended, last 4 steps", "0.595", "from 0.515"],
-        ["responses", "360", "sampled to learn"],
+        ["responses", "360", "sampled for training"],
         ["time", "36 s", "wall clock of the steps"],
     ]
     legends = browser.evaluate(
@@ -294,7 +306,7 @@ def test_overlap_is_shown_where_there_is_any(browser, tmp_path):
     for width in (390, 1300):
         check_page(browser, page, width=width)
         text = browser.evaluate("document.querySelector('#overlap').innerText")
-        assert "Who worked when, last 9 s" in text
+        assert "Work of each actor, last 9 s" in text
         assert "4 groups; mean 0.5, largest 1 versions" in text
         assert "waits for weights 11.1% 1.00 s" in text
         assert "numerics 1.0e-6" in text
@@ -398,7 +410,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     assert "left ⟨202E⟩ right ⟨2066⟩⟨200F⟩" in texts
     assert "\u202e" not in texts
     assert "⟨00⟩⟨07⟩⟨1B⟩[31m⟨0D⟩↵" in texts
-    assert "cut here: 2,000 of 3,000 tokens, 3,000 characters in all" in texts
+    assert "truncated here: 2,000 of 3,000 tokens, 3,000 characters in all" in texts
     assert browser.problems == []
 
 
@@ -448,3 +460,87 @@ def test_a_run_that_has_just_started(browser, tmp_path):
     (alone / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": 1.0}) + "\n")
     check_page(browser, write_report(alone))
     assert "Curves begin" in browser.evaluate("document.querySelector('main').textContent")
+
+
+def write_status(run, state="running", progress=SAMPLING, *, age=2.0):
+    report.write_status(run, state, progress, now=NOW - age)
+
+
+def test_a_status_in_words(tmp_path):
+    write_status(tmp_path)
+    assert report.run_state(tmp_path, 2, 14, now=NOW) == {
+        "kind": "running",
+        "text": "running, 2 of 14 steps",
+        "doing": "generate: sampling 64 responses, 1,234 of 4,096 tokens, 210 tokens per second, "
+        "about 9 minutes left",
+        "share": pytest.approx(0.3013, abs=1e-4),
+        "error": None,
+        "command": None,
+    }
+    write_status(tmp_path, progress=Progress("learn", ""))
+    told = report.run_state(tmp_path, 1, None, now=NOW)
+    assert (told["text"], told["doing"], told["share"]) == ("running, 1 step", "learn", None)
+
+
+def test_a_run_that_says_nothing_for_a_minute_is_not_called_running(tmp_path):
+    write_status(tmp_path, age=59)
+    assert report.run_state(tmp_path, 2, 14, now=NOW)["kind"] == "running"
+    write_status(tmp_path, age=180)
+    told = report.run_state(tmp_path, 2, 14, now=NOW)
+    assert told["text"] == "no sign of life for 3 minutes, 2 of 14 steps"
+    assert (told["kind"], told["doing"], told["share"]) == ("silent", "", None)
+    (tmp_path / "summary.json").write_text("{}")
+    assert report.run_state(tmp_path, 2, 14, now=NOW)["text"] == "finished, 2 of 14 steps"
+
+
+def test_the_steps_of_a_supervised_run_are_those_it_says(tmp_path):
+    assert report.run_state(tmp_path, 2, None, now=NOW)["text"] == "stopped early, 2 steps"
+    write_status(tmp_path)
+    assert report.run_state(tmp_path, 2, None, now=NOW)["text"] == "running, 2 of 14 steps"
+    assert report.run_state(tmp_path, 2, 20, now=NOW)["text"] == "running, 2 of 20 steps"
+
+
+def test_how_a_run_ended(tmp_path):
+    for state, text in (("failed", "failed"), ("stopped", "stopped early")):
+        write_status(tmp_path, state)
+        told = report.run_state(tmp_path, 2, 14, now=NOW)
+        assert (told["kind"], told["text"]) == (state, f"{text}, 2 of 14 steps")
+        assert told["command"] == f"burnish resume {tmp_path}"
+
+
+FAILED = report.Failure(
+    "disk full", f"can't write a:\n{HOSTILE[1]}", "free space", "burnish resume a"
+)
+
+
+def test_a_page_says_why_a_run_failed_and_how_it_goes_on(browser, tmp_path):
+    run = make_run(tmp_path / "run", finished=False)
+    write_status(run)
+    report.write_failure(run, FAILED, now=NOW)
+    for width in (390, 1300):
+        check_page(browser, write_report(run), width=width)
+        assert browser.evaluate("document.querySelector('#state').className") == "chip failed"
+        shown = browser.evaluate("document.querySelector('#trouble').innerText").split("\n")
+        lines = [text for text in shown if text]
+        assert lines[:3] == ["Failed: disk full", "can't write a:", HOSTILE[1]]
+        assert lines[3:] == ["Remedy: free space", "Continue with: burnish resume a"]
+    assert browser.evaluate("window.hacked") is None
+    write_status(run)  # its process was killed long ago
+    check_page(browser, write_report(run))
+    shown = browser.evaluate("document.querySelector('#trouble').innerText")
+    assert shown == f"If its process has ended, continue with: burnish resume {run}"
+    (run / "summary.json").write_text("{}")
+    check_page(browser, write_report(run))
+    for name in ("trouble", "warnings"):
+        assert browser.evaluate(f"document.querySelector('#{name}').hidden")
+
+
+def test_a_page_warns_of_a_run_that_has_not_learned(browser, tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = [{"step": k, "rollout/responses": 8, "rollout/dead_groups": 1} for k in range(1, 9)]
+    (run / "metrics.jsonl").write_text(to_jsonl(rows))
+    check_page(browser, write_report(run), width=390)
+    shown = browser.evaluate("document.querySelector('#warnings').innerText")
+    assert shown.startswith("Warning: All of the groups were dead")
+    (run / "metrics.jsonl").write_text(to_jsonl(rows[:1]) + '{"step": 2, "kl/initial_k1": NaN}\n')
+    assert "was not finite" in data_of(write_report(run))["warnings"][-1]

@@ -1,6 +1,18 @@
 import json
+from itertools import combinations
 
-from burnish.runs.results import write_evaluation
+import numpy as np
+import pytest
+
+from burnish.runs.results import (
+    Z,
+    accuracy,
+    estimate_pass_at_k,
+    interval,
+    majority,
+    wilson,
+    write_evaluation,
+)
 from tests.runs.test_report import rollout
 
 
@@ -15,3 +27,75 @@ def test_an_evaluation_shows_prompts_as_they_were_asked_and_whole(tmp_path):
     assert "How much is &lt;b&gt;2&lt;/b&gt; + 2?" in page
     assert f"<pre>{asked[1]}</pre></details>" in page
     assert "|user|" not in page.replace("prompt_id", "").split("<article")[1].split("</p>")[1]
+
+
+def row(right, answer):
+    return {"reward": float(right), "parts": {}, "answer": answer}
+
+
+@pytest.mark.parametrize(("right", "samples"), [(0, 4), (1, 4), (3, 7), (7, 7), (2, 2)])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(right, samples):
+    marks = [i < right for i in range(samples)]
+    for k in range(1, samples + 1):
+        choices = [any(choice) for choice in combinations(marks, k)]
+        assert estimate_pass_at_k(right, samples, k) == pytest.approx(np.mean(choices))
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 5), (5, 5), (27, 1319), (3, 7), (50, 100)])
+def test_wilson_holds_the_shares_that_the_score_test_accepts(successes, trials):
+    low, high = wilson(successes, trials)
+    grid = np.linspace(0, 1, 200_001)[1:-1]
+    score = np.abs(successes / trials - grid) / np.sqrt(grid * (1 - grid) / trials)
+    accepted = grid[score <= Z]
+    assert low == pytest.approx(accepted.min(), abs=1e-5)
+    assert high == pytest.approx(accepted.max(), abs=1e-5)
+
+
+def test_samples_count_as_far_as_they_are_not_the_prompts():
+    agreeing = [1.0] * 30 + [0.0] * 70  # four samples that always agree tell no more than one
+    assert interval(agreeing, 4) == wilson(30, 100)
+    assert interval([0.3] * 100, 10) == pytest.approx(wilson(300, 1000))
+    assert interval([0.0] * 10, 4) == wilson(0, 10)
+    low, high = interval([0.5, 0.25, 0.75, 0.0] * 25, 4)
+    assert wilson(37.5, 100)[0] < low < wilson(150, 400)[0] + 1e-9
+    assert wilson(150, 400)[1] - 1e-9 < high < wilson(37.5, 100)[1]
+
+
+def test_the_interval_holds_the_truth_19_times_in_20():
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(1000):
+        chances = random.beta(0.4, 1.2, size=200)  # of a population whose mean is 0.25
+        shares = random.binomial(8, chances) / 8
+        low, high = interval(shares.tolist(), 8)
+        held += low <= 0.25 <= high
+    assert 0.93 < held / 1000 < 0.97
+
+
+def test_majority():
+    def vote(*answers):
+        return majority([row(a == "7", a) for a in answers])
+
+    assert vote("7", "7", "3")
+    assert not vote("3", "3", "7")
+    assert vote("7", "3")  # of equals, the first
+    assert not vote("3", "7")
+    assert vote(None, None, "7")
+    assert not vote(None)
+    assert majority([row(False, ""), row(False, "")]) is False
+
+
+def test_figures():
+    rows = [
+        [row(True, "1"), row(False, "2"), row(False, "2")],
+        [row(True, "1"), row(True, "1"), row(False, "2")],
+    ]
+    found = accuracy(rows)
+    assert found["accuracy"] == pytest.approx(0.5)
+    assert found["pass_at_2"] == pytest.approx((2 / 3 + 1) / 2)
+    assert (found["pass_at_3"], found["majority_at_2"], found["majority_at_3"]) == (1, 1, 0.5)
+    assert found.keys() == {"accuracy", "accuracy_low", "accuracy_high"} | {
+        f"{name}_at_{k}" for name in ("pass", "majority") for k in (2, 3)
+    }
+    assert accuracy([]) == {}
+    assert accuracy([[row(True, "x")]]).keys() == {"accuracy", "accuracy_low", "accuracy_high"}

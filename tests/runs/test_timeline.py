@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from burnish.runs.timeline import FILE, SHOWN, account, describe
+from burnish.runs.timeline import FILE, SHOWN, account, timeline_data
 
 
 def row(actor, what, begin, end, incarnation=0):
@@ -62,10 +62,10 @@ def test_calls_that_follow_each_other_at_once_leave_no_gap():
 
 
 def test_the_picture_has_the_last_calls(tmp_path):
-    assert describe(tmp_path) == {"spans": [], "seconds": {}}
+    assert timeline_data(tmp_path) == {"spans": [], "seconds": {}}
     rows = [row("learner", "learn", k, k + 0.5) for k in range(SHOWN + 100)]
     (tmp_path / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = describe(tmp_path)
+    told = timeline_data(tmp_path)
     assert told["spans"][0] == ["learner", "learn", 100, 100.5, 3]
     assert len(told["spans"]) == SHOWN
     assert told["seconds"] == {"learner": pytest.approx({"": 200, "the driver": 199.5})}

@@ -5,9 +5,9 @@ from contextlib import closing
 import pytest
 
 from burnish.errors import ConfigError, DataError, MissingExtra
-from burnish.graders.pool import GraderPool, Limits
+from burnish.graders.pool import GraderLimits, GraderPool
+from burnish.recipe.tasks import GymTask
 from burnish.rollout.packing import pack
-from burnish.schema.tasks import GymTask
 from burnish.tasks.gym import SCORER, make_gym
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group
@@ -26,7 +26,7 @@ def installed(request):
 @pytest.fixture(scope="module")
 def scorers():
     """Workers that several tests share: they take seconds to load, and know every generator."""
-    with closing(GraderPool(SCORER, Limits(workers=1, cpu_seconds=0.5))) as pool:
+    with closing(GraderPool(SCORER, GraderLimits(workers=1, cpu_seconds=0.5))) as pool:
         yield pool
 
 
@@ -161,4 +161,4 @@ def test_a_score_that_takes_too_long_has_the_parts_of_every_other(scorers):
 
 def test_the_scorers_module_is_the_packages_own():
     assert SCORER.module == "burnish.graders.gym"
-    assert SCORER.spec.endswith("graders/gym.py:reward")
+    assert SCORER.spec.endswith("graders/gym.py:gym_reward")

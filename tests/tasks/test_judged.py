@@ -8,13 +8,15 @@ import re
 import numpy as np
 import pytest
 
-from burnish import api, config, preflight
+from burnish import api
 from burnish.errors import BurnishError, ConfigError, DataError, GraderError
 from burnish.graders.judge import Judge
-from burnish.plan import plan
+from burnish.launch.preflight import find_problems, raise_problems
+from burnish.recipe.judge import EvolveConfig, JudgeConfig
+from burnish.recipe.load import load_recipe, recipe_to_toml
+from burnish.recipe.plan import make_plan
+from burnish.recipe.tasks import JudgedTask
 from burnish.rollout.rollout import costs, describe
-from burnish.schema.judged import EvolveConfig, JudgeConfig
-from burnish.schema.tasks import JudgedTask
 from burnish.tasks.judged import Evolving, check_judged, contrast, discrimination, make_judged
 from burnish.tasks.stream import PromptStream
 from burnish.types import Grade, Status
@@ -100,7 +102,7 @@ def letters(request):
 )
 def test_settings_that_are_wrong(overrides, message, tmp_path):
     with pytest.raises(ConfigError) as caught:
-        config.load(write(tmp_path), overrides)
+        load_recipe(write(tmp_path), overrides)
     assert message in str(caught.value)
 
 
@@ -110,7 +112,7 @@ def test_settings_that_are_wrong(overrides, message, tmp_path):
         ({}, r"rows, line 3: no field 'rubric', and task\.rubric is not set"),
         ({"rubric": []}, "line 3: .*needs a criterion with a positive weight, got no criteria"),
         ({"rubric": [["a", -1]]}, "positive weight, got -1"),
-        ({"rubric": "good"}, r"rubric is a list of \[text, weight\] pairs: .*got good"),
+        ({"rubric": "good"}, r"rubric must be a list of \[text, weight\] pairs: .*got good"),
         ({"rubric": [["a"]]}, "Field required"),
     ],
 )
@@ -128,8 +130,8 @@ def test_a_rows_own_rubric_is_in_the_place_of_the_tasks():
 
 
 def test_the_plan_tells_rubric_judge_and_calls_and_the_recipe_survives_its_file(tmp_path):
-    recipe = config.load(write(tmp_path))
-    lines = dict(dict(plan(recipe, tmp_path))["task"])
+    recipe = load_recipe(write(tmp_path))
+    lines = dict(dict(make_plan(recipe, tmp_path))["task"])
     assert lines["rubric"] == "+2 'Has the letter e.', -1 'Has the letter z.'"
     assert lines["judge"].startswith("m at http://127.0.0.1:1/v1: 8 calls per step and one per")
     assert (
@@ -140,22 +142,22 @@ def test_the_plan_tells_rubric_judge_and_calls_and_the_recipe_survives_its_file(
         ("remax", "10 calls per step and one per held-out response"),
         ("vine", "8 calls per step and one per continuation and held-out response, or"),
     ):
-        recipe = config.load(write(tmp_path), [f"objective.advantage={advantage}"])
-        assert calls in dict(dict(plan(recipe, tmp_path))["task"])["judge"]
-    (tmp_path / "again.toml").write_text(config.to_toml(config.effective(recipe)))
-    assert config.load(tmp_path / "again.toml").task == recipe.task
+        recipe = load_recipe(write(tmp_path), [f"objective.advantage={advantage}"])
+        assert calls in dict(dict(make_plan(recipe, tmp_path))["task"])["judge"]
+    (tmp_path / "again.toml").write_text(recipe_to_toml(recipe))
+    assert load_recipe(tmp_path / "again.toml").task == recipe.task
 
 
 def test_rows_of_ones_own_keep_the_judge_and_a_reward_does_not(tmp_path):
     file = write(tmp_path)
-    assert api.recipe_of(file, data="other.jsonl").task.rubric == config.load(file).task.rubric
+    assert api.recipe_of(file, data="other.jsonl").task.rubric == load_recipe(file).task.rubric
     assert api.recipe_of(file, data="other.jsonl").task.train == "other.jsonl"
     assert api.recipe_of(file, prompts=["Say a"]).task.rows == [{"prompt": "Say a"}]
     assert api.recipe_of(file, reward="mine.py:f").task.name == "files"
 
 
 def test_a_judged_task_can_be_sent_to_another_process(tmp_path):
-    task = make_judged(config.load(write(tmp_path)).task, tokenizer=byte_tokenizer(), seed=0)
+    task = make_judged(load_recipe(write(tmp_path)).task, tokenizer=byte_tokenizer(), seed=0)
     other = pickle.loads(pickle.dumps(task))
     for prompt, same in (
         (task.prompt(3), other.prompt(3)),
@@ -166,7 +168,7 @@ def test_a_judged_task_can_be_sent_to_another_process(tmp_path):
 
 def test_a_judge_that_does_not_answer_is_said_before_the_run(tmp_path):
     with pytest.raises(GraderError, match=r"does not answer .*Connection refused.*burnish serve"):
-        preflight.check(config.load(write(tmp_path)))
+        raise_problems(find_problems(load_recipe(write(tmp_path))))
 
 
 # Criteria that evolve
@@ -349,6 +351,6 @@ def test_a_judge_that_fails_in_mid_run_halts_it_with_a_checkpoint(tmp_path):
     with endpoint(answer) as (url, requests), pytest.raises(BurnishError) as caught:
         api.train(write(tmp_path, url), out=tmp_path / "run", show=False)
     assert re.search(r"[78] of 8 responses got no grade.*rollout\.max_errors", str(caught.value))
-    assert "the judge failed: ValueError: status 500" in str(caught.value)
+    assert re.search(r"the judge at http://\S+ failed: ValueError: status 500", str(caught.value))
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").exists()
     assert len(rows_of(tmp_path / "run")) == 2

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 
 from burnish.errors import ConfigError
-from burnish.schema.tasks import KeywordsTask
+from burnish.recipe.tasks import KeywordsTask
 from burnish.tasks.keywords import instruction, make_keywords, split_words, word_list
 from burnish.types import Finish
 from tests.conftest import byte_tokenizer, make_group

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from burnish import api, config
+from burnish import api
 from burnish.errors import ConfigError, DataError
-from burnish.plan import plan
-from burnish.rollout.rollout import sampling
-from burnish.schema.tasks import MathTask
-from burnish.tasks.math import beginnings, check_row, make_math, rows_of
+from burnish.launch.settings import rollout_settings
+from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
+from burnish.recipe.tasks import MathTask
+from burnish.tasks.math import beginnings, check_row, load_math_rows, make_math
+from burnish.tasks.rows import check_trainable
 from burnish.types import Finish, Status
 from tests.conftest import byte_tokenizer, make_group
 
@@ -70,36 +72,39 @@ def test_rows_without_a_question_or_an_answer(tmp_path):
     ]
     for bad, message in cases:
         with pytest.raises(DataError, match=message):
-            rows_of(MathTask(train=write(tmp_path, [row(1), bad])), seed=0)
+            load_math_rows(MathTask(train=write(tmp_path, [row(1), bad])), seed=0)
 
 
 def test_split_by_seed_or_by_file(tmp_path):
     train = write(tmp_path, [row(i) for i in range(20)])
     test = write(tmp_path, [row(i) for i in range(30, 40)], "test.jsonl")
-    first, held_out = rows_of(MathTask(train=train, validation_rows=5), seed=1)
+    first, held_out = load_math_rows(MathTask(train=train, validation_rows=5), seed=1)
     assert (len(first), len(held_out)) == (15, 5)
-    assert rows_of(MathTask(train=train, validation_rows=5), seed=1) == (first, held_out)
-    assert rows_of(MathTask(train=train, validation_rows=5), seed=2)[1] != held_out
-    assert [len(part) for part in rows_of(MathTask(train=train), seed=0)] == [18, 2]
-    assert [len(p) for p in rows_of(MathTask(train=train, validation=test), seed=0)] == [20, 10]
+    assert load_math_rows(MathTask(train=train, validation_rows=5), seed=1) == (first, held_out)
+    assert load_math_rows(MathTask(train=train, validation_rows=5), seed=2)[1] != held_out
+    assert [len(part) for part in load_math_rows(MathTask(train=train), seed=0)] == [18, 2]
+    both = load_math_rows(MathTask(train=train, validation=test), seed=0)
+    assert [len(part) for part in both] == [20, 10]
     some = MathTask(train=train, validation=test, validation_rows=4)
-    assert len(rows_of(some, seed=0)[1]) == 4
-    assert rows_of(some, seed=0)[1] == rows_of(some, seed=9)[1]  # runs compare
+    assert len(load_math_rows(some, seed=0)[1]) == 4
+    assert load_math_rows(some, seed=0)[1] == load_math_rows(some, seed=9)[1]  # runs compare
     for more in ({"validation_rows": 20}, {"validation": test, "validation_rows": 11}):
         with pytest.raises(
             DataError, match=r"(20 rows do not split: 20|10 rows do not split: 11) for validation"
         ):
-            rows_of(MathTask(train=train, **more), seed=0)
+            load_math_rows(MathTask(train=train, **more), seed=0)
 
 
 def test_questions_that_are_held_out_are_not_trained_on(tmp_path):
     train = write(tmp_path, [row(i) for i in range(5)])
     again = [row(9), row(3, question="ANN has 3  pens and buys 2.\nHow many?"), row(4)]
     test = write(tmp_path, again, "test.jsonl")
-    kept, held_out = rows_of(MathTask(train=train, validation=test), seed=0)
+    kept, held_out = load_math_rows(MathTask(train=train, validation=test), seed=0)
     assert (len(kept), len(held_out)) == (3, 3)
-    with pytest.raises(DataError, match="no row is left to train on"):
-        rows_of(MathTask(train=train, validation=train), seed=0)
+    none, all_rows = load_math_rows(MathTask(train=train, validation=train), seed=0)
+    assert (len(none), len(all_rows)) == (0, 5)  # they can be evaluated
+    with pytest.raises(DataError, match=r"no row of .* is left to train on, because every prompt"):
+        check_trainable(none, all_rows)
 
 
 def test_prompts(tmp_path):
@@ -160,7 +165,7 @@ def test_hints_go_on_with_the_beginning_of_the_worked_answer(tmp_path, chat):
             continue
         given = found.text.removeprefix(whole.text + gap)
         assert found.prompt_id == f"{whole.prompt_id}/{beginnings(WORKED).index(given)}"
-        assert found.asked == whole.asked + gap + given
+        assert found.question == whole.question + gap + given
         assert tokenizer.decode(found.token_ids) == tokenizer.decode(whole.token_ids) + gap + given
         seen.append(given)
     assert 25 < len(seen) < 55
@@ -216,13 +221,13 @@ def test_grades(tmp_path):
 )
 def test_settings_that_are_wrong(overrides, message):
     with pytest.raises(ConfigError) as caught:
-        config.load("math", overrides)
+        load_recipe("math", overrides)
     assert message in str(caught.value)
 
 
 def test_the_recipe_has_the_customary_settings(tmp_path):
-    recipe = config.load("math")
-    sections = {name: dict(lines) for name, lines in plan(recipe, tmp_path)}
+    recipe = load_recipe("math")
+    sections = {name: dict(lines) for name, lines in make_plan(recipe, tmp_path)}
     assert "256 responses = 32 prompts × 8 samples, temp" in sections["batches"]["rollout"]
     assert (
         "1 per rollout = 1 train batch of 256 responses × 1 epoch"
@@ -236,12 +241,12 @@ def test_the_recipe_has_the_customary_settings(tmp_path):
     assert sections["objective"]["advantage"] == "A_i = (r_i − mean_g(r)) / (std_g(r) + 1e-06)"
     assert "validation_rows = 1024" in sections["task"]["task"]
     assert sections["task"]["stops at"] == "'</answer>'"
-    params = sampling(recipe)
+    params = rollout_settings(recipe).params
     assert (params.min_tokens, params.max_tokens, params.temperature) == (4, 1024, 1.0)
     assert params.stop == ("</answer>",)
     assert (recipe.train.betas, recipe.validation.every) == ((0.9, 0.95), 10)
-    boxed = config.load("math", ["task.prompt=question_only", 'rollout.stop=["\\n\\n"]'])
-    assert sampling(boxed).stop == ("\n\n",)
+    boxed = load_recipe("math", ["task.prompt=question_only", 'rollout.stop=["\\n\\n"]'])
+    assert rollout_settings(boxed).params.stop == ("\n\n",)
 
 
 def test_the_recipe_runs_on_a_tiny_model_of_its_family(tmp_path):
@@ -271,5 +276,5 @@ def test_the_recipe_runs_on_a_tiny_model_of_its_family(tmp_path):
     assert rows[0]["validation/responses"] == 2
     assert rows[-1]["rollout/grades_unparsed"] == 1.0  # bytes at random say no answer
     assert {"rollout/part_format", "rollout/part_answer", "train/loss"} <= rows[-1].keys()
-    again = config.load(str(run / "recipe.toml"))
+    again = load_recipe(str(run / "recipe.toml"))
     assert again.task.validation_rows == 2

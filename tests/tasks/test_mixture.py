@@ -3,13 +3,15 @@ import json
 
 import pytest
 
-from burnish import api, config
+from burnish import api
 from burnish.errors import ConfigError
-from burnish.loops.evaluate import Evaluator, figures
-from burnish.plan import plan
+from burnish.launch.settings import make_evaluator
+from burnish.loops.evaluate import validation_metrics
+from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
+from burnish.recipe.tasks import KeywordsTask, MathTask
 from burnish.rollout.packing import pack
 from burnish.rollout.rollout import describe, grade
-from burnish.schema.tasks import KeywordsTask, MathTask
 from burnish.tasks.keywords import make_keywords
 from burnish.tasks.math import make_math
 from burnish.tasks.mixture import Mixture
@@ -94,10 +96,10 @@ def test_a_majority_counts_each_parts_own_answers(tmp_path):
     completions = make_group(0, [1], [[1], [2], [3]], [0, 0, 0]).completions
     said = [f"It is {right}", "0", f"so {right}"]
     texts = [dataclasses.replace(c, text=text) for c, text in zip(completions, said, strict=True)]
-    evaluator = Evaluator(config.load("keywords"), task, engine=None, decode=lambda ids: [""])
+    evaluator = make_evaluator(load_recipe("keywords"), task, engine=None, decode=lambda ids: [""])
     rows = evaluator.rows(grade(task, [(0, sums), (1, words)], [tuple(texts)] * 2))
     assert [row["answer"] for row in rows] == [right, "0", right, *said]
-    assert figures(rows[:3])["validation/majority_at_3"] == 1
+    assert validation_metrics(rows[:3])["validation/majority_at_3"] == 1
     task.close()
 
 
@@ -137,9 +139,9 @@ def test_a_recipe_runs_and_its_rows_tell_the_parts_apart(smollm2, tmp_path):
     for row in (rows[0], rows[-1]):
         assert {"validation/reward/sums", "validation/reward/words"} <= row.keys()
     assert any("rollout/reward/sums" in row for row in rows)
-    resolved = config.load(str(run / "recipe.toml"))
-    assert resolved.task == config.load(str(file)).task
-    lines = dict(plan(resolved, tmp_path))["task"]
+    resolved = load_recipe(str(run / "recipe.toml"))
+    assert resolved.task == load_recipe(str(file)).task
+    lines = dict(make_plan(resolved, tmp_path))["task"]
     assert ("stops at", "'</answer>'") in lines
 
 
@@ -148,7 +150,7 @@ def test_a_recipe_runs_and_its_rows_tell_the_parts_apart(smollm2, tmp_path):
     [
         (["task.weights.sums=0"], "task.weights.sums must be greater than 0, got 0"),
         (["task.weights.other=1"], "got tasks sums, words, weights sums, words, other"),
-        (["task.scales.other=2"], "task has scales of other, and no tasks of that name"),
+        (["task.scales.other=2"], "task has scales for other, which are no tasks; remove them"),
         (["task.scales.sums=0"], "task.scales.sums must be greater than 0, got 0"),
         (
             ["task.scales.sums=2"],
@@ -178,8 +180,8 @@ def test_settings_that_are_wrong(overrides, message, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(MIXTURE)
     with pytest.raises(ConfigError) as caught:
-        config.load(str(file), overrides)
+        load_recipe(str(file), overrides)
     assert message in str(caught.value)
     for advantage in ("group_mean", {"name": "max_at_k", "k": 2}):
         kept = ["task.scales.sums=2", {"objective": {"advantage": advantage}}]
-        assert config.load(str(file), kept).task.scales == {"sums": 2.0}
+        assert load_recipe(str(file), kept).task.scales == {"sums": 2.0}

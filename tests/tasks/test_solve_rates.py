@@ -8,16 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from burnish import config
-from burnish.draws import Purpose, Stream, uniforms
 from burnish.errors import ConfigError, DataError
-from burnish.loops import asynchronous
-from burnish.loops.sync import Step
+from burnish.launch.settings import rollout_settings
+from burnish.learner.protocol import Step
+from burnish.loops import lagged
+from burnish.randomness import Purpose, Stream, uniforms
+from burnish.recipe.load import load_recipe
+from burnish.recipe.selection import SelectionConfig
+from burnish.recipe.tasks import KeywordsTask
 from burnish.runs.metrics import Timers
-from burnish.schema.selection import SelectionConfig
-from burnish.schema.tasks import KeywordsTask
-from burnish.tasks.history import History
 from burnish.tasks.keywords import make_keywords
+from burnish.tasks.solve_rates import History
 from burnish.tasks.stream import PromptStream
 from burnish.types import Finish, Grade, Group, Prompt, Status
 from tests.conftest import byte_tokenizer, make_group
@@ -158,13 +159,19 @@ class Solved:
 def test_a_rollout_sees_the_results_of_the_steps_that_were_learned_when_it_began(lag, asked):
     """With lag 1, rollout 4 begins when rollouts 0, 1 and 2 are learned: it asks p3 again."""
     sizes = {"rollout": {"batch": 2, "group_size": 2}, "train": {"batch": 2, "steps": 9}}
-    recipe = config.load("sort", [sizes, f"loop.lag={lag}", "objective.proximal=behavior"])
+    recipe = load_recipe("sort", [sizes, f"loop.lag={lag}", "objective.proximal=behavior"])
     rollouts, stream = Solved(), stream_of(4, leave_at=1.0)
     learner = SimpleNamespace(
         publish=lambda: None, version=0, learn=lambda number, groups: Step(number, {}, groups)
     )
-    steps = asynchronous.train(
-        recipe, prompts=stream, rollouts=rollouts, learner=learner, timers=Timers()
+    steps = lagged.train_lagged(
+        rollout_settings(recipe),
+        recipe.train.steps,
+        lag=recipe.loop.lag,
+        prompts=stream,
+        rollouts=rollouts,
+        learner=learner,
+        timers=Timers(),
     )
     left = [next(steps).metrics["rollout/left_prompts"] for _ in range(4)]
     assert left == [1, 2, 3, 4]
@@ -174,7 +181,7 @@ def test_a_rollout_sees_the_results_of_the_steps_that_were_learned_when_it_began
 
 
 def test_a_preset_leaves_the_history_out_where_prompts_never_come_again():
-    rates = {name: config.load(name, ["preset=scalerl"]).selection.leave_at
+    rates = {name: load_recipe(name, ["preset=scalerl"]).selection.leave_at
              for name in ("gsm8k", "arithmetic", "keywords")}  # fmt: skip
     assert rates == {"gsm8k": 0.9, "arithmetic": 0.9, "keywords": None}
 
@@ -205,5 +212,5 @@ def test_a_finite_set_of_prompts_comes_again_in_another_order():
 )  # fmt: skip
 def test_refused(recipe, settings, message):
     with pytest.raises(ConfigError) as caught:
-        config.load(recipe, settings)
+        load_recipe(recipe, settings)
     assert message in str(caught.value)

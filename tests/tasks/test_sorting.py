@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from burnish.schema.tasks import SortTask
+from burnish.recipe.tasks import SortTask
 from burnish.tasks.sorting import Sorting, inclusion_ordering, position_match
 from tests.conftest import make_group
 

@@ -1,4 +1,4 @@
-"""Prompts in reserve: their numbers depend on nothing but the order of reserves and releases."""
+"""The prompt stream. Group indices depend only on the order of calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
-from burnish.plan import Room
+from burnish.errors import DataError
+from burnish.recipe.costs import Room
 from burnish.tasks.stream import PromptStream
 from burnish.types import Prompt
 
@@ -73,3 +75,36 @@ def test_a_checkpoint_keeps_reserves() -> None:
     again.release({5})
     assert names(again.take(4)) == names(after[2])
     assert again.state() == prompts.state()
+
+
+def prompts(*lengths):
+    ids = [np.arange(length, dtype=np.int32) + 65 for length in lengths]
+    return [Prompt(f"p{i}", "x" * len(row), row, "t") for i, row in enumerate(ids)]
+
+
+def stream_of(lengths, room=None):
+    """A stream over prompts of the given lengths, which come again and again."""
+    made = prompts(*lengths)
+    return PromptStream(SimpleNamespace(prompt=lambda number: made[number % len(made)]), room)
+
+
+def test_a_stream_counts_groups_and_skips_prompts_that_are_too_long():
+    assert names(stream_of([3, 9, 4]).take(4)) == [(0, "p0"), (1, "p1"), (2, "p2"), (3, "p0")]
+    stream = stream_of([3, 9, 6, 5], Room(5, "so"))
+    assert names(stream.take(1)) == [(0, "p0")]
+    assert stream.skipped == 0
+    assert names(stream.take(2)) == [(1, "p3"), (2, "p0")]
+    assert stream.skipped == 2
+    with pytest.raises(
+        DataError, match=r"100 consecutive prompts are too long: .* has 7 tokens, and so leaves 5"
+    ):
+        stream_of([8, 7], Room(5, "so")).take(1)
+
+
+def test_a_stream_goes_on_where_its_state_was_saved():
+    whole = stream_of([3, 9, 4], Room(5, "so"))
+    whole.take(3)
+    other = stream_of([3, 9, 4], Room(5, "so"))
+    other.load_state(json.loads(json.dumps(whole.state())))
+    assert other.skipped == whole.skipped == 1
+    assert names(other.take(5)) == names(whole.take(5))

@@ -1,14 +1,12 @@
-import json
-
 import numpy as np
 import pytest
 
-from burnish.errors import ConfigError, DataError, GraderError
+from burnish.errors import ConfigError, GraderError, ModelError
 from burnish.graders.pool import InProcess
+from burnish.recipe.tasks import FilesTask
 from burnish.rollout.rollout import check_errors, grade
-from burnish.schema.tasks import FilesTask
-from burnish.tasks.rows import DataRow, read_rows, rows_of, split
-from burnish.tasks.text import ask_rows, make_files
+from burnish.tasks.rows import DataRow
+from burnish.tasks.text import encode_prompt, make_files, make_rows_task
 from burnish.types import Status
 from tests.conftest import byte_tokenizer, make_group
 
@@ -16,60 +14,16 @@ from tests.conftest import byte_tokenizer, make_group
 def make(rows, validation=(), **more):
     grader = InProcess(lambda text, row: {"reward": len(text), "n": row["n"]})
     given = (rows, list(validation))
-    return ask_rows(FilesTask(**more), given, grader, tokenizer=byte_tokenizer(), seed=5)
+    return make_rows_task(FilesTask(**more), given, grader, tokenizer=byte_tokenizer(), seed=5)
 
 
 ROWS = [DataRow({"prompt": f"question {i}", "n": i}, f"row {i}") for i in range(7)]
 
 
-def write(tmp_path, *lines, name="data.jsonl"):
-    file = tmp_path / name
-    file.write_bytes(b"".join(line if isinstance(line, bytes) else line.encode() for line in lines))
-    return file
-
-
-def test_rows_come_back_as_they_are(tmp_path):
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "é"}]
-    rows = [{"prompt": "a", "x": [1, {"y": None}]}, {"prompt": messages}]
-    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    assert read_rows(write(tmp_path, text)) == rows
-    assert read_rows(write(tmp_path, b"\xef\xbb\xbf", text.replace("\n", "\r\n"), "\n")) == rows
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "line 2: not JSON: Expecting value"),
-        ('{"prompt": "a"', "line 2: not JSON"),
-        (b'{"prompt": "\xff"}', "line 2: not JSON: 'utf-8'"),
-        ('["prompt"]', "line 2: must be an object with a prompt, got list"),
-        ('{"question": "a", "answer": 1}', "line 2: no field 'prompt', only 'question', 'answer'"),
-        ("{}", "line 2: no field 'prompt', only none"),
-        ('{"prompt": ""}', "line 2: prompt must be a text that is not empty"),
-        ('{"prompt": 3}', "line 2: prompt must be .* got '3'"),
-        ('{"prompt": []}', "line 2: prompt must be"),
-        ('{"prompt": [{"role": "user"}]}', "line 2: prompt must be .* messages"),
-        (
-            '{"prompt": [{"role": "usr", "content": "a"}]}',
-            "line 2: a role must be one of system, user, .* got 'usr'; did you mean 'user'?",
-        ),
-        (
-            r'{"prompt": "ab\ud83d"}',
-            r"line 2: a text must be whole characters, got the lone surrogate '.ud83d' after 'ab'",
-        ),
-        (r'{"prompt": [{"role": "user", "content": "\udc00"}]}', "line 2: a text must be whole"),
-    ],
-)
-def test_what_is_wrong_is_said_with_file_and_line(tmp_path, line, message):
-    file = write(tmp_path, '{"prompt": "fine"}\n', line, '\n{"prompt": "fine"}\n')
-    with pytest.raises(DataError, match=f"data.jsonl, {message}"):
-        read_rows(file)
-
-
 def test_a_page_shows_what_was_asked_without_the_template():
     alone, after = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
     rows = [{"prompt": p, "n": 0} for p in ("plain", [alone], [alone, after, alone])]
-    shown = [prompt.asked for prompt in make([], rows).validation]
+    shown = [prompt.question for prompt in make([], rows).validation]
     assert shown == ["plain", "hi", "user: hi\n\nassistant: ho\n\nuser: hi"]
 
 
@@ -93,21 +47,6 @@ def test_a_reward_that_never_returns_is_an_error_that_halts_and_names_response_a
     ) in str(caught.value)
 
 
-def test_files_that_are_not_there_or_empty(tmp_path):
-    with pytest.raises(DataError, match=r"none\.jsonl can't be read: No such file"):
-        read_rows(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"data\.jsonl holds no rows"):
-        read_rows(write(tmp_path))
-
-
-def test_rows_of_a_script():
-    given = FilesTask(rows=[{"prompt": "a"}, {"text": "b"}])
-    with pytest.raises(DataError, match=r"prompts\[1\]: no field 'prompt'"):
-        rows_of(given, seed=0)
-    with pytest.raises(DataError, match="0 rows do not split"):
-        rows_of(FilesTask(rows=[]), seed=0)
-
-
 def test_every_epoch_sees_every_row_once_in_an_order_of_its_own():
     task = make(ROWS)
     stream = [task.prompt(i) for i in range(21)]
@@ -120,26 +59,6 @@ def test_every_epoch_sees_every_row_once_in_an_order_of_its_own():
         assert np.array_equal(again.prompt(i).token_ids, stream[i].token_ids)
     assert stream[0].prompt_id == f"files/train/{orders[0][0]}"
     assert stream[0].text == f"<user>question {orders[0][0]}<assistant>2026"
-
-
-def test_split_by_seed():
-    train, validation = split(ROWS, 2, seed=1)
-    assert len(validation) == 2
-    assert sorted([*train, *validation], key=lambda row: row["n"]) == ROWS
-    assert split(ROWS, 2, seed=1) == (train, validation)
-    assert split(ROWS, 2, seed=3) != (train, validation)
-    with pytest.raises(DataError, match="1 rows do not split"):
-        split(ROWS[:1], 1, seed=1)
-
-
-def test_the_files_of_a_recipe(tmp_path):
-    train = write(tmp_path, *(json.dumps(row) + "\n" for row in ROWS))
-    other = write(tmp_path, '{"prompt": "other"}', name="other.jsonl")
-    both = rows_of(FilesTask(train=str(train), validation=str(other)), seed=0)
-    assert both == (ROWS, [{"prompt": "other"}])
-    assert [len(part) for part in rows_of(FilesTask(train=str(train)), seed=0)] == [6, 1]
-    with pytest.raises(ConfigError, match="there are no prompts; give --data"):
-        rows_of(FilesTask(), seed=0)
 
 
 def test_a_recipe_and_a_script_make_the_task(tmp_path):
@@ -174,3 +93,19 @@ def test_grades_see_the_row_and_the_end():
     assert (graded.reward, graded.parts) == (3.0, {"n": 1.0, "ended": 1.0})
     assert task.answer(prompt, " the whole text\n") == "the whole text"
     task.close()
+
+
+def test_text_messages_and_raw_prompts():
+    tokenizer = byte_tokenizer()
+    text, ids = encode_prompt(tokenizer, "hi", chat=True)
+    assert text == "<user>hi<assistant>2026"  # the date is a constant: a resumed run reads the same
+    assert tokenizer.decode(ids) == text
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    for chat in (True, False):
+        text, _ = encode_prompt(tokenizer, messages, chat=chat)
+        assert text == "<system>s<user>hi<assistant>2026"
+    assert encode_prompt(tokenizer, "hi", chat=False)[0] == "hi"
+    plain = byte_tokenizer(None)
+    assert encode_prompt(plain, "hi", chat=False)[0] == "hi"
+    with pytest.raises(ModelError, match="no chat template"):
+        encode_prompt(plain, "hi", chat=True)

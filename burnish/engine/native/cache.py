@@ -1,4 +1,4 @@
-"""Keys and values in pages, and the tokens of a step that go there. It knows no processor.
+"""The paged cache of keys and values, and the runs of tokens that a step computes, on any device.
 
 Legend: N tokens of a step, Hkv key and value heads, D head width; `queries` query heads share a key
 head.
@@ -14,43 +14,52 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.engine.sequence import Sequence as Sample
+from burnish.engine.native.sequence import Sequence as Sample
 from burnish.model.transformer import Transformer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Cache:
+    """A pool of pages on the model's device, which holds keys and values of all layers. `Pages`
+    allocates the pages."""
+
     def __init__(self, model: Transformer, kv_bytes: int, size: int) -> None:
-        """size: tokens per page."""
+        """Allocate as many pages as fit into ``kv_bytes`` bytes, on the model's device and in its
+        precision. A page has room for ``size`` tokens in every layer."""
         config, weight = model.config, model.embed.weight
         self.size, self.dtype, self.device = size, weight.dtype, weight.device
         self.heads, self.width = config.kv_heads, config.head_width
         self.queries = config.n_heads // config.kv_heads
         numbers = size * self.heads * self.width
         self.count = kv_bytes // (2 * config.n_layers * numbers * weight.dtype.itemsize)
-        """Pages that fit into `kv_bytes`."""
-        # Zeros, not whatever memory holds: a masked slot is still multiplied, and NaN · 0 is NaN.
+        """Number of pages that fit into `kv_bytes`."""
+        # Zeros instead of uninitialised memory: masked slots are multiplied, and NaN · 0 is NaN.
         self._pool = weight.new_zeros(config.n_layers, 2, self.count, numbers)
         self._scratch = [weight.new_empty(0, numbers) for _ in range(2)]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """All pages are read before any is written, so one may be both source and target."""
+        """Copy pages in all layers, given (source, target) pairs. All sources are read before any
+        target is written, so a page may be both."""
         source, target = torch.tensor(pairs, device=self.device).T
         self._pool[:, :, target] = self._pool[:, :, source]
 
     def clear(self, pages: Sequence[int]) -> None:
+        """Set all keys and values in the pages to 0, in all layers."""
         self._pool[:, :, list(pages)] = 0
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [slots, Hkv, D] where they lie; a slot is page · size + place."""
+        """Return views of a layer's keys and values [slots, Hkv, D], which callers may write to.
+        The slot of a token is page · size + offset."""
         keys, values = self._pool[layer].view(2, -1, self.heads, self.width)
         return keys, values
 
     def read(self, layer: int, pages: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """pages [rows · n] -> keys and values [rows, n · size, Hkv, D], until the next read.
+        """Copy pages of a layer into contiguous keys and values [rows, n · size, Hkv, D] and return
+        both. ``pages`` [rows · n] lists n pages for each of the ``rows`` rows.
 
-        Reusing the memory they are gathered into halves the time: fresh memory has to be mapped in.
+        The result is valid until the next read, which reuses its memory. This halves the time of a
+        read, because the system need not map new memory.
         """
         found = []
         for i, pool in enumerate(self._pool[layer]):
@@ -62,49 +71,60 @@ class Cache:
         return found[0], found[1]
 
     def tensor(self, values: object) -> Tensor:
+        """Return integers as an int64 tensor on the cache's device."""
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
 
 
-@dataclass(slots=True)  # not frozen, which takes three times as long to make
-class Run:
-    """The tokens of one sequence that a step runs."""
+@dataclass(slots=True)  # creating a frozen one takes three times as long
+class TokenRun:
+    """Consecutive tokens of one sequence that a step computes: one token of a response, or a chunk
+    of a prompt."""
 
     sequence: Sample
     start: int
+    """Index of the first token in the sequence."""
     count: int
     first: int = 0
-    """The row of its first token in the step, which `order` sets."""
+    """Row of the run's first token among all tokens of the step; `order` sets it."""
 
     @property
     def rows(self) -> slice:
+        """Rows of the run's tokens among all tokens of the step."""
         return slice(self.first, self.first + self.count)
 
     @property
     def end(self) -> int:
+        """Index in the sequence after the run's last token."""
         return self.start + self.count
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it begins a prompt, and the cache holds nothing of the prompt yet."""
+        """Whether the run has several tokens and begins its sequence, so that it attends only to
+        itself and the cache contributes nothing."""
         return self.count > 1 and not self.start
 
     @property
     def shared(self) -> int:
-        """Pages that decoding may read once for the whole group."""
+        """Number of the sequence's first pages that it shares with its group and that decoding
+        reads once for the whole group; 0 if the run is a chunk of a prompt or the sequence shares
+        no pages."""
         prefix = self.sequence.prefix
         return len(prefix.pages) if prefix and self.count == 1 else 0
 
     @property
     def own(self) -> list[int]:
-        """The pages after the shared ones."""
+        """The sequence's pages after the `shared` ones."""
         return self.sequence.pages[self.shared :]
 
 
-def order(runs: Sequence[Run]) -> list[Run]:
-    """Decoding rows, then fresh prompts, both from long to short, then prompts that go on, from
-    few tokens to many: so the short prompts of both kinds lie side by side."""
+def order(runs: Sequence[TokenRun]) -> list[TokenRun]:
+    """Return the runs in the order of their rows in the step, and set `first` of each run.
 
-    def place(run: Run) -> tuple[int, int]:
+    Decoding runs come first, then fresh prompts, both from long to short, then continued prompts
+    from short to long, so that the short prompts of both kinds are adjacent.
+    """
+
+    def place(run: TokenRun) -> tuple[int, int]:
         if run.count == 1:
             return 0, -len(run.own)
         return (1, -run.count) if run.is_fresh else (2, run.count)
@@ -116,8 +136,8 @@ def order(runs: Sequence[Run]) -> list[Run]:
     return ordered
 
 
-def slots_of(runs: Sequence[Run], size: int) -> Array:
-    """[N] page · size + place of each token."""
+def slots_of(runs: Sequence[TokenRun], size: int) -> Array:
+    """Return the slot of each token of the runs in the cache, page · size + offset, as [N]."""
     found = []
     for run in runs:
         positions = np.arange(run.start, run.end)

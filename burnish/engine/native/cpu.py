@@ -1,6 +1,8 @@
-"""The CPU backend: matrix products of packed weights, and numba's kernels between them.
+"""The CPU backend: matrix products with packed weights, and numba kernels between them.
 
-It runs float32 and bfloat16. Legend: N tokens of a step, S decoding rows, Hq and Hkv heads, D head
+It supports float32 and bfloat16.
+
+Legend: N tokens of a step, S decoding rows, Hq and Hkv heads, D head
 width, R rows that share a prompt.
 """
 
@@ -16,25 +18,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from burnish.engine import fused
-from burnish.engine.cache import Array, Cache, Run, slots_of
-from burnish.engine.plain import RunAttention, SampleAhead, last_states
-from burnish.engine.sampler import BLOCK
-from burnish.engine.sequence import Prefix
+from burnish.engine.native import cpu_kernels
+from burnish.engine.native.cache import Array, Cache, TokenRun, slots_of
+from burnish.engine.native.plain import RunAttention, SampleAhead, last_states
+from burnish.engine.native.sampler import BLOCK
+from burnish.engine.native.sequence import Prefix
 from burnish.model.attention import alike
-from burnish.model.products import linear, multiplies, widened
+from burnish.model.matmul import linear, multiplies, widened
 from burnish.model.transformer import Layer, Transformer, rotation
 
 ROWS = 64
-"""For so many rows the weights of a matrix product are arranged; other numbers work as well."""
+"""Number of rows for which the weights of a product are packed; other numbers work as well."""
 SHORT = 32
-"""Up to so many tokens of a prompt are attended to row by row."""
+"""Longest chunk of a prompt, in tokens, that the decoding kernel computes row by row."""
 _PACKED_WELL: dict[torch.Size, bool] = {}
-"""By a weight's shape, the answer of `mkl_packs`."""
+"""Results of `mkl_packs` by the weight's shape."""
 
 
 class Cpu:
-    """The model as matrix products of packed weights, and `fused`'s kernels between them."""
+    """Runs the model on a CPU: matrix products with packed copies of its weights, and the kernels
+    of `cpu_kernels`."""
 
     sample_ahead: SampleAhead | None = None
 
@@ -42,14 +45,15 @@ class Cpu:
         self._model, self._cache, self.weigh = model, cache, weigh
         self._pack()
 
-    def hidden(self, runs: Sequence[Run]) -> Tensor:
+    def hidden(self, runs: Sequence[TokenRun]) -> Tensor:
         return last_states(self._body, CpuAttention, self._cache, runs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden) if self._head is None else self._head(hidden)
 
     def update(self) -> None:
-        # Before the new weights are packed: they take as much memory as the model.
+        """Pack the model's new weights, after releasing the packed copies of the old ones."""
+        # Free the old packed weights first: they take as much memory as the model.
         del self._layers, self._head
         return_free_memory()
         self._pack()
@@ -62,8 +66,8 @@ class Cpu:
         self._head = None if model.config.fp32_head else packed_linear(head.weight, None)
 
     def _body(self, tokens: Tensor, positions: Tensor, attend: CpuAttention) -> Tensor:
-        config, norm, layers = self._model.config, fused.norm, self._layers
-        fused.use_threads()
+        config, norm, layers = self._model.config, cpu_kernels.norm, self._layers
+        cpu_kernels.use_threads()
         x: Tensor = self._model.embed(tokens)
         h, eps = torch.empty_like(x), np.float32(config.norm_eps)
         cos, sin = rotation(config.rope, positions, config.head_width, x.dtype)
@@ -79,7 +83,7 @@ class Cpu:
                 some.copy_(head_norm(some))
             change = layer.out(attend(index, qkv, turn))
             norm(residual, numbers(change), layer.mlp_norm, eps, normed)
-            fused.gate(numbers(layer.gate_up(h)), gated)
+            cpu_kernels.gate(numbers(layer.gate_up(h)), gated)
             norm(residual, numbers(layer.down(inner)), next_norm, eps, normed)
         return h
 
@@ -99,24 +103,26 @@ class _FusedLayer:
 
 @dataclass(frozen=True)
 class _Shared:
-    """Groups whose samples read their prompt's pages once, as R rows of one query."""
+    """Groups of decoding samples that share the pages of a prompt. A group's pages are read once,
+    for R rows together."""
 
     rows: Tensor
-    """[groups, R]; a smaller group repeats its first row."""
+    """Rows of the samples in the step [groups, R]; a smaller group repeats its first row."""
     sizes: Array
-    """[groups] the number of samples."""
+    """Number of samples of each group [groups]."""
     pages: Tensor
     mask: Tensor
 
 
 class CpuAttention:
-    """From qkv [N, (Hq + 2 Hkv) D] as the model projects it -> [N, Hq D], until the next call.
+    """The attention function of a step: qkv [N, (Hq + 2 Hkv) D] -> [N, Hq D].
 
-    Decoding rows come first. They and short prompts read their own pages row by row; the pages that
-    a group shares are read once.
+    Decoding rows come first. For them and for short prompts, the decoding kernel reads each row's
+    own pages; the pages that a group shares are read once for the group. Long prompts use
+    `RunAttention`.
     """
 
-    def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
+    def __init__(self, cache: Cache, runs: Sequence[TokenRun]) -> None:
         self._cache, self._slots = cache, slots_of(runs, cache.size)
         decoding = [run for run in runs if run.count == 1]
         short = [run for run in runs if 1 < run.count <= SHORT]
@@ -130,11 +136,12 @@ class CpuAttention:
         self._calls = [self._call(some) for some in (decoding, short) if some]
 
     def __call__(self, layer: int, qkv: Tensor, turn: tuple[Array, Array]) -> Tensor:
-        """turn: cos and sin [N, D] by which q and k are rotated first, in place."""
+        """Rotate q and k in place by ``turn``, cos and sin [N, D]; write k and v to their pages;
+        return the attention, which is valid until the next call."""
         cache, out, array = self._cache, self._out, numbers(qkv)
         keys, values = (numbers(x.flatten(1)) for x in cache.slots(layer))
-        fused.turn(array, *turn, self._slots, keys, values)
-        decode = fused.decode_kernel(cache.width, cache.queries, cache.size)
+        cpu_kernels.turn(array, *turn, self._slots, keys, values)
+        decode = cpu_kernels.decode_kernel(cache.width, cache.queries, cache.size)
         for rows, *rest in self._calls:
             decode(array[rows], keys, values, *rest)
         headed = qkv.view(len(qkv), -1, cache.width)
@@ -145,28 +152,34 @@ class CpuAttention:
             self._prompts(layer, q, k, v, out.view(q.shape))
         return out
 
-    def _call(self, runs: Sequence[Run]) -> tuple[Any, ...]:
-        """The rows of neighbouring runs, and arguments of the kernel that all layers share."""
+    def _call(self, runs: Sequence[TokenRun]) -> tuple[Any, ...]:
+        """Return the slice of rows of adjacent runs, and the arguments of the decoding kernel for
+        them that are the same in all layers."""
         rows, table = slice(runs[0].first, runs[-1].rows.stop), _flat_table(runs, self._cache.size)
         rest = np.float32(self._cache.width**-0.5), torch.get_num_threads()
         return rows, *table, numbers(self._out)[rows], self._totals[rows], *rest
 
     def _join(self, layer: int, shared: _Shared, q: Tensor) -> None:
-        """Add attention over the shared pages to out."""
+        """Compute attention over the prompt pages that a group's samples share, and merge it into
+        ``out``, which holds attention over each sample's own pages. The two are weighted by the
+        sums of their exponentiated scores."""
         cache, rows = self._cache, shared.rows
         query = q[rows].view(*rows.shape, cache.heads, cache.queries, cache.width)
         query = query.transpose(1, 2).contiguous()
         k, v = (x.transpose(1, 2) for x in cache.read(layer, shared.pages, len(rows)))
         part, total = flash_attention(query.flatten(2, 3), k, v, shared.mask)
-        # In one layout: for another one, the kernel would be compiled once more.
+        # Always contiguous: numba would compile the kernel again for another layout.
         part = numbers(part.reshape(query.shape).contiguous())
         found = part, total.reshape(query.shape[:4]).contiguous().numpy()
-        fused.join(numbers(self._out), self._totals, rows.numpy(), shared.sizes, *found)
+        cpu_kernels.join_attention(
+            numbers(self._out), self._totals, rows.numpy(), shared.sizes, *found
+        )
 
 
-def _flat_table(runs: Sequence[Run], size: int) -> tuple[Array, Array, Array]:
-    """The runs' own pages, the first of each token's pages, and the number of tokens that it sees
-    in them: itself and its past."""
+def _flat_table(runs: Sequence[TokenRun], size: int) -> tuple[Array, Array, Array]:
+    """Return the concatenated own pages of all runs and, for each token, the index of its run's
+    first page among them and the number of tokens in its run's own pages that it attends to: itself
+    and the preceding ones."""
     counts = [run.count for run in runs]
     first = np.cumsum([0, *(len(run.own) for run in runs)])[:-1].repeat(counts)
     seen = [np.arange(run.start, run.end) + 1 - run.shared * size for run in runs]
@@ -174,7 +187,7 @@ def _flat_table(runs: Sequence[Run], size: int) -> tuple[Array, Array, Array]:
     return pages.astype(np.int64), first, np.concatenate(seen)
 
 
-def _prefixes(cache: Cache, decoding: Sequence[Run]) -> list[_Shared]:
+def _prefixes(cache: Cache, decoding: Sequence[TokenRun]) -> list[_Shared]:
     rows_of: dict[Prefix, list[int]] = {}
     for row, run in enumerate(decoding):
         if run.sequence.prefix and run.shared:
@@ -194,15 +207,17 @@ def _shared(cache: Cache, rows_of: dict[Prefix, list[int]]) -> _Shared:
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> list[list[int]]:
-    """All as long as the longest: a shorter one repeats its first number."""
+    """Pad lists to the longest one by repeating their first number."""
     most = max(map(len, lists))
     return [[*some, *[some[0]] * (most - len(some))] for some in lists]
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q [B, H, R, D], k, v [B, H, T, D], mask [B, 1, 1, T] to add -> like q, log-sum-exp [B, H, R].
+    """Compute attention without a causal mask; return the result and the log-sum-exp of the scores.
 
-    PyTorch's CPU kernel, called by its own name because only so it returns the log-sum-exp.
+    q [B, H, R, D], k and v [B, H, T, D], mask [B, 1, 1, T], which is added to the scores -> [B, H,
+    R, D] and [B, H, R]. PyTorch's CPU kernel is called directly, because only then does it return
+    the log-sum-exp.
     """
     wide = widened(q, k, v)
     out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -212,11 +227,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tup
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A linear layer whose weight lies the way the matrix product reads it.
+    """Return a function x [N, d] -> x weightᵀ + bias, whose weight is packed in the layout that the
+    library's matrix product needs. The result has the type of x. After a change of the weight, a
+    new function must be made.
 
-    Rearranging it in every call costs a third of a decoding step: 64 rows are too few to hide it.
-    With AVX-512, MKL multiplies float32 a fifth faster than oneDNN does. Where bfloat16 is not
-    multiplied, the weight is kept in float32.
+    Packing it in every call would take a third of a decoding step of 64 rows. With AVX-512, MKL
+    multiplies float32 a fifth faster than oneDNN. If the processor has no bfloat16 products, the
+    weight is kept in float32.
     """
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     if not multiplies(weight.dtype, weight.device.type):
@@ -233,10 +250,11 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
 
 
 def mkl_packs(weight: Tensor) -> bool:
-    """Whether MKL multiplies any number of rows with a packed weight of this shape.
+    """Return whether MKL multiplies any number of rows correctly with a packed weight of this
+    shape.
 
-    Its manual promises a right product only for as many rows as it was packed for. Other numbers
-    work as well; so that nobody depends on luck, each shape is tried once.
+    Its manual guarantees this only for the number of rows that the weight was packed for. Other
+    numbers work in practice, so each shape is tested once, and the result is cached.
     """
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -256,10 +274,10 @@ def mkl_packs(weight: Tensor) -> bool:
 
 
 def return_free_memory() -> None:
-    """Gives freed memory back to the system, if the C library can.
+    """Return freed memory to the system, if the C library supports it.
 
-    MKL reserves several times the memory that a packed weight fills. In new memory the rest costs
-    nothing; in memory that was used before, it would stay taken: up to 1.4 GB with 135M weights.
+    MKL allocates several times the size of a packed weight. The unused part costs nothing in newly
+    mapped memory, but in reused memory it would stay resident: up to 1.4 GB for 135M weights.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -267,11 +285,13 @@ def return_free_memory() -> None:
 
 
 def weigh(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sampler.Weigh`, without writing down any weight."""
+    """Implement `sampler.Weigh` without storing each weight: logits [M, V] and temperatures
+    ``heat`` [M] -> the largest of each row's logits / heat [M], and the sums of exp(logits / heat −
+    largest) over each block of tokens [M, blocks]."""
     rows, vocab = logits.shape
     peaks, sums = torch.empty(rows), torch.empty(rows, -(-vocab // BLOCK))
-    fused.use_threads()
-    fused.weigh(numbers(logits), heat.numpy(), peaks.numpy(), sums.numpy(), BLOCK)
+    cpu_kernels.use_threads()
+    cpu_kernels.weigh_rows(numbers(logits), heat.numpy(), peaks.numpy(), sums.numpy(), BLOCK)
     return peaks, sums
 
 
@@ -280,5 +300,6 @@ def _norm_weight(norm: nn.RMSNorm) -> Any:
 
 
 def numbers(x: Tensor) -> Any:
-    """A CPU tensor's own memory as an array; bfloat16, which numpy does not know, as its bits."""
+    """Return a numpy view of a CPU tensor, which shares its memory. bfloat16, which numpy lacks, is
+    viewed as its bits, in uint16."""
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()

@@ -1,9 +1,9 @@
-"""The CPU's own kernels, compiled by numba when first called and kept in its cache on disk.
+"""CPU kernels, compiled by numba on their first call and cached on disk.
 
-Each does the work of several PyTorch operations in one pass over the data, reads the cache's pages
-where they lie, and rounds where the model does. Rows run on PyTorch's own threads: numba's OpenMP
-layer finds the library that PyTorch has loaded. bfloat16 arrives as its bits, uint16, because numba
-does not know it; arithmetic is in float32.
+Each replaces several PyTorch operations by one pass over the data, reads pages in place, and rounds
+where the model does. Rows run on PyTorch's threads, because numba's OpenMP layer uses the library
+that PyTorch has loaded. bfloat16 is passed as its bits, uint16, because numba does not support it;
+arithmetic is in float32.
 
 Legend: N tokens, S decoding rows, Hq and Hkv heads, D head width, d model width, f hidden width.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import lru_cache
@@ -27,30 +26,34 @@ from numba import njit, prange, types
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array
 
-from burnish.errors import EngineError
-from burnish.progress import tell
+from burnish.console.progress import tell
+from burnish.errors import ChildError, EngineError
+from burnish.machine.process import run_command
 
 if numba.config.CPU_FEATURES is None:
     _features = llvmlite.binding.get_host_cpu_features()
-    if _features.get("avx512f"):  # LLVM would keep to half of such a processor's vectors
+    if _features.get("avx512f"):  # LLVM would use only half of the vector width
         numba.config.CPU_FEATURES = _features.flatten() + ",-prefer-256-bit"
 EXACT = {"reassoc", "contract", "nsz"}
-"""Sums may be reordered, which vectors need; NaN and infinity are kept."""
+"""Fast-math options of the kernels. Sums may be reordered, which vectorisation needs; NaN and
+infinity are preserved."""
 F = np.float32
 AHEAD = 16
-"""Tokens whose keys and values are fetched before they are needed."""
+"""Distance, in tokens, at which keys and values are prefetched."""
 PATIENCE = 600
-"""Seconds that compiling a kernel may take; on a slow processor it takes ten."""
+"""Timeout for compiling a kernel, in seconds; on a slow processor it takes ten."""
 compiles_here = False
-"""Whether this process compiles kernels that are not on disk yet."""
+"""Whether this process is the child that compiles a kernel."""
 
 
 def rows_kernel(name: str, *sizes: int) -> Callable[[Any], Any]:
-    """Compiles a kernel over rows, which this module has by that name and sizes; run from disk.
+    """Return a decorator that compiles a kernel over rows in a child process, once, and then runs
+    the compiled copy on disk.
 
-    numba keeps another copy of a kernel than it runs after compiling it, optimised once more, and
-    on some processors their last bits differ: a run would not repeat the first one's numbers. So a
-    child process compiles, and every process, the first as well, runs the copy on disk.
+    ``name`` is the kernel's name in this module, by which the child process finds it. If ``sizes``
+    are given, it is the name of a function that returns the kernel for these sizes. The copy that
+    numba writes to disk is optimised once more than the one it runs after compiling, and on some
+    processors their last bits differ, so that a second run would not reproduce the first.
     """
 
     def make(function: Any) -> Any:
@@ -75,17 +78,17 @@ def rows_kernel(name: str, *sizes: int) -> Callable[[Any], Any]:
 
 def _compile_aside(name: str, sizes: tuple[int, ...], signature: Any) -> None:
     code = f"from {__name__} import compile_here; compile_here()"
-    there = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-    wanted = pickle.dumps((name, sizes, signature))
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, env=there, input=wanted, capture_output=True, timeout=PATIENCE)
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise EngineError(f"the kernel {name} can't be compiled: {said}")
+    env = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    kernel = pickle.dumps((name, sizes, signature))
+    try:
+        run_command(command, name="the compiler", timeout=PATIENCE, env=env, stdin=kernel)
+    except ChildError as error:
+        raise EngineError(f"the kernel {name} can't be compiled: {error}") from None
 
 
 def compile_here() -> None:
-    """Runs in the child process: standard input names the kernel and the types of its arguments."""
+    """Main function of the child process: compile the kernel that standard input describes."""
     global compiles_here
     compiles_here = True
     name, sizes, signature = pickle.load(sys.stdin.buffer)
@@ -95,7 +98,8 @@ def compile_here() -> None:
 
 @intrinsic
 def _prefetch(context: Any, table: Any, row: Any, column: Any) -> Any:
-    """Have table[row, column] brought near."""
+    """Make numba emit an instruction that prefetches table[row, column] into the processor's
+    cache."""
 
     def generate(target: Any, builder: Any, sig: Any, args: Any) -> Any:
         array = make_array(sig.args[0])(target, builder, args[0])
@@ -112,11 +116,11 @@ def _prefetch(context: Any, table: Any, row: Any, column: Any) -> Any:
 
 
 def _wide(x: Any) -> Any:
-    """A stored number as float32."""
+    """Convert a stored number, float32 or the bits of a bfloat16, to float32."""
 
 
 def _stored(x: Any, like: Any) -> Any:
-    """float32 rounded, to nearest even, to the type that `like` stores."""
+    """Round float32 to the stored type of the array `like`, to nearest even."""
 
 
 @overload(_wide, inline="always")
@@ -134,7 +138,7 @@ def _(x, like):
     def bfloat16(x, like):
         bits = F(x).view(np.uint32)
         if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-            return np.uint16(0x7FC0)  # NaN: rounding could turn it into a number
+            return np.uint16(0x7FC0)  # rounding could turn NaN into a number
         even = (bits >> np.uint32(16)) & np.uint32(1)
         return np.uint16((bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
 
@@ -143,7 +147,8 @@ def _(x, like):
 
 @njit(fastmath=EXACT, inline="always", cache=True)
 def _exp(x):
-    """e^x to float32's last bits, in operations that run on vectors; 0 below −87, at most e^88."""
+    """Return e^x, accurate to float32's last bits, by operations that vectorise. x is clamped to
+    −87.5 … 88."""
     x = min(max(x, F(-87.5)), F(88.0))
     n = np.floor(x * F(math.log2(math.e)) + F(0.5))
     r = x - n * F(0.693359375) - n * F(-2.12194440e-4)
@@ -156,7 +161,8 @@ def _exp(x):
 
 @njit(inline="always", cache=True)
 def _fetch(pool, table, size, token):
-    """Have a token's keys or values brought near; table: its row's pages."""
+    """Prefetch a token's keys or values from a pool. ``table``: the pages of the token's row;
+    ``size``: tokens per page; ``token``: the token's index in the row."""
     slot = table[token // size] * size + token % size
     for column in range(0, pool.shape[1], 32):
         _prefetch(pool, slot, column)
@@ -164,7 +170,8 @@ def _fetch(pool, table, size, token):
 
 @njit(inline="always", cache=True)
 def _largest(row, tops):
-    """tops: room for maxima side by side, which run on vectors. NaN is left out."""
+    """Return the largest number of a row, ignoring NaN. ``tops``: buffer for parallel maxima, to
+    vectorise; its content is overwritten."""
     width, end = tops.shape[0], row.shape[0]
     tops[:] = F(-np.inf)
     for start in range(0, end, width):
@@ -180,7 +187,8 @@ def _largest(row, tops):
 
 @rows_kernel("norm")
 def norm(x, delta, weight, eps, out):
-    """x [N, d] += delta, which may be empty; out = RMSNorm(x)."""
+    """Add delta [N, d] to x [N, d] in place, unless delta has no rows. Then write RMSNorm(x) to out
+    [N, d], with weight [d] and the constant eps."""
     width = x.shape[1]
     for r in prange(x.shape[0]):
         row, target = x[r], out[r]
@@ -198,7 +206,7 @@ def norm(x, delta, weight, eps, out):
 
 @rows_kernel("gate")
 def gate(both, out):
-    """both [N, 2f]: out = silu(the first half) · the second."""
+    """Write silu(first half of both [N, 2f]) · second half to out [N, f]."""
     width = out.shape[1]
     for r in prange(out.shape[0]):
         gate, up, target = both[r, :width], both[r, width:], out[r]
@@ -210,8 +218,8 @@ def gate(both, out):
 
 @rows_kernel("turn")
 def turn(qkv, cos, sin, slots, keys, values):
-    """Rotate the heads of q and k in qkv [N, (Hq + 2 Hkv) D] where they are, by cos and sin [N, D];
-    write k and v into the pages' slots [., Hkv D]."""
+    """Apply the rotary position embedding, cos and sin [N, D], to q and k in qkv [N, (Hq + 2 Hkv)
+    D] in place; write k and v to their slots in keys and values [slots, Hkv D]."""
     width, held = cos.shape[1], keys.shape[1]
     half, turned = width // 2, qkv.shape[1] - held
     for r in prange(qkv.shape[0]):
@@ -225,14 +233,20 @@ def turn(qkv, cos, sin, slots, keys, values):
                 y = _wide(_stored(b * _wide(c[half + i]), left)) + a * _wide(s[half + i])
                 left[i], right[i] = _stored(x, left), _stored(y, left)
         key, value = keys[slots[r]], values[slots[r]]
-        for i in range(held):  # one by one: numba takes long to compile copies of slices
+        for i in range(held):  # numba takes long to compile slice copies
             key[i], value[i] = qkv[r, turned - held + i], qkv[r, turned + i]
 
 
-@rows_kernel("join")
-def join(out, totals, rows, real, part, part_totals):
-    """Add attention over other keys: to out [S, Hq D], whose scores' log-sum-exp is totals [S, Hq],
-    part [groups, Hkv, R, G, D] at the first `real` [groups] of rows [groups, R]."""
+@rows_kernel("join_attention")
+def join_attention(out, totals, rows, real, part, part_totals):
+    """Merge attention to a group's shared keys into the attention to each row's own keys, as if one
+    softmax had covered all keys. Only out is modified.
+
+    out [S, Hq D] holds the attention to own keys, and totals [S, Hq] the log-sum-exp of its scores;
+    part [groups, Hkv, R, Hq / Hkv, D] and part_totals hold the same for the shared keys. rows
+    [groups, R] are the rows of out that belong to part; only the first `real` [groups] of each
+    group count.
+    """
     heads, queries, width = part.shape[1], part.shape[3], part.shape[4]
     for group in prange(rows.shape[0]):
         for i in range(real[group]):
@@ -248,10 +262,10 @@ def join(out, totals, rows, real, part, part_totals):
                         target[d] = _stored(old + share * (_wide(more[d]) - old), target)
 
 
-@rows_kernel("weigh")
-def weigh(logits, heat, peaks, sums, size):
-    """peaks [M]: the largest of logits [M, V] / heat [M]; sums [M, blocks]: the sum of
-    exp(logits / heat − peak) over each block of `size` tokens."""
+@rows_kernel("weigh_rows")
+def weigh_rows(logits, heat, peaks, sums, size):
+    """Write to peaks [M] the largest of logits [M, V] / heat [M], with temperatures heat, and to
+    sums [M, blocks] the sum of exp(logits / heat − peak) over each block of ``size`` tokens."""
     for r in prange(logits.shape[0]):
         row, per = logits[r], F(1) / heat[r]
         peak = _largest(row, np.empty(64, F)) * per
@@ -264,26 +278,31 @@ def weigh(logits, heat, peaks, sums, size):
 
 
 def use_threads() -> None:
-    """As many as PyTorch does; numba itself would take every core.
+    """Make numba use as many threads as PyTorch; by default it uses every core.
 
-    Here and not on import: a process that has started threads can't be forked any more.
+    This does not happen on import, because a process that has started threads can't be forked.
     """
     import torch
 
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != threads:  # numba's first call gives PyTorch, too, every core
+    if torch.get_num_threads() != threads:  # numba's first call also changes PyTorch's number
         torch.set_num_threads(threads)
 
 
 @lru_cache
 def decode_kernel(width: int, queries: int, size: int) -> Any:
-    """Decoding rows over pages of `size` tokens, a multiple of 4; `queries` heads share a key."""
+    """Return the kernel with which single rows attend to their pages, for these sizes.
+
+    ``width``: size of a head; ``queries``: number of query heads that share a key head; ``size``:
+    tokens per page, a multiple of 4.
+    """
 
     @rows_kernel("decode_kernel", width, queries, size)
     def decode(qkv, keys, values, pages, first, length, out, totals, scale, threads):
-        """Rows [S] of qkv over their `length` tokens in pages[first :] -> out [S, Hq D] and the
-        log-sum-exp of the scores, totals [S, Hq]."""
+        """For each of the S rows of qkv, compute attention to the first `length` [S] tokens in
+        pages[first :], first [S]; write the result to out [S, Hq D] and the log-sum-exp of the
+        scores to totals [S, Hq]."""
         rows, kv_heads = out.shape[0], keys.shape[1] // width
         heads = kv_heads * queries
         for thread in prange(threads):
@@ -322,7 +341,7 @@ def decode_kernel(width: int, queries: int, size: int) -> Any:
                         row[t] *= scale_back
                     for d in range(width):
                         sums[d] = F(0)
-                for t in range(0, n, 4):  # four at a time: fewer passes over the sums
+                for t in range(0, n, 4):  # four at a time, for fewer passes over the sums
                     last = n - t - 1
                     for ahead in range(t + AHEAD, min(t + AHEAD + 4, n)):
                         _fetch(values, table, size, ahead)

@@ -1,7 +1,7 @@
-"""Decoding on a GPU: Triton kernels that write to pages and attend to them where they lie.
+"""Triton kernels for decoding, which write to pages and attend to them in place.
 
-One program per row and key head walks over the row's pages with a running maximum and sum, so that
-a layer is one launch, whatever lengths the rows have and whichever prompts they share.
+One program per row and key head iterates over the row's pages with a running maximum and sum, so
+that a layer needs one launch for rows of any lengths.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS = 64
-"""Keys that a program reads at a time."""
+"""Number of keys that a program reads at a time."""
 LEAST = 16
-"""Rows and columns that a matrix product of Triton has at least."""
+"""Minimum number of rows and columns of a Triton matrix product."""
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[Tensor], size: int) -> Tensor:
-    """q [S, Hq, D], keys and values [slots, Hkv, D] -> [S, Hq, D].
+    """Compute the attention of decoding rows to their pages: q [S, Hq, D], keys and values [slots,
+    Hkv, D] -> [S, Hq, D].
 
-    table: the rows' pages one after another, the place of each row's first page among them [S],
-    and the number of tokens that the row sees [S], which may be 0.
+    ``table``: the concatenated pages of all rows, the index of each row's first page in them [S],
+    and the number of tokens that the row attends to [S]; 0 gives a result of zeros. ``size``:
+    tokens per page.
     """
     q = q.contiguous()
     out = q.new_empty(q.shape)
@@ -34,13 +36,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[Tensor], siz
     return out
 
 
-def write(
+def write_pages(
     keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor
 ) -> None:
-    """Into keys and values [slots, Hkv, D], at slots [N], all different, go new ones [N, Hkv, D];
-    nowhere, where a slot is −1.
+    """Write new keys and values [N, Hkv, D] into keys and values [slots, Hkv, D] at these slots
+    [N], which must all be different. A row with slot −1 is skipped.
 
-    PyTorch's own index_copy_ sorts the slots first where it has to be deterministic.
+    PyTorch's own index_copy_ would sort the slots first in deterministic mode.
     """
     width = keys.shape[1] * keys.shape[2]
     fresh = new_keys.contiguous(), new_values.contiguous()

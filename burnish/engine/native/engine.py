@@ -1,4 +1,4 @@
-"""The native rollout engine: continuous batching over a paged cache, on the learner's own model.
+"""The native rollout engine: continuous batching over a paged cache, with the learner's model code.
 
 submit ──► Scheduler.plan ──► model ──► sample ──► Sequence.take ──► completions
                  ▲                                      │
@@ -12,12 +12,14 @@ import math
 import torch
 from torch import Tensor
 
-from burnish.engine import protocol, sampler
-from burnish.engine.cache import Cache, Run
-from burnish.engine.plain import Backend, Plain
+from burnish.engine import protocol
+from burnish.engine.native import sampler
+from burnish.engine.native.cache import Cache, TokenRun
+from burnish.engine.native.plain import Backend, Plain
+from burnish.engine.native.scheduler import Plan, Scheduler
+from burnish.engine.native.sequence import ANY, GREEDY, RequestGroup, Sequence
 from burnish.engine.protocol import Capabilities, Request
-from burnish.engine.scheduler import EngineSettings, Plan, Scheduler
-from burnish.engine.sequence import ANY, GREEDY, RequestGroup, Sequence
+from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError, ModelError
 from burnish.model.checkpoint import load_hf_state
 from burnish.model.tokenizer import Tokenizer
@@ -25,12 +27,13 @@ from burnish.model.transformer import Transformer
 from burnish.types import Completion, Finish, Weights
 
 AHEAD = 8
-"""Tokens that a GPU samples of each row before its host looks at them: rows that end run on for
-half of that on average."""
+"""Tokens per row that a GPU samples before the host reads them. A row that ends wastes half of them
+on average."""
 
 
 class NativeEngine:
-    """Runs in the model's precision and on its device. It owns the model: `load` writes to it."""
+    """Samples with burnish's own model in memory, on its device and in its precision. `load`
+    overwrites the model's weights."""
 
     capabilities = Capabilities(model_logprobs=True, token_versions=True, counter_draws=True)
 
@@ -40,7 +43,10 @@ class NativeEngine:
         tokenizer: Tokenizer | None = None,
         settings: EngineSettings = EngineSettings(),
     ) -> None:
-        """Without a tokenizer, completions have no text and end by stop ids or length alone."""
+        """Allocate the cache, and choose the backend for the model's device.
+
+        Without a tokenizer, completions have no text and end at stop ids or at their limit.
+        """
         self._model, self._tokenizer = model, tokenizer
         self._cache = Cache(model, settings.kv_bytes, settings.page_size)
         self._backend = choose_backend(model, self._cache, settings.max_running)
@@ -49,7 +55,7 @@ class NativeEngine:
         self._undelivered: list[Completion] = []
         self.version = self.sampled = self._incarnation = 0
         self._loaded: set[str] = set()
-        """The tensors that any load has changed."""
+        """Names of the tensors that any load has changed."""
         self.probe = model.probe
 
     @property
@@ -58,9 +64,12 @@ class NativeEngine:
         return queued + len(self._undelivered)
 
     def submit(self, request: Request) -> None:
+        """Queue a request. Raise an EngineError if it is invalid, or if the cache is too small for
+        one of its samples. A request with stop strings or a think budget needs the engine's
+        tokenizer."""
         config, pages = self._model.config, self.scheduler.pages
         assert request.request_id not in self._groups, f"{request.request_id} is in flight"
-        protocol.check(request, vocab_size=config.vocab_size, context=config.context)
+        protocol.check_request(request, vocab_size=config.vocab_size, context=config.context)
         texts = request.params.stop or request.params.think_tokens
         assert self._tokenizer or not texts, "stop strings and think budgets need a tokenizer"
         group = RequestGroup(request, self._tokenizer, config.context)
@@ -74,7 +83,8 @@ class NativeEngine:
         self.scheduler.add(group)
 
     def step(self) -> list[Completion]:
-        """Run the model, a few times at most -> the samples that are complete."""
+        """Compute the tokens that the scheduler plans and sample the next ones. Return the
+        completions of samples that have ended, and of aborted samples."""
         done, self._undelivered = self._undelivered, []
         plan = self.scheduler.plan()
         if plan.counts:
@@ -85,7 +95,8 @@ class NativeEngine:
         return done
 
     def load(self, weights: Weights) -> None:
-        """New weights from the next step on: all of them, or an error and the old ones stay."""
+        """Load new weights, which the next step uses, or raise an EngineError and keep all old
+        ones. Partial weights must contain every tensor that an earlier load has changed."""
         protocol.check_weights(weights, self.version, self._incarnation, self._cache.dtype)
         try:
             load_hf_state(self._model, weights.tensors, self._named(weights))
@@ -97,19 +108,30 @@ class NativeEngine:
         self.version, self._incarnation = weights.version, weights.incarnation
 
     def _named(self, weights: Weights) -> set[str] | None:
-        """The tensors that weights must name, None for all: a part of them is enough if the others
-        are as they were at first, so that no token comes from a mixture of versions."""
+        """Return the names of the tensors that weights must contain; None for all.
+
+        Partial weights must contain every tensor that any load has changed, so that no token comes
+        from a mixture of versions.
+        """
         return self._loaded | weights.tensors.keys() if weights.is_partial else None
 
     def abort(self, request_id: str) -> None:
-        """End a request's unfinished samples; the next step returns their tokens so far."""
+        """End a request's unfinished samples; the next step returns completions with their tokens
+        so far."""
         if request_id in self._groups:
             for sequence in list(self._groups[request_id].sequences):
                 self._undelivered.append(self._complete(sequence, Finish.ABORT))
 
+    def response_of(self, request_id: str) -> list[int]:
+        """Return the tokens so far of the first unfinished sample of a request; an empty list if
+        the request has no unfinished sample."""
+        group = self._groups.get(request_id)
+        return [] if group is None else group.sequences[0].response
+
     @torch.inference_mode()
     def _run(self, plan: Plan) -> tuple[list[Sequence], list[list[int]], list[list[float]]]:
-        """-> samples that have new tokens, the tokens of each, and their log-probabilities."""
+        """Compute the tokens of a plan, and sample the next tokens of samples that are ready.
+        Return these samples, their new tokens, and the log-probabilities."""
         if plan.copies:
             self._cache.copy(list(plan.copies.values()))
         backend, samples, steps = self._backend, list(plan.counts), self._ahead(plan)
@@ -117,22 +139,22 @@ class NativeEngine:
             tokens, logprobs = backend.sample_ahead(samples, *self._draws(samples, steps))
             self.scheduler.advance(plan)
             return samples, tokens.tolist(), logprobs.tolist()
-        hidden = backend.hidden([Run(s, s.computed, plan.counts[s]) for s in samples])
+        hidden = backend.hidden([TokenRun(s, s.computed, plan.counts[s]) for s in samples])
         row = {sequence: i for i, sequence in enumerate(samples)}
         ready = self.scheduler.advance(plan)
         if not ready:
             return [], [], []
         logits = backend.logits(hidden[self._cache.tensor([row[s] for s in ready])])
         points, heat, limited = self._draws(ready, 1)
-        tokens, logprobs = sampler.sample(logits, points[:, 0], heat, limited, backend.weigh)
+        tokens, logprobs = sampler.sample_tokens(logits, points[:, 0], heat, limited, backend.weigh)
         return ready, tokens[:, None].tolist(), logprobs[:, None].tolist()
 
     def _ahead(self, plan: Plan) -> int:
-        """Tokens of each sample that are sampled before the next plan.
+        """Return the number of tokens that each sample of the plan draws before the next plan.
 
-        Several on a GPU, whose host would otherwise take longer than the model, if the plan only
-        decodes, no sample could begin, and tokens are drawn alike, by chance or greedily. Tokens
-        after an end are dropped.
+        On a GPU, the host would take longer than the model for single tokens. Therefore several
+        tokens are drawn at once if the plan only decodes, no waiting sample could start, and all
+        tokens are drawn without limits or all greedily. Tokens after an end are discarded.
         """
         if self._backend.sample_ahead is None or not self.scheduler.only_decodes(plan):
             return 1
@@ -144,15 +166,16 @@ class NativeEngine:
         return sampler.draws(samples, steps, self._cache.device)
 
     def _extend(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:
-        """A sample's next tokens, up to the one that ends it."""
+        """Append tokens to a sample, up to the one that ends it. A log-probability of NaN aborts
+        the sample."""
         sound = len(tokens)
         if math.isnan(sum(logprobs)):
             sound = next(i for i, logprob in enumerate(logprobs) if math.isnan(logprob))
         drawn = sequence.forced is None
         taken = sequence.take(tokens[:sound], logprobs, self.version)
         if sound < len(tokens) and sequence.finish is None:
-            # Finite weights can still overflow. Only this sample is lost, and its pages are
-            # cleaned: their next holder would read NaN even where it is masked.
+            # Finite weights can still overflow. Only this sample is lost. Its pages are cleared,
+            # because NaN would spread to their next holder even from masked slots.
             holders = self.scheduler.pages.holders
             self._cache.clear([page for page in sequence.pages if holders[page] == 1])
             sequence.finish = Finish.ABORT
@@ -169,13 +192,14 @@ class NativeEngine:
 
 
 def choose_backend(model: Transformer, cache: Cache, rows: int) -> Backend:
-    """By the model's device and precision; rows: samples that decode at once, at most."""
+    """Build the fastest backend for the model's device and precision. ``rows``: maximum number of
+    samples that decode at the same time."""
     if cache.device.type == "cpu" and cache.dtype in (torch.float32, torch.bfloat16):
-        from burnish.engine.cpu import Cpu
+        from burnish.engine.native.cpu import Cpu
 
         return Cpu(model, cache)
     if cache.device.type == "cuda":
-        from burnish.engine import cuda
+        from burnish.engine.native import cuda
 
         if cuda.usable(cache.width):
             return cuda.Cuda(model, cache, rows)

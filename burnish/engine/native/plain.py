@@ -1,6 +1,8 @@
 """The plain backend: PyTorch's own operations, on any device and in any precision.
 
-Tests trust it. Legend: N tokens of a step, Hq and Hkv heads, D head width, d model width.
+It is the reference for tests.
+
+Legend: N tokens of a step, Hq and Hkv heads, D head width, d model width.
 """
 
 from __future__ import annotations
@@ -11,57 +13,72 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from burnish.engine import sampler
-from burnish.engine.cache import Cache, Run, order, slots_of
-from burnish.engine.sequence import Sequence as Sample
+from burnish.engine.native import sampler
+from burnish.engine.native.cache import Cache, TokenRun, order, slots_of
+from burnish.engine.native.sequence import Sequence as Sample
 from burnish.model.attention import Attend, causal
-from burnish.model.products import attention
+from burnish.model.matmul import attention
 from burnish.model.transformer import Transformer
 
 SampleAhead = Callable[[Sequence[Sample], Tensor, Tensor, sampler.Limited], tuple[Tensor, Tensor]]
-"""Samples, and for `sampler.sample`: points [samples, steps], temperatures [samples] and limited
-rows -> tokens and log-probabilities, shaped like the points."""
+"""Function that samples the next few tokens of each sample. It takes the samples, points in [0, 1)
+[samples, steps] that select the tokens, temperatures [samples], and the rows with limits. It
+returns tokens and log-probabilities, shaped like the points."""
 
 
 class Backend(Protocol):
-    """One device's way to run the model: body, attention over pages, sampling."""
+    """Implementation of the model's forward pass over pages, and of sampling, for one kind of
+    device."""
 
     @property
-    def weigh(self) -> sampler.Weigh: ...
+    def weigh(self) -> sampler.Weigh:
+        """The backend's implementation of `sampler.Weigh`."""
 
     @property
     def sample_ahead(self) -> SampleAhead | None:
-        """Samples several tokens of each sample in a row; None if the device does not."""
+        """Function that samples several consecutive tokens of each sample; None if the backend has
+        none."""
 
-    def hidden(self, runs: Sequence[Run]) -> Tensor:
-        """The state [runs, d] after each run's last token, until the next call."""
+    def hidden(self, runs: Sequence[TokenRun]) -> Tensor:
+        """Run the model over the tokens of all runs and write their keys and values to the cache.
+        Return the hidden state of each run's last token, [runs, d], in the order of ``runs``; it is
+        valid until the next call."""
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states [rows, d], over the vocabulary."""
 
     def update(self) -> None:
-        """The model's weights have changed."""
+        """Adapt to new weights, after the model's tensors have been overwritten."""
 
 
 class Plain:
+    """The backend that runs the model itself, without kernels of its own."""
+
     sample_ahead: SampleAhead | None = None
 
     def __init__(self, model: Transformer, cache: Cache) -> None:
         self._model, self._cache = model, cache
         self.logits, self.weigh = model.logits, sampler.plain_weigh
 
-    def hidden(self, runs: Sequence[Run]) -> Tensor:
+    def hidden(self, runs: Sequence[TokenRun]) -> Tensor:
         return last_states(self._model, PlainAttention, self._cache, runs)
 
     def update(self) -> None:
-        """The model itself runs: nothing was prepared from its weights."""
+        """Do nothing: this backend runs the model itself and caches nothing of its weights."""
 
 
 def last_states(
-    body: Callable[..., Tensor], attention: Callable[..., Any], cache: Cache, runs: Sequence[Run]
+    body: Callable[..., Tensor],
+    attention: Callable[..., Any],
+    cache: Cache,
+    runs: Sequence[TokenRun],
 ) -> Tensor:
-    """Runs a body over the tokens of all runs, laid out by `order` -> see `Backend.hidden`.
+    """Run a model body over the tokens of all runs; return the hidden state of each run's last
+    token, [runs, d], in the order of ``runs``.
 
-    attention(cache, runs) is how the tokens attend.
+    ``attention``: called with the cache and the runs, sorted by `order`; returns the step's
+    attention function, which writes keys and values to the cache. ``body``: called with tokens [N],
+    positions [N] and that function; returns hidden states [N, d].
     """
     ordered = order(runs)
     tokens = [t for run in ordered for t in run.sequence.tokens[run.start : run.end]]
@@ -71,9 +88,10 @@ def last_states(
 
 
 class PlainAttention:
-    """The model's `Attend` over pages, one run at a time."""
+    """The attention function of a step. It writes the new keys and values to their pages, and
+    attends with `RunAttention`."""
 
-    def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
+    def __init__(self, cache: Cache, runs: Sequence[TokenRun]) -> None:
         self._cache, self._slots = cache, cache.tensor(slots_of(runs, cache.size))
         self._attend = RunAttention(cache, runs)
 
@@ -86,9 +104,10 @@ class PlainAttention:
 
 
 class RunAttention:
-    """Attention of runs laid out by `order`: fresh prompts together, other runs one by one."""
+    """Attention of runs that are sorted by `order`: fresh prompts together, each to its own
+    tokens; other runs one by one, to the tokens in their pages."""
 
-    def __init__(self, cache: Cache, runs: Sequence[Run]) -> None:
+    def __init__(self, cache: Cache, runs: Sequence[TokenRun]) -> None:
         self._cache = cache
         self._fresh: list[tuple[slice, Attend]] = []
         fresh = [run for run in runs if run.is_fresh]
@@ -99,7 +118,11 @@ class RunAttention:
         self._others = [(run, cache.tensor(run.sequence.pages)) for run in others]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """q and out [N, Hq, D], k and v [N, Hkv, D] of all the step's tokens."""
+        """Compute the attention of the runs and write it to their rows of ``out``.
+
+        q and out [N, Hq, D], k and v [N, Hkv, D] have a row for each token of the step. The pages
+        must already contain k and v.
+        """
         for rows, attend in self._fresh:
             out[rows] = attend(layer, q[rows], k[rows], v[rows])
         for run, pages in self._others:
@@ -109,7 +132,8 @@ class RunAttention:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """q [L, Hq, D] at positions start …, k and v [T, Hkv, D] from position 0 on -> [L, Hq, D]."""
+    """Compute the causal attention of queries q [L, Hq, D] at positions from ``start`` on to k and
+    v [T, Hkv, D] at positions from 0 on; return [L, Hq, D]."""
     seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(start)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return attention(q, k, v, mask=seen)[0].transpose(0, 1)

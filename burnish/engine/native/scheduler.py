@@ -1,60 +1,51 @@
-"""Who runs in the next step, and on which pages: admission, chunked prefill, decode, preemption.
+"""Plan each step: which sequences compute how many tokens, and in which pages.
 
-Sequences run in order of arrival. When pages run out, the youngest gives its pages up and is
-computed again later, so the oldest always moves on and any workload whose sequences fit one by one
-finishes. No tensors here.
+Sequences run in order of arrival. When pages run out, the youngest sequence is preempted: it
+releases its pages and is recomputed later. The oldest therefore always advances, and every workload
+finishes whose sequences fit one by one. This module uses no tensors.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
 
-from burnish.engine.pages import Pages
-from burnish.engine.sequence import Prefix, RequestGroup, Sequence
-
-STEP_TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Tokens that an engine runs at once, by device."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    kv_bytes: int = 1 << 30
-    """Memory for keys and values; samples that do not fit wait, or are computed again later."""
-    page_size: int = 16
-    """Tokens per page, a multiple of 4."""
-    max_running: int = 128
-    """Samples that decode at once."""
-    step_tokens: int = 1024
-    """Tokens per step; longer prompts are computed in chunks."""
-    on_update: Literal["keep", "recompute"] = "recompute"
-    """Whether samples in flight keep their caches when weights are loaded."""
+from burnish.engine.native.pages import Pages
+from burnish.engine.native.sequence import Prefix, RequestGroup, Sequence
+from burnish.engine.settings import EngineSettings
 
 
 @dataclass
 class Plan:
-    """One step: these tokens of these sequences, after these page copies."""
+    """The tokens that a step computes for each sequence, and the pages to copy before the step."""
 
     counts: dict[Sequence, int] = field(default_factory=dict)
-    """Tokens of each sequence to run, from `computed` on."""
+    """Number of tokens to compute for each sequence, beginning at `Sequence.computed`."""
     copies: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
-    """(from, to): a sequence is about to write into a page that others hold."""
+    """Pages (source, target) to copy, for each sequence that will write to a page with other
+    holders."""
 
 
 class Scheduler:
+    """Decides which sequences each step computes, and allocates and releases their pages."""
+
     def __init__(self, settings: EngineSettings, pages: int) -> None:
+        """``pages``: number of pages of the cache."""
         self.settings, self.pages = settings, Pages(pages, settings.page_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
 
     def add(self, group: RequestGroup) -> None:
+        """Queue all samples of a request."""
         self.waiting.extend(group.sequences)
 
     def plan(self) -> Plan:
+        """Plan the next step and allocate its pages: first sequences that decode, then prompts in
+        progress, then waiting sequences that can start. Sequences are preempted if pages run out.
+        The caller must copy the plan's pages, run the step, and call `advance`."""
         plan = Plan()
-        budget = self.settings.step_tokens
+        budget = self.settings.step_limit
         decoding = [s for s in self.running if s.pending == 1]
         filling = [s for s in self.running if s.pending > 1]
         for sequence in decoding + filling:
@@ -66,16 +57,16 @@ class Scheduler:
         return plan
 
     def only_decodes(self, plan: Plan) -> bool:
-        """Whether the plan gives each of its sequences a next token, and nobody waits for a step in
-        which to begin.
+        """Whether every sequence of the plan decodes, and no waiting sequence could start.
 
-        A count of 1 does not say so: a step's last token may go to a prompt that is far from done.
+        A count of 1 is not sufficient: the last token of a step may belong to a longer prompt.
         """
         some_begin = bool(self.waiting) and len(self.running) < self.settings.max_running
         return not some_begin and all(sequence.pending == 1 for sequence in plan.counts)
 
     def reserve(self, plan: Plan, steps: int) -> bool:
-        """Takes the pages for so many tokens of each sequence, if they are free; none otherwise."""
+        """Allocate pages for the next ``steps`` tokens of each sequence in the plan, and return
+        True. If too few pages are free, allocate nothing and return False."""
         ends = {s: self.pages.needed(s.computed + steps) for s in plan.counts}
         if sum(max(0, end - len(s.pages)) for s, end in ends.items()) > self.pages.free:
             return False
@@ -84,7 +75,8 @@ class Scheduler:
         return True
 
     def advance(self, plan: Plan) -> list[Sequence]:
-        """The plan has been run; returns the sequences whose next token can be sampled."""
+        """Record that the plan was run; return the sequences whose next token can be sampled. Call
+        this once for each plan, before the new tokens are appended."""
         ready = []
         for sequence, count in plan.counts.items():
             self._name_pages(sequence, count)
@@ -95,12 +87,14 @@ class Scheduler:
         return ready
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence is complete or aborted."""
+        """Remove a sequence that is complete or aborted from the queue or the running ones, and
+        release its pages."""
         (self.waiting if sequence.waits else self.running).remove(sequence)
         self._evict(sequence)
 
     def update(self) -> None:
-        """The weights have changed."""
+        """Adapt to new weights: new requests must not reuse pages of older weights, and samples in
+        flight release their pages, to be recomputed, unless on_update is "keep"."""
         self.pages.forget_names()
         if self.settings.on_update == "keep":
             for sequence in self.running:
@@ -124,7 +118,7 @@ class Scheduler:
                 names = sequence.group.page_names(self.pages.size)
                 found = self.pages.find(names)
                 if sequence.group.filler or not coming.isdisjoint(names[len(found) :][:1]):
-                    continue  # its prompt, or the beginning, is being computed: it waits for that
+                    continue  # its prompt, or a prefix of it, is being computed
             if not self._fits(sequence, len(sequence.prefix.pages if sequence.prefix else found)):
                 return
             if not sequence.pages:
@@ -142,21 +136,24 @@ class Scheduler:
             budget -= count
 
     def _fits(self, sequence: Sequence, shared: int) -> bool:
-        """Whether its tokens, and a page of growth for each running sequence, find room beside the
-        shared pages."""
+        """Whether a waiting sequence may start. It may if nothing runs. Otherwise the free pages
+        must suffice for its tokens, of which the first ``shared`` pages exist already, plus one
+        page for each running sequence, up to a sixteenth of all pages."""
         if not self.running:
-            return True  # alone it always fits; `_make_room` takes pages that are held in reserve
+            return True  # alone it always fits: `_make_room` evicts waiting sequences
         growth = min(len(self.running), self.pages.count // 16)
         return self.pages.free >= self.pages.needed(len(sequence.tokens)) - shared + growth
 
     def _missing(self, sequence: Sequence) -> list[bytes]:
-        """Pages of its prompt that a running sequence has yet to fill."""
+        """Return the names of the full pages of a sequence's prompt that are not computed yet; an
+        empty list if the whole prompt is computed."""
         if sequence.computed >= sequence.group.prompt_length:
             return []
         return sequence.group.page_names(self.pages.size)[sequence.computed // self.pages.size :]
 
     def _name_pages(self, sequence: Sequence, count: int) -> None:
-        """`count` more tokens are computed: the pages of the prompt that are full can be found."""
+        """Name the pages of the prompt that the sequence's next ``count`` computed tokens fill, so
+        that other requests find them."""
         if sequence.computed >= sequence.group.prompt_length:
             return
         first, end = (n // self.pages.size for n in (sequence.computed, sequence.computed + count))
@@ -165,8 +162,9 @@ class Scheduler:
             self.pages.name(page, name)
 
     def _offer_prompt(self, filler: Sequence) -> None:
-        """The filler has computed the prompt: samples that wait will start from its pages. The
-        prompt's last token runs again in each, to predict its first token."""
+        """If a filler has computed the whole prompt, share the prompt's pages with the waiting
+        samples of its group. Each of them computes the prompt's last token again, to predict its
+        first token."""
         group, length = filler.group, filler.group.prompt_length
         if group.filler is not filler or filler.computed < length:
             return
@@ -180,12 +178,14 @@ class Scheduler:
                 sequence.prefix = filler.prefix = prefix
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Finds pages for the next `count` tokens -> whether the sequence still has its pages."""
+        """Allocate pages for the sequence's next ``count`` tokens, and plan a copy of a shared page
+        that it will write to. If too few pages are free, evict waiting sequences and preempt
+        younger ones; return False if the sequence itself was preempted, otherwise True."""
         pages = self.pages
         end = pages.needed(sequence.computed + count)
         first = sequence.computed // pages.size
         if len(sequence.pages) >= end and pages.holders[sequence.pages[first]] == 1:
-            return True  # as in most steps
+            return True  # the common case
         while True:
             shared = first < len(sequence.pages) and pages.holders[sequence.pages[first]] > 1
             if pages.free >= end - len(sequence.pages) + shared:
@@ -204,7 +204,8 @@ class Scheduler:
         sequence.pages += [self.pages.allocate() for _ in range(end - len(sequence.pages))]
 
     def _reclaim(self, sequence: Sequence, plan: Plan) -> bool:
-        """Frees pages for the sequence -> False if it had to give up its own."""
+        """Release the pages of the last waiting sequence that has any, or else preempt the youngest
+        running sequence. Return False if the preempted sequence is ``sequence`` itself."""
         for waiting in reversed(self.waiting):
             if waiting.pages:
                 self._evict(waiting)

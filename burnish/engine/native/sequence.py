@@ -1,4 +1,4 @@
-"""A request in flight: its group, and one sequence per sample."""
+"""State of a request in flight: one `RequestGroup`, and one `Sequence` for each of its samples."""
 
 from __future__ import annotations
 
@@ -14,70 +14,93 @@ if TYPE_CHECKING:
     from burnish.model.tokenizer import Tokenizer
 
 
-class Limits(NamedTuple):
-    """How a token is drawn; by default any token may be, by chance."""
+class DrawLimits(NamedTuple):
+    """Restrictions on how a token is drawn; by default any token may be sampled."""
 
     greedy: bool = False
-    """Whether the likeliest token is taken; its log-probability is the one at temperature 1."""
+    """Whether the most likely token is selected; its log-probability is taken at temperature 1."""
     banned: frozenset[int] = frozenset()
-    """Tokens that may not be drawn: end ids before min_tokens."""
+    """Tokens that must not be drawn: end ids before min_tokens."""
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
+    penalty: float = 1.0
+    """Repetition penalty for the tokens of prompt and response."""
     forced: int | None = None
-    """The token that is taken whatever the model says; None if the token is drawn."""
+    """Token that the system inserts; None if the token is drawn."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-p, top-k or min-p excludes unlikely tokens."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
 
-ANY, GREEDY = Limits(), Limits(greedy=True)
+ANY, GREEDY = DrawLimits(), DrawLimits(greedy=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The part of a group's prompt that decoding reads once for all samples."""
+    """The part of a request's prompt whose pages all its samples share, so that decoding reads them
+    once for all samples."""
 
     pages: list[int]
-    """Whole pages, which no sample writes to."""
+    """Full pages, which no sample writes to."""
 
 
 class RequestGroup:
+    """State that the samples of a request share, and the samples that are not complete."""
+
     def __init__(
         self, request: Request, tokenizer: Tokenizer | None = None, context: int = sys.maxsize
     ) -> None:
-        """context: tokens that prompt and response may have together."""
+        """Derive the limits of the samples from the request, and create its `Sequence` objects.
+
+        ``tokenizer``: None if completions need no text; then only ``stop_ids`` and the limit end a
+        response. ``context``: maximum number of tokens of prompt and response together.
+        """
         self.request, self.tokenizer = request, tokenizer
         params, self.given = request.params, request.given
         self.prompt_length = len(self.given)
-        """Tokens before the first that is sampled: a response's beginning is computed with its
+        """Number of tokens before the first sampled one. A partial response is computed with its
         prompt."""
         self.limit = min(params.max_tokens, context - len(request.prompt))
-        """Tokens that a response has at most."""
+        """Maximum number of tokens of a response."""
         self.phrase: list[int] = []
-        """The tokens that end a response's thinking."""
+        """The tokens of the phrase that ends a response's thinking."""
         self.budget: int | None = None
-        """Tokens before the phrase; None if there is no budget, or no room for phrase and answer
-        in the model's context."""
+        """Number of tokens after which the phrase is inserted; None if the request has no think
+        budget, or if the response has no room for phrase and answer."""
         if params.think_tokens is not None and tokenizer is not None:
             self.phrase = tokenizer.encode(params.think_phrase, add_special=False).tolist()
             if params.think_tokens + len(self.phrase) < self.limit:
                 self.budget = params.think_tokens
         self.end_ids = frozenset((*(tokenizer.end_ids if tokenizer else ()), *params.stop_ids))
-        self.limits = Limits(top_p=params.top_p, top_k=params.top_k)
-        if params.temperature == 0:
-            self.limits = GREEDY
+        self.limits = GREEDY
+        if params.temperature:
+            self.limits = DrawLimits(top_p=params.top_p, top_k=params.top_k, min_p=params.min_p)
+        self.limits = self.limits._replace(penalty=params.repetition_penalty)
         self.held_limits = self.limits._replace(banned=self.end_ids)
-        """How tokens are drawn once a response may end, and before that."""
+        """Limits of the first min_tokens tokens, which also ban end ids; ``limits`` holds after
+        that."""
         self.sequences = [Sequence(self, index) for index in range(request.n)]
-        """The samples that are not complete."""
+        """Samples that are not complete."""
         self.filler: Sequence | None = None
-        """The sample that is computing the prompt for all; the others wait for it."""
+        """The sample that computes the prompt for all samples, while the others wait for it; None
+        if no sample does."""
         self.names: list[bytes] | None = None
-        """Of its pages; None until `page_names` is called, empty if older weights filled some."""
+        """Result of `page_names`: None before its first call; empty if older weights have computed
+        some of the pages, so that other requests must not use them."""
 
     def page_names(self, size: int) -> list[bytes]:
-        """A hash of all tokens up to its end for each page before the prompt's last token, which
-        always runs."""
+        """Return the names of the prompt's full pages of ``size`` tokens, by which requests with
+        the same prefix share them; an empty list if older weights have computed some of the pages.
+
+        A name is a hash of all tokens up to the page's end. The page of the prompt's last token has
+        no name, because that token is always computed.
+        """
         if self.names is None:
             self.names, name = [], b""
-            tokens = self.given.astype("int64")  # bytes of another width would mix up
+            tokens = self.given.astype("int64")  # one width, so that equal tokens have equal bytes
             for start in range(0, (self.prompt_length - 1) // size * size, size):
                 page = tokens[start : start + size].tobytes()
                 self.names.append(name := blake2b(name + page, digest_size=16).digest())
@@ -85,11 +108,11 @@ class RequestGroup:
 
 
 class Sequence:
-    """One sample: its tokens, its pages in the cache, and its response with its records and end.
+    """One sample: its tokens, its pages in the cache, and how its response ended.
 
-    A token at index t < min_tokens ends nothing: no end id is drawn there, and a stop string that
-    the token completes does not count. Neither does a token of the phrase that ends the thinking;
-    a stop string may begin in the phrase if a sampled token completes it.
+    A token at index t < min_tokens ends no response: no end id is drawn there, and a stop string
+    that the token completes is ignored. The same holds for tokens of the phrase that ends the
+    thinking. A stop string may start in the phrase if a sampled token completes it.
     """
 
     def __init__(self, group: RequestGroup, index: int) -> None:
@@ -99,54 +122,60 @@ class Sequence:
         self.logprobs: list[float] = [] if begun is None else begun.logprobs.tolist()
         self.versions: list[int] = [] if begun is None else begun.versions.tolist()
         self.finish: Finish | None = None
+        """Why the response ended; None while it continues."""
         self.stop: str | int | None = None
-        """The stop string or end id that ended the response; None if none did."""
+        """Stop string or end id that ended the response; None if none did."""
         self.forced_from: int | None = None
-        """The place of the phrase in the response; None if its thinking was not ended by it."""
+        """Index in the response at which the phrase is inserted; None if it is not inserted."""
         self.waits = True
-        """In the scheduler's queue, not running."""
+        """Whether the sample is in the scheduler's queue instead of running."""
         self.computed = 0
-        """Tokens whose keys and values are in the cache."""
+        """Number of tokens whose keys and values are in the cache."""
         self.pages: list[int] = []
         self.prefix: Prefix | None = None
-        """The shared prompt in this sequence's first pages; None if all its pages are its own."""
+        """The part of the prompt whose pages the sample shares with its group; None if it shares
+        none."""
         watched = group.tokenizer if group.request.params.stop else None
         self._read = watched.stream() if watched else None
         self._text = ""
-        """The text that was read so far, for stop strings alone, up to the end of one."""
+        """Decoded text up to the end of a stop string; empty if there are no stop strings."""
         if self._read is not None:
             self._text = "".join(self._read(token) or "" for token in self.response)
 
     @property
     def pending(self) -> int:
-        """Tokens to run before the next one can be sampled; 1 is plain decoding."""
+        """Number of tokens to compute before the next one can be sampled; 1 while decoding."""
         return len(self.tokens) - self.computed
 
     @property
     def response(self) -> list[int]:
+        """Tokens of the response so far, beginning with the partial response if there is one."""
         return self.tokens[len(self.group.request.prompt) :]
 
     @property
     def room(self) -> int:
-        """Tokens up to the response's limit, or first to the end of its think budget."""
+        """Number of tokens that may follow until the think budget ends or, after that, until the
+        maximum length."""
         count, budget = len(self.logprobs), self.group.budget
         return (self.group.limit if budget is None or count >= budget else budget) - count
 
     @property
     def held(self) -> int:
-        """Tokens until the response may end."""
+        """Number of tokens that must follow before the response has min_tokens and may end."""
         return max(0, self.group.request.params.min_tokens - len(self.logprobs))
 
     @property
-    def limits(self) -> Limits:
-        """How the next token is drawn."""
+    def limits(self) -> DrawLimits:
+        """Restrictions on the next token: it is forced, must not end the response yet, or has only
+        the request's own limits."""
         if self.forced is not None:
-            return Limits(forced=self.forced)
+            return DrawLimits(forced=self.forced)
         return self.group.held_limits if self.held else self.group.limits
 
     @property
     def forced(self) -> int | None:
-        """The next token if it is the phrase's; None if it is drawn."""
+        """The next token of the phrase that ends the thinking, while the phrase is being inserted;
+        None if the next token is drawn."""
         if self.forced_from is None:
             return None
         left = self.group.phrase[len(self.logprobs) - self.forced_from :]
@@ -154,24 +183,33 @@ class Sequence:
 
     @property
     def put_in(self) -> slice:
-        """The tokens of the response that were not sampled."""
+        """Slice of the response's tokens that the system inserted, which is the phrase that ends
+        the thinking; it selects nothing if no token was inserted."""
         first = len(self.tokens) if self.forced_from is None else self.forced_from
         return slice(first, first + len(self.group.phrase))
 
     @property
     def text(self) -> str:
-        """The response up to the end of its stop string, without its end token."""
+        """Text of the response, up to the end of a stop string and without an end token; empty
+        without a tokenizer."""
         if isinstance(self.stop, str):
             return self._text
-        told = self.response if self.stop is None else self.response[:-1]
+        shown = self.response if self.stop is None else self.response[:-1]
         tokenizer = self.group.tokenizer
-        return tokenizer.decode(told, skip_special=True) if tokenizer else ""
+        return tokenizer.decode(shown, skip_special=True) if tokenizer else ""
 
     def take(self, tokens: list[int], logprobs: list[float], version: int) -> int:
-        """The next tokens, up to the one that ends the response -> their number."""
+        """Append new tokens with their log-probabilities and the version that sampled them, up to
+        the one that ends the response. Return the number of appended tokens.
+
+        Set `finish` if the response has ended, and `stop` if a stop string or end id ended it.
+        Tokens beyond the end, the maximum length or the think budget are discarded. If the budget
+        is used up before the thinking has ended, the next tokens are those of the phrase: see
+        `forced`. Meanwhile, exactly one token is appended per call.
+        """
         end_ids, held, count = self.group.end_ids, self.held, min(len(tokens), self.room)
         if self.forced is not None:
-            held = count = 1
+            held = count = min(1, count)  # no token if its logits have overflowed
         if not end_ids.isdisjoint(tokens[held:count]):
             count = next(i for i, t in enumerate(tokens[held:], held + 1) if t in end_ids)
             self.finish, self.stop = Finish.STOP, tokens[count - 1]
@@ -187,18 +225,21 @@ class Sequence:
         return count
 
     def complete(self, finish: Finish) -> Completion:
+        """Build the completion of the sample, with the tokens so far and ``finish``."""
         recorded = self.response, self.logprobs, self.versions
         ended = finish, self.stop, self.text
         return completed(self.group.request, self.index, recorded, ended, self.put_in)
 
     def _thinks(self) -> bool:
-        """Whether the response has not said the end of its thinking."""
+        """Whether the response is still thinking: its text does not contain think_end."""
         assert self.group.tokenizer is not None, "a budget needs a tokenizer"
-        said = self.group.tokenizer.decode(self.response)
-        return self.group.request.params.think_end not in said
+        text = self.group.tokenizer.decode(self.response)
+        return self.group.request.params.think_end not in text
 
     def _watch(self, tokens: list[int], held: int) -> int:
-        """Reads tokens up to a stop string -> their number."""
+        """Decode tokens up to the one that completes a stop string, and record that stop string.
+        Return the number of tokens up to and including that one; all tokens if there is none. Stop
+        strings that the first ``held`` tokens complete are ignored."""
         assert self._read is not None
         for index, token in enumerate(tokens if self.stop is None else tokens[:-1]):
             fresh = self._read(token) or ""
@@ -208,7 +249,9 @@ class Sequence:
         return len(tokens)
 
     def _find_stop(self, seen: int) -> bool:
-        """Whether a stop string ends after the `seen` characters; the first to begin wins."""
+        """Look for stop strings that end after the first ``seen`` characters of the text. If there
+        is one, set `finish` and `stop`, cut the text after the one that starts first, and return
+        True."""
         text, stops = self._text, self.group.request.params.stop
         found = [(text.find(s, max(0, seen - len(s) + 1)), -len(s), s) for s in stops]
         hits = [hit for hit in found if hit[0] >= 0]

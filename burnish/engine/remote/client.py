@@ -1,134 +1,122 @@
-"""An engine in another process, environment or machine; to its caller it is an engine like any.
+"""Client of an engine in another process, environment or machine. It implements `Engine` itself.
 
-``start`` runs `burnish/engine/serving.py` under another Python and talks to it by a socket that
-only the two of them have; ``connect`` reaches a `burnish engine serve` by TCP. Every call has a
-deadline, and an engine that is silent or gone is an error that names it.
+``start_engine`` runs `burnish/engine/remote/server.py` under another Python and talks to it over a
+socket pair. ``connect_engine`` reaches a `burnish engine serve` over TCP. Every call has a timeout,
+and the error for an engine that does not respond names it and quotes the end of its log.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from burnish import folders
-from burnish.checksum import checksum_of_bytes
-from burnish.engine import wire
-from burnish.engine.protocol import Capabilities, ProbeCheck, Request, check
-from burnish.engine.serving import Settings
+from burnish.engine.protocol import Capabilities, Probe, ProbeCheck, Request, check_request
+from burnish.engine.remote import wire
+from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError
-from burnish.folders import SHARED
+from burnish.machine import folders
+from burnish.machine.folders import SHARED
+from burnish.machine.process import ChildProcess, exit_status
+from burnish.model.checksum import checksum_of_bytes
 from burnish.types import Completion, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET = 64 << 20
-"""Bytes of weights that are read at a time, and put into shared memory or sent."""
+"""Bytes of weights that are written to shared memory, or sent, at a time."""
 GRACE = 10.0
-"""Seconds that an engine has to end by itself."""
+"""Seconds that an engine has to exit by itself."""
 SILENCE, PROBES = 60, 3
-"""Seconds in which a machine must answer TCP, and the questions that it must not leave open."""
-WORDS = 30
-"""Lines of its log that an error about a dead engine quotes."""
-Probe = Callable[[], tuple[float, ...]]
+"""Seconds after which a silent machine counts as dead, and the TCP probes sent to it until then."""
 
 
-class Child:
-    """A process that serves an engine, and its log."""
+class EngineProcess:
+    """The child process of an engine, and the temporary folder with its log."""
 
-    def __init__(self, python: str, settings: Settings, connection: socket.socket) -> None:
-        """``connection`` is the engine's end of a socket; this process closes its copy."""
-        # The other Python must not see the packages beside burnish, so it gets burnish alone.
+    def __init__(self, python: str, settings: EngineSettings, connection: socket.socket) -> None:
+        """Start the process under the interpreter ``python``. ``connection``: the engine's end of a
+        socket, which the process inherits; this process closes its copy."""
         self.folder = folders.claim("engine")
         root = self.folder.path
-        (root / "burnish").symlink_to(Path(__file__).parents[1])
+        # The other environment must import burnish, but not the packages installed beside it.
+        (root / "burnish").symlink_to(Path(__file__).parents[2])
         self.python, self.log = python, root / "log.txt"
-        # -P: nor the modules of the directory that it starts in.
-        command = [python, "-P", "-m", "burnish.engine.serving", str(connection.fileno())]
+        # -P keeps out the modules of the working directory.
+        command = [python, "-P", "-m", "burnish.engine.remote.server", str(connection.fileno())]
         try:
-            with self.log.open("wb") as log:
-                self.process = subprocess.Popen(
-                    [*command, json.dumps(asdict(settings))],
-                    env=os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"},
-                    pass_fds=[connection.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,  # Ctrl-C is for the run, which ends its step first
-                )
-        except OSError:
+            self.process = ChildProcess(
+                [*command, json.dumps(asdict(settings))],
+                name=f"the engine {settings.name}",
+                inherited=[connection],
+                env={"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"},
+                log=self.log,
+            )
+        except BaseException:
             self.folder.remove()
             raise
-        connection.close()
 
     def __str__(self) -> str:
         return f"process {self.process.pid} of {self.python}"
 
-    def words(self) -> str:
-        """The end of its log."""
-        said = self.log.read_text(errors="replace").splitlines()[-WORDS:]
-        return "\n".join(["; the end of its log:", *(f"  {line}" for line in said)] if said else "")
-
-    def end(self, grace: float = GRACE) -> int | None:
-        """Ends it, and all that it started -> its exit code."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(grace)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
-
     def close(self, grace: float = GRACE) -> None:
-        """Ends it and removes its log."""
-        self.end(grace)
+        """Give the process ``grace`` seconds to exit, kill it otherwise, and remove the folder with
+        its log."""
+        self.process.close(grace)
         self.folder.remove()
 
 
 class RemoteEngine:
-    def __init__(
-        self, connection: socket.socket, label: str, deadline: float, child: Child | None = None
-    ) -> None:
-        """``label`` names the engine in errors; ``child`` is None if others started the process.
+    """Client of one engine in another process. Calls block until the engine has answered. After a
+    timeout, a crash or a failed probe check, every further call raises an EngineError."""
 
-        Waits until the engine is there, for as long as ``deadline`` says in seconds.
+    def __init__(
+        self,
+        connection: socket.socket,
+        label: str,
+        deadline: float,
+        child: EngineProcess | None = None,
+    ) -> None:
+        """Wait until the engine has started and has described itself. Raise an EngineError if it
+        fails or does not answer in time.
+
+        ``label`` names the engine in errors; ``deadline`` is the timeout of each call, and of the
+        start, in seconds; ``child`` is the engine's process, None if this process did not start it.
         """
         self._connection, self._child, self._deadline = connection, child, deadline
         self.label = f"the engine {label}" + ("" if child is None else f" ({child})")
         self._end = weakref.finalize(self, _close, connection, child)
         self._lost: str | None = None
-        """Why the engine can't be asked any more; None while it can."""
+        """Why the engine can't be called any more; None while it can."""
         self._shares = connection.family == socket.AF_UNIX and SHARED.is_dir()
         self._requests: dict[str, Request] = {}
         self._left: dict[str, int] = {}
-        """Samples of each request that are not complete."""
+        """Number of unfinished samples of each request."""
         self._expected: tuple[Probe, ProbeCheck] | None = None
         self.version = self.unfinished = self.sampled = 0
         self.facts: dict[str, Any] = {}
-        """What the engine said about itself; empty until it is there."""
+        """Description that the engine sends when it has started; empty before that."""
         self.facts = self._receive("start")[0]
         self.capabilities = Capabilities(**self.facts["capabilities"])
 
     def submit(self, request: Request) -> None:
         bounds = {name: self.facts[name] for name in ("vocab_size", "context")}
-        check(request, **bounds)
+        check_request(request, **bounds)
         header, arrays = wire.pack_request(request)
         self._call("submit", arrays, **header)
         self._requests[request.request_id], self._left[request.request_id] = request, request.n
 
     def step(self) -> list[Completion]:
-        told, arrays = self._call("step")
+        answer, arrays = self._call("step")
         found = wire.unpack_completions(
-            told["completions"], arrays, lambda name: self._requests[name].params
+            answer["completions"], arrays, lambda name: self._requests[name].params
         )
         for completion in found:
             name = completion.request_id
@@ -147,9 +135,13 @@ class RemoteEngine:
         return tuple(self._call("probe")[0]["probe"])
 
     def load(self, weights: Weights) -> None:
-        """All tensors, and no token before they are all there; if a probe is expected, the engine's
-        must agree, so that weights that are torn or stayed old are seen."""
-        # The learner answers first: it may need the GPU's memory, which the engine takes then.
+        """Send all tensors and make the engine load them. The engine samples no token in between.
+
+        If `expect` was called, compare the engine's probe with the expected one afterwards, which
+        detects stale and partly loaded weights. If the probes differ, end the engine and raise an
+        EngineError.
+        """
+        # The learner computes its probe before the engine wakes up and takes the GPU's memory.
         wanted = None if self._expected is None else self._expected[0]()
         about = {
             "version": weights.version,
@@ -165,10 +157,13 @@ class RemoteEngine:
                 raise self._lose(str(error)) from None
 
     def expect(self, probe: Probe, tolerance: float) -> None:
-        """After each load, the engine's probe must be ``probe()`` within ``tolerance``."""
+        """Check all following loads: `load` raises an EngineError and ends the engine if its probe
+        after the load differs from ``probe()`` by more than ``tolerance`` nats (`ProbeCheck`)."""
         self._expected = probe, ProbeCheck(tolerance)
 
     def close(self) -> None:
+        """Disconnect, and end the engine's process if this process started it. All following calls
+        raise an EngineError; closing again does nothing."""
         self._lost = "was closed"
         self._end()
 
@@ -185,8 +180,8 @@ class RemoteEngine:
             self._call("load", files=list(map(str, files)), checksums=sums, **about)
         except (OSError, SafetensorError) as error:
             raise EngineError(
-                f"weights of version {about['version']} can't be put into {SHARED} for "
-                f"{self.label}: {error}; make room there"
+                f"weights of version {about['version']} can't be written to {SHARED} for "
+                f"{self.label}: {error}; free some space there"
             ) from error
         finally:
             folder.remove()
@@ -199,13 +194,15 @@ class RemoteEngine:
             self._call("bucket", [data], first=number == 0, checksum=checksum_of_bytes(data))
         self._call("load", files=[], checksums=[], **about)
 
-    def _call(self, call: str, arrays: list[wire.Array] | None = None, **told: Any) -> wire.Message:
+    def _call(
+        self, call: str, arrays: list[wire.Array] | None = None, **fields: Any
+    ) -> wire.Message:
         if self._lost is not None:
             raise EngineError(f"{self.label} {self._lost}")
         try:
-            wire.send(self._connection, {"call": call} | told, arrays or (), self._deadline)
+            wire.send(self._connection, {"call": call} | fields, arrays or (), self._deadline)
         except TimeoutError:
-            raise self._lose(f"did not take {call!r} within {self._deadline:g} s") from None
+            raise self._lose(f"did not accept {call!r} within {self._deadline:g} s") from None
         except OSError as error:
             raise self._died(call, error) from None
         return self._receive(call)
@@ -227,20 +224,24 @@ class RemoteEngine:
         return answer, arrays
 
     def _died(self, call: str, error: Exception) -> EngineError:
-        code = None if self._child is None else self._child.end(1.0)
-        why = str(error) or "it closed the connection"
-        return self._lose(f"died at {call!r} ({why if code is None else f'exit code {code}'})")
+        how = str(error) or "it closed the connection"
+        if self._child is not None:
+            how = f"it {exit_status(self._child.process.stop(grace=1.0))}"
+        return self._lose(f"died at {call!r} ({how})")
 
     def _lose(self, why: str) -> EngineError:
-        """The error about an engine that is not asked again."""
-        words = "" if self._child is None else self._child.words()
+        """Close the connection and end the process, so that all further calls fail. Return the
+        error for the caller to raise."""
+        remedy = "; continue with `burnish resume`" if self.facts else ""
+        text = f"{self.label} {why}{remedy}"
+        if self._child is not None:
+            text = self._child.process.with_tail(text)
         self._lost = why
         self._end()
-        remedy = "; go on with `burnish resume`" if self.facts else ""
-        return EngineError(f"{self.label} {why}{remedy}{words}")
+        return EngineError(text)
 
 
-def _close(connection: socket.socket, child: Child | None) -> None:
+def _close(connection: socket.socket, child: EngineProcess | None) -> None:
     connection.close()
     if child is not None:
         child.close()
@@ -249,7 +250,12 @@ def _close(connection: socket.socket, child: Child | None) -> None:
 def buckets(
     tensors: Mapping[str, Tensor], device: str | None = "cpu"
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors in their order, some at a time; ``device``: None if each stays where it is."""
+    """Yield the tensors, in their order, in buckets of at most `BUCKET` bytes; a larger tensor has
+    its own bucket. The tensors of a bucket are detached and contiguous. Without tensors, yield one
+    empty bucket.
+
+    ``device``: where the tensors are copied to; None to leave each tensor on its device.
+    """
     bucket, size = dict[str, Any](), 0
     for name, tensor in tensors.items():
         if bucket and size + tensor.nbytes > BUCKET:
@@ -260,12 +266,18 @@ def buckets(
     yield bucket
 
 
-def start(settings: Settings, *, python: str, deadline: float) -> RemoteEngine:
-    """An engine in a process of its own under ``python``."""
+def start_engine(settings: EngineSettings, *, python: str, deadline: float) -> RemoteEngine:
+    """Start an engine in a child process under the interpreter ``python``, wait until it has loaded
+    its model, and return its client. Raise an EngineError if the engine does not start, or a
+    ChildError if ``python`` can't be run.
+
+    ``deadline``: timeout of the start and of each call, in seconds. Temporary folders of burnish
+    processes that have ended are removed.
+    """
     folders.remove_dead()
     ours, theirs = socket.socketpair()
     try:
-        child = Child(python, settings, theirs)
+        child = EngineProcess(python, settings, theirs)
     except BaseException:
         ours.close()
         theirs.close()
@@ -273,8 +285,13 @@ def start(settings: Settings, *, python: str, deadline: float) -> RemoteEngine:
     return RemoteEngine(ours, settings.name, deadline, child)
 
 
-def connect(url: str, token: str, *, deadline: float) -> RemoteEngine:
-    """The engine that a `burnish engine serve` makes for this client; ``url``: tcp://HOST:PORT."""
+def connect_engine(url: str, token: str, *, deadline: float) -> RemoteEngine:
+    """Connect to the `burnish engine serve` at ``url``, tcp://HOST:PORT, which starts an engine for
+    this client; return the client when the engine has started. Raise an EngineError if nothing
+    responds there or the server refuses the client.
+
+    ``token`` authenticates the client. ``deadline``: timeout of each call in seconds.
+    """
     host, _, port = url.removeprefix("tcp://").rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), deadline)
@@ -282,20 +299,20 @@ def connect(url: str, token: str, *, deadline: float) -> RemoteEngine:
         wire.send(connection, {"token": token}, seconds=deadline)
     except OSError as error:
         raise EngineError(
-            f"no engine answers at {url}: {error}; start one there with `burnish engine serve`"
+            f"no engine responds at {url}: {error}; start one there with `burnish engine serve`"
         ) from error
     return RemoteEngine(connection, f"at {url}", deadline)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Lets the system notice within `SILENCE` that the other machine is gone, whether a message is
-    on its way to it or none."""
+    """Configure TCP to detect within `SILENCE` seconds that the other machine is gone, whether or
+    not a message is being sent to it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     first, every = SILENCE // 2, SILENCE // (2 * PROBES)
     options = {
         "TCP_NODELAY": 1,
-        "TCP_KEEPIDLE": first,  # seconds of silence before the first question
-        "TCP_KEEPALIVE": first,  # its name on a Mac
+        "TCP_KEEPIDLE": first,  # seconds of silence before the first probe
+        "TCP_KEEPALIVE": first,  # its name on macOS
         "TCP_KEEPINTVL": every,
         "TCP_KEEPCNT": PROBES,
         "TCP_USER_TIMEOUT": SILENCE * 1000,  # milliseconds

@@ -1,7 +1,7 @@
-"""Lets clients of other machines in: each gets an engine of its own, one client at a time.
+"""Accept clients from other machines, one at a time, and start an engine for each of them.
 
-A client is known by a token. The process that listens reads only that; the engine's process, which
-it starts for the client, does the rest, so that the next client meets the model's own weights.
+A token authenticates a client. The listening process reads only the token and passes the connection
+to the engine's process, so every client starts with the model's own weights.
 """
 
 from __future__ import annotations
@@ -14,38 +14,43 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from burnish import folders
-from burnish.engine import wire
-from burnish.engine.environment import TOKEN
-from burnish.engine.remote import SILENCE, Child, keep_alive
-from burnish.engine.serving import Settings
-from burnish.errors import EngineError
+from burnish.engine.remote import wire
+from burnish.engine.remote.client import SILENCE, EngineProcess, keep_alive
+from burnish.engine.remote.environment import TOKEN
+from burnish.engine.settings import EngineSettings
+from burnish.errors import ChildError, EngineError
+from burnish.machine import folders
 
 HELLO = 10.0
-"""Seconds in which a client must show its token."""
+"""Seconds in which a client must send its token."""
 STRANGERS = 64
-"""Clients that may be about to show it; when more come, the one that has waited longest goes."""
+"""Maximum number of clients that have not sent their token yet; beyond that, the oldest one is
+refused."""
 NO_HELLO = "it did not say hello"
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""The errors of a system that can't open another connection."""
+"""Error numbers of a system that can't open another connection."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one."""
+def open_listener(host: str, port: int) -> socket.socket:
+    """Open a listening TCP socket; port 0 selects a free port. Raise an EngineError if this is not
+    possible, for example because the port is in use."""
     try:
         return socket.create_server((host, port))
     except OSError as error:
         raise EngineError(
-            f"{host}:{port} can't be listened at: {error}; choose another --port, or 0 for a free "
-            "one"
+            f"can't listen on {host}:{port}: {error}; choose another --port, or 0 for a free one"
         ) from error
 
 
 class Stranger:
-    """A client that has not shown the token, and the bytes that it has sent. They are read as they
-    come, without a wait, so that a client that is silent keeps nobody else waiting."""
+    """A connected client that has not sent its token yet, and the bytes that have arrived from it.
+
+    The bytes are read without blocking, so that a silent client does not delay others.
+    """
 
     def __init__(self, connection: socket.socket, host: str) -> None:
+        """``host``: the client's address, for messages. The client must send its token within
+        `HELLO` seconds from now."""
         connection.setblocking(False)
         self.connection, self.host = connection, host
         self.end = time.monotonic() + HELLO
@@ -53,9 +58,10 @@ class Stranger:
         self._has_lengths = False
 
     def read(self) -> bytes | None:
-        """The token, once it is there; None before.
+        """Read the bytes that have arrived. Return the token, or None if the hello is not complete
+        yet.
 
-        Raises ValueError for bytes that are no hello, EOFError or OSError if the client is gone.
+        Raises ValueError for an invalid hello, EOFError or OSError if the client is gone.
         """
         while len(self._bytes) < self._awaited:
             try:
@@ -72,18 +78,23 @@ class Stranger:
 
 
 class Door:
-    """Reads hellos at a listener, of many clients at once."""
+    """Accepts connections, and reads the first message of many clients at the same time: the hello,
+    which contains a token.
 
-    def __init__(self, listener: socket.socket, tell: Callable[[str], None]) -> None:
+    ``report`` is called with one line of text for each client that is refused.
+    """
+
+    def __init__(self, listener: socket.socket, report: Callable[[str], None]) -> None:
         listener.setblocking(False)
-        self._listener, self._tell = listener, tell
+        self._listener, self._tell = listener, report
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, Stranger] = {}
-        """In the order in which they came."""
+        """Clients that have not sent a token yet, in order of arrival."""
 
     def next(self) -> tuple[Stranger, bytes]:
-        """The next client that shows a token."""
+        """Wait until a client has sent a token; return the client and its token, which is not
+        checked here. Refuse clients whose hello is invalid or late."""
         while True:
             for stranger in [s for s in self._strangers.values() if s.end <= time.monotonic()]:
                 self.refuse(stranger, NO_HELLO)
@@ -95,7 +106,7 @@ class Door:
                     continue
                 stranger = self._strangers.get(key.fileobj)  # type: ignore[call-overload]
                 if stranger is None:
-                    continue  # it was refused meanwhile
+                    continue  # it has been refused
                 try:
                     token = stranger.read()
                 except (OSError, EOFError, ValueError):
@@ -106,12 +117,17 @@ class Door:
                     return stranger, token
 
     def refuse(self, stranger: Stranger, why: str) -> None:
+        """Send the client the reason ``why``, report it, and close the connection. The client may
+        be one that `next` has returned."""
         self._forget(stranger)
         self._tell(f"refused {stranger.host}: {why}")
         with stranger.connection as connection, suppress(OSError):
-            wire.send(connection, {"fatal": why}, seconds=0)  # or it is not told
+            wire.send(
+                connection, {"fatal": why}, seconds=0
+            )  # without waiting: the client may not read it
 
     def close(self) -> None:
+        """Disconnect the clients that have not sent a token. The listener stays open."""
         self._selector.close()
         for stranger in self._strangers.values():
             stranger.connection.close()
@@ -142,14 +158,20 @@ class Door:
 def accept(
     listener: socket.socket,
     token: str,
-    settings: Settings,
+    settings: EngineSettings,
     python: str,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
-    """Serves clients until it is interrupted."""
+    """Accept clients from ``listener`` forever, one at a time. Start a new engine process under the
+    interpreter ``python`` for each client that has the right token; refuse a client if the token is
+    wrong or another client is being served.
+
+    ``report`` is called with one line of text for each client. An exception, such as
+    KeyboardInterrupt, ends the loop, kills the running engine process and propagates.
+    """
     folders.remove_dead()
-    child: Child | None = None
-    door = Door(listener, tell)
+    child: EngineProcess | None = None
+    door = Door(listener, report)
     try:
         while True:
             client, shown = door.next()
@@ -163,24 +185,24 @@ def accept(
             try:
                 keep_alive(client.connection)
                 client.connection.settimeout(None)
-                child = Child(python, settings, client.connection)
-            except OSError as error:  # the client is gone, or the system has no more processes
+                child = EngineProcess(python, settings, client.connection)
+            except (ChildError, OSError) as error:  # the client is gone, or the process can't start
                 door.refuse(client, f"its engine can't be started: {error}")
                 continue
-            tell(f"{settings.name} for {client.host}: {child}, log {child.log}")
+            report(f"{settings.name} for {client.host}: {child}, log {child.log}")
     finally:
         door.close()
         if child is not None:
             child.close(0.0)
 
 
-def _refusal(shown: bytes, token: str, child: Child | None) -> str | None:
-    """Why a client is not let in; None if it is."""
+def _refusal(shown: bytes, token: str, child: EngineProcess | None) -> str | None:
+    """Return the reason why a client is refused; None if it is accepted."""
     if not hmac.compare_digest(shown, token.encode()):
         return f"its token is wrong; set {TOKEN} to the token that the engine printed"
-    if child is not None and child.process.poll() is None:
+    if child is not None and child.process.is_running:
         return (
-            f"the engine serves another client ({child}); wait until it ends, at most {SILENCE} s "
-            "if its machine is gone"
+            f"the engine serves another client ({child}); wait until that client ends, which takes "
+            f"at most {SILENCE} s if its machine is gone"
         )
     return None

@@ -1,8 +1,8 @@
-"""The program around an engine in a process of its own: it answers a client's calls, one by one.
+"""Server program of an engine in its own process: it answers the calls of one client in order.
 
-It is started by its client (`burnish/engine/remote.py`) or by `burnish engine serve`, in an
-environment that has the engine and perhaps none of burnish's other packages, so it imports little.
-It inherits a connected socket, and ends when its client is gone.
+Its client (`burnish/engine/remote/client.py`) or `burnish engine serve` starts it, in an
+environment that has the engine's package but perhaps not burnish's dependencies, so it imports
+little. It inherits a connected socket and exits when its client disconnects.
 """
 
 from __future__ import annotations
@@ -13,94 +13,33 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from burnish.checksum import checksum_of_bytes
-from burnish.engine import wire
-from burnish.engine.environment import NEEDED
+from burnish.engine.build import make_engine
 from burnish.engine.protocol import Sleeper
+from burnish.engine.remote import wire
+from burnish.engine.remote.environment import NEEDED
+from burnish.engine.settings import EngineSettings
 from burnish.errors import BurnishError, EngineError
+from burnish.model.checksum import checksum_of_bytes
 from burnish.types import Weights
 
 if TYPE_CHECKING:
     from burnish.engine.protocol import Engine, Request
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""torch's names of precisions."""
 TAIL = 1 << 20
-"""Bytes of a file's end that a fingerprint reads."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The engine that a process makes."""
-
-    name: str
-    """A key of ``MAKERS``."""
-    model: str
-    """A directory in Hugging Face's layout."""
-    precision: str = "fp32"
-    device: str = "cpu"
-    kv_mb: int = 1024
-    max_running: int = 128
-    on_update: str = "recompute"
-    """Whether samples in flight keep their caches when weights come, or compute them again."""
-    threads: int = 1
-    fp32_head: bool = False
-    sleep: bool = False
-    """Whether the engine can give its GPU memory away between rollouts."""
-
-
-def make_native(given: Settings) -> Engine:
-    from burnish import machine
-
-    machine.set_up_torch(given.threads)
-    import torch
-
-    from burnish.engine.engine import NativeEngine
-    from burnish.engine.scheduler import STEP_TOKENS, EngineSettings
-    from burnish.model import checkpoint
-    from burnish.model.tokenizer import Tokenizer
-
-    how = {"dtype": getattr(torch, DTYPES[given.precision]), "fp32_head": given.fp32_head}
-    model = checkpoint.load(given.model, **how).to(given.device)
-    settings = EngineSettings(
-        kv_bytes=given.kv_mb * 2**20,
-        max_running=given.max_running,
-        step_tokens=STEP_TOKENS[given.device.partition(":")[0]],
-        on_update="keep" if given.on_update == "keep" else "recompute",
-    )
-    return NativeEngine(model, Tokenizer.load(given.model), settings)
-
-
-def make_hf(given: Settings) -> Engine:
-    from burnish.engine.hf import HfEngine
-
-    return HfEngine(given)
-
-
-def make_vllm(given: Settings) -> Engine:
-    from burnish.engine.vllm import VllmEngine
-
-    return VllmEngine(given)
-
-
-MAKERS: dict[str, Callable[[Settings], Engine]] = {
-    "native": make_native,
-    "hf": make_hf,
-    "vllm": make_vllm,
-}
+"""Bytes at the end of a file that enter its fingerprint."""
 
 
 def fingerprint(model: str | Path) -> str:
-    """Tells model directories apart by their weights: by size, header and end of each file."""
+    """Return a hash of a model directory's weights, as 16 hexadecimal digits. It covers only the
+    size, the header and the last `TAIL` bytes of each safetensors file."""
     digest = hashlib.sha256()
     for file in sorted(Path(model).glob("*.safetensors")):
         with file.open("rb") as opened:
@@ -111,17 +50,19 @@ def fingerprint(model: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def facts(engine: Engine, given: Settings) -> dict[str, Any]:
-    """What a client learns about an engine before its first call."""
-    config = json.loads((Path(given.model) / "config.json").read_text())
-    package, _ = NEEDED[given.name]
+def engine_facts(engine: Engine, settings: EngineSettings) -> dict[str, Any]:
+    """Return the description of an engine that its client receives before the first call, as JSON
+    fields: name, package with version, fingerprint of the model directory, settings, size of the
+    vocabulary, context length and capabilities."""
+    config = json.loads((settings.directory / "config.json").read_text())
+    package, _ = NEEDED[settings.name]
     owner = metadata.packages_distributions()[package][0]
     return {
-        "name": given.name,
+        "name": settings.name,
         "package": f"{package} {metadata.version(owner)}",
-        "model": fingerprint(given.model),
-        "precision": given.precision,
-        "on_update": given.on_update,
+        "model": fingerprint(settings.directory),
+        "precision": settings.precision,
+        "on_update": settings.on_update,
         "vocab_size": config["vocab_size"],
         "context": config["max_position_embeddings"],
         "capabilities": asdict(engine.capabilities),
@@ -129,77 +70,87 @@ def facts(engine: Engine, given: Settings) -> dict[str, Any]:
 
 
 class Service:
-    """Answers calls, and keeps the weights that came so far."""
+    """Carries out the client's calls on the engine, and collects buckets of weights until they are
+    loaded."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._buckets: list[Any] = []
-        """Parts of weights that came and are not loaded yet, each in safetensors' layout."""
+        """Received weights that are not loaded yet, each bucket in safetensors' layout."""
 
-    def answer(self, told: dict[str, Any], arrays: list[wire.Array]) -> wire.Message:
-        engine, call = self.engine, told.pop("call", None)
+    def answer(self, fields: dict[str, Any], arrays: list[wire.Array]) -> wire.Message:
+        """Carry out one call, and return the header and the arrays of the answer. ``fields`` and
+        ``arrays`` are the client's message; ``fields["call"]`` names the call and is removed. Raise
+        an EngineError if the call is unknown or the engine refuses it."""
+        engine, call = self.engine, fields.pop("call", None)
         if call == "submit":
-            engine.submit(_request(told, arrays))
+            engine.submit(_request(fields, arrays))
         elif call == "step":
             rows, streams = wire.pack_completions(engine.step())
             return {"completions": rows}, streams
         elif call == "probe":
             return {"probe": engine.probe()}, []
         elif call == "abort":
-            engine.abort(told["request_id"])
+            engine.abort(fields["request_id"])
         elif call == "sleep" and isinstance(engine, Sleeper):
             engine.sleep()
         elif call == "bucket":
-            kept = [] if told["first"] else self._buckets
-            self._buckets = [*kept, _checked(arrays[0], told["checksum"])]
+            kept = [] if fields["first"] else self._buckets
+            self._buckets = [*kept, _checked(arrays[0], fields["checksum"])]
         elif call == "load":
-            engine.load(self._weights(told))
+            engine.load(self._weights(fields))
         else:
-            raise EngineError(f"there is no call {call!r}; use one burnish on both sides")
+            raise EngineError(
+                f"unknown call {call!r}; use the same version of burnish on both sides"
+            )
         return {}, []
 
-    def _weights(self, told: dict[str, Any]) -> Weights:
-        """Of files of shared memory, or of the buckets that came before."""
+    def _weights(self, fields: dict[str, Any]) -> Weights:
+        """Assemble the weights of a load from files in shared memory, or from the received buckets,
+        which are then forgotten. Raise an EngineError if tensors are missing or a checksum is
+        wrong."""
         from safetensors.torch import load, load_file
 
         buckets, self._buckets = self._buckets, []
         tensors = {name: t for one in buckets for name, t in load(one.tobytes()).items()}
-        for file, wanted in zip(told["files"], told["checksums"], strict=True):
+        for file, wanted in zip(fields["files"], fields["checksums"], strict=True):
             _checked(np.memmap(file, np.uint8, "r"), wanted)
             tensors |= load_file(file)
-        if sorted(tensors) != told["names"]:
+        version = fields["version"]
+        if sorted(tensors) != fields["names"]:
             raise EngineError(
-                f"{len(tensors)} of {len(told['names'])} tensors of version {told['version']} "
-                f"arrived; version {self.engine.version} stays loaded"
+                f"{len(tensors)} of {len(fields['names'])} tensors of version {version} arrived; "
+                f"version {self.engine.version} stays loaded"
             )
-        return Weights(told["version"], told["incarnation"], tensors, told["is_partial"])
+        return Weights(version, fields["incarnation"], tensors, fields["is_partial"])
 
 
-def _request(told: dict[str, Any], arrays: list[wire.Array]) -> Request:
+def _request(fields: dict[str, Any], arrays: list[wire.Array]) -> Request:
     try:
-        return wire.unpack_request(told, arrays)
+        return wire.unpack_request(fields, arrays)
     except (LookupError, TypeError, ValueError) as error:
         raise EngineError(
-            f"a request was not understood ({error}); use one burnish on both sides"
+            f"a request can't be decoded ({error}); use the same version of burnish on both sides"
         ) from None
 
 
 def _checked(data: Any, wanted: int) -> Any:
     if checksum_of_bytes(data) != wanted:
         raise EngineError(
-            "weights did not arrive as they were sent: the checksum differs; the old ones stay"
+            "the weights' checksum differs from the sender's; the old weights stay loaded"
         )
     return data
 
 
-def serve(connection: socket.socket, engine: Engine) -> None:
-    """Answers calls until the client is gone.
+def answer_calls(connection: socket.socket, engine: Engine) -> None:
+    """Answer calls on the engine until the client disconnects.
 
-    An error of burnish leaves the engine as it was. Any other exception ends the engine, since
-    nobody knows its state: no token ever comes from a mixture of weights. So do bytes that are no
-    message, since nobody knows where the next one begins.
+    A burnish error is sent to the client and leaves the engine's state unchanged. Any other
+    exception is sent to the client and must end the process: the engine's state is unknown then,
+    and no token may come from a mixture of weights. Bytes that are not a message end the calls,
+    too, because the start of the next message is unknown.
     """
-    with suppress(OSError):  # the client is gone, or its machine
+    with suppress(OSError):  # the client or its machine is gone
         _answer_all(connection, engine)
 
 
@@ -207,15 +158,15 @@ def _answer_all(connection: socket.socket, engine: Engine) -> None:
     service = Service(engine)
     while True:
         try:
-            told, arrays = wire.receive(connection)
+            fields, arrays = wire.receive(connection)
         except EOFError:
             return
         except ValueError as error:
-            wire.send(connection, {"fatal": f"a message was not understood: {error}"})
+            wire.send(connection, {"fatal": f"a message can't be decoded: {error}"})
             return
         answer: wire.Message = {}, []
         try:
-            answer = service.answer(told, arrays)
+            answer = service.answer(fields, arrays)
         except BurnishError as error:
             answer[0]["error"] = str(error)
         except Exception as error:
@@ -226,17 +177,22 @@ def _answer_all(connection: socket.socket, engine: Engine) -> None:
         wire.send(connection, answer[0] | {"state": state}, answer[1])
 
 
-def main(descriptor: int, given: Settings) -> None:
+def run_server(descriptor: int, settings: EngineSettings) -> None:
+    """Build the engine, send its description to the client, and answer the client's calls until it
+    disconnects. If the engine can't be built, send the error and exit with status 1.
+
+    ``descriptor``: file descriptor of the inherited socket, whose other end the client has.
+    """
     with socket.socket(fileno=descriptor) as connection:
         try:
-            engine = MAKERS[given.name](given)
-            wire.send(connection, facts(engine, given))
+            engine = make_engine(settings)
+            wire.send(connection, engine_facts(engine, settings))
         except Exception as error:
             traceback.print_exc()
             wire.send(connection, {"fatal": f"{type(error).__name__}: {error}"})
             raise SystemExit(1) from None
-        serve(connection, engine)
+        answer_calls(connection, engine)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Settings(**json.loads(sys.argv[2])))
+    run_server(int(sys.argv[1]), EngineSettings(**json.loads(sys.argv[2])))

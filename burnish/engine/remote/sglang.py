@@ -1,176 +1,59 @@
-"""SGLang's HTTP server as an engine: tokens in, tokens out.
+"""An engine that samples on an SGLang server over HTTP; both sides exchange token ids.
 
-The server samples, and this client decides where a response ends, by the rules of `sequence.py`. A
-call is cut when weights come, and the response goes on in another call, so all tokens of a call are
-of one version. docs/engines.md tells which answers of the server this rests on.
+The server samples, and this client decides where a response ends, by the rules of
+`burnish/engine/native/sequence.py`. A load of weights aborts the calls in flight, and their
+responses continue in new calls, so all tokens of a call have the same version. docs/engines.md
+lists the server behaviour that this relies on.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
-import ssl
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from burnish.draws import uniforms
 from burnish.engine import protocol
-from burnish.engine.callers import Callers
-from burnish.engine.environment import parts
-from burnish.engine.protocol import Capabilities, ProbeCheck, Request
-from burnish.engine.sequence import RequestGroup, Sequence
-from burnish.engine.sglang_weights import WAYS, Way
-from burnish.engine.shapes import Shapes
+from burnish.engine.native.sequence import RequestGroup, Sequence
+from burnish.engine.protocol import Capabilities, Probe, ProbeCheck, Request
+from burnish.engine.remote.daemon_threads import DaemonThreads
+from burnish.engine.remote.sglang_api import SglangApi
+from burnish.engine.remote.sglang_weights import WEIGHT_SENDERS, WeightSender
+from burnish.engine.remote.weight_shapes import Shapes
 from burnish.errors import EngineError
-from burnish.model.checkpoint import read_config, read_state
+from burnish.model.checkpoint import read_model_config, read_state
 from burnish.model.tokenizer import Tokenizer
+from burnish.randomness import uniforms
 from burnish.types import Completion, Finish, Weights
 
-OLDEST = "0.5.15"
-"""The version of SGLang whose answers were recorded (tests/engine/sglang_contract.json)."""
-AGAIN = 0.5
-"""Seconds after which the server is told again to abort calls that have not ended."""
-GLANCE = 0.02
-"""Seconds after which a step returns though no call has ended, so that weights can come."""
-SAME = 1e-2
-"""How far two probes of the same weights may differ: sums depend on the batch."""
+ABORT_RETRY = 0.5
+"""Seconds after which an abort is sent again if its calls have not ended."""
+STEP_TIMEOUT = 0.02
+"""Seconds after which a step returns even if no call has ended, so that weights can be loaded."""
+PROBE_NOISE = 1e-2
+"""Largest difference between two probes of the same weights; sums depend on the batch."""
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""burnish's names for the precisions that a server may be started with."""
-FACTS: dict[str, type] = {
-    "version": str,
-    "max_req_input_len": int,
-    "skip_tokenizer_init": bool,
-    "enable_deterministic_inference": bool,
-    "dtype": str,
-    "device": str,
-    "tp_size": int,
-    "pp_size": int,
-    "dp_size": int,
-    "enable_memory_saver": bool,
-    "enable_weights_cpu_backup": bool,
-}
-"""The part of /server_info that burnish reads."""
-Probe = Callable[[], tuple[float, ...]]
+"""burnish's names of the server's precisions."""
 
 
-class Server:
-    """One SGLang server; every error names its url."""
-
-    def __init__(self, url: str, deadline: float, key: str | None = None) -> None:
-        """``key``: the server's API key; None if it has none."""
-        self.url, self.deadline, self._key = url.rstrip("/"), deadline, key
-        self._opener = urllib.request.OpenerDirector()
-        # No proxy, and no redirection, which could give the key to another server.
-        for handler in (
-            urllib.request.HTTPHandler(),
-            urllib.request.HTTPSHandler(),
-            urllib.request.HTTPErrorProcessor(),
-            urllib.request.HTTPDefaultErrorHandler(),
-        ):
-            self._opener.add_handler(handler)
-        self.lost: str | None = None
-        """Why the server is not asked any more; None while it is."""
-
-    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """GET, or POST if there is a body -> the answer's JSON, None if it has none."""
-        if self.lost is not None:
-            raise self.error(self.lost)
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data)
-        request.add_header("Content-Type", "application/json")
-        if self._key is not None:
-            request.add_header("Authorization", f"Bearer {self._key}")
-        try:
-            with self._opener.open(request, timeout=self.deadline) as answer:
-                said = answer.read()
-        except urllib.error.HTTPError as error:
-            why = f"refused {path} ({error.code}): {error.read(1000).decode(errors='replace')}"
-            if error.code in (401, 403):
-                why += "; engine.key must name the environment variable that holds its API key"
-            elif 300 <= error.code < 400:
-                where = error.headers.get("Location")
-                why = f"sends {path} to {where}, which burnish does not follow; use its own url"
-        except (OSError, http.client.HTTPException) as error:
-            why = f"does not answer {path}: {error}; is it running? See its log"
-            if isinstance(getattr(error, "reason", None), ssl.SSLError):
-                why = (
-                    f"has no connection that is trusted here: {error}; use http:// if it has no "
-                    "TLS, or name its certificate's authority by the variable SSL_CERT_FILE"
-                )
-            elif TimeoutError in (type(error), type(getattr(error, "reason", None))):
-                why = f"did not answer {path} within engine.deadline = {self.deadline:g} s"
-            self.lost = why
-        else:
-            try:
-                return json.loads(said) if said.startswith(b"{") else None
-            except (ValueError, RecursionError) as error:
-                why = f"answers {path} with broken JSON ({error}); is it an SGLang server?"
-        raise self.error(why)
-
-    def facts(self) -> dict[str, Any]:
-        """The part of /server_info that burnish reads."""
-        found = self.call("/server_info") or {}
-        if isinstance(found.get("version"), str) and parts(found["version"]) < parts(OLDEST):
-            raise self.error(f"must be {OLDEST} or newer, is {found['version']}")
-        wrong = [name for name, kind in FACTS.items() if type(found.get(name)) is not kind]
-        if wrong:
-            told = ", ".join(
-                f"{name} = {found[name]!r:.40}" if name in found else f"no {name}" for name in wrong
-            )
-            raise self.error(
-                f"answers /server_info with {told}; burnish needs SGLang {OLDEST} or newer there, "
-                "so check engine.url, and that no proxy answers for it"
-            )
-        return {name: found[name] for name in FACTS}
-
-    def part(self, told: Any, path: str, *names: str) -> Any:
-        """A part of the answer to ``path``, by the names of the objects that it is in."""
-        for name in names:
-            if not isinstance(told, dict) or name not in told:
-                raise self.error(
-                    f"answers {path} without {'.'.join(names)}; is it SGLang {OLDEST}?"
-                )
-            told = told[name]
-        return told
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Calls in flight return the tokens that they have; later ones wait for the weights."""
-        self.call("/pause_generation", {"mode": "abort"})
-        try:
-            yield
-        except BaseException:
-            with suppress(EngineError):
-                self.call("/continue_generation", {})
-            raise
-        self.call("/continue_generation", {})
-
-    def error(self, why: str) -> EngineError:
-        told = why if self._key is None else why.replace(self._key, "(key)")
-        return EngineError(f"SGLang at {self.url} {told}")
-
-
-class Call(NamedTuple):
-    """A sample's next tokens, which the server is sampling."""
+class GenerateCall(NamedTuple):
+    """A call of /generate in flight, which samples the next tokens of one sample."""
 
     sequence: Sequence
     name: str
-    """The server's name for it."""
+    """The call's name on the server."""
     version: int
-    """The loaded weights when it was sent, and the incarnation of their run."""
+    """Version of the weights that were loaded when the call was sent."""
     incarnation: int
+    """Incarnation of these weights."""
 
     @property
     def request_id(self) -> str:
@@ -178,7 +61,9 @@ class Call(NamedTuple):
 
 
 class SglangEngine:
-    """Owns the server's weights: nobody else may use the server meanwhile."""
+    """Client of an SGLang server that implements `Engine`. It replaces the server's weights, so no
+    other client may use the server. After a timeout or a restart of the server, or if its weights
+    are unknown, every further call raises an EngineError."""
 
     def __init__(
         self,
@@ -193,77 +78,92 @@ class SglangEngine:
         sleeps: bool = False,
         key: str | None = None,
     ) -> None:
-        """``model`` is the directory of version 0, which the server loads at once.
+        """Check that the server fits the settings, and load the weights of version 0 into it. Raise
+        an EngineError if the server does not respond or does not fit, or if the load fails.
 
-        ``keeps_cache``: samples in flight keep the keys and values of older weights; ``weights``:
-        the way by which they come; ``sleeps``: `sleep` will be called; ``key``: the server's API
-        key.
+        Args:
+            url: of the server.
+            model: model directory with the weights of version 0.
+            tokenizer: None if completions need no text and no request has stop strings.
+            deadline: timeout of each call in seconds.
+            max_running: maximum number of samples that are sent to the server at the same time.
+            keeps_cache: whether samples in flight keep keys and values of older weights; otherwise
+                the server computes them again after each load.
+            weights: how weights are sent, a key of `WEIGHT_SENDERS`.
+            sleeps: whether `sleep` will be called, which the server must support.
+            key: the server's API key; None if it has none.
         """
-        self._server = Server(url, deadline, key)
+        self._server = SglangApi(url, deadline, key)
         self._tokenizer, self._keeps = tokenizer, keeps_cache
-        self._calls: dict[Future[Any], Call] = {}
+        self._calls: dict[Future[Any], GenerateCall] = {}
         self._running, self._queued = max_running, deque[Sequence]()
-        """Samples that the server has not been asked for yet: it gets ``max_running`` at once."""
+        """Samples that wait until fewer than ``max_running`` calls are in flight."""
         self._undelivered: list[Completion] = []
         self._aborted: set[str] = set()
-        """Requests whose samples end with the tokens that they have."""
+        """Requests whose samples end with the tokens that they have so far."""
         self._aborted_at = 0.0
-        """When the server was last told so."""
+        """When the server was last asked to abort these requests."""
         self._client, self._loads = uuid.uuid4().hex, 0
-        """The key of the server's prefix cache: a client of its own, and the loads so far. Versions
-        are no key, because a run that was restarted counts some of them again."""
+        """Parts of the key of the server's prefix cache: an id of this client and the number of
+        loads so far. Versions can't be the key, because a restarted run reuses some of them."""
         self._keys: dict[Sequence, str] = {}
-        """Of samples that have tokens: those may read the cache of the weights that began them."""
+        """Cache keys of samples in flight. Calls that continue a response use the key of its first
+        call, so that they may read the cache that this call filled."""
         self.version = self.sampled = self._incarnation = 0
         self._expected: tuple[Probe, ProbeCheck] | None = None
-        self._config = config = read_config(Path(model))
+        self._config = config = read_model_config(Path(model))
         self._shapes = Shapes(config)
-        told = self._server.facts()
-        self._context: int = min(config.context, told["max_req_input_len"])
-        self._reads = not told["skip_tokenizer_init"]
-        self.facts = {"name": "sglang", "precision": PRECISIONS.get(told["dtype"], told["dtype"])}
+        facts = self._server.facts()
+        self._context: int = min(config.context, facts["max_req_input_len"])
+        self._has_tokenizer = not facts["skip_tokenizer_init"]
+        self.facts = {"name": "sglang", "precision": PRECISIONS.get(facts["dtype"], facts["dtype"])}
         self.capabilities = Capabilities(
             model_logprobs=True,
             token_versions=True,
-            counter_draws=told["enable_deterministic_inference"],
+            counter_draws=facts["enable_deterministic_inference"],
         )
-        # Weights without a copy in main memory would be lost, and a load may be refused.
-        self._tags = ["kv_cache", "weights"][: 1 + told["enable_weights_cpu_backup"]]
+        # Weights are released only if the server has a copy: the next load may be refused.
+        self._tags = ["kv_cache", "weights"][: 1 + facts["enable_weights_cpu_backup"]]
         self._is_asleep = False
-        if sleeps and not told["enable_memory_saver"]:
+        if sleeps and not facts["enable_memory_saver"]:
             raise self._server.error(
-                "can't give its memory away, as engine.sleep = true asks; start it with "
+                "can't release its memory, as engine.sleep = true requires; start it with "
                 "--enable-memory-saver"
             )
-        if weights != "disk" and told["pp_size"] * told["dp_size"] > 1:
+        if weights != "disk" and facts["pp_size"] * facts["dp_size"] > 1:
             raise self._server.error(
-                f"has pp_size = {told['pp_size']} and dp_size = {told['dp_size']}; they must be 1 "
-                f"for engine.weights = '{weights}'; start it so, or use engine.weights = 'disk'"
+                f"has pp_size = {facts['pp_size']} and dp_size = {facts['dp_size']}; they must be "
+                f"1 for engine.weights = '{weights}'; restart it, or use engine.weights = 'disk'"
             )
-        self._way: Way = WAYS[weights](self._server, told)
+        self._sender: WeightSender = WEIGHT_SENDERS[weights](self._server, facts)
         self._update(read_state(Path(model)), 0)
-        self._last, self._callers = self.probe(), Callers(max_running)
+        self._last, self._threads = self.probe(), DaemonThreads(max_running)
 
     @property
     def unfinished(self) -> int:
         return len(self._calls) + len(self._queued) + len(self._undelivered)
 
     def submit(self, request: Request) -> None:
-        protocol.check(request, vocab_size=self._config.vocab_size, context=self._context)
-        if request.params.min_tokens or request.params.think_tokens:
+        """Queue a request, and send its samples to the server if fewer than ``max_running`` are
+        there. Raise an EngineError if the request is invalid, or if it has min_tokens, a repetition
+        penalty or a think budget, which this engine does not support."""
+        protocol.check_request(request, vocab_size=self._config.vocab_size, context=self._context)
+        p = request.params
+        if p.min_tokens or p.think_tokens or p.repetition_penalty != 1:
             raise EngineError(
-                f"request {request.request_id!r}: SGLang has no log-probabilities from before the "
-                "mask of min_tokens, and none of a think budget's phrase; leave both out, or use "
-                "the native engine"
+                f"request {request.request_id!r}: SGLang returns no log-probabilities before the "
+                "mask of min_tokens and before repetition_penalty, and none for a think budget's "
+                "phrase; remove these settings, or use the native engine"
             )
         self._wake()
         self._queued += RequestGroup(request, self._tokenizer, self._context).sequences
         self._send_queued()
 
     def step(self) -> list[Completion]:
-        """Wait a moment for calls -> the samples that are complete; the others go on."""
+        """Wait at most `STEP_TIMEOUT` seconds for a call to end, and send new ones. Return the
+        completions of samples that have ended or were aborted; often an empty list."""
         done, self._undelivered = self._undelivered, []
-        for future in wait(self._calls, 0 if done else GLANCE, FIRST_COMPLETED).done:
+        for future in wait(self._calls, 0 if done else STEP_TIMEOUT, FIRST_COMPLETED).done:
             call = self._calls.pop(future)
             self._take(call, self._server.part(future.result(), "/generate", "meta_info"))
             if call.sequence.finish is None:
@@ -272,8 +172,8 @@ class SglangEngine:
                 self._keys.pop(call.sequence, None)
                 done.append(call.sequence.complete(call.sequence.finish))
         self._aborted &= {call.request_id for call in self._calls.values()}
-        if self._aborted and time.monotonic() > self._aborted_at + AGAIN:
-            self._abort_calls()  # it may have overtaken the calls, which the server did not know
+        if self._aborted and time.monotonic() > self._aborted_at + ABORT_RETRY:
+            self._abort_calls()  # the first abort may have reached the server before the calls
         self._send_queued()
         return done
 
@@ -292,27 +192,36 @@ class SglangEngine:
         self._aborted_at = time.monotonic()
 
     def probe(self) -> tuple[float, ...]:
+        """Return the log-probabilities of fixed tokens after a fixed context, without the server's
+        prefix cache."""
         self._wake()
         ids = self._config.probed
         params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
-        asked = {"input_ids": ids, "return_logprob": True, "token_ids_logprob": ids}
-        asked |= {"extra_key": uuid.uuid4().hex, "sampling_params": params}  # not from the cache
-        told, path = self._server.call("/generate", asked), "/generate"
+        body = {"input_ids": ids, "return_logprob": True, "token_ids_logprob": ids}
+        body |= {"extra_key": uuid.uuid4().hex, "sampling_params": params}  # not from the cache
+        answer, path = self._server.call("/generate", body), "/generate"
         names = "meta_info", "output_token_ids_logprobs"
-        rows = self._server.part(told, path, *names)[0]
+        rows = self._server.part(answer, path, *names)[0]
         found = {token: logprob for logprob, token, _ in rows}
         return tuple(found[token] for token in ids)
 
     def expect(self, probe: Probe, tolerance: float) -> None:
-        """After each load, the server's probe must be ``probe()`` within ``tolerance``."""
+        """Check all following loads: `load` raises an EngineError, as do all calls after it, if the
+        server's probe after the load differs from ``probe()`` by more than ``tolerance`` nats
+        (`ProbeCheck`)."""
         self._expected = probe, ProbeCheck(tolerance)
 
     def load(self, weights: Weights) -> None:
-        """New weights for all tokens from here on; samples in flight go on with them."""
+        """Load weights for all following tokens, also those of samples in flight.
+
+        Raise an EngineError if the weights are refused, and keep the old ones. Also raise one, and
+        make all further calls fail, if the server may hold a part of the weights after an error, or
+        if its probe differs from the expected one.
+        """
         protocol.check_weights(weights, self.version, self._incarnation)
-        # The server misses no tensor and ignores those that it does not know.
+        # The server itself reports neither missing nor unknown tensors.
         self._shapes.check(weights, self.version)
-        # The learner answers first: it may need the GPU's memory, which the server takes then.
+        # The learner computes its probe before the server wakes up and takes the GPU's memory.
         wanted = None if self._expected is None else self._expected[0]()
         try:
             self._update(weights.tensors, weights.version)
@@ -327,10 +236,12 @@ class SglangEngine:
                 raise self._lose(str(error)) from None
 
     def sleep(self) -> None:
-        """Gives the GPU's memory away until the next request, probe or load."""
+        """Release the GPU's memory until the next request, probe or load. Raise an EngineError if
+        samples are not delivered yet. The weights' memory is released only if the server keeps a
+        copy in main memory."""
         if self.unfinished:
             raise EngineError(f"{self.unfinished} samples are not delivered; step until they are")
-        # A server that is not idle would end; it empties its cache as soon as it is.
+        # A server that is not idle would crash; flush_cache waits until it is idle.
         self._server.call(f"/flush_cache?timeout={self._server.deadline:g}", {})
         self._server.call("/release_memory_occupation", {"tags": self._tags})
         self._is_asleep = True
@@ -341,16 +252,18 @@ class SglangEngine:
             self._is_asleep = False
 
     def close(self) -> None:
-        """Ends the samples in flight; the server stays."""
+        """Abort the samples in flight and disconnect; the server keeps running. All following calls
+        raise an EngineError."""
         with suppress(EngineError):
             self._wake()
             self._server.call("/abort_request", {"abort_all": True})
-        self._way.close()
-        self._server.lost = "was left by this client"
-        self._callers.close()
+        self._sender.close()
+        self._server.lost = "was closed by this client"
+        self._threads.close()
 
     def _send_queued(self) -> None:
-        """The caller's thread sends, and the same thread loads: a call has the weights' key."""
+        """Send queued samples while fewer than max_running calls are in flight. This runs in the
+        thread that also loads weights, so that the cache key matches the weights."""
         while self._queued and len(self._calls) < self._running:
             self._send(self._queued.popleft())
 
@@ -365,33 +278,38 @@ class SglangEngine:
             "stop_token_ids": sorted(sequence.group.end_ids),
             "sampling_seed": int(uniforms(*place, 0) * 2**53),
         }
-        if params.stop and self._reads:  # else a response runs on, and is cut here
+        if params.min_p:
+            drawn["min_p"] = params.min_p
+        if params.stop and self._has_tokenizer:  # otherwise `take` truncates the response here
             drawn["stop"] = list(params.stop)
-        name = uuid.uuid4().hex  # the server aborts every name that begins with the given one
-        asked = {"rid": name, "input_ids": sequence.tokens, "return_logprob": True}
-        if self._keeps:  # a new sample must not find keys of older weights in the cache
+        name = uuid.uuid4().hex  # the server aborts every name with the given prefix
+        body = {"rid": name, "input_ids": sequence.tokens, "return_logprob": True}
+        if self._keeps:  # a new sample must not read cached keys of older weights
             key = f"{self._client}-{self._loads}"
-            asked["extra_key"] = self._keys.get(sequence, key)
+            body["extra_key"] = self._keys.get(sequence, key)
             self._keys.setdefault(sequence, key)
-        body = asked | {"sampling_params": drawn}
-        future = self._callers.submit(self._server.call, "/generate", body)
-        self._calls[future] = Call(sequence, name, self.version, self._incarnation)
+        body["sampling_params"] = drawn
+        future = self._threads.submit(self._server.call, "/generate", body)
+        self._calls[future] = GenerateCall(sequence, name, self.version, self._incarnation)
 
-    def _take(self, call: Call, told: dict[str, Any]) -> None:
-        """The tokens of an answer, up to the one that ends the response."""
-        stamp = str(self._server.part(told, "/generate", "weight_version"))
-        rows, sequence = told.get("output_token_logprobs") or [], call.sequence
+    def _take(self, call: GenerateCall, answer: dict[str, Any]) -> None:
+        """Append the tokens of a call's answer to its sample, up to the one that ends the response.
+        Raise if the server was restarted or has sampled nothing."""
+        stamp = str(self._server.part(answer, "/generate", "weight_version"))
+        rows, sequence = answer.get("output_token_logprobs") or [], call.sequence
         if not stamp.isdecimal():
-            raise self._lose(f"was started again: its weights are {stamp!r}, and not of this run")
+            raise self._lose(
+                f"was restarted: its weights are {stamp!r}, which is no version of this run"
+            )
         is_aborted = call.request_id in self._aborted
         sent = call.version, call.incarnation
         if not rows and not is_aborted and sent == (self.version, self._incarnation):
             raise self._server.error(
-                f"sampled nothing for request {call.request_id!r}: {told['finish_reason']}"
+                f"sampled nothing for request {call.request_id!r}: {answer['finish_reason']}"
             )
         begins = len(sequence.tokens) == sequence.group.prompt_length
         if self._keeps and begins and sent != (int(stamp), self._incarnation):
-            rows = []  # weights came while it was on its way: it may rest on a cache of older ones
+            rows = []  # weights were loaded meanwhile: the tokens may rest on an older cache
         if begins and not rows:
             self._keys.pop(sequence, None)
         sound = next((i for i, row in enumerate(rows) if row[0] is None), len(rows))
@@ -404,22 +322,24 @@ class SglangEngine:
         self._wake()
         last = {"weight_version": str(version), "flush_cache": not self._keeps}
         try:
-            self._way.send(tensors, last)
+            self._sender.send(tensors, last)
             self._loads += 1
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise self._server.error(f"gets no weights: {error}") from error
+            raise self._server.error(f"did not receive the weights: {error}") from error
 
     def _failed(self, error: EngineError) -> EngineError:
-        """The error of a load. The server may have changed tensors or died: a probe shows it."""
+        """Return the error of a failed load, for the caller to raise. If a part of the weights was
+        sent, or if a probe fails or shows that tensors have changed, make all further calls
+        fail."""
         gap = math.inf
-        if not self._way.has_begun:
+        if not self._sender.has_begun:
             with suppress(EngineError):
                 gap = max(abs(a - b) for a, b in zip(self.probe(), self._last, strict=True))
-        if gap > SAME:
-            return self._lose(f"holds no known weights after a load that failed: {error}")
+        if gap > PROBE_NOISE:
+            return self._lose(f"holds unknown weights after a failed load: {error}")
         return EngineError(f"{error}; version {self.version} stays loaded")
 
     def _lose(self, why: str) -> EngineError:
-        """The error about a server that is not asked again."""
-        self._server.lost = f"{why}; start it again, and go on with `burnish resume`"
+        """Make all further calls fail. Return the error for the caller to raise."""
+        self._server.lost = f"{why}; restart it, and continue with `burnish resume`"
         return self._server.error(self._server.lost)

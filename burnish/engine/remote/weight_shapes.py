@@ -1,4 +1,4 @@
-"""The tensors that weights must have, for engines whose model is not burnish's own."""
+"""Check weights before they are loaded by an engine whose model is not burnish's own."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from burnish.types import Weights
 
 
 class Shapes:
-    """Hugging Face's names of a model's tensors, and their shapes."""
+    """Checks weights against the names (Hugging Face's) and shapes of a model's tensors."""
 
     def __init__(self, config: ModelConfig) -> None:
         with torch.device("meta"):
             views = Transformer(config).exchange()
         self._shapes = {name: tuple(view.shape) for name, view in views.items()}
         self._loaded: set[str] = set()
-        """The tensors that any load has changed: weights that name a part must name them."""
+        """Tensors that any load has changed. Partial weights must contain all of them."""
 
     def check(self, weights: Weights, version: int) -> None:
-        """Refuses weights that would leave a mixture; ``version`` is loaded now."""
+        """Raise an EngineError if tensors are missing, unknown or of another shape, since the model
+        would then mix weights of several versions. ``version``: the loaded one, for the message.
+
+        Otherwise remember the tensors as changed: call this only for weights that are loaded next.
+        """
         found = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
         named = self._loaded | found.keys() if weights.is_partial else self._shapes.keys()
         wanted = {name: self._shapes.get(name) for name in named}

@@ -1,8 +1,8 @@
 """Messages between an engine and its client: JSON and raw arrays, never a pickle.
 
-A message is two lengths of 8 bytes, a header in JSON, and the bytes of its arrays one after the
-other; the header says their types and shapes. Every wait for bytes has an end. Bytes that are no
-such message are a ValueError, whatever they are, and take no more memory than has arrived.
+A message consists of two lengths of 8 bytes, a JSON header, and the bytes of its arrays; the header
+contains their types and shapes. Every wait has a timeout. Invalid bytes raise ValueError and occupy
+no more memory than has arrived.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from burnish.draws import Stream
 from burnish.engine.protocol import Request
+from burnish.randomness import Stream
 from burnish.types import Completion, Finish, SamplingParams
 
 Array = npt.NDArray[Any]
@@ -29,22 +29,22 @@ Message = tuple[dict[str, Any], list[Array]]
 """A header and its arrays."""
 LENGTHS = struct.Struct("<QQ")
 LONGEST = 1 << 28
-"""Bytes of a header."""
+"""Maximum bytes of a header."""
 LARGEST = 1 << 38
-"""Bytes of a message's arrays."""
+"""Maximum bytes of a message's arrays."""
 AT_ONCE = 4 << 20
-"""Bytes that are made room for before they arrive."""
+"""Maximum bytes that are allocated before any have arrived."""
 KIND = re.compile(r"[<>|=]?([iuf][248]|[iub]1)")
-"""numpy's names of numbers."""
+"""Pattern of numpy's names of numeric types."""
 DIMENSIONS = 32
 HELLO_LENGTH = 4096
-"""Bytes of a header before its sender is known."""
+"""Maximum bytes of a header from a client that is not authenticated."""
 HELLO_DEPTH = 4
-"""Objects and lists of such a header, nested or not."""
+"""Maximum number of objects and lists in such a header."""
 STREAMS = ("token_ids", "logprobs", "versions", "sampled")
 """The arrays of a completion."""
-TOLD = ("sample_index", "finish", "stop", "text")
-"""The rest of a completion that travels; the client knows its sampling settings."""
+FIELDS = ("sample_index", "finish", "stop", "text")
+"""The other fields of a completion that are sent; the client has its sampling parameters."""
 
 
 def send(
@@ -53,7 +53,8 @@ def send(
     arrays: Sequence[Array] = (),
     seconds: float | None = None,
 ) -> None:
-    """Raises TimeoutError if the other side does not take the message within ``seconds``."""
+    """Send a message. Raises TimeoutError if the header or one of the arrays can't be sent within
+    ``seconds``, because the receiver does not read; None to wait without limit."""
     connection.settimeout(seconds)
     kinds = [[array.dtype.str, array.shape] for array in arrays]
     text = json.dumps(header | {"arrays": kinds}).encode()
@@ -65,10 +66,11 @@ def send(
 
 
 def receive(connection: socket.socket, seconds: float | None = None) -> Message:
-    """The next message.
+    """Receive the next message; return its header and its arrays.
 
-    Raises TimeoutError if it is not there after ``seconds``, EOFError if the other side is gone,
-    and ValueError if it is no message of this kind.
+    Raises TimeoutError if it does not arrive within ``seconds`` (None: no limit), EOFError if the
+    sender is gone, and ValueError if the bytes are not a message. After a TimeoutError or
+    ValueError the connection can't be used, because a part of the message may have been read.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
     length, size = LENGTHS.unpack(_read(connection, LENGTHS.size, end))
@@ -77,7 +79,7 @@ def receive(connection: socket.socket, seconds: float | None = None) -> Message:
     header = _header(bytes(_read(connection, length, end)))
     kinds = [_kind(given) for given in _listed(header.pop("arrays", None))]
     if sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds) != size:
-        raise ValueError(f"the arrays of a message must have the {size} bytes that follow it")
+        raise ValueError(f"the arrays of a message must have the {size} bytes that it announces")
     body, arrays, offset = _read(connection, size, end), list[Array](), 0
     for dtype, shape in kinds:
         array = np.frombuffer(body, dtype, math.prod(shape), offset).reshape(shape)
@@ -87,7 +89,9 @@ def receive(connection: socket.socket, seconds: float | None = None) -> Message:
 
 
 def hello_length(lengths: bytes) -> int:
-    """The length of a header whose sender is not known, by the lengths that come before it."""
+    """Return the length of the header of a hello, a client's first message, from the 16 bytes that
+    precede the header and contain the message's two lengths. Raises ValueError if the header is too
+    long or arrays would follow."""
     length, size = LENGTHS.unpack(lengths)
     if length > HELLO_LENGTH or size:
         raise ValueError(f"a hello of {length} and {size} bytes is too long")
@@ -95,13 +99,15 @@ def hello_length(lengths: bytes) -> int:
 
 
 def hello_token(text: bytes) -> bytes:
-    """The token in the header of a hello."""
+    """Return the authentication token from a hello, the first message of a client. ``text`` is the
+    JSON header alone, without the two length fields. Raise a ValueError if the header is invalid or
+    has no token."""
     if sum(map(text.count, (b"[", b"{"))) > HELLO_DEPTH:
-        raise ValueError("a hello is a flat object")
+        raise ValueError("a hello must be a flat object")
     token = _header(text).get("token")
     if not isinstance(token, str):
-        raise ValueError("a hello has a token")
-    return token.encode()  # a lone surrogate is a ValueError, too
+        raise ValueError("a hello must have a token")
+    return token.encode()  # a lone surrogate also raises ValueError
 
 
 def _header(text: bytes) -> dict[str, Any]:
@@ -121,7 +127,8 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _kind(given: Any) -> tuple[np.dtype[Any], list[int]]:
-    """The type and the shape of an array."""
+    """Return the type and shape of an array as the header states them. Raises ValueError if they
+    are invalid."""
     kind, shape = given if isinstance(given, list) and len(given) == 2 else (None, None)
     if not isinstance(kind, str) or not KIND.fullmatch(kind):
         raise ValueError(f"arrays hold numbers, got {kind!r:.40}")
@@ -133,7 +140,8 @@ def _kind(given: Any) -> tuple[np.dtype[Any], list[int]]:
 
 
 def _read(connection: socket.socket, count: int, end: float) -> bytearray:
-    """Bytes as they arrive: a length alone reserves little."""
+    """Read ``count`` bytes before the time ``end``. The buffer grows as they arrive, so that a
+    false length allocates little."""
     found, got = bytearray(min(count, AT_ONCE)), 0
     while got < count:
         if got == len(found):
@@ -151,6 +159,8 @@ def _read(connection: socket.socket, count: int, end: float) -> bytearray:
 
 
 def pack_request(request: Request) -> Message:
+    """Return the header and arrays of a message from which `unpack_request` rebuilds the
+    request."""
     header = {
         "request_id": request.request_id,
         "n": request.n,
@@ -165,7 +175,8 @@ def pack_request(request: Request) -> Message:
 
 
 def unpack_request(header: dict[str, Any], arrays: list[Array]) -> Request:
-    """Raises ValueError, KeyError, TypeError or IndexError if it is no request."""
+    """Rebuild a request from its message. Raises ValueError, KeyError, TypeError or IndexError if
+    the message is not a request."""
     given = header["params"]
     params = SamplingParams(
         **given | {"stop": tuple(given["stop"]), "stop_ids": tuple(given["stop_ids"])}
@@ -173,7 +184,9 @@ def unpack_request(header: dict[str, Any], arrays: list[Array]) -> Request:
     begun = unpack_completions(header["begun"], arrays[1:], lambda name: params)
     prompt = arrays[0]
     if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-        raise ValueError(f"a prompt is a row of token ids, got {prompt.dtype} of {prompt.shape}")
+        raise ValueError(
+            f"a prompt must be a row of token ids, got {prompt.dtype} of {prompt.shape}"
+        )
     return Request(
         str(header["request_id"]),
         prompt,
@@ -187,9 +200,11 @@ def unpack_request(header: dict[str, Any], arrays: list[Array]) -> Request:
 
 
 def pack_completions(completions: Sequence[Completion]) -> tuple[list[Any], list[Array]]:
-    """A row for each, and the four streams of all of them."""
+    """Return one row of JSON fields per completion, and the arrays `STREAMS`, each concatenated
+    over all completions; two empty lists if there are no completions."""
     rows = [
-        [c.request_id, len(c.token_ids), *(getattr(c, name) for name in TOLD)] for c in completions
+        [c.request_id, len(c.token_ids), *(getattr(c, name) for name in FIELDS)]
+        for c in completions
     ]
     if not rows:
         return [], []
@@ -199,6 +214,8 @@ def pack_completions(completions: Sequence[Completion]) -> tuple[list[Any], list
 def unpack_completions(
     rows: list[Any], arrays: list[Array], params_of: Callable[[str], SamplingParams]
 ) -> list[Completion]:
+    """Rebuild completions from the rows and arrays of `pack_completions`. ``params_of`` returns a
+    request's sampling parameters, which are not sent, by the request's id."""
     found, start = [], 0
     for name, length, sample, finish, stop, text in rows:
         ids, logprobs, versions, sampled = (x[start : start + length].copy() for x in arrays)

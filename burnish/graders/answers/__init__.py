@@ -1,8 +1,9 @@
-"""Whether an answer is the gold answer. ``compare`` is the door, and ``checker`` grades responses
-by it; nothing else knows the inside.
+"""Comparison of an answer with a gold answer. The interface is ``compare`` and, for responses,
+``MathGrader``; no other module depends on the internals.
 
-Text, exact numbers and parts are compared in the calling process, at a bounded cost; algebra is
-compared by workers with deadlines, which start when they are first needed. No torch.
+Text, exact numbers and parts are compared in the calling process at a bounded cost. Algebra is
+compared by workers with timeouts, which start when they are first needed. This package does not
+import torch.
 """
 
 from burnish.graders.answers.checker import MathGrader, compare, gold_texts

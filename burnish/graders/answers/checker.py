@@ -1,4 +1,4 @@
-"""Grades of responses whose answer can be checked, with workers for the algebra."""
+"""Grading of responses whose answers can be checked, with worker processes for algebra."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from typing import Any
 from burnish.errors import DataError, MissingExtra
 from burnish.graders.answers.comparison import Verdict, decide
 from burnish.graders.extract import EXTRACTORS
-from burnish.graders.pool import INSIDE, Grader, GraderPool, InProcess, Items, Limits
+from burnish.graders.in_process import InProcess
+from burnish.graders.pool import INSIDE, Grader, GraderLimits, GraderPool
 from burnish.graders.rewards import Source
+from burnish.graders.tally import Items
 from burnish.types import Grade, Status
 
 SYMBOLIC = Source(
-    f"{Path(__file__).with_name('symbolic.py')}:reward",
+    f"{Path(__file__).with_name('symbolic.py')}:symbolic_reward",
     "burnish.graders.answers.symbolic",
     compares_answers=True,
 )
 
 
 def compare(answer: str, gold: Any) -> Verdict:
-    """The verdict on an answer; UNDECIDED if it took too long.
+    """Return the verdict on an answer, given a gold answer; UNDECIDED if the comparison timed out,
+    and BAD_GOLD also if it failed.
 
-    ``gold`` is a text, a number, or a list of them, each of which is right.
+    ``gold`` is a text, a number, or a list of texts and numbers, any of which is right. If algebra
+    has to be compared, a worker is started and kept for further calls.
     """
     (grade,) = shared().check([(answer, gold)])
     if grade.status is Status.SCORED:
@@ -43,35 +47,43 @@ def compare(answer: str, gold: Any) -> Verdict:
 
 @cache
 def shared() -> MathGrader:
-    """The process's own grader. Its one worker starts with the first algebra that is compared."""
-    return MathGrader(limits=Limits(workers=1))
+    """Return the grader that all calls in this process share. It starts its only worker when it
+    first compares algebra."""
+    return MathGrader(limits=GraderLimits(workers=1))
 
 
 class MathGrader:
-    """A ``Grader`` of responses whose answer can be checked; parts: format and answer.
+    """A ``Grader`` that compares the answer in each response with the row's gold answer.
 
-    reward = answer: 1 if the answer in the response is the row's gold answer, or one of its list,
-    and 0 if not, or if the format is wrong. A response without an answer, or with one that can't be
-    parsed, is unparsed; a comparison that missed its deadline is a timeout; a gold answer that
-    can't be parsed makes an error, which is neither right nor wrong.
+    The reward, which is also the part "answer", is 1 if they are equal (if the gold answer is a
+    list, to one of its items), otherwise 0. The part "format" is 1 if the response has an answer in
+    the right format. The status is UNPARSED if the response has no answer that can be parsed,
+    TIMEOUT if the comparison timed out, and ERROR if the gold answer can't be parsed; an error is
+    neither right nor wrong.
     """
 
-    def __init__(self, format: str = "r1_zero", limits: Limits | None = None) -> None:
+    def __init__(self, format: str = "r1_zero", limits: GraderLimits | None = None) -> None:
+        """``format`` is the format of the answers in responses, a key of `EXTRACTORS`. If
+        ``limits`` is None, the defaults of `GraderLimits` apply."""
         self.extract = EXTRACTORS[format]
         self.pool = GraderPool(SYMBOLIC, limits)
 
     def grade(self, items: Items) -> list[Grade]:
-        """The grades of (response, row) pairs, in their order; a row has its gold in "answer"."""
+        """Grade (response, row) pairs, in order; a row has its gold answer in "answer"."""
         return self.check([(self.extract(text), row["answer"]) for text, row in items])
 
     def check(self, pairs: Sequence[tuple[str | None, Any]]) -> list[Grade]:
-        """The grades of (answer, gold) pairs, in their order; an answer of None is missing."""
+        """Grade (answer, gold) pairs, in order; an answer is None if it is missing.
+
+        Workers are started only if algebra has to be compared. Raise MissingExtra if that needs a
+        package that is not installed.
+        """
         golds = [gold_texts(gold) for _, gold in pairs]
         verdicts = [decide(a, texts) for (a, _), texts in zip(pairs, golds, strict=True)]
         grades = [_grade(v, *pair) for v, pair in zip(verdicts, pairs, strict=True)]
         waiting = [i for i, verdict in enumerate(verdicts) if verdict is Verdict.UNDECIDED]
-        asked = [(pairs[i][0] or "", {"golds": golds[i]}) for i in waiting]
-        for i, found in zip(waiting, self._workers().grade(asked) if asked else [], strict=True):
+        items = [(pairs[i][0] or "", {"golds": golds[i]}) for i in waiting]
+        for i, found in zip(waiting, self._workers().grade(items) if items else [], strict=True):
             if found.status is Status.SCORED:
                 grades[i] = _grade(Verdict(int(found.reward)), *pairs[i])
             else:
@@ -81,8 +93,10 @@ class MathGrader:
     def _workers(self) -> Grader:
         if importlib.util.find_spec("math_verify") is None:
             raise MissingExtra("math", "comparing expressions")
-        if INSIDE in os.environ:  # this is a worker, and is held to a deadline itself
-            return InProcess(importlib.import_module(SYMBOLIC.module).reward)
+        if INSIDE in os.environ:  # this process is a worker, which has a timeout
+            from burnish.graders.answers.symbolic import symbolic_reward
+
+            return InProcess(symbolic_reward)
         return self.pool
 
     def close(self) -> None:
@@ -90,24 +104,26 @@ class MathGrader:
 
 
 def r1_zero_reward_fn(response: str, ground_truth: Any) -> dict[str, float]:
-    """reward, format_reward and answer_reward of "… </think> <answer>ANSWER</answer>".
+    """Grade a response in the format "… </think> <answer>ANSWER</answer>"; return its reward,
+    format_reward and answer_reward, each 0 or 1.
 
-    format_reward is 1 if the thinking is closed once, then comes the only pair of answer tags, and
-    nothing but white space between and after them; reward = answer_reward is 1 if the answer is
-    also the ground truth: text, a number, or a list of accepted ones. A ground truth that can't be
-    parsed is a DataError; a comparison that takes too long scores 0.
+    format_reward is 1 if each of the three tags occurs exactly once, only white space stands
+    between </think> and <answer> and after </answer>, and the answer is not empty. answer_reward is
+    1 if, in addition, the answer equals ``ground_truth``: a text, a number, or any item of a list
+    of them. reward is the same number as answer_reward. Raise a DataError if the ground truth can't
+    be parsed. A comparison that times out gives an answer_reward of 0.
 
-    Differs from the published grader, which looks for "</think> <answer>" and "</answer>" anywhere
-    and takes the last answer: there tags may be repeated, and text may follow. The comparison is
-    another one too.
+    Differs from the published grader in the comparison of answers and in the format: the published
+    grader finds "</think> <answer>" and "</answer>" anywhere and uses the last answer, so tags may
+    be repeated and text may follow.
     """
     return _rewards("r1_zero", response, ground_truth)
 
 
 def question_only_reward_fn(response: str, ground_truth: Any) -> dict[str, float]:
-    r"""The same three rewards of the last \boxed{ANSWER}, whatever stands around it.
+    r"""Return the rewards of `r1_zero_reward_fn` for the last \boxed{ANSWER} in any text.
 
-    format_reward is 1 if there is one. Differs from the published grader in the comparison alone.
+    format_reward is 1 if there is a box. Differs from the published grader only in the comparison.
     """
     return _rewards("boxed", response, ground_truth)
 
@@ -121,14 +137,16 @@ def _rewards(format: str, response: str, ground_truth: Any) -> dict[str, float]:
 
 
 def gold_texts(gold: Any) -> tuple[str, ...]:
-    """One gold answer, or those of a list, as text; any other value becomes "", a bad gold."""
+    """Return the text of a gold answer or, if it is a list, the text of each item. A value that is
+    neither a text nor a finite number becomes "", and so does an empty list; "" is a bad gold
+    answer."""
     several = gold if isinstance(gold, list | tuple | set | frozenset) else [gold]
     return tuple(map(_gold_text, several)) or ("",)
 
 
 def _gold_text(gold: Any) -> str:
     text = str(gold) if isinstance(gold, str | Real | Decimal) else ""
-    return text if isinstance(gold, str) or text[-1:].isdigit() else ""  # no infinity, no NaN
+    return text if isinstance(gold, str) or text[-1:].isdigit() else ""  # excludes inf and NaN
 
 
 def _grade(verdict: Verdict, answer: str | None, gold: Any) -> Grade:
@@ -145,4 +163,4 @@ def _grade(verdict: Verdict, answer: str | None, gold: Any) -> Grade:
 
 
 if INSIDE in os.environ and importlib.util.find_spec("math_verify") is not None:
-    importlib.import_module(SYMBOLIC.module)  # warm before a user's reward compares its first
+    import burnish.graders.answers.symbolic  # noqa: F401 - loads it before the first comparison

@@ -1,11 +1,11 @@
-"""Whether an answer is the gold answer, in stages: text, numbers, parts, and last of all algebra.
+"""Comparison of an answer with a gold answer, in stages: text, numbers, parts, and finally algebra.
 
-Equality is exact; ``quantity`` has the rules for numbers. Tuples, intervals and matrices are equal
-part by part, sets and lists in any order, and x = 5 is 5. x > 3 is the interval (3, ∞), "x = 1 or
-x = 2" is the list 1, 2, and a value with ± is the list of both. Other inequalities equal their own
-text alone. Only algebra is costly and risky to compare, so the function for it is an argument:
-workers pass ``symbolic.compare_algebra``; the process that trains passes none, and learns that it
-is needed.
+Equality is exact; ``quantity`` has the rules for numbers. Tuples, intervals and matrices are
+compared part by part, sets and lists in any order, and x = 5 equals 5. x > 3 is the interval
+(3, ∞), "x = 1 or x = 2" is the list 1, 2, and a value with ± is the list of both values. Any other
+inequality equals only its own text. Comparing algebra is slow and may not terminate, so the
+function for it is an argument: workers pass ``symbolic.compare_algebra``; the training process
+passes none, and gets UNDECIDED if algebra has to be compared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from typing import NamedTuple
 
 from burnish.graders.answers.latex import latex
 from burnish.graders.answers.quantity import Quantity, quantity
-from burnish.graders.answers.spelling import BRACKETS, COMMA, closes, cut, normalise, squeezed
+from burnish.graders.answers.spelling import BRACKETS, COMMA, closes, normalise, split_at, squeezed
 
 LONGEST = 1_000
-"""An answer with more characters is not read."""
+"""Largest number of characters of an answer; longer answers are unreadable."""
 MOST_PARTS, DEEPEST = 64, 8
+"""Largest number of parts, and largest nesting depth, that are compared."""
 MOST_MATCHED = 8
-"""Each part of a longer set or list is compared with one part of the other only."""
+"""Largest set or list whose parts are matched in all pairings. The parts of larger ones are sorted
+and compared in order."""
 _UNION = re.compile(rf"{BRACKETS}|∪")
 _OR = re.compile(rf"{BRACKETS}|,? or ")
 _ORDER = re.compile(rf"{BRACKETS}|[<>≤≥]")
@@ -44,11 +46,12 @@ _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_][\w ,.:;]*")
 
 
 class Verdict(IntEnum):
-    """Of several golds the smallest verdict counts, of several parts the largest."""
+    """Result of a comparison. The smallest verdict of several gold answers counts, and the largest
+    verdict of several parts."""
 
     EQUAL = 0
     UNDECIDED = 1
-    """Algebra has to be compared, and no function for it was given or it took too long."""
+    """Algebra has to be compared, and there is no function for it or it timed out."""
     UNREADABLE = 2
     """The answer is missing or can't be parsed."""
     DIFFERENT = 3
@@ -56,23 +59,29 @@ class Verdict(IntEnum):
     """The gold answer can't be parsed."""
 
 
-class Parts(NamedTuple):
+class AnswerParts(NamedTuple):
+    """The parts of an answer, and the kind of their combination."""
+
     kind: str
-    """The brackets; "list" for a set as well; ∪; "or" and "and" between statements; for a matrix,
-    the lengths of its rows."""
+    """Parts of different kinds are never equal. The kind is a pair of brackets, such as "()" for
+    tuples and open intervals; "list" for lists and sets; "∪" for unions; "or" or "and" for
+    statements; "=" for assignments to several names that are not sorted; or the lengths of a
+    matrix's rows, such as "3×3" for two rows."""
     items: tuple[str, ...]
 
 
 Algebra = Callable[[str, str], Verdict]
-"""Compares an answer with a gold answer, both from ``latex``."""
+"""Compares an answer with a gold answer, both results of ``latex``."""
 
 
 def undecided(answer: str, gold: str) -> Verdict:
+    """Return UNDECIDED: the ``algebra`` of a process that does not compare algebra."""
     return Verdict.UNDECIDED
 
 
 def decide(answer: str | None, golds: Iterable[str], algebra: Algebra = undecided) -> Verdict:
-    """The verdict on an answer, if each of the golds is right."""
+    """Return the verdict on an answer (None if it is missing), given several gold answers, any of
+    which is right. Without ``algebra``, it is UNDECIDED if algebra has to be compared."""
     return min(_decide(answer, gold, algebra) for gold in golds)
 
 
@@ -86,10 +95,10 @@ def _decide(answer: str | None, gold: str, algebra: Algebra) -> Verdict:
 
 @lru_cache(maxsize=8192)
 def readable(gold: str) -> bool:
-    """Whether a gold answer says something and closes its brackets."""
+    """Return whether a gold answer has content, balanced brackets and a permitted length."""
     text = normalise(gold) if len(gold) <= LONGEST else ""
-    says_something = re.search(r"[^\W_]|[∅∞π…]", text) is not None
-    return says_something and all(
+    has_content = re.search(r"[^\W_]|[∅∞π…]", text) is not None
+    return has_content and all(
         sum(map(text.count, opening)) == sum(map(text.count, closing))
         for opening, closing in (("([", ")]"), ("{", "}"), ("⦃", "⦄"))
     )
@@ -103,17 +112,17 @@ def _compare(answer: str, gold: str, algebra: Algebra, deep: int) -> Verdict:
         return _verdict(ours.value == theirs.value and ours.same_unit(theirs))
     if deep == 0:
         return Verdict.UNREADABLE
-    said, meant = assigned(answer), assigned(gold)
-    if said and meant and (said[0] or meant[0]):
-        alike = not said[0] or not meant[0] or said[0] == meant[0]
-        return _compare(said[1], meant[1], algebra, deep - 1) if alike else Verdict.DIFFERENT
+    given, wanted = assigned(answer), assigned(gold)
+    if given and wanted and (given[0] or wanted[0]):
+        alike = not given[0] or not wanted[0] or given[0] == wanted[0]
+        return _compare(given[1], wanted[1], algebra, deep - 1) if alike else Verdict.DIFFERENT
     left, right = parts(answer), parts(gold)
     if left is None or right is None:
         return Verdict.DIFFERENT if left or right else _compare_leaf(ours, theirs, algebra)
     return _compare_parts(left, right, algebra, deep - 1)
 
 
-def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> Verdict:
+def _compare_parts(answer: AnswerParts, gold: AnswerParts, algebra: Algebra, deep: int) -> Verdict:
     ours, theirs = list(answer.items), list(gold.items)
     if answer.kind != gold.kind or not len(ours) == len(theirs) <= MOST_PARTS:
         return Verdict.DIFFERENT
@@ -125,7 +134,11 @@ def _compare_parts(answer: Parts, gold: Parts, algebra: Algebra, deep: int) -> V
 
 
 def _match(answers: list[str], golds: list[str], algebra: Algebra, deep: int) -> Verdict:
-    """Pairs each gold with an answer, first without algebra; the worst gold decides."""
+    """Pair each gold part with an equal part of the answer, first without algebra, then with it.
+
+    Paired parts are removed from both lists. Returns EQUAL if all parts are paired, otherwise a
+    verdict on a part that is not.
+    """
     for compare in (undecided, algebra):
         verdicts = []
         for gold in golds.copy():
@@ -140,7 +153,8 @@ def _match(answers: list[str], golds: list[str], algebra: Algebra, deep: int) ->
 
 
 def _best(answers: list[str], gold: str, algebra: Algebra, deep: int) -> tuple[Verdict, int]:
-    """The smallest verdict on the answers, and the position of that answer."""
+    """Compare one gold part with all answers; return the smallest verdict and its answer's
+    index."""
     best = Verdict.BAD_GOLD, 0
     for at, answer in enumerate(answers):
         best = min(best, (_compare(answer, gold, algebra, deep), at))
@@ -150,19 +164,22 @@ def _best(answers: list[str], gold: str, algebra: Algebra, deep: int) -> tuple[V
 
 
 def _place(item: str) -> tuple[Fraction, str]:
-    """Where a set or list has the item: numbers by their value, other items by their text."""
+    """Return the sort key of an item of a set or list: its value (0 if it is not a number), then
+    its text."""
     return quantity(item).value or Fraction(0), squeezed(item)
 
 
 def _compare_leaf(answer: Quantity, gold: Quantity, algebra: Algebra) -> Verdict:
-    """Text against text, algebra against algebra; anything else is opaque, and its text differs.
+    """Compare two answers that have no parts, as words or as algebraic expressions.
 
-    Up to three letters may also be a product of variables.
+    Return DIFFERENT if only one of them is words, if their units differ, or if the gold answer is
+    not an expression; return UNREADABLE if only the answer is not an expression. A word of up to
+    three letters may also be a product of variables.
     """
-    said, expected = words(answer.core), words(gold.core)
-    if said is not None and expected is not None:
-        return _verdict(said == expected)
-    if any(text and len(text) > 3 for text in (said, expected)) or not answer.same_unit(gold):
+    given, wanted = words(answer.core), words(gold.core)
+    if given is not None and wanted is not None:
+        return _verdict(given == wanted)
+    if any(text and len(text) > 3 for text in (given, wanted)) or not answer.same_unit(gold):
         return Verdict.DIFFERENT
     candidate, target = latex(answer.core), latex(gold.core)
     if target is None:
@@ -172,52 +189,57 @@ def _compare_leaf(answer: Quantity, gold: Quantity, algebra: Algebra) -> Verdict
     return Verdict.EQUAL if candidate == target else algebra(candidate, target)
 
 
-def parts(text: str) -> Parts | None:
-    """The parts of a list, set, tuple, interval, union or matrix; None for other text."""
+def parts(text: str) -> AnswerParts | None:
+    """Return the parts of a normalised list, set, tuple, interval, union, matrix, value with ±, or
+    several statements; None for other text."""
     matrix = _MATRIX.fullmatch(text)
     if matrix and "\\begin" not in matrix["body"]:
         body = matrix["body"].strip().removesuffix(r"\\")
         rows = [row.split("&") for row in body.split(r"\\")]
         kind = "×".join(str(len(row)) for row in rows)
-        return Parts(kind, tuple(normalise(cell) for row in rows for cell in row))
-    if " or " in text and len(pieces := cut(text.removeprefix("either "), _OR)) > 1:
+        return AnswerParts(kind, tuple(normalise(cell) for row in rows for cell in row))
+    if " or " in text and len(pieces := split_at(text.removeprefix("either "), _OR)) > 1:
         return _alternatives(pieces)
-    if len(pieces := cut(text, COMMA)) > 1:
+    if len(pieces := split_at(text, COMMA)) > 1:
         if any(map(_is_order, pieces)):
-            return Parts("and", tuple(pieces))
+            return AnswerParts("and", tuple(pieces))
         names = [piece.partition("=")[0].strip() for piece in pieces if "=" in piece]
         if len(set(names)) < 2:
-            return Parts("list", _both_signs(pieces))
+            return AnswerParts("list", _both_signs(pieces))
         in_order = names == sorted(set(names))  # x = 1, y = 2 is (1, 2)
-        return Parts("()" if in_order else "=", tuple(pieces))
-    if len(pieces := cut(text, _UNION)) > 1:
-        return Parts("∪", tuple(pieces))
-    items = tuple(cut(text[1:-1], COMMA)) if closes(text) else ()
+        return AnswerParts("()" if in_order else "=", tuple(pieces))
+    if len(pieces := split_at(text, _UNION)) > 1:
+        return AnswerParts("∪", tuple(pieces))
+    items = tuple(split_at(text[1:-1], COMMA)) if closes(text) else ()
     if text[:1] == "⦃" and items:
-        return Parts("list", _both_signs(items))
+        return AnswerParts("list", _both_signs(items))
     if len(signed := _both_signs([text])) > 1:
-        return Parts("list", signed)
+        return AnswerParts("list", signed)
     if len(items) < 2:
         return None
     is_tuple = len(items) > 2 and text[0] + text[-1] == "[]"
-    return Parts("()" if is_tuple else text[0] + text[-1], items)
+    return AnswerParts("()" if is_tuple else text[0] + text[-1], items)
 
 
-def _alternatives(pieces: list[str]) -> Parts:
-    """The values of "x = 1 or x = 2", the union of "x < 1 or x > 2", or other statements."""
+def _alternatives(pieces: list[str]) -> AnswerParts:
+    """Return the parts of alternatives that "or" separates: a list of values ("x = 1 or x = 2"), a
+    union of intervals ("x < 1 or x > 2"), or other statements."""
     if any(map(_is_order, pieces)):
         names = {found[0] if (found := assigned(piece)) else "" for piece in pieces}
-        return Parts("∪" if len(names) == 1 and "" not in names else "or", tuple(pieces))
-    values = [value for piece in pieces for value in cut(piece, COMMA)]
+        return AnswerParts("∪" if len(names) == 1 and "" not in names else "or", tuple(pieces))
+    values = [value for piece in pieces for value in split_at(piece, COMMA)]
     names = {value.partition("=")[0].strip() for value in values if "=" in value}
     if len(names) > 1:
-        return Parts("or", tuple(pieces))
+        return AnswerParts("or", tuple(pieces))
     statements = not names and all(value.isalpha() or words(value) for value in values)
-    return Parts("or", tuple(values)) if statements else Parts("list", _both_signs(values))
+    return (
+        AnswerParts("or", tuple(values)) if statements else AnswerParts("list", _both_signs(values))
+    )
 
 
 def _both_signs(items: Iterable[str]) -> tuple[str, ...]:
-    """Two items instead of one with ±; where it stands twice, the signs may be independent."""
+    """Replace each item that has one ± by two items, with + and with −. An item with two ± stays,
+    because the signs may be independent."""
     signed: list[str] = []
     for item in items:
         item = item if "±" in item else item.replace("∓", "±")
@@ -234,8 +256,9 @@ def _is_order(text: str) -> bool:
 
 
 def _interval(text: str) -> tuple[str, str] | None:
-    """The name and the interval of x > 3, 3 < x or 1 < x ≤ 5; None for other inequalities."""
-    sides, signs = cut(text, _ORDER), "".join(re.findall("[<>≤≥]", text))
+    """Return name and interval of an inequality: x > 3 gives ("x", "(3,∞)"), and 1 < x ≤ 5 gives
+    ("x", "(1,5]"). Return None for other inequalities."""
+    sides, signs = split_at(text, _ORDER), "".join(re.findall("[<>≤≥]", text))
     if not 2 <= len(sides) == len(signs) + 1 <= 3 or any(map(_SEPARATOR.search, sides)):
         return None
     if set(signs) <= set(">≥"):
@@ -256,9 +279,9 @@ def _interval(text: str) -> tuple[str, str] | None:
 
 
 def assigned(text: str) -> tuple[str, str] | None:
-    """The name and the value of x = 5, or the interval of x > 3; 5 has no name.
+    """Return ("x", "5") for x = 5, ("x", "(3,∞)") for x > 3, and ("", text) for a plain value.
 
-    None for another equation or inequality.
+    Return None for other equations and inequalities.
     """
     if _is_order(text):
         return _interval(text)
@@ -272,9 +295,11 @@ def assigned(text: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=4096)
 def words(text: str) -> str | None:
-    """The words of a text answer, case and article aside; None for anything else.
+    """Return an answer that consists of words, in lower case and without a leading article; None
+    for other answers.
 
-    Two letters that are no name stay as they are: a segment AB is not a product ab.
+    Two letters keep their case unless they are lower case or title case: a segment AB is not a
+    product ab.
     """
     if not _WORDS.fullmatch(text):
         return None

@@ -1,9 +1,9 @@
-"""Quantities as answers write them, read exactly and at a bounded cost.
+"""Exact parsing of quantities in answers, at a bounded cost.
 
 A value is a fraction, never a float: 0.333 is not 1/3, and 1e-9 is not 0. A repeating decimal is
-its fraction if a bar marks the period or if dots follow a period that is written three times. A
-percentage is its hundredth and nothing else: 50% is 0.5, not 50 (a gold answer may be a list of
-both). A unit counts only against another unit: 5 cm is 5, but not 5 m. Text comes from
+read as a fraction if a bar marks its period, or if dots follow a period that is written three
+times. A percentage is a hundredth: 50% is 0.5 and not 50 (a gold answer may be a list of both). A
+unit matters only if both sides have one: 5 cm equals 5, but not 5 m. Texts must be normalised by
 ``spelling.normalise``.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _REPEATING = r"[0-9]*\.[0-9]*(?:\\overline\{[0-9]+\}|…)"
 _LONGEST_PERIOD = 12
-"""Digits of a period before dots; a longer one needs a bar."""
+"""Largest number of digits of a period before dots; a longer period needs a bar."""
 _FRACTION = re.compile(rf"\\frac\{{(-?{_DECIMAL})\}}\{{(-?{_DECIMAL})\}}")
 _POWER_OF_TEN = re.compile(r"\s*[·x]\s*10\^\{?(-?[0-9]{1,4})\}?")
 _NUMBER = re.compile(
@@ -40,27 +40,31 @@ _PART_OF_ONE = re.compile(
     ".*(?:four|fif|six|seven|eigh|nin|ten|twelf|teen|tie|hundred|sand|lion)ths"
     "|thirds|halves|quarters|tens|dozens|sixes|percents|hundreds|thousands|.*illions"
 )
-"""Plurals that change the number before them."""
+"""Plurals that are not units, because they change the number before them: fifths, dozens."""
 
 
 class Quantity(NamedTuple):
+    """A number or another expression, split from its unit."""
+
     core: str
     """The text without its unit."""
     value: Fraction | None
-    """None if the core is no number."""
+    """Exact value; None if the core is not a number."""
     unit: str
-    """Empty if none is given."""
+    """Canonical name of the unit; empty if there is none."""
 
     def same_unit(self, other: Quantity) -> bool:
+        """Return whether the units are equal, or at least one of the quantities has none."""
         return not self.unit or not other.unit or self.unit == other.unit
 
 
 @lru_cache(maxsize=8192)
 def quantity(text: str) -> Quantity:
-    """Reads a number or another expression, with a unit after it or a currency before it.
+    """Split a number or another expression from the unit after it or the currency before it, and
+    parse the number.
 
-    After a number and a space any plural is a unit; elsewhere only a known one with two letters or
-    more is, because x + 2 m may have a variable m.
+    Any plural after a number and a space is a unit. Elsewhere only a known unit with at least two
+    letters is, because m in x + 2 m may be a variable.
     """
     if "/" in text or " per " in text:
         return _rate(text) or _amount(text)
@@ -68,7 +72,7 @@ def quantity(text: str) -> Quantity:
 
 
 def _amount(text: str) -> Quantity:
-    """A quantity whose unit, if it has one, is no rate."""
+    """Parse a quantity whose unit, if it has one, is not a rate such as km/h."""
     value, currency = _number(text)
     found = _WITH_UNIT.fullmatch(text) if value is None else None
     if found is None:
@@ -82,7 +86,8 @@ def _amount(text: str) -> Quantity:
 
 
 def _rate(text: str) -> Quantity | None:
-    """A quantity per unit: 45 miles per hour, 9.8 m/s^2, $5 per day; 5/h has no unit to divide."""
+    """Parse a rate, such as 45 miles per hour, 9.8 m/s^2 or $5 per day; None for other text. 5/h is
+    not a rate, because 5 has no unit."""
     found = _RATE.fullmatch(text)
     if found is None:
         return None
@@ -95,7 +100,8 @@ def _rate(text: str) -> Quantity | None:
 
 
 def _number(text: str) -> tuple[Fraction | None, str]:
-    """The exact value of the whole text, None if it is no number, and the unit of its currency."""
+    """Return the exact value of the text and the canonical name of its currency. The value is None
+    if the text is not a number; the name is empty if it has no currency."""
     if "\\" in text or "·" in text or "x" in text:
         text = _POWER_OF_TEN.sub(r"e\1", _FRACTION.sub(r" \1/\2", text)).strip()
     found = _NUMBER.fullmatch(text)
@@ -113,7 +119,8 @@ def _number(text: str) -> tuple[Fraction | None, str]:
 
 
 def _repeating(text: str) -> Fraction | None:
-    """The value of 0.1\\overline{6}, or of 0.1666…; None if the dots follow no period."""
+    """Return the value of 0.1\\overline{6} or 0.1666…; None if no period is written three times
+    before the dots."""
     digits, _, period = text.removesuffix("}").partition(r"\overline{")
     if not period:
         digits = digits.removesuffix("…")
@@ -127,7 +134,11 @@ def _repeating(text: str) -> Fraction | None:
 
 
 def _unit(name: str, *, counted: bool) -> str | None:
-    """The unit's usual name, None if it is no unit; upper and lower case tell M from m."""
+    """Return the canonical name of a unit; None if ``name`` is not a unit.
+
+    ``counted`` is true after a number and a space, and in a rate: only then are a single letter and
+    any unknown plural units. The case of one or two letters matters: M is not m.
+    """
     word = name if len(name) < 3 else name.lower()
     known = _KNOWN.get(word) or _KNOWN.get(word.removesuffix("s") if len(word) > 3 else word)
     may_be_product = name.isalpha() and (len(name) == 1 or name == "gm")

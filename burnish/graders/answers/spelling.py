@@ -1,7 +1,8 @@
-"""One spelling for the ways in which LaTeX, Unicode and plain text write an answer.
+"""Normalisation of answers that are written in LaTeX, Unicode or plain text.
 
-In it the usual signs are single characters (π ∞ ± ∪ ≤ ≥ ≠ · °), sets have the braces ⦃⦄, thousands
-have no separators, text has no font. Nothing is evaluated, and the time is bounded by the length.
+In normalised text, common symbols are single characters (π ∞ ± ∪ ≤ ≥ ≠ · °), sets have the braces
+⦃⦄, numbers have no thousands separators, and fonts are removed. Nothing is evaluated, and the time
+is bounded by the length.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _PERIODS = [
         (r"(?<=[0-9]\.)\(([0-9]+)\)", r"\\overline{\1}"),
     )
 ]
-"""The ways to mark the repeating digits of a decimal. 0.1(6) is left alone: it may be a product."""
+r"""Rules that write the repeating digits of a decimal as \overline{6}. 0.(6) is one of the
+notations; 0.1(6) is not, because it may be a product."""
 _RULES = [
     (re.compile(pattern), to)
     for pattern, to in (
@@ -73,7 +75,8 @@ _THOUSANDS = re.compile(r"(?<![0-9.^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 
 @lru_cache(maxsize=8192)
 def normalise(text: str) -> str:
-    """One way of writing it; boxes and fonts are opened, and "the answer is" goes."""
+    """Return an answer in normalised notation, without boxes, fonts and phrases such as "the answer
+    is"."""
     if _PLAIN.fullmatch(text):
         return text.replace(",", "")
     text = _GROUPED.sub("", text)
@@ -89,11 +92,11 @@ def normalise(text: str) -> str:
         for pattern, to in _PERIODS:
             text = pattern.sub(to, text)
     text = text.strip(" ,;:").rstrip(".")
-    if ", " in text or not set("([⦃") & set(text):  # else coordinates
+    if ", " in text or not set("([⦃") & set(text):  # otherwise commas may separate coordinates
         text = _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)
     while text[:1] in ("(", "{", "⦃") and closes(text) and text[0] + text[-1] in _PAIRS:
         inside = text[1:-1].strip()
-        if len(cut(inside, COMMA)) > 1:
+        if len(split_at(inside, COMMA)) > 1:
             return f"⦃{inside}⦄" if text[0] == "{" else text
         if text[0] == "⦃" and (not inside or set("⦃∅±") & set(inside)):
             return text
@@ -102,7 +105,8 @@ def normalise(text: str) -> str:
 
 
 def closes(text: str) -> bool:
-    """Whether the bracket that opens the text is closed by its last character."""
+    """Return whether a single pair of brackets encloses the whole text: true for "(a)", false for
+    "(a)(b)". The two brackets may be of different kinds, as in the interval "[1,2)"."""
     depth = 0
     for bracket in re.finditer(BRACKETS, text):
         depth += 1 if bracket[0] in "([{⦃" else -1
@@ -111,8 +115,9 @@ def closes(text: str) -> bool:
     return False
 
 
-def cut(text: str, separators: re.Pattern[str]) -> list[str]:
-    """The text between separators that stand outside all brackets."""
+def split_at(text: str, separators: re.Pattern[str]) -> list[str]:
+    """Split a text at the separators that are outside all brackets. The pattern ``separators`` must
+    also match the brackets."""
     pieces, depth, begin = [], 0, 0
     for found in separators.finditer(text):
         if found[0] in "([{⦃":
@@ -126,5 +131,5 @@ def cut(text: str, separators: re.Pattern[str]) -> list[str]:
 
 
 def squeezed(text: str) -> str:
-    """The text without spaces, but two numbers stay two."""
+    """Return the text without spaces, except for spaces between numbers."""
     return re.sub(r"(?<![0-9.]) | (?![0-9.])", "", text)

@@ -1,12 +1,14 @@
-"""Exact comparison of algebra, by math-verify's LaTeX parser and sympy, in a worker.
+"""Exact comparison of algebra in a worker, with math-verify's LaTeX parser and sympy.
 
-Only the workers of a ``GraderPool`` load this file: it takes seconds, a comparison may take for
-ever, and then its worker is killed. Nothing here evaluates text as code: the parser gets text whose
-every token ``latex.latex`` knows. It sends each number through sympy's own parser, which is
-Python's eval; here numbers become exact fractions instead, and sympy's parser is closed.
+Only the workers of a ``GraderPool`` import this file: the import takes seconds, and a comparison
+may not terminate, in which case its worker is killed. No text is evaluated as code: the parser
+receives only text whose tokens ``latex.latex`` knows. By default it would pass numbers to sympy's
+parser, which calls Python's eval; here numbers become exact fractions instead, and sympy's parser
+is disabled.
 
-math-verify's own comparison rounds (0.3333333 is 1/3 to it, and 1/2^99 is 1/2^98), so it is not
-used: two expressions are different if they differ at some point, and equal only if sympy proves it.
+math-verify's comparison is not used, because it rounds: 0.3333333 would equal 1/3, and 1/2^99 would
+equal 1/2^98. Two expressions differ if their values at some point differ, and are equal only if
+sympy proves it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from burnish.graders.answers.comparison import Verdict, decide
 _CONFIG = latex2sympy2.ConversionConfig(lowercase_symbols=False)
 _IMAGINARY = {sympy.Symbol("i", real=True): sympy.I}
 _POINTS = [sympy.Rational(37, 29), sympy.Rational(61, 43)]
-"""The values of the first variable; each further variable is larger by 1."""
+"""Points at which two expressions are evaluated to find out whether they differ: the values of the
+first variable; each further variable is larger by 1."""
 _DIGITS, _MOST_DIGITS = 15, 400
 _WARM = [
     (r"\frac{\sqrt{8}x}{2.5}+\sin^2 y", r"0.8\sqrt{2}x+1-\cos^2 y"),
@@ -35,18 +38,24 @@ _WARM = [
     (r"\log_2 8+\ln 2+3i", r"3+\ln(2)+3i"),
     ("2x+3y=6", "4x+6y=12"),
 ]
-"""These load the libraries' parts before any deadline counts."""
+"""Comparisons that load all parts of the libraries before the first timeout starts."""
 GAVE_UP = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""sympy raises these on expressions that it can't deal with."""
+"""Exceptions that sympy raises on expressions that it can't handle."""
 
 
-def reward(answer: str, row: Mapping[str, Any]) -> float:
-    """The verdict, for a row with "golds"."""
+def symbolic_reward(answer: str, row: Mapping[str, Any]) -> float:
+    """Compare an answer with the gold answers in row["golds"]; return the ``Verdict`` as a number,
+    because a worker returns a reward."""
     return decide(answer, row["golds"], compare_algebra)
 
 
 def compare_algebra(answer: str, gold: str) -> Verdict:
-    """The verdict on two texts of ``latex.latex``."""
+    """Return the verdict on an answer, given a gold answer; both are results of ``latex.latex``.
+
+    The verdict is EQUAL only if sympy proves it, and DIFFERENT also if sympy fails on the
+    expressions. It is BAD_GOLD if the gold answer, or UNREADABLE if the answer, can't be parsed or
+    is undefined.
+    """
     theirs = _expression(gold)
     if theirs is None:
         return Verdict.BAD_GOLD
@@ -63,7 +72,9 @@ def compare_algebra(answer: str, gold: str) -> Verdict:
 
 @lru_cache(maxsize=1024)
 def _expression(text: str) -> Any:
-    """The parsed text, its letters real variables; None if it can't be parsed or has no value."""
+    """Parse LaTeX into a sympy expression or equation. The letter i is the imaginary unit;
+    variables are real. Return None if the text can't be parsed, or if the result contains an
+    undefined value such as 0/0 or 1/0."""
     try:
         found = latex2sympy2.latex2sympy(
             text, is_real=True, normalization_config=None, conversion_config=_CONFIG
@@ -97,9 +108,10 @@ def _is_certainly_not_zero(difference: Any) -> bool:
 
 
 def _same_equation(ours: Any, theirs: Any) -> bool:
-    """Whether one equation is the other times a constant.
+    """Return whether one equation is the other one times a constant.
 
-    Without a variable any two would be that: ln 2 = 5 and ln 3 = 1.
+    Equations without variables are different, because any two of them, such as ln 2 = 5 and
+    ln 3 = 1, are multiples of each other.
     """
     if not isinstance(ours, sympy.Eq) or not isinstance(theirs, sympy.Eq):
         return False
@@ -111,12 +123,13 @@ def _same_equation(ours: Any, theirs: Any) -> bool:
 
 
 def _exact(_: Any, text: str) -> Any:
-    """A number that the parser found, as a fraction."""
+    """Convert the text of a number to an exact sympy fraction; it replaces a method of the
+    parser."""
     return sympy.Rational(Fraction(text.replace(",", "")))
 
 
 def _closed(*_: Any) -> Any:
-    raise ValueError("a grader evaluates no text")
+    raise ValueError("graders do not evaluate text")
 
 
 logging.disable()

@@ -1,9 +1,10 @@
-"""A learner on a mesh of replicate × shard × tensor ranks, one process each.
+"""The ranks of a learner on a mesh of replicate × shard × tensor, with one process per rank.
 
-Parameters, gradients and moments are cut twice: over tensor (``slices``), and what is left over
-shard, by FSDP2's ``fully_shard``, whose own replicas are the first dimension. Train batches are
-divided over replicate × shard by tokens. Denominators are weights over the whole train batch, so
-gradients are summed and never divided.
+Parameters, gradients and moments are split twice: over the tensor dimension
+(`burnish.learner.mesh.tensor_parallel`), and each part over the shard dimension by FSDP2's
+``fully_shard``, which also handles replicas. The responses of a train batch are divided over
+replicate × shard, with about the same number of tokens per rank. Loss weights are normalised over
+the whole train batch, so gradients are summed over the ranks and never averaged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,22 +27,26 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from burnish.learner import slices
-from burnish.learner.optim import copy_weights
+from burnish.learner.learner import LocalLearner
+from burnish.learner.mesh import tensor_parallel
+from burnish.learner.mesh.tensor_parallel import TensorShard
+from burnish.learner.optimizer import copy_weights
 from burnish.learner.ranks import Named, local
-from burnish.learner.slices import Piece
+from burnish.model.critic import Critic
+from burnish.model.protocol import Exchanging, Module
+from burnish.model.shards import Shards
 from burnish.model.transformer import ModelConfig, Transformer, hf_views
-from burnish.model.value import Critic
 from burnish.rollout.packing import Pack, first_token, take
-from burnish.types import PackedBatch
+from burnish.types import Measured, PackedBatch
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", bound=Module)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = ("replicate", "shard", "tensor")
 
 
 class Mesh:
-    """The ranks of a learner. The process group exists already, and has as many ranks."""
+    """Implements `burnish.learner.ranks.Ranks` for several processes. The process group already
+    exists and has the same number of ranks as the mesh."""
 
     casts = True
 
@@ -54,9 +59,10 @@ class Mesh:
         gather: str = "step",
         offload: bool = False,
     ) -> None:
-        """``sizes`` are the ranks along replicate, shard and tensor; ``shape`` is the policy's.
-        ``gather``: weights stay gathered for a "step", or a "layer" lets go of its own when it has
-        run. ``offload``: the learner is moved to main memory while nobody learns."""
+        """``sizes`` are the numbers of ranks along replicate, shard and tensor; ``shape`` is the
+        policy's config. ``gather``: "step" keeps gathered weights for a whole step, "layer" frees a
+        layer's weights after it has run. ``offload`` moves the learner to main memory between
+        steps."""
         self.device, self.shape, self.offload = device, shape, offload
         self._keeps = gather == "step"
         self.mesh = init_device_mesh(device.partition(":")[0], sizes, mesh_dim_names=NAMES)
@@ -66,10 +72,12 @@ class Mesh:
         self.sizes = sizes
 
     def place(self, model: Model, precision: str) -> Model:
-        """Cuts a whole model in place."""
+        """Shard a complete model in place, over the tensor and shard dimensions; return it.
+        Forward passes then gather the weights that they need, in ``precision``."""
+        assert isinstance(model, nn.Module)
         body = model.body if isinstance(model, Critic) else model
         if isinstance(body, Transformer):
-            slices.cut(body, self.sizes[2], self.slice, self._tensor.get_group())
+            tensor_parallel.parallelize(body, self.sizes[2], self.slice, self._tensor.get_group())
         low = PRECISIONS.get(precision)
         policy = MixedPrecisionPolicy(
             low, torch.float32 if low else None, cast_forward_inputs=False
@@ -77,11 +85,11 @@ class Mesh:
         parts = [*body.layers, model] if isinstance(body, Transformer) else [model]
         for part in parts:
             fully_shard(part, mesh=self._plane, mp_policy=policy, reshard_after_forward=True)
-            cut = cast(FSDPModule, part)
-            if self.sizes[0] * self.sizes[1] > 1:  # else torch divides by 1, which takes a copy
-                cut.set_gradient_divide_factor(1.0)
-            cut.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sums
-        # Each gathers the weights outside of the layers first. None of them calls another.
+            sharded = cast(FSDPModule, part)
+            if self.sizes[0] * self.sizes[1] > 1:  # otherwise torch makes a copy to divide by 1
+                sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo can't scale sums
+        # Each method gathers the weights outside of the layers first. No method calls another.
         methods = ["read", "score", "hidden", "probe"]
         if isinstance(model, Critic):
             methods = ["values"] if model.body is None else ["score"]
@@ -90,7 +98,7 @@ class Mesh:
         return model
 
     @contextmanager
-    def gathered(self, *models: nn.Module | None) -> Iterator[None]:
+    def gathered(self, *models: Module | None) -> Iterator[None]:
         modules = [part for model in models if model is not None for part in model.modules()]
         parts = [part for part in modules if self._keeps and isinstance(part, FSDPModule)]
         _keep(parts, True)
@@ -101,22 +109,27 @@ class Mesh:
             for part in parts:
                 part.reshard()
 
-    def frozen(self, policy: Transformer, precision: str) -> Transformer:
+    def frozen(self, policy: Model, precision: str) -> Model:
+        assert isinstance(policy, Transformer), "a mesh trains transformers"
         dtype = PRECISIONS.get(precision, next(policy.parameters()).dtype)
         with torch.device("meta"):
             copy = Transformer(policy.config).to(dtype)
         self.place(copy, "fp32").to_empty(device=self.device)
         copy_weights(policy, copy)
-        return copy.requires_grad_(False)
+        return cast(Model, copy.requires_grad_(False))
 
-    def divide(self, batch: PackedBatch, cut: Callable[[PackedBatch], list[Pack]]) -> list[Pack]:
-        """Responses go to the ranks in order, about as many tokens to each. A rank without packs
-        enough has empty ones, because every rank takes part in every sum."""
+    def divide(self, batch: PackedBatch, split: Callable[[PackedBatch], list[Pack]]) -> list[Pack]:
+        """Return the responses of a batch that this rank computes, cut into packs with ``split``.
+
+        Each rank gets consecutive responses, with about the same number of tokens per rank. A rank
+        with fewer packs than another gets additional packs without actions, because all ranks must
+        join every all-reduce.
+        """
         share = (responsible(batch, self.sizes[0] * self.sizes[1]) == self._data.rank()).nonzero()
         packs = []
         if len(share):
             own = take(batch, share.squeeze(1))
-            packs = [Pack(part.batch, own.slots[part.slots]) for part in cut(own.batch)]
+            packs = [Pack(part.batch, own.slots[part.slots]) for part in split(own.batch)]
         most = torch.tensor(len(packs), device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, self._data)
         return packs + [first_token(batch)] * (int(most) - len(packs))
@@ -126,11 +139,15 @@ class Mesh:
         return stream
 
     def norm(self, gradients: Iterable[Named]) -> float:
-        """Of each gradient that several ranks have, one rank's counts."""
-        counted = [torch.zeros(1, device=self.device)]  # there may be no other
+        """Return the global gradient norm. A gradient held by several ranks counts once.
+
+        The gradients of `tensor_parallel.PARTIAL` modules are first summed over the tensor ranks,
+        in place, so call it exactly once before each optimizer step.
+        """
+        counted = [torch.zeros(1, device=self.device)]  # there may be no other on this rank
         for name, gradient in gradients:
             own = local(gradient)
-            if slices.module_of(name) in slices.PARTIAL:
+            if tensor_parallel.module_of(name) in tensor_parallel.PARTIAL:
                 dist.all_reduce(own, group=self._tensor.get_group())
             if self._is_mine(name):
                 counted.append(own)
@@ -138,105 +155,117 @@ class Mesh:
         dist.all_reduce(whole)
         return float(whole.sqrt())
 
-    def exchange(self, policy: Transformer, precision: str) -> Gathered:
+    def exchange(self, policy: Exchanging, precision: str) -> Gathered:
         return Gathered(self.shape, partial(self.gather, policy, precision))
 
-    def gather(self, policy: Any, precision: str, name: str) -> Tensor:
-        """A whole parameter, on every rank."""
+    def gather(self, policy: Module, precision: str, name: str) -> Tensor:
+        """Gather the policy's parameter ``name`` from the ranks, rounded to ``precision``; return
+        the complete tensor on every rank. All ranks must call it."""
         parameter = policy.get_parameter(name)
         low = PRECISIONS.get(precision, parameter.dtype)
         part, whole = self._slice(name), cast(DTensor, parameter.detach().to(low)).full_tensor()
         return whole if part is None else part.whole(whole, self._tensor.get_group())
 
     def fill(self, views: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-        """A mapping that can read a part of a tensor is asked for this rank's parts alone."""
+        """Overwrite ``views``, this rank's parts of a learner's state, with values from the
+        complete tensors ``whole``. If these can be read in part (`burnish.model.shards.Shards`),
+        only this rank's parts are read."""
         for name, view in views.items():
             if not isinstance(view, DTensor):
                 view.copy_(whole[name])
                 continue
-            for piece in self._boxes(name, view):
-                piece.box.copy_(_part(whole, name, piece))
+            for shard in self._shards(name, view):
+                shard.values.copy_(_read_part(whole, name, shard))
 
-    def pieces(self, views: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-        """This rank's boxes of a learner's state; every number is in one box of one rank."""
-        found: dict[str, list[Piece]] = {}
+    def shards(self, views: Mapping[str, Tensor]) -> dict[str, list[TensorShard]]:
+        """Return the shards of a learner's state that this rank has to save, by tensor name. Every
+        element of the state is in exactly one shard of one rank."""
+        found: dict[str, list[TensorShard]] = {}
         for name, view in views.items():
             if isinstance(view, DTensor):
-                boxes = self._boxes(name, view) if self._is_mine(name) else []
+                own = self._shards(name, view) if self._is_mine(name) else []
             else:
-                boxes = [] if dist.get_rank() else [Piece([*view.shape], [0] * view.ndim, view)]
-            if boxes:
-                found[name] = boxes
+                whole = TensorShard([*view.shape], [0] * view.ndim, view)
+                own = [] if dist.get_rank() else [whole]
+            if own:
+                found[name] = own
         return found
 
-    def _boxes(self, name: str, view: DTensor) -> list[Piece]:
-        """This rank's part of a tensor, as boxes of the whole that are views of the part."""
+    def _shards(self, name: str, view: DTensor) -> list[TensorShard]:
+        """Return this rank's part of a tensor as shards with their places in the complete tensor.
+        Their values are views. Several shards are needed if the part is not contiguous there."""
         own, part, start = local(view), self._slice(name), self._start(view)
         if part is None:
-            boxes = [Piece([*view.shape], [start, *[0] * (view.ndim - 1)], own)]
+            found = [TensorShard([*view.shape], [start, *[0] * (view.ndim - 1)], own)]
         else:
-            boxes = part.boxes(own, start, [*view.shape])
-        return [piece for piece in boxes if piece.box.numel()]
+            found = part.shards(own, start, [*view.shape])
+        return [shard for shard in found if shard.values.numel()]
 
-    def move(self, learner: Any, device: str) -> None:
-        """Moves all that a learner holds to a device: its GPU, or the main memory."""
+    def move(self, learner: LocalLearner[Measured], device: str) -> None:
+        """Move all models, moments and averages of a learner to ``device``: this rank's GPU, or
+        "cpu" for main memory."""
         frozen = (learner.reference, learner.initial, learner.previous, learner.teacher)
-        for model in frozen:
-            if model is not None:
-                model.to(device)
+        models = [model for model in frozen if model is not None]
+        models += [optimizer.policy for optimizer in learner.optimizers.values()]
+        for model in models:
+            assert isinstance(model, nn.Module)
+            model.to(device)
         for optimizer in learner.optimizers.values():
-            optimizer.policy.to(device)
             for moments in optimizer.adamw.state.values():
                 moments |= {name: tensor.to(device) for name, tensor in moments.items()}
+        if learner.average is not None:
+            learner.average.to(device)
         if device == "cpu":
-            torch.cuda.empty_cache()  # an engine in another process may take it
+            torch.cuda.empty_cache()  # so that an engine in another process can use the memory
 
     def _is_mine(self, name: str) -> bool:
-        """Whether this rank's part of a tensor is no copy of another rank's."""
+        """Return whether this rank is the first of the ranks that hold the same part of a tensor,
+        and therefore counts or saves it."""
         return not self.replica and (self._slice(name) is not None or not self.slice)
 
-    def _slice(self, name: str) -> slices.Slice | None:
-        return slices.slice_of(self.shape, name, self.sizes[2], self.slice)
+    def _slice(self, name: str) -> tensor_parallel.Slice | None:
+        return tensor_parallel.slice_of(self.shape, name, self.sizes[2], self.slice)
 
     def _start(self, view: DTensor) -> int:
-        """The first row of a rank's part, in its slice of the tensor."""
+        """Return the index of the first row of this rank's FSDP shard within its tensor-parallel
+        slice."""
         of = compute_local_shape_and_global_offset
         return int(of(view.shape, view.device_mesh, view.placements)[1][0])
 
 
-def _part(whole: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """The numbers of a box of a tensor; of a checkpoint's tensor no more than those is read."""
-    size, read = piece.box.shape, getattr(whole, "part", None)
-    if read is not None:
-        found: Tensor = read(name, piece.at, size)
-        return found
-    return whole[name][tuple(slice(a, a + n) for a, n in zip(piece.at, size, strict=True))]
+def _read_part(whole: Mapping[str, Tensor], name: str, shard: TensorShard) -> Tensor:
+    """Return the values from ``whole`` at the place of ``shard``. From a sharded checkpoint, only
+    these values are read."""
+    size = shard.values.shape
+    if isinstance(whole, Shards):
+        return whole.part(name, shard.offset, size)
+    return whole[name][tuple(slice(a, a + n) for a, n in zip(shard.offset, size, strict=True))]
 
 
 def _keep(parts: Iterable[FSDPModule], keeps: bool) -> None:
-    """Whether parts of a model keep their weights gathered once they have run."""
+    """Set whether parts of a model keep their gathered weights after they have run."""
     for part in parts:
         part.set_reshard_after_forward(not keeps, recurse=False)
         part.set_reshard_after_backward(not keeps, recurse=False)
 
 
 class Gathered(Mapping[str, Tensor]):
-    """Whole weights under Hugging Face's names, each gathered when it is asked for. Only the last
-    parameter is kept, so that no rank ever has all of them."""
+    """Mapping from Hugging Face's names to complete weights. A weight is gathered from the ranks
+    when it is read, and only the last parameter is kept, so that no rank ever holds all of them."""
 
     def __init__(self, shape: ModelConfig, gather: Callable[[str], Tensor]) -> None:
-        """``gather`` is given the name of a parameter."""
+        """``gather`` takes the name of a parameter and returns the complete parameter."""
         self._shape, self._gather = shape, gather
         with torch.device("meta"):
             parameters = Transformer(shape).named_parameters()
         self._sources = {view: name for name, p in parameters for view in hf_views(shape, name, p)}
-        """The parameter that has each view."""
+        """The name of the parameter that each view belongs to."""
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def __getitem__(self, name: str) -> Tensor:
         source = self._sources[name]
         if self._last[0] != source:
-            self._last = ("", {})  # before the next one is there
+            self._last = ("", {})  # free the last parameter before the next one is gathered
             self._last = source, hf_views(self._shape, source, self._gather(source))
         return self._last[1][name]
 
@@ -248,8 +277,9 @@ class Gathered(Mapping[str, Tensor]):
 
 
 def responsible(batch: PackedBatch, count: int) -> Tensor:
-    """[S]: the rank of each response, by the tokens up to its middle. A group's first response has
-    the prompt's tokens, too."""
+    """Assign each response of a batch to one of ``count`` ranks, [S]: consecutive responses, with
+    about the same number of tokens per rank. A response belongs to the rank in whose share of the
+    batch's tokens its middle lies. The tokens of a prompt count with the group's first response."""
     lengths = batch.segment_offsets.diff()
     responses = lengths[~batch.segment_is_prompt]
     is_first = batch.group_ids.diff(prepend=batch.group_ids[:1] - 1) > 0

@@ -1,8 +1,9 @@
-"""Tensor parallel: each rank has some heads, some columns of the MLP, and a part of the vocabulary.
+"""Tensor parallelism: each rank has some heads, some hidden units of the MLP, and a part of the
+vocabulary.
 
-q, k, v and gate, up are cut by rows of their weights (heads, columns of the MLP), out and down by
-columns. So a layer adds its ranks' results up twice: after out and after down. Its gradient is
-added up twice, too: before qkv and before gate_up.
+The weights of q, k, v and gate, up are split by rows (heads, hidden units of the MLP), the weights
+of out and down by columns. In the forward pass a layer needs two all-reduces: after out and after
+down. The backward pass needs two as well: before qkv and before gate_up.
 """
 
 from __future__ import annotations
@@ -17,33 +18,38 @@ from torch.nn import functional as F
 from burnish.model.transformer import Layer, ModelConfig, Transformer
 
 PARTIAL = ("q_norm", "k_norm")
-"""Modules that every rank has, and that see the rank's own heads alone: their gradients add up."""
+"""Modules whose weights every rank has, but applies only to its own heads, so that its gradient is
+partial: their gradients are summed over the tensor-parallel ranks."""
 
 
-class Piece(NamedTuple):
-    """A box of a tensor."""
+class TensorShard(NamedTuple):
+    """A rectangular part of a tensor: its values and its place in the complete tensor."""
 
     shape: list[int]
-    """Of the whole tensor."""
-    at: list[int]
-    """Where the box begins in the whole tensor."""
-    box: Tensor
+    """Shape of the complete tensor."""
+    offset: list[int]
+    """Index of the shard's first element in the complete tensor."""
+    values: Tensor
 
 
 class Slice(NamedTuple):
-    """A rank's part of a weight."""
+    """Describes which rows or columns of a weight a rank holds."""
 
     dim: int
+    """Dimension that is split: 0 for rows, 1 for columns."""
     size: int
-    """Of the whole weight along ``dim``."""
+    """Size of the complete weight along ``dim``."""
     ranges: list[tuple[int, int]]
-    """Starts and ends along ``dim`` of the whole weight; the parts lie one after another."""
+    """Starts and ends along ``dim`` of the complete weight. The rank's part is the concatenation of
+    these ranges."""
 
     def of(self, whole: Tensor) -> Tensor:
+        """Return the rank's part of the complete weight, as a copy."""
         return torch.cat([whole.narrow(self.dim, a, b - a) for a, b in self.ranges], self.dim)
 
     def whole(self, part: Tensor, group: Any) -> Tensor:
-        """The whole weight of the parts of a group's ranks, which may differ in size."""
+        """Gather the parts of all ranks of a group, which may differ in size; return the complete
+        weight. ``part`` is this rank's part."""
         shape = [*part.shape]
         shape[self.dim] = self.size
         zeros, sizes = part.new_zeros(shape), [b - a for a, b in self.ranges]
@@ -52,31 +58,33 @@ class Slice(NamedTuple):
         dist.all_reduce(zeros, group=group)
         return zeros
 
-    def boxes(self, local: Tensor, start: int, shape: list[int]) -> list[Piece]:
-        """Rows from ``start`` on of a rank's part, which has this shape, as boxes of the whole."""
+    def shards(self, local: Tensor, start: int, shape: list[int]) -> list[TensorShard]:
+        """Return ``local`` as shards with their offsets in the complete weight. ``local`` holds
+        consecutive rows of the rank's part, from row ``start`` on; ``shape`` is the shape of the
+        rank's part."""
         whole, rest = [*shape], [0] * (len(shape) - 1)
         whole[self.dim] = self.size
         if self.dim:
-            return [Piece(whole, [start, self.ranges[0][0]], local)]
-        found, before = list[Piece](), 0
+            return [TensorShard(whole, [start, self.ranges[0][0]], local)]
+        found, before = list[TensorShard](), 0
         for a, b in self.ranges:
             low, high = max(start, before), min(start + len(local), before + b - a)
             if low < high:
-                found.append(
-                    Piece(whole, [a + low - before, *rest], local[low - start : high - start])
-                )
+                rows = local[low - start : high - start]
+                found.append(TensorShard(whole, [a + low - before, *rest], rows))
             before += b - a
         return found
 
 
 def module_of(name: str) -> str:
-    """The module of the parameter ``name``; empty for a critic's own parameters."""
+    """Return the last component of the name of a parameter's module: "qkv" for
+    "layers.0.qkv.weight". Empty for the parameters of a critic's head."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def slice_of(config: ModelConfig, name: str, ranks: int, rank: int) -> Slice | None:
-    """The part of the parameter ``name``, of a transformer or a critic, that a rank has; None if
-    every rank has all of it."""
+    """Return the part of a transformer's or critic's parameter ``name`` that rank ``rank`` of
+    ``ranks`` tensor-parallel ranks holds; None if every rank holds the complete parameter."""
     dim, sizes = {
         "embed": (0, [config.vocab_size]),
         "head": (0, [config.vocab_size]),
@@ -93,7 +101,7 @@ def slice_of(config: ModelConfig, name: str, ranks: int, rank: int) -> Slice | N
 
 
 class _Sum(torch.autograd.Function):
-    """Σ over the ranks forward, written over x; the gradient as it is backward."""
+    """Forward: all-reduce of x, in place. Backward: identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -106,9 +114,9 @@ class _Sum(torch.autograd.Function):
         return up, None
 
 
-class _Fan(torch.autograd.Function):
-    """x as it is forward, Σ of the ranks' gradients backward, written over the gradient: nobody
-    else has it, because one product alone reads x."""
+class _Copy(torch.autograd.Function):
+    """Forward: identity. Backward: all-reduce of the gradient, in place. Only one matrix product
+    reads x, so no other code holds this gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -122,14 +130,16 @@ class _Fan(torch.autograd.Function):
 
 
 def summed(x: Tensor, group: Any, how: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum, or another reduction, of a tensor over a group of ranks."""
+    """Return the elementwise sum of the tensors x of a group of ranks, as a new tensor. ``how`` is
+    another reduction of torch.distributed, such as MAX."""
     out = x.contiguous().clone()
     dist.all_reduce(out, how, group)
     return out
 
 
-class Part:
-    """A part of the vocabulary, whose parts have a rank each."""
+class VocabularyShard:
+    """Implements `burnish.model.logprobs.Vocabulary` for this rank's part of the vocabulary: the
+    first token of the part, and maximum and sum over the ranks."""
 
     def __init__(self, start: int, group: Any) -> None:
         self.start, self._group = start, group
@@ -141,8 +151,9 @@ class Part:
         return summed(x, self._group)
 
 
-class Embedding(nn.Module):
-    """The rows of a part of the vocabulary; other parts' tokens are 0 before the sum."""
+class EmbeddingShard(nn.Module):
+    """Embeds tokens although this rank has the embeddings of only a part of the vocabulary: tokens
+    of other parts are embedded as 0, and an all-reduce over the ranks adds their embeddings."""
 
     def __init__(self, weight: nn.Parameter, start: int, group: Any) -> None:
         super().__init__()
@@ -156,8 +167,9 @@ class Embedding(nn.Module):
         return out
 
 
-def cut(model: Transformer, ranks: int, rank: int, group: Any) -> None:
-    """Leaves a rank's part of the weights in a whole model, and makes the ranks add up."""
+def parallelize(model: Transformer, ranks: int, rank: int, group: Any) -> None:
+    """Make a complete model tensor parallel in place: replace its weights by this rank's parts, and
+    add the all-reduces of the forward and backward pass."""
     config = model.config
     for name, parameter in list(model.named_parameters()):
         part, (module, _, kind) = slice_of(config, name, ranks, rank), name.rpartition(".")
@@ -165,20 +177,20 @@ def cut(model: Transformer, ranks: int, rank: int, group: Any) -> None:
             own = nn.Parameter(part.of(parameter.detach()), parameter.requires_grad)
             setattr(model.get_submodule(module), kind, own)
     start = config.vocab_size * rank // ranks
-    embedding = Embedding(model.get_parameter("embed.weight"), start, group)
+    embedding = EmbeddingShard(model.get_parameter("embed.weight"), start, group)
     model.embed = embedding  # type: ignore[assignment]
-    model.vocabulary = Part(start, group)
+    model.vocabulary = VocabularyShard(start, group)
 
-    def fan(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (_Fan.apply(*args, group),)  # type: ignore[no-untyped-call]
+    def copy(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (_Copy.apply(*args, group),)  # type: ignore[no-untyped-call]
 
-    def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def reduce(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         return _Sum.apply(out, group)  # type: ignore[no-untyped-call,no-any-return]
 
     for layer in model.layers:
         assert isinstance(layer, Layer)
         layer.heads = [heads // ranks for heads in layer.heads]
         for wide in (layer.qkv, layer.gate_up):
-            wide.register_forward_pre_hook(fan)
+            wide.register_forward_pre_hook(copy)
         for narrow in (layer.out, layer.down):
-            narrow.register_forward_hook(add)
+            narrow.register_forward_hook(reduce)

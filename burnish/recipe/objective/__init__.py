@@ -1,5 +1,5 @@
 """The pieces of an objective: advantage × ratio × loss × reduction × KL × importance.
 
-A piece is one section here: its name, its settings, its formula, and the function in ``rl/`` that
-computes it. ``learner/objective.py`` puts the pieces of a recipe together.
+A piece is one section: its name, settings, formula and paper, and a method that calls its function
+in ``rl/``. ``learner/program.py`` combines the pieces of a recipe.
 """

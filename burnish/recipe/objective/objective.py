@@ -6,93 +6,112 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from burnish.pieces.advantages import AnyAdvantage, GroupZscore
-from burnish.pieces.losses import AnyLoss, AnyReduction, Clip, SequenceMean
-from burnish.pieces.terms import KL, Absent, Importance
-from burnish.sections import Section, named
+from burnish.recipe.base import BY_NAME, Section, named
+from burnish.recipe.objective.advantages import AnyAdvantage, GroupZscore
+from burnish.recipe.objective.entropy import EntropyTarget
+from burnish.recipe.objective.kl import KL, Absent, AnyImportance, Importance
+from burnish.recipe.objective.losses import AnyLoss, AnyReduction, Clip, SequenceMean
+from burnish.recipe.objective.piece import arxiv
 
 KINDS = ("advantage", "loss", "reduction", "kl", "importance")
-"""Settings of an objective that choose a piece by its name."""
+"""Settings of an objective that select a piece by name."""
 RATIOS = {
     "token": "ρ_t = exp(log π − log π_prox)",
     "sequence": "ρ_t = exp(mean over the response of log π − log π_prox),  ∇ρ_t = ρ_t ∇ log π",
 }
-PROXIMALS = {
-    "behavior": "the sampler, by its own log-probabilities",
-    "recompute": "the learner before the rollout's first gradient step",
+"""The formula of each ratio."""
+RATIO_PAPERS = {
+    "token": f"PPO, {arxiv('1707.06347')}",
+    "sequence": f"GSPO, {arxiv('2507.18071')}",
 }
-BY_NAME = Field(discriminator="name")
 
 
 class ObjectiveConfig(Section):
-    """One piece of each kind. A bare name is short for a table with that name."""
+    """The settings of an objective: one piece of each kind.
 
-    advantage: Annotated[AnyAdvantage, BY_NAME, named("group_zscore")] = GroupZscore()
-    ratio: Literal["token", "sequence"] = "token"
-    loss: Annotated[AnyLoss, BY_NAME, named("clip")] = Clip()
-    reduction: Annotated[AnyReduction, BY_NAME, named("sequence_mean")] = SequenceMean()
-    kl: Annotated[Absent | KL, BY_NAME, named("none")] = Absent()
-    importance: Annotated[Absent | Importance, BY_NAME, named("none")] = Absent()
-    entropy_coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
-    proximal: Literal["behavior", "recompute"] = "recompute"
+    A bare name is the short form of a table with that name.
+    """
+
+    advantage: Annotated[AnyAdvantage, BY_NAME, named("group_zscore")] = Field(
+        GroupZscore(), description="how much better than expected a response or a token was"
+    )
+    ratio: Literal["token", "sequence"] = Field(
+        "token", description="ratio of policy to proximal policy, per token or per response (GSPO)"
+    )
+    loss: Annotated[AnyLoss, BY_NAME, named("clip")] = Field(
+        Clip(), description="loss of a token, from its ratio and its advantage"
+    )
+    reduction: Annotated[AnyReduction, BY_NAME, named("sequence_mean")] = Field(
+        SequenceMean(), description="weight of each token in the loss of a train batch"
+    )
+    kl: Annotated[Absent | KL, BY_NAME, named("none")] = Field(
+        Absent(), description="penalty that keeps the policy close to a reference"
+    )
+    importance: AnyImportance = Field(
+        Absent(), description="correction of the difference between sampler and learner"
+    )
+    entropy_coefficient: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of the entropy in the loss; with a target, the first weight",
+    )
+    entropy: EntropyTarget | None = Field(
+        None, description="target of the mean entropy; None: the coefficient is constant"
+    )
+    proximal: Literal["behavior", "recompute"] = Field(
+        "recompute",
+        description="log-probabilities of the proximal policy in the first gradient step on a "
+        "rollout; behavior: the sampler's; recompute: the learner's",
+    )
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        if isinstance(self.importance, Importance) and self.proximal == "behavior":
+    def _check_pieces(self) -> Self:
+        if self.corrections and self.proximal == "behavior":
             raise ValueError(
-                "has importance, which corrects proximal against behavior, and proximal = "
-                "'behavior': it would always be 1; use proximal = 'recompute'"
+                "has an importance correction of proximal against behavior, and proximal = "
+                "'behavior': it would always be 1; use objective.proximal = 'recompute'"
             )
+        first, control = self.entropy_coefficient, self.entropy
+        if control is not None and not control.low <= first <= control.high:
+            raise ValueError(
+                f"has entropy_coefficient = {first:g}, the first coefficient, outside of "
+                f"entropy.low = {control.low:g} and entropy.high = {control.high:g}; use "
+                f"entropy_coefficient = {min(max(first, control.low), control.high):g}"
+            )
+        name = "objective.kl.name = 'k3' and " if self.kl.name == "k1" else ""
         if self.kl.where == "reward" and not self.advantage.takes_penalty:
             raise ValueError(
-                f"has kl.where = 'reward', which advantage = '{self.advantage.name}' has no place "
-                "for; use kl.where = 'loss'"
+                f"has kl.where = 'reward', which advantage = '{self.advantage.name}' does not "
+                f"support; use {name}objective.kl.where = 'loss'"
             )
         return self
 
     @property
+    def has_entropy_term(self) -> bool:
+        """Whether the loss contains the entropy, in every step or in some."""
+        return self.entropy is not None or self.entropy_coefficient > 0
+
+    @property
+    def corrections(self) -> tuple[Importance, ...]:
+        """The importance corrections, whose weights are multiplied; an empty tuple if the objective
+        has none."""
+        if isinstance(self.importance, Absent):
+            return ()
+        return (self.importance,) if isinstance(self.importance, Importance) else self.importance
+
+    @property
     def judges_groups(self) -> bool:
-        """Whether it is known from a group alone that the group teaches nothing. A KL in the reward
-        makes equal rewards unequal."""
+        """Whether a group's own rewards decide if it is dead. They do not if the advantage depends
+        on more than the group, or if a KL in the reward makes equal rewards unequal."""
         return self.advantage.judges_groups and self.kl.where != "reward"
 
     @property
     def reads_proximal_first(self) -> bool:
         """Whether the proximal policy's log-probabilities are read before the first gradient step.
 
-        An importance correction, a KL in the reward and a teacher read them then. A loss reads them
-        in the step, and at the first step the proximal policy is the policy itself.
+        An importance correction, a KL in the reward and a teacher read them. A loss reads them
+        during the step, and in the first step the proximal policy is the policy itself.
         """
         in_advantage = self.kl.where == "reward" or "proximal" in self.advantage.reads
-        return in_advantage or isinstance(self.importance, Importance)
-
-
-def formula(objective: ObjectiveConfig) -> list[tuple[str, str]]:
-    """The objective as lines of (name, formula)."""
-    kl, importance = objective.kl, objective.importance
-    term = "v_t L_t" if isinstance(importance, Importance) else "L_t"
-    if isinstance(kl, KL) and kl.where == "loss":
-        term += f" + {kl.coefficient:g} {kl.name}_t"
-    if objective.entropy_coefficient:
-        term += f" − {objective.entropy_coefficient:g} H_t"
-    lines = [
-        ("loss", f"Σ w_(i,t) ({term})" if " " in term else f"Σ w_(i,t) {term}"),
-        ("objective", objective.loss.formula()),
-        ("advantage", objective.advantage.formula()),
-        ("denominator", objective.reduction.formula()),
-    ]
-    if "ratio" in objective.loss.reads:
-        lines.append(("ratio", RATIOS[objective.ratio]))
-    elif objective.loss.compares:
-        lines.append(("ratio", RATIOS["token"]))
-    if objective.loss.compares or "proximal" in objective.advantage.reads:
-        lines.append(("proximal", f"π_prox: {PROXIMALS[objective.proximal]}"))
-    if isinstance(kl, KL):
-        over = ("r_t", "") if objective.advantage.over_time else ("r_i", "Σ_t ")
-        penalty = f",  {over[0]} ← {over[0]} − {kl.coefficient:g} {over[1]}{kl.name}_t"
-        lines.append(("KL", kl.formula() + penalty * (kl.where == "reward")))
-        reference = f"refreshed every {kl.refresh} steps" if kl.refresh else "the initial model"
-        lines.append(("reference", f"π_ref: {reference}"))
-    if isinstance(importance, Importance):
-        lines.append(("importance", importance.formula()))
-    return lines
+        return in_advantage or bool(self.corrections)

@@ -2,7 +2,7 @@
 const page = document.getElementById("page"), tip = document.getElementById("tip");
 const SVG = "http://www.w3.org/2000/svg";
 
-/* Elements. Text enters the page as text nodes only. */
+/* Create an HTML or SVG element. Text is inserted as text nodes only. */
 function h(tag, attributes = {}, ...children) {
   const svg = ["svg", "path", "line", "circle", "rect", "text", "g"].includes(tag);
   const element = svg ? document.createElementNS(SVG, tag) : document.createElement(tag);
@@ -14,7 +14,7 @@ function h(tag, attributes = {}, ...children) {
   element.append(...children.flat().filter(child => child !== null && child !== undefined));
   return element;
 }
-/* After eight colours they come again, dashed. */
+/* There are eight colours; further lines reuse them with dashes. */
 const colour = i => `var(--c${i % 8})`, dashes = i => i < 8 ? {} : { "stroke-dasharray": "6 3" };
 const swatch = i => h("i", { style: { background: i < 8 ? colour(i) : `repeating-linear-gradient(90deg, ${colour(i)} 0 4px, transparent 4px 6px)` } });
 const count = n => n.toLocaleString("en-US"), many = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
@@ -37,7 +37,7 @@ function showTip(event, text) {
 }
 const hideTip = () => { tip.style.display = "none"; };
 
-/* Charts: redrawn at their true width; the step under the pointer is marked in all of them. */
+/* Charts are redrawn when their width changes; the step under the pointer is marked in all charts. */
 const charts = new Set();
 function mark(step) { for (const chart of charts) if (chart.svg.isConnected) chart.mark(step); else charts.delete(chart); }
 function ticks(low, high, most) {
@@ -75,12 +75,12 @@ const short = name => name.replace(/^rollout\/(part_|grades_)?|^train\/|^kl\/(in
 
 const around = (line, sign) => line.points.map((p, i) => [p[0], p[1] + sign * line.spread[i]]);
 
-/* A line has a name, or a label of its own, which stands beside the chart; its spread is drawn as a band. */
+/* Each line has a name, or a label that is shown beside the chart; its spread is drawn as a band, or each of its runs as a thin line. */
 function chart({ title, lines, section, along = "step" }) {
-  if (lines.length > 8) lines = lines.map(line => ({ ...line, spread: null }));  /* bands would hide each other */
+  if (lines.length > 8) lines = lines.map(line => ({ ...line, spread: null, each: null }));  /* bands would hide each other */
   const height = section === "reward" ? 250 : 190, xs = lines.flatMap(l => l.points.map(p => p[0])), ys = lines.flatMap(l => l.points).map(p => p[1]);
   const room = (Math.max(...ys) - Math.min(...ys) || Math.abs(ys[0]) || 1) / 2, near = v => Math.min(Math.max(...ys) + room, Math.max(Math.min(...ys) - room, v));
-  const bounds = range(ys.concat(lines.flatMap(l => l.spread ? [...around(l, 1), ...around(l, -1)] : []).map(p => near(p[1]))));
+  const bounds = range(ys.concat(lines.flatMap(l => l.spread ? [...around(l, 1), ...around(l, -1)] : []).map(p => near(p[1])), lines.flatMap(l => l.each ?? []).flat().map(p => p[1])));
   const span = [Math.min(...xs), Math.max(...xs)], steps = [...new Set(xs)].sort((a, b) => a - b), smooth = lines[0].name.startsWith("rollout/reward") || section === "reward";
   const readout = h("div", { class: "legend" });
   const legend = step => readout.replaceChildren(...lines.map((line, i) => {
@@ -93,8 +93,9 @@ function chart({ title, lines, section, along = "step" }) {
     let Y;
     [X, Y] = axes(svg, width, height, span, bounds, along);
     lines.forEach((line, i) => {
-      const sparse = line.points.length <= 24, soft = smooth && !line.spread && line.points.length > 24;
+      const sparse = line.points.length <= 24, soft = smooth && !line.spread && !line.each && line.points.length > 24;
       const stroke = { fill: "none", stroke: colour(i), "stroke-width": 1.8, "stroke-linejoin": "round", ...dashes(i) };
+      for (const run of line.each ?? []) svg.append(h("path", { ...stroke, class: "run", d: pathOf(run, X, Y), "stroke-width": 1, opacity: 0.45 }));
       if (line.spread) svg.append(h("path", { d: pathOf(around(line, 1).concat(around(line, -1).reverse()).map(p => [p[0], Math.min(bounds[1], Math.max(bounds[0], p[1]))]), X, Y), fill: colour(i), opacity: lines.length > 3 ? 0.08 : 0.15 }));
       svg.append(h("path", { ...stroke, d: pathOf(line.points, X, Y), ...(soft ? { "stroke-width": 1, opacity: 0.45 } : {}) }));
       if (soft) svg.append(h("path", { ...stroke, d: pathOf(mean(line.points, 5), X, Y) }));

@@ -45,7 +45,7 @@ function timeCard({ phases, whole, steps }) {
     h("table", { id: "times" }, h("tr", {}, h("th", {}, "phase"), h("th", { class: "n" }, "seconds"), h("th", { class: "n" }, "share"), h("th", { class: "n" }, "s / step"), h("th", {})), phases.map((p, i) => line(p.label, p.seconds, p.share, i)), line("whole step", whole, 1, null))));
 }
 
-/* Overlap: who worked when, how old the groups were, and who waited for whom. */
+/* Overlap: when each actor worked, how old the groups were, and what actors waited for. */
 const WORK = { sample: "sampling", advance: "sampling", evaluate: "evaluating", grade: "grading", learn: "learning", weights: "packing weights", state: "saving" };
 const KINDS = [...new Set(Object.values(WORK)), "other work"], workOf = what => WORK[what] ?? "other work";
 function timelineCard({ spans: all, seconds }) {
@@ -66,7 +66,7 @@ function timelineCard({ spans: all, seconds }) {
     showTip(event, [`${actor}: ${workOf(what)} (${what})`, `${number(to - from)} s, until second ${number(to)}`, version === null ? "" : `version ${version}`].join("\n").trim());
   });
   svg.addEventListener("pointerleave", hideTip);
-  return h("div", { class: "card" }, h("h3", {}, `Who worked when, last ${number(+end.toPrecision(2))} s`), h("div", { class: "legend" }, seen.map(kind => h("span", {}, h("i", { style: { background: colour(KINDS.indexOf(kind)) } }), kind))), svg);
+  return h("div", { class: "card" }, h("h3", {}, `Work of each actor, last ${number(+end.toPrecision(2))} s`), h("div", { class: "legend" }, seen.map(kind => h("span", {}, h("i", { style: { background: colour(KINDS.indexOf(kind)) } }), kind))), svg);
 }
 function lagCard(lags) {
   const apart = Math.min(...lags.slice(1).map(([lag], i) => lag - lags[i][0]), 10), sum = lags.reduce((a, [, n]) => a + n, 0);
@@ -76,9 +76,9 @@ function lagCard(lags) {
   });
   svg.setAttribute("aria-label", "groups by lag");
   svg.addEventListener("pointermove", event => event.target.dataset.tip ? showTip(event, event.target.dataset.tip) : hideTip());
-  return h("div", { class: "card" }, h("h3", {}, "Lag of the groups that were learned from"), h("div", { class: "legend" }, `${many(sum, "group")}; mean ${number(lags.reduce((a, [lag, n]) => a + lag * n, 0) / sum)}, largest ${lags.at(-1)[0]} versions`), svg);
+  return h("div", { class: "card" }, h("h3", {}, "Lag of the groups that were trained on"), h("div", { class: "legend" }, `${many(sum, "group")}; mean ${number(lags.reduce((a, [lag, n]) => a + lag * n, 0) / sum)}, largest ${lags.at(-1)[0]} versions`), svg);
 }
-const WAITS = ["weights", "samples", "", "grades", "other generators", "a checkpoint", "an evaluation", "the driver"];  /* by colour; an actor's work has no cause */
+const WAITS = ["weights", "samples", "", "grades", "other generators", "a checkpoint", "an evaluation", "the driver"];  /* in the order of colours; "" is an actor's own work */
 function waitCard({ seconds }) {
   const own = ([actor, causes]) => {
     const whole = Object.values(causes).reduce((a, b) => a + b, 0), parts = Object.entries(causes).sort((a, b) => (a[0] !== "") - (b[0] !== "") || b[1] - a[1]);
@@ -94,22 +94,22 @@ function causesCard(series) {
   return lines.some(line => line.points.length > 1) ? chart({ title: "Gap between sampling and learning by cause, nats per token", lines, section: "overlap" }) : null;
 }
 
-/* Rollouts: rows of the run's files. A row has its response
-   only where the tokens do not spell it, and its whole size, in tokens and characters, only where it is cut. */
+/* Rollouts: rows of the run's files. A row contains "response" only if its tokens do not spell it, and "whole", its full
+   size in tokens and characters, only if it was truncated. */
 let rows = [], pairs = [], total = 0, ends = false, widest = 0, mode = "logprob";
 function take(rollouts) {
   ({ rows = [], pairs = [], total, ends } = rollouts);
   const gaps = rows.flatMap(row => row.learner_logprobs.map((_, k) => Math.abs(gap(row, k) ?? 0))).sort((a, b) => a - b);
   widest = gaps[Math.floor(gaps.length * 0.99)] || gaps.at(-1) || 0;
 }
-function gap(row, k) {  /* sampler − learner; null where one of them is not known */
+function gap(row, k) {  /* sampler − learner; null if one of them is unknown */
   const ours = row.logprobs[k] ?? null, theirs = row.learner_logprobs[k] ?? null;
   return ours === null || theirs === null ? null : ours - theirs;
 }
 const DEEPEST = 6, textOf = row => row.response ?? row.tokens.join("");
-const forced = row => row.forced ?? [];  /* places of tokens that the system put in */
+const forced = row => row.forced ?? [];  /* indices of tokens that were inserted, not sampled */
 const meanLogprob = row => row.logprobs.reduce((a, v, k) => a + (forced(row).includes(k) ? 0 : v ?? 0), 0) / (row.logprobs.length - forced(row).length || 1);
-function visible(text) {  /* characters without a glyph, and those that reorder their neighbours, are spelled out */
+function visible(text) {  /* escape characters without a glyph, and those that reorder their neighbours */
   return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g, c => {
     const code = c.charCodeAt(0);
     return c === "\n" ? "↵\n" : c === "\t" ? "⇥\t" : `⟨${code.toString(16).toUpperCase().padStart(code < 256 ? 2 : 4, "0")}⟩`;
@@ -128,17 +128,17 @@ function body(row) {
     const k = event.target.dataset.k;
     if (k === undefined) return hideTip();
     const ours = row.logprobs[k] ?? null, theirs = row.learner_logprobs[k] ?? null, apart = gap(row, k);
-    const told = [`token ${+k + 1}: ${visible(JSON.stringify(row.tokens[k].slice(0, 60)))}`];
-    if (forced(row).includes(+k)) told.push("put in, not sampled");
-    if (ours !== null) told.push(`log p  ${number(ours)}   p  ${number(Math.exp(ours))}`);
-    if (theirs !== null) told.push(`learner's log p  ${number(theirs)}`);
-    if (apart !== null) told.push(`sampler − learner  ${number(+apart.toFixed(4))}`);
-    showTip(event, told.join("\n"));
+    const lines = [`token ${+k + 1}: ${visible(JSON.stringify(row.tokens[k].slice(0, 60)))}`];
+    if (forced(row).includes(+k)) lines.push("inserted, not sampled");
+    if (ours !== null) lines.push(`log p  ${number(ours)}   p  ${number(Math.exp(ours))}`);
+    if (theirs !== null) lines.push(`learner's log p  ${number(theirs)}`);
+    if (apart !== null) lines.push(`sampler − learner  ${number(+apart.toFixed(4))}`);
+    showTip(event, lines.join("\n"));
   });
   element.addEventListener("pointerleave", hideTip);
   return element;
 }
-function versions(row) {  /* several if weights came while it was sampled; older files have one */
+function versions(row) {  /* several if weights were updated while it was sampled; rows of older files have only one */
   if ((row.versions ?? []).length < 2) return `version ${row.version}`;
   return `versions ${row.versions.map(([version, tokens]) => `${version} (${many(tokens, "token")})`).join(", ")}`;
 }
@@ -156,9 +156,9 @@ function response(row) {
     ...Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`),
   ];
   return h("div", {}, h("div", { class: "meta" }, h("b", {}, `step ${row.step}`), h("b", {}, `reward ${number(row.reward)}`), facts.filter(f => f).map(f => h("span", {}, f))), body(row),
-    row.whole ? h("div", { class: "small soft" }, `cut here: ${count(row.tokens.length)} of ${many(row.whole[0], "token")}, ${many(row.whole[1], "character")} in all`) : null);
+    row.whole ? h("div", { class: "small soft" }, `truncated here: ${count(row.tokens.length)} of ${many(row.whole[0], "token")}, ${many(row.whole[1], "character")} in all`) : null);
 }
-function prompt(row) {  /* whole; a long one opens with a click */
+function prompt(row) {  /* the complete prompt; a long one is unfolded by a click */
   const text = visible(row.asked).replaceAll("↵\n", "\n"), start = text.slice(0, 240).replace(/\s+\S*$/, "");
   if (text.length <= 600 && text.split("\n").length <= 12) return h("div", { class: "prompt" }, text);
   const head = h("summary", {}, h("span", { class: "start" }, `${start} … `), `(${many(text.length, "character")})`);
@@ -222,7 +222,7 @@ function browser() {
   return { elements, refresh, isRead: () => [shown, before].some(e => e.matches(":hover") || (!getSelection().isCollapsed && getSelection().containsNode(e, true))) };
 }
 
-/* What is drawn, and in which words. A metric is shown by the first panel that takes it. */
+/* Panels: section, title, and pattern of the metrics. A metric is shown in the first panel whose pattern matches it. */
 const PANELS = [
   ["reward", "Reward", /^(rollout|validation)\/reward$/],
   ["reward", "Parts of the reward", /^(rollout|validation)\/part_/],
@@ -259,7 +259,7 @@ const PHASES = {
 };
 const KL = "kl/initial_k1";
 
-/* Figures of the page's head, by metric: label, value, note. A curve's legend says the same. */
+/* Headline figures by metric: label, value, note. The legend of the metric's curve repeats them. */
 function headlines({ series }) {
   const found = new Map();
   function add(name, label, { averaged = false, unit = "" } = {}) {
@@ -285,12 +285,13 @@ function headlines({ series }) {
 }
 function tilesOf({ series, clocks }, heads) {
   const found = [...heads.values()], responses = series["rollout/responses"]?.sum, seconds = clocks["time/step"]?.sum;
-  if (responses) found.push(["responses", count(responses), "sampled to learn"]);
+  if (responses) found.push(["responses", count(responses), "sampled for training"]);
   if (seconds) found.push(["time", seconds < 600 ? `${fixed(seconds, 0)} s` : `${fixed(seconds / 60, 0)} min`, "wall clock of the steps"]);
   return found;
 }
 
-/* Panels need a line of two points or more; whatever no panel takes has one of its own. Metrics of no panel were measured once. */
+/* Return the panels, which need a line of at least two points, and the metrics that were measured only once. A metric that
+   no panel takes gets its own. */
 function panelsOf(series, heads) {
   const isHeldOut = name => name.startsWith("validation/"), left = new Set(Object.keys(series).sort((a, b) => isHeldOut(a) - isHeldOut(b)));
   const drawn = [], once = [];
@@ -305,7 +306,7 @@ function panelsOf(series, heads) {
   return [drawn, once];
 }
 
-/* Reward against KL, step by step. A point of a long run's KL stands for the steps up to its own. */
+/* Reward against KL at each step. In a long run, a point of the KL combines several steps and has the step of the last. */
 function frontierOf({ series }) {
   const name = series["validation/reward"]?.points.length > 3 ? "validation/reward" : "rollout/reward", drift = series[KL];
   if (!series[name] || !drift) return null;
@@ -317,7 +318,7 @@ function frontierOf({ series }) {
   return points.length > 2 ? { x: `${KL} (nats per token)`, y: name, points } : null;
 }
 
-/* Seconds per phase, the largest first, in all and step by step. */
+/* Seconds per phase, the largest first: in total and for each step. */
 function timeOf(clocks) {
   const phase = name => name.slice("time/".length), sum = name => clocks[name].sum;
   const names = Object.keys(clocks).filter(name => name.startsWith("time/") && name !== "time/step").sort((a, b) => (a === "time/other") - (b === "time/other") || sum(b) - sum(a)).slice(0, 12);
@@ -332,13 +333,14 @@ function arrange(data) {
   return { panels, once, tiles: tilesOf(data, heads), front: frontierOf(data), time: timeOf(data.clocks) };
 }
 
-/* The page. What has not changed stays as it is: a section is built again when its part of the data is another. */
+/* The page. A section is rebuilt only if its part of the data has changed. */
 function swap(element, children) {
   const open = new Set([...element.querySelectorAll("details[open]")].map(d => d.dataset.key));
   element.replaceChildren(...children.filter(child => child));
   for (const details of element.querySelectorAll("details")) details.open = open.has(details.dataset.key);
 }
 const parts = new Map(), chip = h("span", { class: "chip", id: "state" }), now = h("div", { class: "now card", id: "now", hidden: "" });
+const trouble = h("div", { class: "card trouble", id: "trouble", hidden: "" }), warnings = h("div", { class: "card trouble silent-edge", id: "warnings", hidden: "" });
 const tiles = h("div", { class: "grid tiles" }), nav = h("nav", { "aria-label": "sections" }), note = h("p", { style: { marginTop: "28px" } });
 const titles = { reward: "Reward", drift: "Drift", policy: "Policy", overlap: "Overlap", time: "Time", rollouts: "Rollouts", recipe: "Recipe and environment", other: "Everything else" };
 for (const id in titles) parts.set(id, { element: h("section", { id, hidden: "" }), key: "" });
@@ -350,7 +352,7 @@ function section(id, isThere, part, build) {
   swap(known.element, isThere ? [h("h2", {}, titles[id]), ...build()] : []);
 }
 let responses = null, unread = false;
-function readRollouts() {  /* not while somebody reads or marks the responses */
+function readRollouts() {  /* wait while somebody reads or selects the responses */
   unread = responses !== null && responses.isRead();
   if (unread) return;
   take(data.rollouts);
@@ -358,19 +360,31 @@ function readRollouts() {  /* not while somebody reads or marks the responses */
   section("rollouts", total > 0, "made once", () => responses.elements);
   responses.refresh();
 }
-function showState({ kind, text }) { chip.className = `chip ${kind}`; chip.textContent = text; }
+/* The state, and for a run that has ended early why, and how to continue it. */
+function showState({ kind, text, error, command }) {
+  chip.className = `chip ${kind}`;
+  chip.textContent = text;
+  const lead = { failed: "Continue with", stopped: "Continue with", silent: "If its process has ended, continue with" }[kind];
+  trouble.hidden = !command;
+  trouble.className = `card trouble ${kind}-edge`;
+  trouble.replaceChildren(...[error ? h("p", {}, h("b", {}, "Failed: "), error.kind) : null, error ? h("pre", {}, error.message) : null,
+    error?.remedy ? h("p", {}, h("b", {}, "Remedy: "), error.remedy) : null,
+    command ? h("p", {}, `${lead}: `, h("code", {}, command)) : null].filter(child => child));
+}
 function draw(fresh) {
   const first = data === undefined;
   data = fresh;
   const { panels, once, tiles: heads, front, time } = arrange(data), { reading } = data;
   document.title = `${data.run} · burnish`;
-  if (first) page.replaceChildren(h("header", {}, data.live?.home ? h("p", {}, h("a", { href: "/" }, "← all runs")) : "", h("div", { class: "top" }, h("h1", {}, data.name), chip), data.description ? h("p", {}, data.description) : "",
-    h("p", { class: "soft small" }, `run ${data.run} · seed ${data.seed} · as of `, h("span", { id: "asof" })), now, tiles, nav, note), ...[...parts.values()].map(part => part.element));
+  if (first) page.replaceChildren(h("header", {}, data.live?.home ? h("p", {}, h("a", { href: "/" }, "← all runs")) : "", h("div", { class: "top" }, h("h1", {}, data.name), chip), data.description ? h("p", {}, data.description) : "", data.note.text || data.note.tags.length ? h("p", { class: "note" }, data.note.text, data.note.tags.map(tag => h("span", { class: "soft small" }, ` ${tag}`))) : "",
+    h("p", { class: "soft small" }, `run ${data.run} · seed ${data.seed} · as of `, h("span", { id: "asof" })), now, trouble, warnings, tiles, nav, note), ...[...parts.values()].map(part => part.element));
   showState(data.state);
+  warnings.hidden = !data.warnings.length;
+  warnings.replaceChildren(...data.warnings.map(text => h("p", {}, h("b", {}, "Warning: "), text)));
   document.getElementById("asof").textContent = new Date(1000 * data.asof).toISOString().slice(0, 16).replace("T", " ") + " UTC";
   tiles.replaceChildren(...heads.map(([label, value, said]) => h("div", { class: "card tile" }, h("span", { class: "small soft" }, label), h("b", {}, value), h("span", { class: "small soft" }, said))));
   note.hidden = panels.length > 0;
-  note.textContent = panels.length ? "" : data.done ? "Curves begin with a second measurement." : data.live ? "No step has finished yet." : "No step has finished yet. Make the report again in a while: it is read from the run's files.";
+  note.textContent = panels.length ? "" : data.done ? "Curves begin with a second measurement." : data.live ? "No step has finished yet." : "No step has finished yet. Write the report again later: it is made from the run's files.";
   const of = name => panels.filter(panel => panel.section === name), reward = of("reward"), drift = of("drift"), policy = of("policy"), other = of("other");
   section("reward", reward.length, reward, () => [h("div", { class: "grid wide" }, reward.map(chart))]);
   section("drift", drift.length || front, [drift, front, reading], () => [reading.length ? h("div", { class: "card reading", id: "reading" }, reading.map(s => h("p", {}, s))) : null,
@@ -387,15 +401,15 @@ function draw(fresh) {
     once.length ? h("details", { "data-key": "once" }, h("summary", {}, `${many(once.length, "metric")} measured once`), h("table", {}, once.map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", { class: "n" }, number(value)))))) : null]);
   nav.replaceChildren(...[...parts].filter(([, part]) => part.key).map(([id]) => h("a", { href: "#" + id }, titles[id])));
 }
-document.addEventListener("pointermove", event => { if (!event.target.closest?.("svg, .text")) hideTip(); });  /* the element that it described may be gone */
+document.addEventListener("pointermove", event => { if (!event.target.closest?.("svg, .text")) hideTip(); });  /* the element that the tooltip described may be gone */
 
-/* Live: the state every few seconds, the rest when it has changed. */
+/* Live: request the state every few seconds, and the data when its version has changed. */
 async function ask(what) {
   const answer = await fetch(`${location.pathname}/${what}`);
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
 }
-function inPlace(change) {  /* the section in view stays where it is, whatever grows above it */
+function inPlace(change) {  /* keep the section in view at its place on the screen, even if sections above it grow */
   const top = element => element.getBoundingClientRect().top, seen = [...page.querySelectorAll("section, #pairs, #list")].filter(e => !e.hidden && top(e) < innerHeight / 2).at(-1);
   const before = seen && top(seen);
   change();
@@ -404,18 +418,18 @@ function inPlace(change) {  /* the section in view stays where it is, whatever g
 async function look() {
   if (document.hidden) return;
   try {
-    const told = await ask("status"), fresh = told.version === data.version ? null : await ask("data");
+    const status = await ask("status"), fresh = status.version === data.version ? null : await ask("data");
     inPlace(() => {
       if (fresh) draw(fresh);
       else if (unread) readRollouts();
-      showState(told.state);
-      const { doing, share } = told.state;
+      showState(status.state);
+      const { doing, share } = status.state;
       now.hidden = !doing;
       now.replaceChildren(doing, share === null ? "" : h("div", { class: "track" }, h("div", { class: "bar", style: { width: 100 * share + "%" } })));
     });
   } catch (error) {
     now.hidden = false;
-    now.replaceChildren(error instanceof TypeError ? "burnish watch has ended: this is how the run stood." : `The run can't be read: ${error.message}`);
+    now.replaceChildren(error instanceof TypeError ? "burnish watch has ended: this is the last state of the run." : `The run can't be read: ${error.message}`);
   }
 }
 async function follow() { await look(); setTimeout(follow, 1000 * data.live.every); }

@@ -1,5 +1,5 @@
 "use strict";
-/* Every few seconds the cells that have changed are replaced, or the table if it has other rows. */
+/* Reload the table every few seconds: replace the cells that have changed, or the whole table if the number of cells has. */
 const cells = root => [...root.querySelectorAll("td")];
 async function look() {
   if (document.hidden) return;

@@ -16,13 +16,14 @@ import tiny
 import torch
 from torch import Tensor
 
-from burnish.engine import cuda, sampler
-from burnish.engine import engine as engines
-from burnish.engine.engine import NativeEngine
-from burnish.engine.plain import Plain, PlainAttention, causal_attention
+from burnish.engine.native import cuda, sampler
+from burnish.engine.native import engine as engines
+from burnish.engine.native.engine import NativeEngine
+from burnish.engine.native.plain import Plain, PlainAttention, causal_attention
+from burnish.engine.native.sampler import Limited
+from burnish.engine.native.sequence import GREEDY, RequestGroup, Sequence
 from burnish.engine.protocol import Request
-from burnish.engine.scheduler import EngineSettings
-from burnish.engine.sequence import GREEDY, RequestGroup, Sequence
+from burnish.engine.settings import EngineSettings
 from burnish.types import Completion, Finish, SamplingParams
 
 
@@ -164,7 +165,16 @@ def test_nothing_is_sampled_inside_a_prompt_that_gets_one_token_of_a_step() -> N
     assert max(steps) == engines.AHEAD
 
 
-@pytest.mark.parametrize("params", [{"min_tokens": 20, "stop_ids": (7,)}, {"max_tokens": 2}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"min_tokens": 20, "stop_ids": (7,)},
+        {"max_tokens": 2},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 1.5, "temperature": 0.0},
+    ],
+)
 def test_what_has_to_be_read_on_the_way_is_sampled_one_by_one(params: dict[str, Any]) -> None:
     engine, steps = ahead()
     one = tiny.request("a", n=3, **{"max_tokens": 20} | params)
@@ -223,8 +233,8 @@ def test_a_sample_whose_logits_overflow_is_lost_alone(
 def test_greedy_rows_alone_equal_greedy_rows_among_others() -> None:
     logits = torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)) * 3
     points, heat = torch.full((40,), 0.5, dtype=torch.float64), torch.ones(40)
-    alone = sampler.sample(logits, points, heat, {GREEDY: range(40)})
-    others = sampler.sample(logits, points, heat, {GREEDY: range(30)})
+    alone = sampler.sample_tokens(logits, points, heat, Limited({GREEDY: range(40)}, {}))
+    others = sampler.sample_tokens(logits, points, heat, Limited({GREEDY: range(30)}, {}))
     for a, b in zip(alone, others, strict=True):
         assert torch.equal(a[:30], b[:30])
 

@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("the kernel runs on a GPU", allow_module_level=True)
 
-from burnish.engine import paged
+from burnish.engine.native import cuda_kernels
 
 SIZE, PAGES = 16, 40
 COUNTS = [1, 16, 17, 70, 130, 0]
@@ -23,7 +23,7 @@ def test_equals_gathered(
     pages = [torch.randperm(PAGES)[: -(-count // SIZE)] for count in COUNTS]
     first = torch.tensor([0, *map(len, pages)]).cumsum(0)[:-1]
     table = [x.cuda() for x in (torch.cat(pages), first, torch.tensor(COUNTS))]
-    got = paged.attend(q.cuda(), keys.cuda(), values.cuda(), table, SIZE).cpu().double()
+    got = cuda_kernels.attend(q.cuda(), keys.cuda(), values.cuda(), table, SIZE).cpu().double()
     assert not got[-1].any()  # it sees nothing
     for row, (mine, count) in enumerate(zip(pages[:-1], COUNTS, strict=False)):
         slots = (mine[:, None] * SIZE + torch.arange(SIZE)).flatten()[:count]
@@ -40,6 +40,6 @@ def test_writes_to_its_slots_alone() -> None:
     want = [pool.clone() for pool in (keys, values)]
     for pool, x in zip(want, new, strict=True):
         pool[slots[:-1]] = x[:-1]
-    paged.write(keys, values, slots, *new.transpose(1, 2).contiguous().transpose(1, 2))
+    cuda_kernels.write_pages(keys, values, slots, *new.transpose(1, 2).contiguous().transpose(1, 2))
     assert torch.equal(keys, want[0])
     assert torch.equal(values, want[1])

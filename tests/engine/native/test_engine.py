@@ -12,12 +12,12 @@ import pytest
 import tiny
 import torch
 
-from burnish.draws import Stream
-from burnish.engine.engine import NativeEngine
-from burnish.engine.plain import Plain
+from burnish.engine.native.engine import NativeEngine
+from burnish.engine.native.plain import Plain
 from burnish.engine.protocol import Request
-from burnish.engine.scheduler import EngineSettings
+from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError
+from burnish.randomness import Stream
 from burnish.runs.responses import version_ranges
 from burnish.types import Completion, Finish, SamplingParams
 
@@ -179,12 +179,12 @@ def test_after_an_update_keeping_reads_the_old_cache() -> None:
 def test_greedy_equals_transformers(tmp_path: Any) -> None:
     import families
 
-    from burnish.model.checkpoint import load
+    from burnish.model.checkpoint import load_model
 
     for family in families.FAMILIES:
         width = {"head_dim": tiny.WIDTH} if family == "qwen3" else {}
         peer = families.make(family, **width)
-        own = load(families.save(peer, tmp_path / family))
+        own = load_model(families.save(peer, tmp_path / family))
         engine = NativeEngine(own, None, EngineSettings(kv_bytes=1 << 20, page_size=4))
         ids = tiny.prompt(11) % 96
         params = SamplingParams(temperature=0.0, max_tokens=24)

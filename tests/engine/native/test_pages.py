@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from burnish.engine.pages import Pages
+from burnish.engine.native.pages import Pages
 
 
 def test_a_page_is_free_again_when_its_last_holder_lets_go() -> None:

@@ -12,9 +12,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.engine.native.scheduler import Scheduler
+from burnish.engine.native.sequence import RequestGroup, Sequence
 from burnish.engine.protocol import Request
-from burnish.engine.scheduler import EngineSettings, Scheduler
-from burnish.engine.sequence import RequestGroup, Sequence
+from burnish.engine.settings import EngineSettings
 
 
 @dataclass
@@ -153,7 +154,7 @@ def test_random_schedules(
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys, burnish.engine.scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, burnish.engine.native.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tiny
 
+from burnish.engine.native.sequence import ANY, GREEDY, DrawLimits, RequestGroup, Sequence
 from burnish.engine.protocol import Request
-from burnish.engine.sequence import ANY, GREEDY, Limits, RequestGroup, Sequence
 from burnish.types import Finish, SamplingParams
 
 EVERY_BYTE = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 0x800), 0xE000, 0xF000)))
@@ -83,7 +83,7 @@ def test_without_a_tokenizer() -> None:
 
 def test_limits_on_the_next_token() -> None:
     sequence = sample(min_tokens=1, stop_ids=(7,))
-    assert sequence.limits == Limits(False, frozenset((tiny.END, 7)))
+    assert sequence.limits == DrawLimits(False, frozenset((tiny.END, 7)))
     take(sequence, [1])
     assert sequence.limits == ANY
     assert sample(temperature=0.0).limits == GREEDY

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tiny
 
-from burnish import machine
-from burnish.engine.check import PASS, UPDATES, Suite
-from burnish.engine.hf import HfEngine
-from burnish.engine.serving import Settings
-from burnish.engine_commands import Reference
+from burnish.cli.engine import Reference
+from burnish.engine.conformance import PASS, UPDATES, Suite
+from burnish.engine.remote.hf import HfEngine
+from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError
+from burnish.machine import hardware
 from burnish.model import checkpoint
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE != "cpu", reason="the tiny model is on the CPU")
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.skipif(tiny.DEVICE != "cpu", reason="the tiny model is 
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HfEngine:
-    monkeypatch.setattr(machine, "set_up_torch", lambda threads: None)
-    checkpoint.save(tiny.model(), tmp_path)
+    monkeypatch.setattr(hardware, "set_up_torch", lambda threads: None)
+    checkpoint.save_model(tiny.model(), tmp_path)
     tiny.tokenizer().save(tmp_path)
-    return HfEngine(Settings("hf", str(tmp_path), max_running=4))
+    return HfEngine(EngineSettings("hf", str(tmp_path), max_running=4))
 
 
 def test_it_draws_the_same_tokens(engine: HfEngine) -> None:
@@ -35,6 +35,8 @@ def test_it_draws_the_same_tokens(engine: HfEngine) -> None:
         tiny.request("b", 12, n=2, temperature=0.7, stop_ids=(7, 9), group=1),
         tiny.request("c", 3, temperature=0.0),
         tiny.request("d", 5, top_p=0.8, top_k=9),
+        tiny.request("e", 7, n=2, min_p=0.05, repetition_penalty=1.4, group=2),
+        tiny.request("f", 4, temperature=0.0, repetition_penalty=2.0),
     ]
     ours = tiny.engine(text=True)
     for version, model in enumerate([tiny.model(), tiny.model(5)]):

@@ -23,8 +23,9 @@ import tiny
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from burnish.engine import listening, remote, serving, wire
-from burnish.engine.serving import Settings
+from burnish.engine.remote import client, server, wire
+from burnish.engine.remote import listener as listening
+from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError
 from burnish.model import checkpoint
 
@@ -43,8 +44,8 @@ class FakeChild:
 
     log = Path("log")
 
-    def __init__(self, python: str, settings: Settings, connection: socket.socket) -> None:
-        self.process = SimpleNamespace(poll=lambda: 0)
+    def __init__(self, python: str, settings: EngineSettings, connection: socket.socket) -> None:
+        self.process = SimpleNamespace(is_running=False)
         wire.send(connection, {"served": True})
         connection.close()
 
@@ -69,8 +70,8 @@ class Served(SimpleNamespace):
         return answer == {"served": True} and time.monotonic() - start < AT_ONCE
 
 
-def serve(settings: Settings) -> Iterator[Served]:
-    listener, told = listening.listen("127.0.0.1", 0), list[str]()
+def serve(settings: EngineSettings) -> Iterator[Served]:
+    listener, told = listening.open_listener("127.0.0.1", 0), list[str]()
 
     def accept() -> None:
         with suppress(OSError):  # the listener is closed at the end
@@ -90,8 +91,8 @@ def serve(settings: Settings) -> Iterator[Served]:
 def door() -> Iterator[Served]:
     """A server whose engines are not made."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(listening, "Child", FakeChild)
-        yield from serve(Settings("native", "nowhere"))
+        patch.setattr(listening, "EngineProcess", FakeChild)
+        yield from serve(EngineSettings("native", "nowhere"))
 
 
 PACKETS = {
@@ -253,7 +254,7 @@ def test_fuzzed_frames_of_a_known_client_end_its_engine_or_are_answered(packet: 
 
     def answer() -> None:
         with theirs, suppress(Exception):  # a process prints it, and ends
-            serving.serve(theirs, tiny.engine())
+            server.answer_calls(theirs, tiny.engine())
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
@@ -310,7 +311,9 @@ def test_a_machine_that_is_gone_is_noticed_in_a_minute(
         return found | {"alive": connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)}
 
     class Seen(FakeChild):
-        def __init__(self, python: str, settings: Settings, connection: socket.socket) -> None:
+        def __init__(
+            self, python: str, settings: EngineSettings, connection: socket.socket
+        ) -> None:
             seen.append(options(connection))
             super().__init__(python, settings, connection)
 
@@ -318,10 +321,10 @@ def test_a_machine_that_is_gone_is_noticed_in_a_minute(
         seen.append(options(connection))
         raise EOFError
 
-    monkeypatch.setattr(listening, "Child", Seen)
-    monkeypatch.setattr(remote.wire, "receive", receive)
+    monkeypatch.setattr(listening, "EngineProcess", Seen)
+    monkeypatch.setattr(client.wire, "receive", receive)
     with pytest.raises(EngineError, match="died at 'start'"):
-        remote.connect(f"tcp://127.0.0.1:{door.port}", TOKEN, deadline=5)
+        client.connect_engine(f"tcp://127.0.0.1:{door.port}", TOKEN, deadline=5)
     for _ in range(100):
         if len(seen) == 2:
             break
@@ -330,17 +333,17 @@ def test_a_machine_that_is_gone_is_noticed_in_a_minute(
     for found in seen:
         assert found["alive"] == found["TCP_NODELAY"] == 1
         last = found["TCP_KEEPIDLE"] + found["TCP_KEEPINTVL"] * found["TCP_KEEPCNT"]
-        assert last == found["TCP_USER_TIMEOUT"] / 1000 == remote.SILENCE == 60
+        assert last == found["TCP_USER_TIMEOUT"] / 1000 == client.SILENCE == 60
 
 
 VANISHES = """
 import socket, subprocess, sys, time
-from burnish.engine import remote, serving, wire
+from burnish.engine.remote import client, server, wire
 
 def run(*words):
     subprocess.run(words, check=True)
 
-remote.SILENCE = 6
+client.SILENCE = 6
 listener = socket.create_server(("0.0.0.0", 0))
 hold = subprocess.Popen(["unshare", "-n", "sleep", "60"])
 time.sleep(0.5)
@@ -352,20 +355,20 @@ run("ip", "link", "set", "here", "up")
 run(*inside, "ip", "addr", "add", "10.9.0.2/24", "dev", "there")
 run(*inside, "ip", "link", "set", "there", "up")
 code = "import socket, time; s = socket.create_connection(('10.9.0.1', %d)); time.sleep(60)"
-client = subprocess.Popen([*inside, sys.executable, "-c", code % listener.getsockname()[1]])
+other = subprocess.Popen([*inside, sys.executable, "-c", code % listener.getsockname()[1]])
 try:
     connection, _ = listener.accept()
-    remote.keep_alive(connection)
+    client.keep_alive(connection)
     if sys.argv[1] == "sends":
         wire.send(connection, {"some": "answer"})
     run(*inside, "ip", "link", "set", "there", "down")
     if sys.argv[1] == "sends":
         wire.send(connection, {"some": "answer"})
     start = time.monotonic()
-    serving.serve(connection, None)
+    server.answer_calls(connection, None)
     print(f"gone {time.monotonic() - start:.1f}")
 finally:
-    client.kill()
+    other.kill()
     hold.kill()
 """
 
@@ -390,9 +393,9 @@ def test_a_client_whose_network_is_cut_is_left(how: str) -> None:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of real engines."""
     path = tmp_path_factory.mktemp("model")
-    checkpoint.save(tiny.model(), path)
+    checkpoint.save_model(tiny.model(), path)
     tiny.tokenizer().save(path)
-    yield from serve(Settings("native", str(path), kv_mb=1))
+    yield from serve(EngineSettings("native", str(path), kv_bytes=1 << 20))
 
 
 @pytest.mark.slow
@@ -400,19 +403,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_a_known_client_that_sends_garbage_makes_room_for_the_next(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = list[remote.Child]()
+    started = list[client.EngineProcess]()
 
-    class Known(remote.Child):
+    class Known(client.EngineProcess):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             started.append(self)
 
-    monkeypatch.setattr(listening, "Child", Known)
+    monkeypatch.setattr(listening, "EngineProcess", Known)
     url = f"tcp://127.0.0.1:{served.port}"
-    with closing(remote.connect(url, TOKEN, deadline=120)) as engine:
+    with closing(client.connect_engine(url, TOKEN, deadline=120)) as engine:
         engine._connection.sendall(framed(b"[" * 100_000))
         with pytest.raises(EngineError, match="nested too deeply"):
             engine.step()
     started[0].process.wait(60)
-    with closing(remote.connect(url, TOKEN, deadline=120)) as engine:
+    with closing(client.connect_engine(url, TOKEN, deadline=120)) as engine:
         assert len(tiny.finish(engine, [tiny.request("a")])) == 1

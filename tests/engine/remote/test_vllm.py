@@ -14,11 +14,11 @@ import pytest
 import tiny
 import torch
 
-from burnish.engine import remote
-from burnish.engine.check import FAIL, NOT_OFFERED, PASS, UPDATES, Result, Suite
-from burnish.engine.remote import RemoteEngine
-from burnish.engine.serving import Settings
-from burnish.engine_commands import Reference
+from burnish.cli.engine import Reference
+from burnish.engine.conformance import FAIL, NOT_OFFERED, PASS, UPDATES, Result, Suite
+from burnish.engine.remote import client
+from burnish.engine.remote.client import RemoteEngine
+from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError
 from burnish.model import checkpoint
 
@@ -33,16 +33,18 @@ pytestmark = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM's kernels for a CPU read heads of 32 numbers and more."""
     path = tmp_path_factory.mktemp("model")
-    checkpoint.save(tiny.model(d_model=128, context=1024), path)
+    checkpoint.save_model(tiny.model(d_model=128, context=1024), path)
     tiny.tokenizer().save(path)
     return path
 
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[RemoteEngine]:
-    settings = Settings("vllm", str(model), device=tiny.DEVICE, kv_mb=64, max_running=9000)
+    settings = EngineSettings(
+        "vllm", str(model), device=tiny.DEVICE, kv_bytes=64 << 20, max_running=9000
+    )
     assert PYTHON is not None
-    with closing(remote.start(settings, python=PYTHON, deadline=300)) as started:
+    with closing(client.start_engine(settings, python=PYTHON, deadline=300)) as started:
         yield started
 
 
@@ -56,7 +58,7 @@ def examined(engine: RemoteEngine, model: Path, mode: str, names: Any = None) ->
 def test_it_does_what_an_engine_does(engine: RemoteEngine, model: Path) -> None:
     found = examined(engine, model, "recompute")
     refused = {name for name, result in found.items() if result.status == NOT_OFFERED}
-    assert refused == {"min_tokens", "top_p"}
+    assert refused == {"min_tokens", "top_p", "min_p", "repetition_penalty"}
     assert {r.status for name, r in found.items() if name not in refused} == {PASS}, found
 
 
@@ -65,15 +67,17 @@ def test_new_requests_never_read_a_cache_that_is_kept(
     has_salt: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the salt of the prefix cache, they do, and the check sees it."""
-    copy = shutil.copytree(Path(remote.__file__).parents[1], tmp_path / "burnish")
-    file, salt = copy / "engine" / "vllm.py", '"cache_salt": str(self._loads)'
+    copy = shutil.copytree(Path(client.__file__).parents[2], tmp_path / "burnish")
+    file, salt = copy / "engine" / "remote" / "vllm.py", '"cache_salt": str(self._loads)'
     text = file.read_text()
     assert text.count(salt) == 1
     file.write_text(text if has_salt else text.replace(salt, '"cache_salt": "0"'))
-    monkeypatch.setattr(remote, "__file__", str(copy / "engine" / "remote.py"))
-    settings = Settings("vllm", str(model), kv_mb=64, max_running=8, on_update="keep")
+    monkeypatch.setattr(client, "__file__", str(copy / "engine" / "remote" / "client.py"))
+    settings = EngineSettings(
+        "vllm", str(model), kv_bytes=64 << 20, max_running=8, on_update="keep"
+    )
     assert PYTHON is not None
-    with closing(remote.start(settings, python=PYTHON, deadline=300)) as engine:
+    with closing(client.start_engine(settings, python=PYTHON, deadline=300)) as engine:
         found = examined(engine, model, "keep", UPDATES)
     wanted = PASS if has_salt else FAIL
     assert [result.status for result in found.values()] == [wanted, wanted, PASS], found
@@ -103,9 +107,11 @@ def test_a_part_of_the_weights_is_loaded_over_the_first_ones(
 @pytest.mark.skipif(tiny.DEVICE == "cpu", reason="only on a GPU vLLM gives its memory away")
 def test_it_gives_its_memory_away_while_it_sleeps(model: Path) -> None:
     """Weights and caches leave the GPU; afterwards the same seed draws the same tokens."""
-    settings = Settings("vllm", str(model), device=tiny.DEVICE, kv_mb=2048, sleep=True)
+    settings = EngineSettings(
+        "vllm", str(model), device=tiny.DEVICE, kv_bytes=2048 << 20, sleep=True
+    )
     assert PYTHON is not None
-    with closing(remote.start(settings, python=PYTHON, deadline=300)) as engine:
+    with closing(client.start_engine(settings, python=PYTHON, deadline=300)) as engine:
         asked = [tiny.request("a", 9, n=4)]
         first, probe = tiny.finish(engine, asked), engine.probe()
         engine.submit(asked[0])

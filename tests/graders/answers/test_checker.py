@@ -20,9 +20,9 @@ from burnish.errors import DataError, MissingExtra
 from burnish.graders.answers import MathGrader, Verdict, compare
 from burnish.graders.answers import checker as checkers
 from burnish.graders.answers.comparison import decide
-from burnish.graders.pool import Limits
+from burnish.graders.pool import GraderLimits
 from burnish.types import Status
-from tests.graders.hostile import hostile_strings
+from tests.graders.answers.hostile import hostile_strings
 
 SLOW = r"\binom{1000000000000}{500000000000}"
 """Takes sympy for ever."""
@@ -41,7 +41,7 @@ def grader(checker):
 
 @pytest.fixture(scope="module")
 def quick():
-    limits = Limits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 29)
+    limits = GraderLimits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 29)
     grader = MathGrader("r1_zero", limits)
     yield grader
     grader.close()
@@ -182,11 +182,11 @@ def test_a_plain_script_without_a_main_guard(tmp_path):
             from contextlib import closing
             from burnish.graders.answers.checker import question_only_reward_fn
             from burnish.graders.pool import make_grader
-            from burnish.graders.pool import Limits
+            from burnish.graders.pool import GraderLimits
             print("begins")
             def mine(response, row):
                 return question_only_reward_fn(response, row["gold"])
-            with closing(make_grader(mine, Limits(workers=1))) as grader:
+            with closing(make_grader(mine, GraderLimits(workers=1))) as grader:
                 for grade in grader.grade([(r"\boxed{x+1}", {"gold": "1+x"})] * 2):
                     print(grade.status, grade.reward, grade.message)
             """
@@ -256,7 +256,7 @@ def test_hostile_strings(quick, tmp_path):
 @pytest.mark.slow  # kills more than thirty forks by their deadline
 def test_a_thousand_hostile_strings_leave_nothing(tmp_path):
     descriptors = len(os.listdir("/proc/self/fd"))
-    limits = Limits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 29)
+    limits = GraderLimits(workers=1, cpu_seconds=0.2, memory_bytes=1 << 29)
     grader = MathGrader("r1_zero", limits)
     withstand(grader, 1000, tmp_path / "canary")
     workers = [worker.process.pid for worker in grader.pool._supervisors]

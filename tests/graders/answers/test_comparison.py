@@ -47,11 +47,11 @@ def test_all_labelled_pairs(checker):
 
 def stated_figures():
     """What the README and the log's summary say of the labelled pairs: (right, of how many)."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     pattern = re.compile(r"\|[^|]*?([0-9,]+) of ([0-9,]+) labelled pairs")
     return {
         found.groups()
-        for page in ("README.md", "docs/log.md")
+        for page in ("README.md", "docs/log/2026-11.md")
         for found in pattern.finditer((root / page).read_text())
     }
 
@@ -246,8 +246,8 @@ def test_no_text_is_compiled_or_run(tmp_path):
 import os, sys
 from burnish.graders.answers import symbolic
 from burnish.graders.answers.comparison import decide
-from tests.graders.hostile import hostile_strings
-from tests.graders.test_answers import labelled
+from tests.graders.answers.hostile import hostile_strings
+from tests.graders.answers.test_comparison import labelled
 seen = []
 def hook(event, arguments):
     of_sympy = str(arguments).startswith("(b'def monomial_")  # written from a number of variables

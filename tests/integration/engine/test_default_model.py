@@ -9,14 +9,14 @@ import pytest
 import tiny
 import torch
 
-from burnish.engine.check import PASS, Suite
-from burnish.engine.engine import NativeEngine
+from burnish.cli.engine import Reference
+from burnish.engine.conformance import PASS, Suite
+from burnish.engine.native.engine import NativeEngine
 from burnish.engine.protocol import Request
-from burnish.engine.scheduler import EngineSettings
-from burnish.engine_commands import Reference
+from burnish.engine.settings import EngineSettings
 from burnish.errors import ModelError
 from burnish.model import hub
-from burnish.model.checkpoint import load
+from burnish.model.checkpoint import load_model
 from burnish.model.tokenizer import Tokenizer
 from burnish.types import SamplingParams
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def path() -> Path:
     try:
-        return hub.resolve(hub.DEFAULT)
+        return hub.resolve_model(hub.DEFAULT)
     except ModelError as error:
         pytest.skip(f"the default model is not at hand: {error}")
 
@@ -37,7 +37,7 @@ def test_decode_equals_the_learners_forward_and_greedy_equals_transformers(path:
     ids = tokenizer.encode(text, add_special=False)
     sampled = Request("sampled", ids, 3, SamplingParams(max_tokens=24), 1)
     greedy = Request("greedy", ids, 1, SamplingParams(max_tokens=24, temperature=0.0), 2)
-    model = load(path)
+    model = load_model(path)
     engine = NativeEngine(model, tokenizer, EngineSettings(kv_bytes=1 << 28))
     done = tiny.finish(engine, [sampled, greedy])
     for completion in done.values():
@@ -54,7 +54,7 @@ def test_decode_equals_the_learners_forward_and_greedy_equals_transformers(path:
 def test_new_weights_of_a_deep_model_pass_the_check(path: Path) -> None:
     """A change compounds over thirty layers, and rounding with it: it must stay in the bounds."""
     tokenizer = Tokenizer.load(path)
-    engine = NativeEngine(load(path), tokenizer, EngineSettings(kv_bytes=1 << 28))
+    engine = NativeEngine(load_model(path), tokenizer, EngineSettings(kv_bytes=1 << 28))
     suite = Suite(engine, Reference(path, "fp32", "cpu"), [tokenizer.encode("1 2 3")], room=64)
     for name in ("new weights are in use", "weights in flight"):
         found = suite.run(name)

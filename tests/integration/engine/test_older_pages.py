@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
-from burnish.engine.engine import NativeEngine
+from burnish.cli.engine import Reference
+from burnish.engine.native.engine import NativeEngine
 from burnish.engine.protocol import Request
-from burnish.engine_commands import Reference
 from burnish.model import checkpoint
 from burnish.types import Completion, SamplingParams, Weights
 
@@ -21,7 +21,7 @@ SEEDS = range(4)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    checkpoint.save(tiny.model(), path)
+    checkpoint.save_model(tiny.model(), path)
     return path
 
 

@@ -10,13 +10,16 @@ import torch
 from sglang_server import TestServer
 
 import burnish
-from burnish import config, engines, plan
-from burnish.engine import environment
-from burnish.engine.engine import NativeEngine
-from burnish.engine.scheduler import EngineSettings
+from burnish.engine.native.engine import NativeEngine
+from burnish.engine.remote import environment
+from burnish.engine.settings import EngineSettings
 from burnish.errors import ConfigError, EngineError
+from burnish.launch import engines, preflight
+from burnish.launch.resolve import resolve
 from burnish.model import checkpoint
 from burnish.model.tokenizer import Tokenizer
+from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE != "cpu", reason="the server computes on the CPU")
 URL = "engine.url=http://127.0.0.1:30000"
@@ -36,9 +39,9 @@ def server(monkeypatch, tmp_path):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("BURNISH_CORES", "1")
     threads = torch.get_num_threads()
-    recipe = config.load("keywords", [SMALL, "engine.precision=fp32"])
-    folder = engines.directory_of(recipe)
-    model, settings = checkpoint.load(folder), EngineSettings(kv_bytes=2**20)
+    recipe = load_recipe("keywords", [SMALL, "engine.precision=fp32"])
+    folder = engines.directory_of(resolve(recipe).source, "fp32")
+    model, settings = checkpoint.load_model(folder), EngineSettings(kv_bytes=2**20)
     with torch.no_grad():
         model.embed.weight.mul_(2)
     with closing(TestServer(NativeEngine(model, Tokenizer.load(folder), settings))) as server:
@@ -81,24 +84,24 @@ def test_a_run_samples_by_sglang_and_learns_from_its_logprobs(
 
 
 def test_settings_of_sglang():
-    recipe = config.load("keywords", ["engine.name=sglang", URL])
-    assert dict(plan.plan(recipe, Path("out")))["engine"] == [
+    recipe = load_recipe("keywords", ["engine.name=sglang", URL])
+    assert dict(make_plan(recipe, Path("out")))["engine"] == [
         ("engine", "sglang, served at http://127.0.0.1:30000"),
         ("weights", "through files in /dev/shm, on the machine of the run"),
     ]
     settings = [URL, "engine.weights=distributed", "engine.sleep=true"]
-    recipe = config.load("keywords", ["engine.name=sglang", *settings])
-    assert dict(plan.plan(recipe, Path("out")))["engine"][1:] == [
+    recipe = load_recipe("keywords", ["engine.name=sglang", *settings])
+    assert dict(make_plan(recipe, Path("out")))["engine"][1:] == [
         ("weights", "broadcast by a process group, to any machine"),
         ("sleep", "caches, and weights with a copy in main memory, leave the GPU"),
     ]
     wrong = {
         "engine.kv_mb has no effect": [URL, "engine.kv_mb=9"],
-        "named by the url": [],
-        "engine.url = 'tcp://host:1'": ["engine.url=tcp://host:1"],
+        "engine.url is missing: 'sglang' needs it": [],
+        "url of an SGLang server.*got 'tcp://host:1'": ["engine.url=tcp://host:1"],
         "mask of rollout.min_tokens": [URL, "rollout.min_tokens=3"],
         "phrase of rollout.think": [URL, "rollout.think.tokens=3"],
-        "names one that runs; remove one": [URL, "engine.python=p"],
+        "engine.python has no effect": [URL, "engine.python=p"],
         "sglang' serves one sampler": [URL, "runtime.name=ray"],
         "engine.weights": [URL, "engine.weights=carrier-pigeon"],
         "engine.key must match": [URL, "engine.key=sk-123"],
@@ -107,33 +110,33 @@ def test_settings_of_sglang():
     }
     for message, settings in wrong.items():
         with pytest.raises(ConfigError, match=message):
-            config.load("keywords", ["engine.name=sglang", *settings])
+            load_recipe("keywords", ["engine.name=sglang", *settings])
     with pytest.raises(ConfigError, match=r"engine\.weights has no effect"):
-        config.load("keywords", ["engine.name=vllm", "engine.weights=tensor"])
+        load_recipe("keywords", ["engine.name=vllm", "engine.weights=tensor"])
     with pytest.raises(ConfigError, match=r"engine\.key has no effect"):
-        config.load("keywords", ["engine.url=tcp://host:1", "engine.key=KEY"])
+        load_recipe("keywords", ["engine.url=tcp://host:1", "engine.key=KEY"])
     for url in (URL, "engine.url=https://host:8422"):
         with pytest.raises(ConfigError, match=r"no other engine.*through an SSH tunnel"):
-            config.load("keywords", [url])
+            load_recipe("keywords", [url])
 
 
 @pytest.mark.parametrize("url", ["https://host", "https://host:1/sglang", "http://host:1/sglang"])
 def test_a_key_comes_from_the_environment(monkeypatch, url):
     given = ["engine.name=sglang", f"engine.url={url}", "engine.key=SGLANG_KEY"]
-    recipe = config.load("keywords", given)
+    recipe = load_recipe("keywords", given)
     for wrong in (None, "", "two words", "sk-12\n3"):
         monkeypatch.delenv("SGLANG_KEY", raising=False)
         if wrong is not None:
             monkeypatch.setenv("SGLANG_KEY", wrong)
         with pytest.raises(EngineError, match=r"engine\.key = 'SGLANG_KEY' .*export it") as error:
-            environment.check_engine(recipe)
+            preflight.check_engine(recipe.engine)
         assert not wrong or wrong not in str(error.value)
     monkeypatch.setenv("SGLANG_KEY", "sk-123\n")
-    environment.check_engine(recipe)
-    assert environment.key_of(recipe) == "sk-123"
+    preflight.check_engine(recipe.engine)
+    assert environment.read_key(recipe.engine.key, url) == "sk-123"
 
 
 def test_a_server_of_another_precision_is_refused(server):
     given = [SMALL, "engine.name=sglang", f"engine.url={server.url}", "engine.precision=bf16"]
     with pytest.raises(EngineError, match="has precision = 'fp32', and this run needs 'bf16'"):
-        engines.open_engine(config.load("keywords", given))
+        engines.build_engine(resolve(load_recipe("keywords", given)))

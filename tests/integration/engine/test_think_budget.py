@@ -10,11 +10,11 @@ import pytest
 import tiny
 import torch
 
-from burnish.engine.cache import Run
-from burnish.engine.plain import Plain
+from burnish.engine.native.cache import TokenRun
+from burnish.engine.native.plain import Plain
+from burnish.engine.native.sampler import sample_tokens
+from burnish.engine.native.sequence import RequestGroup, Sequence
 from burnish.engine.protocol import Request
-from burnish.engine.sampler import sample
-from burnish.engine.sequence import RequestGroup, Sequence
 from burnish.errors import EngineError
 from burnish.types import Completion, Finish
 
@@ -121,8 +121,8 @@ def test_sampling_ahead_stops_at_the_budget() -> None:
     def ahead(samples: Any, points: torch.Tensor, heat: torch.Tensor, limited: Any) -> Any:
         found = []
         for step in range(points.shape[1]):
-            hidden = plain.hidden([Run(s, s.computed + step, 1) for s in samples])
-            found.append(sample(plain.logits(hidden), points[:, step], heat, limited))
+            hidden = plain.hidden([TokenRun(s, s.computed + step, 1) for s in samples])
+            found.append(sample_tokens(plain.logits(hidden), points[:, step], heat, limited))
             for s, token in zip(samples, found[-1][0].tolist(), strict=True):
                 s.tokens.append(token)
         for s in samples:
@@ -183,3 +183,22 @@ def test_a_bad_budget_is_refused() -> None:
             engine.submit(bad)
     with pytest.raises(AssertionError, match="need a tokenizer"):
         tiny.engine().submit(request("a", 3, 1, 0, 4))
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5, 6])
+def test_logits_that_overflow_within_the_phrase_abort_the_sample(steps: int) -> None:
+    engine = tiny.engine(text=True)
+    engine.submit(request("a", 5, 1, 0, 3))
+    for _ in range(steps):  # the third token is the last one before the phrase
+        assert engine.step() == []
+    wild = tiny.weights(tiny.model(), 1)
+    name = "model.layers.0.mlp.down_proj.weight"
+    wild.tensors[name] = (wild.tensors[name] * 3e38).clamp(-3e38, 3e38)
+    engine.load(wild)
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+    (completion,) = done
+    assert completion.finish is Finish.ABORT
+    assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions)
+    assert np.isfinite(completion.logprobs).all()

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import burnish
-from burnish import config
-from burnish.chaos import verdict
-from burnish.progress import Progress
-from tests.actors import native
+from burnish.cli.chaos import verdict
+from burnish.console.progress import Progress
+from burnish.recipe.load import load_recipe
+from tests.integration.ray import native
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def check_kills(path: Path, seed: int, loop: dict[str, Any], engine: str) -> Non
     more = {"loop": loop, "runtime": runtime, "checkpoint": {"every": 2}, "seed": seed}
     run = burnish.train(recipe, out=path / "run", show=kills.show, **given, **more)
     assert len(kills.killed) == 10
-    found = verdict(run.path, config.load(str(run.path / "recipe.toml")))
+    found = verdict(run.path, load_recipe(str(run.path / "recipe.toml")))
     assert not found.problems, found
     assert found.steps == given["train"]["steps"]
     reward = rewards(run.path)
@@ -130,7 +130,7 @@ def wait_for(what: Callable[[], Any], seconds: float) -> Any:
 def run_of_its_own(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A long run on a Ray of its own, in another process, that has finished a few steps."""
     path = tmp_path / "run"
-    start = [sys.executable, "-c", "from burnish.cli import main; main()"]
+    start = [sys.executable, "-c", "from burnish.cli.main import main; main()"]
     command = [*start, "train", "sort", "--runtime", "ray", "--quiet"]
     more = ["--set", "train.steps=100000", "--set", "checkpoint.every=1", "--out", str(path)]
     process = subprocess.Popen(
@@ -248,7 +248,9 @@ def test_a_killed_node_is_survived(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
 def test_an_address_without_a_cluster_is_refused_at_once(address: str) -> None:
-    code = "import sys; from burnish.cli import main; sys.argv[1:1] = ['train', 'sort']; main()"
+    code = (
+        "import sys; from burnish.cli.main import main; sys.argv[1:1] = ['train', 'sort']; main()"
+    )
     command = [sys.executable, "-c", code, "--runtime", "ray", "--address", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
@@ -259,7 +261,7 @@ VERSION = """
 import json, ray
 from ray.cluster_utils import Cluster
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
-from burnish import strategy
+from burnish.recipe import runtime as strategy
 from burnish.actors import cluster as ours
 from burnish.errors import ConfigError
 
@@ -271,7 +273,7 @@ changed = json.dumps(known | {"ray_version": "2.0.0"}).encode()
 _internal_kv_put(b"CLUSTER_METADATA", changed, overwrite=True, **told)
 ray.shutdown()
 try:
-    ours.connect(strategy.RuntimeConfig(name="ray", address=cluster.address))
+    ours.start_or_join(strategy.RayRuntime(address=cluster.address))
 except ConfigError as error:
     print(error)
 cluster.shutdown()
@@ -280,5 +282,5 @@ cluster.shutdown()
 
 def test_another_version_of_ray_is_refused() -> None:
     said = run_apart(VERSION)
-    assert "another version of Ray" in said
+    assert "a different version of Ray" in said
     assert "2.0.0" in said

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from burnish import config
+from burnish.launch.settings import rollout_settings
+from burnish.recipe.load import load_recipe
 from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -22,7 +23,7 @@ SAMPLING, LEARNING, STEPS = 0.4, 0.3, 20
 class Sampler:
     sampled = 0
 
-    def sample(self, parcel: Any, data: Any, requests: Sequence[Any]) -> dict[str, Any]:
+    def sample(self, handle: Any, data: Any, requests: Sequence[Any]) -> dict[str, Any]:
         time.sleep(SAMPLING)
         one = np.ones(1, dtype=np.int32)
         rest = one.astype(np.float32), one * 0, one.astype(np.bool_), SamplingParams(), Finish.STOP
@@ -44,15 +45,15 @@ class Scorer:
 
 class Learner:
     def learn(self, number: int, groups: list[Group]) -> Any:
-        from burnish.loops.sync import Step
+        from burnish.learner.protocol import Step
 
         time.sleep(LEARNING)
         return Step(number, {"train/version": number, "train/lag": 0})
 
     def weights(self, incarnation: int, in_use: Any) -> Any:
-        from burnish.actors.transport import Parcel
+        from burnish.actors.transport import WeightsHandle
 
-        return Parcel(0, incarnation, (), "")
+        return WeightsHandle(0, incarnation, (), "")
 
     def data(self, space: str) -> None:
         """The bytes of the weights; there are none."""
@@ -63,25 +64,31 @@ Rows = list[dict[str, Any]]
 
 def run(lag: int) -> tuple[float, Rows]:
     """How long the steps take, without the start of the actors, and the timeline."""
-    from burnish.actors.fleet import Fleet
-    from burnish.actors.learner import RemoteLearner
+    from burnish.actors.remote_learner import RemoteLearner
+    from burnish.actors.rollouts import RemoteRollouts
     from burnish.actors.supervisor import Supervisor
-    from burnish.loops import asynchronous
+    from burnish.loops import lagged
     from burnish.runs.metrics import Timers
     from burnish.tasks.stream import PromptStream
 
     stale = {"objective.proximal": "behavior"} if lag else {}
-    recipe = config.load("sort", [{"loop.lag": lag, "train.steps": STEPS + 1, **stale}])
+    recipe = load_recipe("sort", [{"loop.lag": lag, "train.steps": STEPS + 1, **stale}])
     supervisor = Supervisor(60.0)
     for name, part in (("generator-0", Sampler), ("scorer", Scorer), ("learner", Learner)):
         supervisor.start(name, part, num_cpus=0)
-    fleet = Fleet(supervisor, ["generator-0"], size=2, params=SamplingParams())
+    rollouts = RemoteRollouts(supervisor, ["generator-0"], size=2, params=SamplingParams())
     rows: Rows = []
-    fleet.listen(lambda event, **told: rows.append(told) if event == "worked" else None)
+    rollouts.listen(lambda event, **told: rows.append(told) if event == "worked" else None)
     prompt = Prompt("p", "", np.ones(1, dtype=np.int32), "sort")
     stream = PromptStream(SimpleNamespace(prompt=lambda number: prompt))  # type: ignore[arg-type]
-    parts: dict[str, Any] = {"prompts": stream, "rollouts": fleet, "timers": Timers()}
-    steps = asynchronous.train(recipe, learner=RemoteLearner(fleet, "", "shared"), **parts)
+    parts: dict[str, Any] = {"prompts": stream, "rollouts": rollouts, "timers": Timers()}
+    steps = lagged.train_lagged(
+        rollout_settings(recipe),
+        recipe.train.steps,
+        lag=recipe.loop.lag,
+        learner=RemoteLearner(rollouts, "", "shared"),
+        **parts,
+    )
     next(steps)
     began = time.monotonic()
     assert sum(1 for _ in steps) == STEPS
@@ -115,7 +122,7 @@ class Slow:
     version = 7
 
     def work(self) -> None:
-        from burnish.progress import begin
+        from burnish.console.progress import begin
 
         report = begin("learn", "learning", total=5, unit="packs")
         for done in range(5):
@@ -129,7 +136,7 @@ def test_the_work_of_an_actor_is_shown_while_somebody_waits() -> None:
     shown: list[str] = []
     supervisor = Supervisor(60.0, show=shown.append)
     supervisor.start("learner", Slow, num_cpus=0)
-    supervisor.ask("learner", "work")
+    supervisor.call_and_wait("learner", "work")
     supervisor.stop()
     assert (
         len({text for text in shown if re.fullmatch(r"learner: learning, \d of 5 packs", text)}) > 1
@@ -137,12 +144,12 @@ def test_the_work_of_an_actor_is_shown_while_somebody_waits() -> None:
 
 
 def test_an_actor_that_was_idle_is_not_taken_for_silent() -> None:
-    from burnish.actors.supervisor import SILENCE, Supervisor
+    from burnish.actors.supervisor import HEARTBEAT_TIMEOUT, Supervisor
 
     idle = [0.0]
     supervisor = Supervisor(600.0, clock=lambda: time.monotonic() + sum(idle))
     supervisor.start("learner", Slow, num_cpus=0)
-    supervisor.ask("learner", "__init__")
-    idle.append(2 * SILENCE)
-    supervisor.ask("learner", "work")
+    supervisor.call_and_wait("learner", "__init__")
+    idle.append(2 * HEARTBEAT_TIMEOUT)
+    supervisor.call_and_wait("learner", "work")
     supervisor.stop()

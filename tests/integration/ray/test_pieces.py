@@ -70,7 +70,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Tokenizer.of_bytes().vocab_size, n_layers=1, d_model=16, n_heads=2, d_ff=24, context=128
     )
     model = Transformer(shape).init_weights(9)
-    checkpoint.save(model, path / "teacher")
+    checkpoint.save_model(model, path / "teacher")
     Tokenizer.of_bytes().save(path / "teacher")
     learned = RewardModel(model, None)
     learned.weight.data.normal_(generator=torch.Generator().manual_seed(1))

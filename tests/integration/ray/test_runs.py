@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish import config
-from burnish.chaos import verdict
+from burnish.cli.chaos import verdict
+from burnish.console.progress import Progress
 from burnish.errors import ActorError
-from burnish.progress import Progress
+from burnish.recipe.load import load_recipe
 from burnish.runs.ledger import judge
 from burnish.runs.metrics import iterate_rows
-from tests.actors import native
-from tests.loops import test_extended as extended
+from tests.integration import test_extended_run as extended
+from tests.integration.ray import native
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
@@ -66,7 +66,7 @@ def test_full_batches_are_the_same_as_in_one_process(
     assert metrics(runs[0]) == metrics(runs[1])
     assert max(row.get("rollout/asked_per_used", 0) for row in runs[0].metrics) > 1
     for run in runs if lag else runs[1:]:
-        found = verdict(run.path, config.load(str(run.path / "recipe.toml")))
+        found = verdict(run.path, load_recipe(str(run.path / "recipe.toml")))
         assert not found.problems, found
         assert found.dropped > 0
 
@@ -169,7 +169,7 @@ def test_a_killed_generator_of_a_free_run_gets_its_groups_again(
     run = burnish.train(
         recipe, out=tmp_path / "free", show=show, loop=loop, runtime=runtime, **given
     )
-    found = verdict(run.path, config.load(str(run.path / "recipe.toml")))
+    found = verdict(run.path, load_recipe(str(run.path / "recipe.toml")))
     assert killed == [2, 4, 5]
     assert not found.problems, found
     assert (found.steps, found.restarts) == (6, 1)

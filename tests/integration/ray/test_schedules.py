@@ -1,5 +1,5 @@
 """Random schedules of faults on real Ray, in all modes: nothing hangs, and every group and every
-bound is accounted for. `tests/actors/test_simulated.py` tries a thousand on a simulated Ray.
+bound is accounted for. `test_simulated.py` in this folder tries a thousand on a simulated Ray.
 
 There are twenty schedules, of half a minute or more each on two cores. The proofs run six of them,
 which have every way of each mode; ``BURNISH_SCHEDULES=all`` runs all twenty.
@@ -25,11 +25,11 @@ from typing import Any
 import pytest
 
 import burnish
-from burnish import config
-from burnish.chaos import verdict
-from burnish.progress import Progress
-from tests.actors import native
-from tests.actors.test_faults import descendants
+from burnish.cli.chaos import verdict
+from burnish.console.progress import Progress
+from burnish.recipe.load import load_recipe
+from tests.integration.ray import native
+from tests.integration.ray.test_faults import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
@@ -163,7 +163,7 @@ def test_a_schedule_of_faults(seed: int, tmp_path: Path) -> None:
     with limited(LIMIT):
         burnish.train("keywords", out=path, show=deaths.show, **given)
     deaths.join()
-    found = verdict(path, config.load(str(path / "recipe.toml")))
+    found = verdict(path, load_recipe(str(path / "recipe.toml")))
     print(found, deaths.killed)
     assert not found.problems, found
     assert found.steps == STEPS

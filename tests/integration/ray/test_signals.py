@@ -33,7 +33,7 @@ class Watched:
         self.path = folder / "run"
         changes = ["train.steps=100000", "checkpoint.every=100000", *settings]
         flags = [flag for change in changes for flag in ("--set", change)]
-        code = f"from burnish import cli\n{script}\ncli.main()\n"
+        code = f"from burnish.cli import main as cli\n{script}\ncli.main()\n"
         command = [sys.executable, "-c", code, "train", "sort", "--out", "run", "--quiet"]
         self.process = subprocess.Popen(
             [*command, "--runtime", "ray", *flags],
@@ -138,13 +138,13 @@ SLOW_SAVE = """
 import time
 from pathlib import Path
 from burnish.runs import checkpoints
-real = checkpoints.save
+real = checkpoints.save_checkpoint
 def save(path, step, *given, **more):
     if step > 4:
         Path("saving").touch()
         time.sleep(60)
     return real(path, step, *given, **more)
-checkpoints.save = save
+checkpoints.save_checkpoint = save
 """
 
 
@@ -192,8 +192,8 @@ ray.init = slow_init
 
 DEATH = """
 import json, os, signal, time
-from burnish.actors.learner import RemoteLearner
-real = RemoteLearner.take
+from burnish.actors.remote_learner import RemoteLearner
+real = RemoteLearner.finish_step
 def take(self, call):
     if call.args[0] == 4:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -201,7 +201,7 @@ def take(self, call):
         with open("run/actors.json") as file:
             os.kill(json.load(file)["learner"]["pid"], signal.SIGKILL)
     return real(self, call)
-RemoteLearner.take = take
+RemoteLearner.finish_step = take
 """
 
 

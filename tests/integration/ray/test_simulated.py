@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from burnish import config
 from burnish.actors.supervisor import Supervisor
 from burnish.errors import ActorError, DataError, GraderError
-from burnish.loops import asynchronous
-from burnish.loops.asynchronous import LocalRollouts
-from burnish.loops.sync import Step
-from burnish.rollout.pace import Pace
+from burnish.launch.settings import rollout_settings
+from burnish.learner.protocol import Step
+from burnish.loops import lagged
+from burnish.loops.lagged import LocalRollouts
+from burnish.recipe.load import load_recipe
+from burnish.rollout.lag_bound import Pace
 from burnish.runs.metrics import Timers
 from burnish.types import Grade, Status, Weights
 from tests.actors.simulated import (
@@ -123,7 +124,7 @@ def test_a_window_that_keeps_the_places_of_dropped_groups_is_found(
     """The schedules find the fault that once let the driver spin: a group that is dropped as stale
     must not keep its place, or a window of B places never has B open groups again."""
     monkeypatch.setattr(Pace, "withdraw", lambda pace, number: pace.learn([number]))
-    with pytest.raises(ActorError, match=r"step \d+ waits for \d+ graded groups, and no actor"):
+    with pytest.raises(ActorError, match=r"step \d+ waits for \d+ graded groups, but no actor"):
         check_all(range(QUICK), monkeypatch)
 
 
@@ -188,13 +189,22 @@ class Own:
 
 def local(settings: dict[str, Any], seed: int, dead: float) -> list[Step]:
     """The steps of the same run in one process."""
-    recipe = config.load("sort", [{"runtime": "ray", **settings}])
+    recipe = load_recipe("sort", [{"runtime": "ray", **settings}])
     ray = SimulatedRay(seed)
     engine, task = SlowEngine(ray, seed), Task(ray, seed, dead)
     learner: Any = Own(SlowLearner(ray, seed, recipe), engine)
-    rollouts = LocalRollouts(recipe, task, engine)  # type: ignore[arg-type]
+    rollouts = LocalRollouts(rollout_settings(recipe), task, engine)  # type: ignore[arg-type]
     parts: dict[str, Any] = {"prompts": stream(recipe, task), "learner": learner}
-    return list(asynchronous.train(recipe, rollouts=rollouts, timers=Timers(), **parts))
+    return list(
+        lagged.train_lagged(
+            rollout_settings(recipe),
+            recipe.train.steps,
+            lag=recipe.loop.lag,
+            rollouts=rollouts,
+            timers=Timers(),
+            **parts,
+        )
+    )
 
 
 ACTIVE = {

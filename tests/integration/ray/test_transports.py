@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import burnish
-from burnish import distribute
-from burnish.progress import Progress
+from burnish.console.progress import Progress
+from burnish.launch import ray
 from burnish.runs.ledger import judge
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -91,7 +91,7 @@ def dies_once(function: Any, marker: Path) -> Any:
 
 def dying_receiver(marker: Path, recipe: Any) -> Any:
     """A generator that dies when it was sent weights, and before it answers."""
-    generator = distribute.make_generator(recipe)
+    generator = ray.make_generator(recipe)
     generator._receiver.opened = dies_once(generator._receiver.opened, marker)
     return generator
 
@@ -101,12 +101,12 @@ def dying_transfer(marker: Path, recipe: Any) -> Any:
     from ray.experimental.rdt.collective_tensor_transport import CollectiveTensorTransport as gloo
 
     gloo.recv_multiple_tensors = dies_once(gloo.recv_multiple_tensors, marker)
-    return distribute.make_generator(recipe)
+    return ray.make_generator(recipe)
 
 
 def dying_sender(marker: Path, *given: Any) -> Any:
     """A learner that dies when its weights are to be sent."""
-    learner = distribute.make_learner(*given)
+    learner = ray.make_learner(*given)
     learner.data = dies_once(learner.data, marker)
     return learner
 
@@ -125,7 +125,7 @@ def dying_sender(marker: Path, *given: Any) -> Any:
 def test_a_kill_in_the_middle_of_a_transfer(
     tmp_path: Path, whole: str, monkeypatch: pytest.MonkeyPatch, how: str, who: str, dying: Any
 ) -> None:
-    monkeypatch.setattr(distribute, who, partial(dying, tmp_path / "died"))
+    monkeypatch.setattr(ray, who, partial(dying, tmp_path / "died"))
     runtime = {"name": "ray", "transport": how}
     run = burnish.train("sort", out=tmp_path / "run", show=False, runtime=runtime, **SORT)
     assert (tmp_path / "died").exists()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from burnish import grpo
-from burnish.learner.objective import compile
-from burnish.pieces.objective import ObjectiveConfig
+from burnish.learner.program import compile
+from burnish.recipe.objective.objective import ObjectiveConfig
 from burnish.rl import advantages, kl, losses, ratios, reduce
 from burnish.rollout.packing import Pack, pack
 from burnish.types import Measured, Scores

@@ -10,10 +10,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from literals import value_and_grad
 
 from burnish.rl import advantages, losses, ratios, reduce
 from burnish.rl.sequences import to_tokens
+from tests.rl.literals import value_and_grad
 
 RNG = np.random.default_rng(19)
 GROUPS = np.array([3, 3, 3, 3, 8, 8, 8, 5, 5, 5, 5, 5])

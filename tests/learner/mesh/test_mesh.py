@@ -11,15 +11,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from burnish.learner.learner import Learner, State
-from burnish.learner.optim import Optimizer
-from burnish.learner.parallel import Mesh, responsible
+from burnish.learner.learner import LocalLearner
+from burnish.learner.mesh.mesh import Mesh, responsible
+from burnish.learner.optimizer import Optimizer
+from burnish.learner.program import compile
+from burnish.learner.protocol import LearnerState
 from burnish.learner.ranks import local
+from burnish.model import shards
+from burnish.model.critic import Critic
+from burnish.model.shards import Shards
 from burnish.model.transformer import Transformer
-from burnish.model.value import Critic
 from burnish.rollout.packing import first_token, pack
-from burnish.runs import shards
-from burnish.runs.shards import Shards
 from tests.learner.conftest import CONFIG, make_groups, make_learn_batch, make_learner
 from tests.learner.gang import run_ranks
 
@@ -29,6 +31,12 @@ WHITENED = {
     "entropy_coefficient": 0.01,
 }
 """An objective that looks at the whole batch, at a reference and at entropies."""
+MOVING = {
+    "kl": {"name": "k3", "coefficient": 0.1, "ema": 0.5},
+    "entropy_coefficient": 0.01,
+    "entropy": {"target": 9.0, "delta": 0.01},
+}
+"""An objective whose reference and entropy coefficient change after each gradient step."""
 GAE = {"advantage": {"name": "gae", "whiten": True}}
 UNEVEN = ((5, (4, 1, 6, 4)), (3, (7, 2, 7)), (1, (3, 5, 5)), (6, (2, 2)), (2, (17, 1)))
 FAMILIES = {
@@ -41,7 +49,7 @@ FAMILIES = {
 def both(sizes, family, dtype, objective=None, critic=None, gather="step", **train):
     """A learner of one process, and the same learner on a mesh."""
     shape = FAMILIES[family]
-    train = {"micro_tokens": 24, "clip_norm": 0.5} | train
+    train = {"micro_tokens": 24, "clip_norm": 0.5, "weight_decay": 0.3} | train
 
     def policy():
         model = Transformer(shape).init_weights(3).to(dtype)
@@ -52,7 +60,8 @@ def both(sizes, family, dtype, objective=None, critic=None, gather="step", **tra
     if critic is not None:
         own = alone.optimizers["critic"].train
         values = Optimizer(Critic(model, shared=alone.program.critic.shared), own, mesh)
-    return alone, Learner(model, alone.program, alone.train, critic=values, ranks=mesh)
+    program = compile(alone.program.objective, alone.program.critic)
+    return alone, LocalLearner(model, program, alone.train, critic=values, ranks=mesh)
 
 
 def take_steps(alone, meshed, number, dtype):
@@ -86,7 +95,7 @@ def whole_state(learner):
     """The state that the ranks' pieces make together."""
     tensors, numbers = learner.state()
     pieces = [None] * dist.get_world_size()
-    dist.all_gather_object(pieces, learner.ranks.pieces(tensors))
+    dist.all_gather_object(pieces, learner.ranks.shards(tensors))
     found = {}
     for rank in pieces:
         for name, boxes in rank.items():
@@ -95,7 +104,7 @@ def whole_state(learner):
                 place = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
                 assert whole[place].isnan().all(), "two ranks have the same numbers"
                 whole[place] = box
-    return State(found, numbers)
+    return LearnerState(found, numbers)
 
 
 def check_step(rank, sizes):
@@ -110,6 +119,37 @@ def check_step(rank, sizes):
         pair = both(sizes, "qwen3", dtype, WHITENED, gather=gather)
         take_steps(*pair, 0, dtype)
         check_weights(*pair, tolerance)
+
+
+def check_average(rank, sizes):
+    """A reference that is a moving average, and an entropy coefficient, from rollout to rollout; in
+    bf16 the averages of the shards are in fp32. A state of the ranks goes on elsewhere."""
+    alone, meshed = pair = both(sizes, "qwen3", torch.float64, MOVING)
+    for number in range(2):
+        take_steps(*pair, number, torch.float64)
+    expected, found = alone.state(), whole_state(meshed)
+    assert found.numbers == expected.numbers
+    assert found.numbers["program"]["entropy_coefficient"] == pytest.approx(0.05)
+    assert any(name.startswith("policy.reference.") for name in found.tensors)
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=1e-10)
+    _, fresh = both(sizes[::-1], "qwen3", torch.float64, MOVING)
+    fresh.load_state(found)
+    take_steps(alone, fresh, 2, torch.float64)
+    alone, meshed = both(sizes, "qwen3", torch.float32, MOVING, precision="bf16")
+    own = [(name, p) for name, p in meshed.policy.named_parameters() if p.requires_grad]
+    want = {name: local(p).double() for name, p in own}
+    learn = make_learn_batch(alone, pack(make_groups(UNEVEN)))
+    for _ in range(2):
+        meshed.step(learn)
+        want = {name: 0.5 * want[name] + 0.5 * local(p).double() for name, p in own}
+    reference = dict(meshed.reference.named_parameters())
+    for name, average in want.items():
+        held = local(meshed.state().tensors[f"policy.reference.{name}"])
+        assert held.dtype == torch.float32
+        torch.testing.assert_close(held.double(), average, rtol=0, atol=1e-6)
+        assert torch.equal(local(reference[name]), held.bfloat16())
 
 
 def check_more(rank, sizes):
@@ -150,7 +190,7 @@ def check_reads(rank, folder, sizes, others):
     alone, meshed = both(sizes, "qwen3", torch.float64, GAE, section)
     take_steps(alone, meshed, 0, torch.float64)
     state = meshed.state()
-    shards.write(folder, rank, meshed.ranks.pieces(state.tensors))
+    shards.write_shards(folder, rank, meshed.ranks.shards(state.tensors))
     dist.barrier()
     if not rank:
         shards.write_index(folder)
@@ -172,14 +212,14 @@ def check_reads(rank, folder, sizes, others):
     assert found["whole"].bytes_read == size + 3 * 8
     for other in others:
         _, fresh = both(other, "qwen3", torch.float64, GAE, section)
-        fresh.load_state(State(pickle.loads(pickle.dumps(found[other])), state.numbers))
+        fresh.load_state(LearnerState(pickle.loads(pickle.dumps(found[other])), state.numbers))
         own = sum(local(tensor).nbytes for tensor in fresh.state().tensors.values())
         read = Shards(folder)
-        fresh.load_state(State(read, state.numbers))
+        fresh.load_state(LearnerState(read, state.numbers))
         assert read.bytes_read == own
         assert own < 1.2 * size / (other[1] * other[2])
         take_steps(alone, fresh, 1, torch.float64)
-        alone.load_state(State(found["whole"], state.numbers))
+        alone.load_state(LearnerState(found["whole"], state.numbers))
     dist.barrier()
 
 
@@ -210,6 +250,16 @@ def check_gathers(rank, sizes):
 
 def test_shards_take_the_steps_of_one_process():
     run_ranks(2, check_step, (1, 2, 1))
+
+
+def test_shards_average_a_reference_as_one_process():
+    run_ranks(2, check_average, (1, 2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=str)
+def test_a_mesh_averages_a_reference_as_one_process(sizes):
+    run_ranks(math.prod(sizes), check_average, sizes)
 
 
 def test_weights_are_gathered_once_a_step():

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP endpoint for an engine, as an ASGI application."""

@@ -1,0 +1,205 @@
+"""Names of settings in TRL, verl and PEFT, and the settings of burnish that have their meaning."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Alias(NamedTuple):
+    """A setting of another system."""
+
+    system: str
+    setting: str
+    """The setting of burnish."""
+    note: str = ""
+    """The difference in meaning or in values; "" if there is none."""
+
+
+_ADVANTAGES = (
+    "grpo is 'group_zscore', rloo is 'leave_one_out', and gae, remax, opo and gdpo have the same "
+    "names"
+)
+_REWARDS = "the reward is FILE.py:NAME with task.name = 'files', or --reward, or reward= in Python"
+_BATCH = (
+    "it counts the responses of one gradient step on all devices together, and "
+    "train.micro_sequences the responses of one forward pass, which changes no result"
+)
+_PROMPTS = "burnish counts responses, so multiply the number of prompts by rollout.group_size"
+_STEPS = (
+    "it counts rollouts; each rollout takes rollout.batch / train.batch × train.epochs gradient "
+    "steps; a supervised run has task.epochs instead"
+)
+_LORA = "it needs train.learn.name = 'lora'"
+_KL = "it needs objective.kl.name, such as 'k3'"
+_KL_ON = "use 'k3' for a KL in the loss, or 'none'; objective.kl.coefficient is its weight"
+_LOSS_TYPE = (
+    "it chooses the weights of tokens: grpo is 'sequence_mean', bnpo and dapo are 'token_mean', "
+    "dr_grpo is 'constant'; objective.loss chooses the loss, such as 'clip' or 'cispo'"
+)
+_PROMPT_LENGTH = (
+    "prompts have no limit of their own; for generated prompts, 'cut' cuts off the beginning of "
+    "a prompt that does not fit into the model's context beside rollout.max_tokens"
+)
+_CLIP = "set objective.loss.high as well: burnish has a bound for each side"
+_WARMUP = "it is a number of gradient steps, not a share of them"
+_MICRO = "it is the number of responses per forward pass on a rank"
+_MEMORY = "it is a number of megabytes for keys and values, not a share of the GPU's memory"
+_SCALE = (
+    "'group_zscore' divides by the group's std, 'batch_std' by the batch's, 'group_mean' by none"
+)
+_EVERY = "it counts rollouts, not gradient steps"
+
+ALIASES = {
+    # TRL: GRPOConfig, TrainingArguments and PEFT's LoraConfig
+    "adam_beta1": Alias("TRL", "train.betas", "it is the list of both betas"),
+    "adam_beta2": Alias("TRL", "train.betas", "it is the list of both betas"),
+    "beta": Alias("TRL", "objective.kl.coefficient", _KL),
+    "bf16": Alias("TRL", "train.precision", "its value is 'bf16'"),
+    "dataset_name": Alias("TRL", "task.train", "it is a file of rows; --data sets it, too"),
+    "delta": Alias(
+        "TRL",
+        "objective.loss.dual",
+        "it bounds the ratio where the advantage is negative, as in dual clip",
+    ),
+    "epsilon": Alias("TRL", "objective.loss.low", _CLIP),
+    "epsilon_high": Alias("TRL", "objective.loss.high"),
+    "eval_steps": Alias("TRL", "validation.every", _EVERY),
+    "fp16": Alias("TRL", "train.precision", "its value is 'fp16'"),
+    "generation_batch_size": Alias("TRL", "rollout.batch"),
+    "gradient_accumulation_steps": Alias("TRL", "train.batch", _BATCH),
+    "gradient_checkpointing": Alias("TRL", "train.recompute"),
+    "importance_sampling_level": Alias("TRL", "objective.ratio"),
+    "learning_rate": Alias("TRL", "train.learning_rate"),
+    "log_completions": Alias("TRL", "log.rollouts", "it is the number of responses per step"),
+    "lora_alpha": Alias("PEFT", "train.learn.alpha", _LORA),
+    "lora_r": Alias("TRL", "train.learn.rank", _LORA),
+    "lora_target_modules": Alias("TRL", "train.learn.modules", _LORA),
+    "loss_type": Alias("TRL", "objective.reduction", _LOSS_TYPE),
+    "lr": Alias("verl", "train.learning_rate"),
+    "lr_scheduler_type": Alias("TRL", "train.schedule"),
+    "mask_truncated_completions": Alias("TRL", "rollout.overlong", "its value is 'mask'"),
+    "max_completion_length": Alias("TRL", "rollout.max_tokens"),
+    "max_grad_norm": Alias("TRL", "train.clip_norm"),
+    "max_new_tokens": Alias("transformers", "rollout.max_tokens"),
+    "max_prompt_length": Alias("TRL", "task.long_prompts", _PROMPT_LENGTH),
+    "max_steps": Alias("TRL", "train.steps", _STEPS),
+    "model_name_or_path": Alias("TRL", "model.name"),
+    "num_generations": Alias("TRL", "rollout.group_size"),
+    "num_generations_eval": Alias("TRL", "validation.samples"),
+    "num_iterations": Alias("TRL", "train.epochs"),
+    "num_train_epochs": Alias("TRL", "train.steps", _STEPS),
+    "per_device_eval_batch_size": Alias(
+        "TRL", "engine.max_running", "it is the number of samples that are decoded at once"
+    ),
+    "per_device_train_batch_size": Alias("TRL", "train.batch", _BATCH),
+    "ref_model_sync_steps": Alias("TRL", "objective.kl.refresh", _KL),
+    "reward_funcs": Alias("TRL", "task.reward", _REWARDS),
+    "run_name": Alias("TRL", "name"),
+    "save_steps": Alias("TRL", "checkpoint.every", _EVERY),
+    "save_total_limit": Alias("TRL", "checkpoint.keep"),
+    "scale_rewards": Alias("TRL", "objective.advantage", _SCALE),
+    "steps_per_generation": Alias(
+        "TRL",
+        "rollout.batch",
+        "the number of gradient steps is rollout.batch / train.batch × train.epochs",
+    ),
+    "sync_ref_model": Alias(
+        "TRL",
+        "objective.kl.refresh",
+        "it is the number of steps between two references, and needs objective.kl.name",
+    ),
+    "target_modules": Alias("PEFT", "train.learn.modules", _LORA),
+    "use_vllm": Alias("TRL", "engine.name", "its value is 'vllm'"),
+    "vllm_gpu_memory_utilization": Alias("TRL", "engine.kv_mb", _MEMORY),
+    "vllm_importance_sampling_cap": Alias(
+        "TRL", "objective.importance.high", "it needs objective.importance.name = 'truncate'"
+    ),
+    "vllm_importance_sampling_correction": Alias(
+        "TRL",
+        "objective.importance",
+        "use 'truncate' or 'mask', and objective.proximal = 'recompute'",
+    ),
+    "warmup_ratio": Alias("TRL", "train.warmup_steps", _WARMUP),
+    # verl; the part of a name before these parts does not matter
+    "actor.clip_ratio": Alias("verl", "objective.loss.low", _CLIP),
+    "adv_estimator": Alias("verl", "objective.advantage", _ADVANTAGES),
+    "clip_ratio": Alias("verl", "objective.loss.low", _CLIP),
+    "clip_ratio_c": Alias("verl", "objective.loss.dual"),
+    "clip_ratio_high": Alias("verl", "objective.loss.high"),
+    "clip_ratio_low": Alias("verl", "objective.loss.low"),
+    "critic.optim.lr": Alias("verl", "critic.learning_rate"),
+    "data.train_batch_size": Alias("verl", "rollout.batch", _PROMPTS),
+    "enable_gradient_checkpointing": Alias("verl", "train.recompute"),
+    "entropy_coeff": Alias("verl", "objective.entropy_coefficient"),
+    "experiment_name": Alias("verl", "name"),
+    "filter_groups.enable": Alias("verl", "selection.dead_groups", "its value is 'dynamic'"),
+    "gpu_memory_utilization": Alias("verl", "engine.kv_mb", _MEMORY),
+    "grad_clip": Alias("verl", "train.clip_norm"),
+    "kl_coef": Alias("verl", "objective.kl.coefficient", _KL),
+    "kl_loss_coef": Alias("verl", "objective.kl.coefficient", _KL),
+    "kl_loss_type": Alias(
+        "verl",
+        "objective.kl",
+        "low_var_kl is 'k3', mse is 'k2'; kl is 'k1', which burnish accepts only in the reward",
+    ),
+    "lora_rank": Alias("verl", "train.learn.rank", _LORA),
+    "loss_agg_mode": Alias(
+        "verl",
+        "objective.reduction",
+        "token-mean is 'token_mean', "
+        "seq-mean-token-mean is 'sequence_mean', seq-mean-token-sum-norm is "
+        "'constant'",
+    ),
+    "lr_warmup_steps": Alias("verl", "train.warmup_steps"),
+    "lr_warmup_steps_ratio": Alias("verl", "train.warmup_steps", _WARMUP),
+    "max_num_gen_batches": Alias(
+        "verl", "selection.max_asked", "it counts groups per group of a rollout, not batches"
+    ),
+    "max_response_length": Alias("verl", "rollout.max_tokens"),
+    "model.path": Alias("verl", "model.name"),
+    "norm_adv_by_std_in_grpo": Alias("verl", "objective.advantage", _SCALE),
+    "ppo_epochs": Alias("verl", "train.epochs"),
+    "ppo_max_token_len_per_gpu": Alias("verl", "train.micro_tokens"),
+    "ppo_micro_batch_size": Alias("verl", "train.micro_sequences", _MICRO),
+    "ppo_micro_batch_size_per_gpu": Alias("verl", "train.micro_sequences", _MICRO),
+    "ppo_mini_batch_size": Alias("verl", "train.batch", _PROMPTS),
+    "reward_function.path": Alias("verl", "task.reward", _REWARDS),
+    "rollout.n": Alias("verl", "rollout.group_size"),
+    "save_freq": Alias("verl", "checkpoint.every", _EVERY),
+    "test_freq": Alias("verl", "validation.every", _EVERY),
+    "total_epochs": Alias("verl", "train.steps", _STEPS),
+    "total_training_steps": Alias("verl", "train.steps", _STEPS),
+    "train_batch_size": Alias("verl", "rollout.batch", _PROMPTS),
+    "train_files": Alias("verl", "task.train"),
+    "use_kl_in_reward": Alias(
+        "verl", "objective.kl.where", "its value is 'reward', and it needs objective.kl.name"
+    ),
+    "use_kl_loss": Alias("verl", "objective.kl", _KL_ON),
+    "val_files": Alias("verl", "task.validation"),
+    "val_kwargs.n": Alias("verl", "validation.samples"),
+}
+"""Settings of other systems by name."""
+
+
+def find_alias(key: str) -> Alias | None:
+    """Return the alias for another system's setting ``key``; None if the key is unknown.
+
+    The longest end of the key that is a name in ``ALIASES`` decides, so that
+    "actor_rollout_ref.rollout.n" is "rollout.n".
+    """
+    return ALIASES.get(_name_in(key))
+
+
+def explain_alias(key: str) -> str | None:
+    """Return a sentence with burnish's setting for another system's ``key``; None if the key is
+    unknown."""
+    if (alias := find_alias(key)) is None:
+        return None
+    system, setting, note = alias
+    return f"{system}'s {_name_in(key)} is {setting}{f': {note}' if note else ''}"
+
+
+def _name_in(key: str) -> str:
+    parts = key.split(".")
+    ends = (".".join(parts[cut:]) for cut in range(len(parts)))
+    return next((end for end in ends if end in ALIASES), "")

@@ -1,0 +1,65 @@
+"""A run that needs more memory, cache or disk than the machine has is refused."""
+
+from pathlib import Path
+from typing import Any
+
+from burnish.launch import memory
+from burnish.launch.resolve import resolve
+from burnish.machine import hardware
+from burnish.recipe.costs import SORTER_BYTES, Size, needs, shared_memory
+from burnish.recipe.load import load_recipe
+
+SIZE = Size(parameters=1_000_000, cached=100, context=256, longest_prompt=20)
+
+
+def test_too_little_room_is_said(tmp_path, monkeypatch):
+    """A model of a million weights in fp32: 16 MB to learn, 4 to sample, 12 a checkpoint."""
+    sets = ["checkpoint.keep=3", "checkpoint.every=1", "engine.kv_mb=100", "device=cpu"]
+    recipe = load_recipe("keywords", [*sets, "train.log_kl=false", "objective.kl=none"])
+    available, free = [10**9, 10**8], [10**9]
+    monkeypatch.setattr(hardware, "memory", lambda device="cpu": tuple(available))
+    monkeypatch.setattr(hardware, "disk", lambda path: free[0])
+    path = tmp_path / "run"
+
+    def lacks(ranks=1):
+        found = memory.missing_room(needs(recipe, SIZE), "cpu", path, ranks=ranks)
+        return [str(error) for error in found]
+
+    assert not lacks()
+    available[1] = 10**7
+    (said,) = lacks()
+    assert "needs 20 MB of memory (the most: Adam's moments 8 MB" in said
+    assert "10 MB are available; end other programs" in said
+    available[:] = [10**9, 50_000_000]  # three ranks need 16 MB each, their engine 4 MB
+    assert not lacks(ranks=2)
+    (said,) = lacks(ranks=3)
+    assert "needs 52 MB of memory" in said
+    available[:] = [10**8, 10**8]  # on a CPU, the cache grows up to the whole memory
+    (said,) = lacks()
+    assert "needs 105 MB of cache" in said
+    assert "(engine.kv_mb = 100) 105 MB), and 100 MB are available; lower engine.kv_mb" in said
+    available[:], free[0] = [10**9, 10**9], 59_000_000
+    (said,) = lacks()
+    assert "of disk (the most: 5 checkpoints of 12 MB 60 MB" in said
+    assert "59 MB are available; make room, choose another --out, or lower checkpoint.keep" in said
+    saved = path / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    (saved / "tensors").write_bytes(bytes(12_000_000))  # a resumed run has this one
+    assert not lacks()
+
+
+def test_the_room_that_weights_need(smollm2: Path) -> None:
+    """Weights of several versions at once, and a learner's state."""
+    model = {"name": "scratch", "tokenizer": str(smollm2), "layers": 1, "width": 32, "heads": 4}
+    given: dict[str, Any] = {"model": {**model, "d_ff": 48, "context": 128}, "task": "keywords"}
+    given |= {"train": {"precision": "fp32", "log_kl": False}, "device": "cpu"}
+    recipe = load_recipe(given)
+    size = resolve(recipe).size
+    count = size.parameters
+    assert shared_memory(recipe, size) == (2 * 4 + 12) * count
+    lagged = load_recipe(given, ["loop.lag=2", "objective.proximal=behavior"])
+    assert shared_memory(lagged, size) == (4 * 4 + 12) * count
+    changes = ["loop.name=free", "runtime.name=ray", "runtime.generators=3"]
+    free = load_recipe(given, [*changes, "objective.proximal=behavior"])
+    assert shared_memory(free, size) == (5 * 4 + 12) * count
+    assert shared_memory(load_recipe("sort"), None) == SORTER_BYTES

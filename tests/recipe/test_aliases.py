@@ -1,0 +1,69 @@
+"""Names of other systems are answered with burnish's name, wherever a setting is given."""
+
+import pytest
+
+import burnish
+from burnish.errors import ConfigError
+from burnish.recipe.aliases import ALIASES, explain_alias, find_alias
+from burnish.recipe.load import load_recipe, setting_names
+from burnish.recipe.recipe import Recipe
+
+
+def test_the_table_names_settings_of_this_package_and_none_of_its_keys_is_one():
+    known = set(setting_names(Recipe))
+    assert {alias.setting for alias in ALIASES.values()} <= known
+    assert not ALIASES.keys() & known
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_every_name_is_answered(name):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("sort", f"{name}=1")
+    alias = ALIASES[name]
+    said = f"unknown setting {name!r}: {alias.system}'s {name} is {alias.setting}"
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        ("actor_rollout_ref.rollout.n", "rollout.group_size"),
+        ("algorithm.adv_estimator", "objective.advantage"),
+        ("data.train_batch_size", "rollout.batch"),
+        ("actor_rollout_ref.actor.optim.lr", "train.learning_rate"),
+        ("critic.optim.lr", "critic.learning_rate"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "objective.kl.coefficient"),
+        ("train.lr", "train.learning_rate"),
+    ],
+)
+def test_sections_before_a_name_do_not_matter(given, setting):
+    assert find_alias(given).setting == setting
+    with pytest.raises(ConfigError, match=f" is {setting}"):
+        load_recipe("sort", f"{given}=1")
+
+
+def test_files_and_python_get_the_same_answer(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[data]\ntrain_batch_size = 8\n[actor_rollout_ref.rollout]\nn = 4\n")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(file))
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "unknown setting 'data.train_batch_size'",
+        "unknown setting 'actor_rollout_ref.rollout.n'",
+    ]
+    with pytest.raises(ConfigError, match=r"TRL's num_generations is rollout\.group_size"):
+        burnish.train("sort", num_generations=8, out=tmp_path / "run", show=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_setting_without_its_section_and_a_section_of_another_system():
+    for given, said in {
+        "group_size=2": "unknown setting 'group_size'; did you mean 'rollout.group_size'?",
+        "batch=2": "unknown setting 'batch'; did you mean 'rollout.batch' or 'train.batch'?",
+        "actor.rollout.temperature=1": "did you mean 'rollout.temperature'?",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_recipe("sort", given)
+        assert said in str(caught.value)
+    assert explain_alias("rollout") is None
