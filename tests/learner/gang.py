@@ -5,6 +5,7 @@ import os
 import socket
 import traceback
 from datetime import timedelta
+from unittest import mock
 
 PRELOADED = ["burnish.learner.mesh.mesh", "burnish.learner.learner", "tests.learner.conftest"]
 
@@ -23,8 +24,11 @@ def run_ranks(count, function, *args, deadline=120.0, exits=None):
         context.Process(target=_run, args=(rank, count, port, errors, function, args), daemon=True)
         for rank in range(count)
     ]
-    for rank in ranks:
-        rank.start()
+    # Ranks compute on the CPU. The fork server that starts with the first one must not see a GPU:
+    # a library that looks for it would leave CUDA unusable in every forked process.
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        for rank in ranks:
+            rank.start()
     for rank in ranks:
         rank.join(deadline)
     stuck = [number for number, rank in enumerate(ranks) if rank.is_alive()]

@@ -20,7 +20,7 @@ def groups(rows=ROWS, *, context=90, together=None):
 
 
 def make_model(dtype=torch.float64, seed=1, pad=None):
-    model = RewardModel(small.model(seed), pad).to(dtype)
+    model = RewardModel(small.model(seed).cpu(), pad).to(dtype)
     model.weight.data.normal_(generator=torch.Generator().manual_seed(seed))
     return model
 

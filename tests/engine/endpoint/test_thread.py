@@ -55,7 +55,8 @@ def test_requests_of_many_threads_are_answered_as_if_each_was_alone():
     alone = {}
     for request in requests:
         alone |= tiny.finish(tiny.engine(), [request])
-    tiny.assert_same(found, alone)
+    # Each is within CLOSE of the learner's log-probabilities, on its own side of them.
+    tiny.assert_same(found, alone, 2 * tiny.CLOSE)
 
 
 def test_a_cancelled_request_leaves_the_engine_and_no_other():
