@@ -45,7 +45,7 @@ RUN_FILES |= {"status.json", "environment.json"}
 NAME = r"[A-Za-z_]\w*"
 
 
-WORDS, LINES, WIDTH = 800, 200, 100
+WORDS, LINES, WIDTH = 800, 180, 100
 """Limits of the README: words outside tables and code, lines, and columns of a line."""
 
 
