@@ -114,9 +114,17 @@ class Tokenizer:
         """
         return partial(decoders.DecodeStream(skip_special_tokens=True).step, self.backend)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, now: datetime | None = None) -> str:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        now: datetime | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        generate: bool = True,
+    ) -> str:
         """Format messages with the model's chat template, up to the start of the assistant's
-        answer. ``now`` is the date that a template may insert; None for the current one.
+        answer, or without ``generate`` up to the end of the last message. ``now`` is the date that
+        a template may insert; None for the current one. ``tools`` are JSON schemas of functions.
 
         The text contains special tokens: encode it with ``add_special=False``. Raises a ModelError
         if there is no chat template, or if it rejects the messages.
@@ -130,8 +138,9 @@ class Tokenizer:
             return _compiled(self.chat_template).render(
                 **self.special,
                 messages=messages,
-                add_generation_prompt=True,
-                tools=None,  # templates test `tools is none`, which is false for undefined names
+                add_generation_prompt=generate,
+                tools=list(tools)
+                or None,  # templates test `tools is none`, not whether it is empty
                 documents=None,
                 strftime_now=(now or datetime.now()).strftime,
             )

@@ -2,22 +2,26 @@
 
 A row is an object with a "prompt" (text or chat messages) and a text "answer"; GSM8K's rows call
 the prompt "question". Without an answer, the last of the prompt's messages is the answer if it is
-the assistant's. A row of preference data, from which a reward model learns, has two
-texts instead of the answer: "chosen", the better response, and "rejected".
+the assistant's. A row without a prompt may have "messages", a whole conversation of which all of
+the assistant's messages are learned, and "tools", the JSON schemas of the functions that it calls.
+A row of preference data, from which a reward model learns, has two texts instead of the answer:
+"chosen", the better response, and "rejected".
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 
-from burnish.errors import DataError
+from burnish.errors import DataError, ModelError
+from burnish.model.conversation import Conversation
 from burnish.model.tokenizer import Tokenizer
 from burnish.recipe.tasks import PairsTask, PreferencesTask
 from burnish.tasks.rows import (
@@ -31,8 +35,8 @@ from burnish.tasks.rows import (
     shuffled,
     tell_split,
 )
-from burnish.tasks.text import check_system, render_prompt, surely_fits
-from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams
+from burnish.tasks.text import TODAY, check_system, render_prompt, surely_fits
+from burnish.types import Completion, Finish, Grade, Group, IntArray, Prompt, SamplingParams
 
 SIDES = ("chosen", "rejected")
 
@@ -89,6 +93,9 @@ def make_pairs(
     bound = context if together is None else min(context, together)
     total = sum(map(len, loaded))
     for row in counted_rows(chain(*loaded), total, "load", "measuring the rows"):
+        if _is_conversation(row):
+            write(row)
+            continue
         prompt, _, texts = _render(row, config, tokenizer)
         if not all(surely_fits(text, bound // (1 + len(texts))) for text in (prompt, *texts)):
             write(row)
@@ -123,9 +130,13 @@ def write_pair(
     ``context`` and ``together`` are limits as in `make_pairs`; raise a DataError if the row exceeds
     one.
     """
-    text, has_special, texts = _render(row, config, tokenizer)
-    prompt = tokenizer.encode(text, add_special=has_special)
-    sides = tuple(written(row.where, i, side, tokenizer) for i, side in enumerate(texts))
+    if _is_conversation(row):
+        text, prompt, answers = _write_conversation(row, config, tokenizer)
+        sides: tuple[Completion, ...] = (answers,)
+    else:
+        text, has_special, texts = _render(row, config, tokenizer)
+        prompt = tokenizer.encode(text, add_special=has_special)
+        sides = tuple(written(row.where, i, side, tokenizer) for i, side in enumerate(texts))
     lengths = [len(side.token_ids) for side in sides]
     for which, length, bound, setting in (
         ("its longest response", max(lengths), context, "the model's context"),
@@ -154,6 +165,53 @@ def _render(
     return text, has_special, texts
 
 
+def _write_conversation(
+    row: DataRow, config: PairsTask | PreferencesTask, tokenizer: Tokenizer
+) -> tuple[str, IntArray, Completion]:
+    """Encode a conversation. Return the text and the token ids before the assistant's first
+    message, and everything after them as one response, in which the other messages are tokens that
+    were not sampled."""
+    if isinstance(config, PairsTask) and (config.prompt, config.answer) != ("{prompt}", "{answer}"):
+        raise DataError(
+            f"{row.where}: a row with messages is used as it is, and task.prompt or task.answer is "
+            "set; remove them"
+        )
+    before = [] if config.system is None else [{"role": "system", "content": config.system}]
+    try:
+        conversation = _conversation(tokenizer, json.dumps(row["tools"]))
+        prompt = conversation.open([*before, *row["prompt"]])
+        parts = [
+            conversation.turn(messages[0]) if is_turn else conversation.between(messages)
+            for is_turn, messages in _turns(row["messages"][len(row["prompt"]) :])
+        ]
+    except ModelError as error:
+        raise DataError(f"{row.where}: {error}") from error
+    ids, sampled = np.concatenate(parts), np.arange(len(parts)) % 2 == 0
+    response = written(row.where, 0, "", tokenizer)
+    response = replace(
+        response,
+        token_ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        versions=np.full(len(ids), -1, np.int32),
+        sampled=np.repeat(sampled, [len(part) for part in parts]),
+        stop=int(ids[-1]),
+        text=tokenizer.decode(ids, skip_special=True),
+    )
+    return tokenizer.decode(prompt), prompt, response
+
+
+@lru_cache(maxsize=16)
+def _conversation(tokenizer: Tokenizer, tools: str) -> Conversation:
+    return Conversation(tokenizer, json.loads(tools), now=TODAY)
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[tuple[bool, list[Mapping[str, Any]]]]:
+    """Split messages into the assistant's and the runs of others between them; the first of each
+    pair tells whether they are the assistant's."""
+    runs = groupby(messages, key=lambda message: bool(message["role"] == "assistant"))
+    return [(is_turn, list(run)) for is_turn, run in runs]
+
+
 def written(where: str, number: int, text: str, tokenizer: Tokenizer) -> Completion:
     """Encode a text and an end token as a completion that no policy sampled: its log-probabilities
     are 0, and its versions −1.
@@ -178,13 +236,78 @@ def written(where: str, number: int, text: str, tokenizer: Tokenizer) -> Complet
 
 def check_pair(row: Any, where: str) -> DataRow:
     """Check a row with a prompt and an answer; return it with "prompt" and a text "answer", or
-    raise a DataError. ``where`` describes the row's place."""
+    raise a DataError. ``where`` describes the row's place. A conversation is returned with
+    "prompt", the messages before the assistant's first, "messages" and "tools"."""
+    if isinstance(row, Mapping) and "messages" in row and not {"prompt", "question"} & row.keys():
+        return _check_conversation(row, where)
     if isinstance(row, Mapping) and "question" in row and "prompt" not in row:
         row = {**row, "prompt": row["question"]}
     if isinstance(row, Mapping) and row.get("answer") is None and _is_answered(row.get("prompt")):
         *prompt, answer = row["prompt"]
         row = {**row, "prompt": prompt, "answer": answer["content"]}
     return _with_texts(row, where, ["answer"])
+
+
+def _check_conversation(row: Mapping[str, Any], where: str) -> DataRow:
+    messages, tools = row["messages"], row.get("tools")
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
+        raise DataError(f"{where}: messages must be a list of objects, got {str(messages)[:80]!r}")
+    messages = [_check_message(message, where) for message in messages]
+    runs = _turns(messages)
+    if len(runs) < 2 or runs[0][0] or not runs[-1][0]:
+        roles = ", ".join(message["role"] for message in messages) or "none"
+        raise DataError(
+            f"{where}: messages must begin with another role and end with the assistant's message, "
+            f"got {roles[:80]}; leave out what the model should not learn"
+        )
+    if any(is_turn and len(run) > 1 for is_turn, run in runs):
+        raise DataError(f"{where}: two messages of the assistant follow each other; join them")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"{where}: tools must be a list or its JSON text, {error}") from None
+    tools = tools or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where}: tools must be a list of JSON schemas, got {str(tools)[:80]!r}")
+    own = {key: value for key, value in row.items() if key != "answer"}
+    own |= {"prompt": runs[0][1], "messages": messages, "tools": tools}
+    return check_prompt(own, where)
+
+
+def _is_conversation(row: DataRow) -> bool:
+    """Return whether a checked row is a conversation; all others have an answer or two sides."""
+    return not {"answer", *SIDES} & row.keys()
+
+
+def _check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check a message of a conversation; return it with a text "content"."""
+    calls = message.get("tool_calls")
+    checked = dict(message)
+    if calls and message.get("content") is None:
+        checked["content"] = ""
+    content, role = checked.get("content"), message.get("role")
+    if not isinstance(content, str) or not isinstance(role, str):
+        raise DataError(
+            f'{where}: a message is an object {{"role": …, "content": …}}, got '
+            f"{str(message)[:80]!r}"
+        )
+    if role == "assistant" and not calls and not content.strip():
+        raise DataError(f"{where}: a message of the assistant is empty; leave the row out")
+    check_prompt({"prompt": [{"role": role, "content": content}]}, where)
+    for call in calls or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        arguments = function.get("arguments", {})
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            arguments = None
+        if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
+            raise DataError(
+                f'{where}: a tool call is {{"function": {{"name": …, "arguments": …}}}}, whose '
+                f"arguments are an object or its JSON text, got {str(call)[:80]!r}"
+            )
+    return checked
 
 
 def _is_answered(prompt: Any) -> bool:

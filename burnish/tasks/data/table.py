@@ -244,18 +244,19 @@ def _struct_fields(kind: Any) -> list[str]:
 
 def _messages(value: Any) -> Any:
     """Return chat messages as JSONL has them: a list of objects, without the fields that the table
-    adds because other messages have them."""
+    adds because other messages, or their tool calls, have them."""
     if isinstance(value, Mapping) and all(isinstance(one, list) for one in value.values()):
         # Older versions of the package store a list of structs as one list of each field.
         value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
-    if not isinstance(value, list):
-        return value
-    return [
-        {key: item for key, item in one.items() if item is not None}
-        if isinstance(one, Mapping)
-        else one
-        for one in value
-    ]
+    return _without_none(value)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _line(error: BaseException) -> str:

@@ -87,6 +87,27 @@ def test_chat_messages_and_their_last_answer(tmp_path):
     assert load_rows(asked, seed=0)[0][0]["prompt"] in [row["messages"] for row in rows]
 
 
+def test_conversations_with_tool_calls(tmp_path):
+    file = str(tmp_path / "rows.parquet")
+    calls = [{"function": {"name": "f", "arguments": '{"a": null}'}}]
+    rows = [
+        {
+            "messages": [
+                *row["messages"][:1],
+                {"role": "assistant", "content": "", "tool_calls": calls},
+            ]
+        }
+        if i % 2
+        else {"messages": row["messages"]}
+        for i, row in enumerate(CHAT)
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(file)
+    train, validation = load_rows(PairsTask(train=file), seed=0, check=check_pair)
+    found = [*train, *validation]
+    assert all(row["messages"] in [given["messages"] for given in rows] for row in found)
+    assert sum("tool_calls" in row["messages"][1] for row in found) == len(rows) // 2
+
+
 def test_a_list_for_each_field_of_messages_is_read_as_messages(tmp_path):
     columns = {"role": ["user"], "content": ["hi"]}
     table = datasets.Dataset.from_dict({"prompt": [columns, columns]})

@@ -1,0 +1,183 @@
+"""Conversations: the parts, concatenated, are the tokens of the template's whole text."""
+
+from datetime import datetime
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from burnish.errors import ModelError
+from burnish.model.conversation import Conversation
+from burnish.model.tokenizer import Tokenizer
+from tests.model.texts import TEXTS
+
+NOW = datetime(2026, 1, 1)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Thoughts of turns before the last user message are left out; results of tools share one block.
+FORGETS = (
+    "{% if tools is not none %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% set parts = m.content.split('</think>') %}"
+    "{% if loop.index0 > ns.last %}{{ m.content }}{% else %}{{ parts[-1].lstrip('\n') }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.arguments | tojson }}</call>"
+    "{% endfor %}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<result>{{ m.content }}</result>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# No token ends a message, and the date is part of the text.
+BARE = (
+    "{{ strftime_now('%Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SPACED = CHATML.replace("{{ m.content }}<|im_end|>\n", "{{ m.content }} <|im_end|>")
+ASKED = {"role": "user", "content": "two and two"}
+FOUR = {"role": "assistant", "content": "four"}
+TOOL = {"role": "tool", "content": "4"}
+
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """A tokenizer that merges bytes, so that a text's tokens depend on where it is cut."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = [*TEXTS, "\n\n four four ??\n seven <result> assistant user tool"] * 2
+    made.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=alphabet, vocab_size=400),
+    )
+    return made
+
+
+def make(backend, template, ends=("<|im_end|>", "<|endoftext|>")):
+    return Tokenizer(backend, tuple(map(backend.token_to_id, ends)), {}, template)
+
+
+def whole(model, messages, tools=(), *, generate=True):
+    text = model.chat(messages, now=NOW, tools=tools, generate=generate)
+    return model.encode(text, add_special=False).tolist()
+
+
+def joined(conversation, messages):
+    """The ids of a conversation whose second message and every other one after it are turns."""
+    parts = [conversation.open(messages[:1])]
+    for number, message in enumerate(messages[1:]):
+        if number % 2:
+            parts.append(conversation.between(message if type(message) is list else [message]))
+        else:
+            parts.append(conversation.turn(message))
+    return np.concatenate(parts).tolist()
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETS, SPACED])
+@pytest.mark.parametrize("role", ["user", "tool", "system"])
+def test_the_parts_are_the_whole(template, role, backend):
+    model = make(backend, template)
+    reply = {"role": role, "content": "and  three ?\n"}
+    messages = [ASKED, FOUR, reply, {"role": "assistant", "content": "  seven\nis it"}, TOOL]
+    conversation = Conversation(model, now=NOW)
+    assert joined(conversation, messages) == whole(model, messages)
+    assert conversation.turn(FOUR)[-1] == conversation.end_id == model.end_ids[0]
+    several = [ASKED, FOUR, [reply, ASKED, TOOL]]
+    assert joined(conversation, several) == whole(model, [ASKED, FOUR, reply, ASKED, TOOL])
+
+
+def test_the_end_token_is_the_one_that_the_template_writes(backend):
+    model = make(backend, CHATML, ("<|endoftext|>", "<|im_end|>"))
+    assert Conversation(model, now=NOW).end_id == model.end_ids[1]
+
+
+def test_results_of_one_step_share_a_block(backend):
+    conversation = Conversation(make(backend, FORGETS), now=NOW)
+    model = make(backend, FORGETS)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {}}}]}
+    both = [ASKED, call, TOOL, {**TOOL, "content": "5"}]
+    parts = [conversation.open(both[:1]), conversation.turn(call), conversation.between(both[2:])]
+    assert np.concatenate(parts).tolist() == whole(model, both)
+    alone = [conversation.between([message]).tolist() for message in both[2:]]
+    assert alone[0] + alone[1] != conversation.between(both[2:]).tolist()
+
+
+def test_arguments_of_calls_may_be_json_texts(backend):
+    conversation = Conversation(make(backend, FORGETS), now=NOW)
+    turns = [
+        conversation.turn({**FOUR, "tool_calls": [call]}).tolist()
+        for call in (
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+            {"function": {"name": "f", "arguments": {"a": 1}}},
+            {"name": "f", "arguments": {"a": 1}},
+        )
+    ]
+    assert turns[0] == turns[1] == turns[2]
+    assert '{"a": 1}' in make(backend, FORGETS).decode(turns[0])
+
+
+def test_tools_are_written_and_no_tools_are_none(backend):
+    model, tool = make(backend, FORGETS), {"type": "function", "function": {"name": "f"}}
+    assert Conversation(model, [tool], now=NOW).open([ASKED]).tolist() == whole(
+        model, [ASKED], [tool]
+    )
+    assert "[]" not in model.decode(Conversation(model, [], now=NOW).open([ASKED]))
+    with pytest.raises(ModelError, match="does not write tools"):
+        Conversation(make(backend, CHATML), [tool], now=NOW)
+
+
+def test_which_roles_rewrite_earlier_turns(backend):
+    assert Conversation(make(backend, CHATML), now=NOW).rewrites(["user", "tool"]) == []
+    assert Conversation(make(backend, FORGETS), now=NOW).rewrites(["user", "tool"]) == ["user"]
+
+
+def test_a_template_without_end_tokens(backend):
+    model = make(backend, BARE)
+    conversation = Conversation(model, now=NOW)
+    parts = [conversation.open([ASKED]), conversation.turn(FOUR), conversation.between([TOOL])]
+    end = model.decode(model.end_ids[:1])
+    assert list(map(model.decode, parts)) == [
+        "2026[user]two and two[assistant]",
+        f"four{end}",
+        "[tool]4[assistant]",
+    ]
+
+
+def test_a_model_without_a_template_has_plain_messages():
+    model = Tokenizer.of_bytes()
+    conversation = Conversation(model, now=NOW)
+    parts = [conversation.open([ASKED]), conversation.turn(FOUR), conversation.between([TOOL])]
+    assert [model.decode(part) for part in parts] == ["two and two\n", "four<end>", "4\n"]
+    assert conversation.rewrites(["user", "tool"]) == []
+    with pytest.raises(ModelError, match="can't write tools"):
+        Conversation(model, [{"name": "f"}], now=NOW)
+
+
+def test_models_that_have_no_conversations():
+    backend = Tokenizer.of_bytes().backend
+    with pytest.raises(ModelError, match="names no end token"):
+        Conversation(Tokenizer(backend, (), {}, CHATML), now=NOW)
+    silent = (
+        "{% for m in messages %}"
+        "{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ModelError, match="leaves out the assistant's messages"):
+        Conversation(Tokenizer(backend, (256,), {}, silent), now=NOW)
+    other = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[A]{% endif %}"
+    )
+    with pytest.raises(ModelError, match="does not begin an assistant's message"):
+        Conversation(Tokenizer(backend, (256,), {}, other), now=NOW).turn(FOUR)
