@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -75,7 +76,9 @@ def test_a_missing_or_wrong_token_is_named(
     assert "RAY_AUTH_TOKEN_PATH" in done.stderr
     assert "no Ray cluster answers" not in done.stderr
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "run").exists()
+    recorded = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert recorded["state"] == "failed"
+    assert "the Ray cluster there requires a token" in recorded["error"]["message"]
 
 
 def test_a_run_joins_with_the_token(address: str, tmp_path: Path) -> None:
