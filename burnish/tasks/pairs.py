@@ -272,7 +272,8 @@ def _check_conversation(row: Mapping[str, Any], where: str) -> DataRow:
         raise DataError(f"{where}: tools must be a list of JSON schemas, got {str(tools)[:80]!r}")
     own = {key: value for key, value in row.items() if key != "answer"}
     own |= {"prompt": runs[0][1], "messages": messages, "tools": tools}
-    return check_prompt(own, where)
+    # Conversations may begin alike, as games do, so they are held out as a whole.
+    return DataRow(check_prompt(own, where), where, json.dumps(messages, sort_keys=True))
 
 
 def _is_conversation(row: DataRow) -> bool:

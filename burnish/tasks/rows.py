@@ -39,11 +39,13 @@ T = TypeVar("T")
 
 class DataRow(dict[str, Any]):
     """A row of data: a dict of its fields. ``where`` describes its place, such as the file and the
-    line, for error messages."""
+    line, for error messages. ``held_out_by`` is the text or messages by which rows are held out;
+    None: the prompt."""
 
-    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+    def __init__(self, fields: Mapping[str, Any], where: str, held_out_by: Any = None) -> None:
         super().__init__(fields)
         self.where = where
+        self.held_out_by = fields.get("prompt") if held_out_by is None else held_out_by
 
 
 Check = Callable[[Any, str], DataRow]
@@ -149,7 +151,7 @@ class Rows(Sequence[DataRow]):
         Prompts that differ only in white space or case have the same hash.
         """
         doing = f"checking the rows of {self.name}"
-        hashes = (_hash_prompt(r["prompt"]) for r in counted_rows(self, len(self), "check", doing))
+        hashes = (_hash_prompt(r.held_out_by) for r in counted_rows(self, len(self), "check", doing))
         return np.fromiter(hashes, np.uint64, len(self))
 
     def _checked(self, place: int, row: Any) -> DataRow:

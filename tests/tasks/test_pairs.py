@@ -8,6 +8,7 @@ from burnish.errors import DataError
 from burnish.model.tokenizer import Tokenizer
 from burnish.recipe.tasks import PairsTask
 from burnish.tasks.pairs import check_pair, write_pair
+from burnish.tasks.rows import load_rows
 from tests.conftest import byte_tokenizer
 from tests.learner.preference_pairs import ROWS, groups
 
@@ -107,3 +108,17 @@ def test_rows_that_are_no_pairs_are_refused():
         groups(context=18)
     with pytest.raises(DataError, match=r"all its responses are 23 tokens, .* is 22"):
         groups(together=22)
+
+
+def test_conversations_that_begin_alike_are_held_out_as_a_whole(tmp_path):
+    rows = [
+        {"messages": [TALK[1], {"role": "assistant", "content": str(n)}], "n": n} for n in range(9)
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, rows[0]])
+    )
+    config = PairsTask(train=str(tmp_path / "rows.jsonl"), validation_rows=4)
+    train, validation = load_rows(config, seed=0, check=check_pair)
+    held_out = {row["n"] for row in validation}
+    assert len(held_out) == 4
+    assert {row["n"] for row in train} == {*range(9)} - held_out
