@@ -45,7 +45,7 @@ class DataRow(dict[str, Any]):
     def __init__(self, fields: Mapping[str, Any], where: str, held_out_by: Any = None) -> None:
         super().__init__(fields)
         self.where = where
-        self.held_out_by = fields.get("prompt") if held_out_by is None else held_out_by
+        self.held_out_by: Any = fields.get("prompt") if held_out_by is None else held_out_by
 
 
 Check = Callable[[Any, str], DataRow]
