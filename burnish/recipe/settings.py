@@ -255,7 +255,8 @@ def _setting(name: str, field: FieldInfo, set_by: dict[str, Any]) -> Setting:
 
 def _choice(name: str, field: FieldInfo, members: Sequence[type[BaseModel]]) -> Setting:
     """Return the setting that selects the kind of a section."""
-    tags = [tag for member in members for tag in _tags(member) if tag != OWN]
+    # A setting that is one piece or a list of pieces has the same member several times.
+    tags = dict.fromkeys(tag for member in members for tag in _tags(member) if tag != OWN)
     kinds = ", ".join(map(_quote, tags))
     if LanguageConfig in members:
         kinds += ", or a language model's name"

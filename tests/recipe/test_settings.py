@@ -77,6 +77,8 @@ def test_kinds_types_bounds_and_users():
     steps = by_kind["", "train.steps"]
     assert (steps.type, steps.default, steps.set_by["keywords"]) == ("integer ≥ 1", "100", 64)
     assert by_kind["", "model.name"].set_by["sums-sft"] == "scratch"
+    kinds = '"none", "truncate", "mask", "reject"'  # each once, although a list of them is accepted
+    assert by_kind["", "objective.importance.name"].type == kinds
     assert by_kind["", "objective.kl.name"].type == '"none", "k1", "k2", "k3"'
     assert by_kind['"constant"', "objective.reduction.length"].default.startswith("100%")
     assert by_kind["", "train.betas"].type == "[number, number]"
