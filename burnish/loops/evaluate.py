@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.console.progress import after, begin, tell
+from burnish.console.text import counted
 from burnish.engine.protocol import Sampler
 from burnish.errors import RunError
 from burnish.graders.tally import limiting_errors
@@ -65,7 +66,7 @@ class Evaluator:
         """
         params, samples = self.params, self.samples
         prompts = list(enumerate(self.task.validation))
-        doing = f"evaluating {len(prompts)} prompts {when}".rstrip()
+        doing = f"evaluating {counted(len(prompts), 'prompt')} {when}".rstrip()
         report = begin("evaluate", doing, total=samples * len(prompts), unit="responses")
         together = max(1, max(TOGETHER, self.max_running) // samples)
         groups: list[Group] = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from burnish.console.progress import begin
+from burnish.console.text import counted
 from burnish.learner.program import compile
 from burnish.learner.protocol import Learner, Step
 from burnish.loops.sync import count_tokens
@@ -65,5 +66,5 @@ def validate_supervised(
     step 10". ``max_errors`` is not used, because nothing is graded."""
     if not pairs.validation:
         return [], {}
-    begin("evaluate", f"evaluating {len(pairs.validation)} rows {when}".rstrip())
+    begin("evaluate", f"evaluating {counted(len(pairs.validation), 'row')} {when}".rstrip())
     return [], learner.held_out_metrics(pack(list(pairs.validation)).to(learner.device))
