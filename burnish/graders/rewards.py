@@ -50,6 +50,11 @@ def none(response: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 BUILT_IN: dict[str, Reward] = {**keywords.REWARDS, "none": none}
 LONGEST_MESSAGE = 300
+ONE_RESPONSE = (
+    "a reward takes one response and its row; if it takes lists of them, mark it with "
+    "@burnish.batched"
+)
+"""Remedy for a reward that returns a list and is not batched."""
 AT_ONCE = 64
 """Maximum number of concurrent calls of an async reward in one worker."""
 FULL = 1 - 1e-6
@@ -132,7 +137,7 @@ def score(reward: Reward, response: str, row: Mapping[str, Any]) -> Outcome:
     MemoryError is raised, and so are exceptions such as KeyboardInterrupt that no reward should
     catch.
     """
-    return _checked(lambda: _read(reward(response, row)))
+    return _checked(lambda: _read_one(reward(response, row)))
 
 
 def _checked(grade: Callable[[], Outcome]) -> Outcome:
@@ -196,7 +201,7 @@ async def score_async(
         raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return late(seconds) if limit.expired() else raised(error)
-    return _checked(partial(_read, value))
+    return _checked(partial(_read_one, value))
 
 
 async def score_concurrently(
@@ -234,6 +239,15 @@ def raised(error: BaseException) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__, limit=-1)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return _failed(said + where, "exception")
+
+
+def _read_one(value: Any) -> Outcome:
+    """Read what a call with one response returned. A list, as other trainers' rewards return it,
+    gets a message of its own."""
+    outcome = _read(value)
+    if outcome.cause == "value" and isinstance(value, list):
+        return _failed(f"{outcome.message}; {ONE_RESPONSE}")
+    return outcome
 
 
 def _read(value: Any) -> Outcome:

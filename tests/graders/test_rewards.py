@@ -1,4 +1,5 @@
 import ast
+import asyncio
 import functools
 import math
 import sys
@@ -10,7 +11,14 @@ import pytest
 
 from burnish.errors import DataError
 from burnish.graders import rewards
-from burnish.graders.rewards import Source, find_source, score
+from burnish.graders.rewards import (
+    Source,
+    batched,
+    find_source,
+    score,
+    score_async,
+    score_batch,
+)
 from burnish.types import Status
 
 
@@ -64,6 +72,20 @@ def test_what_is_no_number(value):
     assert outcome.status == Status.ERROR
     assert math.isnan(outcome.reward)
     assert "must be one finite number" in outcome.message
+
+
+def test_only_a_reward_that_is_not_batched_is_told_how_to_grade_lists():
+    """TRL's rewards return a list; in a batched reward, the list is right and its item wrong."""
+
+    async def waited(response, row):
+        return [1.0]
+
+    plain = score(lambda response, row: [1.0], "", {})
+    awaited = asyncio.run(score_async(waited, "", {}, 1.0))
+    (in_batch,) = score_batch(batched(lambda responses, rows: [[1.0]]), [""], [{}], None)
+    said = "reward must be one finite number, got list [1.0]"
+    assert plain.message == awaited.message == f"{said}; {rewards.ONE_RESPONSE}"
+    assert in_batch.message == said
 
 
 def test_where_functions_are_found():

@@ -36,6 +36,11 @@ def write(tmp_path, body, name="reward.py"):
         ("return 'good'", "must be one finite number, got str 'good'", "return one finite number"),
         ("return float('nan')", "one finite number, got float nan", "return one finite number"),
         ("return float('inf')", "one finite number, got float inf", "return one finite number"),
+        (
+            "return [10.0]",
+            "one finite number, got list [10.0]; a reward takes one response and its row",
+            "mark it with @burnish.batched",
+        ),
         ("pass", "one finite number, got NoneType None", "return one finite number"),
         ("return {'score': 1}", "dict has no 'reward', only score", "return one finite number"),
         (
