@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.console.progress import tell
-from burnish.errors import BurnishError, MissingExtra, ModelError
+from burnish.errors import BurnishError, ModelError
 from burnish.launch.preflight import find_problems, problem_of, raise_problems
 from burnish.machine import hardware
 from burnish.recipe.costs import Room, Size, needs, prompt_room
@@ -97,8 +97,8 @@ def resolve(
 def survey(recipe: Recipe, out: Path) -> Resolved:
     """Resolve a recipe as far as possible without downloads, for `burnish plan` and `burnish
     doctor`. The problems that would stop a run in the directory ``out`` are returned in
-    ``problems`` instead of being raised; ``model`` and ``size`` are None if the model, or a package
-    that the recipe needs, is not on this machine."""
+    ``problems`` instead of being raised; ``model`` and ``size`` are None if the model is not on this
+    machine."""
     from burnish.launch import memory
     from burnish.launch.models import find_device, with_own_precision
 
@@ -109,7 +109,7 @@ def survey(recipe: Recipe, out: Path) -> Resolved:
     recipe = with_own_precision(recipe)
     train, engine = recipe.train, recipe.engine
     device = find_device(recipe.device) if recipe.model.is_language else "cpu"
-    if any(isinstance(problem, MissingExtra | ModelError) for problem in problems):
+    if any(isinstance(problem, ModelError) for problem in problems):
         return Resolved(recipe, device, problems=tuple(problems))
     model, frozen = _find_models(recipe.model, recipe.frozen_models, recipe.seed, fetch=False)
     if model is None:

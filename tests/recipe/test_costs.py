@@ -3,8 +3,8 @@
 import pytest
 
 from burnish import api
-from burnish.errors import ConfigError
-from burnish.launch import local
+from burnish.errors import ConfigError, MissingExtra
+from burnish.launch import local, preflight
 from burnish.launch.resolve import resolve, survey
 from burnish.recipe.costs import SORTER_BYTES, Size, needs, shared_memory
 from burnish.recipe.load import load_recipe
@@ -63,6 +63,14 @@ def test_a_model_is_measured_from_its_files(smollm2, tmp_path):
     assert size[:3] == (134_515_008, 2 * 30 * 3 * 64, 8192)
     assert measure(load_recipe("sort")) is None
     assert measure(load_recipe("keywords", ["model.name=hf:no/such"])) is None
+
+
+def test_a_model_is_measured_also_if_another_package_is_missing(smollm2, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "is_installed", lambda extra: extra != "wandb")
+    given = [f"model.name={smollm2}", "log.trackers=wandb", "task.validation_prompts=9"]
+    found = survey(load_recipe("keywords", given), tmp_path / "run")
+    assert [type(problem) for problem in found.problems] == [MissingExtra]
+    assert found.size.parameters == 134_515_008
 
 
 def test_shared_memory_holds_several_versions_and_a_state(smollm2):
