@@ -102,8 +102,8 @@ def load_math_rows(config: MathTask, *, seed: int) -> tuple[Rows, Rows]:
 def _check_prompted(config: MathTask, row: Any, where: str) -> DataRow:
     """Check a row; return it with "prompt", the question in the task's prompt template."""
     checked = check_row(row, where, is_mapped="answer" in config.columns)
-    checked["prompt"] = config.template.replace("{question}", checked["question"])
-    return checked
+    prompt = config.template.replace("{question}", checked["question"])
+    return DataRow({**checked, "prompt": prompt}, where)
 
 
 def check_row(row: Any, where: str, *, is_mapped: bool = False) -> DataRow:
