@@ -37,7 +37,7 @@ from burnish.recipe.load import (
     recipe_to_toml,
 )
 from burnish.recipe.recipe import LogConfig, Recipe
-from burnish.recipe.tasks import KeywordsTask
+from burnish.recipe.tasks import KeywordsTask, RowsTask
 from burnish.runs import checkpoints, directory, failure, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
@@ -195,7 +195,8 @@ def recipe_of(
         own |= {"train": None, "rows": as_rows(prompts), "validation": None}
     elif data is not None:
         own |= _named_data(data)
-    if own.keys() & {"train"} and getattr(before, "validation", None) is not None:
+    own_files = isinstance(before, RowsTask) and before.is_validated and before.validation
+    if own.keys() & {"train"} and own_files:
         own["validation_rows"] = None  # it was a number of rows of the replaced validation data
     if reward is not None:
         own |= reward_settings(reward)
@@ -390,8 +391,9 @@ def evaluation_recipe(
     ``source`` is a recipe (name, file, table or object) or the directory of a run: then the run's
     recipe is used with the model that the run trained and, if the run stored prompts, with these
     prompts. ``model`` is another model to evaluate; None for the model of ``source``. ``changes``
-    are overrides, applied last. Raise a ``ConfigError`` if the run trained the sorting model, or if
-    the recipe is supervised, because its responses are not graded.
+    are overrides, applied last; task.validation also replaces task.validation_rows = 0. Raise a
+    ``ConfigError`` if the run trained the sorting model, if the recipe is supervised, because its
+    responses are not graded, or if no prompts are held out.
     """
     own: dict[str, Any] = {}
     if isinstance(source, str | os.PathLike) and (Path(source) / "recipe.toml").is_file():
@@ -406,6 +408,16 @@ def evaluation_recipe(
             own["task"] = {"train": run / PROMPTS}
     if model is not None:
         own["model"] = model
+    given = parse_overrides(changes)
+    # Settings of the validation would be refused if there is none.
+    others = {key: value for key, value in given.items() if not key.startswith("validation.")}
+    if not (recipe := load_recipe(source, [own, others])).is_validated:
+        if "task.validation" not in given or "task.validation_rows" in given:
+            raise ConfigError(
+                f"{recipe.name} holds out no prompts (task.validation_rows = 0), and an evaluation "
+                "needs some; name a file of them, as --set task.validation=FILE.jsonl does"
+            )
+        own["task"] = own.get("task", {}) | {"validation_rows": None}
     recipe = load_recipe(source, [own, *changes])
     if recipe.is_supervised:
         raise ConfigError(

@@ -261,11 +261,11 @@ def _missing_files(tasks: Mapping[str, Any]) -> dict[str, str]:
 
 def files_of_task(task: Any) -> dict[str, str | None]:
     """Return the names of a task's training and validation data (files, datasets), by the settings
-    "train" and "validation"; a name is None if the setting is. Return an empty dict for a task that
-    reads no rows."""
+    "train" and "validation"; a name is None if the setting is, or if the data is not read. Return
+    an empty dict for a task that reads no rows."""
     if not isinstance(task, RowsTask):
         return {}
-    return {"train": task.train, "validation": task.validation}
+    return {"train": task.train, "validation": task.validation if task.is_validated else None}
 
 
 def as_rows(prompts: Iterable[str | Mapping[str, Any]]) -> list[Any]:

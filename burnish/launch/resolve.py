@@ -97,8 +97,8 @@ def resolve(
 def survey(recipe: Recipe, out: Path) -> Resolved:
     """Resolve a recipe as far as possible without downloads, for `burnish plan` and `burnish
     doctor`. The problems that would stop a run in the directory ``out`` are returned in
-    ``problems`` instead of being raised; ``model`` and ``size`` are None if the model is not on this
-    machine."""
+    ``problems`` instead of being raised; ``model`` and ``size`` are None if the model is not on
+    this machine."""
     from burnish.launch import memory
     from burnish.launch.models import find_device, with_own_precision
 

@@ -66,6 +66,8 @@ class Evaluator:
         """
         params, samples = self.params, self.samples
         prompts = list(enumerate(self.task.validation))
+        if not prompts:
+            return []
         doing = f"evaluating {counted(len(prompts), 'prompt')} {when}".rstrip()
         report = begin("evaluate", doing, total=samples * len(prompts), unit="responses")
         together = max(1, max(TOGETHER, self.max_running) // samples)

@@ -255,6 +255,7 @@ def estimate_seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     rows = [getattr(task, "validation_prompts", None) for task in recipe.tasks.values()]
     held_out_response = FILLED * (validation.max_tokens or recipe.rollout.max_tokens)
     held_out = sum(n or HELD_OUT for n in rows) * (prompt + validation.samples * held_out_response)
+    held_out *= recipe.is_validated
     evaluations = 2 + (train.steps - 1) // validation.every
     upper = min(1.0, (getattr(train.learn, "last", None) or size.layers) / size.layers)
     gradient = 2 if train.learn.name == "lora" else 3

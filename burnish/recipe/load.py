@@ -42,6 +42,10 @@ SHARES = {
 }
 """Settings whose default is a share of the maximum response length, by section: the name of the
 kind that has the setting, the setting, and the share."""
+REMEDIES = {
+    "validation.every": "; task.validation_rows = 0 trains on rows of data without validation",
+}
+"""Ends of the messages about values outside a setting's bounds, by the setting."""
 Table = Mapping[str, Any]
 """Settings as nested dictionaries."""
 Overrides = str | Table | Sequence[str | Table]
@@ -366,7 +370,7 @@ def _explain(problem: Any, keys: Sequence[str], given: Iterable[str]) -> str:
         return f"{where} is a section, got {problem['input']!r}; set its settings, such as {first}"
     if kind != "extra_forbidden":
         message = re.sub("(Input|String|List) should", "must", message)
-        return f"{where} {message}, got {problem['input']!r}"
+        return f"{where} {message}, got {problem['input']!r}{REMEDIES.get(where, '')}"
     if where in keys:
         section, _, setting = where.rpartition(".")
         remedy = "remove it"

@@ -82,7 +82,10 @@ def make_plan(
         ("critic", _critic_lines(recipe.critic, train)),
         ("batches", _batch_lines(recipe)),
         ("selection", _selection_lines(recipe.selection, rollout, recipe.loop)),
-        ("validation", _validation_lines(recipe.validation, recipe.target_metric)),
+        (
+            "validation",
+            _validation_lines(recipe.validation, recipe.target_metric, recipe.is_validated),
+        ),
         ("engine", _engine_lines(recipe.engine)),
         ("strategy", lag + _actor_lines(recipe.runtime, recipe.mesh.ranks)),
         ("mesh", _mesh_lines(recipe.mesh, train.batch) if recipe.on_mesh else []),
@@ -232,8 +235,13 @@ def _importance_lines(pieces: Sequence[Importance]) -> Lines:
     return [("importance", f"v_t = {' '.join(names)}"), *own]
 
 
-def _validation_lines(validation: ValidationConfig, metric: str | None) -> Lines:
-    """Return a line on when the run ends early; no lines if it never ends early."""
+def _validation_lines(
+    validation: ValidationConfig, metric: str | None, is_validated: bool
+) -> Lines:
+    """Return a line on a run without validation, or on when the run ends early; no lines if it is
+    validated and never ends early."""
+    if not is_validated:
+        return [("held out", "nothing, so `burnish export` takes the last checkpoint")]
     if validation.patience is None:
         return []
     times = counted(validation.patience, "validation")

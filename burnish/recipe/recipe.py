@@ -292,12 +292,20 @@ class Recipe(Section):
         return self.reward_model is not None or any(name != "none" for name in rewards)
 
     @property
+    def is_validated(self) -> bool:
+        """Whether the run is validated. It is not if task.validation_rows = 0, in a mixture for
+        each of its tasks."""
+        return any(getattr(task, "is_validated", True) for task in self.tasks.values())
+
+    @property
     def target_metric(self) -> str | None:
         """The validation metric that selects the best checkpoint and ends the run early.
 
-        By default, it is the loss in a supervised run and otherwise the reward. It is None if a run
-        that samples has no reward; then the last checkpoint is used.
+        By default, it is the loss in a supervised run and otherwise the reward. It is None if the
+        run is not validated, or if it samples and has no reward; then the last checkpoint is used.
         """
+        if not self.is_validated:
+            return None
         default = "validation/reward" if self.is_rewarded else None
         default = "validation/loss" if self.is_supervised else default
         return self.validation.metric or default

@@ -149,7 +149,7 @@ def check_target_rules(validation: ValidationConfig, task: Section, target: str 
             "reward has none by default; set validation.metric, such as 'validation/length'"
         )
     known = SUPERVISED_METRICS.get(getattr(task, "name", ""))
-    if known is not None and target not in known:
+    if known is not None and target is not None and target not in known:
         raise ConfigError(
             f"validation.metric = '{target}' is not a metric of a supervised run; use "
             f"{' or '.join(map(repr, known))}"
@@ -549,7 +549,7 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
     is_compared = loss.compares or objective.reads_proximal_first
     is_unscaled = not advantage.is_scaled and objective.kl.where != "reward"
     on_torchrun = isinstance(recipe.runtime, TorchrunRuntime)
-    engine = recipe.engine
+    engine, is_unvalidated = recipe.engine, not recipe.is_validated
     is_served = engine.url is not None and not isinstance(engine, SglangConfig)
     endless = [
         f"{path}.train_prompts"
@@ -567,6 +567,7 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
         ("selection.dead_groups", not chosen.fills, FILLING),
         ("selection.target", chosen.target is None, ["selection.floor"]),
         *((cause, True, HISTORY) for cause in endless),
+        *((f"{path}.validation_rows", is_unvalidated, ["validation"]) for path in recipe.tasks),
         (
             "task.name",
             recipe.is_supervised,

@@ -90,9 +90,10 @@ class RowsTask(Section):
     )
     validation_rows: int | None = Field(
         None,
-        ge=1,
-        description="number of held-out rows; None: all rows of validation, or a tenth of the "
-        "different prompts of train, at most 1000 if train is not JSONL",
+        ge=0,
+        description="number of held-out rows; 0: the run has no validation; None: all rows of "
+        "validation, or a tenth of the different prompts of train, at most 1000 if train is not "
+        "JSONL",
     )
     columns: dict[Annotated[str, Field(pattern=r"^\w+$")], str] = Field(
         {}, description='names of columns by field, such as { prompt = "question" }'
@@ -101,6 +102,11 @@ class RowsTask(Section):
         None, min_length=1, description="system message before each prompt; None: no message"
     )
     chat: bool = Field(True, description="whether a text is formatted as a chat message")
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether a run is validated on rows of this task."""
+        return self.validation_rows != 0
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:

@@ -85,7 +85,7 @@ def make_pairs(
     check_system(tokenizer, config.system)
     loaded = load_rows(config, seed=seed, check=CHECKS[config.name])
     check_trainable(*loaded)
-    tell_split(*loaded)
+    tell_split(*loaded, config.validation_rows)
     write = partial(
         write_pair, config=config, tokenizer=tokenizer, context=context, together=together
     )

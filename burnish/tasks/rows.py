@@ -151,7 +151,9 @@ class Rows(Sequence[DataRow]):
         Prompts that differ only in white space or case have the same hash.
         """
         doing = f"checking the rows of {self.name}"
-        hashes = (_hash_prompt(r.held_out_by) for r in counted_rows(self, len(self), "check", doing))
+        hashes = (
+            _hash_prompt(r.held_out_by) for r in counted_rows(self, len(self), "check", doing)
+        )
         return np.fromiter(hashes, np.uint64, len(self))
 
     def _checked(self, place: int, row: Any) -> DataRow:
@@ -259,9 +261,10 @@ def load_rows(config: RowsTask, *, seed: int, check: Check = check_prompt) -> tu
     rows. A training row whose prompt is also a validation prompt is left out.
 
     Without validation data, a random part of the training rows is held out, which depends on
-    ``seed``. Rows of validation data are the same for every seed, so that runs can be compared.
-    Raise a ConfigError if the recipe has no data, or a DataError if a row is invalid or too few
-    rows are left.
+    ``seed``. Rows of validation data are the same for every seed, so that runs can be compared. If
+    task.validation_rows is 0, validation data is not read, and all rows are training rows. Raise a
+    ConfigError if the recipe has no data, or a DataError if a row is invalid or too few rows are
+    left.
     """
     if config.rows is not None:
         rows = open_rows(config, ScriptRows(config.rows), check)
@@ -270,7 +273,7 @@ def load_rows(config: RowsTask, *, seed: int, check: Check = check_prompt) -> tu
     else:
         raise ConfigError("there are no prompts; give --data FILE.jsonl or set task.train")
     prompts, count = rows.hash_prompts(), config.validation_rows
-    if config.validation is None:
+    if config.validation is None or count == 0:
         most = MOST_HELD_OUT if hasattr(rows.source, "columns") else None
         kept, held = split(prompts, count, seed=seed, most=most)
         return rows.select(kept), rows.select(held)
@@ -300,10 +303,10 @@ def split(
     training rows and of the validation rows, both ascending. Other rows with a held-out prompt are
     in neither part.
 
-    ``prompts`` are hashes of the rows' prompts. ``count`` is the number of validation rows. If it
-    is None, a tenth of the different prompts is held out, at least one and at most ``most`` (None:
-    no maximum); if all rows have the same prompt, none is. Raise a DataError if no prompt is left
-    to train on.
+    ``prompts`` are hashes of the rows' prompts. ``count`` is the number of validation rows; 0 holds
+    out none. If it is None, a tenth of the different prompts is held out, at least one and at most
+    ``most`` (None: no maximum); if all rows have the same prompt, none is. Raise a DataError if no
+    prompt is left to train on.
     """
     order = permutation(seed, Stream.TASK, 0, Purpose.SPLIT, len(prompts))
     _, first = np.unique(prompts[order], return_index=True)
@@ -315,7 +318,7 @@ def split(
         wanted = min(wanted, most)
     if wanted >= distinct:
         repeated = "" if distinct == len(prompts) else f" with {distinct} different prompts"
-        remedy = "hold out fewer" if distinct > 1 else "remove task.validation_rows"
+        remedy = "hold out fewer" if distinct > 1 else "use task.validation_rows = 0"
         raise DataError(
             f"{len(prompts)} rows{repeated} do not split: {wanted} for validation leave no others; "
             f"give more rows, {remedy}, or give a separate validation file"
@@ -333,15 +336,20 @@ def check_trainable(train: Rows, validation: Rows) -> None:
         )
 
 
-def describe_split(train: Rows, validation: Rows) -> list[str]:
+def describe_split(train: Rows, validation: Rows, wanted: int | None = None) -> list[str]:
     """Return sentences on the rows that are used for validation, and on rows and columns that are
-    left out."""
+    left out. ``wanted`` is task.validation_rows."""
     count, name = len(validation), validation.name
     source, whole = train.source, len(train.source)
     is_held_out = validation.source is source
     lines = [f"validation: {counted(count, 'row')} of {name}"]
     if is_held_out and count:
         lines = [f"validation: {count:,} of the {counted(whole, 'row')} of {name} are held out"]
+    elif wanted == 0:
+        lines = [
+            f"validation: none, because task.validation_rows = 0; all {counted(whole, 'row')} of "
+            f"{name} are trained on"
+        ]
     elif not count:
         lines = [
             f"validation: none, because {name} has only one prompt; give two or more prompts to "
@@ -360,9 +368,9 @@ def describe_split(train: Rows, validation: Rows) -> list[str]:
     return lines
 
 
-def tell_split(train: Rows, validation: Rows) -> None:
+def tell_split(train: Rows, validation: Rows, wanted: int | None) -> None:
     """Display how the rows are used; see ``describe_split``."""
-    for line in describe_split(train, validation):
+    for line in describe_split(train, validation, wanted):
         tell("note", line)
 
 

@@ -285,7 +285,7 @@ def make_rows_task(
     train, validation = rows
     check_system(tokenizer, config.system)
     if isinstance(train, Rows) and isinstance(validation, Rows):
-        tell_split(train, validation)
+        tell_split(train, validation, config.validation_rows)
     question = question or partial(shuffled_question, train, seed)
     held_out = [row_question(row, f"validation/{i}") for i, row in enumerate(validation)]
     task = TextTask(

@@ -12,7 +12,7 @@ import pytest
 
 import burnish
 from burnish import api
-from burnish.errors import DataError, RunError
+from burnish.errors import ConfigError, DataError, RunError
 from burnish.recipe.costs import Room
 from burnish.recipe.load import load_recipe
 from burnish.recipe.tasks import FilesTask, MathTask
@@ -176,6 +176,8 @@ def test_a_recipe_does_not_keep_its_validation_data_with_other_data(tmp_path):
             file, ["task.validation=b.csv", "task.validation_rows=3"], **given
         ).task
         assert (task.validation, task.validation_rows) == ("b.csv", 3)
+    file.write_text(file.read_text().replace("validation_rows = 9", "validation_rows = 0"))
+    assert api.recipe_of(file, data="new.parquet").task.validation_rows == 0
     assert api.recipe_of(file, reward="other.py:f").task.validation == "own-validation.jsonl"
 
 
@@ -196,6 +198,77 @@ def test_a_run_of_one_row_has_no_validation(smollm2, tmp_path):
     assert [row["step"] for row in run.metrics][-1] == 1
     assert "validation/reward" not in run.summary
     run.report()
+
+
+def test_a_run_without_validation(smollm2, tmp_path):
+    """It trains on all rows, samples no held-out response, stops and resumes bit for bit, and has a
+    report and a last checkpoint to export; `eval` says what it needs."""
+    told = []
+    rows = [{"prompt": f"Name fruit {i}.", "word": "a"} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    given = settings(smollm2, tmp_path, "task.validation_rows=0", "rollout.batch=12")
+    given = [text for text in given if "columns" not in text and "validation.every" not in text]
+    given = [text.replace("train.batch=8", "train.batch=12") for text in given]
+    how = {"data": tmp_path / "rows.jsonl", "overrides": given}
+    run = api.train(
+        "keywords", **how, out=tmp_path / "run", show=lambda progress: told.append(progress.doing)
+    )
+    assert any("all 3 rows of" in said and "are trained on" in said for said in told)
+    assert not any("evaluating" in said for said in told)
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4]
+    assert not [name for row in run.metrics for name in row if name.startswith("validation/")]
+    assert len({row["prompt"] for row in run.rollouts}) == 3
+    assert "validation" not in run.summary
+    run.report()
+    assert api.export(run, tmp_path / "exported").name.startswith("step-00000004")
+    stopped = api.train("keywords", **how, out=tmp_path / "stopped", stop=stopper(2))
+    api.resume(stopped)
+    assert fingerprint(stopped) == fingerprint(run)
+    with pytest.raises(ConfigError, match=r"holds out no prompts \(task.validation_rows = 0\)"):
+        api.evaluate(str(run), out=tmp_path / "eval")
+    (tmp_path / "one.jsonl").write_text('{"prompt": "Name a tree.", "word": "a"}\n')
+    told.clear()
+    api.evaluate(
+        str(run),
+        overrides=[f"task.validation={tmp_path}/one.jsonl", "validation.samples=2"],
+        out=tmp_path / "eval",
+        show=lambda progress: told.append(progress.doing),
+    )
+    assert "evaluating 1 prompt" in told
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "said"),
+    [
+        ("math", ["validation.patience=2"], "validation.patience has no effect with task.valid"),
+        ("math", ["validation.metric=validation/length"], "validation.metric has no effect"),
+        ("sft", ["validation.every=2"], "validation.every has no effect with task.validation_rows"),
+    ],
+)
+def test_settings_of_validation_have_no_effect_without_it(recipe, given, said):
+    with pytest.raises(ConfigError, match=said):
+        load_recipe(recipe, ["task.validation_rows=0", *given])
+    loaded = load_recipe(recipe, "task.validation_rows=0")
+    assert (loaded.is_validated, loaded.target_metric) == (False, None)
+    with pytest.raises(
+        ConfigError, match=r"validation.every must .* got 0; task.validation_rows = 0 tr"
+    ):
+        load_recipe(recipe, "validation.every=0")
+
+
+def test_a_mixture_is_validated_if_one_of_its_tasks_is():
+    part = {"name": "files", "train": "a.jsonl", "reward": "r.py:f", "validation_rows": 0}
+    other = {"name": "keywords"}
+    tasks = {"name": "mixture", "weights": {"a": 1.0, "b": 1.0}, "tasks": {"a": part, "b": other}}
+    table = {"task": tasks, "model": "smollm2-135m"}
+    assert load_recipe(table).is_validated
+    tasks["tasks"]["b"] = part
+    assert not load_recipe(table).is_validated
+    with pytest.raises(
+        ConfigError, match=r"samples has no effect with task.tasks..\.validation_ro"
+    ):
+        load_recipe(table, "validation.samples=2")
 
 
 def test_tasks_of_tables_ask_what_tasks_of_jsonl_ask(tmp_path):

@@ -214,7 +214,7 @@ def test_grades(tmp_path):
     [
         (["task.prompt=r1zero"], "task.prompt must match pattern '^r1_zero$|^question_only$|"),
         (["task.answer=box"], "task.answer must be 'r1_zero', 'boxed'"),
-        (["task.validation_rows=0"], "task.validation_rows must be greater than or equal to 1"),
+        (["task.validation_rows=-1"], "task.validation_rows must be greater than or equal to 0"),
         (["task.name=maths"], "got 'maths'; did you mean 'math'?"),
         (["task.promt=r1_zero"], "unknown setting 'task.promt'; did you mean 'task.prompt'?"),
     ],

@@ -118,8 +118,23 @@ def test_one_prompt_is_trained_on_and_not_held_out():
             "validation: none, because prompts has only one prompt; give two or more prompts to "
             "hold one out"
         ]
-    with pytest.raises(DataError, match=r"do not split: .*remove task.validation_rows"):
+    with pytest.raises(DataError, match=r"do not split: .*use task.validation_rows = 0"):
         load_rows(FilesTask(rows=rows, validation_rows=1), seed=0)
+
+
+def test_no_row_is_held_out_with_0_rows(tmp_path):
+    rows = [{"prompt": prompt} for prompt in ("a", "A ", "b")]
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a"}')
+    for validation in (None, str(tmp_path / "other.jsonl"), str(tmp_path / "missing.jsonl")):
+        config = FilesTask(rows=rows, validation=validation, validation_rows=0)
+        train, held_out = load_rows(config, seed=0)
+        assert (train, len(held_out)) == (rows, 0)
+        assert describe_split(train, held_out, 0) == [
+            "validation: none, because task.validation_rows = 0; all 3 rows of prompts are trained "
+            "on"
+        ]
+    with pytest.raises(DataError, match="0 rows do not split"):
+        load_rows(FilesTask(rows=[], validation_rows=0), seed=0)
 
 
 def test_messages_are_other_prompts_than_texts():
