@@ -48,6 +48,10 @@ _SCALE = (
     "'group_zscore' divides by the group's std, 'batch_std' by the batch's, 'group_mean' by none"
 )
 _EVERY = "it counts rollouts, not gradient steps"
+_OUT = "the directory of a run is runs/NAME-1; --out, or out= in Python, names another"
+_DATA = (
+    "it is the name of data, such as FILE.jsonl; --data, or data= in Python, sets the training data"
+)
 
 ALIASES = {
     # TRL: GRPOConfig, TrainingArguments and PEFT's LoraConfig
@@ -63,6 +67,7 @@ ALIASES = {
     ),
     "epsilon": Alias("TRL", "objective.loss.low", _CLIP),
     "epsilon_high": Alias("TRL", "objective.loss.high"),
+    "eval_dataset": Alias("TRL", "task.validation", _DATA),
     "eval_steps": Alias("TRL", "validation.every", _EVERY),
     "fp16": Alias("TRL", "train.precision", "its value is 'fp16'"),
     "generation_batch_size": Alias("TRL", "rollout.batch"),
@@ -70,6 +75,9 @@ ALIASES = {
     "gradient_checkpointing": Alias("TRL", "train.recompute"),
     "importance_sampling_level": Alias("TRL", "objective.ratio"),
     "learning_rate": Alias("TRL", "train.learning_rate"),
+    "logging_steps": Alias(
+        "TRL", "log.rollouts", "every step is logged; it is the number of responses per step"
+    ),
     "log_completions": Alias("TRL", "log.rollouts", "it is the number of responses per step"),
     "lora_alpha": Alias("PEFT", "train.learn.alpha", _LORA),
     "lora_r": Alias("TRL", "train.learn.rank", _LORA),
@@ -88,13 +96,18 @@ ALIASES = {
     "num_generations_eval": Alias("TRL", "validation.samples"),
     "num_iterations": Alias("TRL", "train.epochs"),
     "num_train_epochs": Alias("TRL", "train.steps", _STEPS),
+    "output_dir": Alias("TRL", "name", _OUT),
     "per_device_eval_batch_size": Alias(
         "TRL", "engine.max_running", "it is the number of samples that are decoded at once"
     ),
     "per_device_train_batch_size": Alias("TRL", "train.batch", _BATCH),
     "ref_model_sync_steps": Alias("TRL", "objective.kl.refresh", _KL),
+    "remove_unused_columns": Alias(
+        "TRL", "task.columns", "a reward gets all columns; it only names those of the task's fields"
+    ),
+    "report_to": Alias("TRL", "log.trackers", "[] is none"),
     "reward_funcs": Alias("TRL", "task.reward", _REWARDS),
-    "run_name": Alias("TRL", "name"),
+    "run_name": Alias("TRL", "name", _OUT),
     "save_steps": Alias("TRL", "checkpoint.every", _EVERY),
     "save_total_limit": Alias("TRL", "checkpoint.keep"),
     "scale_rewards": Alias("TRL", "objective.advantage", _SCALE),
@@ -109,6 +122,11 @@ ALIASES = {
         "it is the number of steps between two references, and needs objective.kl.name",
     ),
     "target_modules": Alias("PEFT", "train.learn.modules", _LORA),
+    "train_dataset": Alias("TRL", "task.train", _DATA),
+    "use_bias_correction_kl": Alias(
+        "TRL", "objective.kl", "its value is 'k2', whose gradient on-policy is the corrected term's"
+    ),
+    "use_cpu": Alias("TRL", "device", "its value is 'cpu'"),
     "use_vllm": Alias("TRL", "engine.name", "its value is 'vllm'"),
     "vllm_gpu_memory_utilization": Alias("TRL", "engine.kv_mb", _MEMORY),
     "vllm_importance_sampling_cap": Alias(

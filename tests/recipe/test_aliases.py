@@ -67,3 +67,18 @@ def test_a_setting_without_its_section_and_a_section_of_another_system():
             load_recipe("sort", given)
         assert said in str(caught.value)
     assert explain_alias("rollout") is None
+
+
+QUICK_START = (
+    *("output_dir", "run_name", "report_to", "logging_steps", "use_cpu", "bf16", "fp16"),
+    *("train_dataset", "eval_dataset", "reward_funcs", "remove_unused_columns", "max_steps"),
+    *("save_steps", "save_total_limit", "eval_steps", "learning_rate", "lr_scheduler_type"),
+    *("num_generations", "max_completion_length", "max_prompt_length", "beta", "loss_type"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "scale_rewards"),
+    "use_bias_correction_kl",
+)
+"""Arguments of a usual script for TRL's GRPOTrainer that burnish names otherwise."""
+
+
+def test_the_arguments_of_a_usual_script_are_answered():
+    assert [name for name in QUICK_START if find_alias(name) is None] == []
