@@ -299,7 +299,8 @@ def resume(
             recipe = load_recipe(recipe, {"task": {"rows": read_rows(path / PROMPTS, DataRow)}})
         if "reward" in read_before:
             recipe = load_recipe(recipe, {"task": {"function": reward}})
-        resolved = resolve(recipe, path, is_new=False, threads=before.get("threads"))
+        with resuming.naming_directory(before):
+            resolved = resolve(recipe, path, is_new=False, threads=before.get("threads"))
         from burnish.launch.build import build_run
         from burnish.launch.inputs import hash_inputs
         from burnish.loops.recorder import go_back, record
@@ -309,7 +310,8 @@ def resume(
         now = directory.environment(resolved.device) | {"inputs": inputs}
         now[directory.STARTED] = directory.origin()
         if chosen is not None:  # otherwise the run begins again, and nothing has to be the same
-            resuming.check_environment(before, now, anyway=anyway)
+            with resuming.naming_directory(before):
+                resuming.check_environment(before, now, anyway=anyway)
         options = {"from_checkpoint": from_checkpoint, "anyway": anyway, "changes": changes}
         with (
             failure.recorded(path, options=options) as attempt,

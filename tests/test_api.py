@@ -215,6 +215,28 @@ def test_a_run_goes_on_with_the_prompts_and_the_reward_of_the_script(own_recipe,
     assert fingerprint(run) == fingerprint(whole)
 
 
+def test_a_run_resumed_in_another_directory_names_its_own(own_recipe, tmp_path, monkeypatch):
+    home, other = tmp_path / "home", tmp_path / "other"
+    for folder in (home, other):
+        folder.mkdir()
+    (home / "mine.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    monkeypatch.chdir(home)
+    how = {"data": "mine.jsonl", "out": tmp_path / "run", "stop": lambda: True}
+    run = burnish.train(own_recipe, **how)
+    monkeypatch.chdir(other)
+    for text in (None, '{"prompt": "c"}\n{"prompt": "d"}\n'):  # no file, and another one
+        if text is not None:
+            (other / "mine.jsonl").write_text(text)
+        with pytest.raises(BurnishError, match=r"no such file|inputs\.task\.train: ") as caught:
+            burnish.resume(run, **MORE)
+        assert caught.value.__notes__ == [f"the run was started in {home}; run the command there"]
+    monkeypatch.chdir(home)
+    (home / "mine.jsonl").unlink()
+    with pytest.raises(BurnishError, match="no such file") as caught:
+        burnish.resume(run, **MORE)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_a_script_may_replace_the_rows_alone_or_the_reward_alone(own_recipe, tmp_path):
     short = {"train": {"steps": 1}}
     rows = burnish.train(own_recipe, prompts=WORDS, out=tmp_path / "rows", **short)

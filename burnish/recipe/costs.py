@@ -36,6 +36,9 @@ WRITTEN = 4
 REACHED = {"cpu": (0.65, 0.7), "cuda": (0.12, 0.25)}
 """Share of the measured rates that sampling and learning reach: on a CPU, as measured on two
 AVX-512 cores with the recipe demo-small; on a GPU, roughly as on an H200 with gsm8k."""
+OVERHEAD = {"cpu": 1e-4, "cuda": 1e-5}
+"""Seconds per token that do not depend on the model's size, when sampling and again when learning:
+on a CPU as measured with the recipe sums on two AMX cores, on a GPU a guess."""
 ENGINE = "the engine's weights"
 """Name of the memory that a run needs once, and not on every rank of a mesh."""
 SORTER_BYTES = 1_000_000
@@ -245,10 +248,11 @@ def estimate_seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     to_sample, to_learn = REACHED[rates.device]
     sampled_per_second = rates.decode_gflops * 1e9 * to_sample / (2 * size.parameters)
     learned_per_second = rates.learn_gflops * 1e9 * to_learn / (2 * size.parameters)
+    overhead = OVERHEAD[rates.device]
     if isinstance(recipe.task, SupervisedTask):
         file = Path(recipe.task.train or "")
         written = file.stat().st_size / WRITTEN if file.is_file() else 0
-        return 3 * recipe.task.epochs * written / learned_per_second
+        return recipe.task.epochs * written * (3 / learned_per_second + overhead)
     prompt, response = size.longest_prompt or PROMPT, FILLED * recipe.rollout.max_tokens
     rollout = recipe.rollout.batch * response + recipe.rollout.prompts * prompt
     extra = extra_tokens(objective.advantage, recipe.rollout, round(response))
@@ -264,7 +268,9 @@ def estimate_seconds(recipe: Recipe, size: Size, rates: Rates) -> float:
     passes = 1 - upper + upper * (scoring + gradient * bodies * train.epochs)
     passes += size.frozen / size.parameters
     sampled = train.steps * (rollout + extra) + evaluations * held_out
-    return sampled / sampled_per_second + train.steps * rollout * passes / learned_per_second
+    learned = train.steps * rollout
+    seconds = sampled / sampled_per_second + learned * passes / learned_per_second
+    return seconds + (sampled + learned) * overhead
 
 
 def extra_tokens(advantage: Advantage, rollout: RolloutConfig, length: int) -> int:

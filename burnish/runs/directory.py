@@ -2,7 +2,7 @@
 
 recipe.toml       the resolved recipe, which can be run again
 environment.json  versions, machine, threads, hashes of the files that the run reads, and how the
-                  run was started (git commit, host, command line)
+                  run was started (git commit, host, directory, command line)
 note.json         the note and the tags of the run
 prompts.jsonl     the rows, if they were passed from Python
 metrics.jsonl     one row per step; equal seeds give equal files
@@ -317,7 +317,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def origin(folder: Path | None = None) -> dict[str, Any]:
-    """Return how a run was started: "command", "host", "commit" and "modified".
+    """Return how a run was started: "command", "directory", "host", "commit" and "modified".
 
     "commit" is the git commit of ``folder`` (None: the current directory), and "modified" is
     whether tracked files differ from it; both are None outside of a git repository.
@@ -326,6 +326,7 @@ def origin(folder: Path | None = None) -> dict[str, Any]:
     modified = None if commit is None else _git(folder, "diff", "--quiet", "HEAD") is None
     return {
         "command": shlex.join(sys.argv),
+        "directory": str(Path.cwd()),
         "host": socket.gethostname(),
         "commit": commit,
         "modified": modified,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from burnish.errors import ConfigError, RunError
+from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.recipe.load import (
     Overrides,
     Table,
@@ -155,6 +156,20 @@ def attach_functions(
         one.model_copy(update={"function": passed[one.name].function}) if one.name in names else one
         for one in recorded
     ]
+
+
+@contextmanager
+def naming_directory(before: Table) -> Iterator[None]:
+    """Add a note to a BurnishError of the block if the run was started in another directory: the
+    relative paths of its recipe then lead to other files. ``before`` is the content of the run's
+    environment.json."""
+    try:
+        yield
+    except BurnishError as error:
+        started = before.get(STARTED, {}).get("directory")
+        if started not in (None, str(Path.cwd())):
+            error.add_note(f"the run was started in {started}; run the command there")
+        raise
 
 
 def check_environment(before: Table, now: Table, *, anyway: bool) -> None:

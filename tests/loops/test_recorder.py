@@ -308,7 +308,7 @@ def test_what_bits_depend_on_is_recorded(sorted_run):
     assert hardware.processor() in found["processor"]
     assert found["gpu"] is None
     assert found["inputs"].keys() == {"code"}
-    assert found["started"].keys() == {"command", "host", "commit", "modified"}
+    assert found["started"].keys() == {"command", "directory", "host", "commit", "modified"}
 
 
 def test_a_run_does_not_go_on_with_another_model_other_rows_or_another_reward(smollm2, tmp_path):

@@ -1,5 +1,9 @@
 """Names of other systems are answered with burnish's name, wherever a setting is given."""
 
+import re
+import tomllib
+from pathlib import Path
+
 import pytest
 
 import burnish
@@ -82,3 +86,25 @@ QUICK_START = (
 
 def test_the_arguments_of_a_usual_script_are_answered():
     assert [name for name in QUICK_START if find_alias(name) is None] == []
+
+
+OTHER_VALUES = ('objective.kl = { name = "k3", coefficient = 0.04 }', 'train.precision = "bf16"')
+"""Assignments of docs/from_trl.md that are not those of its recipe, but for other arguments."""
+
+
+def test_the_page_about_trl():
+    """Each of its arguments is answered, and each of its assignments is the recipe's."""
+    page = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 70
+    (written,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    recipe = load_recipe(tomllib.loads(written))
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", page, flags=re.M)
+    names = [name for left, _ in rows for name in re.findall(r"`(\w+)", left)]
+    assert [name for name in names if find_alias(name) is None] == []
+    assigned = [span for _, right in rows for span in re.findall(r"`([^`]+ = [^`]+)`", right)]
+    assert len(assigned) > 10
+    for span in assigned:
+        changed = load_recipe(recipe, span.replace(" = ", "=", 1))
+        assert (changed == recipe) == (span not in OTHER_VALUES), span
+    assert recipe.gradient_steps_per_rollout == 1
+    assert not recipe.is_validated

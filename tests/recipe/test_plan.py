@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from burnish.recipe.costs import Size
+from burnish.recipe.costs import Size, estimate_seconds
 from burnish.recipe.load import (
     load_recipe,
     with_precision,
 )
 from burnish.recipe.models import ScratchConfig
 from burnish.recipe.plan import make_plan
+from burnish.types import Rates
 
 STALE = {"objective.proximal": "behavior"}
 
@@ -173,3 +174,14 @@ def test_the_plan_says_when_a_run_ends_early():
         "when validation/reward has not improved by more than 0.1 in 3 validations, "
         "one every 5 steps"
     )
+
+
+def test_a_run_without_validation_says_so_and_costs_less(tmp_path):
+    rows = ["task.name=files", "task.train=rows.jsonl", "task.reward=reward.py:f"]
+    validated = load_recipe("keywords", rows)
+    recipe = load_recipe("keywords", [*rows, "task.validation_rows=0"])
+    said = "nothing, so `burnish export` takes the last checkpoint"
+    assert dict(make_plan(recipe, tmp_path))["validation"] == [("held out", said)]
+    assert "validation" not in dict(make_plan(validated, tmp_path))
+    rates = Rates("cpu", "fp32", 10.0, 100.0)
+    assert estimate_seconds(recipe, SIZE, rates) < estimate_seconds(validated, SIZE, rates)

@@ -1,6 +1,7 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,7 @@ def test_the_commit_and_the_command_of_a_run_are_recorded(tmp_path, monkeypatch)
     monkeypatch.setattr("sys.argv", ["burnish", "train", "my recipe.toml"])
     assert origin(tmp_path)["commit"] is None
     assert origin(tmp_path)["command"] == "burnish train 'my recipe.toml'"
+    assert origin(tmp_path)["directory"] == str(Path.cwd())
     git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
         (tmp_path / "file").write_text("1")

@@ -7,6 +7,7 @@ follows the run's directory (``follower.py``).
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from burnish.console.progress import tell
 from burnish.errors import BurnishError, ChildError
 from burnish.machine.process import ChildProcess, exit_status
 from burnish.runs.trackers.follower import FOLDER, FollowerSettings
+from burnish.runs.trackers.places import tracker_place
 from burnish.runs.trackers.tensorboard import TensorboardTracker
 from burnish.runs.trackers.tracker import TrackedRun, Values
 
@@ -43,8 +45,9 @@ class Trackers:
     run continues without it."""
 
     def __init__(self, run: Path, settings: TrackerSettings, log: Callable[[str], None]) -> None:
-        """Start the trackers. ``log`` writes a line to the run's log.txt; it is called at the end,
-        after the last checkpoint, so that checkpoints do not depend on trackers."""
+        """Start the trackers, and display where each tracker that the recipe names stores the run.
+        ``log`` writes a line to the run's log.txt; it is called at the end, after the last
+        checkpoint, so that checkpoints do not depend on trackers."""
         self._run, self._log = run, log
         self._problems: list[str] = []
         self._followers: dict[str, tuple[ChildProcess, Connection]] = {}
@@ -52,6 +55,8 @@ class Trackers:
         names = settings.names
         if names is None:
             names = ["tensorboard"] if find_spec("tensorboard") is not None else []
+        for name in settings.names or ():
+            tell("note", tracker_place(name, run, settings.project, os.environ))
         for name in names:
             if name == "tensorboard":
                 self._events = TensorboardTracker()

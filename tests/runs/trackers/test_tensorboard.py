@@ -5,9 +5,14 @@ from burnish.runs.trackers.tracker import TrackedRun
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_step_of_a_resumed_run_is_shown_once(tmp_path):
+def test_each_step_of_a_resumed_run_is_shown_once(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    # Files of the same second are read in the order of this number's text, in which 10 precedes 9.
+    counter = type(event_file_writer._global_uid)(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
 
     def process(steps, scale):
         tracker = TensorboardTracker()

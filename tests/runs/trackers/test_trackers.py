@@ -96,7 +96,7 @@ def test_a_run_has_the_same_results_with_a_tracker_that_fails(tmp_path, monkeypa
         assert (run / name).read_bytes() == (whole / name).read_bytes()
     mine, other = fingerprint(run), fingerprint(whole)
     assert mine["checkpoints/step-00000004"] == other["checkpoints/step-00000004"]
-    (told,) = [note.doing for note in notes if note.phase == "note"]
+    (_, told) = [note.doing for note in notes if note.phase == "note"]
     assert re.match(r"the tracker trackio failed: \w*Error: .*trackio\.log.*burnish resume", told)
     lines = (run / "log.txt").read_text().splitlines()
     assert [line for line in lines if "tracker" in line] == [told]
@@ -123,7 +123,7 @@ def test_a_broken_tensorboard_stops_no_run(tmp_path, monkeypatch):
     notes = []
     asked = [*SORT[:3], "log.trackers=tensorboard"]
     api.train("sort", overrides=asked, out=tmp_path / "run", show=notes.append)
-    (told,) = [note.doing for note in notes if note.phase == "note"]
+    (_, told) = [note.doing for note in notes if note.phase == "note"]
     assert told.startswith("the tracker tensorboard failed: OSError: no space left")
 
 
@@ -139,7 +139,7 @@ def test_a_tracker_that_hangs_is_stopped_at_the_end(tmp_path, monkeypatch):
         notes = []
         asked = {"overrides": names("wandb"), "show": notes.append}
         run = api.train("sort", out=tmp_path / "run", **asked)
-    (told,) = [note.doing for note in notes if note.phase == "note"]
+    (_, told) = [note.doing for note in notes if note.phase == "note"]
     assert "the tracker wandb failed: it has not sent everything within 1 s" in told
     assert len(run.metrics) == 5
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
@@ -267,7 +267,7 @@ def test_a_server_that_can_not_be_reached_stops_no_run(tmp_path, monkeypatch):
     notes = []
     asked = {"overrides": names("mlflow"), "show": notes.append}
     run = api.train("sort", out=tmp_path / "run", **asked)
-    (told,) = [note.doing for note in notes if note.phase == "note"]
+    (_, told) = [note.doing for note in notes if note.phase == "note"]
     assert told.startswith("the tracker mlflow failed: MlflowException: ")
     assert len(run.metrics) == 5
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -289,7 +289,7 @@ def test_a_missing_key_stops_no_run(tmp_path, monkeypatch):
     notes = []
     asked = {"overrides": names("wandb"), "show": notes.append}
     run = api.train("sort", out=tmp_path / "run", **asked)
-    (told,) = [note.doing for note in notes if note.phase == "note"]
+    (_, told) = [note.doing for note in notes if note.phase == "note"]
     assert told.startswith("the tracker wandb failed: ")
     assert "key" in told
     assert len(run.metrics) == 5
