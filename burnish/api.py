@@ -79,6 +79,7 @@ def train(
     prompts: Prompts | None = None,
     data: AnyData = None,
     reward: RewardArgument = None,
+    environment: str | None = None,
     overrides: Overrides = (),
     out: AnyPath | None = None,
     note: str | None = None,
@@ -98,8 +99,9 @@ def train(
     default runs/NAME-1, runs/NAME-2, … ``prompts`` (texts, or rows with a "prompt") or ``data`` (a
     JSONL, Parquet, Arrow or CSV file, a pattern, a directory, "hf:ORG/NAME:SPLIT", a Dataset, a
     DatasetDict, a pandas DataFrame, or rows) and ``reward`` (a function of response text and row,
-    "FILE.py:NAME", or several of them) replace the recipe's task. ``model`` may also be a pair of
-    objects, a model and its tokenizer, from burnish or transformers. ``note`` and ``tags`` are
+    "FILE.py:NAME", or several of them) replace the recipe's task. So does ``environment``, the
+    FILE.py:NAME of a class for multi-turn episodes (docs/agents.md). ``model`` may also be a pair
+    of objects, a model and its tokenizer, from burnish or transformers. ``note`` and ``tags`` are
     recorded in the run and may be changed later (`Run.note`, `Run.tags`). ``stop`` is called
     between steps; if it returns True, the run saves a checkpoint and stops. So does a callback
     (``on_step``, ``on_validation``, ``on_checkpoint``) that returns True; docs/api.md has its
@@ -113,7 +115,8 @@ def train(
     if "model" in settings:
         settings["model"] = hub.as_setting(settings["model"])
     changes = [parse_overrides(overrides), settings]
-    recipe = recipe_of(recipe, changes, prompts=prompts, data=data, reward=reward)
+    given: dict[str, Any] = {"prompts": prompts, "data": data, "reward": reward}
+    recipe = recipe_of(recipe, changes, environment=environment, **given)
     claimed = directory.claimed(None if out is None else Path(out), recipe.name)
     with claimed as path, progress_display(show, path.name):
         tell("check", "checking the recipe and its data")
@@ -170,16 +173,19 @@ def recipe_of(
     prompts: Prompts | None = None,
     data: AnyData = None,
     reward: RewardArgument = None,
+    environment: str | None = None,
 ) -> Recipe:
     """Load the recipe ``source`` and apply ``changes``, overrides of its settings.
 
     If ``prompts``, ``data`` or ``reward`` is given (see `train`), the recipe's task becomes the
-    task "files" with these prompts and this reward; only the tasks "pairs", "preferences" and, if
-    no reward is given, "judged" stay what they are. New prompts or data also replace the recipe's
-    validation data: held-out rows are taken from the new ones. The keywords task keeps its reward
-    unless a new one is given. Raise a ConfigError if both ``prompts`` and ``data`` are given.
+    task "files" with these prompts and this reward; only the tasks "environment", "pairs",
+    "preferences" and, if no reward is given, "judged" stay what they are. With ``environment``, it
+    becomes the task "environment". New prompts or data also replace the recipe's validation data:
+    held-out rows are taken from the new ones. The keywords task keeps its reward unless a new one
+    is given. Raise a ConfigError if both ``prompts`` and ``data`` are given, or if the reward of an
+    environment is a function.
     """
-    if prompts is None and data is None and reward is None:
+    if prompts is None and data is None and reward is None and environment is None:
         return load_recipe(source, changes)
     if prompts is not None and data is not None:
         given = data if isinstance(data, str | os.PathLike) else type(data).__name__
@@ -188,9 +194,12 @@ def recipe_of(
         prompts, data = data, None
     before = load_recipe(source).task
     name = parse_overrides(changes).get("task.name", before.name)
-    is_written = name in ("pairs", "preferences")
-    keeps = is_written or (name == "judged" and reward is None)
+    name = name if environment is None else "environment"
+    is_written, has_turns = name in ("pairs", "preferences"), name == "environment"
+    keeps = is_written or has_turns or (name == "judged" and reward is None)
     own: dict[str, Any] = {"name": name if keeps else "files"}
+    if environment is not None:
+        own["environment"] = environment
     if prompts is not None:
         own |= {"train": None, "rows": as_rows(prompts), "validation": None}
     elif data is not None:
@@ -198,9 +207,14 @@ def recipe_of(
     own_files = isinstance(before, RowsTask) and before.is_validated and before.validation
     if own.keys() & {"train"} and own_files:
         own["validation_rows"] = None  # it was a number of rows of the replaced validation data
+    if has_turns and not isinstance(reward, str | None):
+        raise ConfigError(
+            f"the reward of an environment is FILE.py:NAME, got {type(reward).__name__}; write one "
+            "function to a file, or return rewards from the environment's step"
+        )
     if reward is not None:
-        own |= reward_settings(reward)
-    elif isinstance(before, KeywordsTask) and not is_written:
+        own |= {"reward": reward} if has_turns else reward_settings(reward)
+    elif isinstance(before, KeywordsTask) and not (is_written or has_turns):
         own |= {"reward": before.reward, "must_end": before.must_end}
     return load_recipe(source, [{"task": own}, *changes])
 

@@ -52,6 +52,10 @@ class Purpose(IntEnum):
     """Decision whether a prompt gets a hint, and the length of the hint."""
     CURRICULUM = 7
     """Decision whether the curriculum admits a prompt."""
+    ENVIRONMENT = 8
+    """Seeds of environments of training prompts."""
+    HELD_OUT_ENVIRONMENT = 9
+    """Seeds of environments of held-out prompts, the same for every run."""
 
 
 def uniforms(

@@ -42,9 +42,39 @@ class Prompt:
     if there are no categories."""
     question: str | None = None
     """The question without a chat template, for display; None to display ``text``."""
+    episode: Episode | None = None
+    """Row and seed from which an environment starts; None if the task has no environment."""
     scale: float = 1.0
     """Factor for the rewards, greedy rewards and step values of the responses. Only packing applies
     it; all other code, including metrics, uses unscaled rewards."""
+
+
+class Episode(NamedTuple):
+    """The start of an environment. All episodes of a group begin with the same one."""
+
+    row: Mapping[str, Any]
+    seed: int
+    messages: tuple[Mapping[str, str], ...]
+    """The first messages, which the prompt contains."""
+
+
+class Turn(NamedTuple):
+    """One turn of an episode: an assistant's message, and the environment's answer to it."""
+
+    start: int
+    """Index of the turn's first sampled token in the response."""
+    end: int
+    """Index after the turn's last sampled token."""
+    text: str
+    """The assistant's message, without the end token."""
+    messages: tuple[Mapping[str, str], ...]
+    """The environment's messages, as the policy sees them in its next turn."""
+    reward: float | None
+    """The environment's reward for this turn; None if it gave none."""
+    metrics: Mapping[str, float]
+    """The environment's metrics for this turn."""
+    error: str | None
+    """Why the environment failed in this turn; None if it did not."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +154,8 @@ class Completion:
     the recipe does not estimate step values."""
     continued: int = 0
     """Number of additional tokens that were sampled to estimate step values or a greedy reward."""
+    turns: tuple[Turn, ...] = ()
+    """The turns of an episode with an environment; empty for other responses."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from burnish import api
 from burnish.cli.tables import print_text
+from burnish.environments.guess import NUMBERS, random_games
 from burnish.errors import ConfigError, DataError
 from burnish.graders.keywords import REWARDS
 from burnish.launch.preflight import require_extra
@@ -30,6 +31,8 @@ from burnish.tasks.sums import draw_sums, small_sums
 Rows = list[dict[str, Any]]
 HELD_OUT = 0.2
 """Share of the rows that are written to validation.jsonl."""
+GAMES = 4096
+"""Starts of games of the recipe ``guess``."""
 AT_ONCE = 128
 """Minimum number of prompts per call of the model."""
 PATIENCE = 200
@@ -65,6 +68,20 @@ def make_small_sums(*, seed: int = 0) -> dict[str, Rows]:
         "validation": list(islice(made, 256)),
         "train": list(islice(made, 4000)),
         "questions": list(made),
+    }
+
+
+def make_guess(*, rows: int = 6000, seed: int = 0) -> dict[str, Rows]:
+    """Games of the recipe ``guess``: conversations that guess at random within the hints, for its
+    warm start, and the starts of games for the recipe itself. Each number is held out twice."""
+    played = random_games(seed)
+    return {
+        "validation": list(islice(played, 256)),
+        "train": list(islice(played, rows)),
+        "games": [{"game": number} for number in range(GAMES)],
+        "held_out": [
+            {"secret": number % NUMBERS, "game": -number} for number in range(2 * NUMBERS)
+        ],
     }
 
 
@@ -147,6 +164,11 @@ DATA_MAKERS = {
         make_small_sums,
         "sums of one-digit numbers with running totals; no model is needed",
         "burnish sft sums-sft --data",
+    ),
+    "guess": DataMaker(
+        make_guess,
+        "games of guessing a number, played at random within the hints; no model is needed",
+        "burnish sft guess-sft --data",
     ),
     "sums": DataMaker(
         make_sums,

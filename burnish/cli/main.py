@@ -183,6 +183,10 @@ def train_command(
         list[str] | None,
         Option(help="your own reward function, FILE.py:NAME; several are summed", metavar="REWARD"),
     ] = None,
+    environment: Annotated[
+        str | None,
+        Option(help="your own environment for multi-turn episodes, FILE.py:NAME"),
+    ] = None,
     runtime: Runtime = None,
     address: Address = None,
     note: NoteOption = None,
@@ -192,7 +196,9 @@ def train_command(
     """Run a recipe: sample, grade and learn, and record everything in a run directory."""
     changes = _changes(overrides, seed=seed, runtime=_runtime(runtime, address))
     chosen = reward[0] if reward and len(reward) == 1 else reward
-    loaded = api.recipe_of(recipe, changes, data=data, reward=chosen or None)
+    loaded = api.recipe_of(
+        recipe, changes, data=data, reward=chosen or None, environment=environment
+    )
     _run(loaded, out, quiet=quiet, note=note, tags=tags or ())
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from burnish.errors import EngineError
 from burnish.randomness import Stream
-from burnish.types import Completion, Finish, IntArray, SamplingParams, Weights
+from burnish.types import Completion, Episode, Finish, IntArray, SamplingParams, Weights
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,9 @@ class Request:
     begun: Completion | None = None
     """Partial response that all samples continue; None to start new responses. Its tokens are part
     of the completions and count towards max_tokens."""
+    episode: Episode | None = None
+    """Start of the environment with which each sample has several turns; None for one turn. Only
+    `burnish.rollout.episodes.EpisodeEngine` accepts it."""
     first: int = 0
     """Index of the request's first sample in its group. It enters the random draws, so that several
     requests of one group draw different numbers."""

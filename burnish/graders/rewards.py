@@ -15,10 +15,8 @@ in a worker. A worker therefore runs only the definitions of a running script.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
-import symtable
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +29,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from burnish.console.text import printable
 from burnish.errors import DataError
 from burnish.graders import keywords
+from burnish.machine.scripts import definitions, names_set, stands_alone
 
 Reward = Callable[[str, Mapping[str, Any]], Any]
 """A function that grades one response or, if it is batched, lists of responses and rows."""
@@ -59,9 +58,6 @@ AT_ONCE = 64
 """Maximum number of concurrent calls of an async reward in one worker."""
 FULL = 1 - 1e-6
 """Least reward of a correct response if the reward does not return "correct": 1 up to rounding."""
-DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
-ACTIONS = (ast.Call, ast.NamedExpr, ast.Await)
 
 
 class Source(NamedTuple):
@@ -391,39 +387,3 @@ def _unloadable(source: Source, error: BaseException) -> DataError:
     if isinstance(error, ModuleNotFoundError) and error.name:
         remedy = f"install the package that provides {error.name}, or correct the import"
     return DataError(f"reward {source.spec}: the file can't be loaded: {said}{where}; {remedy}")
-
-
-def definitions(path: Path) -> ast.Module:
-    """Parse a script; return a syntax tree of only its imports, functions, classes and constants
-    (assignments without calls)."""
-    tree = ast.parse(path.read_bytes(), str(path))
-    kept = [s for s in tree.body if isinstance(s, DEFINITIONS) or _is_constant(s)]
-    return ast.Module(body=kept, type_ignores=[])
-
-
-def stands_alone(script: ModuleType, path: Path) -> bool:
-    """Return whether a script's definitions behave the same in a worker as in the running script.
-
-    They do not if the script has changed one of its constants, or if they read a name that only the
-    script's other statements define.
-    """
-    tree = definitions(path)
-    constants: list[ast.stmt] = [s for s in tree.body if isinstance(s, ASSIGNMENTS)]
-    now, afresh = vars(script), dict(vars(script))
-    exec(compile(ast.Module(body=constants, type_ignores=[]), "script", "exec"), afresh)
-    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    missing = (loaded & now.keys()) - names_set(ast.unparse(tree))
-    changed = [name for name in loaded & now.keys() if repr(afresh[name]) != repr(now[name])]
-    return not changed and all(name.startswith("__") for name in missing)
-
-
-def names_set(code: str) -> set[str]:
-    """Return the names that a module's top-level code may define, including inside if and try."""
-    symbols = symtable.symtable(code, "code", "exec").get_symbols()
-    return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
-
-
-def _is_constant(statement: ast.stmt) -> bool:
-    if not isinstance(statement, ASSIGNMENTS) or statement.value is None:
-        return False
-    return not any(isinstance(node, ACTIONS) for node in ast.walk(statement))

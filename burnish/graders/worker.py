@@ -18,7 +18,6 @@ import contextlib
 import math
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import time
@@ -41,7 +40,7 @@ from burnish.graders.rewards import (
     score_concurrently,
     style_of,
 )
-from burnish.machine.process import exit_status
+from burnish.machine.process import bound_memory, exit_status
 
 POLL_SECONDS = 0.05
 """Interval at which a supervisor checks whether a silent worker is alive."""
@@ -229,7 +228,7 @@ class WorkerSupervisor:
         except DataError as error:
             connection.send(error)
             return
-        _bound_memory(self.limits.memory_bytes)
+        bound_memory(self.limits.memory_bytes)
         own, style, loops = os.getpid(), style_of(reward), list[Any]()
         connection.send(style)
 
@@ -280,16 +279,3 @@ def _grade_async(
     reward: Reward, items: Sequence[Item], seconds: float, send: Send, run: Run
 ) -> None:
     run(score_concurrently(reward, items, seconds, lambda i, outcome: send([(i, outcome)])))
-
-
-def _bound_memory(extra: int) -> None:
-    """Limit the address space of this process to ``extra`` bytes beyond its present size; does
-    nothing if the system is not Linux."""
-    try:
-        with open("/proc/self/statm") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # only Linux reports the present size and enforces such a limit
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = now + extra if hard == resource.RLIM_INFINITY else min(now + extra, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -14,13 +14,13 @@ from burnish.console.progress import tell
 from burnish.graders import rewards
 from burnish.launch.models import ModelSource
 from burnish.launch.preflight import files_of_task
-from burnish.recipe.tasks import FilesTask, RowsTask
+from burnish.recipe.tasks import EnvironmentTask, FilesTask, RowsTask
 from burnish.runs import checkpoints
 from burnish.runs.directory import to_jsonl, version_of
 from burnish.tasks.data.names import parse_data_name
 from burnish.tasks.data.table import open_table
 
-CODE = ("graders", "tasks")
+CODE = ("environments", "graders", "tasks")
 """Folders of this package whose code makes prompts and grades responses."""
 PACKAGES = {"math": ("math-verify", "sympy"), "gym": ("reasoning-gym",)}
 """Other packages that make prompts and grade responses, by the task's name."""
@@ -129,8 +129,11 @@ def _hash_task(task: Any) -> Iterator[tuple[str, str]]:
         yield key, hash_files(files)
         if named.is_table:
             yield f"{key}.datasets", str(version_of("datasets"))
-    if isinstance(task, FilesTask) and task.reward and task.reward not in rewards.BUILT_IN:
+    graded = isinstance(task, FilesTask | EnvironmentTask)
+    if graded and task.reward and task.reward not in rewards.BUILT_IN:
         yield "reward", hash_files([Path(task.reward.rpartition(":")[0])])
+    if isinstance(task, EnvironmentTask) and ":" in task.environment:
+        yield "environment", hash_files([Path(task.environment.rpartition(":")[0])])
     for one in getattr(task, "rewards", None) or ():
         if one.function is None and one.reward not in rewards.BUILT_IN:
             yield f"rewards.{one.name}", hash_files([Path(one.reward.rpartition(":")[0])])

@@ -44,12 +44,13 @@ from burnish.recipe.load import with_steps
 from burnish.recipe.runtime import BufferConfig, LaggedLoop
 from burnish.recipe.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.rollout.buffer import Buffer
+from burnish.rollout.episodes import EpisodeEngine, EpisodeLimits
 from burnish.rollout.length import check_phrase
 from burnish.rollout.packing import cut, pack
 from burnish.rollout.reward_model import LearnedReward
 from burnish.rollout.step_values import make_step_sampler
 from burnish.runs.metrics import Metrics
-from burnish.tasks import gym, judged, keywords, math, mixture, pairs, sorting, text
+from burnish.tasks import environment, gym, judged, keywords, math, mixture, pairs, sorting, text
 from burnish.tasks.solve_rates import History
 from burnish.tasks.stream import PromptStream, fits
 from burnish.tasks.task import Task
@@ -64,6 +65,7 @@ TASKS: dict[str, Any] = {
     "math": math.make_math,
     "gym": gym.make_gym,
     "judged": judged.make_judged,
+    "environment": environment.make_environment,
 }
 """Functions that build a language task, by the task's name in a recipe."""
 
@@ -224,7 +226,23 @@ def build_sampler(resolved: Resolved) -> tuple[Task, Engine, Decode]:
     engine = engines.build_engine(resolved)
     tell("load", "reading the prompts")
     task, decode = build_task(resolved)
+    if isinstance(task, environment.EpisodeTask):
+        engine = _with_environments(resolved.source, engine, task)
     return task, engine, decode
+
+
+def _with_environments(
+    source: ModelSource, engine: Engine, task: environment.EpisodeTask
+) -> EpisodeEngine:
+    """Return an engine that samples episodes with the task's environments."""
+    config = task.config
+    limits = EpisodeLimits(
+        context=source.shape.context,
+        turns=config.turns,
+        turn_tokens=config.turn_tokens,
+        observation_tokens=config.observation_tokens,
+    )
+    return EpisodeEngine(engine, task.environments, source.tokenizer, task.conversation, limits)
 
 
 def build_task(resolved: Resolved) -> tuple[Task, Decode]:

@@ -24,7 +24,14 @@ from burnish.recipe.engine import AnyEngine
 from burnish.recipe.load import list_recipes, load_recipe
 from burnish.recipe.models import LanguageConfig, ScratchConfig, SorterConfig
 from burnish.recipe.recipe import Recipe
-from burnish.recipe.tasks import FilesTask, GymTask, JudgedTask, MathTask, RowsTask
+from burnish.recipe.tasks import (
+    EnvironmentTask,
+    FilesTask,
+    GymTask,
+    JudgedTask,
+    MathTask,
+    RowsTask,
+)
 from burnish.recipe.trainable import AnyLearning, LoraLearns
 from burnish.runs import checkpoints
 from burnish.runs.directory import check_new
@@ -44,7 +51,7 @@ EXTRAS = {
     "ray": ("ray", "sampling and learning in processes of their own (--runtime ray)"),
 }
 """Optional dependencies: for each extra, a module that it installs, and the extra's purpose."""
-COMMANDS = {name: f"burnish data {name}" for name in ("small-sums", "sums", "sentences")}
+COMMANDS = {name: f"burnish data {name}" for name in ("small-sums", "sums", "sentences", "guess")}
 """Commands that write the data files of built-in recipes, by the directory that they write to."""
 _RUN = re.compile(r"runs/([\w.-]+)-\d+")
 
@@ -160,9 +167,10 @@ def check_files(tasks: Mapping[str, Any]) -> None:
 
 def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: bool = True) -> None:
     """Raise an error if a row lacks a field that its task needs, if a reward can't be found or
-    fails for made-up responses (see ``trial.try_reward``), or if a judge does not answer a test
-    request. ``trains``: also if no training row is left."""
-    from burnish.tasks import judged, math, pairs, rows, text
+    fails for made-up responses (see ``trial.try_reward``), if an environment can't be loaded or
+    reset, or if a judge does not answer a test request. ``trains``: also if no training row is
+    left."""
+    from burnish.tasks import environment, judged, math, pairs, rows, text
 
     for task in tasks.values():
         if isinstance(task, FilesTask):
@@ -180,6 +188,9 @@ def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: b
             loaded = math.load_math_rows(task, seed=seed)
         if isinstance(task, JudgedTask):
             loaded = rows.load_rows(task, seed=seed, check=partial(judged.check_judged, task))
+        if isinstance(task, EnvironmentTask):
+            loaded = environment.load_starts(task, seed)
+            environment.try_environment(task, next(row for part in loaded for row in part))
         if isinstance(task, RowsTask) and trains:
             rows.check_trainable(*loaded)
         if isinstance(task, JudgedTask):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -207,6 +208,19 @@ def run_command(
 def exit_status(code: int) -> str:
     """Return how a process ended, in words: "exited with 3" or "was killed by SIGKILL"."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+def bound_memory(extra: int) -> None:
+    """Limit the address space of this process to ``extra`` bytes beyond its present size; does
+    nothing if the system is not Linux."""
+    try:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # only Linux reports the present size and enforces such a limit
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = now + extra if hard == resource.RLIM_INFINITY else min(now + extra, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _open_log(path: Path | None) -> IO[bytes]:

@@ -31,7 +31,7 @@ ANSWER = {"role": "assistant", "content": "burnish-answer"}
 THOUGHT = {**ANSWER, "content": f"<think>\nburnish-thought\n</think>\n\n{ANSWER['content']}"}
 
 
-class Conversation:
+class ConversationFormat:
     """Encodes the parts of conversations as a model's chat template writes them.
 
     A model without a chat template gets a plain format: each message is its content and a line

@@ -8,7 +8,7 @@ one section is a validator of that section.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,13 @@ from burnish.recipe.runtime import (
     AnyRuntime,
     BufferConfig,
     FreeLoop,
+    LaggedLoop,
     LocalRuntime,
     RayRuntime,
     TorchrunRuntime,
 )
 from burnish.recipe.selection import SelectionConfig
-from burnish.recipe.tasks import AnyTask, SortTask
+from burnish.recipe.tasks import AnyTask, EnvironmentTask, SortTask
 from burnish.recipe.trainable import AnyLearning
 
 LANGUAGE = [
@@ -93,6 +94,9 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     yield partial(check_target_rules, recipe.validation, task, recipe.target_metric)
     if isinstance(task, SortTask) == model.is_language:
         return
+    if isinstance(task, EnvironmentTask) and (conflicts := environment_conflicts(recipe)):
+        yield partial(check_environment_rules, conflicts)
+        return
     if recipe.on_mesh:
         yield partial(check_mesh_rules, runtime, model, task, train.learn, device)
     ranks = recipe.mesh.data_ranks if recipe.on_mesh else 1
@@ -138,6 +142,39 @@ def check_task_rules(task: Section, model: AnyModel, train: TrainConfig) -> None
             "train.micro_sequences = 1 would separate the two responses of a pair, which are "
             "compared in one forward pass; use train.micro_sequences = 2 or more"
         )
+
+
+def check_environment_rules(conflicts: Sequence[tuple[str, str]]) -> None:
+    """Raise a ConfigError that lists the settings in conflict with multi-turn episodes."""
+    settings, remedies = zip(*conflicts, strict=True)
+    raise ConfigError(
+        f"task.name = 'environment' can't be combined with {', '.join(settings)} yet; use "
+        f"{' and '.join(remedies)}"
+    )
+
+
+def environment_conflicts(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return the settings that do not work with multi-turn episodes yet, each with a remedy."""
+    loop, advantage = recipe.loop, recipe.objective.advantage
+    lag = loop.lag if isinstance(loop, LaggedLoop) else 0
+    engine, runtime = recipe.engine.name, recipe.runtime.name
+    is_active = recipe.selection.dead_groups == "active"
+    rules = {
+        (f"engine.name = '{engine}'", "engine.name = 'native'"): engine != "native",
+        (f"runtime.name = '{runtime}'", "runtime.name = 'local'"): runtime != "local",
+        (f"loop.name = '{loop.name}'", "loop.name = 'lagged'"): loop.name != "lagged",
+        (f"loop.lag = {lag}", "loop.lag = 0"): lag > 0,
+        ("[buffer]", "remove [buffer]"): recipe.buffer is not None,
+        ("[mesh]", "remove [mesh]"): recipe.on_mesh,
+        (
+            f"objective.advantage.name = '{advantage.name}'",
+            "objective.advantage.name = 'group_mean'",
+        ): isinstance(advantage, Remax | Vine),
+        ("selection.dead_groups = 'active'", "selection.dead_groups = 'dynamic'"): is_active,
+        ("rollout.stop", "remove rollout.stop"): bool(recipe.rollout.stop),
+        ("rollout.think", "remove [rollout.think]"): recipe.rollout.think is not None,
+    }
+    return [pair for pair, is_broken in rules.items() if is_broken]
 
 
 def check_target_rules(validation: ValidationConfig, task: Section, target: str | None) -> None:

@@ -70,7 +70,7 @@ class GradedTask(Section):
 
 
 class RowsTask(Section):
-    """Base class of tasks with rows of data, each with a prompt; some are held out."""
+    """Base class of tasks with rows of data, of which some are held out."""
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Fields that task.columns can't set, because the task sets them or prefers another field: for
@@ -101,7 +101,6 @@ class RowsTask(Section):
     system: str | None = Field(
         None, min_length=1, description="system message before each prompt; None: no message"
     )
-    chat: bool = Field(True, description="whether a text is formatted as a chat message")
 
     @property
     def is_validated(self) -> bool:
@@ -116,6 +115,12 @@ class RowsTask(Section):
                 f"columns.{self.renamed[field]} = {self.columns[field]!r}"
             )
         return self
+
+
+class PromptsTask(RowsTask):
+    """Base class of tasks whose rows have prompts, texts or chat messages."""
+
+    chat: bool = Field(True, description="whether a text is formatted as a chat message")
 
 
 class WeightedReward(Section):
@@ -158,7 +163,7 @@ TAKEN = ("ended", "greedy", "learned", "length", "task")
 """Names of parts of grades that burnish adds."""
 
 
-class FilesTask(RowsTask, GradedTask):
+class FilesTask(PromptsTask, GradedTask):
     """Rows of a file, graded by the user's own reward or a built-in one."""
 
     name: Literal["files"] = "files"
@@ -264,7 +269,7 @@ class GymTask(QuestionTask):
     long_prompts: LongPrompts = "skip"
 
 
-class JudgedTask(RowsTask):
+class JudgedTask(PromptsTask):
     """Rows whose responses are scored by a judge, criterion by criterion."""
 
     name: Literal["judged"] = "judged"
@@ -278,7 +283,34 @@ class JudgedTask(RowsTask):
     )
 
 
-class SupervisedTask(RowsTask):
+class EnvironmentTask(RowsTask):
+    """Multi-turn episodes with an environment."""
+
+    name: Literal["environment"] = "environment"
+    environment: str = Field(
+        pattern=r"^guess$|^.+\.py:\w+$",
+        description="FILE.py:NAME of a class with reset and step, or guess",
+    )
+    reward: str | None = Field(
+        None,
+        description="FILE.py:NAME of a reward for the last message, for environments that give no "
+        "reward; None: they give rewards",
+    )
+    turns: int = Field(16, ge=1, description="turns after which an episode is truncated")
+    turn_tokens: int | None = Field(
+        None, ge=1, description="maximum length of a turn; None: only that of the response"
+    )
+    observation_tokens: int | None = Field(
+        1024, ge=1, description="length at which a message of the environment is cut; None: never"
+    )
+    cpu_seconds: float = Field(2.0, gt=0, description="CPU time limit per call")
+    wall_seconds: float = Field(20.0, gt=0, description="wall time limit per call")
+    memory_mb: int = Field(
+        1024, ge=1, description="memory limit per environment, beyond what its file loads"
+    )
+
+
+class SupervisedTask(PromptsTask):
     """Base class of the tasks of supervised runs: rows with given responses."""
 
     epochs: float = Field(1.0, gt=0, allow_inf_nan=False, description="passes over the rows")
@@ -329,5 +361,7 @@ class MixtureTask(Section):
 
 
 AnyTask = Annotated[
-    SortTask | Part | PairsTask | PreferencesTask | MixtureTask, BY_NAME, named("sort")
+    SortTask | Part | EnvironmentTask | PairsTask | PreferencesTask | MixtureTask,
+    BY_NAME,
+    named("sort"),
 ]

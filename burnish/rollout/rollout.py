@@ -74,7 +74,15 @@ def requests_of(
     # A held-out prompt may be sampled while the training group of the same number is in flight.
     kind = "group" if stream is Stream.TRAIN else "held-out"
     return [
-        Request(f"{kind}-{group}", prompt.token_ids, samples, params, group, stream)
+        Request(
+            f"{kind}-{group}",
+            prompt.token_ids,
+            samples,
+            params,
+            group,
+            stream,
+            episode=prompt.episode,
+        )
         for group, prompt in numbered
     ]
 

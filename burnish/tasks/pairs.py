@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from burnish.errors import DataError, ModelError
-from burnish.model.conversation import Conversation
+from burnish.model.conversation import ConversationFormat
 from burnish.model.tokenizer import Tokenizer
 from burnish.recipe.tasks import PairsTask, PreferencesTask
 from burnish.tasks.rows import (
@@ -201,8 +201,8 @@ def _write_conversation(
 
 
 @lru_cache(maxsize=16)
-def _conversation(tokenizer: Tokenizer, tools: str) -> Conversation:
-    return Conversation(tokenizer, json.loads(tools), now=TODAY)
+def _conversation(tokenizer: Tokenizer, tools: str) -> ConversationFormat:
+    return ConversationFormat(tokenizer, json.loads(tools), now=TODAY)
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> list[tuple[bool, list[Mapping[str, Any]]]]:

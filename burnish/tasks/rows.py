@@ -18,7 +18,7 @@ from burnish.console.text import counted
 from burnish.errors import ConfigError, DataError
 from burnish.randomness import Purpose, Stream, permutation
 from burnish.recipe.base import nearest
-from burnish.recipe.tasks import RowsTask
+from burnish.recipe.tasks import MathTask, PromptsTask, RowsTask
 from burnish.tasks.data.lines import JoinedRows, JsonLines, RowSource, ScriptRows
 from burnish.tasks.data.names import parse_data_name
 
@@ -39,13 +39,17 @@ T = TypeVar("T")
 
 class DataRow(dict[str, Any]):
     """A row of data: a dict of its fields. ``where`` describes its place, such as the file and the
-    line, for error messages. ``held_out_by`` is the text or messages by which rows are held out;
-    None: the prompt."""
+    line, for error messages. Rows are held out by ``held_out_by``; None: by their prompts."""
 
     def __init__(self, fields: Mapping[str, Any], where: str, held_out_by: Any = None) -> None:
         super().__init__(fields)
         self.where = where
-        self.held_out_by: Any = fields.get("prompt") if held_out_by is None else held_out_by
+        self._held_out_by = held_out_by
+
+    @property
+    def held_out_by(self) -> Any:
+        """The text or messages by which rows are held out."""
+        return self["prompt"] if self._held_out_by is None else self._held_out_by
 
 
 Check = Callable[[Any, str], DataRow]
@@ -234,7 +238,7 @@ def open_rows(config: RowsTask, source: RowSource, check: Check) -> Rows:
             )
         if known is not None and column not in known:
             raise DataError(f"{source.name}: {_no_column(field, column, known)}")
-    if config.system is not None:
+    if config.system is not None and isinstance(config, PromptsTask | MathTask):
         check = partial(_check_with_system, check, config.chat)
     return Rows(source, check, config.columns)
 

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from burnish.errors import ModelError
-from burnish.model.conversation import Conversation
+from burnish.model.conversation import ConversationFormat
 from burnish.model.tokenizer import Tokenizer
 from tests.model.texts import TEXTS
 
@@ -91,7 +91,7 @@ def test_the_parts_are_the_whole(template, role, backend):
     model = make(backend, template)
     reply = {"role": role, "content": "and  three ?\n"}
     messages = [ASKED, FOUR, reply, {"role": "assistant", "content": "  seven\nis it"}, TOOL]
-    conversation = Conversation(model, now=NOW)
+    conversation = ConversationFormat(model, now=NOW)
     assert joined(conversation, messages) == whole(model, messages)
     assert conversation.turn(FOUR)[-1] == conversation.end_id == model.end_ids[0]
     several = [ASKED, FOUR, [reply, ASKED, TOOL]]
@@ -100,11 +100,11 @@ def test_the_parts_are_the_whole(template, role, backend):
 
 def test_the_end_token_is_the_one_that_the_template_writes(backend):
     model = make(backend, CHATML, ("<|endoftext|>", "<|im_end|>"))
-    assert Conversation(model, now=NOW).end_id == model.end_ids[1]
+    assert ConversationFormat(model, now=NOW).end_id == model.end_ids[1]
 
 
 def test_results_of_one_step_share_a_block(backend):
-    conversation = Conversation(make(backend, FORGETS), now=NOW)
+    conversation = ConversationFormat(make(backend, FORGETS), now=NOW)
     model = make(backend, FORGETS)
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {}}}]}
     both = [ASKED, call, TOOL, {**TOOL, "content": "5"}]
@@ -115,7 +115,7 @@ def test_results_of_one_step_share_a_block(backend):
 
 
 def test_arguments_of_calls_may_be_json_texts(backend):
-    conversation = Conversation(make(backend, FORGETS), now=NOW)
+    conversation = ConversationFormat(make(backend, FORGETS), now=NOW)
     turns = [
         conversation.turn({**FOUR, "tool_calls": [call]}).tolist()
         for call in (
@@ -130,22 +130,24 @@ def test_arguments_of_calls_may_be_json_texts(backend):
 
 def test_tools_are_written_and_no_tools_are_none(backend):
     model, tool = make(backend, FORGETS), {"type": "function", "function": {"name": "f"}}
-    assert Conversation(model, [tool], now=NOW).open([ASKED]).tolist() == whole(
+    assert ConversationFormat(model, [tool], now=NOW).open([ASKED]).tolist() == whole(
         model, [ASKED], [tool]
     )
-    assert "[]" not in model.decode(Conversation(model, [], now=NOW).open([ASKED]))
+    assert "[]" not in model.decode(ConversationFormat(model, [], now=NOW).open([ASKED]))
     with pytest.raises(ModelError, match="does not write tools"):
-        Conversation(make(backend, CHATML), [tool], now=NOW)
+        ConversationFormat(make(backend, CHATML), [tool], now=NOW)
 
 
 def test_which_roles_rewrite_earlier_turns(backend):
-    assert Conversation(make(backend, CHATML), now=NOW).rewrites(["user", "tool"]) == []
-    assert Conversation(make(backend, FORGETS), now=NOW).rewrites(["user", "tool"]) == ["user"]
+    assert ConversationFormat(make(backend, CHATML), now=NOW).rewrites(["user", "tool"]) == []
+    assert ConversationFormat(make(backend, FORGETS), now=NOW).rewrites(["user", "tool"]) == [
+        "user"
+    ]
 
 
 def test_a_template_without_end_tokens(backend):
     model = make(backend, BARE)
-    conversation = Conversation(model, now=NOW)
+    conversation = ConversationFormat(model, now=NOW)
     parts = [conversation.open([ASKED]), conversation.turn(FOUR), conversation.between([TOOL])]
     end = model.decode(model.end_ids[:1])
     assert list(map(model.decode, parts)) == [
@@ -157,27 +159,27 @@ def test_a_template_without_end_tokens(backend):
 
 def test_a_model_without_a_template_has_plain_messages():
     model = Tokenizer.of_bytes()
-    conversation = Conversation(model, now=NOW)
+    conversation = ConversationFormat(model, now=NOW)
     parts = [conversation.open([ASKED]), conversation.turn(FOUR), conversation.between([TOOL])]
     assert [model.decode(part) for part in parts] == ["two and two\n", "four<end>", "4\n"]
     assert conversation.rewrites(["user", "tool"]) == []
     with pytest.raises(ModelError, match="can't write tools"):
-        Conversation(model, [{"name": "f"}], now=NOW)
+        ConversationFormat(model, [{"name": "f"}], now=NOW)
 
 
 def test_models_that_have_no_conversations():
     backend = Tokenizer.of_bytes().backend
     with pytest.raises(ModelError, match="names no end token"):
-        Conversation(Tokenizer(backend, (), {}, CHATML), now=NOW)
+        ConversationFormat(Tokenizer(backend, (), {}, CHATML), now=NOW)
     silent = (
         "{% for m in messages %}"
         "{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
     )
     with pytest.raises(ModelError, match="leaves out the assistant's messages"):
-        Conversation(Tokenizer(backend, (256,), {}, silent), now=NOW)
+        ConversationFormat(Tokenizer(backend, (256,), {}, silent), now=NOW)
     other = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[A]{% endif %}"
     )
     with pytest.raises(ModelError, match="does not begin an assistant's message"):
-        Conversation(Tokenizer(backend, (256,), {}, other), now=NOW).turn(FOUR)
+        ConversationFormat(Tokenizer(backend, (256,), {}, other), now=NOW).turn(FOUR)

@@ -1,0 +1,242 @@
+"""The task of multi-turn episodes: prompts are the first messages of environments, and an episode
+earns the rewards that its environment gives.
+
+A user's environment decides what a row means; a row is any JSON object. The rewards of an episode's
+turns are added. If the environment gives none, the recipe's reward grades the last turn's text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from burnish.environments import guess
+from burnish.environments.pool import EnvironmentLimits, EnvironmentPool
+from burnish.errors import DataError
+from burnish.graders.pool import Grader, GraderLimits, make_grader
+from burnish.model.conversation import ConversationFormat
+from burnish.model.tokenizer import Tokenizer
+from burnish.randomness import Purpose, Stream, uniforms
+from burnish.recipe.costs import Room
+from burnish.recipe.tasks import EnvironmentTask
+from burnish.tasks.rows import (
+    HELD_OUT_SEED,
+    DataRow,
+    Rows,
+    check_trainable,
+    load_rows,
+    shuffled,
+    tell_split,
+)
+from burnish.tasks.text import TODAY, check_system, plain_text
+from burnish.types import Completion, Episode, Finish, Grade, Prompt, Status
+
+GAMES = {"guess": f"{guess.__file__}:Guess"}
+"""Environments that burnish has, by the name that a recipe gives."""
+CORRECT = "correct"
+"""Metric of an environment that tells whether the episode is correct: at least 0.5 in the last turn
+that has it."""
+
+
+class EpisodeTask:
+    """Resets environments for prompts, and grades episodes by their turns."""
+
+    def __init__(
+        self,
+        config: EnvironmentTask,
+        *,
+        train: Rows,
+        held_out: Rows,
+        tokenizer: Tokenizer,
+        environments: EnvironmentPool,
+        grader: Grader | None,
+        seed: int,
+    ) -> None:
+        """``grader`` grades episodes whose environment gives no reward; None if the recipe has no
+        reward."""
+        self.config, self.environments, self.grader = config, environments, grader
+        self.conversation = ConversationFormat(tokenizer, now=TODAY)
+        self._tokenizer, self._train, self._seed = tokenizer, train, seed
+        self._nothing = np.array([self.conversation.end_id], np.int32)
+        own = partial(environment_seed, HELD_OUT_SEED, Purpose.HELD_OUT_ENVIRONMENT)
+        self.validation = [
+            self._write(f"validation/{number}", row, own(number), is_checked=True)
+            for number, row in enumerate(held_out)
+        ]
+
+    def prompt(self, number: int) -> Prompt:
+        place = shuffled(number, len(self._train), seed=self._seed)
+        seed = environment_seed(self._seed, Purpose.ENVIRONMENT, number)
+        return self._write(f"train/{place}", self._train[place], seed)
+
+    def grade_all(self, pairs: Sequence[tuple[Prompt, Completion]]) -> list[Grade]:
+        rewards = [_reward(completion) for _, completion in pairs]
+        ungraded = [
+            (completion.turns[-1].text, _with_messages(prompt, completion))
+            for (prompt, completion), reward in zip(pairs, rewards, strict=True)
+            if reward is None and not _error(completion)
+        ]
+        graded = iter(self.grader.grade(ungraded) if self.grader is not None and ungraded else ())
+        return [
+            self._grade(completion, reward, graded)
+            for (_, completion), reward in zip(pairs, rewards, strict=True)
+        ]
+
+    def _grade(
+        self, completion: Completion, reward: float | None, graded: Iterator[Grade]
+    ) -> Grade:
+        error, parts = _error(completion), _parts(completion)
+        if error is not None:
+            return Grade(math.nan, parts, Status.ERROR, error)
+        correct = None if CORRECT not in parts else parts[CORRECT] >= 0.5
+        if reward is not None:
+            return Grade(reward, parts, correct=correct)
+        if completion.finish is Finish.LENGTH and self.grader is None:
+            # The environment never saw the end of the episode.
+            return Grade(0.0, parts, correct=correct)
+        if self.grader is not None:
+            grade = next(graded)
+            return replace(grade, parts=parts | grade.parts)
+        message = (
+            "the environment gave no reward; return a reward from step, or set task.reward to a "
+            "function that grades the last message"
+        )
+        return Grade(math.nan, parts, Status.ERROR, message)
+
+    def answer(self, prompt: Prompt, response: str) -> str | None:
+        return response.strip()
+
+    def close(self) -> None:
+        self.environments.close()
+        if self.grader is not None:
+            self.grader.close()
+
+    def _write(self, name: str, row: DataRow, seed: int, *, is_checked: bool = False) -> Prompt:
+        """Reset an environment with a row, and encode its first messages as a prompt.
+
+        If the environment fails, the prompt is an end token, and all of its episodes fail in the
+        same way and are counted; with ``is_checked``, a DataError is raised.
+        """
+        fields = row["row"]
+        (found,) = self.environments.reset([(name, fields, seed)])
+        self.environments.end([name])
+        if found.error is not None and is_checked:
+            raise DataError(f"{row.where}: {self.config.environment}: {found.error}")
+        messages = list(found.messages)
+        if self.config.system is not None and messages:
+            messages = [{"role": "system", "content": self.config.system}, *messages]
+        ids = self.conversation.open(messages) if messages else self._nothing
+        return Prompt(
+            f"{self.config.name}/{name}",
+            self._tokenizer.decode(ids),
+            ids,
+            self.config.name,
+            fields,
+            question=plain_text(messages) if messages else "",
+            episode=Episode(fields, seed, tuple(found.messages)),
+        )
+
+
+def make_environment(
+    config: EnvironmentTask, *, tokenizer: Tokenizer, seed: int, room: Room | None = None
+) -> EpisodeTask:
+    """Build a task from rows and the user's environment, and start the processes of both.
+
+    ``seed``: for the choice of held-out rows, the order of training rows, and the environments of
+    training prompts. ``room`` is not used: prompts of environments are not known in advance, and
+    the stream skips those that are too long.
+    """
+    check_system(tokenizer, config.system)
+    train, held_out = load_starts(config, seed)
+    check_trainable(train, held_out)
+    tell_split(train, held_out, config.validation_rows)
+    grader: Grader | None = None
+    if config.reward is not None:
+        limits = GraderLimits(
+            cpu_seconds=config.cpu_seconds,
+            wall_seconds=config.wall_seconds,
+            memory_bytes=config.memory_mb * 2**20,
+        )
+        grader = make_grader(config.reward, limits)
+    return EpisodeTask(
+        config,
+        train=train,
+        held_out=held_out,
+        tokenizer=tokenizer,
+        environments=open_environments(config).start(),
+        grader=grader,
+        seed=seed,
+    )
+
+
+def load_starts(config: EnvironmentTask, seed: int) -> tuple[Rows, Rows]:
+    """Read and check the rows from which environments start; return training and validation
+    rows."""
+    return load_rows(config, seed=seed, check=check_start)
+
+
+def try_environment(config: EnvironmentTask, row: DataRow) -> None:
+    """Load the environment and reset it once with a row. Raise a DataError if it can't be loaded or
+    fails."""
+    with closing(open_environments(config)) as environments:
+        (found,) = environments.reset([("trial", row["row"], 0)])
+    if found.error is not None:
+        raise DataError(f"{row.where}: {config.environment}: {found.error}")
+
+
+def open_environments(config: EnvironmentTask) -> EnvironmentPool:
+    """Return the environments of a task; they start with the first episode."""
+    limits = EnvironmentLimits(
+        cpu_seconds=config.cpu_seconds,
+        wall_seconds=config.wall_seconds,
+        memory_bytes=config.memory_mb * 2**20,
+    )
+    return EnvironmentPool(GAMES.get(config.environment, config.environment), limits)
+
+
+def check_start(row: Any, where: str) -> DataRow:
+    """Check the row of an environment, which may be any object; return it as the field "row"."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: must be an object, got {type(row).__name__}")
+    return DataRow({"row": dict(row)}, where, json.dumps(row, sort_keys=True))
+
+
+def environment_seed(seed: int, purpose: Purpose, number: int) -> int:
+    """Return the seed of the environments of a prompt: a number below 2³¹."""
+    return int(uniforms(seed, Stream.TASK, number, purpose, 0) * 2**31)
+
+
+def _error(completion: Completion) -> str | None:
+    """Return why an environment failed; None if it did not."""
+    return completion.turns[-1].error if completion.turns else "the episode has no turn"
+
+
+def _reward(completion: Completion) -> float | None:
+    """Return the sum of the turns' rewards; None if no turn has one."""
+    rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
+    return sum(rewards) if rewards else None
+
+
+def _parts(completion: Completion) -> dict[str, float]:
+    """Return the parts of an episode's grade: the number of its turns, and the last value of each
+    of the environment's metrics."""
+    parts = {"turns": float(len(completion.turns))}
+    for turn in completion.turns:
+        parts |= turn.metrics
+    return parts
+
+
+def _with_messages(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    """Return the row of an episode with all of its messages, for the reward."""
+    assert prompt.episode is not None
+    messages: list[Any] = list(prompt.episode.messages)
+    for turn in completion.turns:
+        messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+    return {**prompt.episode.row, "messages": messages}

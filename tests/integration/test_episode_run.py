@@ -1,0 +1,219 @@
+"""Runs of multi-turn episodes: exact tokens, no gradient of inserted ones, resumption, failures."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from burnish import api
+from burnish.errors import ConfigError, GraderError
+from burnish.launch.local import build_local
+from burnish.launch.resolve import resolve
+from burnish.recipe.load import load_recipe
+from burnish.runs.metrics import Timers
+from tests.loops.test_recorder import fingerprint, stopper
+
+GAME = """
+import os, time
+
+class Game:
+    deterministic = True
+
+    def reset(self, row, seed):
+        self.heard, self.seed, self.row = [], seed, row
+        return f"{row['n']} {seed % 10}"
+
+    def step(self, message):
+        self.heard.append(message["content"])
+        text = "".join(self.heard)
+        turns = len(self.heard)
+        if self.row["n"] in self.row.get("bad", []):
+            raise RuntimeError("broken")
+        return {
+            "messages": f"{turns}: {sum(map(ord, text)) % 97}",
+            "reward": (sum(map(ord, text)) % 11) / 10,
+            "done": turns == 3,
+            "metrics": {"heard": len(text)},
+        }
+"""
+EPISODES = [
+    "task.name=environment", "task.environment=game.py:Game", "task.train=rows.jsonl",
+    "task.validation_rows=2", "task.turn_tokens=5", "model=scratch", "model.tokenizer=bytes",
+    "model.layers=1", "model.width=32", "model.heads=4", "model.d_ff=48", "model.context=128",
+    "rollout.batch=8", "rollout.group_size=4", "train.batch=8", "train.steps=3", "device=cpu",
+    "rollout.max_tokens=60", "checkpoint.every=1", "validation.every=3", "train.precision=fp32",
+    "engine.precision=fp32", "engine.kv_mb=16", "log.rollouts=8", "train.learning_rate=1e-2",
+    "objective.kl=none",
+]  # fmt: skip
+CRITIC = ["objective.advantage=gae", "critic.learning_rate=1e-2", "objective.loss=clip"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    rows = [{"n": n} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "game.py").write_text(GAME)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def recorded(run):
+    return [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        [*CRITIC, "train.epochs=2"],
+        ["objective.ratio=sequence", "objective.loss=clip", "train.epochs=2"],
+        ["objective.kl=k3", "rollout.overlong=mask", "rollout.max_tokens=32"],
+        [
+            "objective.advantage=group_zscore",
+            "selection.dead_groups=dynamic",
+            "rollout.temperature=0.7",
+        ],
+        ["objective.kl.name=k1", "objective.kl.where=reward", "objective.reduction=sequence_mean"],
+    ],
+    ids=["plain", "critic", "sequence ratio", "masked", "dynamic", "kl in reward"],
+)
+def test_sampled_tokens_have_the_learners_log_probabilities(folder, more):
+    """What the learner computes for each sampled token, in its recorded context, is what it was
+    sampled with; inserted tokens are not compared."""
+    run = api.train("keywords", overrides=[*EPISODES, *more], out=folder / "run")
+    for step in run.metrics[1:]:
+        assert step["mismatch/logprob_mean"] < 1e-5
+        assert step["mismatch/logprob_max"] < 1e-4
+    for row in recorded(run):
+        assert row["parts"]["turns"] == 3 or row["finish"] == "length"
+        text = "".join(row["tokens"])
+        assert row["forced"]
+        inserted = "".join(row["tokens"][i] for i in row["forced"])
+        assert inserted.replace("<end>", "").startswith("1: ")
+        assert "1: " in text
+        assert len(row["tokens"]) - len(row["forced"]) <= 15
+
+
+def test_inserted_tokens_have_no_gradient(folder):
+    """The log-probabilities and versions recorded for inserted tokens change no gradient step, and
+    neither do their advantages."""
+    recipe = load_recipe("keywords", EPISODES)
+    steps = []
+    for noise in (0.0, 7.5):
+        parts = build_local(resolve(recipe, None))
+        inner = parts.train.keywords["engine"]
+        original = inner._finished
+
+        def noisy(*args, original=original, noise=noise, **how):
+            completion = original(*args, **how)
+            completion.logprobs[~completion.sampled] = -noise
+            return completion
+
+        inner._finished = noisy
+        list(parts.train(timers=Timers()))
+        steps.append({k: v.clone() for k, v in parts.learner.weights().tensors.items()})
+        parts.close()
+    assert all(torch.equal(steps[0][name], steps[1][name]) for name in steps[0])
+
+
+def test_a_run_repeats_and_resumes_bit_for_bit(folder):
+    api.train("keywords", overrides=EPISODES, out=folder / "a" / "run")
+    api.train("keywords", overrides=EPISODES, out=folder / "b" / "run", stop=stopper(1))
+    api.resume(folder / "b" / "run")
+    assert fingerprint(folder / "a" / "run") == fingerprint(folder / "b" / "run")
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_episodes_resumes_bit_for_bit(folder):
+    slow = GAME.replace(
+        "        self.heard.append", "        time.sleep(0.2)\n        self.heard.append"
+    )
+    (folder / "game.py").write_text(slow)
+    api.train("keywords", overrides=EPISODES, out=folder / "a" / "run")
+    sets = [word for setting in EPISODES for word in ("--set", setting)]
+    command = [sys.executable, "-m", "burnish", "train", "keywords", *sets, "--quiet"]
+    child = subprocess.Popen([*command, "--out", "b/run"], cwd=folder)
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("b/run/checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # the next step's episodes are under way
+    child.send_signal(signal.SIGKILL)
+    child.wait(30)
+    api.resume(folder / "b" / "run")
+    found = [fingerprint(folder / name / "run") for name in "ab"]
+    for files in found:  # the command line is another one
+        del files["environment.json"], files["report.html"]
+    assert found[0] == found[1]
+
+
+def test_an_environment_that_fails_is_counted_and_stops_the_run(folder):
+    rows = [{"n": n, "bad": [1, 2]} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    many = [*EPISODES, "rollout.max_errors=1", "train.steps=4"]
+    run = api.train("keywords", overrides=many, out=folder / "run")
+    errors = [step["rollout/grades_error"] for step in run.metrics[1:]]
+    assert max(errors) > 0
+    assert all(row["reward"] is None for row in recorded(run) if row["status"] == "error")
+    with pytest.raises(GraderError, match="broken"):
+        api.train("keywords", overrides=[*EPISODES, "train.steps=8"], out=folder / "stopped")
+
+
+def test_evaluation_plays_episodes(folder):
+    run = api.train("keywords", overrides=[*EPISODES, "validation.samples=2"], out=folder / "run")
+    assert run.metrics[0]["validation/reward"] > 0
+    assert run.metrics[-1]["validation/part_turns"] == 3
+    rows = [json.loads(x) for x in Path(run, "evaluations.jsonl").read_text().splitlines()]
+    assert all(row["parts"]["turns"] == 3 for row in rows)
+
+
+def test_an_environment_and_rows_replace_a_task(folder):
+    kept = [
+        x for x in EPISODES if not x.startswith(("task.name", "task.train", "task.environment"))
+    ]
+    rows = [{"n": n} for n in range(6)]
+    (folder / "reward.py").write_text(
+        "def score(response, row):\n    return len(row['messages'])\n"
+    )
+    given = {"environment": "game.py:Game", "overrides": kept}
+    run = api.train("keywords", prompts=rows, out=folder / "run", **given)
+    assert run.recipe.task.name == "environment"
+    assert run.metrics[-1]["rollout/part_turns"] == 3
+    recipe = api.recipe_of(run.recipe, [], data="other.jsonl", reward="reward.py:score")
+    assert (recipe.task.environment, recipe.task.train) == ("game.py:Game", "other.jsonl")
+    assert recipe.task.reward == "reward.py:score"
+    with pytest.raises(
+        ConfigError, match=r"the reward of an environment is FILE\.py:NAME, got fun"
+    ):
+        api.train("keywords", prompts=rows, reward=lambda text, row: 1.0, **given)
+
+
+def test_an_environment_is_tried_before_the_model_is_loaded(folder):
+    (folder / "game.py").write_text(GAME.replace("return f\"{row['n']} {seed % 10}\"", "return 3"))
+    with pytest.raises(
+        Exception, match="reset must return a list of messages or a text, got int 3"
+    ):
+        api.train("keywords", overrides=EPISODES, out=folder / "run")
+    assert not (folder / "run").exists()
+
+
+def test_settings_that_do_not_go_with_episodes_are_refused_together(folder):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("keywords", [*EPISODES, "loop.lag=1", "rollout.stop=['x']", "runtime=ray"])
+    assert str(caught.value) == (
+        "task.name = 'environment' can't be combined with runtime.name = 'ray', loop.lag = 1, "
+        "rollout.stop yet; use runtime.name = 'local' and loop.lag = 0 and remove rollout.stop"
+    )
+
+
+def test_lengths_count_sampled_tokens(folder):
+    run = api.train("keywords", overrides=EPISODES, out=folder / "run")
+    last = [row for row in recorded(run) if row["step"] == 3]
+    sampled = [len(row["tokens"]) - len(row["forced"]) for row in last]
+    assert run.metrics[-1]["rollout/length"] == pytest.approx(np.mean(sampled))
+    assert run.metrics[-1]["rollout/tokens_sampled"] == sum(sampled)

@@ -1,0 +1,225 @@
+"""Episodes: every sampled token is sampled in its recorded context, and each limit ends one."""
+
+from dataclasses import replace
+from datetime import datetime
+
+import numpy as np
+import pytest
+
+from burnish.engine.protocol import Request
+from burnish.environments.protocol import Observation
+from burnish.model.conversation import ConversationFormat
+from burnish.rollout.episodes import CUT, EpisodeEngine, EpisodeLimits
+from burnish.rollout.rollout import complete
+from burnish.types import Episode, Finish, SamplingParams
+from tests.engine import tiny
+
+START = ({"role": "user", "content": "go"},)
+TEMPLATE = (
+    "{% for m in messages %}<|a|>{{ m.role[0] }}{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>a{% endif %}"
+)
+
+
+class Scripted:
+    """Environments that answer "ok" and end an episode after ``last`` turns."""
+
+    def __init__(self, last=3, answer="ok", fails=(), starts=START):
+        self.last, self.answer, self.fails, self.starts = last, answer, fails, starts
+        self.live, self.heard, self.calls = {}, {}, []
+
+    def reset(self, episodes):
+        self.calls.append(("reset", [name for name, *_ in episodes]))
+        found = []
+        for name, row, seed in episodes:
+            assert (row, seed) == ({"n": 1}, 5)
+            assert name not in self.live
+            self.live[name], self.heard[name] = 0, []
+            error = "reset: no" if ("reset", name) in self.fails else None
+            found.append(Observation([] if error else list(self.starts), None, False, {}, error))
+        return found
+
+    def step(self, actions):
+        self.calls.append(("step", [name for name, _ in actions]))
+        return [self._step(name, message) for name, message in actions]
+
+    def _step(self, name, message):
+        assert message["role"] == "assistant"
+        self.heard[name].append(message["content"])
+        self.live[name] += 1
+        if ("step", name) in self.fails:
+            return Observation([], None, False, {}, "step: no")
+        done = self.live[name] >= self.last
+        messages = [{"role": "tool", "content": self.answer}]
+        return Observation(messages, 0.5 * done, done, {"heard": float(len(self.heard[name]))})
+
+    def end(self, names):
+        for name in names:
+            self.live.pop(name, None)
+
+
+def wrapped(environments, *, engine=None, chat=TEMPLATE, **limits):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = chat
+    conversation = ConversationFormat(tokenizer, now=datetime(2026, 1, 1))
+    limits = EpisodeLimits(**{"context": 96, **limits})
+    engine = engine or tiny.engine(text=True)
+    return EpisodeEngine(engine, environments, tokenizer, conversation, limits), conversation
+
+
+def asked(conversation, name="r", n=3, group=0, **params):
+    params = SamplingParams(**{"max_tokens": 60, **params})
+    ids = conversation.open(START)
+    return Request(name, ids, n, params, group, episode=Episode({"n": 1}, 5, START))
+
+
+def play(environments, requests=(("r", 3, 0),), params=None, **limits):
+    engine, conversation = wrapped(environments, **limits)
+    own = [asked(conversation, name, n, group, **(params or {})) for name, n, group in requests]
+    found = complete(engine, own)
+    assert engine.unfinished == 0
+    assert environments.live == {}
+    return found, conversation
+
+
+def test_each_token_is_sampled_in_its_recorded_context():
+    model = tiny.model()
+    environments = Scripted(last=4)
+    found, conversation = play(
+        environments, [("a", 3, 0), ("b", 2, 1)], {"temperature": 0.7}, turn_tokens=6
+    )
+    inserted = conversation.between([{"role": "tool", "content": "ok"}])
+    for request, group in zip(("a", "b"), found, strict=True):
+        for i, completion in enumerate(group):
+            assert (completion.request_id, completion.sample_index) == (request, i)
+            assert (completion.finish, len(completion.turns)) == (Finish.STOP, 4)
+            expected = tiny.learner_logprobs(
+                model, conversation.open(START), completion.token_ids, 0.7
+            )
+            own = completion.sampled
+            np.testing.assert_allclose(completion.logprobs[own], expected[own], atol=tiny.CLOSE)
+            before = 0
+            for turn, heard in zip(
+                completion.turns, environments.heard[f"{request}/{i}"], strict=True
+            ):
+                assert own[turn.start : turn.end].all()
+                assert not own[before : turn.start].any()
+                if before:
+                    gap = completion.token_ids[before : turn.start]
+                    ended = completion.token_ids[before - 1] == tiny.END
+                    assert gap.tolist() == [*([] if ended else [tiny.END]), *inserted]
+                assert turn.text == heard
+                assert 1 <= turn.end - turn.start <= 6
+                before = turn.end
+            assert before == len(completion.token_ids)
+            assert [turn.reward for turn in completion.turns] == [0, 0, 0, 0.5]
+            assert completion.turns[-1].metrics == {"heard": 4.0}
+
+
+def test_episodes_repeat_and_do_not_share_draws():
+    first, _ = play(Scripted(), [("a", 4, 7)], turn_tokens=8)
+    again, _ = play(Scripted(), [("a", 4, 7)], turn_tokens=8)
+    for a, b in zip(first[0], again[0], strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.logprobs.tolist() == b.logprobs.tolist()
+    texts = [turn.text for completion in first[0] for turn in completion.turns]
+    assert len(set(texts)) == len(texts)
+
+
+def test_an_episode_of_one_turn_is_a_response():
+    engine, conversation = wrapped(Scripted(last=1))
+    request = asked(conversation)
+    plain = tiny.finish(tiny.engine(text=True), [replace(request, episode=None)])
+    (found,) = complete(engine, [request])
+    for i, completion in enumerate(found):
+        alone = plain["r", i]
+        assert completion.token_ids.tolist() == alone.token_ids.tolist()
+        assert completion.logprobs.tolist() == alone.logprobs.tolist()
+        assert (completion.params, completion.text) == (alone.params, alone.text)
+
+
+def test_requests_without_an_episode_pass_through():
+    engine, _ = wrapped(Scripted())
+    (found,) = complete(engine, [tiny.request("plain", n=2)])
+    tiny.assert_same(
+        {("plain", c.sample_index): c for c in found},
+        tiny.finish(tiny.engine(text=True), [tiny.request("plain", n=2)]),
+    )
+    assert all(c.turns == () for c in found)
+
+
+def test_all_episodes_take_a_turn_before_environments_step():
+    environments = Scripted(last=2)
+    play(environments, [("a", 2, 0), ("b", 1, 1)], turn_tokens=4)
+    names = ["a/0", "a/1", "b/0"]
+    assert environments.calls == [("reset", names), ("step", names), ("step", names)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "params", "turns"),
+    [
+        ({"turns": 2, "turn_tokens": 4}, {}, 2),
+        ({"turn_tokens": 4}, {"max_tokens": 30}, None),
+        ({"turn_tokens": 4, "context": 40}, {}, None),
+        ({}, {"max_tokens": 5}, 1),
+    ],
+)
+def test_limits_truncate_an_episode(limits, params, turns):
+    found, conversation = play(Scripted(last=99), params=params, **limits)
+    start = len(conversation.open(START))
+    for completion in found[0]:
+        assert completion.finish is Finish.LENGTH
+        assert completion.sampled[-1]  # no message after the last turn
+        assert len(completion.token_ids) <= params.get("max_tokens", 60)
+        assert start + len(completion.token_ids) <= limits.get("context", 96)
+        assert turns is None or len(completion.turns) == turns
+
+
+def test_long_messages_are_cut_with_a_marker():
+    found, _ = play(Scripted(last=2, answer="0123456789"), turn_tokens=4, observation_tokens=4)
+    for completion in found[0]:
+        assert completion.turns[0].messages[0]["content"] == "0123" + CUT
+        first, second = completion.turns
+        gap = completion.token_ids[first.end : second.start].tolist()
+        assert "0123" + CUT in tiny.tokenizer().decode(gap)
+
+
+def test_environments_that_fail_end_their_episode_alone():
+    fails = [("reset", "a/1"), ("step", "a/2")]
+    found, _ = play(Scripted(last=2, fails=fails), [("a", 4, 0)], turn_tokens=4)
+    errors = [completion.turns[-1].error for completion in found[0]]
+    assert errors == [None, "reset: no", "step: no", None]
+    assert [len(c.turns) for c in found[0]] == [2, 1, 1, 2]
+    whole, _ = play(Scripted(last=2), [("a", 4, 0)], turn_tokens=4)
+    for i in (0, 3):
+        assert found[0][i].token_ids.tolist() == whole[0][i].token_ids.tolist()
+
+
+def test_first_messages_that_differ_are_an_error():
+    environments = Scripted(starts=({"role": "user", "content": "else"},))
+    found, _ = play(environments, [("a", 1, 0)])
+    assert "draw all random choices from the seed" in found[0][0].turns[0].error
+
+
+def test_aborted_episodes_return_what_they_have():
+    environments = Scripted(last=9)
+    engine, conversation = wrapped(environments, turn_tokens=4)
+    for name in ("a", "b"):
+        engine.submit(asked(conversation, name, 2))
+    done = []
+    for number in range(200):
+        if number == 12:
+            engine.abort("a")
+        done += engine.step()
+        if not engine.unfinished:
+            break
+    aborted = [c for c in done if c.request_id == "a"]
+    assert [c.finish for c in aborted] == [Finish.ABORT] * 2
+    assert all(c.finish is not Finish.ABORT for c in done if c.request_id == "b")
+    assert environments.live == {}
+
+
+def test_a_model_without_a_template():
+    found, conversation = play(Scripted(last=2), chat=None, turn_tokens=4)
+    gap = found[0][0].token_ids[found[0][0].turns[0].end : found[0][0].turns[1].start].tolist()
+    assert gap[-3:] == conversation.between([{"content": "ok"}]).tolist()
