@@ -194,8 +194,8 @@ def unpack_request(header: dict[str, Any], arrays: list[Array]) -> Request:
         params,
         header["group"],
         Stream(header["stream"]),
-        begun[0] if begun else None,
-        header["first"],
+        begun=begun[0] if begun else None,
+        first=header["first"],
     )
 
 
