@@ -21,7 +21,8 @@ class Killer(threading.Thread):
     """A thread that kills the processes of a run's actors in turn, at random moments, until it has
     killed ``kills`` of them or is ended with `end`. ``killed`` lists the actors' names.
 
-    An actor is killed only after the previous one has been restarted in another process.
+    An actor is killed only after the previous one has been restarted in another process. Actors on
+    other machines are not killed.
     """
 
     def __init__(self, run: Path, kills: int, seed: int, pause: float) -> None:
@@ -38,7 +39,11 @@ class Killer(threading.Thread):
             if self._ended.wait(self._pause * self._chance.uniform(0.2, 1.0)):
                 return
             actors = load_json(self._actors) if self._actors.is_file() else {}
-            pids = {name: place["pid"] for name, place in sorted(actors.items())}
+            pids = {
+                name: place["pid"]
+                for name, place in sorted(actors.items())
+                if place["host"] == os.uname().nodename  # elsewhere, the pid is another process
+            }
             if not pids or pid in pids.values():
                 continue
             name = list(pids)[len(self.killed) % len(pids)]

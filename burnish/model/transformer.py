@@ -69,12 +69,15 @@ class Rope(NamedTuple):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Rope:
         """Read `rope_parameters` from the content of config.json, or the older `rope_theta` and
-        `rope_scaling`. Raise a ModelError for a scaling other than Llama 3's."""
+        `rope_scaling`. Raise a ModelError for a scaling other than Llama 3's, or without its
+        settings."""
         given = config.get("rope_scaling") or config.get("rope_parameters") or {}
         kind = given.get("rope_type") or given.get("type") or "default"
         theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
         if kind not in ("default", "llama3"):
             raise ModelError(f"rope_type must be default or llama3, got {kind!r}")
+        if kind == "llama3" and (absent := [key for key in LLAMA3 if given.get(key) is None]):
+            raise ModelError(f"config.json has rope_type 'llama3' without {', '.join(absent)}")
         return cls(theta, tuple(given[key] for key in LLAMA3) if kind == "llama3" else None)
 
     def to_hf(self) -> dict[str, Any]:

@@ -153,6 +153,10 @@ def test_harmless_extras_are_accepted(tmp_path: Path) -> None:
         ({"mlp_bias": True, "hidden_act": "gelu"}, "hidden_act = 'gelu', mlp_bias = True"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "got 'longrope'"),
         ({"rope_parameters": {"rope_type": "yarn", "beta_fast": 32.0}}, "got 'yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            "'llama3' without high_freq_factor, original_max_position_embeddings",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
     ],
