@@ -37,7 +37,6 @@ from burnish.recipe.load import (
     RECIPES,
     Table,
     list_recipes,
-    load_recipe,
     read_recipe_table,
 )
 from burnish.recipe.plan import make_plan
@@ -60,6 +59,18 @@ Overrides = Annotated[list[str] | None, Option("--set", metavar="A.B=C", help="m
 Seed = Annotated[int | None, Option(help="the run's seed")]
 Out = Annotated[Path | None, Option(help="a new run directory", show_default="runs/RECIPE-N")]
 Data = Annotated[str | None, Option(help="your own rows: a file, a directory or hf:ORG/NAME")]
+RewardOption = Annotated[
+    list[str] | None,
+    Option(
+        "--reward",
+        help="your own reward function, FILE.py:NAME; several are summed",
+        metavar="REWARD",
+    ),
+]
+EnvironmentOption = Annotated[
+    str | None,
+    Option("--environment", help="your own environment for multi-turn episodes, FILE.py:NAME"),
+]
 RunPath = Annotated[Path, Argument(help="a run directory")]
 Runtime = Annotated[str | None, Option(help="local, ray or torchrun")]
 Address = Annotated[str | None, Option(help="a Ray cluster to join, such as auto or HOST:PORT")]
@@ -115,10 +126,19 @@ def settings_command(
 
 @app.command("plan")
 def plan_command(
-    recipe: RecipeName, overrides: Overrides = None, seed: Seed = None, out: Out = None
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Out = None,
+    data: Data = None,
+    reward: RewardOption = None,
+    environment: EnvironmentOption = None,
 ) -> None:
     """Print what a recipe will compute, its estimated duration, and its missing requirements."""
-    loaded = load_recipe(recipe, _changes(overrides, seed=seed))
+    changes = _changes(overrides, seed=seed)
+    loaded = api.recipe_of(
+        recipe, changes, data=data, reward=_one_or_all(reward), environment=environment
+    )
     rates = None
     with directory.claimed(out, loaded.name) as where, api.progress_display(None, loaded.name):
         tell("load", "loading torch to measure the model and the machine")
@@ -179,14 +199,8 @@ def train_command(
     seed: Seed = None,
     out: Out = None,
     data: Data = None,
-    reward: Annotated[
-        list[str] | None,
-        Option(help="your own reward function, FILE.py:NAME; several are summed", metavar="REWARD"),
-    ] = None,
-    environment: Annotated[
-        str | None,
-        Option(help="your own environment for multi-turn episodes, FILE.py:NAME"),
-    ] = None,
+    reward: RewardOption = None,
+    environment: EnvironmentOption = None,
     runtime: Runtime = None,
     address: Address = None,
     note: NoteOption = None,
@@ -195,9 +209,8 @@ def train_command(
 ) -> None:
     """Run a recipe: sample, grade and learn, and record everything in a run directory."""
     changes = _changes(overrides, seed=seed, runtime=_runtime(runtime, address))
-    chosen = reward[0] if reward and len(reward) == 1 else reward
     loaded = api.recipe_of(
-        recipe, changes, data=data, reward=chosen or None, environment=environment
+        recipe, changes, data=data, reward=_one_or_all(reward), environment=environment
     )
     _run(loaded, out, quiet=quiet, note=note, tags=tags or ())
 
@@ -497,6 +510,11 @@ def _changes(overrides: list[str] | None, **options: Any) -> list[str | Table]:
     that are None are left out."""
     given = {key: value for key, value in options.items() if value is not None}
     return [given, *(overrides or ())]
+
+
+def _one_or_all(rewards: list[str] | None) -> str | list[str] | None:
+    """Return the value of a repeatable option as a reward: None, one, or a list of several."""
+    return rewards[0] if rewards and len(rewards) == 1 else rewards or None
 
 
 def _runtime(name: str | None, address: str | None = None) -> Table | None:

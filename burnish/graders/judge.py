@@ -86,10 +86,16 @@ class Judge:
             raise ConfigError(f"task.judge.key = {name!r} is not set in the environment; export it")
         try:
             self._chat([{"role": "user", "content": "Answer with [1]."}], config.seconds, 1)
-        except FAILURES as error:
+        except OSError as error:
             raise GraderError(
                 f"the judge {config.model} at task.judge.url = {config.url!r} does not answer "
                 f"({error}); start it, as with `burnish serve`, or name another"
+            ) from None
+        except FAILURES as error:
+            raise GraderError(
+                f"the judge {config.model} at task.judge.url = {config.url!r} gives no chat "
+                f"completion ({error}); the URL ends before /chat/completions, usually with /v1, "
+                "and task.judge.model is a model of this server"
             ) from None
 
     def ask(self, messages: rubric.Messages, read: Callable[[str], Any]) -> Reply:

@@ -22,8 +22,8 @@ from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, M
 from burnish.graders import judge, rewards, trial
 from burnish.recipe.engine import AnyEngine
 from burnish.recipe.load import list_recipes, load_recipe
-from burnish.recipe.models import LanguageConfig, ScratchConfig, SorterConfig
-from burnish.recipe.recipe import Recipe
+from burnish.recipe.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
+from burnish.recipe.recipe import Recipe, TrainConfig
 from burnish.recipe.tasks import (
     EnvironmentTask,
     FilesTask,
@@ -65,6 +65,8 @@ def find_problems(recipe: Recipe, out: Path | None = None) -> list[BurnishError]
     """
     tasks, models = recipe.tasks, [recipe.model, *recipe.frozen_models.values()]
     found = [] if out is None else problem_of(check_new, out)
+    if out is not None:
+        found += problem_of(check_rate, recipe.model, recipe.train, recipe.is_supervised)
     found += problem_of(check_task_extras, tasks)
     if recipe.runtime.name == "ray":
         found += problem_of(require_extra, "ray", "runtime.name = 'ray'")
@@ -124,6 +126,18 @@ def require_extra(extra: str, needed_by: str) -> None:
         raise MissingExtra(extra, needed_by)
 
 
+def check_rate(model: AnyModel, train: TrainConfig, is_supervised: bool) -> None:
+    """Raise a ConfigError if a pretrained model would be trained at the default learning rate,
+    which suits small models that start from random weights."""
+    if not model.is_pretrained or train.has_own_rate:
+        return
+    rate = "1e-4" if isinstance(train.learn, LoraLearns) else "1e-5" if is_supervised else "1e-6"
+    raise ConfigError(
+        f"train.learning_rate has no default for a pretrained model, as '{model.name}' is; begin "
+        f"with train.learning_rate = {rate}"
+    )
+
+
 def check_task_extras(tasks: Mapping[str, Any]) -> None:
     """Raise a MissingExtra error if a task, or the format of its data, needs an extra that is not
     installed."""
@@ -161,8 +175,9 @@ def check_files(tasks: Mapping[str, Any]) -> None:
     absent = _missing_files(tasks)
     if absent:
         named = " and ".join(f"{key} = {file!r}" for key, file in absent.items())
-        remedy = [*_commands(tasks), f"give rows by these names; rows are {FORMS}"][0]
-        raise DataError(f"{named} can't be read: no such file; first: {remedy}")
+        made = _commands(tasks)
+        remedy = f"first: {made[0]}" if made else f"name files that exist; rows are {FORMS}"
+        raise DataError(f"{named} can't be read: no such file; {remedy}")
 
 
 def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: bool = True) -> None:

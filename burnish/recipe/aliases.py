@@ -24,6 +24,11 @@ _BATCH = (
     "it counts the responses of one gradient step on all devices together, and "
     "train.micro_sequences the responses of one forward pass, which changes no result"
 )
+_PER_DEVICE = (
+    "it is the number of responses of one forward pass on a device and changes no result; "
+    "train.batch, the responses of one gradient step, is this times gradient_accumulation_steps "
+    "times the number of devices"
+)
 _PROMPTS = "burnish counts responses, so multiply the number of prompts by rollout.group_size"
 _STEPS = (
     "it counts rollouts; each rollout takes rollout.batch / train.batch × train.epochs gradient "
@@ -56,6 +61,7 @@ _DATA = (
 ALIASES = {
     # TRL: GRPOConfig, TrainingArguments and PEFT's LoraConfig
     "adam_beta1": Alias("TRL", "train.betas", "it is the list of both betas"),
+    "adam_epsilon": Alias("TRL", "train.eps"),
     "adam_beta2": Alias("TRL", "train.betas", "it is the list of both betas"),
     "beta": Alias("TRL", "objective.kl.coefficient", _KL),
     "bf16": Alias("TRL", "train.precision", "its value is 'bf16'"),
@@ -68,6 +74,9 @@ ALIASES = {
     "epsilon": Alias("TRL", "objective.loss.low", _CLIP),
     "epsilon_high": Alias("TRL", "objective.loss.high"),
     "eval_dataset": Alias("TRL", "task.validation", _DATA),
+    "eval_strategy": Alias(
+        "TRL", "validation.every", "it counts rollouts; the first and the last are always evaluated"
+    ),
     "eval_steps": Alias("TRL", "validation.every", _EVERY),
     "fp16": Alias("TRL", "train.precision", "its value is 'fp16'"),
     "generation_batch_size": Alias("TRL", "rollout.batch"),
@@ -75,8 +84,16 @@ ALIASES = {
     "gradient_checkpointing": Alias("TRL", "train.recompute"),
     "importance_sampling_level": Alias("TRL", "objective.ratio"),
     "learning_rate": Alias("TRL", "train.learning_rate"),
+    "load_best_model_at_end": Alias(
+        "TRL",
+        "checkpoint.keep",
+        "the best one is always kept, and `burnish export` takes it",
+    ),
     "logging_steps": Alias(
-        "TRL", "log.rollouts", "every step is logged; it is the number of responses per step"
+        "TRL",
+        "log.rollouts",
+        "every step is logged, so it has no equal; log.rollouts is the number of responses that "
+        "are recorded per step",
     ),
     "log_completions": Alias("TRL", "log.rollouts", "it is the number of responses per step"),
     "lora_alpha": Alias("PEFT", "train.learn.alpha", _LORA),
@@ -91,6 +108,10 @@ ALIASES = {
     "max_new_tokens": Alias("transformers", "rollout.max_tokens"),
     "max_prompt_length": Alias("TRL", "task.long_prompts", _PROMPT_LENGTH),
     "max_steps": Alias("TRL", "train.steps", _STEPS),
+    "metric_for_best_model": Alias("TRL", "validation.metric"),
+    "greater_is_better": Alias("TRL", "validation.goal", "its value is 'max' or 'min'"),
+    "peft_config": Alias("TRL", "train.learn", "its name is 'lora', with rank and modules"),
+    "dataset_text_field": Alias("TRL", "task.columns", "columns.prompt is the column's name"),
     "model_name_or_path": Alias("TRL", "model.name"),
     "num_generations": Alias("TRL", "rollout.group_size"),
     "num_generations_eval": Alias("TRL", "validation.samples"),
@@ -100,7 +121,7 @@ ALIASES = {
     "per_device_eval_batch_size": Alias(
         "TRL", "engine.max_running", "it is the number of samples that are decoded at once"
     ),
-    "per_device_train_batch_size": Alias("TRL", "train.batch", _BATCH),
+    "per_device_train_batch_size": Alias("TRL", "train.micro_sequences", _PER_DEVICE),
     "ref_model_sync_steps": Alias("TRL", "objective.kl.refresh", _KL),
     "remove_unused_columns": Alias(
         "TRL", "task.columns", "a reward gets all columns; it only names those of the task's fields"
@@ -116,10 +137,17 @@ ALIASES = {
         "rollout.batch",
         "the number of gradient steps is rollout.batch / train.batch × train.epochs",
     ),
+    "ref_model_mixup_alpha": Alias(
+        "TRL", "objective.kl.ema", "it is the old reference's share; it needs objective.kl.name"
+    ),
+    "reward_weights": Alias(
+        "TRL", "task.rewards", "it is a list of tables with reward, weight and name"
+    ),
     "sync_ref_model": Alias(
         "TRL",
         "objective.kl.refresh",
-        "it is the number of steps between two references, and needs objective.kl.name",
+        "it is the number of steps between two references, and objective.kl.ema averages the "
+        "reference instead; both need objective.kl.name",
     ),
     "target_modules": Alias("PEFT", "train.learn.modules", _LORA),
     "train_dataset": Alias("TRL", "task.train", _DATA),

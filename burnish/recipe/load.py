@@ -68,6 +68,8 @@ def load_recipe(
         given = flatten(effective_settings(source)) | {
             f"task.{key}": value for key, value in objects.items() if value is not None
         }
+        if not source.train.has_own_rate:  # a default stays a default, which some models refuse
+            given.pop("train.learning_rate", None)
     elif isinstance(source, Mapping):
         given = flatten(source)
     else:

@@ -72,7 +72,7 @@ def make_plan(
         resources = _weight_lines(size, train, recipe.engine.precision, recipe.model)
         resources += _need_lines(needs(recipe, size), on_mesh=recipe.on_mesh)
     elif recipe.model.is_language:
-        resources = [("memory", "known once the model is here; `burnish train` downloads it")]
+        resources = [("memory", "known once the model is here")]
     if rates is not None:
         resources.append(("time", format_estimate(recipe, size, rates)))
     lag = _lag_lines(recipe.loop, recipe.buffer, rollout.prompts, versions)

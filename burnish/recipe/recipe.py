@@ -127,7 +127,10 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 def _as_list(given: Any) -> Any:
-    """Convert the name of a single tracker to a list, and leave out repeated names."""
+    """Convert the name of a single tracker to a list, "none" to an empty one, and leave out
+    repeated names."""
+    if given == "none":
+        return []
     names = [given] if isinstance(given, str) else given
     return list(dict.fromkeys(names)) if isinstance(names, list | tuple) else names
 
@@ -175,7 +178,10 @@ class TrainConfig(Section):
     precision: Precision = Field("auto", description="precision of forward and backward passes")
     learn: AnyLearning = Field(AllLearn(), description="the weights to train: all, layers or lora")
     learning_rate: float = Field(
-        1e-3, gt=0, allow_inf_nan=False, description="AdamW's learning rate after the warm-up"
+        1e-3,
+        gt=0,
+        allow_inf_nan=False,
+        description="AdamW's learning rate after the warm-up; pretrained models have no default",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="how the learning rate falls after the warm-up"
@@ -215,6 +221,11 @@ class TrainConfig(Section):
     log_kl_responses: int | None = Field(
         None, ge=1, description="number of responses for log_kl; None: all"
     )
+
+    @property
+    def has_own_rate(self) -> bool:
+        """Whether the recipe sets the learning rate."""
+        return "learning_rate" in self.model_fields_set
 
     @model_validator(mode="after")
     def _check_micro_batches(self) -> Self:

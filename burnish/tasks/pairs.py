@@ -330,6 +330,12 @@ def _with_texts(row: Any, where: str, names: Sequence[str]) -> DataRow:
     checked = check_prompt(row, where)
     for name in names:
         text = checked.get(name)
+        if name not in checked:
+            listed = ", ".join(map(repr, checked))
+            raise DataError(
+                f"{where}: no field {name!r}, only {listed}; if another field holds it, set "
+                f"task.columns.{name} to its name"
+            )
         if not isinstance(text, str) or not text.strip():
             got = "none" if text is None else repr(text)[:80]
             raise DataError(

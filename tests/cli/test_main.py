@@ -271,6 +271,9 @@ def test_a_warm_start_is_trained_on(burnish, smollm2, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
     done = burnish("sft", "--data", "bad.jsonl", *small)
     assert done.code == 1
+    assert "bad.jsonl, line 1: no field 'answer', only 'prompt'; if another field" in done.err
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "answer": " "}\n')
+    done = burnish("sft", "--data", "bad.jsonl", *small)
     assert "bad.jsonl, line 1: a row to learn from needs a text 'answer'" in done.err
     done = burnish("plan", "sft", *small)
     assert done.code == 1  # the run can't start: there is no file of rows

@@ -190,7 +190,7 @@ def test_a_judge_is_asked_before_a_run(monkeypatch):
         with pytest.raises(ConfigError, match="is not set in the environment; export it"):
             Judge(config).check()
         monkeypatch.setenv("JUDGE_KEY_OF_A_TEST", "wrong")
-        with pytest.raises(GraderError, match=r"does not answer \(status 401"):
+        with pytest.raises(GraderError, match=r"no chat completion \(status 401.*usually with /v1"):
             Judge(config).check()
         monkeypatch.setenv("JUDGE_KEY_OF_A_TEST", "secret")
         Judge(config).check()

@@ -181,3 +181,24 @@ def test_a_run_that_does_not_fit_does_not_begin(smollm2, tmp_path, monkeypatch):
     with pytest.raises(BurnishError, match="end other programs"):
         burnish.train("keywords", out=tmp_path / "run", device="cpu", model=smollm2)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_pretrained_model_has_no_default_learning_rate(tmp_path):
+    """The default suits a small model that starts from random weights."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 2)
+    task = {"name": "files", "train": f"{tmp_path}/rows.jsonl", "reward": "inclusion"}
+    recipe = {"name": "r", "task": task, "model": {"name": "smollm2-135m"}}
+    lora, pairs = {"train": {"learn": "lora"}}, {"task": task | {"name": "pairs"}}
+    del pairs["task"]["reward"]
+
+    def problems(recipe, out=tmp_path / "new"):
+        found = [str(problem) for problem in preflight.find_problems(recipe, out)]
+        return [one for one in found if "learning_rate" in one]
+
+    for more, rate in (({}, "1e-6"), (lora, "1e-4"), (pairs, "1e-5")):
+        (said,) = problems(load_recipe(recipe | more))
+        assert said.endswith(f"as 'smollm2-135m' is; begin with train.learning_rate = {rate}")
+        assert problems(load_recipe(recipe | more, [f"train.learning_rate={rate}"])) == []
+        assert problems(load_recipe(load_recipe(recipe | more), ["name=other"])) == [said]
+        assert problems(load_recipe(recipe | more), None) == []  # an evaluation
+    assert problems(load_recipe(recipe | {"model": {"name": "scratch"}})) == []

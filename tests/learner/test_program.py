@@ -456,6 +456,20 @@ def test_a_loss_with_streams_keeps_responses_without_advantage(two_groups):
         assert len(learn.batch.rewards) == kept
 
 
+def test_a_loss_that_is_not_per_token_is_refused(two_groups):
+    """A mean would be broadcast, and the reduction would have no effect."""
+    batch = pack(two_groups)
+    for function, got in (
+        (lambda logprobs, ratio, advantages: (-ratio * advantages).mean(), r"the shape \[\]"),
+        (lambda logprobs, ratio, advantages: -(ratio * advantages)[:, None], r"the shape \[\d+, 1"),
+        (lambda logprobs, ratio, advantages: None, "NoneType"),
+    ):
+        program = make_program(loss=function)
+        learn = learn_batch(program, batch)
+        with pytest.raises(ConfigError, match=f"the loss of each token, of the shape .* got {got}"):
+            program.token_loss(Measured(random(batch, 2), random(batch, 3)), learn)
+
+
 class Callable:
     def __call__(self, logprobs, ratio, advantages, *, mask, **rest):
         return logprobs

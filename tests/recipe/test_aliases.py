@@ -95,7 +95,7 @@ OTHER_VALUES = ('objective.kl = { name = "k3", coefficient = 0.04 }', 'train.pre
 def test_the_page_about_trl():
     """Each of its arguments is answered, and each of its assignments is the recipe's."""
     page = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="utf-8")
-    assert len(page.splitlines()) <= 70
+    assert len(page.splitlines()) <= 80
     (written,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
     recipe = load_recipe(tomllib.loads(written))
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", page, flags=re.M)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from burnish.console.text import counted
+from burnish.errors import ConfigError
 from burnish.recipe.base import nearest
 from burnish.recipe.objective.piece import Function, Piece, arxiv, name_of
 
@@ -243,8 +244,16 @@ class OwnLoss(Loss):
         return f"L_t = {name_of(self.function)}(log π, ρ_t, A_t{further})"
 
     def per_token(self, streams: Streams) -> Tensor:
-        given = (streams[name] for name in ("logprobs", "ratio", "advantages"))
+        given = [streams[name] for name in ("logprobs", "ratio", "advantages")]
         result: Tensor = self.function(*given, **{name: streams[name] for name in self.asked})
+        shape = getattr(result, "shape", None)
+        if shape != given[0].shape:
+            got = type(result).__name__ if shape is None else f"the shape {list(shape)}"
+            raise ConfigError(
+                f"objective.loss.function: {name_of(self.function)} must return the loss of each "
+                f"token, of the shape {list(given[0].shape)} of log π, got {got}; leave out sums "
+                "and means, because objective.reduction weights the tokens"
+            )
         return result
 
 

@@ -34,9 +34,12 @@ def _wandb(run: Path, project: str, variables: Mapping[str, str]) -> tuple[str, 
 
 def _mlflow(run: Path, project: str, variables: Mapping[str, str]) -> tuple[str, str]:
     server = _without_secrets(variables.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db")
-    shown = "the server's page displays it"
+    shown = "its page displays it"
     if server.startswith("sqlite:"):
-        shown = f"display it with: mlflow ui --backend-store-uri {shlex.quote(server)}"
+        shown = (
+            f"display it with: mlflow ui --backend-store-uri {shlex.quote(server)} (pip install "
+            "mlflow)"
+        )
     return f"the experiment {project} at {server}", shown
 
 

@@ -36,7 +36,7 @@ RUN = Path("runs/a b-1")
         (
             "mlflow",
             {"MLFLOW_TRACKING_URI": "https://me:key@m"},
-            "p at https://m; the server's page",
+            "p at https://m; its page",
         ),
         ("trackio", {"TRACKIO_SERVER_URL": "https://t/?write_token=1"}, "at https://t/; its page"),
         ("trackio", {}, "local database; display it with: trackio show --project p"),
