@@ -55,7 +55,9 @@ class Episode(NamedTuple):
     row: Mapping[str, Any]
     seed: int
     messages: tuple[Mapping[str, str], ...]
-    """The first messages, which the prompt contains."""
+    """The environment's first messages, which the prompt contains."""
+    system: str | None = None
+    """The system message that precedes them in the prompt; None if there is none."""
 
 
 class Turn(NamedTuple):
@@ -74,7 +76,10 @@ class Turn(NamedTuple):
     metrics: Mapping[str, float]
     """The environment's metrics for this turn."""
     error: str | None
-    """Why the environment failed in this turn; None if it did not."""
+    """Why the environment failed in this turn; None if it did not. A turn without tokens is an
+    environment that failed before the first turn."""
+    seconds: float = 0.0
+    """Wall-clock time of the environment's call."""
 
 
 @dataclass(frozen=True)

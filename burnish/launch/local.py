@@ -119,6 +119,7 @@ def build_local(resolved: Resolved, make: MakeLearner | None = None) -> RunCompo
         publish=lambda: engine.load(learner.weights()),
         decode=decode,
         close=close,
+        waited=_waiting_time(task),
     )
 
 
@@ -243,6 +244,15 @@ def _with_environments(
         observation_tokens=config.observation_tokens,
     )
     return EpisodeEngine(engine, task.environments, source.tokenizer, task.conversation, limits)
+
+
+def _waiting_time(task: Task) -> Callable[[], float] | None:
+    """Return a function that returns the seconds for which a task's environments were waited for so
+    far; None if the task has no environments."""
+    if not isinstance(task, environment.EpisodeTask):
+        return None
+    pool = task.environments
+    return lambda: pool.waited
 
 
 def build_task(resolved: Resolved) -> tuple[Task, Decode]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from burnish.console.progress import tell_turn
+from burnish.console.text import counted
 from burnish.engine.protocol import Capabilities, Engine, Probed, Request
 from burnish.environments.pool import EnvironmentPool
 from burnish.environments.protocol import Observation
@@ -159,6 +161,7 @@ class EpisodeEngine:
                 if play.name not in failed:
                     self._submit(play, None)
         self._environments.end(failed)
+        self._tell_turn()
         return [
             self._finished(play, _nothing(play), Finish.STOP, failed[play.name])
             for play in plays
@@ -184,6 +187,8 @@ class EpisodeEngine:
         messages = [{"role": "assistant", "content": play.turns[-1].text} for play in playing]
         named = [play.name for play in playing]
         actions = list(zip(named, messages, strict=True))
+        if actions:
+            self._tell_turn(playing, f", waiting for {counted(len(actions), 'environment')}")
         observations = self._environments.step(actions) if actions else []
         for play, found in zip(playing, observations, strict=True):
             turn = play.turn
@@ -200,7 +205,23 @@ class EpisodeEngine:
             else:
                 self._submit(play, begun)
         self._environments.end(f"{c.request_id}/{c.sample_index}" for c in done)
+        self._tell_turn()
         return done
+
+    def turns_of(self, request_id: str) -> tuple[Turn, ...]:
+        """Return the complete turns of an unfinished episode, the first one of a request."""
+        plays = (play for play in self._plays.values() if play.request.request_id == request_id)
+        return tuple(play.turns) if (play := next(plays, None)) else ()
+
+    def _tell_turn(self, answered: Sequence[_Play] = (), doing: str = "") -> None:
+        """Display the turn of the episodes: the one that the policy takes, or that the environments
+        of ``answered`` answer."""
+        numbers = [len(play.turns) for play in answered]
+        numbers += [len(play.turns) + 1 for play in self._plays.values()]
+        if numbers:
+            first, last = min(numbers), max(numbers)
+            own = f"turn {last}" if first == last else f"turns {first} to {last}"
+            tell_turn(f"{own} of {self._limits.turns}{doing}")
 
     def _submit(self, play: _Play, begun: Completion | None) -> None:
         """Submit the next turn of an episode, which continues ``begun``, or its first turn."""
@@ -241,7 +262,11 @@ class EpisodeEngine:
         """Return a turn with the environment's answer, whose long messages are truncated."""
         messages = tuple({**m, "content": self._cut(m["content"])} for m in found.messages)
         return turn._replace(
-            messages=messages, reward=found.reward, metrics=found.metrics, error=found.error
+            messages=messages,
+            reward=found.reward,
+            metrics=found.metrics,
+            error=found.error,
+            seconds=found.seconds,
         )
 
     def _cut(self, text: str) -> str:

@@ -18,6 +18,7 @@ from burnish.graders.tally import name_failures
 from burnish.randomness import Stream
 from burnish.recipe.length import Overlong
 from burnish.recipe.recipe import RolloutConfig
+from burnish.rollout.episode_metrics import episode_columns
 from burnish.rollout.greedy_baseline import set_apart
 from burnish.rollout.length import Shape, is_counted, is_cut, mask_cut, unshaped
 from burnish.rollout.step_values import Steps, describe_steps, valued
@@ -267,6 +268,8 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
             "status": grade.status,
             "correct": grade.correct,
             "part": group.prompt.part,
+            "turns": [turn._asdict() for turn in completion.turns],
+            "inserted": int(np.count_nonzero(~completion.sampled)),
         }
         for group in groups
         for completion, grade in group.graded
@@ -300,7 +303,8 @@ def costs(groups: Sequence[Group]) -> dict[str, float]:
 def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Compute means over responses, such as length, reward and the share of each status and finish
     reason, and the number of responses. A response is a mapping with the keys tokens, finish,
-    reward, parts, status, correct and, in a mixture, part.
+    reward, parts, status, correct and, in a mixture, part. Multi-turn episodes have the key turns,
+    and the number of inserted tokens as "inserted" or their indices as "forced".
 
     Responses whose grade is an error are left out of the means of rewards. A mean over no responses
     is left out.
@@ -315,6 +319,9 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         columns[f"reward/{part}"] = [r["reward"] for r in scored if r.get("part") == part]
     for name in sorted({name for r in responses for name in r["parts"]}):
         columns[f"part_{name}"] = [r["parts"][name] for r in responses if name in r["parts"]]
+    episodes = episode_columns(responses)
+    columns = {k: v for k, v in columns.items() if k.removeprefix("part_") not in episodes}
+    columns |= episodes
     columns |= {f"grades_{s}": [r["status"] == s for r in responses] for s in Status}
     means = {name: float(np.mean(values)) for name, values in columns.items() if values}
     return means | {"responses": float(len(responses))}

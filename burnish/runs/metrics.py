@@ -25,20 +25,30 @@ LAST = ("drift/update",)
 
 class Timers:
     """Measures the seconds that are spent in each phase, as in ``with timers("learn"):``. Time
-    outside of all phases counts as ``other``."""
+    outside of all phases counts as ``other``.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._began = clock()
+    ``waited`` returns the seconds for which this process has waited for environments so far; they
+    count as ``environments`` and not for the phase in which they passed. None if the run has no
+    environments.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        waited: Callable[[], float] | None = None,
+    ) -> None:
+        self._clock, self._waited = clock, waited
+        self._began, self._waited_before = clock(), waited() if waited else 0.0
         self._phases: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        began = self._clock()
+        began, waited = self._clock(), self._waited or (lambda: 0.0)
+        before = waited()
         try:
             yield
         finally:
-            self._phases[phase] += self._clock() - began
+            self._phases[phase] += self._clock() - began - (waited() - before)
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last ``take`` as ``time/…``, and the total as
@@ -46,6 +56,10 @@ class Timers:
         now = self._clock()
         whole = now - self._began
         phases = {f"time/{name}": seconds for name, seconds in self._phases.items()}
+        if self._waited is not None:
+            waited = self._waited()
+            phases["time/environments"] = waited - self._waited_before
+            self._waited_before = waited
         other = whole - sum(phases.values())
         self._began = now
         self._phases.clear()

@@ -6,22 +6,27 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from burnish.runs.metrics import iterate_rows
-from burnish.types import FloatArray, Group, IntArray, Prompt
+from burnish.types import Completion, FloatArray, Group, IntArray, Prompt
 
-ResponseRow = dict[str, Any]
+Row = dict[str, Any]
+ResponseRow = Row
 """One response: a row of rollouts.jsonl or evaluations.jsonl, made by ``rows``."""
 FILES = ("rollouts.jsonl", "evaluations.jsonl")
 """Files with responses. Pages refer to a file by its index here."""
+TURN_TIMES = "turn_times.jsonl"
+"""File with the seconds of the environment's calls in each episode that `FILES` has."""
 TOKENS, PAIRS = 2_000, 200
 """Maximum number of tokens per response and of pairs of responses in a page. Prompts are never
 truncated: a response whose prompt does not fit is left out."""
+TEXT, TURNS = 4_000, 200
+"""Maximum number of characters of each message of an episode, and of its turns, in a page."""
 ELSEWHERE = ("prompt", "prompt_id", "response")
 """Keys of a row that pages omit. The response is included if its tokens do not spell it."""
 
@@ -75,7 +80,15 @@ def rows(
             # Version of the weights that sampled the first token; None if there are no tokens.
             "version": int(completion.versions[0]) if len(completion.versions) else None,
             "versions": version_ranges(completion.versions),
-        } | _steps(completion.values)
+            **_steps(completion.values),
+            **_episode(group.prompt, completion),
+        }
+
+
+def final_text(row: ResponseRow) -> str:
+    """Return the text that has a response's answer: the last turn of an episode, or else the whole
+    response."""
+    return str(row["turns"][-1]["text"] if row.get("turns") else row["response"])
 
 
 def version_ranges(versions: IntArray) -> list[list[int]]:
@@ -96,6 +109,49 @@ def _steps(values: FloatArray | None) -> ResponseRow:
         return {}
     starts = np.flatnonzero(np.isfinite(values))
     return {"steps": [(int(start), float(values[start])) for start in starts]}
+
+
+def _episode(prompt: Prompt, completion: Completion) -> ResponseRow:
+    """Return the entries of a multi-turn episode: "first_messages", the messages before the first
+    turn, and "turns", one dict per turn with the fields of `Turn` except its seconds, which
+    differ whenever the run is repeated. Return an empty dict if the prompt has no environment."""
+    if prompt.episode is None:
+        return {}
+    system = prompt.episode.system
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return {
+        "first_messages": [*first, *prompt.episode.messages],
+        "turns": [
+            {name: value for name, value in turn._asdict().items() if name != "seconds"}
+            for turn in completion.turns
+        ],
+    }
+
+
+def turn_times(file: str, rows: Sequence[ResponseRow], groups: Sequence[Group]) -> Iterator[Row]:
+    """Yield the rows of `TURN_TIMES` for ``rows``, which were made from ``groups`` and belong to
+    ``file``: the seconds of the environment's calls in each episode. Other responses have none."""
+    turns = {(g.index, c.sample_index): c.turns for g in groups for c in g.completions}
+    for row in rows:
+        if own := turns[row["group"], row["sample"]]:
+            names = {name: row[name] for name in ("step", "group", "sample")}
+            yield {"file": file, **names, "seconds": [round(turn.seconds, 6) for turn in own]}
+
+
+def iterate_responses(run: Path, file: str, reach: int | None = None) -> Iterator[ResponseRow]:
+    """Yield the rows of one of a run's `FILES`, with the seconds of the environment's calls added
+    to each turn if they were recorded. ``reach`` as in `iterate_rows`."""
+    times = {
+        tuple(row[name] for name in ("step", "group", "sample")): row["seconds"]
+        for row in iterate_rows(run / TURN_TIMES, reach)
+        if row["file"] == file
+    }
+    for row in iterate_rows(run / file, reach):
+        turns = row.get("turns", ())
+        own = times.get((row["step"], row["group"], row["sample"])) if turns else None
+        if own is not None:
+            row["turns"] = [t | {"seconds": s} for t, s in zip(turns, own, strict=False)]
+        yield row
 
 
 def first_and_last(rows: Iterable[ResponseRow]) -> list[tuple[ResponseRow, ResponseRow]]:
@@ -153,8 +209,8 @@ def excerpt(run: Path, budget: int, reach: int) -> dict[str, Any]:
     entries = _read(run, reach)
     pairs = _pairs(entries)
     for entry in [*(entry for pair in pairs for entry in pair), *_in_order(entries)]:
-        if not entry["is_kept"] and len(entry["json"]) <= budget:
-            budget -= len(entry["json"])
+        if not entry["is_kept"] and entry["size"] <= budget:
+            budget -= entry["size"]
             entry["is_kept"] = True
     kept = [entry for entry in entries if entry["is_kept"]]
     for place, entry in enumerate(kept):
@@ -173,10 +229,13 @@ def _read(run: Path, reach: int) -> list[dict[str, Any]]:
     which it is selected."""
     entries = []
     for source, name in enumerate(FILES):
-        for row in iterate_rows(run / name, reach):
+        for row in iterate_responses(run, name, reach):
             entry = {key: row[key] for key in ("step", "prompt_id", "sample")}
             entry |= {"source": source, "is_kept": False}
-            entries.append(entry | {"json": json.dumps(_compact(row) | {"source": source})})
+            compact = _compact(row) | {"source": source}
+            steady = json.dumps(_untimed(compact))
+            entry |= {"size": len(steady), "hash": zlib.crc32(steady.encode())}
+            entries.append(entry | {"json": json.dumps(compact)})
     return entries
 
 
@@ -192,7 +251,15 @@ def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries of the newest step, then all others. Both parts are sorted by a hash, so
     that later responses do not change the order."""
     newest = max((entry["step"] for entry in entries), default=0)
-    return sorted(entries, key=lambda e: (e["step"] < newest, zlib.crc32(e["json"].encode())))
+    return sorted(entries, key=lambda e: (e["step"] < newest, e["hash"]))
+
+
+def _untimed(row: ResponseRow) -> ResponseRow:
+    """Return a row without seconds, so that a repeated run selects the same rows."""
+    if "turns" not in row:
+        return row
+    turns = [{k: v for k, v in turn.items() if k != "seconds"} for turn in row["turns"]]
+    return row | {"turns": turns}
 
 
 def _compact(row: ResponseRow) -> ResponseRow:
@@ -205,4 +272,22 @@ def _compact(row: ResponseRow) -> ResponseRow:
         compact["response"] = row["response"][: len("".join(compact["tokens"]))]
     if len(row["tokens"]) > TOKENS:
         compact["whole"] = [len(row["tokens"]), len(row["response"])]
+    if "turns" in row:
+        compact.pop("response", None)  # the page shows the texts of the turns
+        compact["first_messages"] = [_clipped(message) for message in row["first_messages"]]
+        compact["turns"] = [
+            _clipped(turn, "text") | {"messages": [_clipped(m) for m in turn["messages"]]}
+            for turn in row["turns"][:TURNS]
+        ]
+        compact["turn_count"] = len(row["turns"])
+        compact["failed"] = any(turn["error"] is not None for turn in row["turns"])
     return compact
+
+
+def _clipped(record: Mapping[str, Any], key: str = "content") -> dict[str, Any]:
+    """Return a message or a turn for the page: with at most ``TEXT`` characters of its text and, if
+    it is longer, its length as "characters"."""
+    text = record[key]
+    if len(text) <= TEXT:
+        return dict(record)
+    return {**record, key: text[:TEXT], "characters": len(text)}

@@ -91,7 +91,7 @@ def test_sampled_tokens_have_the_learners_log_probabilities(folder, more):
         assert step["mismatch/logprob_mean"] < 1e-5
         assert step["mismatch/logprob_max"] < 1e-4
     for row in recorded(run):
-        assert row["parts"]["turns"] == 3 or row["finish"] == "length"
+        assert len(row["turns"]) == 3 or row["finish"] == "length"
         text = "".join(row["tokens"])
         assert row["forced"]
         inserted = "".join(row["tokens"][i] for i in row["forced"])
@@ -167,9 +167,9 @@ def test_an_environment_that_fails_is_counted_and_stops_the_run(folder):
 def test_evaluation_plays_episodes(folder):
     run = api.train("keywords", overrides=[*EPISODES, "validation.samples=2"], out=folder / "run")
     assert run.metrics[0]["validation/reward"] > 0
-    assert run.metrics[-1]["validation/part_turns"] == 3
+    assert run.metrics[-1]["validation/turns"] == 3
     rows = [json.loads(x) for x in Path(run, "evaluations.jsonl").read_text().splitlines()]
-    assert all(row["parts"]["turns"] == 3 for row in rows)
+    assert all(len(row["turns"]) == 3 for row in rows)
 
 
 def test_an_environment_and_rows_replace_a_task(folder):
@@ -183,7 +183,7 @@ def test_an_environment_and_rows_replace_a_task(folder):
     given = {"environment": "game.py:Game", "overrides": kept}
     run = api.train("keywords", prompts=rows, out=folder / "run", **given)
     assert run.recipe.task.name == "environment"
-    assert run.metrics[-1]["rollout/part_turns"] == 3
+    assert run.metrics[-1]["rollout/turns"] == 3
     recipe = api.recipe_of(run.recipe, [], data="other.jsonl", reward="reward.py:score")
     assert (recipe.task.environment, recipe.task.train) == ("game.py:Game", "other.jsonl")
     assert recipe.task.reward == "reward.py:score"
@@ -213,6 +213,19 @@ def test_settings_that_do_not_go_with_episodes_are_refused_together(folder):
 
 def test_lengths_count_sampled_tokens(folder):
     run = api.train("keywords", overrides=EPISODES, out=folder / "run")
+    for timings in run.timings:
+        phases = [v for k, v in timings.items() if k.startswith("time/") and k != "time/step"]
+        assert sum(phases) == pytest.approx(timings["time/step"])
+        assert timings["time/environments"] > 0
+    for row in [*run.rollouts, *run.evaluations]:
+        assert row["first_messages"][0]["role"] == "user"
+        for turn in row["turns"]:
+            assert turn["seconds"] > 0
+            sampled = {*range(turn["start"], turn["end"])}
+            assert sampled.isdisjoint(row["forced"])
+            assert 0 < len(turn["text"]) <= turn["end"] - turn["start"]  # a token is a byte
+    inserted = [len(row["forced"]) for row in recorded(run) if row["step"] == 3]
+    assert run.metrics[-1]["rollout/observation_tokens"] == pytest.approx(np.mean(inserted))
     last = [row for row in recorded(run) if row["step"] == 3]
     sampled = [len(row["tokens"]) - len(row["forced"]) for row in last]
     assert run.metrics[-1]["rollout/length"] == pytest.approx(np.mean(sampled))
