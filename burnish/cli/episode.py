@@ -34,12 +34,14 @@ def episode_recipe(
     row: str | None = None,
     data: str | None = None,
     max_tokens: int | None = None,
+    turns: int | None = None,
     seed: int = 0,
 ) -> Recipe:
     """Return a recipe that plays one episode: with ``row``, a JSON object, with a row of the file
     ``data``, or with an empty row if both are None.
 
-    If the model is a run with an environment, the limits are those of the run. Raise a ConfigError
+    If the model is a run with an environment, the limits are those of the run, unless
+    ``max_tokens`` or ``turns`` replace them. Raise a ConfigError
     if the row is not a JSON object, or if both are given.
     """
     task: dict[str, Any] = {"validation_rows": 0}
@@ -49,6 +51,8 @@ def episode_recipe(
         if isinstance(trained.task, EnvironmentTask):
             task |= {name: getattr(trained.task, name) for name in KEPT}
             rollout["max_tokens"] = trained.rollout.max_tokens
+    if turns is not None:
+        task["turns"] = turns
     if max_tokens is not None:
         rollout["max_tokens"] = max_tokens
     if row is not None and data is not None:
@@ -155,5 +159,5 @@ def _ending(done: Completion, turns: int, tokens: int) -> str:
     if done.finish is Finish.ABORT:
         return f"aborted after {count}: the model's log-probabilities were not finite"
     if len(taken) >= turns:
-        return f"truncated after {count}, the limit (task.turns)"
+        return f"truncated after {count}, the limit (--turns)"
     return f"truncated after {count}: {tokens:,} tokens (--max-tokens), or the model's context"

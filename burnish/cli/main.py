@@ -512,6 +512,9 @@ def generate_command(
     ] = None,
     row: Annotated[str | None, Option(help="the episode's row, a JSON object")] = None,
     data: Annotated[str | None, Option(help="rows, of which the seed selects one")] = None,
+    turns: Annotated[
+        int | None, Option(min=1, help="limit of the episode", show_default="its run's, or 16")
+    ] = None,
 ) -> None:
     """Sample responses from a model and print them, or play one episode with an environment."""
     words = prompt or []
@@ -525,11 +528,12 @@ def generate_command(
                 "write `burnish generate MODEL --environment FILE.py:NAME`"
             )
         given: dict[str, Any] = {"adapter": adapter, "row": row, "data": data, "seed": seed}
-        recipe = episode.episode_recipe(chosen[0], environment, max_tokens=max_tokens, **given)
+        given |= {"max_tokens": max_tokens, "turns": turns}
+        recipe = episode.episode_recipe(chosen[0], environment, **given)
         raise typer.Exit(0 if episode.play_episode(recipe, temperature) else 1)
-    if not words or row is not None or data is not None:
+    if not words or (row, data, turns) != (None, None, None):
         raise ConfigError(
-            "generate needs a prompt, and --row and --data need --environment; write "
+            "generate needs a prompt, and --row, --data and --turns need --environment; write "
             "`burnish generate PROMPT`, or `burnish generate MODEL --environment FILE.py:NAME`"
         )
     how: dict[str, Any] = {
