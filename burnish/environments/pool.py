@@ -274,7 +274,7 @@ class EnvironmentPool:
         """
         assert self._supervisor is not None
         process, connection = self._supervisor
-        is_complete, began = False, time.monotonic()
+        is_complete, began = False, time.perf_counter()
         try:
             try:
                 connection.send(calls)
@@ -291,7 +291,7 @@ class EnvironmentPool:
             is_complete = True  # the caller stops the supervisor
             raise
         finally:
-            self.waited += time.monotonic() - began
+            self.waited += time.perf_counter() - began
             if not is_complete:
                 self._lose(ChildError("the pool was interrupted"))
 

@@ -102,7 +102,7 @@ def test_a_run_is_evaluated_with_its_environment_or_another(burnish, place):
 
 
 def test_a_model_is_evaluated_by_a_recipe_with_an_environment(burnish):
-    given = [word for name in TINY[:6] for word in ("--set", name)]
+    given = [word for name in TINY[2:6] for word in ("--set", name)]
     given += ["--model", "run", "--environment", "longer.py:Game", "--max-tokens", 100]
     done = burnish("eval", "keywords", *given)
     assert done.code == 0, done.err
