@@ -359,7 +359,9 @@ class _Recorder:
                 metrics = metrics | self._validate(number)
         kept = {"advantages": step.advantages, "learner_logprobs": step.learner_logprobs}
         limit = settings.log_rollouts
-        if rows := self._keep("rollouts.jsonl", number, step.groups, limit=limit, **kept):
+        rows = self._keep("rollouts.jsonl", number, step.groups, limit=limit, **kept)
+        rows += self._keep("rollouts.jsonl", number, step.failed, limit=limit)
+        if rows:
             self.directory.append("log.txt", responses.format_log(rows))
         timings = self.timers.take()
         if "time/generate" in timings and "time/wait" not in timings:

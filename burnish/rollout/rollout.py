@@ -253,6 +253,18 @@ def drop_errors(
     return kept, found
 
 
+def failed_episodes(groups: Sequence[Group]) -> list[Group]:
+    """Return the episodes without a grade, such as those whose environment failed: the groups that
+    have such episodes, without their other responses."""
+    found = []
+    for group in groups:
+        failed = [pair for pair in group.graded if pair[0].turns and pair[1].is_error]
+        if failed:
+            completions, grades = zip(*failed, strict=True)
+            found.append(replace(group, completions=completions, grades=grades))
+    return found
+
+
 def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, float]:
     """Compute metrics of a rollout's groups, before the learner uses them: means over responses,
     reward statistics and sampled tokens as ``rollout/…``, and costs of judges as ``judge/…``.

@@ -28,8 +28,8 @@ class Timers:
     outside of all phases counts as ``other``.
 
     ``waited`` returns the seconds for which this process has waited for environments so far; they
-    count as ``environments`` and not for the phase in which they passed. None if the run has no
-    environments.
+    count as ``environments`` and not for the phase in which they passed, except in evaluations,
+    whose time stays whole. None if the run has no environments.
     """
 
     def __init__(
@@ -38,17 +38,23 @@ class Timers:
         waited: Callable[[], float] | None = None,
     ) -> None:
         self._clock, self._waited = clock, waited
-        self._began, self._waited_before = clock(), waited() if waited else 0.0
+        self._began, self._waited_before = clock(), self._waiting()
         self._phases: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        began, waited = self._clock(), self._waited or (lambda: 0.0)
-        before = waited()
+        began, before = self._clock(), self._waiting()
         try:
             yield
         finally:
-            self._phases[phase] += self._clock() - began - (waited() - before)
+            spent = self._waiting() - before
+            if phase == "evaluate":
+                self._waited_before += spent
+                spent = 0.0
+            self._phases[phase] += self._clock() - began - spent
+
+    def _waiting(self) -> float:
+        return 0.0 if self._waited is None else self._waited()
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last ``take`` as ``time/…``, and the total as
@@ -57,9 +63,9 @@ class Timers:
         whole = now - self._began
         phases = {f"time/{name}": seconds for name, seconds in self._phases.items()}
         if self._waited is not None:
-            waited = self._waited()
-            phases["time/environments"] = waited - self._waited_before
-            self._waited_before = waited
+            waiting = self._waiting()
+            phases["time/environments"] = waiting - self._waited_before
+            self._waited_before = waiting
         other = whole - sum(phases.values())
         self._began = now
         self._phases.clear()

@@ -25,8 +25,11 @@ TURN_TIMES = "turn_times.jsonl"
 TOKENS, PAIRS = 2_000, 200
 """Maximum number of tokens per response and of pairs of responses in a page. Prompts are never
 truncated: a response whose prompt does not fit is left out."""
-TEXT, TURNS = 4_000, 200
-"""Maximum number of characters of each message of an episode, and of its turns, in a page."""
+TEXT, EPISODE, TURNS = 4_000, 40_000, 200
+"""Maximum number of characters of each message of an episode, of all its messages if they have more
+than ``SHORTEST`` each, and of turns, in a page."""
+SHORTEST = 200
+"""Number of characters of a message that a page always has."""
 ELSEWHERE = ("prompt", "prompt_id", "response")
 """Keys of a row that pages omit. The response is included if its tokens do not spell it."""
 
@@ -274,20 +277,24 @@ def _compact(row: ResponseRow) -> ResponseRow:
         compact["whole"] = [len(row["tokens"]), len(row["response"])]
     if "turns" in row:
         compact.pop("response", None)  # the page shows the texts of the turns
-        compact["first_messages"] = [_clipped(message) for message in row["first_messages"]]
+        first, turns = row["first_messages"], row["turns"][:TURNS]
+        texts = len(first) + sum(1 + len(turn["messages"]) for turn in turns)
+        most = max(SHORTEST, min(TEXT, EPISODE // max(1, texts)))
+        compact["first_messages"] = [_clipped(message, most) for message in first]
         compact["turns"] = [
-            _clipped(turn, "text") | {"messages": [_clipped(m) for m in turn["messages"]]}
-            for turn in row["turns"][:TURNS]
+            _clipped(turn, most, "text")
+            | {"messages": [_clipped(message, most) for message in turn["messages"]]}
+            for turn in turns
         ]
         compact["turn_count"] = len(row["turns"])
         compact["failed"] = any(turn["error"] is not None for turn in row["turns"])
     return compact
 
 
-def _clipped(record: Mapping[str, Any], key: str = "content") -> dict[str, Any]:
-    """Return a message or a turn for the page: with at most ``TEXT`` characters of its text and, if
+def _clipped(record: Mapping[str, Any], most: int, key: str = "content") -> dict[str, Any]:
+    """Return a message or a turn for the page: with at most ``most`` characters of its text and, if
     it is longer, its length as "characters"."""
     text = record[key]
-    if len(text) <= TEXT:
+    if len(text) <= most:
         return dict(record)
-    return {**record, key: text[:TEXT], "characters": len(text)}
+    return {**record, key: text[:most], "characters": len(text)}

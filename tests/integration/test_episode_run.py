@@ -17,7 +17,9 @@ from burnish.launch.local import build_local
 from burnish.launch.resolve import resolve
 from burnish.recipe.load import load_recipe
 from burnish.runs.metrics import Timers
+from burnish.runs.report import write_report
 from tests.loops.test_recorder import fingerprint, stopper
+from tests.runs.test_report import data_of
 
 GAME = """
 import os, time
@@ -159,7 +161,14 @@ def test_an_environment_that_fails_is_counted_and_stops_the_run(folder):
     run = api.train("keywords", overrides=many, out=folder / "run")
     errors = [step["rollout/grades_error"] for step in run.metrics[1:]]
     assert max(errors) > 0
-    assert all(row["reward"] is None for row in recorded(run) if row["status"] == "error")
+    failed = [row for row in recorded(run) if row["status"] == "error"]
+    counts = [sum(row["step"] == step for row in failed) for step in (1, 2, 3, 4)]
+    assert counts == [8 * share for share in errors]
+    assert all(row["advantage"] is None for row in failed)
+    assert all(row["reward"] is None for row in failed)
+    assert all("broken" in row["turns"][-1]["error"] for row in failed)
+    shown = [row for row in data_of(write_report(run.path))["rollouts"]["rows"] if row["failed"]]
+    assert len(shown) == len(failed) > 0
     with pytest.raises(GraderError, match="broken"):
         api.train("keywords", overrides=[*EPISODES, "train.steps=8"], out=folder / "stopped")
 
@@ -216,7 +225,7 @@ def test_lengths_count_sampled_tokens(folder):
     for timings in run.timings:
         phases = [v for k, v in timings.items() if k.startswith("time/") and k != "time/step"]
         assert sum(phases) == pytest.approx(timings["time/step"])
-        assert timings["time/environments"] > 0
+        assert (timings["time/environments"] > 0) == (timings["step"] > 0)
     for row in [*run.rollouts, *run.evaluations]:
         assert row["first_messages"][0]["role"] == "user"
         for turn in row["turns"]:

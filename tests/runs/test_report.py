@@ -472,6 +472,16 @@ def test_the_responses_of_a_page_have_the_turns_of_episodes(tmp_path):
     assert (len(rows[8]["turns"]), rows[8]["turn_count"]) == (responses.TURNS, 5_000)
 
 
+def test_the_turns_of_one_episode_do_not_fill_a_page(tmp_path):
+    long = [turn(k, k + 1, "y" * 5_000, user("z" * 5_000, "tool")) for k in range(150)]
+    run = make_run(tmp_path, rollouts=[episode(1, long)])
+    (row,) = data_of(write_report(run))["rollouts"]["rows"]
+    assert len(row["turns"]) == 150
+    assert {len(t["text"]) for t in row["turns"]} == {responses.SHORTEST}
+    assert row["turns"][-1]["messages"][0]["characters"] == 5_000
+    assert len(json.dumps(row)) < 120_000
+
+
 def test_times_of_turns_do_not_select_other_responses(tmp_path):
     """A run that is repeated has other times and shows the same responses."""
     found = []
