@@ -9,6 +9,10 @@ again, so the learner sees the ids that were sampled, in the context in which th
 
 ``between`` renders all messages of one step together, after a synthetic user and assistant message,
 and keeps the text after that assistant's end token. It therefore does not depend on earlier turns.
+
+Tools are written by the model's chat template if it writes tools and their calls in a format of
+``burnish.model.calls``. Otherwise the first message lists the tools and explains the format, calls
+are part of an assistant's text, and results are messages of the user.
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from burnish.errors import ModelError
+from burnish.model.calls import CALL_FORMATS, CallFormatName, ToolCall, calls_of, read_calls
 from burnish.model.tokenizer import Tokenizer
 from burnish.types import IntArray
 
@@ -29,6 +35,16 @@ USER = {"role": "user", "content": "burnish-question"}
 ANSWER = {"role": "assistant", "content": "burnish-answer"}
 """Synthetic messages. Their contents are found again in the text of a chat template."""
 THOUGHT = {**ANSWER, "content": f"<think>\nburnish-thought\n</think>\n\n{ANSWER['content']}"}
+PROBE = ToolCall("burnish_tool", {"burnish_argument": 1})
+"""Synthetic call, which tells the format in which a template writes calls."""
+PROBE_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": PROBE.name,
+        "description": "burnish",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 
 
 class ConversationFormat:
@@ -39,27 +55,41 @@ class ConversationFormat:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), *, now: datetime
+        self,
+        tokenizer: Tokenizer,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        calls: CallFormatName | None = None,
+        now: datetime,
     ) -> None:
-        """``tools`` are JSON schemas of the functions that the assistant may call, and ``now`` is
-        the date that a template may insert.
+        """``tools`` are JSON schemas of the functions that the assistant may call, in the format
+        ``calls``; None for the format of the model's template, or else that of
+        `default_call_format`. ``now`` is the date that a template may insert.
 
-        Raise a ModelError if the tokenizer has no end token, or if there are tools and the model's
-        template does not write them.
+        Raise a ModelError if the tokenizer has no end token.
         """
         if not tokenizer.end_ids:
             raise ModelError("the model's tokenizer names no end token, so no turn could end")
-        self._tokenizer, self._tools, self._now = tokenizer, tools, now
+        self._tokenizer, self._now = tokenizer, now
+        self._tools: Sequence[Mapping[str, Any]] = ()
+        """Tools that the template writes."""
+        self._calls: CallFormatName | None = None
+        """Format of calls that the template does not write; None if it writes them."""
+        self._listing = ""
+        """Text that lists the tools which the template does not write."""
         self._ends = {tokenizer.decode([token]): token for token in tokenizer.end_ids}
         self.end_id = tokenizer.end_ids[0]
         """The token that ends a turn: the end token that the template writes after an answer, or
         the model's first one if it writes none."""
+        if tools:
+            is_own = calls is None or _written_calls(tokenizer, now) == calls
+            if is_own and _writes_tools(tokenizer, now):
+                self._tools = tools
+            else:
+                self._calls = calls or default_call_format(tokenizer, now=now)
+                self._listing = CALL_FORMATS[self._calls].explain(tools)
         if tokenizer.chat_template is None:
-            if tools:
-                raise ModelError("this model has no chat template, so it can't write tools")
             return
-        if tools and self._write([USER]) == tokenizer.chat([USER], now=now):
-            raise ModelError("the model's chat template does not write tools")
         self._head = self._write([USER])
         text = self._write([USER, ANSWER], generate=False)
         after = text[self._answered(text) :].lstrip()
@@ -69,6 +99,7 @@ class ConversationFormat:
     def open(self, messages: Sequence[Message]) -> IntArray:
         """Return the token ids of the messages before the first turn, with the generation
         prompt."""
+        messages = self._with_listing(messages)
         if self._tokenizer.chat_template is None:
             return self._tokenizer.encode(_plain(messages))
         return self._encode(self._write(messages))
@@ -76,6 +107,10 @@ class ConversationFormat:
     def turn(self, message: Message) -> IntArray:
         """Return the token ids of an assistant's message, as the model would have sampled them
         after the generation prompt, with the end token."""
+        if self._calls is not None and message.get("tool_calls"):
+            written = CALL_FORMATS[self._calls].write(calls_of(_parsed(message)))
+            parts = [part for part in (message.get("content"), written) if part]
+            message = {"role": message["role"], "content": "\n".join(parts)}
         if self._tokenizer.chat_template is None:
             return self._ended(self._encode(message["content"]))
         text = self._write([USER, message], generate=False)
@@ -91,6 +126,7 @@ class ConversationFormat:
     def between(self, messages: Sequence[Message]) -> IntArray:
         """Return the token ids that follow the end token of a turn: the messages of one step and
         the next generation prompt."""
+        messages = self._with_results(messages)
         if self._tokenizer.chat_template is None:
             return self._encode(_plain(messages))
         text = self._write([USER, ANSWER, *messages])
@@ -114,6 +150,38 @@ class ConversationFormat:
                 return False
         return True
 
+    def _with_listing(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Add the list of tools to the system message, or to the first message if the template
+        writes no system message."""
+        if not self._listing:
+            return messages
+        first, rest = messages[0], messages[1:]
+        joined = {**first, "content": f"{self._listing}\n\n{first['content']}"}
+        if first["role"] == "system":
+            return [{**first, "content": f"{first['content']}\n\n{self._listing}"}, *rest]
+        system = {"role": "system", "content": self._listing}
+        if self._tokenizer.chat_template is None:
+            return [system, *messages]
+        try:
+            is_written = self._listing in self._write([system, *messages])
+        except ModelError:
+            is_written = False
+        return [system, *messages] if is_written else [joined, *rest]
+
+    def _with_results(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Write successive results of tools into one message of the user, for a template that does
+        not write tools."""
+        if self._calls is None or self._tokenizer.chat_template is None:
+            return messages
+        result, written = CALL_FORMATS[self._calls].result, list[Message]()
+        for is_tool, run in groupby(messages, key=lambda message: message["role"] == "tool"):
+            if is_tool:
+                text = "\n".join(result.format(message["content"]) for message in run)
+                written.append({"role": "user", "content": text})
+            else:
+                written += run
+        return written
+
     def _answered(self, text: str) -> int:
         """Return the place after the synthetic answer in a rendered text."""
         place = text.rfind(ANSWER["content"])
@@ -131,6 +199,52 @@ class ConversationFormat:
 
     def _ended(self, ids: IntArray) -> IntArray:
         return np.append(ids, np.int32(self.end_id))
+
+
+def default_call_format(tokenizer: Tokenizer, *, now: datetime) -> CallFormatName:
+    """Return the format of the model's calls: the one that its chat template writes, hermes if the
+    template writes no tools, and plain without a template.
+
+    Raise a ModelError if the template writes calls in another format.
+    """
+    if tokenizer.chat_template is None:
+        return "plain"
+    if not _writes_tools(tokenizer, now):
+        return "hermes"
+    if found := _written_calls(tokenizer, now):
+        return found
+    raise ModelError(
+        "the model's chat template writes tool calls in a format that burnish can't read; set "
+        "task.tool_format = 'hermes': the first message then explains that format"
+    )
+
+
+def _writes_tools(tokenizer: Tokenizer, now: datetime) -> bool:
+    """Return whether the model's chat template writes a list of tools."""
+    if tokenizer.chat_template is None:
+        return False
+    given = tokenizer.chat([USER], now=now, tools=[PROBE_SCHEMA])
+    return given != tokenizer.chat([USER], now=now)
+
+
+def _written_calls(tokenizer: Tokenizer, now: datetime) -> CallFormatName | None:
+    """Return the format in which a chat template writes calls; None if it writes no tools, or if
+    its format is unknown."""
+    if not _writes_tools(tokenizer, now):
+        return None
+    tools, function = [PROBE_SCHEMA], {"name": PROBE.name, "arguments": dict(PROBE.arguments)}
+    calls = [{"type": "function", "function": function}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    try:
+        head = tokenizer.chat([USER], now=now, tools=tools)
+        text = tokenizer.chat([USER, call], now=now, tools=tools, generate=False)
+    except ModelError:
+        return None
+    turn = text[len(head) :] if text.startswith(head) else ""
+    for end in (tokenizer.decode([token]) for token in tokenizer.end_ids):
+        turn = turn.partition(end)[0]
+    names: list[CallFormatName] = ["hermes", "llama", "plain"]
+    return next((name for name in names if read_calls(turn, name) == [PROBE]), None)
 
 
 def _plain(messages: Iterable[Message]) -> str:

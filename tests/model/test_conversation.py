@@ -8,7 +8,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from burnish.errors import ModelError
-from burnish.model.conversation import ConversationFormat
+from burnish.model.calls import ToolCall, read_calls
+from burnish.model.conversation import ConversationFormat, default_call_format
 from burnish.model.tokenizer import Tokenizer
 from tests.model.texts import TEXTS
 
@@ -134,8 +135,11 @@ def test_tools_are_written_and_no_tools_are_none(backend):
         model, [ASKED], [tool]
     )
     assert "[]" not in model.decode(ConversationFormat(model, [], now=NOW).open([ASKED]))
-    with pytest.raises(ModelError, match="does not write tools"):
-        ConversationFormat(make(backend, CHATML), [tool], now=NOW)
+    for template in (FORGETS, CHATML, BARE, None):
+        model = make(backend, template)
+        empty, none = (ConversationFormat(model, tools, now=NOW) for tools in ([], None))
+        assert empty.open([ASKED]).tolist() == none.open([ASKED]).tolist()
+        assert empty.between([TOOL]).tolist() == none.between([TOOL]).tolist()
 
 
 def test_which_roles_rewrite_earlier_turns(backend):
@@ -163,8 +167,6 @@ def test_a_model_without_a_template_has_plain_messages():
     parts = [conversation.open([ASKED]), conversation.turn(FOUR), conversation.between([TOOL])]
     assert [model.decode(part) for part in parts] == ["two and two\n", "four<end>", "4\n"]
     assert conversation.rewrites(["user", "tool"]) == []
-    with pytest.raises(ModelError, match="can't write tools"):
-        ConversationFormat(model, [{"name": "f"}], now=NOW)
 
 
 def test_models_that_have_no_conversations():
@@ -183,3 +185,103 @@ def test_models_that_have_no_conversations():
     )
     with pytest.raises(ModelError, match="does not begin an assistant's message"):
         ConversationFormat(Tokenizer(backend, (256,), {}, other), now=NOW).turn(FOUR)
+
+
+# The parts of the templates of Qwen 2.5 and Llama 3.1 that write tools.
+QWEN = (
+    "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for t in tools %}\n{{ t | tojson }}"
+    "{% endfor %}\n</tools><|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n\n"
+    "{% if loop.first and tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) }}\n\n"
+    "{% endfor %}{% endif %}"
+    "{% if m.tool_calls %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", '
+    '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+MISTRAL = FORGETS.replace("<call>", "[CALL]")
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALLS = [
+    {"function": {"name": "add", "arguments": {"a": 1, "b": [2.5, "</tool_call>;\n{", None]}}},
+    {"function": {"name": "say", "arguments": {}}},
+]
+
+
+def test_the_format_of_calls_is_found_in_the_template(backend):
+    templates = {"hermes": [QWEN, CHATML, BARE], "llama": [LLAMA], "plain": [None]}
+    for name, several in templates.items():
+        for template in several:
+            assert default_call_format(make(backend, template), now=NOW) == name
+    with pytest.raises(ModelError, match=r"can't read; set task\.tool_format = 'hermes'"):
+        default_call_format(make(backend, MISTRAL), now=NOW)
+
+
+@pytest.mark.parametrize("name", [None, "hermes", "llama", "plain"])
+@pytest.mark.parametrize("template", [QWEN, LLAMA, CHATML, BARE, None])
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_are_read_as_they_were_written(name, template, count, backend):
+    """Also by a template that writes no tools, or another format."""
+    model = make(backend, template)
+    used = name or default_call_format(model, now=NOW)
+    count = 1 if (template, used) == (LLAMA, "llama") else count  # it writes one call
+    conversation = ConversationFormat(model, [ADD], calls=name, now=NOW)
+    message = {"role": "assistant", "content": "", "tool_calls": CALLS[:count]}
+    text = model.decode(conversation.turn(message)[:-1])
+    assert read_calls(text, used) == [ToolCall(**call["function"]) for call in CALLS[:count]]
+    assert "Add two numbers." in model.decode(conversation.open([ASKED]))
+
+
+@pytest.mark.parametrize("template", [QWEN, CHATML, BARE])
+def test_parallel_results_share_a_block(template, backend):
+    model = make(backend, template)
+    conversation = ConversationFormat(model, [ADD], calls="hermes", now=NOW)
+    text = model.decode(conversation.between([TOOL, {**TOOL, "content": "5"}]))
+    block = "<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response>"
+    assert block in text
+    assert text.count("user") == 1
+
+
+def test_a_template_without_tools_lists_them_in_the_first_message(backend):
+    model = make(backend, CHATML)
+    conversation = ConversationFormat(model, [ADD], now=NOW)
+    alone = model.decode(conversation.open([ASKED]))
+    assert alone.startswith("<|im_start|>system\n# Tools")
+    assert "<tool_call>" in alone
+    with_system = model.decode(conversation.open([{"role": "system", "content": "Hi"}, ASKED]))
+    assert with_system.startswith("<|im_start|>system\nHi\n\n# Tools")
+    no_system = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    model = make(backend, no_system)
+    text = model.decode(ConversationFormat(model, [ADD], now=NOW).open([ASKED]))
+    assert text.startswith("<|im_start|>user\n# Tools")
+    assert text.endswith("two and two<|im_end|>\n<|im_start|>assistant\n")
+    plain = Tokenizer.of_bytes()
+    text = plain.decode(ConversationFormat(plain, [ADD], now=NOW).open([ASKED]))
+    assert text == (
+        'To call a tool, write a line: call NAME {ARGUMENTS}\nadd {"a": integer} Add two numbers.\n'
+        "two and two\n"
+    )
