@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,16 +38,18 @@ class LoadedEnvironment(NamedTuple):
     """The class or the function that the file defines."""
     file: Path
     deterministic: bool
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools that the model may call."""
 
 
-def split_spec(spec: str) -> tuple[Path, str]:
+def split_spec(spec: str, kind: str = "environment") -> tuple[Path, str]:
     """Return the absolute path of the file and the name in FILE.py:NAME.
 
-    Raise a DataError if the spec has another form.
+    Raise a DataError, which says that a ``kind`` must have this form, if the spec has another form.
     """
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name:
-        raise DataError(f"environment must be FILE.py:NAME, got {spec!r}")
+        raise DataError(f"{kind} must be FILE.py:NAME, got {spec!r}")
     return Path(file).resolve(), name
 
 
@@ -60,18 +62,8 @@ def load_environment(spec: str, *, is_script: bool) -> LoadedEnvironment:
     a method.
     """
     path, name = split_spec(spec)
-    _check_file(spec, path, name)
-    sys.path.append(str(path.parent))  # last, so that files beside the environment hide no library
-    module = sys.modules[MODULE] = ModuleType(MODULE)
-    module.__file__ = str(path)
-    try:
-        if b"async def" in path.read_bytes():
-            import asyncio  # noqa: F401 here, because each episode would otherwise import it
-        code = definitions(path) if is_script else path.read_bytes()
-        exec(compile(code, path, "exec"), vars(module))
-        make = getattr(module, name)
-    except (Exception, SystemExit) as error:
-        raise _unloadable(spec, path, error) from error
+    module = execute_file(path, name, MODULE, spec=f"environment {spec}", is_script=is_script)
+    make = getattr(module, name)
     if inspect.isclass(make):
         _check_call(make, (), f"environment {spec}: the class {name}")
         deterministic = _check(make, spec, drop=1)
@@ -86,6 +78,34 @@ def load_environment(spec: str, *, is_script: bool) -> LoadedEnvironment:
     return LoadedEnvironment(make, path, deterministic)
 
 
+def execute_file(path: Path, name: str, module: str, *, spec: str, is_script: bool) -> ModuleType:
+    """Execute a user's file as the new module ``module``, and append its directory to ``sys.path``.
+
+    Raise a DataError, which begins with ``spec``, if the file can't be loaded or does not define
+    ``name``.
+    """
+    _check_file(spec, path, name)
+    sys.path.append(str(path.parent))  # last, so that files beside it hide no library
+    made = sys.modules[module] = ModuleType(module)
+    made.__file__ = str(path)
+    try:
+        if b"async def" in path.read_bytes():
+            import asyncio  # noqa: F401 here, because each episode would otherwise import it
+        code = definitions(path) if is_script else path.read_bytes()
+        exec(compile(code, path, "exec"), vars(made))
+        getattr(made, name)
+    except (Exception, SystemExit) as error:
+        raise _unloadable(spec, path, error) from error
+    return made
+
+
+def loaded_module(module: str, name: str, *, spec: str) -> ModuleType:
+    """Return a module that ``execute_file`` has made; raise a DataError if it has no ``name``."""
+    made = sys.modules[module]
+    _check_file(spec, Path(str(made.__file__)), name)
+    return made
+
+
 def exception_text(error: BaseException, file: Path) -> str:
     """Return the type and the text of an exception, and its last line in the user's file, or its
     last line anywhere if none is in that file."""
@@ -98,7 +118,7 @@ def exception_text(error: BaseException, file: Path) -> str:
 
 def _check_file(spec: str, path: Path, name: str) -> None:
     if not path.is_file():
-        raise DataError(f"environment {spec}: there is no file {path}")
+        raise DataError(f"{spec}: there is no file {path}")
     try:
         code = path.read_text(encoding="utf-8")
         names = names_set(code)
@@ -108,7 +128,7 @@ def _check_file(spec: str, path: Path, name: str) -> None:
         known = (
             ", ".join(sorted(known for known in names if not known.startswith("_"))) or "no name"
         )
-        raise DataError(f"environment {spec}: {path.name} defines {known}, but not {name!r}")
+        raise DataError(f"{spec}: {path.name} defines {known}, but not {name!r}")
 
 
 def _check_in_fork(make: Callable[[], Any], spec: str, path: Path) -> bool:
@@ -194,4 +214,4 @@ def _unloadable(spec: str, path: Path, error: BaseException) -> DataError:
             Path(error.filename or "").name if error.filename not in (None, "code") else path.name
         )
         said = f"{type(error).__name__}: {error.msg} ({file}, line {error.lineno})"
-    return DataError(f"environment {spec}: the file can't be loaded: {said}; {remedy}")
+    return DataError(f"{spec}: the file can't be loaded: {said}; {remedy}")

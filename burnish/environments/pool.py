@@ -32,7 +32,8 @@ from burnish.console.text import printable
 from burnish.environments.episode import EnvironmentLimits as EnvironmentLimits
 from burnish.environments.loading import split_spec
 from burnish.environments.protocol import Observation, failed_observation
-from burnish.environments.supervisor import PlayCall, PlayReply
+from burnish.environments.supervisor import EnvironmentFacts, PlayCall, PlayReply
+from burnish.environments.tools import ToolSettings
 from burnish.environments.worker import GRACE_SECONDS
 from burnish.errors import ChildError, DataError
 from burnish.machine.process import ChildProcess
@@ -129,16 +130,24 @@ class EnvironmentPool:
     """
 
     deterministic: bool
-    """Whether the environment says that it is deterministic; set by ``start``."""
+    """Whether the environment and all tools say that they are deterministic; set by ``start``."""
+    schemas: tuple[Mapping[str, Any], ...]
+    """JSON schemas of the tools; set by ``start``."""
 
-    def __init__(self, spec: str, limits: EnvironmentLimits | None = None) -> None:
+    def __init__(
+        self,
+        spec: str,
+        limits: EnvironmentLimits | None = None,
+        tools: ToolSettings | None = None,
+    ) -> None:
         """``spec`` is FILE.py:NAME. If ``limits`` is None, the defaults of `EnvironmentLimits`
-        apply. Raise a DataError if ``spec`` has another form."""
+        apply; if ``tools`` is None, there are none. Raise a DataError if ``spec`` has another
+        form."""
         path, name = split_spec(spec)
         self.spec = f"{path}:{name}"
-        self.limits = limits or EnvironmentLimits()
+        self.limits, self._tools = limits or EnvironmentLimits(), tools
         main = getattr(sys.modules.get("__main__"), "__file__", None)
-        self._is_script = main is not None and Path(main).resolve() == path
+        self._script = None if main is None else Path(main).resolve()
         self._lock = threading.RLock()
         self._owner = 0
         self._supervisor: _Supervisor | None = None
@@ -147,7 +156,7 @@ class EnvironmentPool:
         self._episodes: dict[str, _Record] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EnvironmentPool, (self.spec, self.limits), {"_is_script": self._is_script}
+        return EnvironmentPool, (self.spec, self.limits, self._tools), {"_script": self._script}
 
     def start(self) -> Self:
         """Start the supervisor unless it is running; return this pool when it has loaded the
@@ -223,8 +232,11 @@ class EnvironmentPool:
         path = [os.path.abspath(entry) for entry in sys.path]
         try:
             self._supervisor = _start_supervisor(self.spec)
-            self._supervisor.connection.send((self.spec, self.limits, path, self._is_script))
-            self.deterministic = self._receive(self.limits.start_seconds, "start_seconds")
+            given = (self.spec, self.limits, path, self._tools, self._script)
+            self._supervisor.connection.send(given)
+            facts = self._receive(self.limits.start_seconds, "start_seconds")
+            assert isinstance(facts, EnvironmentFacts)
+            self.deterministic, self.schemas = facts
         except (ChildError, OSError) as error:
             self._stop()
             said = f"environment {self.spec}: the file can't be loaded: {error}"

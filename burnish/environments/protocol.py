@@ -36,7 +36,8 @@ from typing import Any, Literal, Protocol
 KEYS = ("messages", "reward", "done", "metrics")
 """Keys of a step's result."""
 ROLES = ("user", "tool", "system")
-"""Roles of an environment's messages; only ``reset`` may return a system message."""
+"""Roles of an environment's messages; only ``reset`` may return a message of the system or, as an
+example, of the assistant."""
 TOOL_CALLS, TOOL_ERRORS = "tool_calls", "tool_errors"
 """Metrics of a step that count the episode's tool calls so far, and those that failed. Without the
 first, each message of the role "tool" counts as a call."""
@@ -44,6 +45,10 @@ LONGEST_VALUE = 100
 """Characters of a wrong value that an error quotes."""
 EnvironmentCall = Literal["reset", "step", "close"]
 """A method of an environment."""
+
+
+class ToolError(Exception):
+    """A failed call of a tool; the model reads the text, without the name of this class."""
 
 
 class Environment(Protocol):
@@ -137,8 +142,9 @@ def _message(value: Any, name: str, call: Literal["reset", "step"]) -> dict[str,
     if missing:
         raise ValueError(f"{name} has no {missing[0]}; write both role and content")
     role = value["role"]
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"role of {name} must be one of {', '.join(ROLES)}, got {_shown(role)}")
+    known = (*ROLES, "assistant") if call == "reset" else ROLES
+    if not isinstance(role, str) or role not in known:
+        raise ValueError(f"role of {name} must be one of {', '.join(known)}, got {_shown(role)}")
     if role == "system" and call == "step":
         raise ValueError(
             f"role of {name} must be user or tool, got 'system'; only reset may return a system "

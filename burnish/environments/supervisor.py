@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from burnish.environments.descendants import (
@@ -38,8 +39,9 @@ from burnish.environments.episode import (
     play,
     read_reply,
 )
-from burnish.environments.loading import load_environment
+from burnish.environments.loading import load_environment, split_spec
 from burnish.environments.protocol import EnvironmentCall, Observation, failed_observation
+from burnish.environments.tools import ToolSettings, add_tools
 
 POLL_SECONDS = 0.05
 """Interval at which a supervisor looks for episodes that have ended, while a call runs."""
@@ -53,6 +55,14 @@ CHUNK = 1 << 16
 """Bytes that are read at once."""
 OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 """Exit codes of processes that another process has killed."""
+
+
+class EnvironmentFacts(NamedTuple):
+    """What a supervisor tells its pool when it has loaded the environment."""
+
+    deterministic: bool
+    tools: tuple[Mapping[str, Any], ...]
+    """JSON schemas of the tools."""
 
 
 class PlayCall(NamedTuple):
@@ -97,13 +107,21 @@ class EpisodeSupervisor:
     """Runs episodes of one environment, each in its own process, and enforces their limits."""
 
     def __init__(
-        self, pool: Connection, limits: EnvironmentLimits, spec: str, is_script: bool
+        self,
+        pool: Connection,
+        limits: EnvironmentLimits,
+        spec: str,
+        tools: ToolSettings | None,
+        script: Path | None,
     ) -> None:
-        """Load the environment ``spec``. Raise a DataError if it can't be loaded."""
+        """Load the environment ``spec`` and the tools. ``script`` is the running script, of which
+        only the definitions are executed. Raise a DataError if one of them can't be loaded."""
         os.set_inheritable(pool.fileno(), False)
         self.pool = pool
         self.limits = limits
-        self.loaded = load_environment(spec, is_script=is_script)
+        self.loaded = load_environment(spec, is_script=split_spec(spec)[0] == script)
+        if tools is not None:
+            self.loaded = add_tools(self.loaded, tools, script)
         self.own_children = child_processes()  # processes that the file itself has started
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)

@@ -28,7 +28,7 @@ from burnish.environments.descendants import (
     kill_descendants,
     reap,
 )
-from burnish.environments.supervisor import EpisodeSupervisor
+from burnish.environments.supervisor import EnvironmentFacts, EpisodeSupervisor
 
 GUARD_SECONDS = 0.1
 """Interval at which the guardian looks for the end of the supervisor."""
@@ -68,11 +68,11 @@ def _supervise(pool: Connection, guardian: int) -> None:
     adopt_orphans()
     die_with_parent()  # while a user's file is executed, which may hang
     try:
-        spec, limits, path, is_script = pool.recv()
+        spec, limits, path, tools, script = pool.recv()
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        supervisor = EpisodeSupervisor(pool, limits, spec, is_script)
+        supervisor = EpisodeSupervisor(pool, limits, spec, tools, script)
         die_with_parent(False)
-        pool.send(supervisor.loaded.deterministic)
+        pool.send(EnvironmentFacts(supervisor.loaded.deterministic, supervisor.loaded.tools))
         supervisor.serve(guardian)
     except (EOFError, ConnectionError):
         pass
