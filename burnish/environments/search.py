@@ -95,9 +95,7 @@ def read_documents(folder: Path) -> dict[str, str]:
     DataError if there are none, they are too large, or one can't be read."""
     if not folder.is_dir():
         raise DataError(f"tool search: there is no folder {folder}")
-    kinds = ", ".join(SUFFIXES)
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
-    files = [file for file in files if file.is_file()]
+    kinds, files = ", ".join(SUFFIXES), document_files(folder)
     if not files:
         raise DataError(f"tool search: the folder {folder} has no documents ({kinds})")
     size = sum(file.stat().st_size for file in files)
@@ -113,6 +111,12 @@ def read_documents(folder: Path) -> dict[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"tool search: {file} can't be read as UTF-8 text: {error}") from None
     return texts
+
+
+def document_files(folder: Path) -> list[Path]:
+    """Return the documents below a folder, in alphabetical order."""
+    found = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    return sorted(file for file in found if file.is_file())
 
 
 def build_index(documents: Mapping[str, str]) -> sqlite3.Connection:

@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any
 
 from burnish.console.progress import tell
+from burnish.environments.search import document_files
 from burnish.graders import rewards
 from burnish.launch.models import ModelSource
 from burnish.launch.preflight import files_of_task
@@ -132,8 +133,15 @@ def _hash_task(task: Any) -> Iterator[tuple[str, str]]:
     graded = isinstance(task, FilesTask | EnvironmentTask)
     if graded and task.reward and task.reward not in rewards.BUILT_IN:
         yield "reward", hash_files([Path(task.reward.rpartition(":")[0])])
-    if isinstance(task, EnvironmentTask) and ":" in task.environment:
-        yield "environment", hash_files([Path(task.environment.rpartition(":")[0])])
+    if isinstance(task, EnvironmentTask):
+        if task.environment and ":" in task.environment:
+            yield "environment", hash_files([Path(task.environment.rpartition(":")[0])])
+        for tool in task.tools:
+            if tool.startswith("search:"):
+                folder = Path(tool.removeprefix("search:"))
+                yield f"tools.{tool}", hash_files(document_files(folder))
+            elif ":" in tool:
+                yield f"tools.{tool}", hash_files([Path(tool.rpartition(":")[0])])
     for one in getattr(task, "rewards", None) or ():
         if one.function is None and one.reward not in rewards.BUILT_IN:
             yield f"rewards.{one.name}", hash_files([Path(one.reward.rpartition(":")[0])])

@@ -205,7 +205,13 @@ def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: b
             loaded = rows.load_rows(task, seed=seed, check=partial(judged.check_judged, task))
         if isinstance(task, EnvironmentTask):
             loaded = environment.load_starts(task, seed)
-            environment.try_environment(task, next(row for part in loaded for row in part))
+            row = next(row for part in loaded for row in part)
+            environment.try_environment(task, row)
+            if task.reward is not None:
+                rewards.check_reward_source(task.reward)
+            if task.reward is not None and task.environment is None:
+                tried = environment.row_with_messages(row["row"])
+                trial.try_reward(task.reward, environment.reward_limits(task), tried, max_errors)
         if isinstance(task, RowsTask) and trains:
             rows.check_trainable(*loaded)
         if isinstance(task, JudgedTask):

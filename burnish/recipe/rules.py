@@ -593,7 +593,10 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
         for path, task in recipe.tasks.items()
         if getattr(task, "train_prompts", 1) is None
     ]
+    tools = None if not isinstance(recipe.task, EnvironmentTask) else recipe.task.tools
     rules: list[tuple[str, bool, list[str]]] = [
+        ("task.tools", tools == [], ["task.tool_format", "task.tool_seconds"]),
+        ("task.tools", tools is not None and "python" not in tools, ["task.sandbox"]),
         ("log.trackers", not recipe.log.follows, ["log.project", "log.group", "log.samples"]),
         ("validation.metric", recipe.validation.metric is None, ["validation.goal"]),
         ("validation.patience", recipe.validation.patience is None, ["validation.min_delta"]),

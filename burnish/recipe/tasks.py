@@ -283,18 +283,37 @@ class JudgedTask(PromptsTask):
     )
 
 
+ToolName = Annotated[str, Field(pattern=r"^(calculator|python|search:.+|.+\.py:\w+)$")]
+
+
 class EnvironmentTask(RowsTask):
-    """Multi-turn episodes with an environment."""
+    """Multi-turn episodes with an environment, tools or both."""
 
     name: Literal["environment"] = "environment"
-    environment: str = Field(
+    environment: str | None = Field(
+        None,
         pattern=r"^guess$|^.+\.py:\w+$",
-        description="FILE.py:NAME of a class with reset and step, or guess",
+        description="FILE.py:NAME of a class with reset and step, or guess; None: rows have "
+        "prompts, and an episode ends with the first message that calls no tool",
+    )
+    tools: list[ToolName] = Field(
+        [],
+        description="tools that the model may call: FILE.py:NAME of a function, calculator, python "
+        "or search:FOLDER",
+    )
+    tool_format: Literal["hermes", "llama", "plain"] | None = Field(
+        None, description="how the model writes calls; None: as its chat template does"
+    )
+    tool_seconds: float = Field(5.0, gt=0, description="wall time limit per call of a tool")
+    sandbox: Literal["on", "off"] = Field(
+        "on",
+        description="whether programs of the tool python are isolated; off: they have the network "
+        "and your files",
     )
     reward: str | None = Field(
         None,
-        description="FILE.py:NAME of a reward for the last message, for environments that give no "
-        "reward; None: they give rewards",
+        description="FILE.py:NAME or a built-in name of a reward for the last message, for "
+        "environments that give no reward; None: they give rewards",
     )
     turns: int = Field(16, ge=1, description="turns after which an episode is truncated")
     turn_tokens: int | None = Field(
@@ -308,6 +327,20 @@ class EnvironmentTask(RowsTask):
     memory_mb: int = Field(
         1024, ge=1, description="memory limit per environment, beyond what its file loads"
     )
+
+    @model_validator(mode="after")
+    def _check_episodes(self) -> Self:
+        if self.environment is None and not self.tools:
+            raise ValueError(
+                "needs an environment or tools; set task.environment = 'FILE.py:NAME', or "
+                "task.tools = ['calculator']"
+            )
+        if self.environment is None and self.reward is None:
+            raise ValueError(
+                "needs a reward for the last message, because no environment gives one; set "
+                "task.reward = 'FILE.py:NAME'"
+            )
+        return self
 
 
 class SupervisedTask(PromptsTask):

@@ -3,6 +3,7 @@ earns the rewards that its environment gives.
 
 A user's environment decides what a row means; a row is any JSON object. The rewards of an episode's
 turns are added. If the environment gives none, the recipe's reward grades the last turn's text.
+With tools and without an environment, rows have prompts, as in the task "files".
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from burnish.environments import guess
+from burnish.environments import guess, prompts
 from burnish.environments.pool import EnvironmentLimits, EnvironmentPool
+from burnish.environments.sandbox import PythonSource
+from burnish.environments.search import SearchSource
+from burnish.environments.tools import ToolSettings, ToolSource
 from burnish.errors import DataError
 from burnish.graders.pool import Grader, GraderLimits, make_grader
-from burnish.model.conversation import ConversationFormat
+from burnish.model.calls import CallFormatName
+from burnish.model.conversation import ConversationFormat, default_call_format
 from burnish.model.tokenizer import Tokenizer
 from burnish.randomness import Purpose, Stream, uniforms
 from burnish.recipe.costs import Room
@@ -30,6 +36,7 @@ from burnish.tasks.rows import (
     HELD_OUT_SEED,
     DataRow,
     Rows,
+    check_prompt,
     check_trainable,
     load_rows,
     shuffled,
@@ -40,6 +47,8 @@ from burnish.types import Completion, Episode, Finish, Grade, Prompt, Status
 
 GAMES = {"guess": f"{guess.__file__}:Guess"}
 """Environments that burnish has, by the name that a recipe gives."""
+PROMPTS = f"{prompts.__file__}:Prompts"
+"""Environment of a recipe without one."""
 CORRECT = "correct"
 """Metric of an environment that tells whether the episode is correct: at least 0.5 in the last turn
 that has it."""
@@ -60,9 +69,11 @@ class EpisodeTask:
         seed: int,
     ) -> None:
         """``grader`` grades episodes whose environment gives no reward; None if the recipe has no
-        reward."""
+        reward. The ``environments`` have started."""
         self.config, self.environments, self.grader = config, environments, grader
-        self.conversation = ConversationFormat(tokenizer, now=TODAY)
+        self.conversation = ConversationFormat(
+            tokenizer, environments.schemas, calls=config.tool_format, now=TODAY
+        )
         self._tokenizer, self._train, self._seed = tokenizer, train, seed
         self._nothing = np.array([self.conversation.end_id], np.int32)
         own = partial(environment_seed, HELD_OUT_SEED, Purpose.HELD_OUT_ENVIRONMENT)
@@ -92,7 +103,7 @@ class EpisodeTask:
     def _grade(
         self, completion: Completion, reward: float | None, graded: Iterator[Grade]
     ) -> Grade:
-        error, parts = _error(completion), _parts(completion)
+        error, parts = _error(completion), _parts(completion, with_tools=bool(self.config.tools))
         if error is not None:
             return Grade(math.nan, parts, Status.ERROR, error)
         correct = None if CORRECT not in parts else parts[CORRECT] >= 0.5
@@ -128,7 +139,7 @@ class EpisodeTask:
         (found,) = self.environments.reset([(name, fields, seed)])
         self.environments.end([name])
         if found.error is not None and is_checked:
-            raise DataError(f"{row.where}: {self.config.environment}: {found.error}")
+            raise DataError(f"{row.where}: {_name(self.config)}: {found.error}")
         messages = list(found.messages)
         if self.config.system is not None and messages:
             messages = [{"role": "system", "content": self.config.system}, *messages]
@@ -157,20 +168,16 @@ def make_environment(
     train, held_out = load_starts(config, seed)
     check_trainable(train, held_out)
     tell_split(train, held_out, config.validation_rows)
-    grader: Grader | None = None
-    if config.reward is not None:
-        limits = GraderLimits(
-            cpu_seconds=config.cpu_seconds,
-            wall_seconds=config.wall_seconds,
-            memory_bytes=config.memory_mb * 2**20,
-        )
-        grader = make_grader(config.reward, limits)
+    calls = config.tool_format
+    if config.tools and calls is None:
+        calls = default_call_format(tokenizer, now=TODAY)
+    grader = None if config.reward is None else make_grader(config.reward, reward_limits(config))
     return EpisodeTask(
         config,
         train=train,
         held_out=held_out,
         tokenizer=tokenizer,
-        environments=open_environments(config).start(),
+        environments=open_environments(config, calls).start(),
         grader=grader,
         seed=seed,
     )
@@ -179,7 +186,8 @@ def make_environment(
 def load_starts(config: EnvironmentTask, seed: int) -> tuple[Rows, Rows]:
     """Read and check the rows from which environments start; return training and validation
     rows."""
-    return load_rows(config, seed=seed, check=check_start)
+    check = check_start if config.environment is not None else check_prompt_start
+    return load_rows(config, seed=seed, check=check)
 
 
 def try_environment(config: EnvironmentTask, row: DataRow) -> None:
@@ -188,17 +196,54 @@ def try_environment(config: EnvironmentTask, row: DataRow) -> None:
     with closing(open_environments(config)) as environments:
         (found,) = environments.reset([("trial", row["row"], 0)])
     if found.error is not None:
-        raise DataError(f"{row.where}: {config.environment}: {found.error}")
+        raise DataError(f"{row.where}: {_name(config)}: {found.error}")
 
 
-def open_environments(config: EnvironmentTask) -> EnvironmentPool:
-    """Return the environments of a task; they start with the first episode."""
+def open_environments(
+    config: EnvironmentTask, calls: CallFormatName | None = None
+) -> EnvironmentPool:
+    """Return the environments of a task; they start with the first episode. ``calls`` is the format
+    of the model's calls; None if it is not known yet."""
     limits = EnvironmentLimits(
+        cpu_seconds=config.cpu_seconds,
+        # An interrupted call that takes all of wall_seconds leaves time for its error.
+        wall_seconds=config.wall_seconds + (config.tool_seconds if config.tools else 0.0),
+        memory_bytes=config.memory_mb * 2**20,
+    )
+    given = config.environment
+    spec = PROMPTS if given is None else GAMES.get(given, given)
+    if not config.tools:
+        return EnvironmentPool(spec, limits)
+    tools = ToolSettings(
+        tuple(_tool_source(config, tool) for tool in config.tools),
+        calls or "hermes",
+        call_seconds=config.tool_seconds,
+        step_seconds=config.wall_seconds,
+    )
+    return EnvironmentPool(spec, limits, tools)
+
+
+def _tool_source(config: EnvironmentTask, tool: str) -> ToolSource:
+    """Return a tool of the recipe with its settings."""
+    if tool == "python":
+        return PythonSource(config.memory_mb * 2**20, is_isolated=config.sandbox == "on")
+    if tool.startswith("search:"):
+        return SearchSource(str(Path(tool.removeprefix("search:")).resolve()))
+    return tool
+
+
+def reward_limits(config: EnvironmentTask) -> GraderLimits:
+    """Return the limits of the reward's workers."""
+    return GraderLimits(
         cpu_seconds=config.cpu_seconds,
         wall_seconds=config.wall_seconds,
         memory_bytes=config.memory_mb * 2**20,
     )
-    return EnvironmentPool(GAMES.get(config.environment, config.environment), limits)
+
+
+def _name(config: EnvironmentTask) -> str:
+    """Return the setting that an error of an environment names."""
+    return config.environment or "task.tools"
 
 
 def check_start(row: Any, where: str) -> DataRow:
@@ -206,6 +251,12 @@ def check_start(row: Any, where: str) -> DataRow:
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: must be an object, got {type(row).__name__}")
     return DataRow({"row": dict(row)}, where, json.dumps(row, sort_keys=True))
+
+
+def check_prompt_start(row: Any, where: str) -> DataRow:
+    """Check a row with a prompt, a text or chat messages; return it as the field "row"."""
+    checked = check_prompt(row, where)
+    return DataRow({"row": dict(checked)}, where, checked.held_out_by)
 
 
 def environment_seed(seed: int, purpose: Purpose, number: int) -> int:
@@ -224,10 +275,10 @@ def _reward(completion: Completion) -> float | None:
     return sum(rewards) if rewards else None
 
 
-def _parts(completion: Completion) -> dict[str, float]:
-    """Return the parts of an episode's grade: the last value of each of the environment's
-    metrics."""
-    parts = dict[str, float]()
+def _parts(completion: Completion, *, with_tools: bool) -> dict[str, float]:
+    """Return the parts of an episode's grade: the last value of each of the environment's metrics;
+    ``with_tools``, also the counts of an episode that called no tool."""
+    parts = {TOOL_CALLS: 0.0, TOOL_ERRORS: 0.0} if with_tools else dict[str, float]()
     for turn in completion.turns:
         parts |= turn.metrics
     return parts
@@ -240,3 +291,10 @@ def _with_messages(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     for turn in completion.turns:
         messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
     return {**prompt.episode.row, "messages": messages}
+
+
+def row_with_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with a prompt as the reward gets it, with the messages of a made-up episode."""
+    prompt = row["prompt"]
+    first = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return {**row, "messages": [*first, {"role": "assistant", "content": "42"}]}
