@@ -18,7 +18,7 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
-TOP = {"burnish", "__main__", "api", "types", "errors", "grpo", "randomness"}
+TOP = {"burnish", "__main__", "api", "types", "errors", "grpo", "randomness", "calls"}
 """Rooms that are single files."""
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from burnish.calls import CallFormatName, ToolCall, read_calls
 from burnish.environments.calculator import calculator
 from burnish.environments.loading import (
     MODULE,
@@ -41,7 +42,6 @@ from burnish.environments.sandbox import PythonSource, python_tool
 from burnish.environments.schema import check_arguments, tool_schema
 from burnish.environments.search import SearchSource, search_tools
 from burnish.errors import DataError
-from burnish.model.calls import CallFormatName, ToolCall, read_calls
 
 MOST_CALLS = 32
 """Calls of one message that are run."""

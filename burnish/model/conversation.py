@@ -11,7 +11,7 @@ again, so the learner sees the ids that were sampled, in the context in which th
 and keeps the text after that assistant's end token. It therefore does not depend on earlier turns.
 
 Tools are written by the model's chat template if it writes tools and their calls in a format of
-``burnish.model.calls``. Otherwise the first message lists the tools and explains the format, calls
+``burnish.calls``. Otherwise the first message lists the tools and explains the format, calls
 are part of an assistant's text, and results are messages of the user.
 """
 
@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from burnish.calls import CALL_FORMATS, CallFormatName, ToolCall, calls_of, read_calls
 from burnish.errors import ModelError
-from burnish.model.calls import CALL_FORMATS, CallFormatName, ToolCall, calls_of, read_calls
 from burnish.model.tokenizer import Tokenizer
 from burnish.types import IntArray
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from burnish.calls import CallFormatName
 from burnish.environments import guess, prompts
 from burnish.environments.pool import EnvironmentLimits, EnvironmentPool
 from burnish.environments.sandbox import PythonSource
@@ -26,7 +27,6 @@ from burnish.environments.search import SearchSource
 from burnish.environments.tools import ToolSettings, ToolSource
 from burnish.errors import DataError
 from burnish.graders.pool import Grader, GraderLimits, make_grader
-from burnish.model.calls import CallFormatName
 from burnish.model.conversation import ConversationFormat, default_call_format
 from burnish.model.tokenizer import Tokenizer
 from burnish.randomness import Purpose, Stream, uniforms

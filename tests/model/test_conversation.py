@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from burnish.calls import ToolCall, read_calls
 from burnish.errors import ModelError
-from burnish.model.calls import ToolCall, read_calls
 from burnish.model.conversation import ConversationFormat, default_call_format
 from burnish.model.tokenizer import Tokenizer
 from tests.model.texts import TEXTS

@@ -6,7 +6,7 @@ import string
 
 import pytest
 
-from burnish.model.calls import CALL_FORMATS, ToolCall, read_calls
+from burnish.calls import CALL_FORMATS, ToolCall, read_calls
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
 HERMES = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
