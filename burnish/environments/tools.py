@@ -37,7 +37,7 @@ from burnish.environments.loading import (
     loaded_module,
     split_spec,
 )
-from burnish.environments.protocol import Environment, ToolError
+from burnish.environments.protocol import TOOL_CALLS, TOOL_ERRORS, Environment, ToolError
 from burnish.environments.sandbox import PythonSource, python_tool
 from burnish.environments.schema import check_arguments, tool_schema
 from burnish.environments.search import SearchSource, search_tools
@@ -177,7 +177,7 @@ class ToolEnvironment:
         self._errors += sum(result.is_error for result in results) + len(calls[MOST_CALLS:])
         return {
             "messages": [{"role": "tool", "content": result.text} for result in results],
-            "metrics": {"tool_calls": self._calls, "tool_errors": self._errors},
+            "metrics": {TOOL_CALLS: self._calls, TOOL_ERRORS: self._errors},
         }
 
     def close(self) -> Any:

@@ -22,6 +22,7 @@ import numpy as np
 from burnish.calls import CallFormatName
 from burnish.environments import guess, prompts
 from burnish.environments.pool import EnvironmentLimits, EnvironmentPool
+from burnish.environments.protocol import TOOL_CALLS, TOOL_ERRORS
 from burnish.environments.sandbox import PythonSource
 from burnish.environments.search import SearchSource
 from burnish.environments.tools import ToolSettings, ToolSource
