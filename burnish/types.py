@@ -119,6 +119,16 @@ class Finish(StrEnum):
     ABORT = "abort"
 
 
+class Limit(StrEnum):
+    """The limit that truncated an episode: the maximum length of its response, the number of turns,
+    the model's context, or the time of its environment."""
+
+    TOKENS = "tokens"
+    TURNS = "turns"
+    CONTEXT = "context"
+    TIME = "time"
+
+
 ENDINGS = {"ended": Finish.STOP, "truncated": Finish.LENGTH, "aborted": Finish.ABORT}
 """Reasons for the end of a response, by the names of the metrics that count them."""
 
@@ -156,6 +166,8 @@ class Completion:
     """Number of additional tokens that were sampled to estimate step values or a greedy reward."""
     turns: tuple[Turn, ...] = ()
     """The turns of an episode with an environment; empty for other responses."""
+    limit: Limit | None = None
+    """The limit that truncated an episode; None if none did, and for other responses."""
 
 
 @dataclass(frozen=True)

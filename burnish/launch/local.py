@@ -241,6 +241,7 @@ def _with_environments(
         turns=config.turns,
         turn_tokens=config.turn_tokens,
         observation_tokens=config.observation_tokens,
+        seconds=config.episode_seconds,
     )
     return EpisodeEngine(engine, task.environments, source.tokenizer, task.conversation, limits)
 
@@ -279,8 +280,8 @@ def _language_task(resolved: Resolved) -> Task:
     recipe, tokenizer, bound = resolved.recipe, resolved.source.tokenizer, resolved.room
     assert bound is not None
     if recipe.rollout.think is not None:
-        most = recipe.rollout.max_tokens
-        lowest = min(most, recipe.validation.max_tokens or most)
+        own = getattr(recipe.task, "turn_tokens", None), recipe.validation.max_tokens
+        lowest = min(filter(None, (recipe.rollout.max_tokens, *own)))
         check_phrase(recipe.rollout.think, lowest, tokenizer)
 
     def make(part: Any) -> Any:

@@ -54,6 +54,9 @@ class ConversationFormat:
         self.end_id = tokenizer.end_ids[0]
         """The token that ends a turn: the end token that the template writes after an answer, or
         the model's first one if it writes none."""
+        self.inserted_end = np.array([self.end_id], np.int32)
+        """The end token as an array, to insert after a turn that the policy did not end with it;
+        empty if the chat template writes none."""
         if tokenizer.chat_template is None:
             if tools:
                 raise ModelError("this model has no chat template, so it can't write tools")
@@ -65,6 +68,7 @@ class ConversationFormat:
         after = text[self._answered(text) :].lstrip()
         self._end = next((end for end in self._ends if after.startswith(end)), "")
         self.end_id = self._ends.get(self._end, self.end_id)
+        self.inserted_end = np.array([self.end_id] if self._end else [], np.int32)
 
     def open(self, messages: Sequence[Message]) -> IntArray:
         """Return the token ids of the messages before the first turn, with the generation

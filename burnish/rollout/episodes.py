@@ -20,7 +20,7 @@ from burnish.environments.pool import EnvironmentPool
 from burnish.environments.protocol import Observation
 from burnish.model.conversation import ConversationFormat
 from burnish.model.tokenizer import Tokenizer
-from burnish.types import Completion, Finish, SamplingParams, Turn, Weights
+from burnish.types import Completion, Finish, IntArray, Limit, SamplingParams, Turn, Weights
 
 CUT = " … [cut]"
 """Marker at the end of a message that was truncated at ``task.observation_tokens``."""
@@ -37,6 +37,8 @@ class EpisodeLimits:
     """Maximum number of tokens that the policy samples in one turn; None: no own limit."""
     observation_tokens: int | None = None
     """Maximum number of tokens of each message of the environment; None: unlimited."""
+    seconds: float | None = None
+    """Maximum time of all calls of the environment together; None: no own limit."""
 
 
 @dataclass(eq=False)
@@ -50,6 +52,10 @@ class _Play:
     turns: list[Turn] = field(default_factory=list)
     turn: Completion | None = None
     """The response so far, if its current turn is complete; None while the engine samples it."""
+    start: int = 0
+    """Index in the response at which the current turn begins."""
+    seconds: float = 0.0
+    """Time of all calls of the environment."""
 
     @property
     def name(self) -> str:
@@ -141,6 +147,7 @@ class EpisodeEngine:
         failed: dict[str, str] = {}
         for play, start, found in zip(plays, starts, observations, strict=True):
             assert start is not None
+            play.seconds = found.seconds
             if found.error is not None:
                 failed[play.name] = found.error
             elif tuple(found.messages) != start.messages:
@@ -151,19 +158,15 @@ class EpisodeEngine:
         for request in requests:
             own = [play for play in plays if play.request is request]
             if not any(play.name in failed for play in own):
-                first = replace(request, episode=None, params=self._turn_params(request, 0))
-                self._engine.submit(first)
+                params = self._turn_params(request.params, 0)
+                self._engine.submit(replace(request, episode=None, params=params))
                 self._plays |= {(request.request_id, play.sample): play for play in own}
                 continue
             for play in own:
                 if play.name not in failed:
                     self._submit(play, None)
         self._environments.end(failed)
-        return [
-            self._finished(play, _nothing(play), Finish.STOP, failed[play.name])
-            for play in plays
-            if play.name in failed
-        ]
+        return [self._failed(play, failed[play.name]) for play in plays if play.name in failed]
 
     def _advance(self) -> list[Completion]:
         """Step the environments of all episodes, whose turns are complete; submit the next turns.
@@ -173,69 +176,93 @@ class EpisodeEngine:
         for play in plays:
             turn = play.turn
             assert turn is not None
-            if turn.finish is Finish.ABORT or self._is_full(play.request, len(turn.token_ids)):
-                is_aborted = turn.finish is Finish.ABORT
-                if not is_aborted:
-                    play.turns.append(self._read(play, turn))
-                done.append(self._finished(play, turn, turn.finish))
+            if turn.finish is Finish.ABORT:
+                done.append(self._finished(play, Finish.ABORT))
+                continue
+            play.turns.append(self._read(play, turn))
+            # A turn that ended by itself counts also if the next one has no room.
+            limit = self._reached(play, turn) if turn.finish is Finish.LENGTH else None
+            if limit is not None:
+                done.append(self._finished(play, Finish.LENGTH, limit))
             else:
-                play.turns.append(self._read(play, turn))
                 playing.append(play)
         messages = [{"role": "assistant", "content": play.turns[-1].text} for play in playing]
         named = [play.name for play in playing]
         actions = list(zip(named, messages, strict=True))
         observations = self._environments.step(actions) if actions else []
         for play, found in zip(playing, observations, strict=True):
-            turn = play.turn
-            assert turn is not None
             play.turns[-1] = self._answered(play.turns[-1], found)
+            play.seconds += found.seconds
             if found.error is not None or found.done:
-                done.append(self._finished(play, turn, Finish.STOP))
-                continue
-            begun = self._extended(turn, play.turns[-1].messages)
-            if len(play.turns) >= self._limits.turns or self._is_full(
-                play.request, len(begun.token_ids)
-            ):
-                done.append(self._finished(play, turn, Finish.LENGTH))
-            else:
-                self._submit(play, begun)
+                done.append(self._finished(play, Finish.STOP))
+            elif limit := self._go_on(play):
+                done.append(self._finished(play, Finish.LENGTH, limit))
         self._environments.end(f"{c.request_id}/{c.sample_index}" for c in done)
         return done
 
+    def _go_on(self, play: _Play) -> Limit | None:
+        """Submit the next turn of an episode, or return the limit that prevents it."""
+        turn, seconds = play.turn, self._limits.seconds
+        assert turn is not None
+        if len(play.turns) >= self._limits.turns:
+            return Limit.TURNS
+        if seconds is not None and play.seconds >= seconds:
+            return Limit.TIME
+        begun = self._extended(turn, play.turns[-1].messages)
+        if limit := self._reached(play, begun):
+            return limit
+        self._submit(play, begun)
+        return None
+
     def _submit(self, play: _Play, begun: Completion | None) -> None:
         """Submit the next turn of an episode, which continues ``begun``, or its first turn."""
-        length = 0 if begun is None else len(begun.token_ids)
+        play.start = 0 if begun is None else len(begun.token_ids)
         request = replace(
             play.request,
             request_id=play.name,
             n=1,
-            params=self._turn_params(play.request, length),
+            params=self._turn_params(play.request.params, play.start),
             episode=None,
             begun=begun,
             first=play.request.first + play.sample,
+            turn=play.start,
         )
         self._engine.submit(request)
         play.turn = None
         self._plays[request.request_id, 0] = play
 
-    def _turn_params(self, request: Request, length: int) -> SamplingParams:
-        """Return the sampling parameters of a turn that begins after ``length`` tokens."""
-        params, most = request.params, self._limits.turn_tokens
-        if most is None:
-            return params
-        return replace(params, max_tokens=min(params.max_tokens, length + most))
+    def _turn_params(self, params: SamplingParams, start: int) -> SamplingParams:
+        """Return the sampling parameters of a turn that begins after ``start`` tokens."""
+        own = self._limits.turn_tokens
+        most = params.max_tokens if own is None else min(params.max_tokens, start + own)
+        return replace(params, max_tokens=most)
 
-    def _is_full(self, request: Request, length: int) -> bool:
-        """Return whether a response of ``length`` tokens has no room for another one."""
-        context = self._limits.context - len(request.prompt)
-        return length >= min(request.params.max_tokens, context)
+    def _reached(self, play: _Play, response: Completion) -> Limit | None:
+        """Return the limit that leaves no room for another token after a response; None if there is
+        room."""
+        length, request = len(response.token_ids), play.request
+        if length >= request.params.max_tokens:
+            return Limit.TOKENS
+        if len(request.prompt) + length >= self._limits.context:
+            return Limit.CONTEXT
+        return None
 
     def _read(self, play: _Play, turn: Completion) -> Turn:
         """Return the current turn of an episode, without the environment's answer."""
-        before = play.turns[-1].end if play.turns else 0
-        start = before + int(np.argmax(turn.sampled[before:]))
-        text = self._tokenizer.decode(turn.token_ids[start:], skip_special=True)
-        return Turn(start, len(turn.token_ids), text, (), None, {}, None)
+        text = self._text(turn.token_ids[play.start :], turn.stop)
+        return Turn(play.start, len(turn.token_ids), text, (), None, {}, None)
+
+    def _text(self, ids: IntArray, stop: str | int | None) -> str:
+        """Return the text of a turn, up to the end of the stop string that its last token has
+        completed."""
+        if not isinstance(stop, str):
+            return self._tokenizer.decode(ids, skip_special=True)
+        read, text, fresh = self._tokenizer.stream(), "", ""
+        for token in ids.tolist():
+            fresh = read(token) or ""
+            text += fresh
+        at = text.find(stop, max(0, len(text) - len(fresh) - len(stop) + 1))
+        return text[: at + len(stop)]
 
     def _answered(self, turn: Turn, found: Observation) -> Turn:
         """Return a turn with the environment's answer, whose long messages are truncated."""
@@ -252,39 +279,47 @@ class EpisodeEngine:
         return text if len(ids) <= most else self._tokenizer.decode(ids[:most]) + CUT
 
     def _extended(self, turn: Completion, messages: Sequence[Mapping[str, str]]) -> Completion:
-        """Return a response that continues after the environment's messages. The end token is
-        inserted before them if the policy did not end its turn with it."""
-        inserted = self._conversation.between(messages)
-        if turn.token_ids[-1] != self._conversation.end_id:
-            inserted = np.concatenate([[np.int32(self._conversation.end_id)], inserted])
-        count = len(inserted)
+        """Return a response that continues after the environment's messages. If the policy did not
+        end its turn with the template's end token, that token is inserted before them."""
+        ended = turn.token_ids[-1] == self._conversation.end_id
+        inserted = [] if ended else [self._conversation.inserted_end]
+        inserted.append(self._conversation.between(messages))
+        ids = np.concatenate(inserted)
+        count = len(ids)
         return replace(
             turn,
-            token_ids=np.concatenate([turn.token_ids, inserted]).astype(np.int32),
+            token_ids=np.concatenate([turn.token_ids, ids]).astype(np.int32),
             logprobs=np.append(turn.logprobs, np.zeros(count, np.float32)),
             versions=np.append(turn.versions, np.repeat(turn.versions[-1:], count)),
             sampled=np.append(turn.sampled, np.zeros(count, np.bool_)),
         )
 
-    def _finished(
-        self, play: _Play, turn: Completion, finish: Finish, error: str | None = None
-    ) -> Completion:
-        """Build the completion of an episode. ``error`` tells why its environment did not start."""
-        if error is not None:
-            play.turns.append(Turn(0, 0, "", (), None, {}, error))
-        request = play.request
+    def _finished(self, play: _Play, finish: Finish, limit: Limit | None = None) -> Completion:
+        """Build the completion of an episode. ``limit`` has truncated it."""
+        assert play.turn is not None
         return replace(
-            turn,
-            request_id=request.request_id,
+            play.turn,
+            request_id=play.request.request_id,
             sample_index=play.sample,
-            params=request.params,
+            params=play.request.params,
             finish=finish,
             turns=tuple(play.turns),
+            limit=limit,
         )
 
-
-def _nothing(play: _Play) -> Completion:
-    """Return a response without tokens."""
-    ids, name = np.zeros(0, np.int32), play.name
-    nothing = np.zeros(0, np.float32), ids, np.zeros(0, np.bool_)
-    return Completion(name, 0, ids, *nothing, play.request.params, Finish.STOP, None, "")
+    def _failed(self, play: _Play, error: str) -> Completion:
+        """Build the completion of an episode whose environment did not start."""
+        request, nothing = play.request, np.zeros(0, np.int32)
+        return Completion(
+            request.request_id,
+            play.sample,
+            token_ids=nothing,
+            logprobs=np.zeros(0, np.float32),
+            versions=nothing,
+            sampled=np.zeros(0, np.bool_),
+            params=request.params,
+            finish=Finish.STOP,
+            stop=None,
+            text="",
+            turns=(Turn(0, 0, "", (), None, {}, error),),
+        )

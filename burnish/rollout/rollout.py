@@ -22,7 +22,17 @@ from burnish.rollout.greedy_baseline import set_apart
 from burnish.rollout.length import Shape, is_counted, is_cut, mask_cut, unshaped
 from burnish.rollout.step_values import Steps, describe_steps, valued
 from burnish.tasks.task import Task
-from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
+from burnish.types import (
+    ENDINGS,
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    Limit,
+    Prompt,
+    SamplingParams,
+    Status,
+)
 
 ABORTED = Grade(
     math.nan,
@@ -268,6 +278,7 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
             "correct": grade.correct,
             "part": group.prompt.part,
         }
+        | ({"limit": completion.limit} if completion.turns else {})
         for group in groups
         for completion, grade in group.graded
     ]
@@ -300,7 +311,7 @@ def costs(groups: Sequence[Group]) -> dict[str, float]:
 def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Compute means over responses, such as length, reward and the share of each status and finish
     reason, and the number of responses. A response is a mapping with the keys tokens, finish,
-    reward, parts, status, correct and, in a mixture, part.
+    reward, parts, status, correct and, in a mixture, part; an episode also has the key limit.
 
     Responses whose grade is an error are left out of the means of rewards. A mean over no responses
     is left out.
@@ -310,6 +321,8 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     columns: dict[str, list[float]] = {"length": [_length(r) for r in responses]}
     columns["length_correct"] = [_length(r) for r in right]
     columns |= {name: [r["finish"] == end for r in responses] for name, end in ENDINGS.items()}
+    if any("limit" in r for r in responses):
+        columns |= {f"truncated_{end}": [r.get("limit") == end for r in responses] for end in Limit}
     columns["reward"] = [r["reward"] for r in scored]
     for part in sorted({r["part"] for r in scored if r.get("part") is not None}):
         columns[f"reward/{part}"] = [r["reward"] for r in scored if r.get("part") == part]

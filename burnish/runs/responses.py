@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from burnish.runs.metrics import iterate_rows
-from burnish.types import FloatArray, Group, IntArray, Prompt
+from burnish.types import Completion, FloatArray, Group, IntArray, Prompt
 
 ResponseRow = dict[str, Any]
 """One response: a row of rollouts.jsonl or evaluations.jsonl, made by ``rows``."""
@@ -54,28 +54,32 @@ def rows(
         scored = None
         if learner_logprobs is not None and completion.in_loss:
             scored = _rounded(np.where(completion.sampled, learner_logprobs[place], np.nan))
-        yield {
-            "step": step,
-            "group": group.index,
-            "prompt_id": group.prompt.prompt_id,
-            "prompt": group.prompt.text,
-            "asked": _question(group.prompt),
-            "sample": completion.sample_index,
-            "response": completion.text,
-            "tokens": tokens,  # [C] decoded, including the end token
-            "logprobs": _rounded(completion.logprobs),  # [C] under the policy that sampled them
-            "learner_logprobs": scored,
-            "forced": np.flatnonzero(~completion.sampled).tolist(),  # tokens not sampled
-            "reward": _finite(grade.reward),
-            "parts": {name: _finite(value) for name, value in grade.parts.items()},
-            "status": str(grade.status),
-            "correct": grade.correct,
-            "advantage": None if advantages is None else _finite(advantages[place]),
-            "finish": str(completion.finish),
-            # Version of the weights that sampled the first token; None if there are no tokens.
-            "version": int(completion.versions[0]) if len(completion.versions) else None,
-            "versions": version_ranges(completion.versions),
-        } | _steps(completion.values)
+        yield (
+            {
+                "step": step,
+                "group": group.index,
+                "prompt_id": group.prompt.prompt_id,
+                "prompt": group.prompt.text,
+                "asked": _question(group.prompt),
+                "sample": completion.sample_index,
+                "response": completion.text,
+                "tokens": tokens,  # [C] decoded, including the end token
+                "logprobs": _rounded(completion.logprobs),  # [C] under the policy that sampled them
+                "learner_logprobs": scored,
+                "forced": np.flatnonzero(~completion.sampled).tolist(),  # tokens not sampled
+                "reward": _finite(grade.reward),
+                "parts": {name: _finite(value) for name, value in grade.parts.items()},
+                "status": str(grade.status),
+                "correct": grade.correct,
+                "advantage": None if advantages is None else _finite(advantages[place]),
+                "finish": str(completion.finish),
+                # Version of the weights that sampled the first token; None if there are no tokens.
+                "version": int(completion.versions[0]) if len(completion.versions) else None,
+                "versions": version_ranges(completion.versions),
+            }
+            | _steps(completion.values)
+            | _episode(completion)
+        )
 
 
 def version_ranges(versions: IntArray) -> list[list[int]]:
@@ -96,6 +100,14 @@ def _steps(values: FloatArray | None) -> ResponseRow:
         return {}
     starts = np.flatnonzero(np.isfinite(values))
     return {"steps": [(int(start), float(values[start])) for start in starts]}
+
+
+def _episode(completion: Completion) -> ResponseRow:
+    """Return the entry "limit" of an episode's row: the limit that truncated it, None if none did.
+    Return an empty dict for other responses."""
+    if not completion.turns:
+        return {}
+    return {"limit": None if completion.limit is None else str(completion.limit)}
 
 
 def first_and_last(rows: Iterable[ResponseRow]) -> list[tuple[ResponseRow, ResponseRow]]:

@@ -80,8 +80,9 @@ def recorded(run):
             "rollout.temperature=0.7",
         ],
         ["objective.kl.name=k1", "objective.kl.where=reward", "objective.reduction=sequence_mean"],
+        ["rollout.stop=['a','e','i']", "rollout.min_tokens=2"],
     ],
-    ids=["plain", "critic", "sequence ratio", "masked", "dynamic", "kl in reward"],
+    ids=["plain", "critic", "sequence ratio", "masked", "dynamic", "kl in reward", "stop"],
 )
 def test_sampled_tokens_have_the_learners_log_probabilities(folder, more):
     """What the learner computes for each sampled token, in its recorded context, is what it was
@@ -98,6 +99,18 @@ def test_sampled_tokens_have_the_learners_log_probabilities(folder, more):
         assert inserted.replace("<end>", "").startswith("1: ")
         assert "1: " in text
         assert len(row["tokens"]) - len(row["forced"]) <= 15
+        assert (row["limit"] is None) == (row["finish"] == "stop")
+
+
+def test_each_turn_has_a_think_budget(folder):
+    think = ["rollout.think.tokens=2", "rollout.think.end=!", "rollout.think.phrase='!!'"]
+    more = ["task.turn_tokens=8", "rollout.max_tokens=90"]
+    run = api.train("keywords", overrides=[*EPISODES, *think, *more], out=folder / "run")
+    assert max(step["mismatch/logprob_max"] for step in run.metrics[1:]) < 1e-4
+    rows = recorded(run)
+    phrases = ["".join(row["tokens"][i] for i in row["forced"]).count("!!") for row in rows]
+    assert all(n <= row["parts"]["turns"] for n, row in zip(phrases, rows, strict=True))
+    assert sum(phrases) > 2 * len(rows)  # in most of the 3 turns
 
 
 def test_inserted_tokens_have_no_gradient(folder):
@@ -204,11 +217,28 @@ def test_an_environment_is_tried_before_the_model_is_loaded(folder):
 
 def test_settings_that_do_not_go_with_episodes_are_refused_together(folder):
     with pytest.raises(ConfigError) as caught:
-        load_recipe("keywords", [*EPISODES, "loop.lag=1", "rollout.stop=['x']", "runtime=ray"])
+        load_recipe("keywords", [*EPISODES, "loop.lag=1", "runtime=ray"])
     assert str(caught.value) == (
-        "task.name = 'environment' can't be combined with runtime.name = 'ray', loop.lag = 1, "
-        "rollout.stop yet; use runtime.name = 'local' and loop.lag = 0 and remove rollout.stop"
+        "task.name = 'environment' can't be combined with runtime.name = 'ray', loop.lag = 1 yet; "
+        "use runtime.name = 'local' and loop.lag = 0"
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message", "right"),
+    [
+        ("rollout.min_tokens=6", "above task.turn_tokens = 5", "rollout.min_tokens=5"),
+        (
+            "rollout.think={tokens=5}",
+            "no room for an answer within task.turn_tokens = 5; use rollout.think.tokens = 4",
+            "rollout.think={tokens=4}",
+        ),
+    ],
+)
+def test_limits_of_a_turn_that_contradict_each_other(folder, wrong, message, right):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("keywords", [*EPISODES, wrong])
+    load_recipe("keywords", [*EPISODES, right])
 
 
 def test_lengths_count_sampled_tokens(folder):

@@ -10,8 +10,8 @@ from burnish.engine.protocol import Request
 from burnish.environments.protocol import Observation
 from burnish.model.conversation import ConversationFormat
 from burnish.rollout.episodes import CUT, EpisodeEngine, EpisodeLimits
-from burnish.rollout.rollout import complete
-from burnish.types import Episode, Finish, SamplingParams
+from burnish.rollout.rollout import complete, describe
+from burnish.types import Episode, Finish, Grade, Group, Limit, Prompt, SamplingParams
 from tests.engine import tiny
 
 START = ({"role": "user", "content": "go"},)
@@ -24,8 +24,9 @@ TEMPLATE = (
 class Scripted:
     """Environments that answer "ok" and end an episode after ``last`` turns."""
 
-    def __init__(self, last=3, answer="ok", fails=(), starts=START):
+    def __init__(self, last=3, answer="ok", fails=(), starts=START, seconds=0.0):
         self.last, self.answer, self.fails, self.starts = last, answer, fails, starts
+        self.seconds = seconds
         self.live, self.heard, self.calls = {}, {}, []
 
     def reset(self, episodes):
@@ -36,7 +37,8 @@ class Scripted:
             assert name not in self.live
             self.live[name], self.heard[name] = 0, []
             error = "reset: no" if ("reset", name) in self.fails else None
-            found.append(Observation([] if error else list(self.starts), None, False, {}, error))
+            messages = [] if error else list(self.starts)
+            found.append(Observation(messages, None, False, {}, error, self.seconds))
         return found
 
     def step(self, actions):
@@ -51,7 +53,8 @@ class Scripted:
             return Observation([], None, False, {}, "step: no")
         done = self.live[name] >= self.last
         messages = [{"role": "tool", "content": self.answer}]
-        return Observation(messages, 0.5 * done, done, {"heard": float(len(self.heard[name]))})
+        heard = {"heard": float(len(self.heard[name]))}
+        return Observation(messages, 0.5 * done, done, heard, None, self.seconds)
 
     def end(self, names):
         for name in names:
@@ -63,7 +66,7 @@ def wrapped(environments, *, engine=None, chat=TEMPLATE, **limits):
     tokenizer.chat_template = chat
     conversation = ConversationFormat(tokenizer, now=datetime(2026, 1, 1))
     limits = EpisodeLimits(**{"context": 96, **limits})
-    engine = engine or tiny.engine(text=True)
+    engine = engine or tiny.engine(text=True, own=tiny.model(context=limits.context))
     return EpisodeEngine(engine, environments, tokenizer, conversation, limits), conversation
 
 
@@ -71,6 +74,11 @@ def asked(conversation, name="r", n=3, group=0, **params):
     params = SamplingParams(**{"max_tokens": 60, **params})
     ids = conversation.open(START)
     return Request(name, ids, n, params, group, episode=Episode({"n": 1}, 5, START))
+
+
+def group_of(completions):
+    prompt = Prompt("p", "", np.zeros(1, np.int32), "t")
+    return Group(0, prompt, completions, (Grade(0.0),) * len(completions))
 
 
 def play(environments, requests=(("r", 3, 0),), params=None, **limits):
@@ -173,6 +181,165 @@ def test_limits_truncate_an_episode(limits, params, turns):
         assert len(completion.token_ids) <= params.get("max_tokens", 60)
         assert start + len(completion.token_ids) <= limits.get("context", 96)
         assert turns is None or len(completion.turns) == turns
+
+
+@pytest.mark.parametrize(
+    ("limits", "params", "limit"),
+    [
+        ({"turns": 2, "turn_tokens": 4}, {}, Limit.TURNS),
+        ({"turn_tokens": 4}, {"max_tokens": 30}, Limit.TOKENS),
+        ({}, {"max_tokens": 5}, Limit.TOKENS),
+        ({"turn_tokens": 4, "context": 40}, {}, Limit.CONTEXT),
+        ({"turn_tokens": 4, "seconds": 1.9}, {}, Limit.TIME),
+        ({"turn_tokens": 4, "turns": 8, "seconds": 99.0, "context": 200}, {}, Limit.TOKENS),
+    ],
+)
+def test_the_limit_is_recorded(limits, params, limit):
+    environments = Scripted(last=99, seconds=0.5)
+    found, _ = play(environments, params=params, **limits)
+    for completion in found[0]:
+        assert (completion.finish, completion.limit) == (Finish.LENGTH, limit)
+        if limit is Limit.TIME:
+            assert len(completion.turns) == 3  # the reset and three steps take 2 s
+    ended, _ = play(Scripted(last=2), turn_tokens=4)
+    assert [(c.finish, c.limit) for c in ended[0]] == [(Finish.STOP, None)] * 3
+    figures = describe([group_of(found[0])])
+    shares = {
+        x.removeprefix("rollout/truncated_"): y for x, y in figures.items() if "truncated_" in x
+    }
+    assert shares == {str(one): float(one is limit) for one in Limit}
+
+
+def test_the_environment_hears_a_turn_that_ended_at_the_limit():
+    """A turn that ended by itself is answered, even if no token has room after it."""
+    free, _ = play(Scripted(last=1), params={"stop": STOPS})
+    for i, completion in enumerate(free[0]):
+        most = len(completion.token_ids)
+        for last, finish, limit in (
+            (1, Finish.STOP, None),
+            (2, Finish.LENGTH, Limit.TOKENS),
+        ):
+            params = {"stop": STOPS, "max_tokens": most}
+            again = play(Scripted(last=last), params=params)[0][0][i]
+            assert again.token_ids.tolist() == completion.token_ids.tolist()
+            assert (again.finish, again.limit) == (finish, limit)
+            assert again.turns[0].messages
+
+
+STOPS = tuple("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789")
+
+
+@pytest.mark.parametrize("answer", ["ok", "stone a tonne"])
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_stop_strings_count_from_the_start_of_a_turn(answer, min_tokens):
+    params = {"stop": STOPS, "min_tokens": min_tokens, "max_tokens": 150}
+    environments = Scripted(last=4, answer=answer)
+    found, conversation = play(environments, params=params, turn_tokens=12, context=190)
+    inserted = conversation.between([{"role": "tool", "content": answer}]).tolist()
+    stopped = 0
+    for i, completion in enumerate(found[0]):
+        assert (completion.finish, len(completion.turns)) == (Finish.STOP, 4)
+        before = 0
+        for turn, heard in zip(completion.turns, environments.heard[f"r/{i}"], strict=True):
+            ids = completion.token_ids[turn.start : turn.end].tolist()
+            text = tiny.tokenizer().decode(ids, skip_special=True)
+            assert turn.text == heard == text  # one byte per token
+            assert not any(stop in text[min_tokens:-1] for stop in STOPS)
+            assert len(ids) >= min_tokens
+            assert ids[-1] == tiny.END or text[-1:] in STOPS or len(ids) == 12
+            if before:
+                ended = completion.token_ids[before - 1] == tiny.END
+                gap = completion.token_ids[before : turn.start].tolist()
+                assert gap == [*([] if ended else [tiny.END]), *inserted]
+            stopped += text[-1:] in STOPS
+            before = turn.end
+    assert stopped > 3
+
+
+def test_a_stop_string_never_begins_in_an_observation():
+    """The generation prompt ends with "a"; the engine must not read it together with a turn."""
+    first, _ = play(Scripted(last=2), turn_tokens=6)
+    for i, completion in enumerate(first[0]):
+        turn = completion.turns[1]
+        begins = tiny.tokenizer().decode(completion.token_ids[turn.start : turn.start + 1])
+        stop = "a" + begins
+        assert tiny.tokenizer().decode(completion.token_ids[: turn.start + 1]).endswith(stop)
+        again = play(Scripted(last=2), params={"stop": (stop,)}, turn_tokens=6)[0][0][i]
+        if stop not in first[0][i].turns[0].text and stop not in turn.text:
+            assert again.token_ids.tolist() == completion.token_ids.tolist()
+
+
+def test_think_budgets_count_from_the_start_of_a_turn():
+    think = {"think_tokens": 3, "think_end": "</t>", "think_phrase": "</t>!"}
+    environments = Scripted(last=3)
+    found, conversation = play(
+        environments, params={**think, "max_tokens": 90}, turn_tokens=12, context=190
+    )
+    phrase = tiny.tokenizer().encode("</t>!", add_special=False).tolist()
+    model, forced = tiny.model(context=190), 0
+    for completion in found[0]:
+        assert len(completion.turns) == 3
+        for turn in completion.turns:
+            ids = completion.token_ids[turn.start : turn.end].tolist()
+            own = completion.sampled[turn.start : turn.end].tolist()
+            if len(ids) > 3:
+                assert ids[3:8] == phrase
+                assert own == [True] * 3 + [False] * 5 + [True] * (len(ids) - 8)
+                forced += 1
+            assert len(ids) <= 12
+        expected = tiny.learner_logprobs(model, conversation.open(START), completion.token_ids, 1.0)
+        own = completion.sampled
+        np.testing.assert_allclose(completion.logprobs[own], expected[own], atol=tiny.CLOSE)
+    assert forced > 3
+
+
+def test_a_budget_without_room_is_left_out():
+    """The last turns of an episode have fewer tokens than budget and phrase need."""
+    think = {"think_tokens": 3, "think_end": "</t>", "think_phrase": "</t>!"}
+    found, _ = play(Scripted(last=9), params={**think, "max_tokens": 42}, turn_tokens=10)
+    for completion in found[0]:
+        *turns, last = completion.turns
+        assert completion.limit is Limit.TOKENS
+        assert last.end - last.start <= 10
+        if len(turns) == 2 and all(turn.end - turn.start == 10 for turn in turns):
+            assert completion.sampled[last.start :].all()
+    assert {len(c.turns) for c in found[0]} == {3}
+
+
+def test_another_end_token_ends_a_turn():
+    """<|b|> ends the model's turn as well; the template's own end token follows it."""
+    params = {"stop_ids": (258, *range(97, 110)), "max_tokens": 90}
+    found, conversation = play(Scripted(last=4), params=params, turn_tokens=14, context=190)
+    others = 0
+    for completion in found[0]:
+        for turn, after in zip(completion.turns, completion.turns[1:], strict=False):
+            last = completion.token_ids[turn.end - 1]
+            gap = completion.token_ids[turn.end : after.start].tolist()
+            others += last in params["stop_ids"]
+            assert gap[:1] == (
+                [tiny.END]
+                if last != tiny.END
+                else conversation.between([{"role": "tool", "content": "ok"}]).tolist()[:1]
+            )
+    assert others > 2
+
+
+def test_a_template_without_end_tokens_gets_none_after_a_stop_string():
+    chat = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    found, conversation = play(
+        Scripted(last=3),
+        chat=chat,
+        params={"stop": STOPS, "max_tokens": 90},
+        turn_tokens=9,
+        context=190,
+    )
+    inserted = conversation.between([{"role": "tool", "content": "ok"}]).tolist()
+    for completion in found[0]:
+        for turn, after in zip(completion.turns, completion.turns[1:], strict=False):
+            assert completion.token_ids[turn.end : after.start].tolist() == inserted
 
 
 def test_long_messages_are_cut_with_a_marker():
