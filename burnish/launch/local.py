@@ -265,7 +265,7 @@ def _with_reward_model(resolved: Resolved, task: Task) -> Task:
     tell("load", f"loading {config.name}")
     files, dtype = resolved.frozen["reward_model.name"].files, DTYPES[train.precision]
     model = load_reward_model(files, dtype=dtype).to(resolved.device)
-    split = partial(cut, tokens=train.micro_tokens, sequences=train.micro_sequences)
+    split = partial(cut, tokens=train.micro_tokens, samples=train.micro_sequences)
     return LearnedReward(task, model, weight=config.task, cut=split)
 
 
