@@ -37,6 +37,8 @@ KEYS = ("messages", "reward", "done", "metrics")
 """Keys of a step's result."""
 ROLES = ("user", "tool", "system")
 """Roles of an environment's messages; only ``reset`` may return a system message."""
+ANSWERING = ("user", "tool")
+"""Roles of the messages that ``step`` may return."""
 LONGEST_VALUE = 100
 """Characters of a wrong value that an error quotes."""
 EnvironmentCall = Literal["reset", "step", "close"]

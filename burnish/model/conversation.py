@@ -105,18 +105,38 @@ class ConversationFormat:
 
     def rewrites(self, roles: Iterable[str]) -> list[str]:
         """Return those of the ``roles`` whose messages make the template write earlier turns
-        differently, for example without their thoughts. It compares token ids."""
+        differently, for example without their thoughts. It compares token ids. A role that the
+        template rejects is left out."""
         if self._tokenizer.chat_template is None:
             return []
-        return [role for role in roles if not self._appends({"role": role, "content": "."})]
+        return [role for role in roles if self._rewrites({"role": role, "content": "."})]
 
-    def _appends(self, message: Message) -> bool:
+    def appends(self, messages: Sequence[Message], following: Sequence[Message]) -> bool:
+        """Return whether a conversation that ends with an assistant's turn is only continued by the
+        messages that follow: the template still writes everything before them as it was when the
+        turn was sampled, and the turn as it was sampled or as the template writes a last turn."""
+        if self._tokenizer.chat_template is None:
+            return True
+        *before, turn = messages
+        context, whole = self._write(before), self._write([*messages, *following])
+        if whole.startswith(f"{context}{turn.get('content') or ''}{self._end}"):
+            return True
+        written = self._write(messages, generate=False).rstrip()
+        return written.startswith(context) and whole.startswith(written)
+
+    def _rewrites(self, message: Message) -> bool:
         for answer in (ANSWER, THOUGHT):
-            parts = [self.open([USER]), self.turn(answer), self.between([message])]
-            whole = self._encode(self._write([USER, answer, message]))
-            if not np.array_equal(np.concatenate(parts), whole):
+            messages = [USER, answer, message, answer, message]
+            try:
+                whole = self._encode(self._write(messages))
+            except ModelError:
                 return False
-        return True
+            turn, after = self.turn(answer), self.between([message])
+            turn = turn if self._end else turn[:-1]
+            parts = [self.open([USER]), turn, after, turn, after]
+            if not np.array_equal(np.concatenate(parts), whole):
+                return True
+        return False
 
     def _answered(self, text: str) -> int:
         """Return the place after the synthetic answer in a rendered text."""

@@ -633,6 +633,7 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
         ("engine.url", is_served, SERVED),
         ("runtime.name", isinstance(recipe.runtime, LocalRuntime), ["mesh"]),
         ("model.name", not recipe.model.is_language, LANGUAGE),
+        ("task.name", not isinstance(recipe.task, EnvironmentTask), ["rollout.history"]),
         ("objective.loss.name", "ratio" not in loss.reads, ["objective.ratio"]),
         ("objective.loss.name", not is_compared, ["objective.proximal"]),
         ("objective.advantage.name", is_unscaled, ["task.scales"]),

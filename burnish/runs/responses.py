@@ -78,7 +78,7 @@ def rows(
                 "versions": version_ranges(completion.versions),
             }
             | _steps(completion.values)
-            | _episode(completion)
+            | _episode(completion, decode)
         )
 
 
@@ -102,12 +102,17 @@ def _steps(values: FloatArray | None) -> ResponseRow:
     return {"steps": [(int(start), float(values[start])) for start in starts]}
 
 
-def _episode(completion: Completion) -> ResponseRow:
-    """Return the entry "limit" of an episode's row: the limit that truncated it, None if none did.
-    Return an empty dict for other responses."""
+def _episode(completion: Completion, decode: Callable[[IntArray], list[str]]) -> ResponseRow:
+    """Return the entries of an episode's row: "limit", the limit that truncated it, None if none
+    did; and "sequences", for each sequence with a prompt of its own the index of its first token
+    and the prompt. Return an empty dict for other responses."""
     if not completion.turns:
         return {}
-    return {"limit": None if completion.limit is None else str(completion.limit)}
+    sequences = [
+        {"start": one.start, "prompt": "".join(decode(one.prompt))} for one in completion.sequences
+    ]
+    limit = None if completion.limit is None else str(completion.limit)
+    return {"limit": limit} | ({"sequences": sequences} if sequences else {})
 
 
 def first_and_last(rows: Iterable[ResponseRow]) -> list[tuple[ResponseRow, ResponseRow]]:

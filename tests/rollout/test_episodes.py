@@ -6,12 +6,22 @@ from datetime import datetime
 import numpy as np
 import pytest
 
+from burnish.engine.native import sampler
 from burnish.engine.protocol import Request
 from burnish.environments.protocol import Observation
 from burnish.model.conversation import ConversationFormat
 from burnish.rollout.episodes import CUT, EpisodeEngine, EpisodeLimits
 from burnish.rollout.rollout import complete, describe
-from burnish.types import Episode, Finish, Grade, Group, Limit, Prompt, SamplingParams
+from burnish.types import (
+    Episode,
+    Finish,
+    Grade,
+    Group,
+    Limit,
+    Prompt,
+    SamplingParams,
+    SequenceStart,
+)
 from tests.engine import tiny
 
 START = ({"role": "user", "content": "go"},)
@@ -24,9 +34,18 @@ TEMPLATE = (
 class Scripted:
     """Environments that answer "ok" and end an episode after ``last`` turns."""
 
-    def __init__(self, last=3, answer="ok", fails=(), starts=START, seconds=0.0):
+    def __init__(
+        self,
+        last=3,
+        answer="ok",
+        fails=(),
+        starts=START,
+        seconds=0.0,
+        roles="t",
+        deterministic=True,
+    ):
         self.last, self.answer, self.fails, self.starts = last, answer, fails, starts
-        self.seconds = seconds
+        self.seconds, self.roles, self.deterministic = seconds, roles, deterministic
         self.live, self.heard, self.calls = {}, {}, []
 
     def reset(self, episodes):
@@ -37,7 +56,8 @@ class Scripted:
             assert name not in self.live
             self.live[name], self.heard[name] = 0, []
             error = "reset: no" if ("reset", name) in self.fails else None
-            messages = [] if error else list(self.starts)
+            starts = self.starts(name) if callable(self.starts) else self.starts
+            messages = [] if error else list(starts)
             found.append(Observation(messages, None, False, {}, error, self.seconds))
         return found
 
@@ -52,7 +72,8 @@ class Scripted:
         if ("step", name) in self.fails:
             return Observation([], None, False, {}, "step: no")
         done = self.live[name] >= self.last
-        messages = [{"role": "tool", "content": self.answer}]
+        role = {"t": "tool", "u": "user"}[self.roles[(self.live[name] - 1) % len(self.roles)]]
+        messages = [{"role": role, "content": self.answer}]
         heard = {"heard": float(len(self.heard[name]))}
         return Observation(messages, 0.5 * done, done, heard, None, self.seconds)
 
@@ -61,13 +82,14 @@ class Scripted:
             self.live.pop(name, None)
 
 
-def wrapped(environments, *, engine=None, chat=TEMPLATE, **limits):
+def wrapped(environments, *, engine=None, chat=TEMPLATE, follows=False, **limits):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = chat
     conversation = ConversationFormat(tokenizer, now=datetime(2026, 1, 1))
     limits = EpisodeLimits(**{"context": 96, **limits})
     engine = engine or tiny.engine(text=True, own=tiny.model(context=limits.context))
-    return EpisodeEngine(engine, environments, tokenizer, conversation, limits), conversation
+    made = EpisodeEngine(engine, environments, tokenizer, conversation, limits, follows=follows)
+    return made, conversation
 
 
 def asked(conversation, name="r", n=3, group=0, **params):
@@ -360,6 +382,160 @@ def test_environments_that_fail_end_their_episode_alone():
     whole, _ = play(Scripted(last=2), [("a", 4, 0)], turn_tokens=4)
     for i in (0, 3):
         assert found[0][i].token_ids.tolist() == whole[0][i].token_ids.tolist()
+
+
+FORGETS = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|a|>{{ m.role[0] }}"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last and m.content[:7] != 'burnish' %}"
+    "{{ m.content[2:] }}"
+    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>a{% endif %}"
+)
+"""Leaves out the first two characters, the thought, of turns before the last user message."""
+
+
+def contexts(completion, prompt):
+    """Each sequence of an episode: its prompt, and the slice of its response."""
+    starts = list(completion.sequences)
+    if not starts or starts[0].start:
+        starts = [SequenceStart(0, prompt), *starts]
+    ends = [*(one.start for one in starts[1:]), len(completion.token_ids)]
+    return [(one.prompt, slice(one.start, end)) for one, end in zip(starts, ends, strict=True)]
+
+
+def assert_sampled_in_context(completion, prompt, model):
+    for context, part in contexts(completion, prompt):
+        expected = tiny.learner_logprobs(model, context, completion.token_ids[part], 1.0)
+        own = completion.sampled[part]
+        np.testing.assert_allclose(
+            completion.logprobs[part][own], expected[own], atol=tiny.CLOSE, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("roles", ["t", "u", "tu", "ttu"])
+def test_a_template_that_rewrites_history_is_followed(roles):
+    environments, limits = Scripted(last=5, roles=roles), {"turn_tokens": 6, "context": 260}
+    found, conversation = play(
+        environments, params={"max_tokens": 120}, chat=FORGETS, follows=True, **limits
+    )
+    model, prompt = tiny.model(context=260), conversation.open(START)
+    for i, completion in enumerate(found[0]):
+        assert (completion.finish, len(completion.turns)) == (Finish.STOP, 5)
+        assert_sampled_in_context(completion, prompt, model)
+        messages, starts = list(START), {one.start: one.prompt for one in completion.sequences}
+        assert len(starts) == len(completion.sequences)
+        assert set(starts) <= {turn.start for turn in completion.turns[1:]}
+        for number, turn in enumerate(completion.turns):
+            if turn.start in starts:  # after a user message, in the template's own text
+                assert messages[-1]["role"] == "user"
+                assert starts[turn.start].tolist() == conversation.open(messages).tolist()
+            elif number:
+                before = completion.turns[number - 1]
+                assert messages[-1]["role"] == "tool" or not before.text
+                gap = completion.token_ids[before.end : turn.start]
+                assert not completion.sampled[before.end : turn.start].any()
+                after = conversation.between(before.messages).tolist()
+                assert gap.tolist()[-len(after) :] == after
+            own = completion.token_ids[turn.start : turn.end]
+            assert tiny.tokenizer().decode(own, skip_special=True) == turn.text
+            assert turn.text == environments.heard[f"r/{i}"][number]
+            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+        assert ("u" in roles) == bool(starts)
+
+
+@pytest.mark.parametrize("roles", ["u", "tu"])
+def test_appending_keeps_what_the_template_would_rewrite(roles):
+    found, conversation = play(Scripted(roles=roles), chat=FORGETS, turn_tokens=6, context=190)
+    for completion in found[0]:
+        assert completion.sequences == ()
+        assert_sampled_in_context(completion, conversation.open(START), tiny.model(context=190))
+
+
+def test_following_an_append_only_template_changes_nothing():
+    whole, _ = play(Scripted(last=4, roles="ut"), turn_tokens=6)
+    followed, _ = play(Scripted(last=4, roles="ut"), turn_tokens=6, follows=True)
+    for a, b in zip(whole[0], followed[0], strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.logprobs.tolist() == b.logprobs.tolist()
+        assert b.sequences == ()
+
+
+def test_each_token_has_its_own_draw(monkeypatch):
+    """The position of a draw is the token's index in the episode, whatever its sequence."""
+    drawn, original = [], sampler.draws
+
+    def recorded(samples, steps, device):
+        for one in samples:
+            request = one.group.request
+            drawn.append((request.first + one.index, request.position + len(one.logprobs)))
+        return original(samples, steps, device)
+
+    monkeypatch.setattr(sampler, "draws", recorded)
+    environments, params = Scripted(last=5, roles="u"), {"max_tokens": 120}
+    given = {"chat": FORGETS, "follows": True, "context": 260, "turn_tokens": 1}
+    found, _ = play(environments, params=params, **given)
+    for sample, completion in enumerate(found[0]):
+        assert len(completion.sequences) > 2
+        positions = [position for i, position in drawn if i == sample]
+        assert positions == np.flatnonzero(completion.sampled).tolist()
+
+
+@pytest.mark.parametrize(
+    ("limits", "params", "limit"),
+    [
+        ({"turns": 3}, {}, Limit.TURNS),
+        ({}, {"max_tokens": 12}, Limit.TOKENS),
+        ({"context": 40}, {}, Limit.CONTEXT),
+        ({"total": 70}, {}, Limit.TOKENS),
+    ],
+)
+def test_limits_of_several_sequences(limits, params, limit):
+    given = {"chat": FORGETS, "follows": True, "turn_tokens": 5, **limits}
+    params = {"max_tokens": 80, "think_tokens": 2, "think_end": "!", "think_phrase": "!", **params}
+    found, conversation = play(Scripted(last=99, roles="u"), params=params, **given)
+    prompt = conversation.open(START)
+    for completion in found[0]:
+        assert (completion.finish, completion.limit) == (Finish.LENGTH, limit)
+        assert len(completion.token_ids) <= params["max_tokens"]
+        sizes = [
+            len(context) + len(completion.token_ids[part])
+            for context, part in contexts(completion, prompt)
+        ]
+        assert max(sizes) <= limits.get("context", 96)
+        assert sum(sizes) <= limits.get("total", 10_000)
+        assert len(sizes) > 1
+        assert all(one.start < len(completion.token_ids) for one in completion.sequences)
+
+
+def test_other_first_messages_have_a_prompt_of_their_own():
+    """Of an environment that is not deterministic: each episode is sampled after its own prompt,
+    with the draws that it would have had alone."""
+
+    def starts(name):
+        return START if name.endswith("1") else ({"role": "user", "content": f"go {name}"},)
+
+    environments = Scripted(last=3, starts=starts, deterministic=False)
+    found, conversation = play(environments, [("a", 3, 0)], turn_tokens=6)
+    model = tiny.model()
+    for i, completion in enumerate(found[0]):
+        assert_sampled_in_context(completion, conversation.open(START), model)
+        if i == 1:
+            assert (completion.sequences, completion.first_messages) == ((), None)
+            continue
+        ((start, prompt),) = completion.sequences
+        assert (start, completion.first_messages) == (0, starts(f"a/{i}"))
+        assert prompt.tolist() == conversation.open(starts(f"a/{i}")).tolist()
+    shared, _ = play(Scripted(last=3), [("a", 3, 0)], turn_tokens=6)
+    assert shared[0][1].token_ids.tolist() == found[0][1].token_ids.tolist()
+
+
+def test_first_messages_without_room_are_an_error():
+    starts = ({"role": "user", "content": "x" * 92},)
+    found, _ = play(Scripted(starts=starts, deterministic=False), [("a", 2, 0)])
+    for completion in found[0]:
+        assert "the first messages have 97 tokens" in completion.turns[0].error
 
 
 def test_first_messages_that_differ_are_an_error():
