@@ -133,6 +133,8 @@ class EpisodeEngine:
         """Requests whose environments the next step resets."""
         self._plays: dict[tuple[str, int], _Play] = {}
         """Unfinished episodes, by the request and sample of the engine for their current turn."""
+        self._failures: list[Completion] = []
+        """Episodes that have failed to start, which the next step returns."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -149,7 +151,8 @@ class EpisodeEngine:
     @property
     def unfinished(self) -> int:
         waiting = sum(play.turn is not None for play in self._plays.values())
-        return self._engine.unfinished + waiting + sum(r.n for r in self._submitted)
+        outside = len(self._failures) + sum(r.n for r in self._submitted)
+        return self._engine.unfinished + waiting + outside
 
     def load(self, weights: Weights) -> None:
         self._engine.load(weights)
@@ -175,7 +178,8 @@ class EpisodeEngine:
                 play.turn = replace(play.turn, finish=Finish.ABORT)
 
     def step(self) -> list[Completion]:
-        done = self._start()
+        self._start()
+        done, self._failures = self._failures, []
         for completion in self._engine.step():
             play = self._plays.get((completion.request_id, completion.sample_index))
             if play is None:
@@ -186,12 +190,11 @@ class EpisodeEngine:
             return done
         return done + self._advance()
 
-    def _start(self) -> list[Completion]:
-        """Reset the environments of new requests and submit the first turns. Return the completions
-        of episodes whose environment failed."""
+    def _start(self) -> None:
+        """Reset the environments of new requests and submit the first turns."""
         requests, self._submitted = self._submitted, []
         if not requests:
-            return []
+            return
         plays = [_play(request, i) for request in requests for i in range(request.n)]
         starts = [play.request.episode for play in plays]
         observations = self._environments.reset(
@@ -214,7 +217,7 @@ class EpisodeEngine:
                 if play.name not in failed:
                     self._submit(play, None)
         self._environments.end(failed)
-        return [self._failed(play, failed[play.name]) for play in plays if play.name in failed]
+        self._failures += [self._failed(p, failed[p.name]) for p in plays if p.name in failed]
 
     def _opened(self, play: _Play, found: Observation) -> _Play:
         """Return an episode whose environment was reset. If its first messages are not those in its

@@ -562,6 +562,19 @@ def test_aborted_episodes_return_what_they_have():
     assert environments.live == {}
 
 
+def test_episodes_that_fail_to_start_are_returned_after_an_abort():
+    environments = Scripted(last=2, fails=[("reset", "a/1")])
+    engine, conversation = wrapped(environments, turn_tokens=4)
+    engine.submit(asked(conversation, "a", 2))
+    engine.abort("b")
+    assert engine.unfinished == 2
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+    assert sorted(c.sample_index for c in done) == [0, 1]
+    assert [c.turns[-1].error for c in done if c.sample_index] == ["reset: no"]
+
+
 def test_a_model_without_a_template():
     found, conversation = play(Scripted(last=2), chat=None, turn_tokens=4)
     gap = found[0][0].token_ids[found[0][0].turns[0].end : found[0][0].turns[1].start].tolist()
