@@ -353,6 +353,7 @@ def evaluate(
     recipe: AnyRecipe,
     *,
     model: Any = None,
+    environment: str | None = None,
     overrides: Overrides = (),
     out: AnyPath | None = None,
     show: ShowArgument = None,
@@ -362,15 +363,15 @@ def evaluate(
     before the first step of a run; return the results.
 
     ``recipe`` may also be a run, whose trained model is then evaluated. ``model`` is another model
-    to evaluate, as in ``train``; None for the model of the recipe or the run. ``settings`` and
-    ``overrides`` change the recipe's settings, as in ``train``. The directory ``out`` gets every
+    to evaluate, as in ``train``; None for the model of the recipe or the run. ``environment``, the
+    FILE.py:NAME of a class, replaces the recipe's environment. ``settings`` and ``overrides``
+    change the recipe's settings, as in ``train``. The directory ``out`` gets every
     response and a report; an evaluation that it already contains is not repeated, and a different
     one in it raises a RunError. By default it is runs/eval-NAME-HASH, where the hash covers
     everything that the results depend on.
     """
-    recipe = evaluation_recipe(
-        recipe, hub.as_setting(model), [parse_overrides(overrides), settings]
-    )
+    changes = [parse_overrides(overrides), settings]
+    recipe = evaluation_recipe(recipe, hub.as_setting(model), changes, environment)
     with progress_display(show, recipe.name):
         resolved = resolve(recipe)
         from burnish.engine.protocol import require
@@ -400,14 +401,18 @@ def evaluate(
 
 
 def evaluation_recipe(
-    source: AnyRecipe, model: AnyPath | Table | None = None, changes: Sequence[str | Table] = ()
+    source: AnyRecipe,
+    model: AnyPath | Table | None = None,
+    changes: Sequence[str | Table] = (),
+    environment: str | None = None,
 ) -> Recipe:
     """Return the recipe for evaluating a model, without its teacher and its trackers.
 
     ``source`` is a recipe (name, file, table or object) or the directory of a run: then the run's
     recipe is used with the model that the run trained and, if the run stored prompts, with these
-    prompts. ``model`` is another model to evaluate; None for the model of ``source``. ``changes``
-    are overrides, applied last; task.validation also replaces task.validation_rows = 0. Raise a
+    prompts. ``model`` is another model to evaluate; None for the model of ``source``.
+    ``environment`` replaces the recipe's environment; None to keep it. ``changes`` are overrides,
+    applied last; task.validation also replaces task.validation_rows = 0. Raise a
     ``ConfigError`` if the run trained the sorting model, if the recipe is supervised, because its
     responses are not graded, or if no prompts are held out.
     """
@@ -424,6 +429,9 @@ def evaluation_recipe(
             own["task"] = {"train": run / PROMPTS}
     if model is not None:
         own["model"] = model
+    if environment is not None:
+        named = {"name": "environment", "environment": environment}
+        own["task"] = own.get("task", {}) | named
     given = parse_overrides(changes)
     # Settings of the validation would be refused if there is none.
     others = {key: value for key, value in given.items() if not key.startswith("validation.")}

@@ -83,7 +83,10 @@ class Turn(NamedTuple):
     metrics: Mapping[str, float]
     """The environment's metrics for this turn."""
     error: str | None
-    """Why the environment failed in this turn; None if it did not."""
+    """Why the environment failed in this turn; None if it did not. A turn without tokens is an
+    environment that failed before the first turn."""
+    seconds: float = 0.0
+    """Wall-clock time of the environment's call."""
 
 
 class SequenceStart(NamedTuple):

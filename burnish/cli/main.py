@@ -27,11 +27,12 @@ from burnish.cli.tables import print_sections, print_table, print_text
 from burnish.console.display import Display
 from burnish.console.progress import tell
 from burnish.console.text import printable
-from burnish.errors import BurnishError, RunError
+from burnish.errors import BurnishError, ConfigError, RunError
 from burnish.launch import torchrun
 from burnish.launch.preflight import find_problems, raise_problems
 from burnish.launch.resolve import survey
 from burnish.machine.threads import share_cores
+from burnish.model import hub
 from burnish.recipe.load import (
     PRESETS,
     RECIPES,
@@ -434,6 +435,9 @@ def evaluate_command(
     samples: Annotated[int | None, Option("-n", "--samples", help="per prompt")] = None,
     temperature: Annotated[float | None, Option(help="0 is greedy")] = None,
     max_tokens: Annotated[int | None, Option(help="per response")] = None,
+    environment: Annotated[
+        str | None, Option(help="another environment for its episodes, FILE.py:NAME")
+    ] = None,
     overrides: Overrides = None,
     seed: Seed = None,
     out: Annotated[Path | None, Option(help="a directory for the responses")] = None,
@@ -442,7 +446,9 @@ def evaluate_command(
     sampling = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
     named = {f"validation.{key}": value for key, value in sampling.items()}
     changes = _changes(overrides, seed=seed, **named)
-    chosen = [api.evaluation_recipe(recipe, name, changes) for name in model or (None,)]
+    chosen = [
+        api.evaluation_recipe(recipe, name, changes, environment) for name in model or (None,)
+    ]
     for one in chosen:  # check all of them before the first one runs
         raise_problems(find_problems(one))
     several = len(chosen) > 1
@@ -486,19 +492,56 @@ def compare_command(
 
 @app.command("generate")
 def generate_command(
-    prompt: Annotated[list[str], Argument(help="prompts to answer")],
-    model: Annotated[str, Option(help="a name, directory or run")] = "smollm2-135m",
+    prompt: Annotated[
+        list[str] | None, Argument(help="prompts to answer; with --environment, the model")
+    ] = None,
+    model: Annotated[
+        str | None, Option(help="a name, directory or run", show_default="smollm2-135m")
+    ] = None,
     adapter: Annotated[str | None, Option(help="a directory in PEFT's layout")] = None,
     samples: Annotated[int, Option("-n", "--samples", help="responses per prompt")] = 1,
     temperature: Annotated[float, Option(help="0 is greedy")] = 1.0,
-    max_tokens: Annotated[int, Option(help="per response")] = 128,
+    max_tokens: Annotated[
+        int | None,
+        Option(help="per response; an episode's default is its run's", show_default="128"),
+    ] = None,
     seed: Annotated[int, Option(help="seed of the sampling")] = 0,
     raw: Annotated[bool, Option("--raw", help="do not use the chat template")] = False,
+    environment: Annotated[
+        str | None, Option(help="play one episode with FILE.py:NAME, turn by turn")
+    ] = None,
+    row: Annotated[str | None, Option(help="the episode's row, a JSON object")] = None,
+    data: Annotated[str | None, Option(help="rows, of which the seed selects one")] = None,
+    turns: Annotated[
+        int | None, Option(min=1, help="limit of the episode", show_default="its run's, or 16")
+    ] = None,
 ) -> None:
-    """Sample responses from a model and print them."""
-    how: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    how |= {"model": {"name": model, "adapter": adapter}, "n": samples, "chat": not raw}
-    done = api.generate(prompt, **how)
+    """Sample responses from a model and print them, or play one episode with an environment."""
+    words = prompt or []
+    if environment is not None:
+        from burnish.cli import episode
+
+        chosen = [*words, *([model] if model else [])]
+        if len(chosen) != 1 or samples != 1 or raw:
+            raise ConfigError(
+                "generate --environment plays one episode of one model, without -n and --raw; "
+                "write `burnish generate MODEL --environment FILE.py:NAME`"
+            )
+        given: dict[str, Any] = {"adapter": adapter, "row": row, "data": data, "seed": seed}
+        given |= {"max_tokens": max_tokens, "turns": turns}
+        recipe = episode.episode_recipe(chosen[0], environment, **given)
+        raise typer.Exit(0 if episode.play_episode(recipe, temperature) else 1)
+    if not words or (row, data, turns) != (None, None, None):
+        raise ConfigError(
+            "generate needs a prompt, and --row, --data and --turns need --environment; write "
+            "`burnish generate PROMPT`, or `burnish generate MODEL --environment FILE.py:NAME`"
+        )
+    how: dict[str, Any] = {
+        "temperature": temperature,
+        "max_tokens": 128 if max_tokens is None else max_tokens,
+    }
+    how |= {"seed": seed, "n": samples, "chat": not raw}
+    done = api.generate(words, model={"name": model or hub.DEFAULT, "adapter": adapter}, **how)
     for number, answer in enumerate(done):
         if len(done) > 1:
             print_text(f"── prompt {number // samples + 1}, sample {answer.sample + 1} ──")

@@ -116,6 +116,8 @@ class Display:
             parts = [f"step {now.step + 1}/{now.steps}: {now.doing}"]
         if now.total:
             parts.append(f"{now.done:,}/{now.total:,} {now.unit}")
+        if now.turn:
+            parts.append(now.turn)
         if now.tokens_per_second:
             parts.append(f"{now.tokens_per_second:,.0f} tokens/s")
         parts += [text for text in (now.grading, now.actors, self._figures) if text]

@@ -47,6 +47,9 @@ class Progress:
     grading: str = ""
     """Progress of the grading and its failures so far, such as "12 of 64 graded, 3 timed out";
     empty if nothing is being graded."""
+    turn: str = ""
+    """Turn of the episodes that are being sampled, such as "turn 3 of 12"; empty if there are no
+    episodes."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the step in phase "step"; empty in other phases."""
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -111,8 +114,8 @@ def begin(phase: str, doing: str, *, total: int | None = None, unit: str = "") -
 
     def report(done: int, total: int | None = None, *, tokens: int = 0) -> None:
         speed = tokens / max(time.monotonic() - began, 1e-3) if tokens else None
-        whole, grading = expected if total is None else total, last[0].grading
-        now = Progress(phase, doing, done, whole, unit, tokens_per_second=speed, grading=grading)
+        whole = expected if total is None else total
+        now = replace(last[0], done=done, total=whole, unit=unit, tokens_per_second=speed)
         last[0] = now
         show(now)
 
@@ -135,11 +138,21 @@ def tell_grading(done: int, total: int, *, late: int, failed: int) -> None:
     _show.get()(last[0])
 
 
+def tell_turn(text: str) -> None:
+    """Report the turn of the episodes that are being sampled, as a part of the phase that began
+    last. Do nothing if that phase was not reported by `begin`."""
+    last = _last.get()
+    if last is not None and last[0].turn != text:
+        last[0] = replace(last[0], turn=text)
+        _show.get()(last[0])
+
+
 def format_progress(progress: Progress) -> str:
     """Return a text with the current work, its progress and the sampling rate."""
     words = [progress.doing]
     if progress.total:
         words.append(f"{progress.done:,} of {progress.total:,} {progress.unit}".strip())
+    words.append(progress.turn)
     if progress.tokens_per_second is not None:
         words.append(f"{progress.tokens_per_second:,.0f} tokens per second")
     words.append(progress.grading)

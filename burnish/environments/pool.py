@@ -142,6 +142,8 @@ class EnvironmentPool:
         self._lock = threading.RLock()
         self._owner = 0
         self._supervisor: _Supervisor | None = None
+        self.waited = 0.0
+        """Seconds for which this pool has waited for calls of environments so far."""
         self._episodes: dict[str, _Record] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -272,7 +274,7 @@ class EnvironmentPool:
         """
         assert self._supervisor is not None
         process, connection = self._supervisor
-        is_complete = False
+        is_complete, began = False, time.perf_counter()
         try:
             try:
                 connection.send(calls)
@@ -289,6 +291,7 @@ class EnvironmentPool:
             is_complete = True  # the caller stops the supervisor
             raise
         finally:
+            self.waited += time.perf_counter() - began
             if not is_complete:
                 self._lose(ChildError("the pool was interrupted"))
 

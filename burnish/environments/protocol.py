@@ -39,6 +39,9 @@ ROLES = ("user", "tool", "system")
 """Roles of an environment's messages; only ``reset`` may return a system message."""
 ANSWERING = ("user", "tool")
 """Roles of the messages that ``step`` may return."""
+TOOL_CALLS, TOOL_ERRORS = "tool_calls", "tool_errors"
+"""Metrics of a step that count the episode's tool calls so far, and those that failed. Without the
+first, each message of the role "tool" counts as a call."""
 LONGEST_VALUE = 100
 """Characters of a wrong value that an error quotes."""
 EnvironmentCall = Literal["reset", "step", "close"]

@@ -120,6 +120,7 @@ def build_local(resolved: Resolved, make: MakeLearner | None = None) -> RunCompo
         publish=lambda: engine.load(learner.weights()),
         decode=decode,
         close=close,
+        waited=_waiting_time(task),
     )
 
 
@@ -272,6 +273,15 @@ def _with_environments(
         limits,
         follows=follows,
     )
+
+
+def _waiting_time(task: Task) -> Callable[[], float] | None:
+    """Return a function that returns the seconds for which a task's environments were waited for so
+    far; None if the task has no environments."""
+    if not isinstance(task, environment.EpisodeTask):
+        return None
+    pool = task.environments
+    return lambda: pool.waited
 
 
 def build_task(resolved: Resolved) -> tuple[Task, Decode]:

@@ -63,6 +63,8 @@ class Step(NamedTuple):
     learner_logprobs: list[FloatArray] | None = None
     """The learner's log-probabilities before its first gradient step, [C] per response; None if it
     did not score all responses."""
+    failed: Sequence[Group] = ()
+    """The episodes whose environment failed, by group. They are recorded, and not learned from."""
 
 
 class Program(Protocol):

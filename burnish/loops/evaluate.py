@@ -87,14 +87,14 @@ class Evaluator:
 
     def rows(self, groups: Sequence[Group]) -> list[Row]:
         """Convert each response to a row of results.jsonl: the fields of rollouts.jsonl, the final
-        answer (for majority votes; None if the task finds none), the grader's message and, if the
-        prompt has a category (`Prompt.part`), its name."""
+        answer (for majority votes; None if the task finds none; of an episode, its last turn), the
+        grader's message and, if the prompt has a category (`Prompt.part`), its name."""
         grades = [(group.prompt, grade.message) for group in groups for grade in group.grades]
         rows = responses.rows(0, groups, decode=self.decode)
         return [
             {
                 **row,
-                "answer": self.task.answer(prompt, row["response"]),
+                "answer": self.task.answer(prompt, responses.final_text(row)),
                 "message": message,
                 **({} if prompt.part is None else {"part": prompt.part}),
             }

@@ -103,6 +103,9 @@ class RunComponents(NamedTuple):
     steps learns from its own rollout."""
     places: Callable[[], dict[str, Any]] = dict
     """Returns the machine and the process of each actor, by the actor's name, for actors.json."""
+    waited: Callable[[], float] | None = None
+    """Returns the seconds for which this process has waited for environments so far; None if it has
+    no environments."""
     in_background: Callable[[Callable[[], object]], object] = lambda work: work()
     """Runs a function that uses no component of the run, while generators continue sampling, and
     returns its result."""
@@ -241,7 +244,7 @@ class _Recorder:
         """Number of finished steps, and the step of the last checkpoint."""
         self._is_recorded = True
         """Whether all files have the results of step ``done``."""
-        self.timers = Timers()
+        self.timers = Timers(waited=parts.waited)
         self._trackers, self._callbacks = trackers, callbacks
         self._validation: ValidationRecord | None = None
         """The validation of the last step; None if that step was not validated."""
@@ -356,7 +359,9 @@ class _Recorder:
                 metrics = metrics | self._validate(number)
         kept = {"advantages": step.advantages, "learner_logprobs": step.learner_logprobs}
         limit = settings.log_rollouts
-        if rows := self._keep("rollouts.jsonl", number, step.groups, limit=limit, **kept):
+        rows = self._keep("rollouts.jsonl", number, step.groups, limit=limit, **kept)
+        rows += self._keep("rollouts.jsonl", number, step.failed, limit=limit)
+        if rows:
             self.directory.append("log.txt", responses.format_log(rows))
         timings = self.timers.take()
         if "time/generate" in timings and "time/wait" not in timings:
@@ -462,4 +467,6 @@ class _Recorder:
         rows = list(responses.rows(step, groups, decode=self.parts.decode, **how))
         for row in rows:
             self.directory.append_row(file, row)
+        for row in responses.turn_times(file, rows, groups):
+            self.directory.append_row(responses.TURN_TIMES, row)
         return rows

@@ -30,7 +30,13 @@ from burnish.recipe.objective.objective import RATIOS, ObjectiveConfig
 from burnish.recipe.recipe import Recipe, RolloutConfig, TrainConfig, ValidationConfig
 from burnish.recipe.runtime import AnyLoop, AnyRuntime, BufferConfig, FreeLoop, RayRuntime
 from burnish.recipe.selection import SelectionConfig
-from burnish.recipe.tasks import AnyTask, JudgedTask, PreferencesTask, SupervisedTask
+from burnish.recipe.tasks import (
+    AnyTask,
+    EnvironmentTask,
+    JudgedTask,
+    PreferencesTask,
+    SupervisedTask,
+)
 from burnish.recipe.trainable import MODULES, AllLearn, AnyLearning, LayersLearn
 
 if TYPE_CHECKING:
@@ -118,6 +124,8 @@ def _task_lines(recipe: Recipe, size: Size | None) -> Lines:
             room = prompt_room(size, recipe.engine, rollout, recipe.validation, micro_tokens)
         lines += _prompt_lines(size, room)
         lines += _history_lines(size.rewriting_roles, rollout.history)
+    if isinstance(recipe.task, EnvironmentTask):
+        lines += _environment_lines(recipe.task, rollout)
     weights = getattr(recipe.task, "weights", {"": 1.0})
     return lines + _judge_lines(recipe.parts, weights, recipe.objective.advantage, rollout)
 
@@ -144,6 +152,24 @@ def _model_lines(
         own = f" + {weight:g} × the task's reward" if weight else ""
         lines.append(("reward", f"r = {learned}(prompt, response){own}"))
     return lines
+
+
+def _environment_lines(task: EnvironmentTask, rollout: RolloutConfig) -> Lines:
+    """Return lines on multi-turn episodes: their limits, their reward and the tokens in the
+    loss."""
+    own = "" if task.turn_tokens is None else f", each of at most {task.turn_tokens:,} tokens"
+    cut = task.observation_tokens
+    observed = "" if cut is None else f"; each of its messages is cut at {cut:,} tokens"
+    episode = f"at most {counted(task.turns, 'turn')}{own}; {rollout.max_tokens:,} tokens in all"
+    without = "a truncated episode earns 0, and another one is an error"
+    graded = without if task.reward is None else f"{task.reward} grades the last turn"
+    limits = f"{task.wall_seconds:g} s, {task.cpu_seconds:g} s of CPU time, {task.memory_mb:,} MB"
+    return [
+        ("episode", f"{episode}, with the environment's messages{observed}"),
+        ("learned", "the policy's tokens; the environment's have no loss and count in no mean"),
+        ("reward", f"r_i = Σ over the turns of the environment's rewards; without any, {graded}"),
+        ("environments", f"{rollout.batch:,} processes at a time; a call may take {limits}"),
+    ]
 
 
 def _prompt_lines(size: Size, room: Room | None) -> Lines:

@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from burnish.console.progress import tell_turn
+from burnish.console.text import counted
 from burnish.engine.protocol import Capabilities, Engine, Probed, Request
 from burnish.environments.pool import EnvironmentPool
 from burnish.environments.protocol import Observation
@@ -218,6 +220,7 @@ class EpisodeEngine:
                     self._submit(play, None)
         self._environments.end(failed)
         self._failures += [self._failed(p, failed[p.name]) for p in plays if p.name in failed]
+        self._tell_turn()
 
     def _opened(self, play: _Play, found: Observation) -> _Play:
         """Return an episode whose environment was reset. If its first messages are not those in its
@@ -268,6 +271,8 @@ class EpisodeEngine:
         messages = [{"role": "assistant", "content": play.turns[-1].text} for play in playing]
         named = [play.name for play in playing]
         actions = list(zip(named, messages, strict=True))
+        if actions:
+            self._tell_turn(playing, f", waiting for {counted(len(actions), 'environment')}")
         observations = self._environments.step(actions) if actions else []
         for play, found in zip(playing, observations, strict=True):
             play.turns[-1] = self._answered(play.turns[-1], found)
@@ -277,7 +282,23 @@ class EpisodeEngine:
             elif limit := self._go_on(play):
                 done.append(self._finished(play, Finish.LENGTH, limit))
         self._environments.end(f"{c.request_id}/{c.sample_index}" for c in done)
+        self._tell_turn()
         return done
+
+    def turns_of(self, request_id: str) -> tuple[Turn, ...]:
+        """Return the complete turns of an unfinished episode, the first one of a request."""
+        plays = (play for play in self._plays.values() if play.request.request_id == request_id)
+        return tuple(play.turns) if (play := next(plays, None)) else ()
+
+    def _tell_turn(self, answered: Sequence[_Play] = (), doing: str = "") -> None:
+        """Display the turn of the episodes: the one that the policy takes, or that the environments
+        of ``answered`` answer."""
+        numbers = [len(play.turns) for play in answered]
+        numbers += [len(play.turns) + 1 for play in self._plays.values()]
+        if numbers:
+            first, last = min(numbers), max(numbers)
+            own = f"turn {last}" if first == last else f"turns {first} to {last}"
+            tell_turn(f"{own} of {self._limits.turns}{doing}")
 
     def _go_on(self, play: _Play) -> Limit | None:
         """Submit the next turn of an episode, or return the limit that prevents it."""
@@ -369,7 +390,11 @@ class EpisodeEngine:
         """Return a turn with the environment's answer, whose long messages are truncated."""
         messages = tuple({**m, "content": self._cut(m["content"])} for m in found.messages)
         return turn._replace(
-            messages=messages, reward=found.reward, metrics=found.metrics, error=found.error
+            messages=messages,
+            reward=found.reward,
+            metrics=found.metrics,
+            error=found.error,
+            seconds=found.seconds,
         )
 
     def _cut(self, text: str) -> str:

@@ -18,6 +18,7 @@ from burnish.graders.tally import name_failures
 from burnish.randomness import Stream
 from burnish.recipe.length import Overlong
 from burnish.recipe.recipe import RolloutConfig
+from burnish.rollout.episode_metrics import episode_columns
 from burnish.rollout.greedy_baseline import set_apart
 from burnish.rollout.length import Shape, is_counted, is_cut, mask_cut, unshaped
 from burnish.rollout.step_values import Steps, describe_steps, valued
@@ -262,6 +263,18 @@ def drop_errors(
     return kept, found
 
 
+def failed_episodes(groups: Sequence[Group]) -> list[Group]:
+    """Return the episodes without a grade, such as those whose environment failed: the groups that
+    have such episodes, without their other responses."""
+    found = []
+    for group in groups:
+        failed = [pair for pair in group.graded if pair[0].turns and pair[1].is_error]
+        if failed:
+            completions, grades = zip(*failed, strict=True)
+            found.append(replace(group, completions=completions, grades=grades))
+    return found
+
+
 def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, float]:
     """Compute metrics of a rollout's groups, before the learner uses them: means over responses,
     reward statistics and sampled tokens as ``rollout/…``, and costs of judges as ``judge/…``.
@@ -277,6 +290,8 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
             "status": grade.status,
             "correct": grade.correct,
             "part": group.prompt.part,
+            "turns": [turn._asdict() for turn in completion.turns],
+            "inserted": int(np.count_nonzero(~completion.sampled)),
         }
         | ({"limit": completion.limit} if completion.turns else {})
         for group in groups
@@ -311,7 +326,9 @@ def costs(groups: Sequence[Group]) -> dict[str, float]:
 def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Compute means over responses, such as length, reward and the share of each status and finish
     reason, and the number of responses. A response is a mapping with the keys tokens, finish,
-    reward, parts, status, correct and, in a mixture, part; an episode also has the key limit.
+    reward, parts, status, correct and, in a mixture, part. Multi-turn episodes have the key turns,
+    the limit that truncated them as "limit", and the number of inserted tokens as "inserted" or
+    their indices as "forced".
 
     Responses whose grade is an error are left out of the means of rewards. A mean over no responses
     is left out.
@@ -328,6 +345,9 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         columns[f"reward/{part}"] = [r["reward"] for r in scored if r.get("part") == part]
     for name in sorted({name for r in responses for name in r["parts"]}):
         columns[f"part_{name}"] = [r["parts"][name] for r in responses if name in r["parts"]]
+    episodes = episode_columns(responses)
+    columns = {k: v for k, v in columns.items() if k.removeprefix("part_") not in episodes}
+    columns |= episodes
     columns |= {f"grades_{s}": [r["status"] == s for r in responses] for s in Status}
     means = {name: float(np.mean(values)) for name, values in columns.items() if values}
     return means | {"responses": float(len(responses))}

@@ -9,6 +9,8 @@ metrics.jsonl     one row per step; equal seeds give equal files
 timings.jsonl     one row per step with wall-clock times
 rollouts.jsonl    one row per response, with its tokens and log-probabilities
 evaluations.jsonl one row per response to a validation prompt
+turn_times.jsonl  one row per multi-turn episode of the two, with the seconds of the environment's
+                  calls
 rubrics.jsonl     one row per version of an evolving rubric
 log.txt           the responses of rollouts.jsonl as plain text
 events.…          the metrics for TensorBoard, one file per start of the run
@@ -54,7 +56,7 @@ GIT_SECONDS = 5.0
 """Timeout of a git command."""
 APPENDED = (
     *("metrics.jsonl", "timings.jsonl", "rollouts.jsonl", "evaluations.jsonl"),
-    *("rubrics.jsonl", "log.txt"),
+    *("turn_times.jsonl", "rubrics.jsonl", "log.txt"),
 )
 """Append-only files. A resumed run truncates them to their lengths at its checkpoint."""
 STATUS = "status.json"

@@ -25,20 +25,36 @@ LAST = ("drift/update",)
 
 class Timers:
     """Measures the seconds that are spent in each phase, as in ``with timers("learn"):``. Time
-    outside of all phases counts as ``other``."""
+    outside of all phases counts as ``other``.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._began = clock()
+    ``waited`` returns the seconds for which this process has waited for environments so far; they
+    count as ``environments`` and not for the phase in which they passed, except in evaluations,
+    whose time stays whole. None if the run has no environments.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        waited: Callable[[], float] | None = None,
+    ) -> None:
+        self._clock, self._waited = clock, waited
+        self._began, self._waited_before = clock(), self._waiting()
         self._phases: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        began = self._clock()
+        began, before = self._clock(), self._waiting()
         try:
             yield
         finally:
-            self._phases[phase] += self._clock() - began
+            spent = self._waiting() - before
+            if phase == "evaluate":
+                self._waited_before += spent
+                spent = 0.0
+            self._phases[phase] += self._clock() - began - spent
+
+    def _waiting(self) -> float:
+        return 0.0 if self._waited is None else self._waited()
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last ``take`` as ``time/…``, and the total as
@@ -46,6 +62,10 @@ class Timers:
         now = self._clock()
         whole = now - self._began
         phases = {f"time/{name}": seconds for name, seconds in self._phases.items()}
+        if self._waited is not None:
+            waiting = self._waiting()
+            phases["time/environments"] = waiting - self._waited_before
+            self._waited_before = waiting
         other = whole - sum(phases.values())
         self._began = now
         self._phases.clear()

@@ -14,6 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
+from burnish.console.text import printable
+
 FOLDER = Path(__file__).parent / "templates"
 SCRIPTS = {
     "report": ("charts.js", "report.js"),
@@ -25,6 +27,7 @@ SCRIPTS = {
 TEMPLATES = Environment(
     loader=PackageLoader("burnish.runs"), autoescape=True, undefined=StrictUndefined
 )
+TEMPLATES.filters["printable"] = printable
 
 
 def render(page: str, *, live: bool = False, **values: Any) -> str:

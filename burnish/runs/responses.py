@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,21 @@ import numpy as np
 from burnish.runs.metrics import iterate_rows
 from burnish.types import Completion, FloatArray, Group, IntArray, Prompt
 
-ResponseRow = dict[str, Any]
+Row = dict[str, Any]
+ResponseRow = Row
 """One response: a row of rollouts.jsonl or evaluations.jsonl, made by ``rows``."""
 FILES = ("rollouts.jsonl", "evaluations.jsonl")
 """Files with responses. Pages refer to a file by its index here."""
+TURN_TIMES = "turn_times.jsonl"
+"""File with the seconds of the environment's calls in each episode that `FILES` has."""
 TOKENS, PAIRS = 2_000, 200
 """Maximum number of tokens per response and of pairs of responses in a page. Prompts are never
 truncated: a response whose prompt does not fit is left out."""
+TEXT, EPISODE, TURNS = 4_000, 40_000, 200
+"""Maximum number of characters of each message of an episode, of all its messages if they have more
+than ``SHORTEST`` each, and of turns, in a page."""
+SHORTEST = 200
+"""Number of characters of a message that a page always has."""
 ELSEWHERE = ("prompt", "prompt_id", "response")
 """Keys of a row that pages omit. The response is included if its tokens do not spell it."""
 
@@ -54,32 +62,36 @@ def rows(
         scored = None
         if learner_logprobs is not None and completion.in_loss:
             scored = _rounded(np.where(completion.sampled, learner_logprobs[place], np.nan))
-        yield (
-            {
-                "step": step,
-                "group": group.index,
-                "prompt_id": group.prompt.prompt_id,
-                "prompt": group.prompt.text,
-                "asked": _question(group.prompt),
-                "sample": completion.sample_index,
-                "response": completion.text,
-                "tokens": tokens,  # [C] decoded, including the end token
-                "logprobs": _rounded(completion.logprobs),  # [C] under the policy that sampled them
-                "learner_logprobs": scored,
-                "forced": np.flatnonzero(~completion.sampled).tolist(),  # tokens not sampled
-                "reward": _finite(grade.reward),
-                "parts": {name: _finite(value) for name, value in grade.parts.items()},
-                "status": str(grade.status),
-                "correct": grade.correct,
-                "advantage": None if advantages is None else _finite(advantages[place]),
-                "finish": str(completion.finish),
-                # Version of the weights that sampled the first token; None if there are no tokens.
-                "version": int(completion.versions[0]) if len(completion.versions) else None,
-                "versions": version_ranges(completion.versions),
-            }
-            | _steps(completion.values)
-            | _episode(completion, decode)
-        )
+        yield {
+            "step": step,
+            "group": group.index,
+            "prompt_id": group.prompt.prompt_id,
+            "prompt": group.prompt.text,
+            "asked": _question(group.prompt),
+            "sample": completion.sample_index,
+            "response": completion.text,
+            "tokens": tokens,  # [C] decoded, including the end token
+            "logprobs": _rounded(completion.logprobs),  # [C] under the policy that sampled them
+            "learner_logprobs": scored,
+            "forced": np.flatnonzero(~completion.sampled).tolist(),  # tokens not sampled
+            "reward": _finite(grade.reward),
+            "parts": {name: _finite(value) for name, value in grade.parts.items()},
+            "status": str(grade.status),
+            "correct": grade.correct,
+            "advantage": None if advantages is None else _finite(advantages[place]),
+            "finish": str(completion.finish),
+            # Version of the weights that sampled the first token; None if there are no tokens.
+            "version": int(completion.versions[0]) if len(completion.versions) else None,
+            "versions": version_ranges(completion.versions),
+            **_steps(completion.values),
+            **_episode(group.prompt, completion, decode),
+        }
+
+
+def final_text(row: ResponseRow) -> str:
+    """Return the text that has a response's answer: the last turn of an episode, or else the whole
+    response."""
+    return str(row["turns"][-1]["text"] if row.get("turns") else row["response"])
 
 
 def version_ranges(versions: IntArray) -> list[list[int]]:
@@ -102,17 +114,58 @@ def _steps(values: FloatArray | None) -> ResponseRow:
     return {"steps": [(int(start), float(values[start])) for start in starts]}
 
 
-def _episode(completion: Completion, decode: Callable[[IntArray], list[str]]) -> ResponseRow:
-    """Return the entries of an episode's row: "limit", the limit that truncated it, None if none
-    did; and "sequences", for each sequence with a prompt of its own the index of its first token
-    and the prompt. Return an empty dict for other responses."""
-    if not completion.turns:
+def _episode(
+    prompt: Prompt, completion: Completion, decode: Callable[[IntArray], list[str]]
+) -> ResponseRow:
+    """Return the entries of a multi-turn episode; an empty dict if the prompt has no environment.
+
+    "first_messages" are the messages before the first turn. "turns" has one dict per turn with the
+    fields of `Turn` except its seconds, which differ whenever the run is repeated. "limit" is the
+    limit that truncated the episode, None if none did. "sequences", if there are any, are the
+    sequences with prompts of their own: the index of the first token, and the prompt.
+    """
+    episode = prompt.episode
+    if episode is None:
         return {}
+    if completion.first_messages is not None:
+        episode = episode._replace(messages=completion.first_messages)
     sequences = [
         {"start": one.start, "prompt": "".join(decode(one.prompt))} for one in completion.sequences
     ]
-    limit = None if completion.limit is None else str(completion.limit)
-    return {"limit": limit} | ({"sequences": sequences} if sequences else {})
+    return {
+        "first_messages": episode.opening,
+        "turns": [
+            {name: value for name, value in turn._asdict().items() if name != "seconds"}
+            for turn in completion.turns
+        ],
+        "limit": None if completion.limit is None else str(completion.limit),
+    } | ({"sequences": sequences} if sequences else {})
+
+
+def turn_times(file: str, rows: Sequence[ResponseRow], groups: Sequence[Group]) -> Iterator[Row]:
+    """Yield the rows of `TURN_TIMES` for ``rows``, which were made from ``groups`` and belong to
+    ``file``: the seconds of the environment's calls in each episode. Other responses have none."""
+    turns = {(g.index, c.sample_index): c.turns for g in groups for c in g.completions}
+    for row in rows:
+        if own := turns[row["group"], row["sample"]]:
+            names = {name: row[name] for name in ("step", "group", "sample")}
+            yield {"file": file, **names, "seconds": [round(turn.seconds, 6) for turn in own]}
+
+
+def iterate_responses(run: Path, file: str, reach: int | None = None) -> Iterator[ResponseRow]:
+    """Yield the rows of one of a run's `FILES`, with the seconds of the environment's calls added
+    to each turn if they were recorded. ``reach`` as in `iterate_rows`."""
+    times = {
+        tuple(row[name] for name in ("step", "group", "sample")): row["seconds"]
+        for row in iterate_rows(run / TURN_TIMES, reach)
+        if row["file"] == file
+    }
+    for row in iterate_rows(run / file, reach):
+        turns = row.get("turns", ())
+        own = times.get((row["step"], row["group"], row["sample"])) if turns else None
+        if own is not None:
+            row["turns"] = [t | {"seconds": s} for t, s in zip(turns, own, strict=False)]
+        yield row
 
 
 def first_and_last(rows: Iterable[ResponseRow]) -> list[tuple[ResponseRow, ResponseRow]]:
@@ -170,8 +223,8 @@ def excerpt(run: Path, budget: int, reach: int) -> dict[str, Any]:
     entries = _read(run, reach)
     pairs = _pairs(entries)
     for entry in [*(entry for pair in pairs for entry in pair), *_in_order(entries)]:
-        if not entry["is_kept"] and len(entry["json"]) <= budget:
-            budget -= len(entry["json"])
+        if not entry["is_kept"] and entry["size"] <= budget:
+            budget -= entry["size"]
             entry["is_kept"] = True
     kept = [entry for entry in entries if entry["is_kept"]]
     for place, entry in enumerate(kept):
@@ -190,10 +243,13 @@ def _read(run: Path, reach: int) -> list[dict[str, Any]]:
     which it is selected."""
     entries = []
     for source, name in enumerate(FILES):
-        for row in iterate_rows(run / name, reach):
+        for row in iterate_responses(run, name, reach):
             entry = {key: row[key] for key in ("step", "prompt_id", "sample")}
             entry |= {"source": source, "is_kept": False}
-            entries.append(entry | {"json": json.dumps(_compact(row) | {"source": source})})
+            compact = _compact(row) | {"source": source}
+            steady = json.dumps(_untimed(compact))
+            entry |= {"size": len(steady), "hash": zlib.crc32(steady.encode())}
+            entries.append(entry | {"json": json.dumps(compact)})
     return entries
 
 
@@ -209,7 +265,15 @@ def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries of the newest step, then all others. Both parts are sorted by a hash, so
     that later responses do not change the order."""
     newest = max((entry["step"] for entry in entries), default=0)
-    return sorted(entries, key=lambda e: (e["step"] < newest, zlib.crc32(e["json"].encode())))
+    return sorted(entries, key=lambda e: (e["step"] < newest, e["hash"]))
+
+
+def _untimed(row: ResponseRow) -> ResponseRow:
+    """Return a row without seconds, so that a repeated run selects the same rows."""
+    if "turns" not in row:
+        return row
+    turns = [{k: v for k, v in turn.items() if k != "seconds"} for turn in row["turns"]]
+    return row | {"turns": turns}
 
 
 def _compact(row: ResponseRow) -> ResponseRow:
@@ -222,4 +286,26 @@ def _compact(row: ResponseRow) -> ResponseRow:
         compact["response"] = row["response"][: len("".join(compact["tokens"]))]
     if len(row["tokens"]) > TOKENS:
         compact["whole"] = [len(row["tokens"]), len(row["response"])]
+    if "turns" in row:
+        compact.pop("response", None)  # the page shows the texts of the turns
+        first, turns = row["first_messages"], row["turns"][:TURNS]
+        texts = len(first) + sum(1 + len(turn["messages"]) for turn in turns)
+        most = max(SHORTEST, min(TEXT, EPISODE // max(1, texts)))
+        compact["first_messages"] = [_clipped(message, most) for message in first]
+        compact["turns"] = [
+            _clipped(turn, most, "text")
+            | {"messages": [_clipped(message, most) for message in turn["messages"]]}
+            for turn in turns
+        ]
+        compact["turn_count"] = len(row["turns"])
+        compact["failed"] = any(turn["error"] is not None for turn in row["turns"])
     return compact
+
+
+def _clipped(record: Mapping[str, Any], most: int, key: str = "content") -> dict[str, Any]:
+    """Return a message or a turn for the page: with at most ``most`` characters of its text and, if
+    it is longer, its length as "characters"."""
+    text = record[key]
+    if len(text) <= most:
+        return dict(record)
+    return {**record, key: text[:most], "characters": len(text)}

@@ -22,7 +22,7 @@ from burnish.runs.directory import load_json, read_recipe
 from burnish.runs.metrics import collect, end_means, iterate_rows
 from burnish.runs.note import read_note, write_note
 from burnish.runs.report import Failure, read_failure, run_state, write_report
-from burnish.runs.responses import first_and_last
+from burnish.runs.responses import first_and_last, iterate_responses
 from burnish.runs.verdicts import read_warnings
 
 PAIRS, LENGTH = 3, 200
@@ -76,12 +76,12 @@ class Run:
     @property
     def rollouts(self) -> list[dict[str, Any]]:
         """One row per recorded response, with its tokens, reward and advantage."""
-        return self._rows("rollouts")
+        return list(iterate_responses(self.path, "rollouts.jsonl"))
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """One row per recorded response to a held-out prompt."""
-        return self._rows("evaluations")
+        return list(iterate_responses(self.path, "evaluations.jsonl"))
 
     @property
     def checkpoints(self) -> list[CheckpointInfo]:

@@ -168,6 +168,9 @@ def _truncated(series: Series, settings: Settings) -> Finding:
     longer = {"rollout.max_tokens": 2 * limit}
     if micro := settings.get("train.micro_tokens"):
         longer["train.micro_tokens"] = max(micro, 4 * limit)
+    if settings.get("task.name") == "environment":
+        most, turns = settings["task.turns"], _mean(_finite(series, "rollout/turns"))
+        return _truncated_episodes(share, turns, most, longer)
     return text, [
         Remedy("a higher limit", longer),
         *([] if settings.get("task.must_end") else [MUST_END]),
@@ -175,16 +178,29 @@ def _truncated(series: Series, settings: Settings) -> Finding:
     ]
 
 
+def _truncated_episodes(
+    share: float, turns: float | None, most: int, longer: Settings
+) -> tuple[str, list[Remedy]]:
+    """Name the limit that truncated most episodes: the one of ``most`` turns if their mean number
+    is near it. ``longer`` are settings that double the number of tokens."""
+    text = f"{_percent(share)} of the episodes were truncated at"
+    if turns is not None and turns >= most - 0.5:
+        more = Remedy("more turns", {"task.turns": 2 * most, **longer})
+        sooner = Remedy("an environment that ends its episodes sooner")
+        return f"{text} task.turns = {most}.", [more, sooner]
+    limit = longer["rollout.max_tokens"] // 2
+    shorter = Remedy("shorter messages of the environment (task.observation_tokens)")
+    return f"{text} rollout.max_tokens = {limit}.", [Remedy("more tokens", longer), shorter]
+
+
 REMEDIES = {
-    "turns": ("task.turns", Remedy("a higher task.turns, or an environment that ends sooner")),
     "context": (
         "the model's context",
         Remedy("a lower task.observation_tokens or task.turn_tokens, or a longer model.context"),
     ),
     "time": ("task.episode_seconds", Remedy("a higher task.episode_seconds")),
 }
-"""Descriptions and remedies of the limits of episodes, by the ending of their metrics. Episodes
-that reach rollout.max_tokens are like other responses."""
+"""Descriptions and remedies of further limits of episodes, by the ending of their metrics."""
 MUST_END = Remedy("no reward for a response that does not end", {"task.must_end": True})
 
 

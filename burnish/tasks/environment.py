@@ -224,9 +224,9 @@ def _reward(completion: Completion) -> float | None:
 
 
 def _parts(completion: Completion) -> dict[str, float]:
-    """Return the parts of an episode's grade: the number of its turns, and the last value of each
-    of the environment's metrics."""
-    parts = {"turns": float(len(completion.turns))}
+    """Return the parts of an episode's grade: the last value of each of the environment's
+    metrics."""
+    parts = dict[str, float]()
     for turn in completion.turns:
         parts |= turn.metrics
     return parts

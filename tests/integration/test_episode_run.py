@@ -19,7 +19,9 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.recipe.load import load_recipe
 from burnish.recipe.plan import make_plan
 from burnish.runs.metrics import Timers
+from burnish.runs.report import write_report
 from tests.loops.test_recorder import fingerprint, stopper
+from tests.runs.test_report import data_of
 
 GAME = """
 import os, time
@@ -94,7 +96,7 @@ def test_sampled_tokens_have_the_learners_log_probabilities(folder, more):
         assert step["mismatch/logprob_mean"] < 1e-5
         assert step["mismatch/logprob_max"] < 1e-4
     for row in recorded(run):
-        assert row["parts"]["turns"] == 3 or row["finish"] == "length"
+        assert len(row["turns"]) == 3 or row["finish"] == "length"
         text = "".join(row["tokens"])
         assert row["forced"]
         inserted = "".join(row["tokens"][i] for i in row["forced"])
@@ -154,7 +156,7 @@ def test_a_rewritten_history_makes_several_sequences(folder, forgetful, more):
         assert step["mismatch/logprob_max"] < 1e-4
     rows = recorded(run)
     for row in rows:
-        turns = row["parts"]["turns"]
+        turns = len(row["turns"])
         texts = "".join(row["tokens"])
         assert not row["forced"]  # all messages are in the prompts
         assert len(row["tokens"]) <= 15
@@ -225,7 +227,7 @@ def test_each_turn_has_a_think_budget(folder):
     assert max(step["mismatch/logprob_max"] for step in run.metrics[1:]) < 1e-4
     rows = recorded(run)
     phrases = ["".join(row["tokens"][i] for i in row["forced"]).count("!!") for row in rows]
-    assert all(n <= row["parts"]["turns"] for n, row in zip(phrases, rows, strict=True))
+    assert all(n <= len(row["turns"]) for n, row in zip(phrases, rows, strict=True))
     assert sum(phrases) > 2 * len(rows)  # in most of the 3 turns
 
 
@@ -288,7 +290,14 @@ def test_an_environment_that_fails_is_counted_and_stops_the_run(folder):
     run = api.train("keywords", overrides=many, out=folder / "run")
     errors = [step["rollout/grades_error"] for step in run.metrics[1:]]
     assert max(errors) > 0
-    assert all(row["reward"] is None for row in recorded(run) if row["status"] == "error")
+    failed = [row for row in recorded(run) if row["status"] == "error"]
+    counts = [sum(row["step"] == step for row in failed) for step in (1, 2, 3, 4)]
+    assert counts == [8 * share for share in errors]
+    assert all(row["advantage"] is None for row in failed)
+    assert all(row["reward"] is None for row in failed)
+    assert all("broken" in row["turns"][-1]["error"] for row in failed)
+    shown = [row for row in data_of(write_report(run.path))["rollouts"]["rows"] if row["failed"]]
+    assert len(shown) == len(failed) > 0
     with pytest.raises(GraderError, match="broken"):
         api.train("keywords", overrides=[*EPISODES, "train.steps=8"], out=folder / "stopped")
 
@@ -296,9 +305,9 @@ def test_an_environment_that_fails_is_counted_and_stops_the_run(folder):
 def test_evaluation_plays_episodes(folder):
     run = api.train("keywords", overrides=[*EPISODES, "validation.samples=2"], out=folder / "run")
     assert run.metrics[0]["validation/reward"] > 0
-    assert run.metrics[-1]["validation/part_turns"] == 3
+    assert run.metrics[-1]["validation/turns"] == 3
     rows = [json.loads(x) for x in Path(run, "evaluations.jsonl").read_text().splitlines()]
-    assert all(row["parts"]["turns"] == 3 for row in rows)
+    assert all(len(row["turns"]) == 3 for row in rows)
 
 
 def test_an_environment_and_rows_replace_a_task(folder):
@@ -312,7 +321,7 @@ def test_an_environment_and_rows_replace_a_task(folder):
     given = {"environment": "game.py:Game", "overrides": kept}
     run = api.train("keywords", prompts=rows, out=folder / "run", **given)
     assert run.recipe.task.name == "environment"
-    assert run.metrics[-1]["rollout/part_turns"] == 3
+    assert run.metrics[-1]["rollout/turns"] == 3
     recipe = api.recipe_of(run.recipe, [], data="other.jsonl", reward="reward.py:score")
     assert (recipe.task.environment, recipe.task.train) == ("game.py:Game", "other.jsonl")
     assert recipe.task.reward == "reward.py:score"
@@ -359,6 +368,19 @@ def test_limits_of_a_turn_that_contradict_each_other(folder, wrong, message, rig
 
 def test_lengths_count_sampled_tokens(folder):
     run = api.train("keywords", overrides=EPISODES, out=folder / "run")
+    for timings in run.timings:
+        phases = [v for k, v in timings.items() if k.startswith("time/") and k != "time/step"]
+        assert sum(phases) == pytest.approx(timings["time/step"])
+        assert (timings["time/environments"] > 0) == (timings["step"] > 0)
+    for row in [*run.rollouts, *run.evaluations]:
+        assert row["first_messages"][0]["role"] == "user"
+        for turn in row["turns"]:
+            assert turn["seconds"] > 0
+            sampled = {*range(turn["start"], turn["end"])}
+            assert sampled.isdisjoint(row["forced"])
+            assert 0 < len(turn["text"]) <= turn["end"] - turn["start"]  # a token is a byte
+    inserted = [len(row["forced"]) for row in recorded(run) if row["step"] == 3]
+    assert run.metrics[-1]["rollout/observation_tokens"] == pytest.approx(np.mean(inserted))
     last = [row for row in recorded(run) if row["step"] == 3]
     sampled = [len(row["tokens"]) - len(row["forced"]) for row in last]
     assert run.metrics[-1]["rollout/length"] == pytest.approx(np.mean(sampled))

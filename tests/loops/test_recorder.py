@@ -55,7 +55,7 @@ def stopper(after):
     return lambda: next(asked, None) is None
 
 
-CLOCKS = ("timings.jsonl", "status.json", "restarts.txt", "ledger.jsonl")
+CLOCKS = ("timings.jsonl", "turn_times.jsonl", "status.json", "restarts.txt", "ledger.jsonl")
 """Files of clocks and of restarts; TensorBoard's events are a file for each restart."""
 
 
@@ -74,15 +74,23 @@ def steady(file):
     if file.name.startswith("step-"):
         tensors, state = checkpoints.load_checkpoint(file)
         state = without(state, "incarnation")
-        state |= {"positions": without(state["positions"], "timings.jsonl")}
+        state |= {"positions": without(state["positions"], "timings.jsonl", "turn_times.jsonl")}
         flat = {name: t.reshape(-1).view(torch.uint8) for name, t in tensors.items()}
         bits = {name: t.numpy().tobytes() for name, t in flat.items()}
         return checkpoints.read_info(file)[:3], state, bits
     if file.name == "report.html":
         page, _, rest = file.read_text().partition('id="data">')
         data, _, end = rest.partition("</script>")
-        return page, without(json.loads(data), "asof", "clocks", "run"), end
+        data = without(json.loads(data), "asof", "clocks", "run")
+        data["rollouts"]["rows"] = [untimed(row) for row in data["rollouts"]["rows"]]
+        return page, data, end
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def untimed(row):
+    """A response of a page without the seconds of its environment's calls."""
+    turns = [without(turn, "seconds") for turn in row.get("turns", ())]
+    return row | {"turns": turns}
 
 
 def without(table, *names):

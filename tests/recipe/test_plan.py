@@ -185,3 +185,24 @@ def test_a_run_without_validation_says_so_and_costs_less(tmp_path):
     assert "validation" not in dict(make_plan(validated, tmp_path))
     rates = Rates("cpu", "fp32", 10.0, 100.0)
     assert estimate_seconds(recipe, SIZE, rates) < estimate_seconds(validated, SIZE, rates)
+
+
+def test_episodes_are_planned():
+    given = ["task.turns=12", "task.turn_tokens=4", "rollout.max_tokens=160"]
+    (_, lines), *_ = make_plan(load_recipe("guess", given), Path("run"))
+    told = dict(lines)
+    assert told["episode"] == (
+        "at most 12 turns, each of at most 4 tokens; 160 tokens in all, with the environment's "
+        "messages; each of its messages is cut at 1,024 tokens"
+    )
+    assert told["environments"].startswith("128 processes at a time; a call may take 20 s, 2 s of")
+    assert "have no loss" in told["learned"]
+    assert told["reward"].endswith(
+        "without any, a truncated episode earns 0, and another one is an error"
+    )
+    graded = load_recipe(
+        "guess", [{"task": {"reward": "mine.py:score", "observation_tokens": None}}]
+    )
+    (_, lines), *_ = make_plan(graded, Path("run"))
+    assert dict(lines)["reward"].endswith("without any, mine.py:score grades the last turn")
+    assert "cut at" not in dict(lines)["episode"]

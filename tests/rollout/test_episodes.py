@@ -6,6 +6,7 @@ from datetime import datetime
 import numpy as np
 import pytest
 
+from burnish.console.progress import begin, showing
 from burnish.engine.native import sampler
 from burnish.engine.protocol import Request
 from burnish.environments.protocol import Observation
@@ -579,3 +580,30 @@ def test_a_model_without_a_template():
     found, conversation = play(Scripted(last=2), chat=None, turn_tokens=4)
     gap = found[0][0].token_ids[found[0][0].turns[0].end : found[0][0].turns[1].start].tolist()
     assert gap[-3:] == conversation.between([{"content": "ok"}]).tolist()
+
+
+def test_progress_shows_the_turn():
+    seen = []
+    with showing(seen.append):
+        begin("generate", "sampling", total=3)
+        play(Scripted(last=2), turn_tokens=3, turns=5)
+    shown = [progress.turn for progress in seen if progress.turn]
+    waiting = ", waiting for 3 environments"
+    assert shown == [
+        "turn 1 of 5",
+        f"turn 1 of 5{waiting}",
+        "turn 2 of 5",
+        f"turn 2 of 5{waiting}",
+    ]
+
+
+def test_turns_of_an_unfinished_episode_can_be_read():
+    engine, conversation = wrapped(Scripted(last=3), turn_tokens=3)
+    engine.submit(asked(conversation, n=1))
+    counts, done = [], []
+    while not done:
+        done = engine.step()
+        counts.append(len(engine.turns_of("r")))
+    assert sorted({*counts}) == [0, 1, 2]
+    assert engine.turns_of("r") == ()  # it has ended
+    assert len(done[0].turns) == 3

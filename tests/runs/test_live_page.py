@@ -14,7 +14,7 @@ from burnish.console.progress import Progress
 from burnish.errors import RunError
 from burnish.runs import live_page, report
 from burnish.runs.metrics import iterate_rows
-from tests.runs.test_report import HOSTILE, make_run, rollout
+from tests.runs.test_report import EPISODES, HOSTILE, episodes_run, make_run, rollout, user
 
 
 @pytest.fixture(autouse=True)
@@ -301,6 +301,22 @@ def test_what_is_being_read_is_not_replaced(browser, tmp_path):
         assert browser.evaluate("document.querySelectorAll('#list .card').length") == 1
         browser.move(1, 1)
         browser.wait("document.querySelectorAll('#list .card').length === 2")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (1300, True)])
+def test_the_page_of_a_running_run_shows_conversations(browser, tmp_path, width, dark):
+    run = episodes_run(tmp_path / "run", finished=False)
+    tell(run, "generate", "sampling", unit="responses", total=8, turn="turn 3 of 12")
+    with serving(run) as server:
+        browser.check(server.url, width=width, dark=dark)
+        browser.wait("document.querySelector('#now')?.textContent.includes('turn 3 of 12')")
+        assert "truncated after 2 turns" in text(browser, "#list")
+        assert browser.evaluate("document.querySelectorAll('#list .bubble').length") > 20
+        new = EPISODES["won"] | {"step": 9, "first_messages": [user("the newest")]}
+        with (run / "rollouts.jsonl").open("a") as file:
+            file.write(json.dumps(new) + "\n")
+        append_step(run, 13)
+        browser.wait("document.querySelector('#list').textContent.includes('the newest')")
 
 
 def test_a_hostile_run_injects_nothing(browser, tmp_path):

@@ -26,6 +26,34 @@ def test_timers_account_for_every_second():
     assert timers.take() == {"time/a": 2.0, "time/other": 2.0, "time/step": 4.0}
 
 
+def test_waiting_for_environments_is_a_phase_of_its_own():
+    """2 of 5 seconds of sampling, and 1 of 3 outside of all phases, were waiting."""
+    now, waited = iter([0.0, 1.0, 6.0, 8.0]), iter([10.0, 10.5, 12.5, 13.0])
+    timers = Timers(clock=lambda: next(now), waited=lambda: next(waited))
+    with timers("generate"):
+        pass
+    assert timers.take() == {
+        "time/generate": 3.0,
+        "time/environments": 3.0,
+        "time/other": 2.0,
+        "time/step": 8.0,
+    }
+
+
+def test_waiting_in_an_evaluation_is_a_part_of_it():
+    """Comparisons of runs subtract the time of evaluations."""
+    now, waited = iter([0.0, 1.0, 6.0, 8.0]), iter([10.0, 10.5, 12.5, 13.0])
+    timers = Timers(clock=lambda: next(now), waited=lambda: next(waited))
+    with timers("evaluate"):
+        pass
+    assert timers.take() == {
+        "time/evaluate": 5.0,
+        "time/environments": 1.0,
+        "time/other": 2.0,
+        "time/step": 8.0,
+    }
+
+
 def test_rows_of_a_crashed_run_are_read_up_to_the_crash(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 0}\n{"step": 1}\n{"st')

@@ -414,6 +414,139 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     assert browser.problems == []
 
 
+def user(text, role="user"):
+    return {"role": role, "content": text}
+
+
+def turn(start, end, text, *messages, reward=None, error=None, **more):
+    named = {"start": start, "end": end, "text": text, "messages": list(messages)}
+    return named | {"reward": reward, "metrics": {}, "error": error} | more
+
+
+def episode(step, turns, *, first="Guess!", **changes):
+    tokens = [f"t{k} " for k in range(max((t["end"] for t in turns), default=0))]
+    given = {"first_messages": [user(first)], "turns": turns, "asked": first, "forced": []}
+    return rollout(step, tokens=tokens, **(given | changes))
+
+
+CALLED = 'See.\n<tool_call>\n{"name": "look", "arguments": {"at": "x<y"}}\n</tool_call>'
+FAILED = {"reward": None, "status": "error"}
+EPISODES = {
+    "won": episode(
+        1,
+        [
+            turn(0, 2, "32", user("lower"), reward=-0.1, metrics={"guesses": 1.0}),
+            turn(5, 8, CALLED, user("found", "tool"), reward=0.25),
+        ],
+    ),
+    "cut": episode(2, [turn(0, 1, "1", user("no")), turn(2, 3, "2", user("no"))], finish="length"),
+    "broken": episode(3, [turn(0, 1, "7", error="step raised <b>\x1b[31mRuntimeError")], **FAILED),
+    "never begun": episode(4, [turn(0, 0, "", error="reset took more than 20 s")], **FAILED),
+    "aborted": episode(5, [], finish="abort", **FAILED),
+    "hostile": episode(6, [turn(0, 1, t, user(t, "tool")) for t in HOSTILE], first=HOSTILE[1]),
+    "huge": episode(7, [turn(0, 1, "y" * 9_000, user("x" * 500_000))]),
+    "endless": episode(8, [turn(k, k + 1, "more", user("go")) for k in range(5_000)]),
+}
+
+
+def episodes_run(path, **more):
+    """A run with one episode of each kind, and the times of the first."""
+    run = make_run(path, rollouts=[rollout(0), *EPISODES.values()], **more)
+    times = {"file": "rollouts.jsonl", "step": 1, "group": 1, "sample": 0, "seconds": [0.0012, 3.5]}
+    (run / responses.TURN_TIMES).write_text(json.dumps(times) + "\n")
+    return run
+
+
+def test_the_responses_of_a_page_have_the_turns_of_episodes(tmp_path):
+    rows = {
+        row["step"]: row
+        for row in data_of(write_report(episodes_run(tmp_path)))["rollouts"]["rows"]
+    }
+    assert "turns" not in rows[0]
+    assert [t["seconds"] for t in rows[1]["turns"]] == [0.0012, 3.5]
+    assert all("seconds" not in t for t in rows[2]["turns"])
+    (long,) = rows[7]["turns"]
+    (answer,) = long["messages"]
+    assert (len(long["text"]), long["characters"]) == (responses.TEXT, 9_000)
+    assert (len(answer["content"]), answer["characters"]) == (responses.TEXT, 500_000)
+    assert (len(rows[8]["turns"]), rows[8]["turn_count"]) == (responses.TURNS, 5_000)
+
+
+def test_the_turns_of_one_episode_do_not_fill_a_page(tmp_path):
+    long = [turn(k, k + 1, "y" * 5_000, user("z" * 5_000, "tool")) for k in range(150)]
+    run = make_run(tmp_path, rollouts=[episode(1, long)])
+    (row,) = data_of(write_report(run))["rollouts"]["rows"]
+    assert len(row["turns"]) == 150
+    assert {len(t["text"]) for t in row["turns"]} == {responses.SHORTEST}
+    assert row["turns"][-1]["messages"][0]["characters"] == 5_000
+    assert len(json.dumps(row)) < 120_000
+
+
+def test_times_of_turns_do_not_select_other_responses(tmp_path):
+    """A run that is repeated has other times and shows the same responses."""
+    found = []
+    rows = [e | {"group": k} for k in range(40) for e in (EPISODES["won"], EPISODES["cut"])]
+    for name, seconds in (("a", 0.5), ("b", 0.123456)):
+        run = make_run(tmp_path / name, rollouts=rows)
+        times = [{"file": "rollouts.jsonl", "step": 1, "group": k, "sample": 0} for k in range(40)]
+        (run / responses.TURN_TIMES).write_text(
+            to_jsonl(t | {"seconds": [seconds] * 2} for t in times)
+        )
+        shown = data_of(write_report(run, limit=9_000))["rollouts"]["rows"]
+        found.append([(row["step"], row["group"]) for row in shown])
+    assert found[0] == found[1]
+    assert 4 < len(found[0]) < 80
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1300, False)])
+def test_an_episode_is_shown_as_a_conversation(browser, tmp_path, width, dark):
+    check_page(browser, write_report(episodes_run(tmp_path)), width=width, dark=dark)
+    cards = browser.evaluate("[...document.querySelectorAll('#list .card')].map(c => c.innerText)")
+    shown = {
+        row["step"]: card for row, card in zip([rollout(0), *EPISODES.values()], cards, strict=True)
+    }
+    in_order = [
+        "user",
+        "Guess!",
+        "turn 1",
+        "reward -0.1",
+        "environment 1.2 ms",
+        "guesses 1",
+        "lower",
+    ]
+    in_order += ["turn 2", "reward 0.25", "environment 3.5 s", 'calls look {"at":"x<y"}', "tool"]
+    in_order += ["found", "ended by the environment after 2 turns"]
+    place = 0
+    for text in in_order:
+        assert text in shown[1][place:], text
+        place = shown[1].index(text, place) + 1
+    assert shown[2].count("truncated after 2 turns") == 2  # above and below the conversation
+    assert "the environment failed in turn 1" in shown[3]
+    assert "The environment failed: step raised <b>⟨1B⟩[31mRuntimeError" in shown[3]
+    assert "The environment did not start: reset took more than 20 s" in shown[4]
+    assert "turn 1" not in shown[4]
+    assert "aborted by the engine after 0 turns" in shown[5]
+    assert "truncated here: 4,000 of 500,000 characters" in shown[7]
+    assert "4,800 further turns not shown" in shown[8]
+    assert "ended by the environment after 5,000 turns" in shown[8]
+    assert browser.evaluate("window.hacked") is None
+    assert browser.evaluate("document.querySelectorAll('img').length") == 0
+    assert HOSTILE[0] in shown[6]
+    assert "\x1b" not in shown[6]
+    browser.evaluate("document.querySelector('[data-mode=plain]').click()")
+    assert "32" in browser.evaluate("document.querySelectorAll('#list .assistant')[0].innerText")
+    browser.evaluate("document.querySelector('[data-mode=logprob]').click()")
+    bubble = "document.querySelectorAll('#list .assistant')[1].querySelector('.text')"
+    assert browser.evaluate(f"{bubble}.textContent") == "t5 t6 t7 "  # the tokens of the turn
+    assert browser.evaluate(f"{bubble}.firstChild.dataset.k") == "5"
+    browser.evaluate(
+        "(e => { e.value = 'found'; e.dispatchEvent(new Event('input')); })("
+        "document.querySelector('#text'))"
+    )
+    assert browser.evaluate("document.querySelectorAll('#list .card').length") == 1
+    assert browser.problems == []
+
+
 def test_a_browser_shows_the_whole_of_a_long_prompt(browser, tmp_path):
     short, long = "What is 2 + 2?\n" * 5, "Think about the following. " * 100 + "The very end."
     rows = [rollout(step, prompt=text) for text in (short, long) for step in (0, 1)]

@@ -4,6 +4,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from burnish.runs.directory import to_jsonl
 from burnish.runs.results import (
     Z,
     accuracy,
@@ -13,7 +14,7 @@ from burnish.runs.results import (
     wilson,
     write_evaluation,
 )
-from tests.runs.test_report import rollout
+from tests.runs.test_report import EPISODES, rollout
 
 
 def test_an_evaluation_shows_prompts_as_they_were_asked_and_whole(tmp_path):
@@ -27,6 +28,22 @@ def test_an_evaluation_shows_prompts_as_they_were_asked_and_whole(tmp_path):
     assert "How much is &lt;b&gt;2&lt;/b&gt; + 2?" in page
     assert f"<pre>{asked[1]}</pre></details>" in page
     assert "|user|" not in page.replace("prompt_id", "").split("<article")[1].split("</p>")[1]
+
+
+def test_an_evaluation_shows_episodes_as_conversations(tmp_path):
+    rows = [row | {"sample": k} for k, row in enumerate(EPISODES.values())]
+    (tmp_path / "results.jsonl").write_text(to_jsonl(rows))
+    for name in ("settings.json", "figures.json"):
+        (tmp_path / name).write_text("{}")
+    page = write_evaluation([tmp_path], tmp_path / "report.html").read_text()
+    assert page.index("turn 1, reward -0.1") < page.index(">lower<") < page.index("turn 2, reward")
+    assert "truncated after 2 turns" in page
+    assert "did not start:</b> reset took more than 20 s" in page
+    assert "failed:</b> step raised &lt;b&gt;\\x1b[31mRuntimeError" in page
+    assert "<script>" not in page
+    assert "\x1b" not in page
+    assert "truncated here: 4,000 of 500,000 characters" in page
+    assert "4800 further turns not shown" in page
 
 
 def row(right, answer):

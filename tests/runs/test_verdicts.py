@@ -149,6 +149,28 @@ def test_dead_groups_of_the_sorting_model():
     assert "easier" not in find_warnings(series | {"rollout/reward": line([0.0] * 9)}, shortest)[0]
 
 
+@pytest.mark.parametrize(
+    ("turns", "warning"),
+    [
+        (
+            11.8,
+            "All of the episodes were truncated at task.turns = 12. Likely remedies: more turns "
+            "(task.turns=24, rollout.max_tokens=320, now 12 and 160), or an environment that ends "
+            "its episodes sooner.",
+        ),
+        (
+            5.0,
+            "All of the episodes were truncated at rollout.max_tokens = 160. Likely remedies: more "
+            "tokens (rollout.max_tokens=320, now 160), or shorter messages of the environment "
+            "(task.observation_tokens).",
+        ),
+    ],
+)
+def test_truncated_episodes(turns, warning):
+    more = {"rollout/truncated": line([1.0] * 12), "rollout/turns": line([turns] * 12)}
+    assert find_warnings(sampled(rising(12)) | more, recipe("guess")) == [warning]
+
+
 def test_truncated_responses():
     series = sampled(rising(12)) | {"rollout/truncated": line([1.0] * 12)}
     (told,) = find_warnings(series, recipe())
@@ -162,15 +184,13 @@ def test_truncated_responses():
     assert "or no reward for a response that does not end (task.must_end=true, now false)" in told
 
 
-def test_truncated_episodes_name_their_limit():
-    shares = {"rollout/truncated": 1.0, "rollout/truncated_turns": 0.8}
-    shares |= {"rollout/truncated_tokens": 0.2, "rollout/truncated_context": 0.0}
+def test_further_limits_of_episodes_are_named():
+    shares = {"rollout/truncated": 1.0, "rollout/truncated_context": 0.8}
+    shares |= {"rollout/truncated_tokens": 0.2, "rollout/truncated_time": 0.0}
     series = sampled(rising(12)) | {name: line([x] * 12) for name, x in shares.items()}
-    assert find_warnings(series, recipe()) == [
-        "All of the episodes were truncated, most by task.turns. Likely remedies: a higher "
-        "task.turns, or an environment that ends sooner."
-    ]
-    shares = {"rollout/truncated_turns": 0.2, "rollout/truncated_tokens": 0.8}
+    (told,) = find_warnings(series, recipe())
+    assert "All of the episodes were truncated, most by the model's context." in told
+    shares = {"rollout/truncated_context": 0.2, "rollout/truncated_tokens": 0.8}
     series |= {name: line([x] * 12) for name, x in shares.items()}
     (told,) = find_warnings(series, recipe())
     assert "truncated at rollout.max_tokens = 64" in told

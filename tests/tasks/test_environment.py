@@ -93,7 +93,7 @@ def test_rewards_of_turns_are_added(make):
     task = make()
     grade = graded(task, turn(0.5, guesses=1.0), turn(None, other=3.0), turn(-1.0, guesses=2.0))
     assert (grade.reward, grade.status, grade.correct) == (-0.5, Status.SCORED, None)
-    assert grade.parts == {"turns": 3.0, "guesses": 2.0, "other": 3.0}
+    assert grade.parts == {"guesses": 2.0, "other": 3.0}
 
 
 def test_an_environment_says_what_is_correct(make):
@@ -124,7 +124,7 @@ def test_a_reward_grades_the_last_turn_with_all_messages(make, tmp_path):
     task = make(reward=f"{tmp_path}/reward.py:score")
     grade = graded(task, turn(text="a"), turn(text="b"))
     assert (grade.reward, grade.correct) == (1.0, True)
-    assert grade.parts == {"turns": 2.0, "n": task.prompt(0).reference["n"], "ok": 1.0}
+    assert grade.parts == {"n": task.prompt(0).reference["n"], "ok": 1.0}
     assert graded(task, turn(0.25, text="b")).reward == 0.25  # the environment's own comes first
 
 

@@ -106,7 +106,8 @@ function gap(row, k) {  /* sampler − learner; null if one of them is unknown *
   const ours = row.logprobs[k] ?? null, theirs = row.learner_logprobs[k] ?? null;
   return ours === null || theirs === null ? null : ours - theirs;
 }
-const DEEPEST = 6, textOf = row => row.response ?? row.tokens.join("");
+const DEEPEST = 6, contents = messages => messages.map(message => message.content);
+const textOf = row => row.turns ? [...contents(row.first_messages), ...row.turns.flatMap(turn => [turn.text, ...contents(turn.messages)])].join("\n") : row.response ?? row.tokens.join("");
 const forced = row => row.forced ?? [];  /* indices of tokens that were inserted, not sampled */
 const meanLogprob = row => row.logprobs.reduce((a, v, k) => a + (forced(row).includes(k) ? 0 : v ?? 0), 0) / (row.logprobs.length - forced(row).length || 1);
 function visible(text) {  /* escape characters without a glyph, and those that reorder their neighbours */
@@ -121,9 +122,13 @@ function shade(row, k) {
   return strength === null ? "" : `rgb(var(--${name}) / ${(0.7 * Math.min(1, strength)).toFixed(3)})`;
 }
 function body(row) {
+  if (row.turns) return conversation(row);
   if (mode === "plain") return h("div", { class: "text" }, visible(textOf(row)) || "(empty)");
-  const element = h("div", { class: "text" }, row.tokens.map((token, k) => h("span", { "data-k": k, class: forced(row).includes(k) ? "forced" : "", style: { backgroundColor: shade(row, k) } }, visible(token))));
-  if (!row.tokens.length) element.append("(empty)");
+  return coloured(row, 0, row.tokens.length);
+}
+function coloured(row, start, end) {  /* the tokens in this range */
+  const element = h("div", { class: "text" }, row.tokens.slice(start, end).map((token, i) => h("span", { "data-k": start + i, class: forced(row).includes(start + i) ? "forced" : "", style: { backgroundColor: shade(row, start + i) } }, visible(token))));
+  if (start >= end) element.append("(empty)");
   element.addEventListener("pointermove", event => {
     const k = event.target.dataset.k;
     if (k === undefined) return hideTip();
@@ -138,12 +143,52 @@ function body(row) {
   element.addEventListener("pointerleave", hideTip);
   return element;
 }
+
+/* Episodes: a conversation of the policy and its environment. A turn without tokens has only the error of an environment
+   that failed before the first turn. */
+const CALL = /<tool_call>\s*([\s\S]*?)\s*(?:<\/tool_call>|$)/g;
+function callsOf(message) {  /* tool calls as [name, arguments]; the name is null for a call that is not JSON */
+  const own = (message.tool_calls ?? []).map(call => call.function ?? call), inText = [...(message.text ?? message.content ?? "").matchAll(CALL)].map(match => { try { return JSON.parse(match[1]); } catch { return match[1]; } });
+  return [...own, ...inText].map(call => {
+    if (typeof call?.name !== "string") return [null, typeof call === "string" ? call : JSON.stringify(call)];
+    const given = call.arguments ?? call.parameters ?? {};
+    return [call.name, typeof given === "string" ? given : JSON.stringify(given)];
+  });
+}
+const callLine = ([name, given]) => h("div", { class: "call" }, name === null ? "calls a tool with text that is not a call: " : h("b", {}, `calls ${visible(name)} `), h("code", {}, visible(given)));
+const isTaken = turn => turn.end > turn.start;
+const clock = seconds => seconds === undefined ? null : seconds < 0.1 ? `${number(1000 * seconds)} ms` : `${number(seconds)} s`;
+function bubble(role, head, ...inside) {
+  return h("div", { class: `bubble ${["user", "tool", "system", "assistant"].includes(role) ? role : "user"}` }, h("div", { class: "meta" }, h("b", {}, visible(role)), head.filter(fact => fact).map(fact => h("span", {}, fact))), inside.flat());
+}
+const clipped = record => record.characters ? h("div", { class: "small soft" }, `truncated here: ${count(record.content?.length ?? record.text.length)} of ${many(record.characters, "character")}`) : null;
+const said = text => h("div", { class: "text" }, visible(text) || "(empty)");
+const messageOf = message => bubble(message.role, [message.name ? visible(message.name) : null], said(message.content), callsOf(message).map(callLine), clipped(message));
+function turnOf(row, turn, i) {
+  const metrics = Object.entries(turn.metrics).map(([name, value]) => `${visible(name)} ${number(value)}`), calls = callsOf(turn).map(callLine), took = clock(turn.seconds);
+  const isHere = mode !== "plain" && turn.end <= row.tokens.length;  /* otherwise the page lacks some of its tokens */
+  const answered = turn.error === null ? null : h("div", { class: "fault" }, h("b", {}, "The environment failed: "), visible(turn.error));
+  if (!isTaken(turn)) return [h("div", { class: "fault" }, h("b", {}, "The environment did not start: "), visible(turn.error ?? "unknown"))];
+  const head = [`turn ${i + 1}`, many(turn.end - turn.start, "token"), turn.reward === null ? null : h("b", { class: turn.reward > 0 ? "reward" : "" }, `reward ${number(turn.reward)}`), took === null ? null : `environment ${took}`, ...metrics];
+  return [bubble("assistant", head, isHere ? coloured(row, turn.start, turn.end) : said(turn.text), calls, isHere ? null : clipped(turn)), ...turn.messages.map(messageOf), answered];
+}
+function endOf(row) {  /* why the episode ended */
+  const taken = row.turns.filter(isTaken).length + row.turn_count - row.turns.length, turns = many(taken, "turn");
+  if (row.failed) return taken ? `the environment failed in turn ${taken}` : "the environment did not start";
+  if (row.finish === "length") return `truncated after ${turns}`;
+  return row.finish === "stop" ? `ended by the environment after ${turns}` : `${row.finish === "abort" ? "aborted by the engine" : row.finish} after ${turns}`;
+}
+function conversation(row) {
+  const hidden = row.turn_count - row.turns.length;
+  return h("div", { class: "conversation" }, row.first_messages.map(messageOf), row.turns.flatMap((turn, i) => turnOf(row, turn, i)),
+    hidden ? h("div", { class: "small soft" }, `${many(hidden, "further turn")} not shown`) : null, row.failed && !hidden ? null : h("div", { class: `end ${row.finish === "stop" && !row.failed ? "" : "cut"}` }, endOf(row)));
+}
 function versions(row) {  /* several if weights were updated while it was sampled; rows of older files have only one */
   if ((row.versions ?? []).length < 2) return `version ${row.version}`;
   return `versions ${row.versions.map(([version, tokens]) => `${version} (${many(tokens, "token")})`).join(", ")}`;
 }
 function response(row) {
-  const ended = { stop: "ended by itself", length: "truncated" }[row.finish] ?? row.finish;
+  const ended = row.turns ? endOf(row) : { stop: "ended by itself", length: "truncated" }[row.finish] ?? row.finish;
   const facts = [
     row.source ? "held out" : `group ${row.group}`,
     `sample ${row.sample}`,
@@ -156,9 +201,13 @@ function response(row) {
     ...Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`),
   ];
   return h("div", {}, h("div", { class: "meta" }, h("b", {}, `step ${row.step}`), h("b", {}, `reward ${number(row.reward)}`), facts.filter(f => f).map(f => h("span", {}, f))), body(row),
+    row.whole && row.turns ? h("div", { class: "small soft" }, `only the turns within the first ${many(row.tokens.length, "token")} are coloured here`) :
     row.whole ? h("div", { class: "small soft" }, `truncated here: ${count(row.tokens.length)} of ${many(row.whole[0], "token")}, ${many(row.whole[1], "character")} in all`) : null);
 }
-function prompt(row) {  /* the complete prompt; a long one is unfolded by a click */
+function prompt(row) {
+  return row.turns ? null : promptText(row);  /* the bubbles of an episode begin with it */
+}
+function promptText(row) {  /* the complete prompt; a long one is unfolded by a click */
   const text = visible(row.asked).replaceAll("↵\n", "\n"), start = text.slice(0, 240).replace(/\s+\S*$/, "");
   if (text.length <= 600 && text.split("\n").length <= 12) return h("div", { class: "prompt" }, text);
   const head = h("summary", {}, h("span", { class: "start" }, `${start} … `), `(${many(text.length, "character")})`);
@@ -239,6 +288,8 @@ const PANELS = [
   ["policy", "Clipped, share of tokens", /\/clip_fraction/],
   ["policy", "Ratio to the proximal policy", /\/ratio_/],
   ["policy", "Gradient norm", /\/grad_norm/],
+  ["policy", "Turns and tool calls per episode", /\/(turns|tool_calls|tool_errors)$/],
+  ["policy", "Tokens of observations per episode", /\/observation_tokens$/],
   ["policy", "Critic: explained variance", /\/explained_variance/],
   ["policy", "Critic: value loss", /\/value_loss/],
   ["policy", "Loss", /^train\/loss|^validation\/loss$/],
@@ -249,6 +300,7 @@ const PANELS = [
 ];
 const PHASES = {
   generate: "rollout generation",
+  environments: "waiting for environments",
   grade: "reward computation",
   score: "policy optimization: scoring",
   learn: "policy optimization: steps",
