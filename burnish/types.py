@@ -1,10 +1,11 @@
 """The records of the training loop: Prompt → Completion → Group → PackedBatch → LearnBatch.
 
 Dimensions: G samples per group, T tokens of a sequence, C response tokens, N packed tokens, S
-packed sequences. Index t describes token t: ``logprobs[t] = log π(token_t | token_<t)``. Four
-policies are distinguished: ``behavior`` sampled a token, ``proximal`` is the learner at the start
-of the batch, ``policy`` is being differentiated, ``reference`` is frozen. Records hold numpy arrays
-before packing and torch tensors afterwards.
+packed samples. A sample is a response or an episode. It consists of one token sequence, or of
+several if the chat template rewrites an episode's history. Index t describes token t: ``logprobs[t]
+= log π(token_t | token_<t)``. Four policies are distinguished: ``behavior`` sampled a token,
+``proximal`` is the learner at the start of the batch, ``policy`` is being differentiated,
+``reference`` is frozen. Records hold numpy arrays before packing and torch tensors afterwards.
 """
 
 from __future__ import annotations
@@ -50,14 +51,20 @@ class Prompt:
 
 
 class Episode(NamedTuple):
-    """The start of an environment. All episodes of a group begin with the same one."""
+    """The start of an environment. All episodes of a group begin with the same row and seed."""
 
     row: Mapping[str, Any]
     seed: int
     messages: tuple[Mapping[str, str], ...]
     """The environment's first messages, which the prompt contains."""
     system: str | None = None
-    """The system message that precedes them in the prompt; None if there is none."""
+    """The recipe's system message, which comes first in the prompt; None if it has none."""
+
+    @property
+    def opening(self) -> list[Mapping[str, str]]:
+        """All messages before the first turn."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.messages]
 
 
 class Turn(NamedTuple):
@@ -80,6 +87,15 @@ class Turn(NamedTuple):
     environment that failed before the first turn."""
     seconds: float = 0.0
     """Wall-clock time of the environment's call."""
+
+
+class SequenceStart(NamedTuple):
+    """The beginning of a token sequence of an episode that does not follow the group's prompt."""
+
+    start: int
+    """Index in the response of the sequence's first token."""
+    prompt: IntArray
+    """[T] token ids before it, which are only context."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +140,16 @@ class Finish(StrEnum):
     ABORT = "abort"
 
 
+class Limit(StrEnum):
+    """The limit that truncated an episode: the maximum length of its response, the number of turns,
+    the model's context, or the time of its environment."""
+
+    TOKENS = "tokens"
+    TURNS = "turns"
+    CONTEXT = "context"
+    TIME = "time"
+
+
 ENDINGS = {"ended": Finish.STOP, "truncated": Finish.LENGTH, "aborted": Finish.ABORT}
 """Reasons for the end of a response, by the names of the metrics that count them."""
 
@@ -161,6 +187,15 @@ class Completion:
     """Number of additional tokens that were sampled to estimate step values or a greedy reward."""
     turns: tuple[Turn, ...] = ()
     """The turns of an episode with an environment; empty for other responses."""
+    limit: Limit | None = None
+    """The limit that truncated an episode; None if none did, and for other responses."""
+    sequences: tuple[SequenceStart, ...] = ()
+    """The token sequences of an episode with prompts of their own, in ascending order. Tokens
+    before the first of them follow the group's prompt; all do if there is none. Each sampled token
+    belongs to the sequence in which it was sampled."""
+    first_messages: tuple[Mapping[str, str], ...] | None = None
+    """The environment's first messages, if they differ from those in the group's prompt; None if
+    they do not, and for other responses."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +278,13 @@ class Group:
 @dataclass(frozen=True)
 class PackedBatch:
     """Groups as packed tensors. The tokens of all groups are concatenated: for each group its
-    prompt, response 1, response 2, …
+    prompt, response 1, response 2, …, and then the sequences with prompts of their own, each as
+    prompt and response.
 
-    A slot is an index 0 … N − 1 of a token. A sequence is a response; its prompt is stored once per
-    group.
+    A slot is an index 0 … N − 1 of a token. A segment is a prompt or the response of a sequence
+    that follows it. A sample is one or several sequences, whose slots are in the order of sampling;
+    each sampled token is an action in exactly one of them. Groups contain samples: rewards,
+    advantages and reductions belong to samples.
     """
 
     tokens: Tensor
@@ -256,9 +294,9 @@ class PackedBatch:
     predecessor: Tensor
     """[N] int64: slot of the preceding token, whose hidden state predicts this token. For a
     response's first token it is the prompt's last; a prompt's first token has its own slot."""
-    sequence_ids: Tensor
-    """[N] int64 in [0, S): number of the token's response; a prompt's tokens have the number of its
-    group's first response."""
+    sample_ids: Tensor
+    """[N] int64 in [0, S): number of the token's sample; a prompt's tokens have the number of the
+    first sample that follows it."""
     in_prompt: Tensor
     """[N] bool: whether the token belongs to a prompt."""
     is_action: Tensor
@@ -270,14 +308,15 @@ class PackedBatch:
     versions: Tensor
     """[N] int64: version of the weights that sampled each token; undefined for other tokens."""
     segment_offsets: Tensor
-    """[segments + 1] int64: first slot of each segment, and N. A segment is one prompt or one
-    response."""
+    """[segments + 1] int64: first slot of each segment, and N"""
+    segment_samples: Tensor
+    """[segments] int64: number of each segment's sample, as in ``sample_ids``"""
     segment_is_prompt: Tensor
     """[segments] bool"""
     group_ids: Tensor
-    """[S] int64 in [0, groups): number of each response's group within the batch."""
+    """[S] int64 in [0, groups), ascending: number of each sample's group within the batch."""
     lengths: Tensor
-    """[S] int64: number of sampled tokens of each response, including responses that are not in the
+    """[S] int64: number of sampled tokens of each sample, including samples that are not in the
     loss."""
     rewards: Tensor
     """[S] float, scaled by ``Prompt.scale``"""
@@ -287,6 +326,13 @@ class PackedBatch:
     values: Tensor | None = None
     """[N] float, scaled: estimated value before each token that begins a step, NaN before other
     tokens; None if the recipe does not estimate step values."""
+
+    @property
+    def last_segments(self) -> Tensor:
+        """[S] number of the segment with which each sample ends."""
+        numbers = (~self.segment_is_prompt).nonzero().squeeze(1)
+        last = numbers.new_zeros(len(self.rewards))
+        return last.scatter_reduce(0, self.segment_samples[numbers], numbers, "amax")
 
     def to(self, device: Any) -> PackedBatch:
         """Return a batch with all tensors on the device."""

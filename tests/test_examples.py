@@ -123,7 +123,7 @@ def test_an_off_policy_mask_does_not_depend_on_the_micro_batches(split):
         # The sampler's policy: the learner's, moved by up to 0.2 per response.
         moved = 0.2 * torch.linspace(-1, 1, len(batch.rewards), dtype=torch.float64)
         own = dataclasses.replace(
-            batch, behavior_logprobs=learn.proximal_logprobs + moved[batch.sequence_ids]
+            batch, behavior_logprobs=learn.proximal_logprobs + moved[batch.sample_ids]
         )
         calls.clear()
         learner._accumulate(dataclasses.replace(learn, batch=own))

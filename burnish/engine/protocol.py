@@ -53,6 +53,12 @@ class Request:
     first: int = 0
     """Index of the request's first sample in its group. It enters the random draws, so that several
     requests of one group draw different numbers."""
+    turn: int = 0
+    """Index in the response at which the current turn of an episode begins. Stop strings,
+    min_tokens and the think budget count from it."""
+    position: int = 0
+    """Position of the response's first token in the random draws: the number of tokens that the
+    sample has in earlier token sequences."""
 
     @property
     def given(self) -> IntArray:
@@ -173,14 +179,19 @@ def check_request(request: Request, *, vocab_size: int, context: int) -> None:
     """
     length, p = len(request.given), request.params
     ids = np.append(request.given, p.stop_ids)
+    begun = length - len(request.prompt)
     known = bool(((ids >= 0) & (ids < vocab_size)).all())
     fewest, most, think = p.min_tokens, p.max_tokens, p.think_tokens
     rules = {
         f"a prompt has 1 to {context - 1} tokens in this model, got {length}": 0 < length < context,
         f"token ids must lie in 0 … {vocab_size - 1}; is this the model's tokenizer?": known,
         f"n must be at least 1, got {request.n}": request.n >= 1,
-        f"a partial response must have fewer than max_tokens = {most}, got "
-        f"{length - len(request.prompt)}": length - len(request.prompt) < max(most, 1),
+        f"a partial response must have fewer than max_tokens = {most}, got {begun}": begun
+        < max(most, 1),
+        f"turn must lie in 0 … {begun}, the partial response's length, got {request.turn}": (
+            0 <= request.turn <= begun
+        ),
+        f"position must be at least 0, got {request.position}": request.position >= 0,
         f"max_tokens must be at least 1, got {most}": most >= 1,
         f"min_tokens must lie in 0 … max_tokens, got {fewest}": 0 <= fewest <= max(most, 1),
         f"temperature must be 0 or more, got {p.temperature}": 0 <= p.temperature < float("inf"),

@@ -38,6 +38,8 @@ KEYS = ("messages", "reward", "done", "metrics")
 ROLES = ("user", "tool", "system")
 """Roles of an environment's messages; only ``reset`` may return a message of the system or, as an
 example, of the assistant."""
+ANSWERING = ("user", "tool")
+"""Roles of the messages that ``step`` may return."""
 TOOL_CALLS, TOOL_ERRORS = "tool_calls", "tool_errors"
 """Metrics of a step that count the episode's tool calls so far, and those that failed. Without the
 first, each message of the role "tool" counts as a call."""

@@ -16,6 +16,7 @@ from typing import Any
 from burnish.console.progress import tell
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import decode_numbers
+from burnish.environments.protocol import ANSWERING
 from burnish.errors import BurnishError
 from burnish.launch import engines
 from burnish.launch.models import DTYPES, ModelSource, open_model, open_policy, with_reward_head
@@ -228,22 +229,50 @@ def build_sampler(resolved: Resolved) -> tuple[Task, Engine, Decode]:
     tell("load", "reading the prompts")
     task, decode = build_task(resolved)
     if isinstance(task, environment.EpisodeTask):
-        engine = _with_environments(resolved.source, engine, task)
+        recipe = resolved.recipe
+        history, total = recipe.rollout.history, recipe.train.micro_tokens
+        engine = _with_environments(resolved.source, engine, task, history, total)
     return task, engine, decode
 
 
 def _with_environments(
-    source: ModelSource, engine: Engine, task: environment.EpisodeTask
+    source: ModelSource,
+    engine: Engine,
+    task: environment.EpisodeTask,
+    history: str,
+    total: int | None,
 ) -> EpisodeEngine:
-    """Return an engine that samples episodes with the task's environments."""
-    config = task.config
+    """Return an engine that samples episodes with the task's environments. Print a note if the chat
+    template rewrites earlier turns, and the recipe keeps them.
+
+    ``history`` is rollout.history; ``total`` is the maximum number of tokens of all sequences of an
+    episode, None if there is none.
+    """
+    config, follows = task.config, history == "template"
+    roles = task.conversation.rewrites(ANSWERING)
+    if roles and not follows:
+        tell(
+            "note",
+            f"note: the chat template rewrites earlier turns after {' and '.join(roles)} messages, "
+            "for example without their thoughts; rollout.history = 'append' keeps them as they "
+            "were sampled, and rollout.history = 'template' follows the template",
+        )
     limits = EpisodeLimits(
         context=source.shape.context,
         turns=config.turns,
         turn_tokens=config.turn_tokens,
         observation_tokens=config.observation_tokens,
+        seconds=config.episode_seconds,
+        total=total,
     )
-    return EpisodeEngine(engine, task.environments, source.tokenizer, task.conversation, limits)
+    return EpisodeEngine(
+        engine,
+        task.environments,
+        source.tokenizer,
+        task.conversation,
+        limits,
+        follows=follows,
+    )
 
 
 def _waiting_time(task: Task) -> Callable[[], float] | None:
@@ -274,7 +303,7 @@ def _with_reward_model(resolved: Resolved, task: Task) -> Task:
     tell("load", f"loading {config.name}")
     files, dtype = resolved.frozen["reward_model.name"].files, DTYPES[train.precision]
     model = load_reward_model(files, dtype=dtype).to(resolved.device)
-    split = partial(cut, tokens=train.micro_tokens, sequences=train.micro_sequences)
+    split = partial(cut, tokens=train.micro_tokens, samples=train.micro_sequences)
     return LearnedReward(task, model, weight=config.task, cut=split)
 
 
@@ -289,8 +318,8 @@ def _language_task(resolved: Resolved) -> Task:
     recipe, tokenizer, bound = resolved.recipe, resolved.source.tokenizer, resolved.room
     assert bound is not None
     if recipe.rollout.think is not None:
-        most = recipe.rollout.max_tokens
-        lowest = min(most, recipe.validation.max_tokens or most)
+        own = getattr(recipe.task, "turn_tokens", None), recipe.validation.max_tokens
+        lowest = min(filter(None, (recipe.rollout.max_tokens, *own)))
         check_phrase(recipe.rollout.think, lowest, tokenizer)
 
     def make(part: Any) -> Any:
@@ -326,6 +355,9 @@ def look_at_prompts(resolved: Resolved) -> Resolved:
             stream = PromptStream(task, bound)
             count = min(recipe.prompts_per_rollout * recipe.train.steps, PROBED)
             prompts = [*(prompt for _, prompt in stream.take(count)), *task.validation]
+            if isinstance(task, environment.EpisodeTask):
+                roles = tuple(task.conversation.rewrites(ANSWERING))
+                size = size._replace(rewriting_roles=roles)
     except BurnishError as error:
         return replace(resolved, problems=(*resolved.problems, error))
     longest = max(len(prompt.token_ids) for prompt in prompts)

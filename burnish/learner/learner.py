@@ -385,7 +385,7 @@ class LocalLearner(Generic[Output]):
 
     def _cut(self, batch: PackedBatch) -> list[Pack]:
         tokens, sequences = self.train.micro_tokens, self.train.micro_sequences
-        return self.ranks.divide(batch, partial(cut, tokens=tokens, sequences=sequences))
+        return self.ranks.divide(batch, partial(cut, tokens=tokens, samples=sequences))
 
     def _packs(self, parts: Sequence[Pack]) -> list[Pack]:
         """Cut the train batches ``parts`` into this rank's packs, for passes without gradient. The

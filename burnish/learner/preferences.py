@@ -48,7 +48,7 @@ class PreferenceProgram:
     def token_loss(self, measured: ResponseRewards, learn: LearnBatch) -> Tensor:
         batch = learn.batch
         losses = bradley_terry(*split_pairs(measured, batch)).repeat_interleave(2)
-        return to_tokens(losses, batch.is_action, batch.sequence_ids)
+        return to_tokens(losses, batch.is_action, batch.sample_ids)
 
     def metrics(self, measured: ResponseRewards, learn: LearnBatch) -> Metrics:
         return preference_metrics("train", measured, learn.batch)

@@ -99,7 +99,7 @@ class ObjectiveProgram:
         rewards minus the KL penalty in the reward, if the objective has one. The returns are None
         without a critic."""
         estimator, rewards = self.objective.advantage, batch.rewards
-        mask, ids = batch.is_action, batch.sequence_ids
+        mask, ids = batch.is_action, batch.sample_ids
         coefficient, penalty = 0.0, torch.zeros_like(batch.behavior_logprobs)
         if self._kl and self._kl.where == "reward":
             proximal, reference = self._proximal(batch, scores), scores.reference
@@ -233,7 +233,7 @@ class ObjectiveProgram:
         logprobs, proximal = measured.logprobs, learn.proximal_logprobs
         if proximal is None:  # the policy has not moved: the ratio is 1, but has a gradient
             proximal = logprobs.detach()
-        mask, ids = learn.batch.is_action, learn.batch.sequence_ids
+        mask, ids = learn.batch.is_action, learn.batch.sample_ids
         if self.objective.ratio == "token":
             ratio = ratios.token_ratio(logprobs, proximal)
         else:
@@ -298,7 +298,7 @@ def live(learn: LearnBatch) -> LearnBatch:
     returned unchanged.
     """
     batch = learn.batch
-    moved = sequence_sum((learn.advantages != 0).float(), batch.is_action, batch.sequence_ids) > 0
+    moved = sequence_sum((learn.advantages != 0).float(), batch.is_action, batch.sample_ids) > 0
     if moved.all() or not moved.any():
         return learn
     return take_streams(learn, take(batch, moved.nonzero().squeeze(1)))
@@ -309,10 +309,10 @@ def describe_kl(name: str, logprobs: Tensor, other: Tensor, batch: PackedBatch) 
     estimators k1 and k3. Return for each the mean over action tokens (``kl/NAME_k1``), and the sum
     per response, averaged over responses with actions (``kl/NAME_k1_response``)."""
     action = batch.is_action
-    acted = sequence_lengths(action, batch.sequence_ids) > 0  # a response may be excluded
+    acted = sequence_lengths(action, batch.sample_ids) > 0  # a response may be excluded
     metrics = _mean_kl(name, logprobs[action], other[action])
     for estimator in (kl.k1, kl.k3):
-        sums = sequence_sum(estimator(logprobs, other), action, batch.sequence_ids)
+        sums = sequence_sum(estimator(logprobs, other), action, batch.sample_ids)
         metrics[f"kl/{name}_{estimator.__name__}_response"] = sums[acted].mean().item()
     return metrics
 

@@ -151,15 +151,17 @@ def count_tokens(groups: list[Group]) -> int:
 def _per_response(batch: PackedBatch, advantages: Tensor) -> list[float]:
     """Return, for each response, the mean of the advantages [N] over its action tokens; 0 for a
     response without action tokens."""
-    mask, ids = batch.is_action, batch.sequence_ids
+    mask, ids = batch.is_action, batch.sample_ids
     totals = sequence_sum(advantages, mask, ids)
     means: list[float] = (totals / sequence_lengths(mask, ids).clamp(min=1)).tolist()
     return means
 
 
 def _by_response(batch: PackedBatch, per_token: Tensor) -> list[FloatArray]:
-    """Split a tensor with one value per token of a batch [N] into one array per response [C], with
-    a value for each of the response's tokens. Values of prompt tokens are left out."""
-    parts = torch.split(per_token.float().cpu(), batch.segment_offsets.diff().tolist())
-    is_prompt = batch.segment_is_prompt.tolist()
-    return [part.numpy() for part, skip in zip(parts, is_prompt, strict=True) if not skip]
+    """Split a tensor with one value per token of a batch [N] into one array per sample [C], with a
+    value for each token of its responses. Values of prompt tokens are left out."""
+    is_response = ~batch.in_prompt
+    ids, order = batch.sample_ids[is_response].sort(stable=True)
+    counts = torch.bincount(ids, minlength=len(batch.rewards)).tolist()
+    parts = torch.split(per_token[is_response][order].float().cpu(), counts)
+    return [part.numpy() for part in parts]

@@ -81,6 +81,9 @@ class ConversationFormat:
         self.end_id = tokenizer.end_ids[0]
         """The token that ends a turn: the end token that the template writes after an answer, or
         the model's first one if it writes none."""
+        self.inserted_end = np.array([self.end_id], np.int32)
+        """The end token as an array, to insert after a turn that the policy did not end with it;
+        empty if the chat template writes none."""
         if tools:
             is_own = calls is None or _written_calls(tokenizer, now) == calls
             if is_own and _writes_tools(tokenizer, now):
@@ -95,6 +98,7 @@ class ConversationFormat:
         after = text[self._answered(text) :].lstrip()
         self._end = next((end for end in self._ends if after.startswith(end)), "")
         self.end_id = self._ends.get(self._end, self.end_id)
+        self.inserted_end = np.array([self.end_id] if self._end else [], np.int32)
 
     def open(self, messages: Sequence[Message]) -> IntArray:
         """Return the token ids of the messages before the first turn, with the generation
@@ -137,18 +141,41 @@ class ConversationFormat:
 
     def rewrites(self, roles: Iterable[str]) -> list[str]:
         """Return those of the ``roles`` whose messages make the template write earlier turns
-        differently, for example without their thoughts. It compares token ids."""
+        differently, for example without their thoughts. It compares token ids. A role that the
+        template rejects is left out."""
         if self._tokenizer.chat_template is None:
             return []
-        return [role for role in roles if not self._appends({"role": role, "content": "."})]
+        return [role for role in roles if self._rewrites({"role": role, "content": "."})]
 
-    def _appends(self, message: Message) -> bool:
+    def appends(self, messages: Sequence[Message], following: Sequence[Message]) -> bool:
+        """Return whether a conversation that ends with an assistant's turn is only continued by the
+        messages that follow: the template still writes everything before them as it was when the
+        turn was sampled, and the turn as it was sampled or as the template writes a last turn."""
+        if self._tokenizer.chat_template is None:
+            return True
+        *before, turn = messages
+        before = list(self._with_results(self._with_listing(before)))
+        messages, following = [*before, turn], self._with_results(following)
+        context, whole = self._write(before), self._write([*messages, *following])
+        if whole.startswith(f"{context}{turn.get('content') or ''}{self._end}"):
+            return True
+        written = self._write(messages, generate=False).rstrip()
+        return written.startswith(context) and whole.startswith(written)
+
+    def _rewrites(self, message: Message) -> bool:
         for answer in (ANSWER, THOUGHT):
-            parts = [self.open([USER]), self.turn(answer), self.between([message])]
-            whole = self._encode(self._write([USER, answer, message]))
-            if not np.array_equal(np.concatenate(parts), whole):
+            further = [answer, *self._with_results([message])]
+            messages = [*self._with_listing([USER]), *further, *further]
+            try:
+                whole = self._encode(self._write(messages))
+            except ModelError:
                 return False
-        return True
+            turn, after = self.turn(answer), self.between([message])
+            turn = turn if self._end else turn[:-1]
+            parts = [self.open([USER]), turn, after, turn, after]
+            if not np.array_equal(np.concatenate(parts), whole):
+                return True
+        return False
 
     def _with_listing(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Add the list of tools to the system message, or to the first message if the template

@@ -59,15 +59,15 @@ class RewardModel(nn.Module):
         return ResponseRewards(zeros.index_copy(0, last_slots(batch), rewards))
 
     def _last_tokens(self, batch: PackedBatch) -> Tensor:
-        """Return the slot [S] of each response's last token that is not padding; the prompt's last
-        slot if a response consists of pad tokens alone."""
-        first = batch.segment_offsets[:-1][~batch.segment_is_prompt]
+        """Return the slot [S] of each sample's last token that is not padding; the last slot of its
+        last prompt if its response consists of pad tokens alone."""
+        first = batch.segment_offsets[:-1][batch.last_segments]
         is_text = ~batch.in_prompt
         if self.pad is not None:
             is_text = is_text & (batch.tokens != self.pad)
         slots = is_text.nonzero().squeeze(1)
         before = batch.predecessor[first]
-        return before.scatter_reduce(0, batch.sequence_ids[slots], slots, "amax")
+        return before.scatter_reduce(0, batch.sample_ids[slots], slots, "amax")
 
     def exchange(self, *, learned: bool = False) -> dict[str, Tensor]:
         """Return views of the weights, including the reward head, under Hugging Face's names,
@@ -84,8 +84,8 @@ class RewardModel(nn.Module):
 
 
 def last_slots(batch: PackedBatch) -> Tensor:
-    """Return the last slot [S] of each response, where `ResponseRewards` holds its reward."""
-    return batch.segment_offsets[1:][~batch.segment_is_prompt] - 1
+    """Return the last slot [S] of each sample, where `ResponseRewards` holds its reward."""
+    return batch.segment_offsets[1:][batch.last_segments] - 1
 
 
 def load_reward_model(directory: Path | str, *, dtype: torch.dtype = torch.float32) -> RewardModel:

@@ -44,7 +44,7 @@ class Sorter(nn.Module):
         ``lower`` is ignored."""
         action = batch.is_action
         prompts = batch.tokens[batch.in_prompt].view(-1, self.length)
-        group = batch.group_ids[batch.sequence_ids[action]]
+        group = batch.group_ids[batch.sample_ids[action]]
         place = batch.positions[action] - self.length
         logits: Tensor = self(prompts)[group, place] / batch.temperature[action, None]
         chosen = torch.log_softmax(logits, -1).gather(-1, batch.tokens[action, None])

@@ -68,6 +68,9 @@ class Size(NamedTuple):
     """Prompts that were skipped because they are too long."""
     frozen_contexts: tuple[tuple[str, int], ...] = ()
     """Settings of the teacher and the reward model, with the length of their contexts."""
+    rewriting_roles: tuple[str, ...] = ()
+    """Roles of an environment's messages after which the chat template writes earlier turns
+    differently."""
 
 
 class Room(NamedTuple):

@@ -123,6 +123,7 @@ def _task_lines(recipe: Recipe, size: Size | None) -> Lines:
             micro_tokens = recipe.train.micro_tokens
             room = prompt_room(size, recipe.engine, rollout, recipe.validation, micro_tokens)
         lines += _prompt_lines(size, room)
+        lines += _history_lines(size.rewriting_roles, rollout.history)
     if isinstance(recipe.task, EnvironmentTask):
         lines += _environment_lines(recipe.task, rollout)
     weights = getattr(recipe.task, "weights", {"": 1.0})
@@ -184,6 +185,17 @@ def _prompt_lines(size: Size, room: Room | None) -> Lines:
         text = f"have more than {room.tokens:,} tokens ({room.why}); they are skipped"
         lines.append(("too long", f"{counted(size.too_long, 'prompt')} {text}"))
     return lines
+
+
+def _history_lines(roles: Sequence[str], history: str) -> Lines:
+    """Return a line on a chat template that rewrites earlier turns after messages of ``roles``."""
+    if not roles:
+        return []
+    rewrites = f"the template rewrites earlier turns after {' and '.join(roles)} messages"
+    chosen = "they stay as they were sampled (rollout.history = 'append')"
+    if history == "template":
+        chosen = "each such turn begins a new sequence (rollout.history = 'template')"
+    return [("history", f"{rewrites}; {chosen}")]
 
 
 def _judge_lines(

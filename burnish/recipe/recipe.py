@@ -66,6 +66,11 @@ class RolloutConfig(Section):
         "keep", description="treatment of responses truncated at the length limit"
     )
     think: ThinkConfig | None = Field(None, description="budget for thinking; None: unlimited")
+    history: Literal["append", "template"] = Field(
+        "append",
+        description="episodes whose chat template rewrites earlier turns: append keeps the tokens "
+        "that were sampled, template follows it in a new token sequence",
+    )
 
     @property
     def prompts(self) -> int:

@@ -97,6 +97,8 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if isinstance(task, EnvironmentTask) and (conflicts := environment_conflicts(recipe)):
         yield partial(check_environment_rules, conflicts)
         return
+    if isinstance(task, EnvironmentTask):
+        yield partial(check_turn_rules, task, rollout)
     if recipe.on_mesh:
         yield partial(check_mesh_rules, runtime, model, task, train.learn, device)
     ranks = recipe.mesh.data_ranks if recipe.on_mesh else 1
@@ -153,6 +155,25 @@ def check_environment_rules(conflicts: Sequence[tuple[str, str]]) -> None:
     )
 
 
+def check_turn_rules(task: EnvironmentTask, rollout: RolloutConfig) -> None:
+    """Raise a ConfigError unless the minimum length and the think budget of a turn are below its
+    maximum length."""
+    most = task.turn_tokens
+    if most is None:
+        return
+    if rollout.min_tokens > most:
+        raise ConfigError(
+            f"rollout.min_tokens = {rollout.min_tokens} is above task.turn_tokens = {most}, the "
+            f"maximum length of a turn; use rollout.min_tokens = {most} or less"
+        )
+    if rollout.think is not None and rollout.think.tokens >= most:
+        remedy = f"use rollout.think.tokens = {most - 1} or less, or raise task.turn_tokens"
+        raise ConfigError(
+            f"rollout.think.tokens = {rollout.think.tokens} leaves no room for an answer within "
+            f"task.turn_tokens = {most}; {remedy if most > 1 else 'raise task.turn_tokens'}"
+        )
+
+
 def environment_conflicts(recipe: Recipe) -> list[tuple[str, str]]:
     """Return the settings that do not work with multi-turn episodes yet, each with a remedy."""
     loop, advantage = recipe.loop, recipe.objective.advantage
@@ -171,8 +192,6 @@ def environment_conflicts(recipe: Recipe) -> list[tuple[str, str]]:
             "objective.advantage.name = 'group_mean'",
         ): isinstance(advantage, Remax | Vine),
         ("selection.dead_groups = 'active'", "selection.dead_groups = 'dynamic'"): is_active,
-        ("rollout.stop", "remove rollout.stop"): bool(recipe.rollout.stop),
-        ("rollout.think", "remove [rollout.think]"): recipe.rollout.think is not None,
     }
     return [pair for pair, is_broken in rules.items() if is_broken]
 
@@ -617,6 +636,7 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
         ("engine.url", is_served, SERVED),
         ("runtime.name", isinstance(recipe.runtime, LocalRuntime), ["mesh"]),
         ("model.name", not recipe.model.is_language, LANGUAGE),
+        ("task.name", not isinstance(recipe.task, EnvironmentTask), ["rollout.history"]),
         ("objective.loss.name", "ratio" not in loss.reads, ["objective.ratio"]),
         ("objective.loss.name", not is_compared, ["objective.proximal"]),
         ("objective.advantage.name", is_unscaled, ["task.scales"]),

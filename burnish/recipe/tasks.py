@@ -322,6 +322,12 @@ class EnvironmentTask(RowsTask):
     observation_tokens: int | None = Field(
         1024, ge=1, description="length at which a message of the environment is cut; None: never"
     )
+    episode_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="wall time of all calls of an episode after which it is truncated; None: only "
+        "that of each call",
+    )
     cpu_seconds: float = Field(2.0, gt=0, description="CPU time limit per call")
     wall_seconds: float = Field(20.0, gt=0, description="wall time limit per call")
     memory_mb: int = Field(

@@ -1,5 +1,9 @@
 """Sums over sequences, and values of sequences assigned to tokens, for padded tensors [B, T] and
-packed tensors [N] with sequence ids."""
+packed tensors [N] with sequence ids.
+
+A sequence is all actions of a response or of an episode, in the order of slots. In a packed batch
+its slots need not be adjacent.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
-"""Packs groups into batches without padding: each group's prompt once, then its responses. Also
-cuts batches into train batches and packs."""
+"""Packs groups into batches without padding: each group's prompt once, then its responses, then the
+token sequences with prompts of their own. Also cuts batches into train batches and packs.
+
+    prompt     a segment; the sequences after it, up to the next prompt, follow it
+    sequence   a prompt and one response segment
+    sample     one sequence or, if a chat template has rewritten an episode's history, several
+    group      the samples of one data row, which share a baseline
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from burnish.errors import ConfigError, DataError
-from burnish.types import FloatArray, Group, LearnBatch, PackedBatch
+from burnish.types import Completion, FloatArray, Group, IntArray, LearnBatch, PackedBatch
 
 STREAMS = {
     "tokens": np.int64,
@@ -25,8 +31,17 @@ STREAMS = {
 }
 """Fields of a batch with one value per token, [N] or None, which are not computed from the lengths
 of its segments, and their types."""
-PER_RESPONSE = ("lengths", "rewards", "parts")
-"""Fields of a batch with one row per response."""
+PER_SAMPLE = ("lengths", "rewards", "parts")
+"""Fields of a batch with one row per sample."""
+
+
+class _Segment(NamedTuple):
+    """A prompt, or the response of one token sequence."""
+
+    sample: int | None
+    """Number of the sample in the batch; None for a prompt."""
+    streams: tuple[np.ndarray, ...]
+    """The arrays of `STREAMS`, in that order."""
 
 
 class Pack(NamedTuple):
@@ -43,23 +58,32 @@ class Pack(NamedTuple):
 
 
 def pack(groups: Sequence[Group], parts: Sequence[str] = ()) -> PackedBatch:
-    """Concatenate groups to a packed batch on the CPU, each as prompt, response 1, response 2, …
+    """Concatenate groups to a packed batch on the CPU, each as prompt, response 1, response 2, …,
+    followed by the sequences with prompts of their own, in the order of samples.
 
     ``parts`` names the parts of the grades that the batch must contain; raises a DataError if a
     grade lacks one. Only this function applies ``Prompt.scale``: rewards, parts (including a greedy
     reward) and step values of a group are multiplied by the same factor, after length penalties and
     before the advantage estimator.
     """
-    segments = [segment for group in groups for segment in _segments(group)]
+    sizes = torch.tensor([len(group.completions) for group in groups])
+    firsts = pad(sizes.cumsum(0), (1, 0)).tolist()
+    segments = [
+        segment
+        for group, first in zip(groups, firsts, strict=False)
+        for segment in _segments(group, first)
+    ]
+    columns = zip(*(segment.streams for segment in segments), strict=True)
     streams = {
         name: torch.from_numpy(np.concatenate(values).astype(kind))
-        for (name, kind), values in zip(STREAMS.items(), zip(*segments, strict=True), strict=True)
+        for (name, kind), values in zip(STREAMS.items(), columns, strict=True)
         if name != "values" or _has_values(groups)
     }
-    sizes = torch.tensor([len(group.completions) for group in groups])
-    is_prompt = torch.zeros(len(segments), dtype=torch.bool)
-    is_prompt[pad((sizes + 1).cumsum(0), (1, 0))[:-1]] = True
-    shape = _lay_out(torch.tensor([len(tokens) for tokens, *_ in segments]), is_prompt)
+    shape = _lay_out(
+        torch.tensor([len(segment.streams[0]) for segment in segments]),
+        torch.tensor([segment.sample is None for segment in segments]),
+        torch.tensor([s.sample for s in segments if s.sample is not None], dtype=torch.int64),
+    )
     group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
     lengths = torch.tensor([int(c.sampled.sum()) for group in groups for c in group.completions])
     rewards = np.concatenate([_scale(group) * group.rewards for group in groups])
@@ -92,28 +116,49 @@ def _parts(group: Group, names: Sequence[str]) -> FloatArray:
     return np.array(rows, dtype=np.float32).reshape(len(rows), len(names))
 
 
-def _segments(group: Group) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield the arrays of `STREAMS`, in that order, for the prompt and then for each response."""
-    prompt = group.prompt.token_ids
-    nothing = np.zeros(len(prompt))
-    yield prompt, nothing > 0, nothing, nothing + 1, nothing, nothing + np.nan
-    for c in group.completions:
-        temperature = np.full(len(c.token_ids), c.params.temperature)
-        action = c.sampled & c.in_loss
-        logprobs = np.where(action, c.logprobs, 0)
-        values = np.full(len(c.token_ids), np.nan)
-        if c.values is not None:
-            values = _scale(group) * c.values
-        yield c.token_ids, action, logprobs, temperature, c.versions, values
+def _segments(group: Group, first: int) -> Iterator[_Segment]:
+    """Yield the segments of a group, whose first sample has the number ``first`` in the batch: the
+    prompt, the responses that follow it, and then each prompt of a sequence's own with its
+    response. The group's prompt is left out if no response follows it."""
+    samples = list(enumerate(group.completions, first))
+    shared = [(n, c) for n, c in samples if not c.sequences or c.sequences[0].start]
+    if shared:
+        yield _Segment(None, _prompt_streams(group.prompt.token_ids))
+    for number, c in shared:
+        end = c.sequences[0].start if c.sequences else None
+        yield _Segment(number, _response_streams(group, c, slice(end)))
+    for number, c in samples:
+        ends = [*(one.start for one in c.sequences[1:]), None]
+        for one, end in zip(c.sequences, ends, strict=False):
+            yield _Segment(None, _prompt_streams(one.prompt))
+            yield _Segment(number, _response_streams(group, c, slice(one.start, end)))
+
+
+def _prompt_streams(tokens: IntArray) -> tuple[np.ndarray, ...]:
+    nothing = np.zeros(len(tokens))
+    return tokens, nothing > 0, nothing, nothing + 1, nothing, nothing + np.nan
+
+
+def _response_streams(group: Group, c: Completion, part: slice) -> tuple[np.ndarray, ...]:
+    """Return the arrays of `STREAMS` of a part of a completion."""
+    temperature = np.full(len(c.token_ids), c.params.temperature)
+    action = c.sampled & c.in_loss
+    logprobs = np.where(action, c.logprobs, 0)
+    values = np.full(len(c.token_ids), np.nan)
+    if c.values is not None:
+        values = _scale(group) * c.values
+    streams = c.token_ids, action, logprobs, temperature, c.versions, values
+    return tuple(stream[part] for stream in streams)
 
 
 def _has_values(groups: Sequence[Group]) -> bool:
     return any(c.values is not None for group in groups for c in group.completions)
 
 
-def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:
-    """Compute the fields of a batch that depend only on the ``lengths`` of its segments and on
-    which segments are prompts, [segments] each; return these fields by name."""
+def _lay_out(lengths: Tensor, is_prompt: Tensor, samples: Tensor) -> dict[str, Tensor]:
+    """Compute the fields of a batch that depend only on the ``lengths`` of its segments, on which
+    segments are prompts, [segments] each, and on the ``samples`` of the others, [responses]; return
+    these fields by name."""
     offsets = pad(lengths.cumsum(0), (1, 0))
     segment = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     slot = torch.arange(len(segment), device=lengths.device)
@@ -123,55 +168,61 @@ def _lay_out(lengths: Tensor, is_prompt: Tensor) -> dict[str, Tensor]:
     prompt_ends = offsets[1:][is_prompt][is_prompt.cumsum(0) - 1]
     # The first token of a response follows the prompt's last; the prompt's first has its own slot.
     before_first = torch.where(in_prompt, slot, prompt_ends[segment] - 1)
-    # A prompt has the id of the response after it, which is the number of responses before it.
-    owner = (~is_prompt).cumsum(0) - (~is_prompt).long()
+    # A prompt has the sample of the response after it, whose number is that of responses before.
+    place = (~is_prompt).cumsum(0) - (~is_prompt).long()
+    owner = pad(samples, (0, 1))[place]
     return {
         "positions": torch.where(in_prompt, within, prompt_lengths[segment] + within),
         "predecessor": torch.where(within > 0, slot - 1, before_first),
-        "sequence_ids": owner[segment],
+        "sample_ids": owner[segment],
         "in_prompt": in_prompt,
         "segment_offsets": offsets,
+        "segment_samples": owner,
         "segment_is_prompt": is_prompt,
     }
 
 
-def take(batch: PackedBatch, sequences: Tensor) -> Pack:
-    """Return a pack with some responses of a batch and the prompts of their groups. ``sequences``
-    are the numbers of the responses in the batch, from 0, in ascending order."""
-    groups, new_group = torch.unique_consecutive(batch.group_ids[sequences], return_inverse=True)
-    # In the order of segments, each prompt comes before the responses of its group.
-    prompt_segments = batch.segment_is_prompt.nonzero().squeeze(1)[groups]
-    response_segments = (~batch.segment_is_prompt).nonzero().squeeze(1)[sequences]
-    segments = torch.cat((prompt_segments, response_segments)).sort().values
-    lengths = batch.segment_offsets.diff()[segments]
-    shape = _lay_out(lengths, batch.segment_is_prompt[segments])
+def take(batch: PackedBatch, samples: Tensor) -> Pack:
+    """Return a pack with some samples of a batch and the prompts that they follow. ``samples`` are
+    the numbers of the samples in the batch, from 0, in ascending order."""
+    groups = torch.unique_consecutive(batch.group_ids[samples], return_inverse=True)[1]
+    number = torch.full_like(batch.group_ids, -1)
+    number[samples] = torch.arange(len(samples), device=number.device)
+    is_prompt, own = batch.segment_is_prompt, number[batch.segment_samples]
+    is_kept = ~is_prompt & (own >= 0)
+    prompt = is_prompt.cumsum(0) - 1  # of each segment
+    followed = torch.zeros_like(is_prompt)
+    followed[prompt[is_kept]] = True
+    segments = (is_kept | (is_prompt & followed[prompt])).nonzero().squeeze(1)
+    lengths, is_prompt = batch.segment_offsets.diff()[segments], is_prompt[segments]
+    shape = _lay_out(lengths, is_prompt, own[segments][~is_prompt])
     shift = batch.segment_offsets[segments] - shape["segment_offsets"][:-1]
     slots = Pack.whole(batch).slots[: int(lengths.sum())] + shift.repeat_interleave(lengths)
     given = {name: getattr(batch, name) for name in STREAMS}
     streams: dict[str, Any] = {k: v if v is None else v[slots] for k, v in given.items()}
-    per_response = {name: getattr(batch, name)[sequences] for name in PER_RESPONSE}
-    return Pack(PackedBatch(**streams, **shape, group_ids=new_group, **per_response), slots)
+    per_sample = {name: getattr(batch, name)[samples] for name in PER_SAMPLE}
+    return Pack(PackedBatch(**streams, **shape, group_ids=groups, **per_sample), slots)
 
 
 def first_token(batch: PackedBatch) -> Pack:
-    """Return a pack that consists of the first prompt's first token. It has no responses and no
+    """Return a pack that consists of the first prompt's first token. It has no samples and no
     actions, so it contributes nothing to a loss."""
     one, slots = torch.ones_like(batch.segment_offsets[:1]), Pack.whole(batch).slots[:1]
     given = {name: getattr(batch, name) for name in STREAMS}
     streams: dict[str, Any] = {k: v if v is None else v[slots] for k, v in given.items()}
-    none = {name: getattr(batch, name)[:0] for name in ("group_ids", *PER_RESPONSE)}
-    return Pack(PackedBatch(**streams, **_lay_out(one, one > 0), **none), slots)
+    none = {name: getattr(batch, name)[:0] for name in ("group_ids", *PER_SAMPLE)}
+    return Pack(PackedBatch(**streams, **_lay_out(one, one > 0, slots[:0]), **none), slots)
 
 
-def train_batches(batch: PackedBatch, responses: int, *, count: int | None = None) -> list[Pack]:
+def train_batches(batch: PackedBatch, samples: int, *, count: int | None = None) -> list[Pack]:
     """Split a rollout into ``count`` train batches of consecutive whole groups; their numbers of
     groups differ by at most 1. There are never more batches than groups.
 
-    If ``count`` is None, it is the number of the rollout's responses divided by ``responses`` (per
-    train batch), rounded up; otherwise ``responses`` is not used.
+    If ``count`` is None, it is the number of the rollout's samples divided by ``samples`` (per
+    train batch), rounded up; otherwise ``samples`` is not used.
     """
-    groups = int(batch.segment_is_prompt.sum())
-    count = min(groups, count or -(-len(batch.rewards) // responses))
+    groups = int(batch.group_ids[-1]) + 1
+    count = min(groups, count or -(-len(batch.rewards) // samples))
     if count == 1:
         return [Pack.whole(batch)]
     number = batch.group_ids * count // groups
@@ -185,40 +236,52 @@ def take_streams(learn: LearnBatch, pack: Pack) -> LearnBatch:
     return replace(learn, batch=pack.batch, **streams)
 
 
-def cut(batch: PackedBatch, tokens: int | None, sequences: int | None = None) -> list[Pack]:
+def cut(batch: PackedBatch, tokens: int | None, samples: int | None = None) -> list[Pack]:
     """Cut a batch into packs of at most ``tokens`` tokens or, if that is None, of at most
-    ``sequences`` responses. If both are None, the whole batch is one pack.
+    ``samples`` samples. If both are None, the whole batch is one pack.
 
-    A pack contains whole groups if they fit. A group that is too large for one pack is split over
-    several packs, each with its prompt and some of its responses. Raises a ConfigError if a prompt
-    and one response have more than ``tokens`` tokens.
+    A pack contains whole groups if they fit, and always whole samples. A group that is too large
+    for one pack is split over several packs, each with the prompts of its samples. Raises a
+    ConfigError if a sample and its prompts have more than ``tokens`` tokens.
     """
-    limit = sequences if tokens is None else tokens
+    limit = samples if tokens is None else tokens
     if limit is None:
         return [Pack.whole(batch)]
-    lengths = batch.segment_offsets.diff()
-    responses: list[int] = lengths[~batch.segment_is_prompt].tolist()
-    prompts: list[int] = lengths[batch.segment_is_prompt].tolist()
+    lengths, owner = batch.segment_offsets.diff().tolist(), batch.segment_samples.tolist()
+    own = [0] * len(batch.rewards)  # tokens of each sample without prompts
+    prompts: list[dict[int, int]] = [{} for _ in own]  # lengths of the prompts that it follows
+    last = 0
+    for number, is_prompt in enumerate(batch.segment_is_prompt.tolist()):
+        if is_prompt:
+            last = number
+            continue
+        own[owner[number]] += lengths[number]
+        prompts[owner[number]][last] = lengths[last]
     if tokens is None:
-        responses, prompts = [1] * len(responses), [0] * len(prompts)
+        own, prompts = [1] * len(own), [{}] * len(own)
+    members: dict[int, list[int]] = {}
+    for sample, group in enumerate(batch.group_ids.tolist()):
+        members.setdefault(group, []).append(sample)
     parts: list[list[int]] = [[]]
-    room = limit
-    for group, prompt in enumerate(prompts):
-        members = (batch.group_ids == group).nonzero().squeeze(1).tolist()
-        if prompt + sum(responses[s] for s in members) > room:
+    room, seen = limit, set[int]()
+    for chosen in members.values():
+        shared = {n: length for s in chosen for n, length in prompts[s].items()}
+        if sum(shared.values()) + sum(own[s] for s in chosen) > room:
             parts.append([])
-            room = limit
-        room -= prompt
-        for s in members:
-            if responses[s] > room:
+            room, seen = limit, set()
+        for s in chosen:
+            need = own[s] + sum(n for place, n in prompts[s].items() if place not in seen)
+            if need > room:
                 parts.append([])
-                room = limit - prompt
-            if responses[s] > room:
+                room, seen = limit, set()
+                need = own[s] + sum(prompts[s].values())
+            if need > room:
                 raise ConfigError(
-                    f"train.micro_tokens = {limit} is below prompt and response of a sequence, "
-                    f"{prompt + responses[s]}; use at least that much"
+                    f"train.micro_tokens = {limit} is below the tokens of a sequence with its "
+                    f"prompt, {need}; use at least that much"
                 )
             parts[-1].append(s)
-            room -= responses[s]
+            room -= need
+            seen |= prompts[s].keys()
     device = batch.tokens.device
     return [take(batch, torch.tensor(part, device=device)) for part in parts if part]

@@ -23,7 +23,17 @@ from burnish.rollout.greedy_baseline import set_apart
 from burnish.rollout.length import Shape, is_counted, is_cut, mask_cut, unshaped
 from burnish.rollout.step_values import Steps, describe_steps, valued
 from burnish.tasks.task import Task
-from burnish.types import ENDINGS, Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
+from burnish.types import (
+    ENDINGS,
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    Limit,
+    Prompt,
+    SamplingParams,
+    Status,
+)
 
 ABORTED = Grade(
     math.nan,
@@ -283,6 +293,7 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
             "turns": [turn._asdict() for turn in completion.turns],
             "inserted": int(np.count_nonzero(~completion.sampled)),
         }
+        | ({"limit": completion.limit} if completion.turns else {})
         for group in groups
         for completion, grade in group.graded
     ]
@@ -316,7 +327,8 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Compute means over responses, such as length, reward and the share of each status and finish
     reason, and the number of responses. A response is a mapping with the keys tokens, finish,
     reward, parts, status, correct and, in a mixture, part. Multi-turn episodes have the key turns,
-    and the number of inserted tokens as "inserted" or their indices as "forced".
+    the limit that truncated them as "limit", and the number of inserted tokens as "inserted" or
+    their indices as "forced".
 
     Responses whose grade is an error are left out of the means of rewards. A mean over no responses
     is left out.
@@ -326,6 +338,8 @@ def averages(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     columns: dict[str, list[float]] = {"length": [_length(r) for r in responses]}
     columns["length_correct"] = [_length(r) for r in right]
     columns |= {name: [r["finish"] == end for r in responses] for name, end in ENDINGS.items()}
+    if any("limit" in r for r in responses):
+        columns |= {f"truncated_{end}": [r.get("limit") == end for r in responses] for end in Limit}
     columns["reward"] = [r["reward"] for r in scored]
     for part in sorted({r["part"] for r in scored if r.get("part") is not None}):
         columns[f"reward/{part}"] = [r["reward"] for r in scored if r.get("part") == part]

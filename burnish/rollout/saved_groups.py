@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from burnish.types import Completion, Finish, Grade, Group, Prompt, SamplingParams, Status
+from burnish.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    Limit,
+    Prompt,
+    SamplingParams,
+    SequenceStart,
+    Status,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +68,7 @@ def load_held(
         fields: dict[str, Any] = {name: saved[name] for name in NAMES if name in saved}
         fields |= {name: values[first:end] for name, values in arrays.items()}
         first = end
+        fields |= _load_episode(saved["episode"]) if "episode" in saved else {}
         return Completion(**fields, params=params, finish=Finish(saved["finish"]))
 
     def group(row: Mapping[str, Any]) -> Group:
@@ -77,7 +89,32 @@ def _row(group: Group) -> dict[str, Any]:
         "completions": [
             {name: getattr(c, name) for name in NAMES}
             | {"length": len(c.token_ids), "finish": str(c.finish)}
+            | _episode(c)
             for c in group.completions
         ],
         "grades": [{**asdict(g), "status": str(g.status)} for g in group.grades],
+    }
+
+
+def _episode(c: Completion) -> dict[str, Any]:
+    """Return the fields of an episode as the entry "episode" of a row; an empty dict for other
+    responses."""
+    if not c.turns:
+        return {}
+    sequences = [(one.start, one.prompt.tolist()) for one in c.sequences]
+    fields = {"turns": [turn._asdict() for turn in c.turns], "sequences": sequences}
+    return {"episode": fields | {"limit": c.limit and str(c.limit), "first": c.first_messages}}
+
+
+def _load_episode(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a completion from the entry of `_episode`."""
+    first = saved["first"]
+    turns = (Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in saved["turns"])
+    return {
+        "turns": tuple(turns),
+        "sequences": tuple(
+            SequenceStart(start, np.array(prompt, np.int32)) for start, prompt in saved["sequences"]
+        ),
+        "limit": saved["limit"] and Limit(saved["limit"]),
+        "first_messages": None if first is None else tuple(first),
     }

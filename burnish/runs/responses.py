@@ -84,7 +84,7 @@ def rows(
             "version": int(completion.versions[0]) if len(completion.versions) else None,
             "versions": version_ranges(completion.versions),
             **_steps(completion.values),
-            **_episode(group.prompt, completion),
+            **_episode(group.prompt, completion, decode),
         }
 
 
@@ -114,21 +114,32 @@ def _steps(values: FloatArray | None) -> ResponseRow:
     return {"steps": [(int(start), float(values[start])) for start in starts]}
 
 
-def _episode(prompt: Prompt, completion: Completion) -> ResponseRow:
-    """Return the entries of a multi-turn episode: "first_messages", the messages before the first
-    turn, and "turns", one dict per turn with the fields of `Turn` except its seconds, which
-    differ whenever the run is repeated. Return an empty dict if the prompt has no environment."""
-    if prompt.episode is None:
+def _episode(
+    prompt: Prompt, completion: Completion, decode: Callable[[IntArray], list[str]]
+) -> ResponseRow:
+    """Return the entries of a multi-turn episode; an empty dict if the prompt has no environment.
+
+    "first_messages" are the messages before the first turn. "turns" has one dict per turn with the
+    fields of `Turn` except its seconds, which differ whenever the run is repeated. "limit" is the
+    limit that truncated the episode, None if none did. "sequences", if there are any, are the
+    sequences with prompts of their own: the index of the first token, and the prompt.
+    """
+    episode = prompt.episode
+    if episode is None:
         return {}
-    system = prompt.episode.system
-    first = [] if system is None else [{"role": "system", "content": system}]
+    if completion.first_messages is not None:
+        episode = episode._replace(messages=completion.first_messages)
+    sequences = [
+        {"start": one.start, "prompt": "".join(decode(one.prompt))} for one in completion.sequences
+    ]
     return {
-        "first_messages": [*first, *prompt.episode.messages],
+        "first_messages": episode.opening,
         "turns": [
             {name: value for name, value in turn._asdict().items() if name != "seconds"}
             for turn in completion.turns
         ],
-    }
+        "limit": None if completion.limit is None else str(completion.limit),
+    } | ({"sequences": sequences} if sequences else {})
 
 
 def turn_times(file: str, rows: Sequence[ResponseRow], groups: Sequence[Group]) -> Iterator[Row]:

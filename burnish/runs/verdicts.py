@@ -156,6 +156,11 @@ def _truncated(series: Series, settings: Settings) -> Finding:
     share = _mean(_finite(series, "rollout/truncated"))
     if share is None or share < NEARLY_ALL:
         return None
+    limits = {end: _mean(_finite(series, f"rollout/truncated_{end}")) or 0.0 for end in REMEDIES}
+    reached = max(limits, key=lambda end: limits[end])
+    if limits[reached] > share / 2:
+        reason, remedy = REMEDIES[reached]
+        return f"{_percent(share)} of the episodes were truncated, most by {reason}.", [remedy]
     limit = settings.get("rollout.max_tokens")
     text = f"{_percent(share)} of the responses were truncated at rollout.max_tokens = {limit}."
     if not isinstance(limit, int):
@@ -188,6 +193,14 @@ def _truncated_episodes(
     return f"{text} rollout.max_tokens = {limit}.", [Remedy("more tokens", longer), shorter]
 
 
+REMEDIES = {
+    "context": (
+        "the model's context",
+        Remedy("a lower task.observation_tokens or task.turn_tokens, or a longer model.context"),
+    ),
+    "time": ("task.episode_seconds", Remedy("a higher task.episode_seconds")),
+}
+"""Descriptions and remedies of further limits of episodes, by the ending of their metrics."""
 MUST_END = Remedy("no reward for a response that does not end", {"task.must_end": True})
 
 

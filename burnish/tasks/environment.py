@@ -141,9 +141,8 @@ class EpisodeTask:
         self.environments.end([name])
         if found.error is not None and is_checked:
             raise DataError(f"{row.where}: {_name(self.config)}: {found.error}")
-        messages = list(found.messages)
-        if self.config.system is not None and messages:
-            messages = [{"role": "system", "content": self.config.system}, *messages]
+        episode = Episode(fields, seed, tuple(found.messages), self.config.system)
+        messages = episode.opening if found.messages else []
         ids = self.conversation.open(messages) if messages else self._nothing
         return Prompt(
             f"{self.config.name}/{name}",
@@ -152,7 +151,7 @@ class EpisodeTask:
             self.config.name,
             fields,
             question=plain_text(messages) if messages else "",
-            episode=Episode(fields, seed, tuple(found.messages), self.config.system),
+            episode=episode,
         )
 
 
@@ -288,7 +287,7 @@ def _parts(completion: Completion, *, with_tools: bool) -> dict[str, float]:
 def _with_messages(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     """Return the row of an episode with all of its messages, for the reward."""
     assert prompt.episode is not None
-    messages: list[Any] = list(prompt.episode.messages)
+    messages: list[Any] = list(completion.first_messages or prompt.episode.messages)
     for turn in completion.turns:
         messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
     return {**prompt.episode.row, "messages": messages}

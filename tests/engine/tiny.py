@@ -56,10 +56,15 @@ def tokenizer(end_ids: tuple[int, ...] = (END,)) -> Tokenizer:
 
 
 def engine(
-    seed: int = 0, *, tokens: int = 4096, text: bool = False, **settings: Any
+    seed: int = 0,
+    *,
+    tokens: int = 4096,
+    text: bool = False,
+    own: Transformer | None = None,
+    **settings: Any,
 ) -> NativeEngine:
-    """tokens: the cache's size."""
-    own = model(seed)
+    """tokens: the cache's size. own: the model; None for that of the seed."""
+    own = own or model(seed)
     per_token = 2 * 2 * 2 * WIDTH * 4  # k and v, layers, heads, width, bytes
     config = EngineSettings(**{"kv_bytes": tokens * per_token, "page_size": 4, **settings})
     return NativeEngine(own, tokenizer() if text else None, config)

@@ -13,9 +13,11 @@ import torch
 
 from burnish import api
 from burnish.errors import ConfigError, GraderError
-from burnish.launch.local import build_local
-from burnish.launch.resolve import resolve
+from burnish.launch.local import build_local, look_at_prompts
+from burnish.launch.resolve import resolve, survey
+from burnish.model.tokenizer import Tokenizer
 from burnish.recipe.load import load_recipe
+from burnish.recipe.plan import make_plan
 from burnish.runs.metrics import Timers
 from burnish.runs.report import write_report
 from tests.loops.test_recorder import fingerprint, stopper
@@ -82,8 +84,9 @@ def recorded(run):
             "rollout.temperature=0.7",
         ],
         ["objective.kl.name=k1", "objective.kl.where=reward", "objective.reduction=sequence_mean"],
+        ["rollout.stop=['a','e','i']", "rollout.min_tokens=2"],
     ],
-    ids=["plain", "critic", "sequence ratio", "masked", "dynamic", "kl in reward"],
+    ids=["plain", "critic", "sequence ratio", "masked", "dynamic", "kl in reward", "stop"],
 )
 def test_sampled_tokens_have_the_learners_log_probabilities(folder, more):
     """What the learner computes for each sampled token, in its recorded context, is what it was
@@ -100,6 +103,132 @@ def test_sampled_tokens_have_the_learners_log_probabilities(folder, more):
         assert inserted.replace("<end>", "").startswith("1: ")
         assert "1: " in text
         assert len(row["tokens"]) - len(row["forced"]) <= 15
+        assert (row["limit"] is None) == (row["finish"] == "stop")
+
+
+FORGETS = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m.role[0] }}:"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last and m.content[:7] != 'burnish' %}"
+    "{{ m.content[1:] }}{% else %}{{ m.content }}{% endif %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+"""Leaves out the first character of turns before the last user message."""
+
+
+@pytest.fixture
+def forgetful(folder):
+    """Settings of a model whose chat template rewrites earlier turns."""
+    tokenizer = Tokenizer.of_bytes()
+    tokenizer.chat_template = FORGETS
+    (folder / "forgetful").mkdir()
+    tokenizer.save(folder / "forgetful")
+    kept = [one for one in EPISODES if "context" not in one]
+    return [*kept, "model.tokenizer=forgetful", "model.context=256"]
+
+
+TEMPLATE = ["rollout.history=template"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        [*CRITIC, "train.epochs=2", "train.micro_tokens=400"],
+        ["objective.ratio=sequence", "objective.loss=clip", "train.batch=4"],
+        [
+            "objective.kl=k3",
+            "rollout.overlong=mask",
+            "train.micro_sequences=2",
+            f"rollout.stop={list('abcdefghijklmnopqrstuvwxyz')}",
+            "rollout.max_tokens=14",
+        ],
+        ["objective.kl.name=k1", "objective.kl.where=reward", "rollout.temperature=0.7"],
+        ["selection.dead_groups=dynamic", "objective.advantage=opo"],
+    ],
+    ids=["plain", "critic", "sequence ratio", "masked", "kl in reward", "dynamic"],
+)
+def test_a_rewritten_history_makes_several_sequences(folder, forgetful, more):
+    run = api.train("keywords", overrides=[*forgetful, *TEMPLATE, *more], out=folder / "run")
+    for step in run.metrics[1:]:
+        assert step["mismatch/logprob_mean"] < 1e-5
+        assert step["mismatch/logprob_max"] < 1e-4
+    rows = recorded(run)
+    for row in rows:
+        turns = len(row["turns"])
+        texts = "".join(row["tokens"])
+        assert not row["forced"]  # all messages are in the prompts
+        assert len(row["tokens"]) <= 15
+        sequences = row.get("sequences", [])
+        assert len(sequences) <= turns - 1
+        for number, one in enumerate(sequences, 1):
+            assert one["prompt"].startswith(row["prompt"].removesuffix("a:"))
+            assert one["prompt"].endswith("<end>a:")
+            assert 0 < one["start"] < len(row["tokens"]), texts
+            assert one["prompt"].count("u:") > number
+    assert sum(len(row.get("sequences", [])) for row in rows) > len(rows) / 2
+
+
+def test_several_sequences_resume_bit_for_bit(folder, forgetful):
+    many = [*forgetful, *TEMPLATE, *CRITIC, "train.epochs=2"]
+    api.train("keywords", overrides=many, out=folder / "a" / "run")
+    api.train("keywords", overrides=many, out=folder / "b" / "run", stop=stopper(1))
+    api.resume(folder / "b" / "run")
+    assert fingerprint(folder / "a" / "run") == fingerprint(folder / "b" / "run")
+
+
+def test_a_template_that_rewrites_history_is_reported_once(folder, forgetful, capsys):
+    run = api.train("keywords", overrides=[*forgetful, "train.steps=1"], out=folder / "run")
+    said = "the chat template rewrites earlier turns after user messages"
+    assert capsys.readouterr().err.count(said) == 1
+    assert all("sequences" not in row for row in recorded(run))
+    for history, chosen in (("append", "they stay as they were"), ("template", "a new sequence")):
+        recipe = load_recipe("keywords", [*forgetful, f"rollout.history={history}"])
+        found = look_at_prompts(survey(recipe, folder / "other"))
+        assert found.problems == ()
+        lines = dict(make_plan(recipe, folder / "other", found.size))["task"]
+        assert chosen in dict(lines)["history"]
+    plain = look_at_prompts(survey(load_recipe("keywords", EPISODES), folder / "other"))
+    assert "history" not in dict(dict(make_plan(recipe, folder, plain.size))["task"])
+    with pytest.raises(ConfigError, match=r"rollout\.history"):
+        load_recipe("keywords", ["rollout.history=template"])
+
+
+def test_first_messages_of_a_group_may_differ(folder):
+    """Of an environment that is not deterministic: each episode has its own prompt, and all of a
+    group share their baseline."""
+    loose = GAME.replace("deterministic = True", "deterministic = False").replace(
+        "{seed % 10}", "{os.getpid()}"
+    )
+    (folder / "game.py").write_text(loose)
+    (folder / "reward.py").write_text(
+        "def score(response, row):\n    return len(row['messages'][0]['content'])\n"
+    )
+    for more in ([], [*CRITIC, "train.epochs=2"], ["objective.ratio=sequence"]):
+        out = folder / f"run-{len(more)}"
+        run = api.train("keywords", overrides=[*EPISODES, *more], out=out)
+        for step in run.metrics[1:]:
+            assert step["mismatch/logprob_max"] < 1e-4
+        for row in recorded(run):
+            ((start, prompt),) = [tuple(one.values()) for one in row["sequences"]]
+            assert start == 0
+            assert prompt != row["prompt"]
+            assert prompt.split()[0] == row["prompt"].split()[0]
+    (folder / "game.py").write_text(loose.replace("= False", "= True"))
+    with pytest.raises(GraderError, match="set deterministic = False"):
+        api.train("keywords", overrides=EPISODES, out=folder / "other")
+
+
+def test_each_turn_has_a_think_budget(folder):
+    think = ["rollout.think.tokens=2", "rollout.think.end=!", "rollout.think.phrase='!!'"]
+    more = ["task.turn_tokens=8", "rollout.max_tokens=90"]
+    run = api.train("keywords", overrides=[*EPISODES, *think, *more], out=folder / "run")
+    assert max(step["mismatch/logprob_max"] for step in run.metrics[1:]) < 1e-4
+    rows = recorded(run)
+    phrases = ["".join(row["tokens"][i] for i in row["forced"]).count("!!") for row in rows]
+    assert all(n <= len(row["turns"]) for n, row in zip(phrases, rows, strict=True))
+    assert sum(phrases) > 2 * len(rows)  # in most of the 3 turns
 
 
 def test_inserted_tokens_have_no_gradient(folder):
@@ -213,11 +342,28 @@ def test_an_environment_is_tried_before_the_model_is_loaded(folder):
 
 def test_settings_that_do_not_go_with_episodes_are_refused_together(folder):
     with pytest.raises(ConfigError) as caught:
-        load_recipe("keywords", [*EPISODES, "loop.lag=1", "rollout.stop=['x']", "runtime=ray"])
+        load_recipe("keywords", [*EPISODES, "loop.lag=1", "runtime=ray"])
     assert str(caught.value) == (
-        "task.name = 'environment' can't be combined with runtime.name = 'ray', loop.lag = 1, "
-        "rollout.stop yet; use runtime.name = 'local' and loop.lag = 0 and remove rollout.stop"
+        "task.name = 'environment' can't be combined with runtime.name = 'ray', loop.lag = 1 yet; "
+        "use runtime.name = 'local' and loop.lag = 0"
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message", "right"),
+    [
+        ("rollout.min_tokens=6", "above task.turn_tokens = 5", "rollout.min_tokens=5"),
+        (
+            "rollout.think={tokens=5}",
+            "no room for an answer within task.turn_tokens = 5; use rollout.think.tokens = 4",
+            "rollout.think={tokens=4}",
+        ),
+    ],
+)
+def test_limits_of_a_turn_that_contradict_each_other(folder, wrong, message, right):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("keywords", [*EPISODES, wrong])
+    load_recipe("keywords", [*EPISODES, right])
 
 
 def test_lengths_count_sampled_tokens(folder):

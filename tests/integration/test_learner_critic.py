@@ -91,7 +91,7 @@ def test_the_first_gradient_by_hand(critic, batch):
     *_, values, _ = learner._accumulate(learn)
     assert values.abs().max() == 0
     hidden = learner.policy.hidden(batch).detach()[batch.predecessor]
-    pull = -critic.get("coefficient", 1.0) * learn.loss_weight * batch.rewards[batch.sequence_ids]
+    pull = -critic.get("coefficient", 1.0) * learn.loss_weight * batch.rewards[batch.sample_ids]
     pull = torch.where(batch.is_action, pull.double(), 0.0)
     torch.testing.assert_close(learner.critic.bias.grad, pull.sum()[None], rtol=1e-6, atol=0)
     torch.testing.assert_close(learner.critic.weight.grad, pull @ hidden, rtol=0, atol=1e-7)

@@ -266,7 +266,7 @@ def test_a_group_is_dead_if_and_only_if_it_has_no_advantage(seed, models):
     found, batch = estimated(recipe, kept)
     is_dead = rollout_settings(recipe).is_dead
     for place, group in enumerate(kept):
-        own = found[batch.group_ids[batch.sequence_ids] == place]
+        own = found[batch.group_ids[batch.sample_ids] == place]
         assert is_dead(group) == (not own.any()), (seed, place, settings)
 
 
@@ -287,7 +287,7 @@ def test_a_scale_multiplies_the_advantages_of_its_task_alone(seed, models):
         return
     found, batch = estimated(recipe, groups)
     other, _ = estimated(recipe, scaled)
-    odd = torch.tensor([g.index % 2 == 1 for g in kept])[batch.group_ids[batch.sequence_ids]]
+    odd = torch.tensor([g.index % 2 == 1 for g in kept])[batch.group_ids[batch.sample_ids]]
     is_scaled = recipe.objective.advantage.name in SCALED
     factor = torch.where(odd, scale if is_scaled else 1.0, 1.0)
     torch.testing.assert_close(other, factor * found, rtol=2e-4, atol=1e-5, msg=str(settings))
@@ -435,7 +435,7 @@ def test_advantages_equal_a_plain_reference(seed, models):
         return
     assert len(batch.rewards) == len(expected), (seed, settings)
     for place, (key, value) in enumerate(expected.items()):
-        own = found[(batch.sequence_ids == place) & batch.is_action]
+        own = found[(batch.sample_ids == place) & batch.is_action]
         told = f"seed {seed}, response {key}, {settings}"
         torch.testing.assert_close(
             own, torch.full_like(own, float(value)), rtol=2e-3, atol=2e-4, msg=told

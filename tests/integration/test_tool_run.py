@@ -91,16 +91,16 @@ def test_a_run_with_the_calculator(warm, folder):
     for step in run.metrics[1:]:
         assert step["mismatch/logprob_mean"] < 1e-5
         assert step["mismatch/logprob_max"] < 1e-4
-        assert step["rollout/part_tool_calls"] > 0.5
+        assert step["rollout/tool_calls"] > 0.5
     rows = recorded(run)
     assert len(rows) == 16
     for row in rows:
         inserted = "".join(row["tokens"][i] for i in row["forced"]).replace("<end>", "")
         sampled = "".join(t for i, t in enumerate(row["tokens"]) if i not in row["forced"])
         assert sampled.count("call calculator") >= inserted.count("4\n")
-        lines = inserted.split("\n")[:-1]
-        assert len(lines) <= row["parts"]["tool_calls"]
-        assert sum(line.startswith("error: ") for line in lines) <= row["parts"]["tool_errors"]
+        lines, counts = inserted.split("\n")[:-1], row["turns"][-1]["metrics"]
+        assert len(lines) <= counts["tool_calls"]
+        assert sum(line.startswith("error: ") for line in lines) <= counts["tool_errors"]
     answered = [row for row in rows if "".join(row["tokens"]).endswith("\n4<end>")]
     assert answered
     assert all((row["reward"], row["parts"]["results"]) == (1.0, 1.0) for row in answered)

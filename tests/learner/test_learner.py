@@ -373,7 +373,7 @@ def test_kl_to_the_initial_model_and_to_the_step_before(batch):
             learner.step(learn)
         rows.append(learner.finish()[0])
     assert set(rows[0].values()) == {0.0}
-    action, ids = batch.is_action, batch.sequence_ids
+    action, ids = batch.is_action, batch.sample_ids
     for step in (1, 2, 3):
         for name, other in {"initial": history[0], "previous": history[step - 1]}.items():
             x = (history[step] - other)[action]
@@ -400,7 +400,7 @@ def test_kl_on_some_responses_and_shared_with_the_reference(batch):
         learner.held_out_drift(batch)["kl/held_out_k1"], rel=1e-9
     )
     learner.begin(2)
-    part = x[batch.is_action & (batch.sequence_ids < 5)]
+    part = x[batch.is_action & (batch.sample_ids < 5)]
     learner.score(batch)
     again = learner.finish()[0]
     assert again["kl/initial_k1"] == pytest.approx(part.mean().item(), rel=1e-9)

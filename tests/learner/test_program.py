@@ -88,7 +88,7 @@ def test_advantages(name, two_groups):
     program = make_program(advantage={"name": name, **settings})
     groups = with_values(two_groups) if name == "vine" else two_groups
     batch = pack(with_parts(groups), program.graded)
-    mask, ids = batch.is_action, batch.sequence_ids
+    mask, ids = batch.is_action, batch.sample_ids
     proximal, taught = random(batch, 0), random(batch, 1)
     got = program.advantages(batch, Scores(proximal, teacher=taught))
     r, g = batch.rewards, batch.group_ids
@@ -129,7 +129,7 @@ def test_advantages(name, two_groups):
 @pytest.mark.parametrize("name", ["raw", "reinforce_plus_plus"])
 def test_kl_in_the_reward_lowers_it(name, two_groups):
     batch = pack(two_groups)
-    mask, ids = batch.is_action, batch.sequence_ids
+    mask, ids = batch.is_action, batch.sample_ids
     proximal, reference = random(batch, 0), random(batch, 1)
     term = {"name": "k1", "where": "reward", "coefficient": 0.5}
     program = make_program(advantage=name, kl=term)
@@ -179,10 +179,10 @@ def test_losses(loss, ratio, two_groups):
     r = ratios.token_ratio(logprobs, learn.proximal_logprobs)
     if ratio == "sequence":
         r = ratios.sequence_ratio(
-            logprobs, learn.proximal_logprobs, batch.is_action, sequence_ids=batch.sequence_ids
+            logprobs, learn.proximal_logprobs, batch.is_action, sequence_ids=batch.sample_ids
         )
     a, old = learn.advantages, learn.proximal_logprobs
-    mask, ids = batch.is_action, batch.sequence_ids
+    mask, ids = batch.is_action, batch.sample_ids
     expected = {
         "reinforce": lambda: losses.reinforce(logprobs, a),
         "unclipped": lambda: losses.unclipped(r, a),
@@ -296,7 +296,7 @@ def test_importance_weighs_the_loss(kind, level, two_groups):
         batch.behavior_logprobs,
         batch.is_action,
         level=level,
-        sequence_ids=batch.sequence_ids,
+        sequence_ids=batch.sample_ids,
     )
     bound = ratios.truncate if kind == "truncate" else ratios.keep_between
     weights = bound(weights, low=0.8, high=1.2)
@@ -366,7 +366,7 @@ def test_denominators(two_groups):
 def test_prompt_mean_takes_the_groups_of_the_batch(two_groups):
     # The groups have 3 and 6 tokens; each has half of the weight.
     learn = learn_batch(make_program(reduction="prompt_mean"), pack(two_groups))
-    groups = learn.batch.group_ids[learn.batch.sequence_ids]
+    groups = learn.batch.group_ids[learn.batch.sample_ids]
     for group, weight in ((0, 1 / 6), (1, 1 / 12)):
         own = learn.loss_weight[learn.batch.is_action & (groups == group)]
         torch.testing.assert_close(own, torch.full_like(own, weight))
@@ -409,7 +409,7 @@ def test_functions_of_a_script_are_pieces(two_groups):
     batch = pack(two_groups)
     program = make_program(advantage=above_the_best, loss=squared)
     learn = learn_batch(program, batch)
-    rewards, ids = batch.rewards, batch.sequence_ids
+    rewards, ids = batch.rewards, batch.sample_ids
     expected = torch.where(batch.is_action, (rewards - rewards.max())[ids], 0.0)
     torch.testing.assert_close(learn.advantages, expected)
     logprobs = random(batch, 2)
@@ -432,7 +432,7 @@ def test_a_loss_of_a_script_receives_the_streams_that_it_names(two_groups):
     learn = learn_batch(program, batch)
     logprobs, entropy = random(batch, 2), random(batch, 3)
     got = program.token_loss(Measured(logprobs, entropy), learn)
-    gap, ids = logprobs - batch.behavior_logprobs, batch.sequence_ids
+    gap, ids = logprobs - batch.behavior_logprobs, batch.sample_ids
     totals = [gap[batch.is_action & (ids == i)].sum() for i in range(5)]
     ratio = ratios.token_ratio(logprobs, learn.proximal_logprobs)
     want = 2 * torch.stack(totals)[ids] + entropy - learn.advantages * ratio

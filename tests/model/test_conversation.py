@@ -43,6 +43,17 @@ BARE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 SPACED = CHATML.replace("{{ m.content }}<|im_end|>\n", "{{ m.content }} <|im_end|>")
+# Only the last turn keeps its thought, whoever speaks after it.
+LATEST = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ASKED = {"role": "user", "content": "two and two"}
 FOUR = {"role": "assistant", "content": "four"}
 TOOL = {"role": "tool", "content": "4"}
@@ -147,6 +158,78 @@ def test_which_roles_rewrite_earlier_turns(backend):
     assert ConversationFormat(make(backend, FORGETS), now=NOW).rewrites(["user", "tool"]) == [
         "user"
     ]
+
+
+USER_MESSAGE = {"role": "user", "content": "and three ?"}
+THOUGHT = {"role": "assistant", "content": "<think>\nwell\n</think>\n\nfour"}
+
+
+@pytest.mark.parametrize(
+    ("template", "history", "message", "appends"),
+    [
+        (CHATML, [ASKED, THOUGHT], USER_MESSAGE, True),
+        (FORGETS, [ASKED, THOUGHT], TOOL, True),
+        (FORGETS, [ASKED, THOUGHT], USER_MESSAGE, False),
+        (FORGETS, [ASKED, FOUR], USER_MESSAGE, True),  # there is no thought to leave out
+        (FORGETS, [ASKED, THOUGHT, TOOL, FOUR], TOOL, True),
+        (FORGETS, [ASKED, THOUGHT, TOOL, FOUR], USER_MESSAGE, False),
+        (FORGETS, [ASKED, THOUGHT, USER_MESSAGE, FOUR], USER_MESSAGE, True),
+        (SPACED, [ASKED, THOUGHT], USER_MESSAGE, True),
+        (BARE, [ASKED, THOUGHT], USER_MESSAGE, True),
+        (LATEST, [ASKED, THOUGHT], TOOL, True),
+        (LATEST, [ASKED, THOUGHT, TOOL, THOUGHT], TOOL, False),
+        (LATEST, [ASKED, FOUR, TOOL, FOUR], TOOL, True),
+        (None, [ASKED, THOUGHT], USER_MESSAGE, True),
+    ],
+)
+def test_when_a_conversation_is_only_continued(template, history, message, appends, backend):
+    """Together with the message, the template writes what it wrote before, or something else. If
+    it only continues, the parts are the template's text."""
+    model = make(backend, template)
+    conversation = ConversationFormat(model, now=NOW)
+    assert conversation.appends(history, [message]) == appends
+    if template in (CHATML, FORGETS, LATEST):
+        context = conversation.open(history[:-1])
+        parts = [context, conversation.turn(history[-1]), conversation.between([message])]
+        text = model.decode(np.concatenate(parts))
+        assert (text == model.decode(conversation.open([*history, message]))) == appends
+
+
+def test_merges_across_the_end_of_a_turn(backend):
+    """Tokens of a turn stay as sampled, also if the whole text would be tokenized otherwise: here
+    the end token is no boundary, because the template writes none."""
+    joins = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %} four{% endif %}"
+    )
+    model = make(backend, joins)
+    conversation = ConversationFormat(model, now=NOW)
+    ids = model.encode(" fo", add_special=False)
+    reply = {"role": "user", "content": "ur"}
+    parts = [ids, conversation.between([reply])]
+    joint = model.encode(" four four", add_special=False)
+    assert model.decode(np.concatenate(parts)) == " four four"
+    assert np.concatenate(parts).tolist() != joint.tolist()
+    assert np.concatenate(parts).tolist()[: len(ids)] == ids.tolist()
+    assert conversation.appends([ASKED, {"role": "assistant", "content": " fo"}], [reply])
+    assert conversation.inserted_end.tolist() == []
+    assert ConversationFormat(make(backend, CHATML), now=NOW).inserted_end.tolist() == [
+        model.end_ids[0]
+    ]
+
+
+def test_rewriting_that_shows_only_in_a_longer_conversation(backend):
+    assert ConversationFormat(make(backend, LATEST), now=NOW).rewrites(["tool"]) == ["tool"]
+    assert ConversationFormat(make(backend, BARE), now=NOW).rewrites(["user", "tool"]) == []
+
+
+def test_a_role_that_the_template_rejects_rewrites_nothing(backend):
+    strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+    strict += "{% endif %}{% endfor %}" + CHATML
+    conversation = ConversationFormat(make(backend, strict), now=NOW)
+    assert conversation.rewrites(["user", "tool"]) == []
+    with pytest.raises(ModelError, match="no tools"):
+        conversation.between([TOOL])
 
 
 def test_a_template_without_end_tokens(backend):
@@ -285,3 +368,15 @@ def test_a_template_without_tools_lists_them_in_the_first_message(backend):
         'To call a tool, write a line: call NAME {ARGUMENTS}\nadd {"a": integer} Add two numbers.\n'
         "two and two\n"
     )
+
+
+def test_tools_that_the_template_does_not_write_are_part_of_what_it_continues(backend):
+    """The list of tools and their results, which become messages of other roles, are appended, too,
+    so that no role rewrites earlier turns."""
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    conversation = ConversationFormat(make(backend, CHATML), tools, now=NOW)
+    assert conversation.rewrites(["user", "tool"]) == []
+    spoken = [ASKED, {"role": "assistant", "content": "<tool_call>{}</tool_call>"}]
+    assert conversation.appends(spoken, [TOOL, TOOL])
+    assert conversation.appends([*spoken, TOOL, TOOL, spoken[1]], [ASKED])

@@ -7,12 +7,22 @@ import numpy as np
 import pytest
 
 from burnish.console.progress import begin, showing
+from burnish.engine.native import sampler
 from burnish.engine.protocol import Request
 from burnish.environments.protocol import Observation
 from burnish.model.conversation import ConversationFormat
 from burnish.rollout.episodes import CUT, EpisodeEngine, EpisodeLimits
-from burnish.rollout.rollout import complete
-from burnish.types import Episode, Finish, SamplingParams
+from burnish.rollout.rollout import complete, describe
+from burnish.types import (
+    Episode,
+    Finish,
+    Grade,
+    Group,
+    Limit,
+    Prompt,
+    SamplingParams,
+    SequenceStart,
+)
 from tests.engine import tiny
 
 START = ({"role": "user", "content": "go"},)
@@ -25,8 +35,18 @@ TEMPLATE = (
 class Scripted:
     """Environments that answer "ok" and end an episode after ``last`` turns."""
 
-    def __init__(self, last=3, answer="ok", fails=(), starts=START):
+    def __init__(
+        self,
+        last=3,
+        answer="ok",
+        fails=(),
+        starts=START,
+        seconds=0.0,
+        roles="t",
+        deterministic=True,
+    ):
         self.last, self.answer, self.fails, self.starts = last, answer, fails, starts
+        self.seconds, self.roles, self.deterministic = seconds, roles, deterministic
         self.live, self.heard, self.calls = {}, {}, []
 
     def reset(self, episodes):
@@ -37,7 +57,9 @@ class Scripted:
             assert name not in self.live
             self.live[name], self.heard[name] = 0, []
             error = "reset: no" if ("reset", name) in self.fails else None
-            found.append(Observation([] if error else list(self.starts), None, False, {}, error))
+            starts = self.starts(name) if callable(self.starts) else self.starts
+            messages = [] if error else list(starts)
+            found.append(Observation(messages, None, False, {}, error, self.seconds))
         return found
 
     def step(self, actions):
@@ -51,27 +73,35 @@ class Scripted:
         if ("step", name) in self.fails:
             return Observation([], None, False, {}, "step: no")
         done = self.live[name] >= self.last
-        messages = [{"role": "tool", "content": self.answer}]
-        return Observation(messages, 0.5 * done, done, {"heard": float(len(self.heard[name]))})
+        role = {"t": "tool", "u": "user"}[self.roles[(self.live[name] - 1) % len(self.roles)]]
+        messages = [{"role": role, "content": self.answer}]
+        heard = {"heard": float(len(self.heard[name]))}
+        return Observation(messages, 0.5 * done, done, heard, None, self.seconds)
 
     def end(self, names):
         for name in names:
             self.live.pop(name, None)
 
 
-def wrapped(environments, *, engine=None, chat=TEMPLATE, **limits):
+def wrapped(environments, *, engine=None, chat=TEMPLATE, follows=False, **limits):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = chat
     conversation = ConversationFormat(tokenizer, now=datetime(2026, 1, 1))
     limits = EpisodeLimits(**{"context": 96, **limits})
-    engine = engine or tiny.engine(text=True)
-    return EpisodeEngine(engine, environments, tokenizer, conversation, limits), conversation
+    engine = engine or tiny.engine(text=True, own=tiny.model(context=limits.context))
+    made = EpisodeEngine(engine, environments, tokenizer, conversation, limits, follows=follows)
+    return made, conversation
 
 
 def asked(conversation, name="r", n=3, group=0, **params):
     params = SamplingParams(**{"max_tokens": 60, **params})
     ids = conversation.open(START)
     return Request(name, ids, n, params, group, episode=Episode({"n": 1}, 5, START))
+
+
+def group_of(completions):
+    prompt = Prompt("p", "", np.zeros(1, np.int32), "t")
+    return Group(0, prompt, completions, (Grade(0.0),) * len(completions))
 
 
 def play(environments, requests=(("r", 3, 0),), params=None, **limits):
@@ -176,6 +206,165 @@ def test_limits_truncate_an_episode(limits, params, turns):
         assert turns is None or len(completion.turns) == turns
 
 
+@pytest.mark.parametrize(
+    ("limits", "params", "limit"),
+    [
+        ({"turns": 2, "turn_tokens": 4}, {}, Limit.TURNS),
+        ({"turn_tokens": 4}, {"max_tokens": 30}, Limit.TOKENS),
+        ({}, {"max_tokens": 5}, Limit.TOKENS),
+        ({"turn_tokens": 4, "context": 40}, {}, Limit.CONTEXT),
+        ({"turn_tokens": 4, "seconds": 1.9}, {}, Limit.TIME),
+        ({"turn_tokens": 4, "turns": 8, "seconds": 99.0, "context": 200}, {}, Limit.TOKENS),
+    ],
+)
+def test_the_limit_is_recorded(limits, params, limit):
+    environments = Scripted(last=99, seconds=0.5)
+    found, _ = play(environments, params=params, **limits)
+    for completion in found[0]:
+        assert (completion.finish, completion.limit) == (Finish.LENGTH, limit)
+        if limit is Limit.TIME:
+            assert len(completion.turns) == 3  # the reset and three steps take 2 s
+    ended, _ = play(Scripted(last=2), turn_tokens=4)
+    assert [(c.finish, c.limit) for c in ended[0]] == [(Finish.STOP, None)] * 3
+    figures = describe([group_of(found[0])])
+    shares = {
+        x.removeprefix("rollout/truncated_"): y for x, y in figures.items() if "truncated_" in x
+    }
+    assert shares == {str(one): float(one is limit) for one in Limit}
+
+
+def test_the_environment_hears_a_turn_that_ended_at_the_limit():
+    """A turn that ended by itself is answered, even if no token has room after it."""
+    free, _ = play(Scripted(last=1), params={"stop": STOPS})
+    for i, completion in enumerate(free[0]):
+        most = len(completion.token_ids)
+        for last, finish, limit in (
+            (1, Finish.STOP, None),
+            (2, Finish.LENGTH, Limit.TOKENS),
+        ):
+            params = {"stop": STOPS, "max_tokens": most}
+            again = play(Scripted(last=last), params=params)[0][0][i]
+            assert again.token_ids.tolist() == completion.token_ids.tolist()
+            assert (again.finish, again.limit) == (finish, limit)
+            assert again.turns[0].messages
+
+
+STOPS = tuple("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789")
+
+
+@pytest.mark.parametrize("answer", ["ok", "stone a tonne"])
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_stop_strings_count_from_the_start_of_a_turn(answer, min_tokens):
+    params = {"stop": STOPS, "min_tokens": min_tokens, "max_tokens": 150}
+    environments = Scripted(last=4, answer=answer)
+    found, conversation = play(environments, params=params, turn_tokens=12, context=190)
+    inserted = conversation.between([{"role": "tool", "content": answer}]).tolist()
+    stopped = 0
+    for i, completion in enumerate(found[0]):
+        assert (completion.finish, len(completion.turns)) == (Finish.STOP, 4)
+        before = 0
+        for turn, heard in zip(completion.turns, environments.heard[f"r/{i}"], strict=True):
+            ids = completion.token_ids[turn.start : turn.end].tolist()
+            text = tiny.tokenizer().decode(ids, skip_special=True)
+            assert turn.text == heard == text  # one byte per token
+            assert not any(stop in text[min_tokens:-1] for stop in STOPS)
+            assert len(ids) >= min_tokens
+            assert ids[-1] == tiny.END or text[-1:] in STOPS or len(ids) == 12
+            if before:
+                ended = completion.token_ids[before - 1] == tiny.END
+                gap = completion.token_ids[before : turn.start].tolist()
+                assert gap == [*([] if ended else [tiny.END]), *inserted]
+            stopped += text[-1:] in STOPS
+            before = turn.end
+    assert stopped > 3
+
+
+def test_a_stop_string_never_begins_in_an_observation():
+    """The generation prompt ends with "a"; the engine must not read it together with a turn."""
+    first, _ = play(Scripted(last=2), turn_tokens=6)
+    for i, completion in enumerate(first[0]):
+        turn = completion.turns[1]
+        begins = tiny.tokenizer().decode(completion.token_ids[turn.start : turn.start + 1])
+        stop = "a" + begins
+        assert tiny.tokenizer().decode(completion.token_ids[: turn.start + 1]).endswith(stop)
+        again = play(Scripted(last=2), params={"stop": (stop,)}, turn_tokens=6)[0][0][i]
+        if stop not in first[0][i].turns[0].text and stop not in turn.text:
+            assert again.token_ids.tolist() == completion.token_ids.tolist()
+
+
+def test_think_budgets_count_from_the_start_of_a_turn():
+    think = {"think_tokens": 3, "think_end": "</t>", "think_phrase": "</t>!"}
+    environments = Scripted(last=3)
+    found, conversation = play(
+        environments, params={**think, "max_tokens": 90}, turn_tokens=12, context=190
+    )
+    phrase = tiny.tokenizer().encode("</t>!", add_special=False).tolist()
+    model, forced = tiny.model(context=190), 0
+    for completion in found[0]:
+        assert len(completion.turns) == 3
+        for turn in completion.turns:
+            ids = completion.token_ids[turn.start : turn.end].tolist()
+            own = completion.sampled[turn.start : turn.end].tolist()
+            if len(ids) > 3:
+                assert ids[3:8] == phrase
+                assert own == [True] * 3 + [False] * 5 + [True] * (len(ids) - 8)
+                forced += 1
+            assert len(ids) <= 12
+        expected = tiny.learner_logprobs(model, conversation.open(START), completion.token_ids, 1.0)
+        own = completion.sampled
+        np.testing.assert_allclose(completion.logprobs[own], expected[own], atol=tiny.CLOSE)
+    assert forced > 3
+
+
+def test_a_budget_without_room_is_left_out():
+    """The last turns of an episode have fewer tokens than budget and phrase need."""
+    think = {"think_tokens": 3, "think_end": "</t>", "think_phrase": "</t>!"}
+    found, _ = play(Scripted(last=9), params={**think, "max_tokens": 42}, turn_tokens=10)
+    for completion in found[0]:
+        *turns, last = completion.turns
+        assert completion.limit is Limit.TOKENS
+        assert last.end - last.start <= 10
+        if len(turns) == 2 and all(turn.end - turn.start == 10 for turn in turns):
+            assert completion.sampled[last.start :].all()
+    assert {len(c.turns) for c in found[0]} == {3}
+
+
+def test_another_end_token_ends_a_turn():
+    """<|b|> ends the model's turn as well; the template's own end token follows it."""
+    params = {"stop_ids": (258, *range(97, 110)), "max_tokens": 90}
+    found, conversation = play(Scripted(last=4), params=params, turn_tokens=14, context=190)
+    others = 0
+    for completion in found[0]:
+        for turn, after in zip(completion.turns, completion.turns[1:], strict=False):
+            last = completion.token_ids[turn.end - 1]
+            gap = completion.token_ids[turn.end : after.start].tolist()
+            others += last in params["stop_ids"]
+            assert gap[:1] == (
+                [tiny.END]
+                if last != tiny.END
+                else conversation.between([{"role": "tool", "content": "ok"}]).tolist()[:1]
+            )
+    assert others > 2
+
+
+def test_a_template_without_end_tokens_gets_none_after_a_stop_string():
+    chat = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    found, conversation = play(
+        Scripted(last=3),
+        chat=chat,
+        params={"stop": STOPS, "max_tokens": 90},
+        turn_tokens=9,
+        context=190,
+    )
+    inserted = conversation.between([{"role": "tool", "content": "ok"}]).tolist()
+    for completion in found[0]:
+        for turn, after in zip(completion.turns, completion.turns[1:], strict=False):
+            assert completion.token_ids[turn.end : after.start].tolist() == inserted
+
+
 def test_long_messages_are_cut_with_a_marker():
     found, _ = play(Scripted(last=2, answer="0123456789"), turn_tokens=4, observation_tokens=4)
     for completion in found[0]:
@@ -194,6 +383,160 @@ def test_environments_that_fail_end_their_episode_alone():
     whole, _ = play(Scripted(last=2), [("a", 4, 0)], turn_tokens=4)
     for i in (0, 3):
         assert found[0][i].token_ids.tolist() == whole[0][i].token_ids.tolist()
+
+
+FORGETS = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|a|>{{ m.role[0] }}"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last and m.content[:7] != 'burnish' %}"
+    "{{ m.content[2:] }}"
+    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>a{% endif %}"
+)
+"""Leaves out the first two characters, the thought, of turns before the last user message."""
+
+
+def contexts(completion, prompt):
+    """Each sequence of an episode: its prompt, and the slice of its response."""
+    starts = list(completion.sequences)
+    if not starts or starts[0].start:
+        starts = [SequenceStart(0, prompt), *starts]
+    ends = [*(one.start for one in starts[1:]), len(completion.token_ids)]
+    return [(one.prompt, slice(one.start, end)) for one, end in zip(starts, ends, strict=True)]
+
+
+def assert_sampled_in_context(completion, prompt, model):
+    for context, part in contexts(completion, prompt):
+        expected = tiny.learner_logprobs(model, context, completion.token_ids[part], 1.0)
+        own = completion.sampled[part]
+        np.testing.assert_allclose(
+            completion.logprobs[part][own], expected[own], atol=tiny.CLOSE, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("roles", ["t", "u", "tu", "ttu"])
+def test_a_template_that_rewrites_history_is_followed(roles):
+    environments, limits = Scripted(last=5, roles=roles), {"turn_tokens": 6, "context": 260}
+    found, conversation = play(
+        environments, params={"max_tokens": 120}, chat=FORGETS, follows=True, **limits
+    )
+    model, prompt = tiny.model(context=260), conversation.open(START)
+    for i, completion in enumerate(found[0]):
+        assert (completion.finish, len(completion.turns)) == (Finish.STOP, 5)
+        assert_sampled_in_context(completion, prompt, model)
+        messages, starts = list(START), {one.start: one.prompt for one in completion.sequences}
+        assert len(starts) == len(completion.sequences)
+        assert set(starts) <= {turn.start for turn in completion.turns[1:]}
+        for number, turn in enumerate(completion.turns):
+            if turn.start in starts:  # after a user message, in the template's own text
+                assert messages[-1]["role"] == "user"
+                assert starts[turn.start].tolist() == conversation.open(messages).tolist()
+            elif number:
+                before = completion.turns[number - 1]
+                assert messages[-1]["role"] == "tool" or not before.text
+                gap = completion.token_ids[before.end : turn.start]
+                assert not completion.sampled[before.end : turn.start].any()
+                after = conversation.between(before.messages).tolist()
+                assert gap.tolist()[-len(after) :] == after
+            own = completion.token_ids[turn.start : turn.end]
+            assert tiny.tokenizer().decode(own, skip_special=True) == turn.text
+            assert turn.text == environments.heard[f"r/{i}"][number]
+            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+        assert ("u" in roles) == bool(starts)
+
+
+@pytest.mark.parametrize("roles", ["u", "tu"])
+def test_appending_keeps_what_the_template_would_rewrite(roles):
+    found, conversation = play(Scripted(roles=roles), chat=FORGETS, turn_tokens=6, context=190)
+    for completion in found[0]:
+        assert completion.sequences == ()
+        assert_sampled_in_context(completion, conversation.open(START), tiny.model(context=190))
+
+
+def test_following_an_append_only_template_changes_nothing():
+    whole, _ = play(Scripted(last=4, roles="ut"), turn_tokens=6)
+    followed, _ = play(Scripted(last=4, roles="ut"), turn_tokens=6, follows=True)
+    for a, b in zip(whole[0], followed[0], strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.logprobs.tolist() == b.logprobs.tolist()
+        assert b.sequences == ()
+
+
+def test_each_token_has_its_own_draw(monkeypatch):
+    """The position of a draw is the token's index in the episode, whatever its sequence."""
+    drawn, original = [], sampler.draws
+
+    def recorded(samples, steps, device):
+        for one in samples:
+            request = one.group.request
+            drawn.append((request.first + one.index, request.position + len(one.logprobs)))
+        return original(samples, steps, device)
+
+    monkeypatch.setattr(sampler, "draws", recorded)
+    environments, params = Scripted(last=5, roles="u"), {"max_tokens": 120}
+    given = {"chat": FORGETS, "follows": True, "context": 260, "turn_tokens": 1}
+    found, _ = play(environments, params=params, **given)
+    for sample, completion in enumerate(found[0]):
+        assert len(completion.sequences) > 2
+        positions = [position for i, position in drawn if i == sample]
+        assert positions == np.flatnonzero(completion.sampled).tolist()
+
+
+@pytest.mark.parametrize(
+    ("limits", "params", "limit"),
+    [
+        ({"turns": 3}, {}, Limit.TURNS),
+        ({}, {"max_tokens": 12}, Limit.TOKENS),
+        ({"context": 40}, {}, Limit.CONTEXT),
+        ({"total": 70}, {}, Limit.TOKENS),
+    ],
+)
+def test_limits_of_several_sequences(limits, params, limit):
+    given = {"chat": FORGETS, "follows": True, "turn_tokens": 5, **limits}
+    params = {"max_tokens": 80, "think_tokens": 2, "think_end": "!", "think_phrase": "!", **params}
+    found, conversation = play(Scripted(last=99, roles="u"), params=params, **given)
+    prompt = conversation.open(START)
+    for completion in found[0]:
+        assert (completion.finish, completion.limit) == (Finish.LENGTH, limit)
+        assert len(completion.token_ids) <= params["max_tokens"]
+        sizes = [
+            len(context) + len(completion.token_ids[part])
+            for context, part in contexts(completion, prompt)
+        ]
+        assert max(sizes) <= limits.get("context", 96)
+        assert sum(sizes) <= limits.get("total", 10_000)
+        assert len(sizes) > 1
+        assert all(one.start < len(completion.token_ids) for one in completion.sequences)
+
+
+def test_other_first_messages_have_a_prompt_of_their_own():
+    """Of an environment that is not deterministic: each episode is sampled after its own prompt,
+    with the draws that it would have had alone."""
+
+    def starts(name):
+        return START if name.endswith("1") else ({"role": "user", "content": f"go {name}"},)
+
+    environments = Scripted(last=3, starts=starts, deterministic=False)
+    found, conversation = play(environments, [("a", 3, 0)], turn_tokens=6)
+    model = tiny.model()
+    for i, completion in enumerate(found[0]):
+        assert_sampled_in_context(completion, conversation.open(START), model)
+        if i == 1:
+            assert (completion.sequences, completion.first_messages) == ((), None)
+            continue
+        ((start, prompt),) = completion.sequences
+        assert (start, completion.first_messages) == (0, starts(f"a/{i}"))
+        assert prompt.tolist() == conversation.open(starts(f"a/{i}")).tolist()
+    shared, _ = play(Scripted(last=3), [("a", 3, 0)], turn_tokens=6)
+    assert shared[0][1].token_ids.tolist() == found[0][1].token_ids.tolist()
+
+
+def test_first_messages_without_room_are_an_error():
+    starts = ({"role": "user", "content": "x" * 92},)
+    found, _ = play(Scripted(starts=starts, deterministic=False), [("a", 2, 0)])
+    for completion in found[0]:
+        assert "the first messages have 97 tokens" in completion.turns[0].error
 
 
 def test_first_messages_that_differ_are_an_error():
@@ -218,6 +561,19 @@ def test_aborted_episodes_return_what_they_have():
     assert [c.finish for c in aborted] == [Finish.ABORT] * 2
     assert all(c.finish is not Finish.ABORT for c in done if c.request_id == "b")
     assert environments.live == {}
+
+
+def test_episodes_that_fail_to_start_are_returned_after_an_abort():
+    environments = Scripted(last=2, fails=[("reset", "a/1")])
+    engine, conversation = wrapped(environments, turn_tokens=4)
+    engine.submit(asked(conversation, "a", 2))
+    engine.abort("b")
+    assert engine.unfinished == 2
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+    assert sorted(c.sample_index for c in done) == [0, 1]
+    assert [c.turns[-1].error for c in done if c.sample_index] == ["reset: no"]
 
 
 def test_a_model_without_a_template():

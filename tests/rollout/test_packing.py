@@ -16,7 +16,7 @@ def test_a_group_packs_as_prompt_then_responses(two_groups):
         "tokens": [5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9],
         "positions": [0, 1, 2, 3, 2, 0, 1, 2, 3, 4, 5, 3, 3, 4],
         "predecessor": [0, 0, 1, 2, 1, 5, 5, 6, 7, 8, 9, 7, 7, 12],
-        "sequence_ids": [0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 4, 4],
+        "sample_ids": [0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 4, 4],
         "in_prompt": [1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0],
         "is_action": [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1],
         "versions": [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1],
@@ -71,7 +71,7 @@ def pieces(packs, whole):
     """What each pack holds: the sequences of the whole, by group."""
     return [
         [
-            int(whole.sequence_ids[pack.slots[pack.batch.sequence_ids == s]][-1])
+            int(whole.sample_ids[pack.slots[pack.batch.sample_ids == s]][-1])
             for s in range(len(pack.batch.rewards))
         ]
         for pack in packs
@@ -116,7 +116,7 @@ def test_a_pack_is_what_packing_its_sequences_gives(two_groups):
 
 
 def test_a_sequence_longer_than_the_limit_is_refused(two_groups):
-    with pytest.raises(ConfigError, match=r"micro_tokens = 5 is below .* a sequence, 6; use"):
+    with pytest.raises(ConfigError, match=r"micro_tokens = 5 is below .* its prompt, 6; use"):
         cut(pack(two_groups), 5)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
@@ -18,9 +18,12 @@ from burnish.types import (
     FloatArray,
     Grade,
     Group,
+    Limit,
     Prompt,
     SamplingParams,
+    SequenceStart,
     Status,
+    Turn,
 )
 
 
@@ -72,6 +75,29 @@ def test_groups_come_back_bit_for_bit(values: Any) -> None:
         for one, other in zip(before.completions, after.completions, strict=True):
             for field in fields(Completion):
                 np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name))
+
+
+def test_episodes_come_back() -> None:
+    first = ({"role": "user", "content": "go"},)
+    turns = (
+        Turn(0, 2, "one", ({"role": "tool", "content": "1"},), 0.5, {"heard": 3.0}, None),
+        Turn(2, 3, "two", (), None, {}, "it failed"),
+    )
+    sequences = SequenceStart(0, np.arange(3)), SequenceStart(2, np.arange(5))
+    episode = {"turns": turns, "limit": Limit.TURNS, "sequences": sequences}
+    group = made(7, [3, 3], no_values)
+    completions = (
+        replace(group.completions[0], **episode, first_messages=first),
+        replace(group.completions[1], turns=turns[:1]),
+    )
+    tensors, rows = save_held([[replace(group, completions=completions)]])
+    ((found,),) = load_held(tensors, json.loads(json.dumps(rows)), prompt)
+    for before, after in zip(completions, found.completions, strict=True):
+        assert (after.turns, after.limit) == (before.turns, before.limit)
+        assert after.first_messages == before.first_messages
+        assert [one.start for one in after.sequences] == [one.start for one in before.sequences]
+        for one, other in zip(before.sequences, after.sequences, strict=True):
+            np.testing.assert_array_equal(one.prompt, other.prompt)
 
 
 def test_groups_of_a_checkpoint_from_before_a_setting_have_its_default() -> None:

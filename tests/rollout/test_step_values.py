@@ -161,7 +161,7 @@ def test_values_are_means_and_errors_leave_them() -> None:
     np.testing.assert_array_equal(
         batch.values, np.float32([nan, nan, *expected[0], *expected[1], *expected[2]])
     )
-    part = take(batch, batch.sequence_ids.new_tensor([2])).batch
+    part = take(batch, batch.sample_ids.new_tensor([2])).batch
     np.testing.assert_array_equal(part.values, np.float32([nan, nan, *expected[2]]))
 
 

@@ -184,6 +184,18 @@ def test_truncated_responses():
     assert "or no reward for a response that does not end (task.must_end=true, now false)" in told
 
 
+def test_further_limits_of_episodes_are_named():
+    shares = {"rollout/truncated": 1.0, "rollout/truncated_context": 0.8}
+    shares |= {"rollout/truncated_tokens": 0.2, "rollout/truncated_time": 0.0}
+    series = sampled(rising(12)) | {name: line([x] * 12) for name, x in shares.items()}
+    (told,) = find_warnings(series, recipe())
+    assert "All of the episodes were truncated, most by the model's context." in told
+    shares = {"rollout/truncated_context": 0.2, "rollout/truncated_tokens": 0.8}
+    series |= {name: line([x] * 12) for name, x in shares.items()}
+    (told,) = find_warnings(series, recipe())
+    assert "truncated at rollout.max_tokens = 64" in told
+
+
 def test_kl_that_is_too_large_or_not_finite():
     far = sampled(rising(12), kl__initial_k1=[0.1] * 11 + [0.9], kl__held_out_k1=[0.2, 1.3, 0.8])
     assert find_warnings(far, recipe()) == [

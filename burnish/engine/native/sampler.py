@@ -70,7 +70,7 @@ def draws(
         request, limits = sequence.group.request, sequence.limits
         sample = request.first + sequence.index
         place = request.params.seed, request.stream, request.group, sample
-        places.append((*place, len(sequence.logprobs)))
+        places.append((*place, request.position + len(sequence.logprobs)))
         heat.append(request.params.temperature or 1.0)
         if limits != ANY:
             limited.setdefault(limits, []).append(row)

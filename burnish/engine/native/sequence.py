@@ -68,20 +68,20 @@ class RequestGroup:
         self.phrase: list[int] = []
         """The tokens of the phrase that ends a response's thinking."""
         self.budget: int | None = None
-        """Number of tokens after which the phrase is inserted; None if the request has no think
+        """Index in the response at which the phrase is inserted; None if the request has no think
         budget, or if the response has no room for phrase and answer."""
         if params.think_tokens is not None and tokenizer is not None:
             self.phrase = tokenizer.encode(params.think_phrase, add_special=False).tolist()
-            if params.think_tokens + len(self.phrase) < self.limit:
-                self.budget = params.think_tokens
+            if params.think_tokens + len(self.phrase) < self.limit - request.turn:
+                self.budget = request.turn + params.think_tokens
         self.end_ids = frozenset((*(tokenizer.end_ids if tokenizer else ()), *params.stop_ids))
         self.limits = GREEDY
         if params.temperature:
             self.limits = DrawLimits(top_p=params.top_p, top_k=params.top_k, min_p=params.min_p)
         self.limits = self.limits._replace(penalty=params.repetition_penalty)
         self.held_limits = self.limits._replace(banned=self.end_ids)
-        """Limits of the first min_tokens tokens, which also ban end ids; ``limits`` holds after
-        that."""
+        """Limits of a turn's first min_tokens tokens, which also ban end ids; ``limits`` holds
+        after that."""
         self.sequences = [Sequence(self, index) for index in range(request.n)]
         """Samples that are not complete."""
         self.filler: Sequence | None = None
@@ -113,6 +113,9 @@ class Sequence:
     A token at index t < min_tokens ends no response: no end id is drawn there, and a stop string
     that the token completes is ignored. The same holds for tokens of the phrase that ends the
     thinking. A stop string may start in the phrase if a sampled token completes it.
+
+    In an episode, min_tokens, stop strings and the think budget count from `Request.turn`. A stop
+    string can't start before it.
     """
 
     def __init__(self, group: RequestGroup, index: int) -> None:
@@ -138,9 +141,10 @@ class Sequence:
         watched = group.tokenizer if group.request.params.stop else None
         self._read = watched.stream() if watched else None
         self._text = ""
-        """Decoded text up to the end of a stop string; empty if there are no stop strings."""
+        """Decoded text of the turn up to the end of a stop string; empty if there are no stop
+        strings."""
         if self._read is not None:
-            self._text = "".join(self._read(token) or "" for token in self.response)
+            self._text = "".join(self._read(token) or "" for token in self.turn)
 
     @property
     def pending(self) -> int:
@@ -153,6 +157,11 @@ class Sequence:
         return self.tokens[len(self.group.request.prompt) :]
 
     @property
+    def turn(self) -> list[int]:
+        """Tokens of the current turn so far; of the whole response unless it is an episode."""
+        return self.response[self.group.request.turn :]
+
+    @property
     def room(self) -> int:
         """Number of tokens that may follow until the think budget ends or, after that, until the
         maximum length."""
@@ -161,8 +170,9 @@ class Sequence:
 
     @property
     def held(self) -> int:
-        """Number of tokens that must follow before the response has min_tokens and may end."""
-        return max(0, self.group.request.params.min_tokens - len(self.logprobs))
+        """Number of tokens that must follow before the turn has min_tokens and may end."""
+        request = self.group.request
+        return max(0, request.turn + request.params.min_tokens - len(self.logprobs))
 
     @property
     def limits(self) -> DrawLimits:
@@ -192,11 +202,13 @@ class Sequence:
     def text(self) -> str:
         """Text of the response, up to the end of a stop string and without an end token; empty
         without a tokenizer."""
+        shown, tokenizer = self.response, self.group.tokenizer
+        if tokenizer is None:
+            return ""
         if isinstance(self.stop, str):
-            return self._text
-        shown = self.response if self.stop is None else self.response[:-1]
-        tokenizer = self.group.tokenizer
-        return tokenizer.decode(shown, skip_special=True) if tokenizer else ""
+            before = shown[: self.group.request.turn]
+            return tokenizer.decode(before, skip_special=True) + self._text
+        return tokenizer.decode(shown if self.stop is None else shown[:-1], skip_special=True)
 
     def take(self, tokens: list[int], logprobs: list[float], version: int) -> int:
         """Append new tokens with their log-probabilities and the version that sampled them, up to
@@ -231,9 +243,9 @@ class Sequence:
         return completed(self.group.request, self.index, recorded, ended, self.put_in)
 
     def _thinks(self) -> bool:
-        """Whether the response is still thinking: its text does not contain think_end."""
+        """Whether the turn is still thinking: its text does not contain think_end."""
         assert self.group.tokenizer is not None, "a budget needs a tokenizer"
-        text = self.group.tokenizer.decode(self.response)
+        text = self.group.tokenizer.decode(self.turn)
         return self.group.request.params.think_end not in text
 
     def _watch(self, tokens: list[int], held: int) -> int:

@@ -276,7 +276,7 @@ class SglangEngine:
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
             "stop_token_ids": sorted(sequence.group.end_ids),
-            "sampling_seed": int(uniforms(*place, 0) * 2**53),
+            "sampling_seed": int(uniforms(*place, request.position) * 2**53),
         }
         if params.min_p:
             drawn["min_p"] = params.min_p

@@ -204,7 +204,7 @@ class VllmEngine:
     def _begin(self, sequence: Sequence) -> None:
         request, p = sequence.group.request, sequence.group.request.params
         place = request.stream, request.group, request.first + sequence.index
-        draw = uniforms(p.seed, *place, len(sequence.logprobs))
+        draw = uniforms(p.seed, *place, request.position + len(sequence.logprobs))
         how = {"temperature": p.temperature, "seed": int(draw * 2**53), "logprobs": 0}
         ends = {"max_tokens": sequence.room, "stop_token_ids": sorted(sequence.group.end_ids)}
         name = f"{request.request_id}/{sequence.index}/{self._loads}"

@@ -119,9 +119,9 @@ class Mesh:
         return cast(Model, copy.requires_grad_(False))
 
     def divide(self, batch: PackedBatch, split: Callable[[PackedBatch], list[Pack]]) -> list[Pack]:
-        """Return the responses of a batch that this rank computes, cut into packs with ``split``.
+        """Return the samples of a batch that this rank computes, cut into packs with ``split``.
 
-        Each rank gets consecutive responses, with about the same number of tokens per rank. A rank
+        Each rank gets consecutive samples, with about the same number of tokens per rank. A rank
         with fewer packs than another gets additional packs without actions, because all ranks must
         join every all-reduce.
         """
@@ -277,12 +277,10 @@ class Gathered(Mapping[str, Tensor]):
 
 
 def responsible(batch: PackedBatch, count: int) -> Tensor:
-    """Assign each response of a batch to one of ``count`` ranks, [S]: consecutive responses, with
-    about the same number of tokens per rank. A response belongs to the rank in whose share of the
-    batch's tokens its middle lies. The tokens of a prompt count with the group's first response."""
-    lengths = batch.segment_offsets.diff()
-    responses = lengths[~batch.segment_is_prompt]
-    is_first = batch.group_ids.diff(prepend=batch.group_ids[:1] - 1) > 0
-    tokens = responses + is_first * lengths[batch.segment_is_prompt][batch.group_ids]
+    """Assign each sample of a batch to one of ``count`` ranks, [S]: consecutive samples, with about
+    the same number of tokens per rank. A sample belongs to the rank in whose share of the batch's
+    tokens its middle lies. The tokens of a prompt count with the first sample that follows it."""
+    tokens = torch.zeros_like(batch.group_ids)
+    tokens.index_add_(0, batch.segment_samples, batch.segment_offsets.diff())
     ends = tokens.cumsum(0)
     return (2 * ends - tokens) * count // (2 * ends[-1])

@@ -95,7 +95,7 @@ class Advantage(Piece):
         assert self.judges_groups, "a group alone does not decide"
         rewards = batch.rewards
         if self.over_time:
-            rewards = on_last_action(rewards, batch.is_action, batch.sequence_ids)
+            rewards = on_last_action(rewards, batch.is_action, batch.sample_ids)
         return not bool(self.per_token(rewards, batch).any())
 
     def from_scores(self, rewards: Tensor, batch: PackedBatch, scores: Scores) -> Tensor:
@@ -108,7 +108,7 @@ def _on_tokens(per_response: Tensor, batch: PackedBatch) -> Tensor:
     """Assign the value of each response, [S], to all its actions; return [N], 0 in other slots."""
     from burnish.rl.sequences import to_tokens
 
-    return to_tokens(per_response, batch.is_action, batch.sequence_ids)
+    return to_tokens(per_response, batch.is_action, batch.sample_ids)
 
 
 class Raw(Advantage):
@@ -342,7 +342,7 @@ class ReinforcePlusPlus(Advantage):
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
         from burnish.rl.advantages import reinforce_plus_plus
 
-        mask, ids = batch.is_action, batch.sequence_ids
+        mask, ids = batch.is_action, batch.sample_ids
         return reinforce_plus_plus(rewards, mask, gamma=self.gamma, sequence_ids=ids)
 
 
@@ -354,7 +354,7 @@ class ReinforcePlusPlusBaseline(Advantage):
     def per_token(self, rewards: Tensor, batch: PackedBatch) -> Tensor:
         from burnish.rl.advantages import reinforce_plus_plus_baseline
 
-        groups, mask, ids = batch.group_ids, batch.is_action, batch.sequence_ids
+        groups, mask, ids = batch.group_ids, batch.is_action, batch.sample_ids
         return reinforce_plus_plus_baseline(rewards, groups, mask, sequence_ids=ids)
 
     def is_dead(self, batch: PackedBatch) -> bool:
@@ -410,7 +410,7 @@ class Gae(Advantage):
         """
         from burnish.rl.advantages import gae, whiten
 
-        mask, ids = batch.is_action, batch.sequence_ids
+        mask, ids = batch.is_action, batch.sample_ids
         advantages, returns = gae(
             rewards, values, mask, gamma=self.gamma, lam=self.lam, sequence_ids=ids
         )
@@ -452,7 +452,7 @@ class Vine(Advantage):
         from burnish.rl.advantages import vine
 
         assert batch.values is not None, "rollouts of such a recipe have values"
-        mask, ids = batch.is_action, batch.sequence_ids
+        mask, ids = batch.is_action, batch.sample_ids
         return vine(rewards, batch.values, mask, sequence_ids=ids)
 
 

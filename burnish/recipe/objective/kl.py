@@ -122,7 +122,7 @@ class Importance(Piece):
     def _ratio(self, proximal: Tensor, batch: PackedBatch) -> Tensor:
         from burnish.rl.ratios import importance_ratio
 
-        behavior, mask, ids = batch.behavior_logprobs, batch.is_action, batch.sequence_ids
+        behavior, mask, ids = batch.behavior_logprobs, batch.is_action, batch.sample_ids
         return importance_ratio(proximal, behavior, mask, level=self.level, sequence_ids=ids)
 
 

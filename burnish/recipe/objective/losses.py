@@ -320,7 +320,7 @@ class SequenceMean(Reduction):
     def weights(self, batch: PackedBatch) -> Tensor:
         from burnish.rl.reduce import sequence_mean
 
-        return sequence_mean(batch.is_action, sequence_ids=batch.sequence_ids)
+        return sequence_mean(batch.is_action, sequence_ids=batch.sample_ids)
 
 
 class TokenMean(Reduction):
@@ -331,7 +331,7 @@ class TokenMean(Reduction):
     def weights(self, batch: PackedBatch) -> Tensor:
         from burnish.rl.reduce import token_mean
 
-        return token_mean(batch.is_action, sequence_ids=batch.sequence_ids)
+        return token_mean(batch.is_action, sequence_ids=batch.sample_ids)
 
 
 class PromptMean(Reduction):
@@ -342,7 +342,7 @@ class PromptMean(Reduction):
     def weights(self, batch: PackedBatch) -> Tensor:
         from burnish.rl.reduce import prompt_mean
 
-        groups, ids = batch.group_ids, batch.sequence_ids
+        groups, ids = batch.group_ids, batch.sample_ids
         return prompt_mean(batch.is_action, group_ids=groups, sequence_ids=ids)
 
 
@@ -355,7 +355,7 @@ class Constant(Reduction):
     def weights(self, batch: PackedBatch) -> Tensor:
         from burnish.rl.reduce import constant
 
-        return constant(batch.is_action, length=self.length, sequence_ids=batch.sequence_ids)
+        return constant(batch.is_action, length=self.length, sequence_ids=batch.sample_ids)
 
 
 AnyLoss = Reinforce | Unclipped | Clip | Cispo | Sapo | Gmpo | Dppo | OwnLoss

@@ -73,6 +73,12 @@ def requests() -> list[Any]:
         tiny.request("c", 3, temperature=0.0, top_p=0.9, top_k=5),
         tiny.request("d", 6, n=2, min_p=0.05, repetition_penalty=1.4),
         replace(tiny.request("x", 5), begun=replace(begun, **part), first=3),
+        replace(
+            tiny.request("y", 5, think_tokens=3, think_end="e", think_phrase="ee", stop=("a",)),
+            begun=replace(begun, **part),
+            turn=4,
+            position=7,
+        ),
     ]
 
 
