@@ -42,7 +42,7 @@ from burnish.runs import checkpoints, directory, failure, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.note import write_note
-from burnish.runs.run import Run
+from burnish.runs.run import Run, unsaved_best
 from burnish.tasks.data.names import is_table_object, parts_of_directory
 from burnish.tasks.rows import DataRow, read_rows
 from burnish.types import Prompt, SamplingParams
@@ -347,6 +347,8 @@ def _tell_warnings(path: Path, show: ShowArgument) -> None:
     if show is None:
         for warning in Run(path).warnings:
             tell("note", f"warning: {warning}")
+        if unsaved := unsaved_best(path):
+            tell("note", unsaved)
 
 
 def evaluate(
@@ -562,6 +564,8 @@ def export(
         tell("load", "loading torch")
         from burnish.launch import models
 
+        if which == "best" and (unsaved := unsaved_best(path)):
+            tell("note", unsaved)
         tell("export", f"writing {out}")
         source = models.find_run(recipe, path)
         assert source is not None
