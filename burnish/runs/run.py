@@ -19,7 +19,7 @@ from burnish.recipe.recipe import Recipe
 from burnish.runs import checkpoints
 from burnish.runs.checkpoints import CheckpointInfo
 from burnish.runs.directory import load_json, read_recipe
-from burnish.runs.metrics import Series, collect, end_means, iterate_rows
+from burnish.runs.metrics import Series, collect, end_means, iterate_rows, window
 from burnish.runs.note import read_note, write_note
 from burnish.runs.report import Failure, read_failure, run_state, write_report
 from burnish.runs.responses import first_and_last, iterate_responses
@@ -193,6 +193,7 @@ def summarise(run: Path, *, is_over: bool | None = None) -> dict[str, Any]:
     if measured := series.get("rollout/reward" if is_sampled else "train/loss"):
         ends = end_means([value for _, value in measured])
         summary[f"{name}_first"], summary[f"{name}_last"] = ends
+        summary[f"{name}_window"] = window(len(measured))
     if is_sampled:
         summary["responses"] = int(sum(count for _, count in series["rollout/responses"]))
     if held_out := _held_out(recipe, series):
@@ -234,9 +235,10 @@ def _target_points(recipe: dict[str, Any], series: Series) -> list[tuple[float, 
 def unsaved_best(run: Path) -> str | None:
     """Return a sentence if the step with the best validation has no checkpoint, so that another one
     counts as the best; None if it has one, or if the run has no validation or no checkpoint."""
+    if checkpoints.latest(run) is None:
+        return None
     recipe, series = read_recipe(run), collect(iterate_rows(run / "metrics.jsonl"))
-    held_out = _held_out(recipe, series)
-    if held_out is None or checkpoints.latest(run) is None:
+    if (held_out := _held_out(recipe, series)) is None:
         return None
     chosen = checkpoints.read_info(checkpoints.find_checkpoint(run, "best"))
     value, best = dict(_target_points(recipe, series)).get(chosen.step), held_out["best"]
@@ -276,13 +278,15 @@ def _before_and_after(run: Path) -> list[dict[str, Any]]:
 
 
 def outcome(end: dict[str, Any]) -> list[str]:
-    """Format ``end``, the result of `summarise`, in one to three lines: reward or loss with the
-    cost of the run, the held-out reward or loss if it was measured, and why the run ended early if
-    it did."""
+    """Format ``end``, the result of `summarise`, in one to three lines: reward or loss, over a
+    window of steps that grows with the run, with the cost of the run; the held-out reward or loss
+    if it was measured; and why the run ended early if it did."""
     measure = "reward" if "responses" in end else "loss"
     sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
     first, last = (end.get(f"{measure}_{which}") for which in ("first", "last"))
     moved = "no response was graded" if first is None else f"{measure} {first:z.2f} → {last:z.2f}"
+    size = end.get(f"{measure}_window", 1)
+    moved += f" (means of the first and the last {size} steps)" * (size > 1)
     taken = counted(end["gradient_steps"], "gradient step")
     lines = [f"{moved}, {sampled}{taken}, {end['seconds']['step']:.1f} s"]
     if "validation" in end:
