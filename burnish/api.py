@@ -299,7 +299,7 @@ def resume(
         tell("check", "checking the recipe and its data")
         changes = parse_overrides([parse_overrides(overrides), settings])
         recipe = resuming.resumed_recipe(path, changes)
-        resuming.check_functions_passed(path, recipe)
+        resuming.check_functions_passed(path, recipe.objective)
         if recipe.idle_steps and "train.steps" in changes:
             tell(
                 "note",

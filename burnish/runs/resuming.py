@@ -20,7 +20,7 @@ from burnish.recipe.load import (
     load_recipe,
     parse_overrides,
 )
-from burnish.recipe.objective.objective import as_argument
+from burnish.recipe.objective.objective import ObjectiveConfig, as_argument
 from burnish.recipe.objective.piece import name_of
 from burnish.recipe.recipe import Recipe
 from burnish.recipe.tasks import WeightedReward
@@ -113,33 +113,30 @@ def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
         return after
     if after.decay_steps != before.decay_steps:
         after = load_recipe(file, [changes, f"train.decay_steps={before.decay_steps}"])
-    _check_added_steps(path, before, after)
+    added = after.gradient_steps - before.gradient_steps
+    if added and after.idle_steps >= added:
+        more = {"train.steps": after.train.steps}
+        if before.train.decay_steps is not None:
+            more["train.decay_steps"] = after.gradient_steps
+        raise ConfigError(
+            f"train.steps can't grow to {after.train.steps}: the learning rate of train.schedule = "
+            f"'{before.train.schedule}' is 0 after gradient step {before.steps_to_lowest}, so the "
+            "further steps would change nothing; start a new run whose learning rate falls later: "
+            f"{_new_run(path, more)}"
+        )
     return after
 
 
-def _check_added_steps(path: Path, before: Recipe, after: Recipe) -> None:
-    """Raise a ConfigError if the learning rate is 0 in all steps that ``after`` has more than
-    ``before``."""
-    added = after.gradient_steps - before.gradient_steps
-    if added == 0 or after.idle_steps < added:
-        return
-    more = {"train.steps": after.train.steps}
-    if before.train.decay_steps is not None:
-        more["train.decay_steps"] = after.gradient_steps
+def _new_run(path: Path, changes: Table) -> str:
+    """Return the command that starts a new run from the recipe of the run at ``path``."""
     words = ["burnish", "train", str(path / "recipe.toml")]
-    words += [word for key, value in more.items() for word in ("--set", f"{key}={value}")]
-    raise ConfigError(
-        f"train.steps can't grow to {after.train.steps}: the learning rate of train.schedule = "
-        f"'{before.train.schedule}' is 0 after gradient step {before.steps_to_lowest}, so the "
-        "further steps would change nothing; start a new run whose learning rate falls later: "
-        f"{shlex.join(words)}"
-    )
+    return shlex.join(words + [w for key in changes for w in ("--set", f"{key}={changes[key]}")])
 
 
-def check_functions_passed(path: Path, recipe: Recipe) -> None:
-    """Raise a RunError if a function of the objective of the run at ``path`` was not passed to
-    resume it; ``recipe`` is the result of `resumed_recipe`."""
-    functions = recipe.objective.functions
+def check_functions_passed(path: Path, objective: ObjectiveConfig) -> None:
+    """Raise a RunError if a function of the ``objective`` of the run at ``path`` was not passed to
+    resume it."""
+    functions = objective.functions
     missing = {setting: name for setting, name in functions.items() if isinstance(name, str)}
     if missing:
         names = {setting: name_of(function) for setting, function in functions.items()}

@@ -157,15 +157,15 @@ def test_dead_groups_of_the_sorting_model():
     [
         (
             11.8,
-            "All of the episodes were truncated at task.turns = 12. Likely remedies: more turns "
-            "(task.turns=24, rollout.max_tokens=320, now 12 and 160), or an environment that ends "
-            "its episodes sooner.",
+            "All of the episodes were truncated at task.turns = 12. Likely remedies in a "
+            "new run: more turns (task.turns=24, rollout.max_tokens=320, now 12 and 160), or an "
+            "environment that ends its episodes sooner.",
         ),
         (
             5.0,
-            "All of the episodes were truncated at rollout.max_tokens = 160. Likely remedies: more "
-            "tokens (rollout.max_tokens=320, now 160), or shorter messages of the environment "
-            "(task.observation_tokens).",
+            "All of the episodes were truncated at rollout.max_tokens = 160. Likely remedies "
+            "in a new run: more tokens (rollout.max_tokens=320, now 160), or shorter messages "
+            "of the environment (task.observation_tokens).",
         ),
     ],
 )
