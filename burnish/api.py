@@ -19,6 +19,7 @@ from rich.console import Console
 from burnish.console.display import Display
 from burnish.console.notebook import NotebookDisplay, is_notebook
 from burnish.console.progress import Show, begin, showing, tell
+from burnish.console.text import counted
 from burnish.errors import ConfigError, RunError
 from burnish.launch import torchrun
 from burnish.launch.preflight import as_rows
@@ -42,7 +43,7 @@ from burnish.runs import checkpoints, directory, failure, resuming
 from burnish.runs.directory import PROMPTS, RunDirectory
 from burnish.runs.metrics import iterate_rows
 from burnish.runs.note import write_note
-from burnish.runs.run import Run
+from burnish.runs.run import Run, unsaved_best
 from burnish.tasks.data.names import is_table_object, parts_of_directory
 from burnish.tasks.rows import DataRow, read_rows
 from burnish.types import Prompt, SamplingParams
@@ -123,11 +124,12 @@ def train(
         is_new = not path.exists() or not any(path.iterdir())
         resolved = resolve(recipe, path, threads=torchrun.threads(recipe.runtime))
         from burnish.launch.build import build_run
-        from burnish.launch.inputs import hash_inputs
+        from burnish.launch.inputs import hash_functions, hash_inputs
         from burnish.loops.recorder import record
 
         recipe = resolved.recipe
         inputs = hash_inputs(recipe.task, recipe.tasks, resolved.model, resolved.frozen)
+        inputs |= hash_functions(recipe.objective)
         about = directory.environment(resolved.device) | {"inputs": inputs}
         about[directory.STARTED] = directory.origin()
         rows = getattr(recipe.task, "rows", None)
@@ -287,7 +289,8 @@ def resume(
     ``overrides`` and ``settings`` (see ``train``) may change the number of steps and intervals such
     as validation.every, but no setting that affects results. ``from_checkpoint`` is the name of
     another checkpoint of the run, such as "step-00000040"; later checkpoints are deleted. If the
-    run's reward was a function, pass it again as ``reward``; its prompts are stored in the run.
+    run's reward was a function, pass it again as ``reward``, and a function of its objective as in
+    ``objective={"loss": function}``; its prompts are stored in the run.
     ``anyway`` resumes the run even if its machine, packages or inputs have changed. ``show``,
     ``stop`` and the callbacks are as in ``train``; they are not stored, so pass them again.
     """
@@ -296,6 +299,13 @@ def resume(
         tell("check", "checking the recipe and its data")
         changes = parse_overrides([parse_overrides(overrides), settings])
         recipe = resuming.resumed_recipe(path, changes)
+        resuming.check_functions_passed(path, recipe.objective)
+        if recipe.idle_steps and "train.steps" in changes:
+            tell(
+                "note",
+                f"the learning rate is 0 after gradient step {recipe.steps_to_lowest}, so the last "
+                f"{counted(recipe.idle_steps, 'gradient step')} will change nothing",
+            )
         chosen = checkpoints.latest(path)
         if from_checkpoint is not None:
             chosen = checkpoints.find_checkpoint(path, from_checkpoint)
@@ -316,17 +326,19 @@ def resume(
         with resuming.naming_directory(before):
             resolved = resolve(recipe, path, is_new=False, threads=before.get("threads"))
         from burnish.launch.build import build_run
-        from burnish.launch.inputs import hash_inputs
+        from burnish.launch.inputs import hash_functions, hash_inputs
         from burnish.loops.recorder import go_back, record
 
         recipe = resolved.recipe
         inputs = hash_inputs(recipe.task, recipe.tasks, resolved.model, resolved.frozen)
+        inputs |= hash_functions(recipe.objective)
         now = directory.environment(resolved.device) | {"inputs": inputs}
         now[directory.STARTED] = directory.origin()
         if chosen is not None:  # otherwise the run begins again, and nothing has to be the same
             with resuming.naming_directory(before):
                 resuming.check_environment(before, now, anyway=anyway)
-        options = {"from_checkpoint": from_checkpoint, "anyway": anyway, "changes": changes}
+        free = {key: value for key, value in changes.items() if not key.startswith("objective.")}
+        options = {"from_checkpoint": from_checkpoint, "anyway": anyway, "changes": free}
         with (
             failure.recorded(path, options=options) as attempt,
             failure.closing_last(build_run(resolved)) as parts,
@@ -347,6 +359,8 @@ def _tell_warnings(path: Path, show: ShowArgument) -> None:
     if show is None:
         for warning in Run(path).warnings:
             tell("note", f"warning: {warning}")
+        if unsaved := unsaved_best(path):
+            tell("note", unsaved)
 
 
 def evaluate(
@@ -562,6 +576,8 @@ def export(
         tell("load", "loading torch")
         from burnish.launch import models
 
+        if which == "best" and (unsaved := unsaved_best(path)):
+            tell("note", unsaved)
         tell("export", f"writing {out}")
         source = models.find_run(recipe, path)
         assert source is not None

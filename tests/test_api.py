@@ -467,7 +467,7 @@ def test_a_precision_that_is_not_multiplied_is_said_with_what_it_costs(given, no
     assert recipe.train.precision == recipe.engine.precision == given.replace("auto", "fp32")
 
 
-def test_a_function_may_stand_for_a_piece_and_its_run_does_not_resume(tmp_path):
+def test_a_function_may_stand_for_a_piece_and_its_run_resumes(tmp_path):
     def baseline(rewards, group_ids):
         from burnish.rl.advantages import group_mean
 
@@ -478,8 +478,12 @@ def test_a_function_may_stand_for_a_piece_and_its_run_does_not_resume(tmp_path):
     named = [*few, "objective.advantage=group_mean"]
     known = burnish.train("sort", overrides=named, out=tmp_path / "known", show=False)
     assert own.metrics == known.metrics
-    with pytest.raises(ConfigError, match=r"function baseline of a script.*can't be resumed"):
-        burnish.resume(own.path, overrides=["train.steps=3"], show=False)
+    more = {"overrides": ["train.steps=3"], "show": False}
+    with pytest.raises(RunError, match=r"is the Python function baseline; continue the run from"):
+        burnish.resume(own.path, **more)
+    burnish.resume(own.path, objective={"advantage": baseline}, **more)
+    burnish.resume(known.path, **more)
+    assert own.metrics == known.metrics
 
 
 def test_objects_stand_for_a_model_and_for_a_tokenizer(smollm2, tmp_path, monkeypatch):

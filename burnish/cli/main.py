@@ -43,7 +43,7 @@ from burnish.recipe.load import (
 from burnish.recipe.plan import make_plan
 from burnish.recipe.recipe import Recipe
 from burnish.runs import directory, resuming
-from burnish.runs.run import answers, outcome
+from burnish.runs.run import answers, outcome, unsaved_best
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -578,8 +578,9 @@ def _show_end(path: Path) -> None:
     """Print a run's results, some answers before and after training, and the path of its report."""
     end = directory.load_json(path / "summary.json")
     warnings = [f"warning: {warning}" for warning in end.get("warnings", ())]
+    notes = [f"note: {unsaved}"] if (unsaved := unsaved_best(path)) else []
     report = f"report: {path / 'report.html'}"
-    print_text("\n".join([*outcome(end), *answers(end), *warnings, report]))
+    print_text("\n".join([*outcome(end), *notes, *answers(end), *warnings, report]))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ they have not changed."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -15,6 +15,7 @@ from burnish.environments.search import document_files
 from burnish.graders import rewards
 from burnish.launch.models import ModelSource
 from burnish.launch.preflight import files_of_task
+from burnish.recipe.objective.objective import ObjectiveConfig
 from burnish.recipe.tasks import EnvironmentTask, FilesTask, RowsTask
 from burnish.runs import checkpoints
 from burnish.runs.directory import to_jsonl, version_of
@@ -65,6 +66,11 @@ def hash_inputs(
     return found
 
 
+def hash_functions(objective: ObjectiveConfig) -> dict[str, str]:
+    """Return the name and a hash of each function from a script in an objective, by its setting."""
+    return {setting: hash_function(value) for setting, value in objective.functions.items()}
+
+
 def _files_of_model(source: ModelSource) -> list[Path]:
     adapter = Path(source.adapter).expanduser() if source.adapter else None
     files = sorted(adapter.glob("adapter_*")) if adapter else []
@@ -88,7 +94,7 @@ def hash_files(files: Iterable[Path]) -> str:
     return _hash(b"".join(digests))
 
 
-def hash_function(function: rewards.Reward) -> str:
+def hash_function(function: Callable[..., Any]) -> str:
     """Return a text with a function's name and a hash of its bytecode, defaults and closure; only
     the name of a function that is written in C.
 

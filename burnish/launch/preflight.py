@@ -23,6 +23,7 @@ from burnish.graders import judge, rewards, trial
 from burnish.recipe.engine import AnyEngine
 from burnish.recipe.load import list_recipes, load_recipe
 from burnish.recipe.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
+from burnish.recipe.objective.objective import check_functions
 from burnish.recipe.recipe import Recipe, TrainConfig
 from burnish.recipe.tasks import (
     EnvironmentTask,
@@ -67,6 +68,7 @@ def find_problems(recipe: Recipe, out: Path | None = None) -> list[BurnishError]
     found = [] if out is None else problem_of(check_new, out)
     if out is not None:
         found += problem_of(check_rate, recipe.model, recipe.train, recipe.is_supervised)
+        found += problem_of(check_functions, recipe.objective)
     found += problem_of(check_task_extras, tasks)
     if recipe.runtime.name == "ray":
         found += problem_of(require_extra, "ray", "runtime.name = 'ray'")

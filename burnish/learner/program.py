@@ -14,10 +14,10 @@ from burnish.errors import ConfigError
 from burnish.learner.entropy import EntropyControl
 from burnish.learner.protocol import Metrics, Pass
 from burnish.recipe.critic import CriticConfig
-from burnish.recipe.objective.advantages import CRITIC, Gae
+from burnish.recipe.objective.advantages import Gae
 from burnish.recipe.objective.kl import KL
 from burnish.recipe.objective.losses import Reduction, Streams
-from burnish.recipe.objective.objective import ObjectiveConfig
+from burnish.recipe.objective.objective import ObjectiveConfig, check_functions
 from burnish.rl import kl, losses, ratios
 from burnish.rl.reduce import weighted_sum
 from burnish.rl.sequences import finite_gradient, sequence_lengths, sequence_sum
@@ -37,13 +37,7 @@ def compile(objective: ObjectiveConfig, critic: CriticConfig | None = None) -> O
             "objective.advantage = 'gae' with values = 'critic' needs a critic, and no other "
             "advantage uses one"
         )
-    for piece in (objective.advantage, objective.loss):
-        for name in (piece.settings.get(key) for key in ("function", "values")):
-            if isinstance(name, str) and name != CRITIC:
-                raise ConfigError(
-                    f"the objective uses the function {name} of a script, and a run directory does "
-                    "not store functions, so the run can't be resumed; start a new run from Python"
-                )
+    check_functions(objective)
     control = None
     if objective.entropy is not None:
         control = EntropyControl(objective.entropy, objective.entropy_coefficient)

@@ -311,7 +311,7 @@ def _critic_lines(critic: CriticConfig | None, train: TrainConfig) -> Lines:
     lines = [
         ("values", f"V_t = w · h + b on {body}; truncated responses are not bootstrapped"),
         ("value loss", f"½ max((V − R)², (clip(V, V_old ± {critic.clip:g}) − R)²),  R = A + V_old"),
-        ("learning", f"{_format_adamw(train)}, learning rate {rate}, {train.schedule}"),
+        ("learning", f"{_format_adamw(train)}, learning rate {rate}, the policy's schedule"),
     ]
     if critic.shared:
         lines.append(("coefficient", f"loss + {critic.coefficient:g} · value loss"))
@@ -322,14 +322,19 @@ def _critic_lines(critic: CriticConfig | None, train: TrainConfig) -> Lines:
 
 def _batch_lines(recipe: Recipe) -> Lines:
     rollout, train = recipe.rollout, recipe.train
-    rate = f"{_format_adamw(train)}, learning rate {train.learning_rate:g}, {train.schedule}"
+    rate = f"{_format_adamw(train)}, learning rate {train.learning_rate:g}, "
+    if train.warmup_steps:
+        rate += f"reached at gradient step {train.warmup_steps:,}, then "
+    rate += train.schedule
     lowest = f"{train.final_share:.3g} of it" if train.final_share else "0"
     if isinstance(recipe.task, SupervisedTask):
         steps = f"{recipe.task.epochs:g} × the rows, {train.batch} at a time"
         rate += f" to {lowest}" * bool(train.final_share)
         return [("gradient steps", f"{steps} ({rate})")]
     if recipe.decay_steps is not None:
-        rate += f" to {lowest} at gradient step {recipe.decay_steps:,}"
+        rate += f" to {lowest} after gradient step {recipe.steps_to_lowest:,}"
+    if recipe.idle_steps:
+        rate += f"; the last {counted(recipe.idle_steps, 'gradient step')} change nothing"
     prompts = counted(rollout.prompts, "prompt")
     samples = f"{counted(rollout.group_size, 'sample')}, temperature {rollout.temperature:g}"
     batches = f"{recipe.train_batches} train batch{'es' * (recipe.train_batches > 1)}"

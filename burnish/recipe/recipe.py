@@ -408,3 +408,18 @@ class Recipe(Section):
         if self.train.schedule == "constant":
             return None
         return self.train.decay_steps or self.gradient_steps
+
+    @property
+    def steps_to_lowest(self) -> int | None:
+        """Gradient steps after which the learning rate is lowest, also if the warm-up is longer
+        than the decay; None if the schedule is constant."""
+        decay = self.decay_steps
+        return None if decay is None else max(decay, self.train.warmup_steps + 1)
+
+    @property
+    def idle_steps(self) -> int:
+        """Number of gradient steps, the last ones of the run, whose learning rate is 0."""
+        lowest = self.steps_to_lowest
+        if lowest is None or self.train.final_share or self.is_supervised:
+            return 0
+        return max(0, self.gradient_steps - lowest)

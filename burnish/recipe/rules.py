@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from burnish.console.text import counted
 from burnish.errors import ConfigError
-from burnish.recipe.base import Section
+from burnish.recipe.base import Section, nearest
 from burnish.recipe.critic import CriticConfig
 from burnish.recipe.engine import AnyEngine, SglangConfig
 from burnish.recipe.frozen import RewardModelConfig, TeacherConfig
@@ -59,6 +60,14 @@ SUPERVISED_METRICS = {
     "preferences": ("validation/loss", "validation/accuracy", "validation/margin"),
 }
 """Metrics of the validations of supervised tasks, by the task's name."""
+SAMPLED_METRICS = (
+    *("reward", "accuracy", "accuracy_low", "accuracy_high", "length", "length_correct"),
+    *("ended", "truncated", "aborted", "grades_scored", "grades_unparsed", "grades_timeout"),
+    *("grades_error", "responses"),
+)
+"""Metrics of the validations of every run that samples, after "validation/"."""
+OPEN_METRICS = ("validation/reward/", "validation/part_", "validation/judge/")
+"""Beginnings of metrics that depend on the task and on the reward."""
 FILLING = ["selection.max_asked", "selection.on_bound"]
 """Settings that are read only if further prompts replace dead groups."""
 HISTORY = ["selection.leave_at", "selection.target", "selection.floor"]
@@ -92,6 +101,10 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     loop, runtime, train = recipe.loop, recipe.runtime, recipe.train
     yield partial(check_task_rules, task, model, train)
     yield partial(check_target_rules, recipe.validation, task, recipe.target_metric)
+    if not recipe.is_supervised:
+        if not isinstance(task, EnvironmentTask):
+            yield partial(check_sampled_metric, recipe.validation)
+        yield partial(check_patience, recipe.validation, train.steps)
     if isinstance(task, SortTask) == model.is_language:
         return
     if isinstance(task, EnvironmentTask) and (conflicts := environment_conflicts(recipe)):
@@ -210,6 +223,42 @@ def check_target_rules(validation: ValidationConfig, task: Section, target: str 
             f"validation.metric = '{target}' is not a metric of a supervised run; use "
             f"{' or '.join(map(repr, known))}"
         )
+
+
+def check_sampled_metric(validation: ValidationConfig) -> None:
+    """Raise a ConfigError if no validation of a run that samples has ``validation.metric``.
+
+    Metrics of a mixture's tasks, of a reward's parts and of judges are known only in the run.
+    """
+    ks = {2**i for i in range(1, validation.samples.bit_length())} | {validation.samples}
+    found = [f"{name}_at_{k}" for k in sorted(ks - {1}) for name in ("pass", "majority")]
+    known = [f"validation/{name}" for name in (*SAMPLED_METRICS, *found)]
+    metric = validation.metric
+    if metric is None or metric in known or metric.startswith(OPEN_METRICS):
+        return
+    raise ConfigError(
+        f"validation.metric = '{metric}' is not a metric of a run's validations"
+        f"{nearest(metric, known)}; use one of {', '.join(known)}, or, if the run has it, "
+        f"{', '.join(f'{name}…' for name in OPEN_METRICS)}"
+    )
+
+
+def check_patience(validation: ValidationConfig, steps: int) -> None:
+    """Raise a ConfigError if a run of ``steps`` steps is over before ``validation.patience``
+    validations after the first one could end it."""
+    patience, every = validation.patience, validation.every
+    if patience is None or patience * every < steps:
+        return
+    remedies = [f"train.steps = {patience * every + 1} or more"]
+    if most := (steps - 1) // patience:
+        remedies.insert(0, f"validation.every = {most} or less")
+    if most := (steps - 1) // every:
+        remedies.insert(0, f"validation.patience = {most}{' or less' * (most > 1)}")
+    raise ConfigError(
+        f"validation.patience = {patience} has no effect: with validation.every = {every}, a run "
+        f"of {counted(steps, 'step')} is over before {counted(patience, 'validation')} without an "
+        f"improvement could end it; use {', or '.join(remedies)}, or remove validation.patience"
+    )
 
 
 def check_mesh_rules(

@@ -55,9 +55,10 @@ def save_checkpoint(
     but the last ``keep`` checkpoints and the one with the highest score.
 
     ``state`` is stored as JSON. ``score`` is None, or not finite, if the step has none. A
-    checkpoint of a step that is not a multiple of ``every`` was saved because the run stopped or
-    failed. It is deleted when the next checkpoint is saved, so that a stopped and resumed run keeps
-    the same checkpoints as an uninterrupted run. ``write`` makes the ranks write their shards into
+    checkpoint of a step that is not a multiple of ``every`` was saved because the run stopped,
+    failed or ended. It is deleted when the next checkpoint is saved, unless it has the highest
+    score. So a run that is resumed keeps the checkpoints that an uninterrupted run keeps, and the
+    best one. ``write`` makes the ranks write their shards into
     a directory; None if ``tensors`` is the complete checkpoint. If a file can't be written, raise a
     RunError; earlier checkpoints are intact.
     """
@@ -167,7 +168,8 @@ def return_to(run: Path, path: Path, *, keep: int = 2, every: int = 1) -> None:
 
     Delete the checkpoints of later steps and all incomplete files. Of the others, keep the newest
     ``keep`` and the one with the highest score, as ``save_checkpoint`` does. ``every`` is the
-    interval of scheduled checkpoints; one of any other step is kept only if it is the newest.
+    interval of scheduled checkpoints; one of any other step is kept only if it is the newest or
+    the best.
     """
     for later in list_checkpoints(run):
         if step_of(later) > step_of(path):
@@ -192,12 +194,13 @@ def _best(found: Iterable[CheckpointInfo]) -> Path | None:
 
 
 def _prune(run: Path, keep: int, every: int) -> None:
-    """Delete unfinished files and all checkpoints except the scheduled one with the highest score
-    and the last ``keep`` of the scheduled ones and the newest. There must be a checkpoint."""
+    """Delete unfinished files and all checkpoints except the one with the highest score, the
+    scheduled one with the highest score, and the last ``keep`` of the scheduled ones and the
+    newest. There must be a checkpoint."""
     paths = list_checkpoints(run)
     planned = [path for path in paths if step_of(path) % every == 0]
     newest = planned if paths[-1] in planned else [*planned, paths[-1]]
-    kept = {_best(map(read_info, planned)), *newest[-keep:]}
+    kept = {_best(map(read_info, paths)), _best(map(read_info, planned)), *newest[-keep:]}
     unfinished = (run / "checkpoints").glob(".*")  # temporary files, also those of safetensors
     for path in (*unfinished, *paths):
         if path not in kept:

@@ -51,7 +51,7 @@ class Target(NamedTuple):
         known = ", ".join(sorted(name for name in metrics if name.startswith("validation/")))
         raise ConfigError(
             f"validation.metric = '{self.metric}' is not a metric of this run's validations; "
-            f"use one of {known}"
+            f"use one of {known}, as --set validation.metric=NAME of `burnish resume`"
         )
 
     def stall(self, rows: Iterable[Mapping[str, Any]]) -> Stall | None:

@@ -20,8 +20,11 @@ from burnish.recipe.load import (
     load_recipe,
     parse_overrides,
 )
+from burnish.recipe.objective.objective import ObjectiveConfig, as_argument
+from burnish.recipe.objective.piece import name_of
 from burnish.recipe.recipe import Recipe
 from burnish.recipe.tasks import WeightedReward
+from burnish.runs.checkpoints import latest
 from burnish.runs.directory import ENVIRONMENT, STARTED, load_json
 
 FREE = (
@@ -42,15 +45,14 @@ def command_to_resume(
     anyway: bool = False,
     changes: Table | None = None,
 ) -> str:
-    """Return the shell command that continues a run, or the Python call if the run's reward is a
-    Python function, which the command line can't pass.
+    """Return the shell command that continues a run, or the Python call if the run's rewards or its
+    objective have Python functions, which the command line can't pass.
 
     ``from_checkpoint`` is the name of a checkpoint, None for the last. ``anyway`` accepts a changed
     environment. ``changes`` are overrides by their full names.
     """
-    reward = _function_reward(path)
-    if reward is not None:
-        given = [repr(str(path)), f"reward={reward}"]
+    if functions := _function_arguments(path):
+        given = [repr(str(path)), *functions]
         given += [] if from_checkpoint is None else [f"from_checkpoint={from_checkpoint!r}"]
         given += ["anyway=True"] * anyway + [f"overrides={dict(changes or {})!r}"] * bool(changes)
         return f"burnish.resume({', '.join(given)})"
@@ -63,15 +65,20 @@ def command_to_resume(
     return shlex.join(words)
 
 
-def _function_reward(path: Path) -> str | None:
-    """Return the name of the Python function that is a run's reward; None if its reward is not a
-    Python function."""
+def _function_arguments(path: Path) -> list[str]:
+    """Return the arguments of `burnish.resume` that pass a run's Python functions, its rewards and
+    the functions of its objective, again; an empty list if it has none."""
     try:
         read = load_json(path / ENVIRONMENT).get("inputs", {})
     except (OSError, ValueError):
-        return None
-    name = str(read["reward"]).partition(" ")[0] if "reward" in read else None
-    return name if name is None or name.isidentifier() else "FUNCTION"
+        return []
+    names = {key: str(value).partition(" ")[0] for key, value in read.items()}
+    names = {key: name if name.isidentifier() else "FUNCTION" for key, name in names.items()}
+    several = [name for key, name in names.items() if key.startswith("reward.")]
+    own = {key: name for key, name in names.items() if key.startswith("objective.")}
+    found = [f"reward={names['reward']}"] if "reward" in names else []
+    found += [f"reward=[{', '.join(several)}]"] if several else []
+    return [*found, as_argument(own)] if own else found
 
 
 def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
@@ -79,24 +86,65 @@ def resumed_recipe(path: Path, overrides: Overrides) -> Recipe:
 
     Raise a ``ConfigError`` if an override sets a setting that is not in ``FREE``, or lowers
     train.steps. A higher train.steps does not stretch the decay of the learning rate: the rate
-    still reaches its lowest value at the gradient step that was planned before, and stays there.
+    still reaches its lowest value after the gradient step that was planned before, and stays there.
+    If that value is 0 for all steps that a higher train.steps adds, a ``ConfigError`` is raised.
+    Functions from a script may take the place of their names in the objective. The validation
+    metric may change as long as the run has no checkpoint, whose score is a value of the metric.
     """
     file, changes = str(path / "recipe.toml"), parse_overrides(overrides)
-    for key in changes:
-        if not any(key == free or key.startswith(f"{free}.") for free in FREE):
+    before = load_recipe(file)
+    free = FREE if latest(path) else (*FREE, "validation.metric", "validation.goal")
+    recorded = flatten(before.objective.model_dump(), "objective.")
+    for key, value in changes.items():
+        is_passed = callable(value) and key in before.objective.functions
+        is_same = key in recorded and recorded[key] == value
+        if not (is_passed or is_same or any(key == f or key.startswith(f"{f}.") for f in free)):
             raise ConfigError(
                 f"{key} can't change when a run is resumed: it alters the results; "
-                f"{', '.join(FREE[:4])} can. Start a new run with `burnish train`"
+                f"{', '.join(free)} can. Start a new run with `burnish train`"
             )
-    before, after = load_recipe(file), load_recipe(file, changes)
+    after = load_recipe(file, changes)
     if after.train.steps < before.train.steps:
         raise ConfigError(
             f"train.steps can only grow when a run is resumed, from {before.train.steps}, "
             f"got {after.train.steps}"
         )
-    if after.decay_steps == before.decay_steps or before.is_supervised:
+    if before.is_supervised:
         return after
-    return load_recipe(file, [changes, f"train.decay_steps={before.decay_steps}"])
+    if after.decay_steps != before.decay_steps:
+        after = load_recipe(file, [changes, f"train.decay_steps={before.decay_steps}"])
+    added = after.gradient_steps - before.gradient_steps
+    if added and after.idle_steps >= added:
+        more = {"train.steps": after.train.steps}
+        if before.train.decay_steps is not None:
+            more["train.decay_steps"] = after.gradient_steps
+        raise ConfigError(
+            f"train.steps can't grow to {after.train.steps}: the learning rate of train.schedule = "
+            f"'{before.train.schedule}' is 0 after gradient step {before.steps_to_lowest}, so the "
+            "further steps would change nothing; start a new run whose learning rate falls later: "
+            f"{_new_run(path, more)}"
+        )
+    return after
+
+
+def _new_run(path: Path, changes: Table) -> str:
+    """Return the command that starts a new run from the recipe of the run at ``path``."""
+    words = ["burnish", "train", str(path / "recipe.toml")]
+    return shlex.join(words + [w for key in changes for w in ("--set", f"{key}={changes[key]}")])
+
+
+def check_functions_passed(path: Path, objective: ObjectiveConfig) -> None:
+    """Raise a RunError if a function of the ``objective`` of the run at ``path`` was not passed to
+    resume it."""
+    functions = objective.functions
+    missing = {setting: name for setting, name in functions.items() if isinstance(name, str)}
+    if missing:
+        names = {setting: name_of(function) for setting, function in functions.items()}
+        raise RunError(
+            f"{' and '.join(missing)} of {path} is the Python function "
+            f"{' and '.join(missing.values())}; continue the run from Python with "
+            f"burnish.resume({str(path)!r}, {as_argument(names)})"
+        )
 
 
 def check_reward(path: Path, own: str | None, read: Mapping[str, str], reward: object) -> None:

@@ -19,7 +19,7 @@ from burnish.recipe.recipe import Recipe
 from burnish.runs import checkpoints
 from burnish.runs.checkpoints import CheckpointInfo
 from burnish.runs.directory import load_json, read_recipe
-from burnish.runs.metrics import collect, end_means, iterate_rows
+from burnish.runs.metrics import Series, collect, end_means, iterate_rows, window
 from burnish.runs.note import read_note, write_note
 from burnish.runs.report import Failure, read_failure, run_state, write_report
 from burnish.runs.responses import first_and_last, iterate_responses
@@ -178,7 +178,7 @@ def summarise(run: Path, *, is_over: bool | None = None) -> dict[str, Any]:
     if "train/version" not in series:
         raise RunError(f"{run} has no finished step yet, so it has no summary")
     is_sampled = "rollout/responses" in series
-    name, better = ("reward", max) if is_sampled else ("loss", min)
+    name = "reward" if is_sampled else "loss"
     summary: dict[str, Any] = {
         "recipe": recipe.get("name"),
         "seed": recipe.get("seed", 0),
@@ -193,20 +193,11 @@ def summarise(run: Path, *, is_over: bool | None = None) -> dict[str, Any]:
     if measured := series.get("rollout/reward" if is_sampled else "train/loss"):
         ends = end_means([value for _, value in measured])
         summary[f"{name}_first"], summary[f"{name}_last"] = ends
+        summary[f"{name}_window"] = window(len(measured))
     if is_sampled:
         summary["responses"] = int(sum(count for _, count in series["rollout/responses"]))
-    chosen = recipe.get("validation", {})
-    metric = chosen.get("metric", f"validation/{name}")
-    if "metric" in chosen:  # as in Recipe.is_lower_better
-        goal = chosen.get("goal", "min" if metric == "validation/loss" else "max")
-        better = min if goal == "min" else max
-    held_out = series.get(metric)
-    if held_out and ("metric" in chosen or _is_rewarded(recipe)):
-        step, best = better(held_out, key=lambda point: point[1])
-        first, last = held_out[0][1], held_out[-1][1]
-        summary["validation"] = {"first": first, "last": last, "best": best, "best_step": step}
-        if "metric" in chosen:
-            summary["validation"]["metric"] = metric
+    if held_out := _held_out(recipe, series):
+        summary["validation"] = held_out
     if drift := series.get("kl/held_out_k1"):
         summary["kl_held_out_k1"] = drift[-1][1]
     summary["warnings"] = read_warnings(run, is_over=is_over)
@@ -215,6 +206,50 @@ def summarise(run: Path, *, is_over: bool | None = None) -> dict[str, Any]:
     ):
         summary["ended_early"] = stored["ended_early"]
     return summary | {"before_and_after": _before_and_after(run)}
+
+
+def _held_out(recipe: dict[str, Any], series: Series) -> dict[str, Any] | None:
+    """Return the first, last and best value of the metric that selects the best checkpoint, and the
+    step of the best; None if the run has no such metric."""
+    chosen, points = recipe.get("validation", {}), _target_points(recipe, series)
+    if not points:
+        return None
+    # as in Recipe.is_lower_better
+    is_loss = "rollout/responses" not in series and "metric" not in chosen
+    default = "min" if is_loss or chosen.get("metric") == "validation/loss" else "max"
+    better = min if chosen.get("goal", default) == "min" else max
+    step, best = better(points, key=lambda point: point[1])
+    found = {"first": points[0][1], "last": points[-1][1], "best": best, "best_step": int(step)}
+    return found | ({"metric": chosen["metric"]} if "metric" in chosen else {})
+
+
+def _target_points(recipe: dict[str, Any], series: Series) -> list[tuple[float, float]]:
+    """Return the validations of the metric that selects the best checkpoint, as in
+    Recipe.target_metric; an empty list if there is none."""
+    if metric := recipe.get("validation", {}).get("metric"):
+        return series.get(metric, [])
+    name = "reward" if "rollout/responses" in series else "loss"
+    return series.get(f"validation/{name}", []) if _is_rewarded(recipe) else []
+
+
+def unsaved_best(run: Path) -> str | None:
+    """Return a sentence if the step with the best validation has no checkpoint, so that another one
+    counts as the best; None if it has one, or if the run has no validation or no checkpoint."""
+    if checkpoints.latest(run) is None:
+        return None
+    recipe, series = read_recipe(run), collect(iterate_rows(run / "metrics.jsonl"))
+    if (held_out := _held_out(recipe, series)) is None:
+        return None
+    chosen = checkpoints.read_info(checkpoints.find_checkpoint(run, "best"))
+    value, best = dict(_target_points(recipe, series)).get(chosen.step), held_out["best"]
+    if value == best:
+        return None
+    step = held_out["best_step"]
+    when = f"at step {step}, which" if step else "before the first step, which"
+    which = "the last" if value is None else f"the best that is saved ({value:z.3f})"
+    return (
+        f"the best validation ({best:z.3f}) was {when} has no checkpoint; {chosen.name} is {which}"
+    )
 
 
 def _is_rewarded(recipe: dict[str, Any]) -> bool:
@@ -243,13 +278,15 @@ def _before_and_after(run: Path) -> list[dict[str, Any]]:
 
 
 def outcome(end: dict[str, Any]) -> list[str]:
-    """Format ``end``, the result of `summarise`, in one to three lines: reward or loss with the
-    cost of the run, the held-out reward or loss if it was measured, and why the run ended early if
-    it did."""
+    """Format ``end``, the result of `summarise`, in one to three lines: reward or loss, over a
+    window of steps that grows with the run, with the cost of the run; the held-out reward or loss
+    if it was measured; and why the run ended early if it did."""
     measure = "reward" if "responses" in end else "loss"
     sampled = f"{counted(end['responses'], 'response')}, " if "responses" in end else ""
     first, last = (end.get(f"{measure}_{which}") for which in ("first", "last"))
     moved = "no response was graded" if first is None else f"{measure} {first:z.2f} → {last:z.2f}"
+    size = end.get(f"{measure}_window", 1)
+    moved += f" (means of the first and the last {size} steps)" * (size > 1)
     taken = counted(end["gradient_steps"], "gradient step")
     lines = [f"{moved}, {sampled}{taken}, {end['seconds']['step']:.1f} s"]
     if "validation" in end:

@@ -90,7 +90,9 @@ def find_warnings(series: Series, recipe: Mapping[str, Any], *, is_over: bool = 
     for text, remedies in filter(None, found):
         works = [remedy for remedy in remedies if is_possible(recipe, remedy.changes)]
         told = [_describe(remedy, settings) for remedy in works[:2]]
-        warnings.append(f"{text} Likely remedies: {', or '.join(told)}." if told else text)
+        warnings.append(
+            f"{text} Likely remedies in a new run: {', or '.join(told)}." if told else text
+        )
     return warnings
 
 
@@ -393,7 +395,10 @@ def _more_steps(settings: Settings) -> Remedy:
     """More steps, or in a supervised run more epochs."""
     if "task.epochs" in settings:
         return Remedy("more epochs", {"task.epochs": 2 * settings["task.epochs"]})
-    return Remedy("more steps", {"train.steps": 2 * settings.get("train.steps", 1)})
+    more = {"train.steps": 2 * settings.get("train.steps", 1)}
+    if decay := settings.get("train.decay_steps"):
+        more["train.decay_steps"] = 2 * decay
+    return Remedy("more steps", more)
 
 
 def _closer(settings: Settings) -> Remedy:

@@ -22,12 +22,14 @@ from burnish.engine.sorter import SorterEngine
 from burnish.errors import ActorDied, ActorError, BurnishError, ConfigError, RunError
 from burnish.launch import local
 from burnish.launch.models import with_own_precision
+from burnish.loops.evaluate import Evaluator
 from burnish.loops.recorder import go_back
 from burnish.machine import hardware
 from burnish.recipe.load import effective_settings, load_recipe
 from burnish.rollout.buffer import Buffer
 from burnish.runs import checkpoints
 from burnish.runs.report import write_report
+from burnish.runs.run import unsaved_best
 from tests.conftest import aborted
 
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
@@ -162,7 +164,10 @@ def test_stopped_and_resumed_equals_never_stopped(stop_after, more, tmp_path):
     assert checkpoints.step_of(checkpoints.latest(path)) == stop_after
     assert not (path / "summary.json").exists()
     api.resume(path)
-    assert fingerprint(path) == fingerprint(whole)
+    extra = f"checkpoints/step-{stop_after:08d}"
+    assert without(fingerprint(path), extra) == without(fingerprint(whole), extra)
+    if stop_after % 2 and path.best.step != stop_after:  # no checkpoint of an uninterrupted run
+        assert not (path / extra).exists()
     restarts = [
         checkpoints.load_checkpoint(checkpoints.latest(p))[1]["incarnation"] for p in (whole, path)
     ]
@@ -181,8 +186,9 @@ def test_a_checkpoint_has_the_score_of_its_own_step_or_none(tmp_path):
     assert fingerprint(path) == fingerprint(whole)
 
 
-def test_a_stop_at_the_best_step_keeps_what_would_have_been_kept(tmp_path, monkeypatch):
-    """The best checkpoint of the cadence is not given up for one that goes again."""
+def test_a_stop_at_the_best_step_keeps_what_would_have_been_kept_and_the_best(
+    tmp_path, monkeypatch
+):
     real = checkpoints.save_checkpoint
 
     def save(run, step, *given, score, **how):
@@ -191,12 +197,59 @@ def test_a_stop_at_the_best_step_keeps_what_would_have_been_kept(tmp_path, monke
     monkeypatch.setattr(checkpoints, "save_checkpoint", save)
     asked = {"overrides": [*SORT, "checkpoint.keep=1"]}
     whole = api.train("sort", out=tmp_path / "whole", **asked)
+    assert [saved.step for saved in whole.checkpoints] == [2, 6]
     path = api.train("sort", out=tmp_path / "run", stop=stopper(5), **asked)
     assert [saved.step for saved in path.checkpoints] == [2, 5]
     assert path.best.step == 5
     api.resume(path)
-    assert [saved.step for saved in path.checkpoints] == [2, 6]
-    assert fingerprint(path) == fingerprint(whole)
+    assert [saved.step for saved in path.checkpoints] == [2, 5, 6]
+    assert path.best.step == 5
+    assert without(fingerprint(path), "checkpoints/step-00000005") == fingerprint(whole)
+
+
+def set_held_out_rewards(monkeypatch, rewards):
+    """Replace the held-out reward of some steps."""
+    real = Evaluator.validate
+
+    def validate(self, drift, when, *limit):
+        groups, metrics = real(self, drift, when, *limit)
+        step = int(when.removeprefix("after step ")) if "after" in when else 0
+        return groups, metrics | ({"validation/reward": rewards[step]} if step in rewards else {})
+
+    monkeypatch.setattr(Evaluator, "validate", validate)
+
+
+@pytest.mark.parametrize("second", [4.0, 6.0])
+def test_more_steps_do_not_delete_the_best_checkpoint(second, tmp_path, monkeypatch):
+    """The run has ended at a step that is no multiple of checkpoint.every."""
+    scores = {3: 5.0, 4: second}
+    set_held_out_rewards(monkeypatch, scores)
+    few = ["train.steps=3", "validation.every=10", "checkpoint.every=10"]
+    path = api.train("sort", overrides=few, out=tmp_path / "run")
+    assert path.best.step == 3
+    api.resume(path, overrides=["train.steps=4"])
+    best = max(scores, key=scores.get)
+    assert [saved.step for saved in path.checkpoints] == sorted({best, 4})
+    validation = json.loads((path / "summary.json").read_text())["validation"]
+    assert (validation["best"], validation["best_step"]) == (scores[best], best)
+    assert path.best.step == checkpoints.step_of(checkpoints.find_checkpoint(path, "best")) == best
+    assert unsaved_best(path) is None
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_best_validation_without_a_checkpoint_is_said(step, tmp_path, monkeypatch, capsys):
+    set_held_out_rewards(monkeypatch, {step: 6.0, 4: 5.5})
+    sets = ["train.steps=6", "validation.every=1", "checkpoint.every=2"]
+    arguments = ["train", "sort", "--out", str(tmp_path / "run"), "--quiet"]
+    monkeypatch.setattr(
+        "sys.argv", ["burnish", *arguments, *(w for s in sets for w in ("--set", s))]
+    )
+    with pytest.raises(SystemExit, match="0"):
+        main.main()
+    when = f"at step {step}" if step else "before the first step"
+    said = f"the best validation (6.000) was {when}, which has no checkpoint; step-00000004 is "
+    assert f"{said}the best that is saved (5.500)" in " ".join(capsys.readouterr().out.split())
+    assert burnish.Run(tmp_path / "run").best.step == 4
 
 
 def test_weights_say_how_often_the_run_was_restarted(tmp_path, monkeypatch):
@@ -273,8 +326,8 @@ def test_more_steps_may_be_asked_for_and_other_mathematics_not(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25])
-def test_a_longer_run_decays_as_it_began_to(share, tmp_path):
+def test_a_longer_run_decays_as_it_began_to(tmp_path):
+    share = 0.25
     sets = ["train.schedule=linear", f"train.final_share={share}", "train.weight_decay=0.1"]
     path = api.train("sort", overrides=[*SORT, *sets], out=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"train\.final_share can't change"):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from burnish.learner.optimizer import rate
 from burnish.recipe.costs import Size, estimate_seconds
 from burnish.recipe.load import (
     load_recipe,
@@ -102,7 +103,7 @@ def test_passes_over_a_rollout_are_planned(k, tmp_path):
     lines = dict(dict(make_plan(recipe, tmp_path))["batches"])
     assert lines["gradient steps"].startswith(f"{k} per rollout = 1 train batch of 64 responses ×")
     assert f"2,688 responses sampled, {42 * k} gradient step" in lines["in all"]
-    assert f"linear to 0 at gradient step {42 * k})" in lines["in all"]
+    assert f"linear to 0 after gradient step {42 * k})" in lines["in all"]
 
 
 def test_the_optimizer_is_planned(tmp_path):
@@ -110,10 +111,26 @@ def test_the_optimizer_is_planned(tmp_path):
     sets += ["train.final_share=0.1", "train.learning_rate=1e-5", "train.decay_steps=9"]
     lines = dict(dict(make_plan(load_recipe("keywords", sets), tmp_path))["batches"])
     wanted = "(AdamW with weight decay 0.1 and ε 1e-15, learning rate 1e-05, cosine to 0.1 of it "
-    assert f"{wanted}at gradient step 9)" in lines["in all"]
+    assert f"{wanted}after gradient step 9)" in lines["in all"]
+    warm = [*sets[2:3], "train.steps=5", "train.learning_rate=1e-5"]
+    warm += ["rollout.batch=64", "train.batch=64", "train.epochs=1"]
+    for steps, more, text in (
+        (0, [], "cosine to 0 after gradient step 5)"),
+        (1, [], "reached at gradient step 1, then cosine to 0 after gradient step 5)"),
+        (2, [], "reached at gradient step 2, then cosine to 0 after gradient step 5)"),
+        (0, ["train.decay_steps=3"], "cosine to 0 after gradient step 3; the last 2 gradient "
+         "steps change nothing)"),
+    ):  # fmt: skip
+        asked = load_recipe("keywords", [*warm, f"train.warmup_steps={steps}", *more])
+        line = dict(dict(make_plan(asked, tmp_path))["batches"])["in all"]
+        assert line.endswith(f"(AdamW, learning rate 1e-05, {text}")
+        train = asked.train.model_copy(update={"decay_steps": asked.decay_steps})
+        lowest = asked.steps_to_lowest
+        assert rate(train, lowest) == 0 < rate(train, lowest - 1)
+        assert rate(train, max(0, steps - 1)) == 1e-5 or steps == 0
     gae = ["objective.advantage=gae", "critic.learning_rate=1e-4", "train.eps=1e-7"]
     critic = dict(dict(make_plan(load_recipe("keywords", gae), tmp_path))["critic"])
-    assert critic["learning"] == "AdamW with ε 1e-07, learning rate 0.0001, linear"
+    assert critic["learning"] == "AdamW with ε 1e-07, learning rate 0.0001, the policy's schedule"
     own = load_recipe("sft", ["train.final_share=0.5", "task.train=rows.jsonl"])
     shown = dict(dict(make_plan(own, tmp_path))["batches"])["gradient steps"]
     assert shown.endswith("(AdamW, learning rate 0.0001, linear to 0.5 of it)")

@@ -70,14 +70,17 @@ def test_what_a_killed_process_had_no_time_to_delete_goes_when_the_run_resumes(t
     assert names(tmp_path) == ["step-00000003"]
 
 
-def test_one_that_was_not_planned_goes_with_the_next(tmp_path):
-    """Here of highest score: until the next is saved it is the best."""
-    for step, score in ((10, 0.5), (20, 0.1), (25, 0.9)):
+def test_one_that_was_not_planned_goes_with_the_next_unless_it_is_the_best(tmp_path):
+    def save(step, score):
         checkpoints.save_checkpoint(tmp_path, step, TENSORS, {}, score=score, keep=1, every=10)
-    assert names(tmp_path) == ["step-00000010", "step-00000025"]
+        return [int(name.removeprefix("step-")) for name in names(tmp_path)]
+
+    assert [save(*one) for one in ((10, 0.5), (20, 0.1), (23, None))][-1] == [10, 23]
+    assert save(25, 0.9) == [10, 25]
     assert checkpoints.best(tmp_path).name == "step-00000025"
-    checkpoints.save_checkpoint(tmp_path, 30, TENSORS, {}, keep=1, every=10)
-    assert names(tmp_path) == ["step-00000010", "step-00000030"]
+    assert save(30, None) == [10, 25, 30]  # 10: the best that an uninterrupted run has
+    assert checkpoints.best(tmp_path).name == "step-00000025"
+    assert save(40, 0.95) == [40]
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])

@@ -78,8 +78,9 @@ def test_a_reward_that_does_not_move():
     (told,) = find_warnings(sampled([0.4, 0.45] * 10), recipe())
     assert told == (
         "The reward did not move measurably: 0.425 at first, 0.425 at last, a difference of less "
-        "than two standard errors (one is 0.058). Likely remedies: a higher learning rate "
-        "(train.learning_rate=0.0001, now 4e-05), or more steps (train.steps=128, now 64)."
+        "than two standard errors (one is 0.058). Likely remedies in a new run: a higher "
+        "learning rate (train.learning_rate=0.0001, now 4e-05), or more steps "
+        "(train.steps=128, now 64)."
     )
     (far,) = find_warnings(sampled([0.4, 0.45] * 10, kl__initial_k1=[0.5] * 20), recipe())
     assert "more responses per step" in far  # the policy moved, so its rate is high enough
@@ -94,7 +95,9 @@ def test_a_reward_is_judged_only_when_the_run_is_over():
 
 def test_a_reward_that_falls():
     (told,) = find_warnings(sampled(rising(20)[::-1]), recipe())
-    assert told.startswith("The reward fell: 0.7947 at first, 0.2053 at last. Likely remedies: a")
+    assert told.startswith(
+        "The reward fell: 0.7947 at first, 0.2053 at last. Likely remedies in a new run: a"
+    )
     assert "a lower learning rate (train.learning_rate=1e-05, now 4e-05)" in told
     assert "objective.kl.coefficient=0.15, now 0.05" in told
 
@@ -132,7 +135,7 @@ def test_dead_groups(reward, lowest, highest, told):
         series[f"rollout/{name}"] = line([value] * 5)
     (warning,) = find_warnings(series, recipe())  # that the reward stood still goes without saying
     assert warning.startswith("96% of the groups were dead (all responses to a prompt earned")
-    assert f"Likely remedies: {told}" in warning
+    assert f"Likely remedies in a new run: {told}" in warning
     series["rollout/dead_groups"] = line([0.96] * 4 + [0.9])
     assert not any("dead" in text for text in find_warnings(series, recipe()))
 
@@ -154,15 +157,15 @@ def test_dead_groups_of_the_sorting_model():
     [
         (
             11.8,
-            "All of the episodes were truncated at task.turns = 12. Likely remedies: more turns "
-            "(task.turns=24, rollout.max_tokens=320, now 12 and 160), or an environment that ends "
-            "its episodes sooner.",
+            "All of the episodes were truncated at task.turns = 12. Likely remedies in a "
+            "new run: more turns (task.turns=24, rollout.max_tokens=320, now 12 and 160), or an "
+            "environment that ends its episodes sooner.",
         ),
         (
             5.0,
-            "All of the episodes were truncated at rollout.max_tokens = 160. Likely remedies: more "
-            "tokens (rollout.max_tokens=320, now 160), or shorter messages of the environment "
-            "(task.observation_tokens).",
+            "All of the episodes were truncated at rollout.max_tokens = 160. Likely remedies "
+            "in a new run: more tokens (rollout.max_tokens=320, now 160), or shorter messages "
+            "of the environment (task.observation_tokens).",
         ),
     ],
 )
@@ -175,8 +178,9 @@ def test_truncated_responses():
     series = sampled(rising(12)) | {"rollout/truncated": line([1.0] * 12)}
     (told,) = find_warnings(series, recipe())
     assert told == (
-        "All of the responses were truncated at rollout.max_tokens = 64. Likely remedies: a higher "
-        "limit (rollout.max_tokens=128, now 64), or a text in rollout.stop that ends a response."
+        "All of the responses were truncated at rollout.max_tokens = 64. Likely remedies in a "
+        "new run: a higher limit (rollout.max_tokens=128, now 64), or a text in "
+        "rollout.stop that ends a response."
     )
     free = recipe("keywords", "task.must_end=false", "train.micro_tokens=150")
     (told,) = find_warnings(series, free)
@@ -200,8 +204,9 @@ def test_kl_that_is_too_large_or_not_finite():
     far = sampled(rising(12), kl__initial_k1=[0.1] * 11 + [0.9], kl__held_out_k1=[0.2, 1.3, 0.8])
     assert find_warnings(far, recipe()) == [
         "KL to the initial model reached 1.3 nats per token (step 2): the policy has probably lost "
-        "other abilities. Likely remedies: a stronger KL penalty (objective.kl.coefficient=0.15, "
-        "now 0.05), or a lower learning rate (train.learning_rate=1e-05, now 4e-05)."
+        "other abilities. Likely remedies in a new run: a stronger KL penalty "
+        "(objective.kl.coefficient=0.15, now 0.05), or a lower learning rate "
+        "(train.learning_rate=1e-05, now 4e-05)."
     ]
     (told,) = find_warnings(far, recipe("keywords", "objective.kl=none"))
     assert 'a KL penalty (objective.kl.name="k3", objective.kl.coefficient=0.05' in told
@@ -210,7 +215,7 @@ def test_kl_that_is_too_large_or_not_finite():
     infinite = sampled(rising(12), kl__initial_k1=[0.1] * 11 + [math.nan])
     (told,) = find_warnings(infinite, recipe("keywords", "train.precision=bf16"))
     assert told.startswith(
-        "KL to the initial model was not finite at step 12. Likely remedies: a l"
+        "KL to the initial model was not finite at step 12. Likely remedies in a new run: a l"
     )
     assert 'more exact numbers (train.precision="fp32", engine.precision="fp32", now "bf16"' in told
 
@@ -242,7 +247,7 @@ def test_supervised_runs_are_judged_by_their_loss():
         assert find_warnings(held_out, recipe(name)) == []
     (told,) = find_warnings({"train/loss": line([0.5, 0.5, 1, 1, 2, 2.1])}, recipe("sft"))
     assert told.startswith(
-        "The loss rose: 0.5 at first, 2.05 at last. Likely remedies: a lower lear"
+        "The loss rose: 0.5 at first, 2.05 at last. Likely remedies in a new run: a lower lear"
     )
 
 
@@ -292,7 +297,7 @@ def test_every_remedy_is_valid_for_its_recipe(name):
         found = find_warnings(series, table)
         assert found or table["model"]["name"] in ("sorter", "scratch"), case
         for told in found:
-            remedies = told.partition("Likely remedies: ")[2]
+            remedies = told.partition("Likely remedies in a new run: ")[2]
             assert ", or " in remedies, told
             for given in re.findall(r"\((\w+\.[^()]*=.*?)\)", remedies):
                 changes = given.partition(", now ")[0].split(", ")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from burnish.errors import ConfigError
 from burnish.recipe.base import BY_NAME, Section, named
-from burnish.recipe.objective.advantages import AnyAdvantage, GroupZscore
+from burnish.recipe.objective.advantages import CRITIC, AnyAdvantage, GroupZscore
 from burnish.recipe.objective.entropy import EntropyTarget
 from burnish.recipe.objective.kl import KL, Absent, AnyImportance, Importance
 from burnish.recipe.objective.losses import AnyLoss, AnyReduction, Clip, SequenceMean
-from burnish.recipe.objective.piece import arxiv
+from burnish.recipe.objective.piece import Function, arxiv
 
 KINDS = ("advantage", "loss", "reduction", "kl", "importance")
 """Settings of an objective that select a piece by name."""
@@ -88,6 +90,17 @@ class ObjectiveConfig(Section):
         return self
 
     @property
+    def functions(self) -> dict[str, Function]:
+        """The functions from a script by their settings, such as "objective.loss.function"; a
+        recipe that was read from a run has only their names."""
+        return {
+            f"objective.{kind}.{key}": value
+            for kind, piece in (("advantage", self.advantage), ("loss", self.loss))
+            for key, value in piece.settings.items()
+            if key == "function" or (key == "values" and value != CRITIC)
+        }
+
+    @property
     def has_entropy_term(self) -> bool:
         """Whether the loss contains the entropy, in every step or in some."""
         return self.entropy is not None or self.entropy_coefficient > 0
@@ -115,3 +128,26 @@ class ObjectiveConfig(Section):
         """
         in_advantage = self.kl.where == "reward" or "proximal" in self.advantage.reads
         return in_advantage or bool(self.corrections)
+
+
+def check_functions(objective: ObjectiveConfig) -> None:
+    """Raise a ConfigError if the objective has only the name of a script's function: a recipe that
+    was read from a file, or from a run, has no functions."""
+    for setting, value in objective.functions.items():
+        if isinstance(value, str):
+            call = f"burnish.train(…, {as_argument({setting: value})})"
+            raise ConfigError(
+                f"{setting} = '{value}' is only the name of a function; pass the function itself "
+                f"from Python, as in {call}"
+            )
+
+
+def as_argument(functions: Mapping[str, str]) -> str:
+    """Return functions of an objective, named by their settings, as the argument of a call in
+    Python, such as ``objective={"loss": masked_clip}``."""
+    pieces = []
+    for setting, name in functions.items():
+        _, kind, key = setting.split(".")
+        gae = f'{{"name": "gae", "values": {name}}}'
+        pieces.append(f'"{kind}": {name if key == "function" else gae}')
+    return f"objective={{{', '.join(pieces)}}}"
