@@ -1,7 +1,11 @@
-"""Names of settings in TRL, verl and PEFT, and the settings of burnish that have their meaning."""
+"""Names of settings in TRL, verl and PEFT, and the settings of burnish that have their meaning.
+
+Also names of published algorithms, and the loss, advantage and preset that they are in burnish.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -225,6 +229,45 @@ ALIASES = {
     "val_kwargs.n": Alias("verl", "validation.samples"),
 }
 """Settings of other systems by name."""
+
+
+class Algorithm(NamedTuple):
+    """A published algorithm: its name, its loss and advantage, and the preset with all its
+    settings."""
+
+    title: str
+    loss: str
+    advantage: str
+    preset: str = ""
+    """"" if there is no preset: the algorithm's loss and advantage suffice."""
+
+
+ALGORITHMS = {
+    "grpo": Algorithm("GRPO", "clip", "group_zscore"),
+    "dapo": Algorithm("DAPO", "clip", "group_zscore", "dapo"),
+    "drgrpo": Algorithm("Dr. GRPO", "clip", "group_mean", "dr-grpo"),
+    "gspo": Algorithm("GSPO", "clip", "group_zscore", "gspo"),
+    "minimax": Algorithm("MiniMax-M1", "cispo", "group_zscore", "minimax"),
+    "olmo3": Algorithm("OLMo 3", "clip", "group_mean", "olmo3"),
+    "ppo": Algorithm("PPO", "clip", "gae", "ppo"),
+    "reinforce++": Algorithm("REINFORCE++", "clip", "reinforce_plus_plus", "reinforce-plus-plus"),
+    "rloo": Algorithm("RLOO", "reinforce", "leave_one_out", "rloo"),
+    "scalerl": Algorithm("ScaleRL", "cispo", "batch_std", "scalerl"),
+    "vineppo": Algorithm("VinePPO", "clip", "vine", "vineppo"),
+}
+"""Published algorithms by name, in lower case, without separators and with "+" for "plus"."""
+
+
+def explain_algorithm(name: str) -> str | None:
+    """Return a sentence with the loss and the advantage of a published algorithm; None if the name
+    is unknown. Case and separators do not matter."""
+    found = ALGORITHMS.get(re.sub(r"[-_. ]", "", name.lower()).replace("plus", "+"))
+    if found is None:
+        return None
+    whole = "`burnish recipes` lists presets, which set whole algorithms"
+    if found.preset:
+        whole = f"preset = {found.preset!r} sets the whole algorithm"
+    return f"{found.title}'s loss is {found.loss!r} and its advantage {found.advantage!r}; {whole}"
 
 
 def find_alias(key: str) -> Alias | None:

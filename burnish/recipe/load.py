@@ -19,7 +19,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from burnish.errors import ConfigError
-from burnish.recipe.aliases import explain_alias
+from burnish.recipe.aliases import explain_algorithm, explain_alias
 from burnish.recipe.base import LIST, OWN, as_table, nearest
 from burnish.recipe.objective.objective import KINDS
 from burnish.recipe.objective.piece import name_of
@@ -354,7 +354,10 @@ def _explain(problem: Any, keys: Sequence[str], given: Iterable[str]) -> str:
         tags = problem["ctx"]["expected_tags"].split("'")[1::2]
         known = [name for name in tags if name not in (OWN, LIST)]
         name = problem["ctx"]["tag"]
-        return f"{where}.name must be {' or '.join(known)}, got {name!r}{nearest(name, known)}"
+        remedy = nearest(name, known)
+        if where in ("objective.loss", "objective.advantage") and (said := explain_algorithm(name)):
+            remedy = f"; {said}"
+        return f"{where}.name must be {' or '.join(known)}, got {name!r}{remedy}"
     if kind == "missing" and chosen == LIST:
         return f"{where} is missing; add it to the list"
     if kind == "missing":

@@ -8,8 +8,14 @@ import pytest
 
 import burnish
 from burnish.errors import ConfigError
-from burnish.recipe.aliases import ALIASES, explain_alias, find_alias
-from burnish.recipe.load import load_recipe, setting_names
+from burnish.recipe.aliases import (
+    ALGORITHMS,
+    ALIASES,
+    explain_algorithm,
+    explain_alias,
+    find_alias,
+)
+from burnish.recipe.load import PRESETS, list_recipes, load_recipe, setting_names
 from burnish.recipe.recipe import Recipe
 
 
@@ -71,6 +77,24 @@ def test_a_setting_without_its_section_and_a_section_of_another_system():
             load_recipe("sort", given)
         assert said in str(caught.value)
     assert explain_alias("rollout") is None
+
+
+def test_a_published_algorithm_is_neither_a_loss_nor_an_advantage():
+    """The answer names its loss and its advantage, which its preset sets, and the preset."""
+    for preset in list_recipes(PRESETS):
+        objective = load_recipe("sums", f"preset={preset}").objective
+        loss, advantage = objective.loss.name, objective.advantage.name
+        said = explain_algorithm(preset)
+        assert f"loss is {loss!r} and its advantage {advantage!r}; preset = {preset!r}" in said
+    grpo = ALGORITHMS["grpo"]
+    load_recipe("sums", [f"objective.loss={grpo.loss}", f"objective.advantage={grpo.advantage}"])
+    for given in ("grpo", "GRPO", "dapo", "dr_grpo", "Dr.GRPO", "ppo", "rloo", "reinforce++"):
+        for kind in ("loss", "advantage"):
+            with pytest.raises(ConfigError, match=r"loss is '.*' and its advantage '") as caught:
+                load_recipe("sums", f"objective.{kind}={given}")
+            assert "did you mean" not in str(caught.value)
+    with pytest.raises(ConfigError, match="did you mean 'clip'"):
+        load_recipe("sums", "objective.loss=clipp")
 
 
 QUICK_START = (

@@ -102,6 +102,28 @@ def test_equal_requests_get_equal_responses(client):
     assert texts[0] == texts[1] == texts[2] != texts[3]
 
 
+def test_fields_that_clients_send_by_default_change_nothing(client):
+    fields = {"user": "a", "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}}
+    nulls = dict.fromkeys(fields)
+    (status, plain), *others = [client.ask(PROMPT | given) for given in ({}, fields, nulls)]
+    assert status == 200
+    assert all(found["choices"] == plain["choices"] for _, found in others)
+
+
+def test_parts_of_a_content_are_joined(client):
+    def ask(content):
+        messages = [{"role": "user", "content": content}]
+        return client.ask(CHAT | {"messages": messages}, path="/v1/chat/completions")
+
+    parts = [{"type": "text", "text": text} for text in ("He", "llo")]
+    (_, joined), (_, text) = ask(parts), ask("Hello")
+    assert joined["choices"] == text["choices"]
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "x", None):
+        status, found = ask([*parts, part])
+        assert status == 400
+        assert "messages.0.content must be a text or parts {" in found["error"]["message"]
+
+
 def test_the_server_names_its_model(client):
     status, found = client.ask(None, "/v1/models", "GET", {})
     assert (status, [model["id"] for model in found["data"]]) == (200, ["m"])
@@ -113,7 +135,10 @@ def test_the_server_names_its_model(client):
     [
         ({"logprobs": True}, {}, 400, "unsupported field 'logprobs'; the fields are model, temp"),
         ({"max_tokns": 1}, {}, 400, "unsupported field 'max_tokns'; did you mean 'max_tokens'?"),
-        ({"stream": True}, {}, 400, "stream must be False, got True"),
+        ({"logprobs": 1}, {}, 400, "prompt, max_completion_tokens"),
+        ({"stream": True}, {}, 400, "stream must be false, got true: streaming is not supported"),
+        ({"presence_penalty": 0.5}, {}, 400, "presence_penalty must be 0: other values are not"),
+        ({"logit_bias": {"5": 1}}, {}, 400, "supported; leave the field out, got {'5': 1}"),
         ({"prompt": []}, {}, 400, "prompt List must have at least 1 item"),
         ({"prompt": ""}, {}, 400, "a prompt has 1 to 99999 tokens in this model, got 0"),
         ({"prompt": ["a"] * 20, "n": 9}, {}, 400, "may have 128 responses, got 20 prompts with"),
@@ -123,7 +148,7 @@ def test_the_server_names_its_model(client):
         ({"top_p": 0}, {}, 400, "top_p must be greater than 0, got 0"),
         ({"max_tokens": 0}, {}, 400, "max_tokens must be greater than or equal to 1, got 0"),
         ({"max_tokens": "8"}, {}, 400, "max_tokens must be a valid integer, got '8'"),
-        ({"max_completion_tokens": 8}, {}, 400, "unsupported field 'max_completion_tokens'"),
+        ({"max_completion_tokens": 8}, {}, 400, "'max_completion_tokens' beside 'max_tokens'"),
         ({"seed": 2**63}, {}, 400, "seed must be less than 9223372036854775808"),
         ({"stop": ["x", ""]}, {}, 400, "stop.1 String must have at least 1 character"),
         ({"model": "other"}, {}, 404, "this server has the model 'm', not 'other'"),
