@@ -555,7 +555,10 @@ def export(
     the type of the tensors in the files: "fp32", "bf16" or "fp16".
     """
     if dtype not in EXPORTED:
-        raise ConfigError(f"dtype must be {' or '.join(EXPORTED)}, got {dtype!r}")
+        names = "; fp32 keeps all bits, bf16 and fp16 halve the size"
+        raise ConfigError(
+            f"--dtype, or dtype= in Python, must be {' or '.join(EXPORTED)}, got {dtype!r}{names}"
+        )
     path, target = Path(run_path), Path(out).resolve()
     recipe = resuming.resumed_recipe(path, ())
     if not recipe.model.is_language:
@@ -567,7 +570,7 @@ def export(
             "without --adapter"
         )
     if target.exists() and any(target.iterdir()):
-        raise RunError(f"{out} is not empty; choose another directory")
+        raise RunError(f"{out} is not empty; name a directory that is new or empty")
     chosen = checkpoints.find_checkpoint(path, which)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Write to a temporary directory beside the target and rename it when it is complete.

@@ -42,7 +42,7 @@ from burnish.recipe.load import (
 )
 from burnish.recipe.plan import make_plan
 from burnish.recipe.recipe import Recipe
-from burnish.runs import directory, resuming
+from burnish.runs import directory, failure, resuming
 from burnish.runs.run import answers, outcome, unsaved_best
 
 app = typer.Typer(
@@ -366,7 +366,8 @@ def report_command(run: RunPath) -> None:
     """Write the report.html of a run, which may still be active."""
     from burnish.runs.report import write_report
 
-    print_text(f"report: {write_report(run)}")
+    with failure.writing(run):
+        print_text(f"report: {write_report(run)}")
 
 
 @app.command("runs")
@@ -396,7 +397,10 @@ def note_command(
 
     directory.read_recipe(run)  # raises if there is no run
     change = text is not None or tags or untag
-    found = write_note(run, text, add=tags or (), remove=untag or ()) if change else read_note(run)
+    with failure.writing(run):
+        found = read_note(run)
+        if change:
+            found = write_note(run, text, add=tags or (), remove=untag or ())
     print_text(printable("\n".join(filter(None, [" ".join(found.tags), found.text])) or "no note"))
 
 

@@ -139,6 +139,11 @@ def _scratch_shape(model: ScratchConfig, vocab_size: int) -> ModelConfig:
 def open_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> Transformer:
     """Load a model on the CPU, with its adapter merged if it has one. For a run, load its best
     checkpoint: the checkpoint with the best validation score, or else the last."""
+    _tell_load(source, dtype)
+    return _open_merged(source, dtype)
+
+
+def _open_merged(source: ModelSource, dtype: torch.dtype) -> Transformer:
     model = _open_base(source, dtype if source.adapter is None else torch.float32)
     if source.adapter is not None:
         lora.fold(model, peft.read_adapter(source.adapter)).to(dtype)
@@ -152,8 +157,15 @@ def open_policy(
     trainable. If it selects LoRA, an adapter is added, which starts with the weights of the
     source's adapter or, if the source has none, is initialized from ``seed``. Otherwise the
     source's adapter is merged into the weights."""
+    _tell_load(source, dtype)
+    return _open_learned(source, train, seed, dtype)
+
+
+def _open_learned(
+    source: ModelSource, train: TrainConfig, seed: int, dtype: torch.dtype
+) -> Transformer:
     has_lora = isinstance(train.learn, LoraLearns)
-    model = (_open_base if has_lora else open_model)(source, dtype)
+    model = (_open_base if has_lora else _open_merged)(source, dtype)
     lora.learn(model, train, seed)
     if has_lora and source.adapter is not None:
         lora.load_adapter(model, peft.read_adapter(source.adapter))
@@ -177,7 +189,7 @@ def open_run(run: RunSource, chosen: Path) -> tuple[Transformer, Transformer | R
         transformer = _open_first(run.base, torch.float32)
     else:
         dtype = DTYPES[run.train.precision]
-        transformer = open_policy(run.base, run.train, run.seed, dtype)
+        transformer = _open_learned(run.base, run.train, run.seed, dtype)
     model: Transformer | RewardModel = transformer
     if run.learns_reward:
         model = with_reward_head(transformer, run.base.tokenizer)
@@ -252,6 +264,11 @@ def loadable_name(source: ModelSource) -> str | None:
     return str(source.files.resolve())
 
 
+def _tell_load(source: ModelSource, dtype: torch.dtype) -> None:
+    """Tell the user which model is loaded, by the name that the recipe gives it."""
+    tell("load", f"loading {source.name} in {str(dtype).removeprefix('torch.')}")
+
+
 def _open_base(source: ModelSource, dtype: torch.dtype) -> Transformer:
     """Load a model without merging ``source.adapter``. For a run, load its best checkpoint, with
     the adapter that the run trained merged."""
@@ -265,7 +282,6 @@ def _open_base(source: ModelSource, dtype: torch.dtype) -> Transformer:
 
 def _open_first(source: ModelSource, dtype: torch.dtype) -> Transformer:
     """Load a model that is not a run, from its files, or create it with random weights."""
-    tell("load", f"loading {source.name} in {str(dtype).removeprefix('torch.')}")
     if source.seed is None:
         return checkpoint.load_model(source.files, dtype=dtype, fp32_head=source.fp32_head)
     shape = replace(source.shape, fp32_head=source.fp32_head)

@@ -8,6 +8,7 @@ replaces the first.
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import time
@@ -32,6 +33,8 @@ FULL = {
 }
 """Causes of a write that finds no space, by error number."""
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+EXPLAINED = ("disk full", "read-only", "storage")
+"""Kinds of failures of the disk, whose traceback tells nothing."""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|ALLOC_FAILED|Killed by the OOM",
     re.IGNORECASE,
@@ -130,8 +133,7 @@ def record_failure(
     return a sentence for each file that could not be written. No exception is raised."""
     lines = [f"the run failed: {failure.kind}: {failure.message}", failure.remedy]
     lines += [f"continue with: {failure.command}"]
-    is_explained = failure.kind in ("disk full", "read-only", "storage")
-    if not (is_explained or isinstance(error, BurnishError)):
+    if not (failure.kind in EXPLAINED or isinstance(error, BurnishError)):
         lines.append("".join(traceback.format_exception(error)).rstrip())
     text = "".join(f"{printable(line)}\n" for line in lines if line)
 
@@ -145,13 +147,37 @@ def record_failure(
         **({"log.txt": log} if logs else {}),
         "report.html": lambda: write_report(path),
     }
-    problems = []
+    problems, same = [], []
+    cause = _system_error(error)
     for name, write in writes.items():
         try:
             write()
         except Exception as second:  # the first error is more informative
-            problems.append(f"{path / name} could not be written: {second}")
+            found = _system_error(second)
+            if found is None or cause is None or found.errno != cause.errno:
+                problems.append(f"{path / name} could not be written: {second}")
+            elif str(path / name) != cause.filename:
+                same.append(str(path / name))
+    if same:
+        problems.append(f"{' and '.join(same)} could not be written for the same reason")
     return problems
+
+
+@contextmanager
+def writing(run: Path) -> Iterator[None]:
+    """Raise an ``OSError`` of the block, which writes to the directory of a run, as a RunError that
+    names the file, the cause and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename
+        if where is None or (Path(where).exists() and not os.access(where, os.R_OK)):
+            raise  # a file that can't be read
+        found = explain(error, run, "")
+        if found.kind not in EXPLAINED:
+            raise
+        copy = f", or copy {run} to a place that is" if found.kind == "read-only" else ""
+        raise RunError(f"{found.message}; {found.remedy}{copy}") from error
 
 
 def explain(error: BaseException, path: Path, command: str, *, logs: bool = True) -> Failure:

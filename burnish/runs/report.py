@@ -161,6 +161,8 @@ def write_failure(run: Path, failure: Failure, *, now: float) -> None:
     try:
         replace_file(run / STATUS, text)
     except OSError:
+        if not (run / STATUS).exists():
+            raise
         with (run / STATUS).open("r+", encoding="utf-8") as file:  # needs no second file
             file.write(text)
             file.truncate()

@@ -79,7 +79,7 @@ def test_checkpoints_have_it_as_well(tmp_path, umask):
 
 
 def test_a_type_that_can_not_hold_the_weights_is_refused(runs, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="dtype must be fp32 or bf16 or fp16, got 'fp8'"):
+    with pytest.raises(ConfigError, match="must be fp32 or bf16 or fp16, got 'fp8'; fp32"):
         export(runs, "model", tmp_path / "out", "fp8")
     real = models.open_run
 
@@ -119,3 +119,11 @@ def test_transformers_loads_a_model_whose_tokens_are_bytes(runs, tmp_path):
     assert made.tolist() == answer.token_ids
     assert tokenizer.decode(made, skip_special_tokens=True) == answer.text
     assert tokenizer.eos_token_id == 256
+
+
+def test_a_run_that_is_loaded_is_told_by_its_name(runs, capsys):
+    """Not by the model that it started from."""
+    for run in runs.values():
+        api.generate("1+2=\n", model=run, max_tokens=1)
+        told = [line for line in capsys.readouterr().err.splitlines() if " in float32" in line]
+        assert [line.partition("] ")[2] for line in told] == [f"loading {run.path} in float32"]

@@ -2,16 +2,19 @@
 
 import errno
 import json
+import os
 import pickle
 import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from burnish.cli.main import app
 from burnish.errors import ActorError, DataError, EngineError, RunError
 from burnish.recipe.load import load_recipe, recipe_to_toml
-from burnish.runs import failure, report
+from burnish.runs import directory, failure, report
 from burnish.runs.directory import STATUS, RunDirectory
 from burnish.runs.report import Failure
 from burnish.runs.resuming import command_to_resume
@@ -233,3 +236,40 @@ def test_notes_survive_the_way_between_processes():
     error = DataError("x")
     error.add_note("continue with: c")
     assert pickle.loads(pickle.dumps(error)).__notes__ == ["continue with: c"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_files_that_fail_for_the_same_reason_are_named_once(number, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    with RunDirectory(path, RECIPE):
+        pass
+
+    def refused(file, text):
+        raise OSError(number, os.strerror(number), str(file))
+
+    first = OSError(number, os.strerror(number), str(path / "status.json"))
+    found = failure.explain(first, path, "c")
+    for module in (directory, report):
+        monkeypatch.setattr(module, "replace_file", refused)
+    (said,) = failure.record_failure(path, found, first)
+    assert said == f"{path}/report.html could not be written for the same reason"
+    other = KeyError("x")
+    said = failure.record_failure(path, failure.explain(other, path, "c"), other)
+    assert [line.split()[0] for line in said] == [f"{path}/status.json", f"{path}/report.html"]
+
+
+def test_a_report_or_a_note_that_can_not_be_written_has_a_remedy(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    with RunDirectory(path, RECIPE):
+        pass
+
+    def refused(self, *given, **named):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    for command, file in {("report",): "report.html", ("note", "a"): "note.json"}.items():
+        result = CliRunner().invoke(app, [command[0], str(path), *command[1:]])
+        assert str(result.exception) == (
+            f"can't write {path}/{file}: Read-only file system; make the directory and its files "
+            f"writable, or copy {path} to a place that is"
+        )
