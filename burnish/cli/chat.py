@@ -38,7 +38,8 @@ class Conversation:
         """``system`` is a message that precedes all others; None if there is none."""
         self._engine, self._tokenizer, self._params = engine, tokenizer, params
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._turns = 0
+        self.turns = 0
+        """The number of messages sent so far, also those that are forgotten."""
         self.is_cut = False
         """Whether the last answer ended at the limit on its tokens."""
         self.reset()
@@ -58,12 +59,12 @@ class Conversation:
         from burnish.tasks.text import encode_chat
 
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt, self._turns = encode_chat(self._tokenizer, asked), self._turns + 1
+        prompt, self.turns = encode_chat(self._tokenizer, asked), self.turns + 1
         request = Request(
-            f"turn-{self._turns}",
+            f"turn-{self.turns}",
             prompt,
             params=self._params,
-            group=self._turns - 1,
+            group=self.turns - 1,
             stream=Stream.GENERATE,
         )
         self._engine.submit(request)
@@ -130,7 +131,10 @@ def read_lines() -> Iterator[str]:
 
 
 def _answer(conversation: Conversation, line: str) -> None:
-    """Print the answer to a line as it is sampled."""
+    """Print the answer to a line as it is sampled. A blank line separates it from the last answer
+    if the lines are not typed, because then no prompt does."""
+    if conversation.turns and not sys.stdin.isatty():
+        echo()
     try:
         for piece in conversation.answer(line):
             echo(printable(piece), nl=False)

@@ -23,7 +23,7 @@ from burnish.graders.keywords import REWARDS
 from burnish.launch.preflight import require_extra
 from burnish.randomness import Purpose
 from burnish.recipe.load import load_recipe
-from burnish.recipe.tasks import GymTask, KeywordsTask
+from burnish.recipe.tasks import GymTask, KeywordsTask, PairsTask
 from burnish.runs.directory import replace_file
 from burnish.tasks.keywords import HELD_OUT_SEED, draw_question, instruction, split_words
 from burnish.tasks.sums import draw_sums, small_sums
@@ -46,7 +46,7 @@ class DataMaker(NamedTuple):
     """Function that returns the rows by the name of their file; its keywords are the options."""
     about: str
     next: str
-    """The command that learns from the rows; the directory's name follows it."""
+    """The command that learns from the rows if they are where its recipe reads them."""
 
 
 def make_sums(*, rows: int = 4000, seed: int = 0) -> dict[str, Rows]:
@@ -163,27 +163,27 @@ DATA_MAKERS = {
     "small-sums": DataMaker(
         make_small_sums,
         "sums of one-digit numbers with running totals; no model is needed",
-        "burnish sft sums-sft --data",
+        "burnish sft sums-sft",
     ),
     "guess": DataMaker(
         make_guess,
         "games of guessing a number, played at random within the hints; no model is needed",
-        "burnish sft guess-sft --data",
+        "burnish sft guess-sft",
     ),
     "sums": DataMaker(
         make_sums,
         "sums of two to four numbers, worked line by line (extra: gym)",
-        "burnish sft arithmetic-sft --data",
+        "burnish sft arithmetic-sft",
     ),
     "sentences": DataMaker(
         partial(make_sentences, "keywords-scratch", rows=1600, samples=4, temperature=0.4),
         "sentences with one or two of 40 words, sampled from a model in minutes",
-        "burnish sft keywords-scratch-sft --data",
+        "burnish sft keywords-scratch-sft",
     ),
     "words": DataMaker(
         partial(make_sentences, "keywords", rows=500, samples=8, temperature=1.0),
         "sentences with the words of `keywords`, sampled from a model in minutes",
-        "burnish sft --data",
+        "burnish sft",
     ),
 }
 """What `burnish data` writes, by name, which is also the directory by default."""
@@ -220,4 +220,6 @@ def write_data(name: str, out: Path | None, options: Mapping[str, Any]) -> str:
     for file, rows in files.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         replace_file(folder / f"{file}.jsonl", text)
-    return f"{command} {folder}"
+    recipe = load_recipe(command.split()[2] if command.count(" ") > 1 else "sft")
+    reads = recipe.task.train if isinstance(recipe.task, PairsTask) else ""
+    return command if reads == str(folder / "train.jsonl") else f"{command} --data {folder}"

@@ -24,11 +24,16 @@ def examine(runs: Path = Path("runs")) -> list[PlanSection]:
 
     ``runs`` is the directory of runs. This takes a few seconds.
     """
+    busy = _busy()  # before the measurement, which is itself a load
     rates = {name: hardware.measure_rates(SECONDS, precision=name) for name in ("fp32", "bf16")}
     return [
         (
             "machine",
-            [*_machine(runs), *((f"{name} products", _rate(name, rates[name])) for name in rates)],
+            [
+                *_machine(runs),
+                *((f"{name} products", _rate(name, rates[name])) for name in rates),
+                *busy,
+            ],
         ),
         ("optional parts", [(name, _extra(name)) for name in EXTRAS]),
         ("recipes", [(name, _recipe(name, runs, rates)) for name in list_recipes()]),
@@ -45,6 +50,19 @@ def _machine(runs: Path) -> Lines:
         ("GPU", "none found by torch" if gpu is None else f"{gpu}, {_free('cuda')}"),
         ("disk", f"{format_bytes(hardware.disk(runs))} free in {runs.absolute()}"),
     ]
+
+
+def _busy() -> Lines:
+    """Return a line if more processes want a core than the machine has cores."""
+    wanted, cores = hardware.load()
+    if wanted <= cores:
+        return []
+    busy = (
+        f"{wanted:.1f} processes wanted the {cores} cores in the last minute, so the measured "
+        "speed may be too low and the estimates below too long; repeat this when "
+        "the machine is idle"
+    )
+    return [("load", busy)]
 
 
 def _free(device: str) -> str:

@@ -372,9 +372,16 @@ def check_signature(reward: Reward, name: str) -> None:
     except TypeError as error:
         called = getattr(reward, "__name__", "score")
         word = called if called.isidentifier() else "score"
+        defined = f"lambda {str(signature)[1:-1]}" if called == "<lambda>" else f"{word}{signature}"
+        remedy = f"write def {word}({', '.join(given)})"
+        if given[0] == "response":
+            remedy += (
+                ", for one response and its row; a function of lists, as TRL's are, needs "
+                f"@burnish.batched and is def {word}(responses, rows)"
+            )
         raise DataError(
             f"reward {name}: must take two arguments, {' and '.join(given)}, but it is defined as "
-            f"{word}{signature} ({error}); write def {word}({', '.join(given)})"
+            f"{defined} ({error}); {remedy}"
         ) from None
 
 

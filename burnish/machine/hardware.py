@@ -120,6 +120,16 @@ def cores() -> int:
     return min(usable, max(1, int(os.environ.get(CORES, usable))))
 
 
+def load() -> tuple[float, int]:
+    """Return the mean number of processes that wanted a core in the last minute, and the machine's
+    number of cores. The former is 0 if the system does not report it."""
+    try:
+        average = os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows, and containers that hide it
+        average = 0.0
+    return average, os.cpu_count() or 1
+
+
 def processor() -> str:
     """Return the name of the processor's model, or of its architecture if the name is unknown."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()

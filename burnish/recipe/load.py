@@ -43,9 +43,20 @@ SHARES = {
 """Settings whose default is a share of the maximum response length, by section: the name of the
 kind that has the setting, the setting, and the share."""
 REMEDIES = {
+    "rollout.temperature": (
+        "; sampling for training needs randomness: 1 samples from the policy itself, and "
+        "validation.temperature = 0 is greedy evaluation"
+    ),
     "validation.every": "; task.validation_rows = 0 trains on rows of data without validation",
 }
 """Ends of the messages about values outside a setting's bounds, by the setting."""
+PARSED = {
+    "float_parsing": "a number, such as 0.5 or 1e-5",
+    "int_parsing": "a whole number, such as 8",
+    "int_from_float": "a whole number, such as 8",
+    "bool_parsing": "true or false",
+}
+"""Descriptions of the values of a setting, by the kind of the error that another value causes."""
 Table = Mapping[str, Any]
 """Settings as nested dictionaries."""
 Overrides = str | Table | Sequence[str | Table]
@@ -375,6 +386,8 @@ def _explain(problem: Any, keys: Sequence[str], given: Iterable[str]) -> str:
         return f"{where} is a section, got {problem['input']!r}; set its settings, such as {first}"
     if kind != "extra_forbidden":
         message = re.sub("(Input|String|List) should", "must", message)
+        if kind in PARSED:
+            message = f"must be {PARSED[kind]}"
         return f"{where} {message}, got {problem['input']!r}{REMEDIES.get(where, '')}"
     if where in keys:
         section, _, setting = where.rpartition(".")

@@ -110,7 +110,8 @@ def find_settings(prefix: str) -> list[SectionEntry]:
             for entry in entries
         )
         return [entry for entry in found if entry.settings]
-    raise ConfigError(f"there is no setting {prefix!r}{nearest(prefix, names)}")
+    remedy = nearest(prefix, names) or "; `burnish settings` lists all settings"
+    raise ConfigError(f"there is no setting {prefix!r}{remedy}")
 
 
 def answer_settings(prefix: str) -> str:

@@ -92,7 +92,7 @@ def run(monkeypatch, typed, *options):
 def test_lines_of_a_pipe_are_messages(monkeypatch):
     result = run(monkeypatch, "a\n\n/reset\n/quit now\n a\n", "--seed", "5")
     answers = expected("a\n", 0), expected(" a\n", 1)
-    assert result.stdout == "".join(f"{chat.printable(answer)}\n" for answer in answers)
+    assert result.stdout == "\n".join(f"{chat.printable(answer)}\n" for answer in answers)
     assert "there is no command '/quit', only /reset" in result.stderr
     assert "cut at its limit of tokens" in result.stderr
 
@@ -106,7 +106,8 @@ def test_control_characters_are_escaped(monkeypatch):
 def test_a_message_that_is_too_long_does_not_end_the_conversation(monkeypatch):
     result = run(monkeypatch, f"{'x' * 300}\na\n", "--temperature", "0")
     greedy = SamplingParams(0, max_tokens=12)
-    assert result.stdout == f"\n{chat.printable(expected('a' + chr(10), 1, greedy))}\n"
+    # The first answer is empty, and a blank line separates it from the second.
+    assert result.stdout == f"\n\n{chat.printable(expected('a' + chr(10), 1, greedy))}\n"
     assert "shorten the message, or enter /reset" in result.stderr
 
 

@@ -81,7 +81,7 @@ def test_every_file_that_a_builtin_recipe_needs_has_a_command(tmp_path, monkeypa
     for name, command in preflight.COMMANDS.items():
         assert command == f"burnish data {name}"
         assert name in DATA_MAKERS
-    write_data("small-sums", None, {})
+    assert write_data("small-sums", None, {}) == "burnish sft sums-sft"
     for recipe in map(load_recipe, ("sums", "sums-sft")):
         preflight.check_files(recipe.tasks)
     needed = {
@@ -96,7 +96,7 @@ def test_every_file_that_a_builtin_recipe_needs_has_a_command(tmp_path, monkeypa
 
 def test_the_commands_that_learn_name_recipes_with_these_files():
     for name, (_, _, command) in DATA_MAKERS.items():
-        recipe = re.fullmatch(r"burnish sft ?([\w-]*) --data", command)[1] or "sft"
+        recipe = re.fullmatch(r"burnish sft ?([\w-]*)", command)[1] or "sft"
         file = load_recipe(recipe).task.train
         assert file is None or Path(file).parts[0] == name
 

@@ -1,6 +1,7 @@
 """The machine and the recipes as `burnish doctor` and `burnish plan` tell of them."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -124,6 +125,18 @@ def test_a_plan_says_what_does_not_fit_and_what_is_not_there(smollm2, tmp_path, 
     assert "rows.jsonl, line 1: not JSON" in planned("keywords", *given)
     (tmp_path / "full" / "of").mkdir(parents=True)
     assert "must be new or empty, but it contains of" in planned("sort", "--out", "full")
+
+
+@pytest.mark.parametrize("wanted", [0.5, 1.0, 1.1])
+def test_the_doctor_tells_if_the_machine_is_busy(wanted, tmp_path, monkeypatch):
+    cores = os.cpu_count()
+    monkeypatch.setattr(hardware, "measure_rates", lambda *a, precision, **k: XEON)
+    monkeypatch.setattr(os, "getloadavg", lambda: (wanted * cores, 0.0, 0.0))
+    monkeypatch.setattr(doctor, "list_recipes", list)
+    (_, lines), *_ = doctor.examine(tmp_path)
+    said = [text for name, text in lines if name == "load"]
+    assert bool(said) == (wanted > 1)
+    assert all(f"{wanted * cores:.1f} processes wanted the {cores} cores" in text for text in said)
 
 
 def test_the_doctor_tells_of_machine_parts_and_recipes(smollm2, tmp_path, monkeypatch):

@@ -521,6 +521,7 @@ def test_an_async_call_that_ends_its_worker_fails_the_calls_that_have_begun(resp
         ("generator", "but it is a generator because it contains yield; write return"),
         ("one_argument", r"must take two arguments, response and row, but .* write def one_argu"),
         ("trl", r"defined as trl\(completions, \*\*kwargs\) .*; write def trl\(response, row\)"),
+        ("trl", r"as TRL's are, needs @burnish\.batched and is def trl\(responses, rows\)"),
         ("NOT_A_FUNCTION", "must be a function, got int; name a function"),
     ],
 )

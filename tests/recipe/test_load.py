@@ -164,8 +164,14 @@ def test_an_unknown_name_names_the_nearest():
 
 def test_wrong_values_are_said_with_the_rule():
     assert refused("train.learning_rate=-1") == "train.learning_rate must be greater than 0, got -1"
-    assert "train.steps must be a valid integer" in refused("train.steps=many")
-    assert "rollout.temperature must be greater than 0, got 0" in refused("rollout.temperature=0")
+    whole, number = "must be a whole number, such as 8", "must be a number, such as 0.5 or 1e-5"
+    assert refused("train.steps=many") == f"train.steps {whole}, got 'many'"
+    assert refused("train.steps=1.5") == f"train.steps {whole}, got 1.5"
+    assert refused("train.learning_rate=abc") == f"train.learning_rate {number}, got 'abc'"
+    message = refused("rollout.temperature=0")
+    assert message.startswith("rollout.temperature must be greater than 0, got 0; ")
+    assert "validation.temperature = 0 is greedy evaluation" in message
+    load_recipe("sums", ["validation.temperature=0", "rollout.temperature=1"])
 
 
 def test_a_file_that_is_not_toml(tmp_path):
