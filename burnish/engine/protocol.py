@@ -54,6 +54,10 @@ class Request:
     """Index of the request's first sample in its group. It enters the random draws, so that several
     requests of one group draw different numbers."""
 
+    continues: bool = False
+    """Whether a later request may continue the completions (`begun`), as a turn of an episode, so
+    that the engine may keep their cache."""
+
     @property
     def given(self) -> IntArray:
         """The prompt, followed by the tokens of the partial response if there is one."""

@@ -168,6 +168,7 @@ def pack_request(request: Request) -> Message:
         "group": request.group,
         "stream": int(request.stream),
         "first": request.first,
+        "continues": request.continues,
     }
     begun = [] if request.begun is None else [request.begun]
     rows, streams = pack_completions(begun)
@@ -196,6 +197,7 @@ def unpack_request(header: dict[str, Any], arrays: list[Array]) -> Request:
         Stream(header["stream"]),
         begun=begun[0] if begun else None,
         first=header["first"],
+        continues=header["continues"],
     )
 
 
