@@ -16,6 +16,7 @@ from typing import Any
 from burnish.console.progress import tell
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import decode_numbers
+from burnish.environments.pool import EnvironmentPool
 from burnish.errors import BurnishError
 from burnish.launch import engines
 from burnish.launch.models import DTYPES, ModelSource, open_model, open_policy, with_reward_head
@@ -42,7 +43,7 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.recipe.load import with_steps
 from burnish.recipe.runtime import BufferConfig, LaggedLoop
-from burnish.recipe.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
+from burnish.recipe.tasks import EnvironmentTask, MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.episodes import EpisodeEngine, EpisodeLimits
 from burnish.rollout.length import check_phrase
@@ -228,22 +229,23 @@ def build_sampler(resolved: Resolved) -> tuple[Task, Engine, Decode]:
     tell("load", "reading the prompts")
     task, decode = build_task(resolved)
     if isinstance(task, environment.EpisodeTask):
-        engine = _with_environments(resolved.source, engine, task)
+        engine = with_environments(resolved.source, engine, task.config, task.environments)
     return task, engine, decode
 
 
-def _with_environments(
-    source: ModelSource, engine: Engine, task: environment.EpisodeTask
+def with_environments(
+    source: ModelSource, engine: Engine, config: EnvironmentTask, environments: EnvironmentPool
 ) -> EpisodeEngine:
-    """Return an engine that samples episodes with the task's environments."""
-    config = task.config
+    """Return an engine that samples episodes of a task, whose ``environments`` have started."""
+    conversation = environment.conversation_of(config, environments, source.tokenizer)
     limits = EpisodeLimits(
         context=source.shape.context,
         turns=config.turns,
         turn_tokens=config.turn_tokens,
         observation_tokens=config.observation_tokens,
+        live=config.live,
     )
-    return EpisodeEngine(engine, task.environments, source.tokenizer, task.conversation, limits)
+    return EpisodeEngine(engine, environments, source.tokenizer, conversation, limits, config.pace)
 
 
 def _waiting_time(task: Task) -> Callable[[], float] | None:
