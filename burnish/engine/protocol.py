@@ -60,6 +60,10 @@ class Request:
     """Position of the response's first token in the random draws: the number of tokens that the
     sample has in earlier token sequences."""
 
+    continues: bool = False
+    """Whether a later request may continue the completions (`begun`), as a turn of an episode, so
+    that the engine may keep their cache."""
+
     @property
     def given(self) -> IntArray:
         """The prompt, followed by the tokens of the partial response if there is one."""

@@ -61,7 +61,7 @@ class EnvironmentLimits:
 
 
 def framed(content: bytes) -> bytes:
-    """Return a message preceded by its length."""
+    """Return a message preceded by its length, as `multiprocessing.connection` does."""
     return LENGTH.pack(len(content)) + content
 
 

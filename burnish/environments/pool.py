@@ -15,6 +15,7 @@ pool works from any thread, and from a script without a main guard.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import struct
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple, Self
 from burnish.console.text import printable
 from burnish.environments.episode import EnvironmentLimits as EnvironmentLimits
 from burnish.environments.loading import split_spec
-from burnish.environments.protocol import Observation, failed_observation
+from burnish.environments.protocol import EnvironmentCall, Observation, failed_observation
 from burnish.environments.supervisor import EnvironmentFacts, PlayCall, PlayReply
 from burnish.environments.tools import ToolSettings
 from burnish.environments.worker import GRACE_SECONDS
@@ -71,15 +72,22 @@ class _Record:
     """Whether the supervisor has a process of this episode."""
     was_replayed: bool = False
     failure: Observation | None = None
+    number: int | None = None
+    """Number of the call that the present process has not answered; None if there is none."""
+    called: float = 0.0
+    """Time of that call."""
+    is_ended: bool = False
+    """Whether the pool has ended the process, so that its replies are ignored."""
 
     @property
-    def next_call(self) -> PlayCall | None:
-        """The next call of the present process; None if it has answered all calls, or failed."""
+    def next_call(self) -> tuple[EnvironmentCall, Any] | None:
+        """The next call of the present process and its argument; None if the process has answered
+        all calls, or the episode has failed."""
         if self.failure or self.position > len(self.actions):
             return None
         if not self.position:
-            return PlayCall(self.name, "reset", (dict(self.row), self.seed))
-        return PlayCall(self.name, "step", self.actions[self.position - 1])
+            return "reset", (dict(self.row), self.seed)
+        return "step", self.actions[self.position - 1]
 
     @property
     def latest(self) -> Observation:
@@ -154,6 +162,11 @@ class EnvironmentPool:
         self.waited = 0.0
         """Seconds for which this pool has waited for calls of environments so far."""
         self._episodes: dict[str, _Record] = {}
+        self._numbers = itertools.count()
+        self._pending: dict[int, _Record] = {}
+        """Episodes whose environments are called, by the number of the call."""
+        self._awaited: dict[str, _Record] = {}
+        """Episodes whose observation the caller has not received."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EnvironmentPool, (self.spec, self.limits, self._tools), {"_script": self._script}
@@ -164,6 +177,7 @@ class EnvironmentPool:
         with self._lock:
             if self._owner != os.getpid():  # a fork: the episodes are the parent's
                 self._owner, self._supervisor, self._episodes = os.getpid(), None, {}
+                self._pending, self._awaited = {}, {}
             if self._supervisor is None:
                 if INSIDE in os.environ:
                     raise DataError(
@@ -180,43 +194,87 @@ class EnvironmentPool:
         A running episode of the same name is ended first.
         """
         with self._lock:
-            self.start()
-            _check_distinct([name for name, _, _ in episodes])
-            self.end([name for name, _, _ in episodes])
-            records = [_Record(*episode) for episode in episodes]
-            self._episodes |= {record.name: record for record in records}
-            self._advance(records)
+            self._wait(records := self._reset(episodes))
             return [record.latest for record in records]
+
+    def begin_reset(self, episodes: Sequence[tuple[str, Mapping[str, Any], int]]) -> None:
+        """Like `reset`, without waiting: `poll` returns the observations."""
+        with self._lock:
+            self._reset(episodes)
+
+    def _reset(self, episodes: Sequence[tuple[str, Mapping[str, Any], int]]) -> list[_Record]:
+        self.start()
+        _check_distinct([name for name, _, _ in episodes])
+        self.end([name for name, _, _ in episodes])
+        records = [_Record(*episode) for episode in episodes]
+        self._episodes |= {record.name: record for record in records}
+        self._begin(records)
+        return records
 
     def step(self, actions: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Observation]:
         """Give each named episode the model's message; return the observations in the same order.
 
         An episode that has failed returns its error again. Raise a ValueError if an episode has not
-        been reset, or is named twice.
+        been reset, is named twice, or has not answered its last call.
         """
         with self._lock:
-            self.start()
-            _check_distinct([name for name, _ in actions])
-            unknown = [name for name, _ in actions if name not in self._episodes]
-            if unknown:
-                raise ValueError(
-                    f"an episode must be reset before its first step, but {unknown[0]!r} was not, "
-                    "or has ended"
-                )
-            records = [self._episodes[name] for name, _ in actions]
-            for record, (_, message) in zip(records, actions, strict=True):
-                record.actions.append(dict(message))
-            self._advance(records)
+            self._wait(records := self._step(actions))
             return [record.latest for record in records]
 
-    def end(self, names: Iterable[str]) -> None:
-        """Call ``close`` of the named episodes' environments, and end their processes. Names of
-        episodes that do not run are ignored."""
+    def begin_step(self, actions: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        """Like `step`, without waiting: `poll` returns the observations."""
+        with self._lock:
+            self._step(actions)
+
+    def _step(self, actions: Sequence[tuple[str, Mapping[str, Any]]]) -> list[_Record]:
+        self.start()
+        _check_distinct([name for name, _ in actions])
+        unknown = [name for name, _ in actions if name not in self._episodes]
+        if unknown:
+            raise ValueError(
+                f"an episode must be reset before its first step, but {unknown[0]!r} was not, or "
+                "has ended"
+            )
+        if busy := [name for name, _ in actions if name in self._awaited]:
+            raise ValueError(
+                f"each episode may have one call at a time, but {busy[0]!r} has not answered the "
+                "last one; wait with poll"
+            )
+        records = [self._episodes[name] for name, _ in actions]
+        for record, (_, message) in zip(records, actions, strict=True):
+            record.actions.append(dict(message))
+        self._begin(records)
+        return records
+
+    def poll(self, seconds: float = 0.0) -> dict[str, Observation]:
+        """Return the observations, by the episode's name, that calls of `begin_reset` and
+        `begin_step` have had since the last poll. If there is none, wait for the first one, up to
+        ``seconds``."""
+        with self._lock:
+            if self._owner != os.getpid():
+                return {}
+            until, left = time.monotonic() + seconds, 0.0
+            while True:
+                while self._advance(list(self._awaited.values()), left):
+                    left = 0.0  # take what has arrived already
+                done = [one for one in self._awaited.values() if one.next_call is None]
+                left = until - time.monotonic()
+                if done or left <= 0 or not self._awaited:
+                    break
+            self._wait(done)
+            return {record.name: record.latest for record in done}
+
+    def end(self, names: Iterable[str], *, waits: bool = True) -> None:
+        """Call ``close`` of the named episodes' environments, and end their processes, also if they
+        are called at the moment. Return when they have ended or, unless ``waits``, at once. Names
+        of episodes that do not run are ignored."""
         with self._lock:
             if self._owner != os.getpid():
                 return
             records = [self._episodes.pop(name) for name in set(names) & self._episodes.keys()]
-            self._end_processes(records)
+            for record in records:
+                self._awaited.pop(record.name, None)
+            self._end_processes(records, waits=waits)
 
     def close(self) -> None:
         """End all episodes and the supervisor. Closing again does nothing."""
@@ -226,6 +284,7 @@ class EnvironmentPool:
             finally:
                 self._episodes = {}
                 self._stop()
+                self._pending, self._awaited = {}, {}
 
     def _load(self) -> None:
         """Start a supervisor and wait until it has loaded the environment's file."""
@@ -245,67 +304,113 @@ class EnvironmentPool:
             self._stop()
             raise
 
-    def _advance(self, records: Sequence[_Record]) -> None:
-        """Call the environments of these episodes until each has answered all of its calls or has
-        failed, in rounds of one call per episode."""
-        while True:
-            waiting = [(one, call) for one in records if (call := one.next_call)]
-            if not waiting:
-                break
-            self.start()
-            try:
-                for reply in self._call([call for _, call in waiting]):
-                    self._take(waiting[reply.place][0], reply)
-            except ChildError as error:
-                self._lose(error)
+    def _begin(self, records: Sequence[_Record]) -> None:
+        """Call the environments of these episodes, which the caller awaits."""
+        self._awaited |= {record.name: record for record in records}
+        self._send_calls(records)
+
+    def _wait(self, records: Sequence[_Record]) -> None:
+        """Wait until each of these episodes has answered all of its calls or has failed."""
+        while any(record.next_call is not None for record in records):
+            self._advance(records, None)
+        for record in records:
+            self._awaited.pop(record.name, None)
         self._end_processes([one for one in records if one.failure])  # a replay that differed
 
-    def _end_processes(self, records: Sequence[_Record]) -> None:
-        """Call ``close`` of the environments whose processes run, and end these processes."""
-        calls = [PlayCall(one.name, "close", None) for one in records if one.is_running]
-        for record in records:
-            record.is_running = False
+    def _advance(self, records: Sequence[_Record], seconds: float | None) -> bool:
+        """Receive one reply, waiting for at most ``seconds`` (None: until the supervisor is late),
+        and make the next calls of these episodes, which replays have. Return False if there was no
+        reply."""
         try:
-            for _ in self._call(calls) if calls and self._supervisor else ():
-                pass
+            found = self._take_reply(seconds)
         except ChildError as error:
             self._lose(error)
+            found = True
+        self._send_calls(records)
+        return found
+
+    def _send_calls(self, records: Iterable[_Record]) -> None:
+        """Send the next calls of those episodes whose environments are not called already."""
+        waiting = [(one, call) for one in records if one.number is None and (call := one.next_call)]
+        if waiting:
+            self.start()
+            self._send([self._call(record, *call) for record, call in waiting])
+
+    def _call(self, record: _Record, call: EnvironmentCall, argument: Any) -> PlayCall:
+        """Return the next call of an environment, whose reply is awaited."""
+        record.number, record.called = next(self._numbers), time.monotonic()
+        self._pending[record.number] = record
+        return PlayCall(record.number, record.name, call, argument)
+
+    def _send(self, calls: Sequence[PlayCall]) -> None:
+        """Send calls to the supervisor, which is lost if it does not take them."""
+        assert self._supervisor is not None
+        process, connection = self._supervisor
+        try:
+            connection.send(calls)
+        except BlockingIOError:
+            self._lose(ChildError(f"{process.name} did not take a call within {SLACK:g} s"))
+        except OSError:
+            self._lose(process.failure())
+        except BaseException:
+            self._lose(ChildError("the pool was interrupted"))
+            raise
+
+    def _take_reply(self, seconds: float | None) -> bool:
+        """Wait for a reply, for at most ``seconds`` (None: until the supervisor is late), and
+        record it. Return False if there was none, or if no call runs.
+
+        Raise a ChildError if the supervisor dies or does not respond. After any other error, such
+        as a KeyboardInterrupt, it is stopped, because a part of its reply may be lost.
+        """
+        if not self._pending or self._supervisor is None:
+            return False
+        oldest = min(record.called for record in self._pending.values())
+        began = time.perf_counter()
+        left = max(0.0, oldest + self.limits.wall_seconds + SLACK - time.monotonic())
+        try:
+            waits = seconds is None or seconds >= left
+            if not waits and not self._supervisor.connection.poll(seconds):
+                return False
+            reply = self._receive(left)
+        except ChildError:
+            raise
+        except BaseException:
+            self._lose(ChildError("the pool was interrupted"))
+            raise
+        finally:
+            self.waited += time.perf_counter() - began
+        assert isinstance(reply, PlayReply)
+        record = self._pending.pop(reply.number, None)
+        if record is not None:  # otherwise the episode has been ended
+            record.number = None
+            if not record.is_ended:
+                self._take(record, reply)
+        return True
+
+    def _end_processes(self, records: Sequence[_Record], *, waits: bool = True) -> None:
+        """Call ``close`` of the environments whose processes run, and end these processes."""
+        calls = []
+        for record in records:
+            if record.number is not None:
+                del self._pending[record.number]
+            elif not record.is_running:
+                continue
+            record.is_running, record.is_ended = False, True
+            calls.append(self._call(record, "close", None))
+        if not waits:  # the replies are ignored
+            for call in calls:
+                del self._pending[call.number]
+        if calls and self._supervisor is not None:
+            self._send(calls)
+        while not {call.number for call in calls}.isdisjoint(self._pending):
+            self._advance((), None)
 
     def _take(self, record: _Record, reply: PlayReply) -> None:
         if reply.was_killed and reply.observation.error:
             record.lose(reply.observation.error, deterministic=self.deterministic)
         else:
             record.take(reply.observation)
-
-    def _call(self, calls: Sequence[PlayCall]) -> Iterable[PlayReply]:
-        """Send calls to the supervisor; yield the replies as they arrive.
-
-        Raise a ChildError if the supervisor dies or does not respond. After any other error, such
-        as a KeyboardInterrupt, the supervisor is stopped, because its replies would be mistaken for
-        the replies to the next calls.
-        """
-        assert self._supervisor is not None
-        process, connection = self._supervisor
-        is_complete, began = False, time.perf_counter()
-        try:
-            try:
-                connection.send(calls)
-            except BlockingIOError:
-                raise ChildError(f"{process.name} did not take a call within {SLACK:g} s") from None
-            except OSError:
-                raise process.failure() from None
-            for _ in calls:
-                reply = self._receive(self.limits.wall_seconds + SLACK)
-                assert isinstance(reply, PlayReply)
-                yield reply
-            is_complete = True
-        except ChildError:
-            is_complete = True  # the caller stops the supervisor
-            raise
-        finally:
-            self.waited += time.perf_counter() - began
-            if not is_complete:
-                self._lose(ChildError("the pool was interrupted"))
 
     def _receive(self, timeout: float, limit: str = "") -> Any:
         """Return the supervisor's next answer; raise an answer that is an exception.
@@ -336,7 +441,9 @@ class EnvironmentPool:
         """Stop a supervisor that has failed; replay its episodes, if that is possible, with the
         next supervisor."""
         self._stop()
+        self._pending.clear()
         for record in self._episodes.values():
+            record.number = None
             record.lose(printable(str(error)), deterministic=self.deterministic)
 
     def _stop(self) -> None:

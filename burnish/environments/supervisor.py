@@ -69,16 +69,18 @@ class PlayCall(NamedTuple):
     """One call of an environment. ``argument`` is the pair of row and seed for ``reset``, the
     model's message for ``step``, and None for ``close``, after which the episode's process ends."""
 
+    number: int
+    """Number of the call, which its reply has, too."""
     name: str
     call: EnvironmentCall
     argument: Any
 
 
 class PlayReply(NamedTuple):
-    """The result of a call. ``place`` is the call's position in its list, and ``was_killed`` says
-    that someone else has killed the episode's process."""
+    """The result of the call of that number. ``was_killed`` says that someone else has killed the
+    episode's process."""
 
-    place: int
+    number: int
     observation: Observation
     was_killed: bool
 
@@ -92,8 +94,8 @@ class _Episode:
     channel: socket.socket
     output: IO[bytes]
     call: EnvironmentCall = "reset"
-    place: int | None = None
-    """Position of the call that runs; None if none does."""
+    number: int | None = None
+    """Number of the call that runs; None if none does."""
     began: float = 0.0
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytes = b""
@@ -132,7 +134,9 @@ class EpisodeSupervisor:
         # Unlike epoll, this selector is not shared with the forks.
         self.selector = selectors.PollSelector()
         self.selector.register(pool, selectors.EVENT_READ)
-        self.replies: list[PlayReply] = []
+        # Replies wait here: a supervisor that blocked on them would not watch the episodes.
+        self.pool_socket = socket.socket(fileno=os.dup(pool.fileno()))
+        self.replies = bytearray()
         self.leaves_processes = False
         """Whether an episode has ended since the last call of `kill_descendants`."""
 
@@ -140,37 +144,41 @@ class EpisodeSupervisor:
         """Answer calls until the guardian dies. Raise EOFError or OSError if the pool has closed
         the connection."""
         while os.getppid() == guardian:
-            is_busy = any(one.place is not None for one in self.episodes.values())
+            is_busy = any(one.number is not None for one in self.episodes.values())
             for key, events in self.selector.select(POLL_SECONDS if is_busy else IDLE_SECONDS):
                 if key.fileobj is self.pool:
-                    self._begin(self.pool.recv())
+                    if events & selectors.EVENT_READ:
+                        self._begin(self.pool.recv())
                 elif key.data in self.episodes.values() and not key.data.ended:
                     self._exchange(key.data, key.fileobj, events)
             self._finish()
 
     def _begin(self, calls: Sequence[PlayCall]) -> None:
-        """Begin all calls of a list. The pool sends it when the calls of the last list have been
-        answered."""
+        """Begin all calls of a list. If another call of an episode runs, it ends with an error, and
+        so does the episode."""
         self._collect(reap())
-        for place, (name, call, argument) in enumerate(calls):
+        for number, name, call, argument in calls:
             if call == "reset":
-                self._start(place, name, *argument)
+                self._start(number, name, *argument)
                 continue
             episode = self.episodes.get(name)
+            if episode is not None and episode.number is not None:
+                self._fail(episode, f"the episode was ended during {episode.call}")
+                episode = None
             if episode is None:
-                self._reply(place, failed_observation(f"episode {name!r} has no process"))
+                self._reply(number, failed_observation(f"episode {name!r} has no process"))
                 continue
-            episode.place, episode.call, episode.began = place, call, time.monotonic()
+            episode.number, episode.call, episode.began = number, call, time.monotonic()
             if episode.ended:
                 self._fail(episode, f"{episode.ended} before {call}", episode.was_killed)
             else:
                 episode.outgoing = framed(pickle.dumps((call, argument)))
                 self._send(episode)
 
-    def _start(self, place: int, name: str, row: Mapping[str, Any], seed: int) -> None:
+    def _start(self, number: int, name: str, row: Mapping[str, Any], seed: int) -> None:
         """Fork the process of an episode, which begins with ``reset``."""
         if name in self.episodes:
-            self._discard(self.episodes[name])
+            self._fail(self.episodes[name], "the episode was reset")
         began = time.monotonic()
         try:
             with contextlib.ExitStack() as opened:
@@ -185,11 +193,11 @@ class EpisodeSupervisor:
                 opened.pop_all()
         except OSError as error:  # too many open files or processes
             said = f"the environment's process can't be started: {error}"
-            self._reply(place, failed_observation(said))
+            self._reply(number, failed_observation(said))
             return
         ours.setblocking(False)
         os.set_blocking(reader.fileno(), False)
-        episode = _Episode(name, pid, ours, reader, place=place, began=began)
+        episode = _Episode(name, pid, ours, reader, number=number, began=began)
         self.episodes[name] = episode
         self.selector.register(ours, selectors.EVENT_READ, episode)
         self.selector.register(reader, selectors.EVENT_READ, episode)
@@ -210,6 +218,7 @@ class EpisodeSupervisor:
             os.dup2(output, 2)
             os.close(output)
             self.pool.close()
+            self.pool_socket.close()
             for one in self.episodes.values():
                 one.channel.close()
                 one.output.close()
@@ -268,7 +277,7 @@ class EpisodeSupervisor:
             part = b""
         found, size = episode.incoming, len(episode.incoming) - LENGTH.size
         length = LENGTH.unpack_from(found)[0] if size >= 0 else REPLY_BYTES
-        is_valid = size <= length <= REPLY_BYTES and (episode.place is not None or not found)
+        is_valid = size <= length <= REPLY_BYTES and (episode.number is not None or not found)
         if not is_valid:
             self._fail(episode, "the environment's process sent an invalid reply")
         elif size == length:
@@ -285,26 +294,33 @@ class EpisodeSupervisor:
         self._collect(reap())
         seconds, now = self.limits.wall_seconds, time.monotonic()
         for episode in list(self.episodes.values()):
-            if episode.place is not None and now - episode.began > seconds:
+            if episode.number is not None and now - episode.began > seconds:
                 self._fail(episode, f"{episode.call} took more than {seconds:g} s (wall_seconds)")
         if self.leaves_processes:
             self.leaves_processes = False
             kept = [one.pid for one in self.episodes.values() if not one.ended]
             self._collect(kill_descendants([*kept, *self.own_children]))
-        for reply in self.replies:
-            self.pool.send(reply)
-        self.replies.clear()
+        self._send_replies()
+
+    def _send_replies(self) -> None:
+        """Send as many bytes of the replies as the pool accepts now."""
+        with contextlib.suppress(BlockingIOError):
+            while self.replies:
+                sent = self.pool_socket.send(self.replies[:CHUNK], socket.MSG_DONTWAIT)
+                del self.replies[:sent]
+        more = selectors.EVENT_WRITE if self.replies else 0
+        self.selector.modify(self.pool, selectors.EVENT_READ | more)
 
     def _collect(self, codes: Mapping[int, int]) -> None:
         """Note that processes have ended with these exit codes."""
         for episode in [one for one in self.episodes.values() if one.pid in codes]:
-            if episode.place is not None and episode.channel in self.selector.get_map():
+            if episode.number is not None and episode.channel in self.selector.get_map():
                 self._receive(episode)  # what it has sent before
             if episode not in self.episodes.values():
                 continue
             code = codes[episode.pid]
             self.leaves_processes = True
-            if episode.place is not None:
+            if episode.number is not None:
                 self._fail(episode, self._reason(episode.call, code), code in OUTSIDE)
             elif not episode.ended:
                 episode.ended = f"the environment's process {exit_text(code)}"
@@ -324,21 +340,22 @@ class EpisodeSupervisor:
     def _fail(self, episode: _Episode, error: str, was_killed: bool = False) -> None:
         """End an episode and, if a call runs, reply with its error."""
         self._discard(episode)
-        if episode.place is not None:
+        if episode.number is not None:
             self._answer(episode, failed_observation(error), was_killed)
 
     def _answer(
         self, episode: _Episode, observation: Observation, was_killed: bool = False
     ) -> None:
-        place, episode.place = episode.place, None
-        assert place is not None
+        number, episode.number = episode.number, None
+        assert number is not None
         seconds = time.monotonic() - episode.began
-        self._reply(place, observation, seconds, was_killed)
+        self._reply(number, observation, seconds, was_killed)
 
     def _reply(
-        self, place: int, found: Observation, seconds: float = 0.0, was_killed: bool = False
+        self, number: int, found: Observation, seconds: float = 0.0, was_killed: bool = False
     ) -> None:
-        self.replies.append(PlayReply(place, replace(found, seconds=seconds), was_killed))
+        reply = PlayReply(number, replace(found, seconds=seconds), was_killed)
+        self.replies += framed(pickle.dumps(reply))  # as `Connection.send` frames it
 
     def _discard(self, episode: _Episode) -> None:
         """Kill the process of an episode and close its files."""

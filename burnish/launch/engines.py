@@ -35,6 +35,7 @@ from burnish.recipe.costs import PAGE, Need
 from burnish.recipe.engine import AnyEngine, SglangConfig
 from burnish.recipe.models import AnyModel, SorterConfig
 from burnish.recipe.tasks import SortTask
+from burnish.rollout.episodes import EpisodeEngine
 
 ROUGH = 1.0
 """Largest accepted difference between the probes of engine and learner, in nats, unless both
@@ -114,6 +115,12 @@ def tolerance(engine_precision: str, train_precision: str) -> float:
     return 1e-4 if is_exact else ROUGH
 
 
+def inner_engine(engine: Engine) -> Engine:
+    """Return the engine that samples: the one inside an engine of episodes, or the engine
+    itself."""
+    return engine.engine if isinstance(engine, EpisodeEngine) else engine
+
+
 def attach(
     engine: Engine, probe: Callable[[], tuple[float, ...]], bound: float
 ) -> Callable[[], None]:
@@ -123,6 +130,7 @@ def attach(
     Return a function that ends the engine's process or disconnects from its server. For an engine
     in this process, nothing is checked, and the function does nothing.
     """
+    engine = inner_engine(engine)
     if not isinstance(engine, ExternalEngine):
         return lambda: None
     engine.expect(probe, bound)
@@ -131,6 +139,7 @@ def attach(
 
 def leave(engine: Engine) -> None:
     """Close an external engine. An engine in this process needs no closing."""
+    engine = inner_engine(engine)
     if isinstance(engine, ExternalEngine):
         engine.close()
 
@@ -142,8 +151,9 @@ def rest(engine: Engine, *, sleeps: bool) -> Callable[[], AbstractContextManager
     """
     if not sleeps:
         return nullcontext
-    assert isinstance(engine, Sleeper)
-    return partial(_asleep, engine)
+    sleeper = inner_engine(engine)
+    assert isinstance(sleeper, Sleeper)
+    return partial(_asleep, sleeper)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 from burnish.console.progress import tell
 from burnish.engine.protocol import Engine, require
 from burnish.engine.sorter import decode_numbers
+from burnish.environments.pool import EnvironmentPool
 from burnish.environments.protocol import ANSWERING
 from burnish.errors import BurnishError
 from burnish.launch import engines
@@ -43,7 +44,7 @@ from burnish.model.tokenizer import Tokenizer
 from burnish.model.transformer import Transformer
 from burnish.recipe.load import with_steps
 from burnish.recipe.runtime import BufferConfig, LaggedLoop
-from burnish.recipe.tasks import MixtureTask, PairsTask, PreferencesTask, SortTask
+from burnish.recipe.tasks import EnvironmentTask, MixtureTask, PairsTask, PreferencesTask, SortTask
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.episodes import EpisodeEngine, EpisodeLimits
 from burnish.rollout.length import check_phrase
@@ -229,27 +230,35 @@ def build_sampler(resolved: Resolved) -> tuple[Task, Engine, Decode]:
     tell("load", "reading the prompts")
     task, decode = build_task(resolved)
     if isinstance(task, environment.EpisodeTask):
-        recipe = resolved.recipe
-        history, total = recipe.rollout.history, recipe.train.micro_tokens
-        engine = _with_environments(resolved.source, engine, task, history, total)
+        engine = with_environments(
+            resolved.source,
+            engine,
+            task.config,
+            task.environments,
+            history=resolved.recipe.rollout.history,
+            total=resolved.recipe.train.micro_tokens,
+        )
     return task, engine, decode
 
 
-def _with_environments(
+def with_environments(
     source: ModelSource,
     engine: Engine,
-    task: environment.EpisodeTask,
+    config: EnvironmentTask,
+    environments: EnvironmentPool,
+    *,
     history: str,
     total: int | None,
 ) -> EpisodeEngine:
-    """Return an engine that samples episodes with the task's environments. Print a note if the chat
-    template rewrites earlier turns, and the recipe keeps them.
+    """Return an engine that samples episodes of a task, whose ``environments`` have started. Print
+    a note if the chat template rewrites earlier turns, and the recipe keeps them.
 
     ``history`` is rollout.history; ``total`` is the maximum number of tokens of all sequences of an
     episode, None if there is none.
     """
-    config, follows = task.config, history == "template"
-    roles = task.conversation.rewrites(ANSWERING)
+    conversation = environment.conversation_of(config, environments, source.tokenizer)
+    follows = history == "template"
+    roles = conversation.rewrites(ANSWERING)
     if roles and not follows:
         tell(
             "note",
@@ -264,13 +273,15 @@ def _with_environments(
         observation_tokens=config.observation_tokens,
         seconds=config.episode_seconds,
         total=total,
+        live=config.live,
     )
     return EpisodeEngine(
         engine,
-        task.environments,
+        environments,
         source.tokenizer,
-        task.conversation,
+        conversation,
         limits,
+        config.pace,
         follows=follows,
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 from burnish.engine.remote.environment import check_packages, check_token, read_key
 from burnish.errors import BurnishError, ConfigError, DataError, MissingExtra, ModelError, RunError
 from burnish.graders import judge, rewards, trial
+from burnish.machine import hardware
 from burnish.recipe.engine import AnyEngine
 from burnish.recipe.load import list_recipes, load_recipe
 from burnish.recipe.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
@@ -54,6 +55,8 @@ EXTRAS = {
 """Optional dependencies: for each extra, a module that it installs, and the extra's purpose."""
 COMMANDS = {name: f"burnish data {name}" for name in ("small-sums", "sums", "sentences", "guess")}
 """Commands that write the data files of built-in recipes, by the directory that they write to."""
+SPARE_PROCESSES = 64
+"""Processes that are left to the run itself and to environments that start their own."""
 _RUN = re.compile(r"runs/([\w.-]+)-\d+")
 
 
@@ -79,6 +82,7 @@ def find_problems(recipe: Recipe, out: Path | None = None) -> list[BurnishError]
         found += [*problem_of(check_model_extra, model), *problem_of(check_model, model)]
     found += problem_of(check_adapter, recipe.model.adapter, recipe.train.learn)
     found += problem_of(check_engine, recipe.engine)
+    found += problem_of(check_live, tasks)
     found = list({str(problem): problem for problem in found}.values())
     # Rows may need a package that is missing.
     return found or problem_of(
@@ -180,6 +184,20 @@ def check_files(tasks: Mapping[str, Any]) -> None:
         made = _commands(tasks)
         remedy = f"first: {made[0]}" if made else f"name files that exist; rows are {FORMS}"
         raise DataError(f"{named} can't be read: no such file; {remedy}")
+
+
+def check_live(tasks: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if a task may run more environments at once than this machine allows
+    processes."""
+    for key, task in tasks.items():
+        if isinstance(task, EnvironmentTask):
+            most = hardware.processes() - SPARE_PROCESSES
+            if task.live > most:
+                raise ConfigError(
+                    f"{key}.live = {task.live} exceeds the processes that this machine allows "
+                    f"({most} more; see ulimit -u, ulimit -n and the container's pids.max); use "
+                    f"{key}.live = {max(1, most)}, or raise the limit"
+                )
 
 
 def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: bool = True) -> None:

@@ -34,9 +34,11 @@ from burnish.machine import folders
 from burnish.recipe.costs import shared_memory
 from burnish.recipe.recipe import Recipe
 from burnish.recipe.runtime import FreeLoop, RayRuntime
+from burnish.recipe.tasks import EnvironmentTask
 from burnish.rollout.dead_groups import make_replacer
 from burnish.rollout.step_values import make_step_sampler
 from burnish.runs.metrics import Timers
+from burnish.tasks.environment import start_environments
 from burnish.types import Group
 
 
@@ -138,10 +140,21 @@ def build_on_ray(resolved: Resolved) -> RunComponents:
 
 
 def make_generator(recipe: Recipe) -> GeneratorWorker:
-    """Build the generator of a run, with its engine, in the generator's actor."""
+    """Build the generator of a run, with its engine, in the generator's actor. The environments of
+    its episodes are child processes of the actor."""
     resolved = resolve(recipe, checks=False, threads=recipe.runtime.threads)
     recipe, loop, engine = resolved.recipe, recipe.loop, engines.build_engine(resolved)
     require(engine.capabilities, repeats=not isinstance(loop, FreeLoop))
+    if isinstance(recipe.task, EnvironmentTask):
+        environments = start_environments(recipe.task, resolved.source.tokenizer)
+        engine = local.with_environments(
+            resolved.source,
+            engine,
+            recipe.task,
+            environments,
+            history=recipe.rollout.history,
+            total=recipe.train.micro_tokens,
+        )
     drains = isinstance(loop, FreeLoop) and loop.on_update == "wait"
     steps = make_step_sampler(
         recipe.objective.advantage,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -187,6 +189,35 @@ def memory(device: str = "cpu") -> tuple[int, int]:
             held = int(used) - int(caches.get("inactive_file", 0))
             total, free = int(limit), min(free, int(limit) - held)
     return total, max(0, free)
+
+
+def processes() -> int:
+    """Return the number of processes that this one may start before the system refuses more: by the
+    limits of the user, of a container and of the kernel, and by the number of open files if each
+    process needs two."""
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = [] if files == resource.RLIM_INFINITY else [files // 2]
+    own, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if own != resource.RLIM_INFINITY and os.getuid():  # the kernel ignores root's limit
+        most.append(own - _threads_of(os.getuid()))
+    for name in ("pid_max", "threads-max"):
+        value = _read(SYSTEM / "proc/sys/kernel" / name)
+        most += [int(value)] if value.isdigit() else []
+    for group in _groups():
+        limit, used = (_read(group / f"pids.{name}") for name in ("max", "current"))
+        if limit.isdigit():
+            most.append(int(limit) - int(used or 0))
+    return max(0, min(most, default=1 << 15))
+
+
+def _threads_of(user: int) -> int:
+    """Return the number of threads of a user's processes."""
+    count = 0
+    for folder in (SYSTEM / "proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if folder.stat().st_uid == user:
+                count += len(list((folder / "task").iterdir()))
+    return count
 
 
 def _cpuinfo(key: str) -> str:

@@ -164,11 +164,16 @@ def _environment_lines(task: EnvironmentTask, rollout: RolloutConfig) -> Lines:
     without = "a truncated episode earns 0, and another one is an error"
     graded = without if task.reward is None else f"{task.reward} grades the last turn"
     limits = f"{task.wall_seconds:g} s, {task.cpu_seconds:g} s of CPU time, {task.memory_mb:,} MB"
+    most = min(task.live, rollout.batch)
+    pace = "all take a turn, then all environments step"
+    if task.pace == "free":
+        pace = "each at its own pace: a resumed or repeated run differs in the last bits, or more"
     return [
         ("episode", f"{episode}, with the environment's messages{observed}"),
         ("learned", "the policy's tokens; the environment's have no loss and count in no mean"),
         ("reward", f"r_i = Σ over the turns of the environment's rewards; without any, {graded}"),
-        ("environments", f"{rollout.batch:,} processes at a time; a call may take {limits}"),
+        ("environments", f"{most:,} processes at a time; a call may take {limits}"),
+        ("order", pace),
     ]
 
 

@@ -28,7 +28,6 @@ from burnish.recipe.runtime import (
     AnyRuntime,
     BufferConfig,
     FreeLoop,
-    LaggedLoop,
     LocalRuntime,
     RayRuntime,
     TorchrunRuntime,
@@ -189,22 +188,12 @@ def check_turn_rules(task: EnvironmentTask, rollout: RolloutConfig) -> None:
 
 def environment_conflicts(recipe: Recipe) -> list[tuple[str, str]]:
     """Return the settings that do not work with multi-turn episodes yet, each with a remedy."""
-    loop, advantage = recipe.loop, recipe.objective.advantage
-    lag = loop.lag if isinstance(loop, LaggedLoop) else 0
-    engine, runtime = recipe.engine.name, recipe.runtime.name
-    is_active = recipe.selection.dead_groups == "active"
+    advantage = recipe.objective.advantage
     rules = {
-        (f"engine.name = '{engine}'", "engine.name = 'native'"): engine != "native",
-        (f"runtime.name = '{runtime}'", "runtime.name = 'local'"): runtime != "local",
-        (f"loop.name = '{loop.name}'", "loop.name = 'lagged'"): loop.name != "lagged",
-        (f"loop.lag = {lag}", "loop.lag = 0"): lag > 0,
-        ("[buffer]", "remove [buffer]"): recipe.buffer is not None,
-        ("[mesh]", "remove [mesh]"): recipe.on_mesh,
         (
             f"objective.advantage.name = '{advantage.name}'",
             "objective.advantage.name = 'group_mean'",
         ): isinstance(advantage, Remax | Vine),
-        ("selection.dead_groups = 'active'", "selection.dead_groups = 'dynamic'"): is_active,
     }
     return [pair for pair, is_broken in rules.items() if is_broken]
 

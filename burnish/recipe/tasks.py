@@ -328,6 +328,14 @@ class EnvironmentTask(RowsTask):
         description="wall time of all calls of an episode after which it is truncated; None: only "
         "that of each call",
     )
+    pace: Literal["lockstep", "free"] = Field(
+        "lockstep",
+        description="episodes wait for each other after each turn, so that runs repeat bit for bit "
+        "(lockstep), or environments step while other episodes' turns are sampled (free)",
+    )
+    live: int = Field(
+        256, ge=1, description="episodes that an engine runs at once, each in a process of its own"
+    )
     cpu_seconds: float = Field(2.0, gt=0, description="CPU time limit per call")
     wall_seconds: float = Field(20.0, gt=0, description="wall time limit per call")
     memory_mb: int = Field(

@@ -8,15 +8,25 @@ If the episode follows a chat template that writes earlier turns differently aft
 next turn begins a new token sequence of the same sample, whose prompt is the template's text. Each
 sampled token thus stays in the context in which it was sampled.
 
-Episodes proceed in lockstep: all unfinished episodes take a turn, then all of their environments
-step. The engine therefore computes the same batches whenever the run is repeated.
+Episodes proceed in lockstep or freely (`Pace`). In lockstep, all live episodes take a turn, then
+all of their environments step, so the engine computes the same batches whenever the run is
+repeated. Freely, an episode's environment steps as soon as its turn is complete, while the engine
+samples the turns of other episodes.
+
+    state of an episode          ends when
+    queued                       fewer than `EpisodeLimits.live` episodes are live
+    its environment is called    the environment answers, or its process fails
+    the engine samples a turn    the turn is complete
+    its turn is complete         the turns of all live episodes are (lockstep), or at once (free)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,6 +48,11 @@ from burnish.types import (
     Weights,
 )
 
+Pace = Literal["lockstep", "free"]
+"""Whether episodes wait for each other after each turn."""
+WAIT_SECONDS = 0.2
+"""Longest time that a step waits for environments, if the engine has no work and episodes proceed
+freely."""
 STREAMS = ("token_ids", "logprobs", "versions", "sampled")
 """Fields of a completion with one value per token."""
 CUT = " … [cut]"
@@ -60,6 +75,8 @@ class EpisodeLimits:
     """Maximum number of tokens of each message of the environment; None: unlimited."""
     seconds: float | None = None
     """Maximum time of all calls of the environment together; None: no own limit."""
+    live: int = 256
+    """Maximum number of episodes that run at the same time; the others are queued."""
 
 
 @dataclass(eq=False)
@@ -76,8 +93,8 @@ class _Play:
     """All messages before the current turn."""
     turns: list[Turn] = field(default_factory=list)
     turn: Completion | None = None
-    """The current sequence so far, if its current turn is complete; None while the engine samples
-    it."""
+    """The current sequence up to the end of its last complete turn; None before the first one is
+    complete, and while the engine samples the next one."""
     start: int = 0
     """Index in the current sequence at which the current turn begins."""
     seconds: float = 0.0
@@ -123,103 +140,127 @@ class EpisodeEngine:
         tokenizer: Tokenizer,
         conversation: ConversationFormat,
         limits: EpisodeLimits,
+        pace: Pace = "lockstep",
         *,
         follows: bool = False,
     ) -> None:
         """``follows``: whether turns are sampled after the chat template's text of all messages, so
         that a template that rewrites earlier turns begins a new sequence. Otherwise an episode is
         one sequence, to which messages are appended."""
-        self._engine, self._environments, self._limits = engine, environments, limits
+        self._is_free = pace == "free"
+        self.engine = engine
+        """The engine that samples the turns."""
+        self._environments, self._limits = environments, limits
         self._tokenizer, self._conversation, self._follows = tokenizer, conversation, follows
-        self._submitted: list[Request] = []
-        """Requests whose environments the next step resets."""
-        self._plays: dict[tuple[str, int], _Play] = {}
-        """Unfinished episodes, by the request and sample of the engine for their current turn."""
-        self._failures: list[Completion] = []
-        """Episodes that have failed to start, which the next step returns."""
+        self._queue: deque[_Play] = deque()
+        """Episodes that have not begun."""
+        self._live: dict[str, _Play] = {}
+        """Episodes that have an environment, by its name, in the order in which they began."""
+        self._sampling: dict[tuple[str, int], _Play] = {}
+        """The live episodes whose turn the engine samples, by its request and sample."""
+        self._undelivered: list[Completion] = []
+        """Episodes that have ended since the last step."""
+        self._left: list[str] = []
+        """Names of environments whose episodes have ended; they are ended together."""
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._engine.capabilities
+        return self.engine.capabilities
 
     @property
     def version(self) -> int:
-        return self._engine.version
+        return self.engine.version
 
     @property
     def sampled(self) -> int:
-        return self._engine.sampled
+        return self.engine.sampled
 
     @property
     def unfinished(self) -> int:
-        waiting = sum(play.turn is not None for play in self._plays.values())
-        outside = len(self._failures) + sum(r.n for r in self._submitted)
-        return self._engine.unfinished + waiting + outside
+        elsewhere = len(self._live) - len(self._sampling)
+        return self.engine.unfinished + elsewhere + len(self._queue) + len(self._undelivered)
 
     def load(self, weights: Weights) -> None:
-        self._engine.load(weights)
+        self.engine.load(weights)
 
     def probe(self) -> Probed:
-        return self._engine.probe()
+        return self.engine.probe()
 
     def submit(self, request: Request) -> None:
         if request.episode is None:
-            self._engine.submit(request)
+            self.engine.submit(request)
         else:
-            self._submitted.append(request)
+            self._queue += [_play(request, i) for i in range(request.n)]
 
     def abort(self, request_id: str) -> None:
-        self._start()
-        self._engine.abort(request_id)
-        for key, play in self._plays.items():
-            if play.request.request_id != request_id:
-                continue
-            if play.turn is None:
-                self._engine.abort(key[0])
-            else:
-                play.turn = replace(play.turn, finish=Finish.ABORT)
+        for name in {request_id, *self._names_of(request_id)}:
+            self.engine.abort(name)  # the engine returns what it has sampled
+        queued = [play for play in self._queue if play.request.request_id == request_id]
+        sampling = set(self._sampling.values())
+        for play in [*queued, *self._live.values()]:
+            if play.request.request_id == request_id and play not in sampling:
+                self._end(play, Finish.ABORT)
+        self._queue = deque(play for play in self._queue if play not in queued)
+        self._end_environments()
 
     def step(self) -> list[Completion]:
-        self._start()
-        done, self._failures = self._failures, []
-        for completion in self._engine.step():
-            play = self._plays.get((completion.request_id, completion.sample_index))
-            if play is None:
-                done.append(completion)
-            else:
+        """Begin queued episodes, let the engine advance the turns, and let environments answer
+        those that are complete: in lockstep when all are, otherwise without waiting, unless the
+        engine has no work."""
+        self._begin()
+        passed: list[Completion] = []
+        complete: list[_Play] = []
+        if self.engine.unfinished:
+            for completion in self._step_engine():
+                key = completion.request_id, completion.sample_index
+                if key not in self._sampling:
+                    passed.append(completion)
+                    continue
+                play = self._sampling.pop(key)
                 play.turn = completion
-        if not self._plays or any(play.turn is None for play in self._plays.values()):
-            return done
-        return done + self._advance()
+                if not self._end_turn(play, completion):
+                    complete.append(play)
+        if self._is_free:
+            self._exchange(complete, 0.0 if passed or self.engine.unfinished else WAIT_SECONDS)
+        elif not self._sampling:
+            self._answer(list(self._live.values()))
+        self._end_environments()
+        done, self._undelivered = self._undelivered, []
+        return passed + done
 
-    def _start(self) -> None:
-        """Reset the environments of new requests and submit the first turns."""
-        requests, self._submitted = self._submitted, []
-        if not requests:
-            return
-        plays = [_play(request, i) for request in requests for i in range(request.n)]
-        starts = [play.request.episode for play in plays]
-        observations = self._environments.reset(
-            [(p.name, s.row, s.seed) for p, s in zip(plays, starts, strict=True) if s is not None]
-        )
-        plays = [self._opened(*pair) for pair in zip(plays, observations, strict=True)]
-        failed = {
-            play.name: error
-            for play, found in zip(plays, observations, strict=True)
-            if (error := found.error or self._opening_error(play))
-        }
-        for request in requests:
-            own = [play for play in plays if play.request is request]
-            if not any(play.name in failed or play.sequences for play in own):
-                first = replace(request, episode=None, params=self._turn_params(own[0], 0))
-                self._engine.submit(first)
-                self._plays |= {(request.request_id, play.sample): play for play in own}
-                continue
-            for play in own:
-                if play.name not in failed:
-                    self._submit(play, None)
-        self._environments.end(failed)
-        self._failures += [self._failed(p, failed[p.name]) for p in plays if p.name in failed]
+    def _step_engine(self) -> list[Completion]:
+        """Step the engine; if it fails, no episode can go on, and all environments end."""
+        try:
+            return self.engine.step()
+        except Exception:
+            self._environments.end(self._live)
+            raise
+
+    def _begin(self) -> None:
+        """Reset the environments of queued episodes, as many as may be live, and submit their first
+        turns."""
+        while self._queue and len(self._live) < self._limits.live:
+            count = min(len(self._queue), self._limits.live - len(self._live))
+            plays = [self._queue.popleft() for _ in range(count)]
+            self._live |= {play.name: play for play in plays}
+            starts = list(map(_start_of, plays))
+            if self._is_free:
+                self._environments.begin_reset(starts)
+            else:
+                self._start(zip(plays, self._environments.reset(starts), strict=True))
+
+    def _start(self, found: Iterable[tuple[_Play, Observation]]) -> None:
+        """Submit the first turns of episodes whose environments were reset, and end those that
+        can't begin."""
+        started = []
+        for unopened, observation in found:
+            play = self._live[unopened.name] = self._opened(unopened, observation)
+            error = observation.error or self._opening_error(play)
+            if error is None:
+                started.append(play)
+            else:
+                self._leave(play, self._failed(play, error))
+        self._submit_first(started)
         self._tell_turn()
 
     def _opened(self, play: _Play, found: Observation) -> _Play:
@@ -249,58 +290,77 @@ class EpisodeEngine:
             )
         return None
 
-    def _advance(self) -> list[Completion]:
-        """Step the environments of all episodes, whose turns are complete; submit the next turns.
-        Return the episodes that have ended."""
-        plays, self._plays = list(self._plays.values()), {}
-        done, playing = [], []
-        for play in plays:
-            turn = play.turn
-            assert turn is not None
-            if turn.finish is Finish.ABORT:
-                done.append(self._finished(play, Finish.ABORT))
+    def _submit_first(self, plays: Iterable[_Play]) -> None:
+        """Submit the first turns of episodes: those of consecutive samples as one request, so that
+        decoding reads their prompt once. An episode with a prompt of its own has its own
+        request."""
+        numbered = enumerate(plays)
+        for _, run in groupby(numbered, lambda one: (one[1].request, one[1].sample - one[0])):
+            own = [play for _, play in run]
+            request, first, count = own[0].request, own[0].sample, len(own)
+            if count == 1 < request.n or any(play.sequences for play in own):
+                for play in own:
+                    self._submit(play, None)
                 continue
-            play.turns.append(self._read(play, turn))
-            # A turn that ended by itself counts also if the next one has no room.
-            is_cut = turn.finish is Finish.LENGTH
-            limit = self._reached(play, len(turn.token_ids)) if is_cut else None
-            if limit is not None:
-                done.append(self._finished(play, Finish.LENGTH, limit))
-            else:
-                playing.append(play)
-        messages = [{"role": "assistant", "content": play.turns[-1].text} for play in playing]
-        named = [play.name for play in playing]
-        actions = list(zip(named, messages, strict=True))
-        if actions:
-            self._tell_turn(playing, f", waiting for {counted(len(actions), 'environment')}")
-        observations = self._environments.step(actions) if actions else []
-        for play, found in zip(playing, observations, strict=True):
-            play.turns[-1] = self._answered(play.turns[-1], found)
-            play.seconds += found.seconds
-            if found.error is not None or found.done:
-                done.append(self._finished(play, Finish.STOP))
-            elif limit := self._go_on(play):
-                done.append(self._finished(play, Finish.LENGTH, limit))
-        self._environments.end(f"{c.request_id}/{c.sample_index}" for c in done)
+            name = request.request_id
+            if count < request.n:
+                name += f"/{first}-{first + count - 1}"
+            params = self._turn_params(own[0], 0)
+            whole = replace(request, episode=None, params=params, continues=True)
+            number = request.first + first
+            self.engine.submit(replace(whole, request_id=name, n=count, first=number))
+            self._sampling |= {(name, i): play for i, play in enumerate(own)}
+
+    def _answer(self, plays: Sequence[_Play]) -> None:
+        """Step the environments of episodes whose turns are complete, and submit the next turns of
+        those that go on."""
+        if not plays:
+            return
+        self._tell_turn(f", waiting for {counted(len(plays), 'environment')}")
+        observations = self._environments.step([(play.name, _action(play)) for play in plays])
+        for play, found in zip(plays, observations, strict=True):
+            self._go_on(play, found)
         self._tell_turn()
-        return done
 
-    def turns_of(self, request_id: str) -> tuple[Turn, ...]:
-        """Return the complete turns of an unfinished episode, the first one of a request."""
-        plays = (play for play in self._plays.values() if play.request.request_id == request_id)
-        return tuple(play.turns) if (play := next(plays, None)) else ()
+    def _exchange(self, plays: Sequence[_Play], seconds: float) -> None:
+        """Begin to step the environments of episodes whose turns are complete, and process the
+        answers of all environments that have arrived. If there is none, wait up to ``seconds`` for
+        the first one."""
+        if plays:
+            self._environments.begin_step([(play.name, _action(play)) for play in plays])
+        found = [(self._live[name], o) for name, o in self._environments.poll(seconds).items()]
+        self._start((play, answer) for play, answer in found if not play.turns)
+        for play, answer in found:
+            if play.turn is not None:
+                self._go_on(play, answer)
+        if found:
+            self._tell_turn()
 
-    def _tell_turn(self, answered: Sequence[_Play] = (), doing: str = "") -> None:
-        """Display the turn of the episodes: the one that the policy takes, or that the environments
-        of ``answered`` answer."""
-        numbers = [len(play.turns) for play in answered]
-        numbers += [len(play.turns) + 1 for play in self._plays.values()]
-        if numbers:
-            first, last = min(numbers), max(numbers)
-            own = f"turn {last}" if first == last else f"turns {first} to {last}"
-            tell_turn(f"{own} of {self._limits.turns}{doing}")
+    def _end_turn(self, play: _Play, turn: Completion) -> bool:
+        """Read the turn that an episode has completed; end the episode if it was aborted or cut off
+        by a limit of the episode. Return whether the episode has ended."""
+        if turn.finish is Finish.ABORT:
+            self._end(play, Finish.ABORT)
+            return True
+        play.turns.append(self._read(play, turn))
+        # A turn that ended by itself counts also if the next one has no room.
+        is_cut = turn.finish is Finish.LENGTH
+        limit = self._reached(play, len(turn.token_ids)) if is_cut else None
+        if limit is not None:
+            self._end(play, Finish.LENGTH, limit)
+        return limit is not None
 
-    def _go_on(self, play: _Play) -> Limit | None:
+    def _go_on(self, play: _Play, found: Observation) -> None:
+        """Record the environment's answer to a turn, and submit the next turn or end the
+        episode."""
+        play.turns[-1] = self._answered(play.turns[-1], found)
+        play.seconds += found.seconds
+        if found.error is not None or found.done:
+            self._end(play, Finish.STOP)
+        elif limit := self._next_turn(play):
+            self._end(play, Finish.LENGTH, limit)
+
+    def _next_turn(self, play: _Play) -> Limit | None:
         """Submit the next turn of an episode, or return the limit that prevents it."""
         turn, seconds = play.turn, self._limits.seconds
         assert turn is not None
@@ -319,8 +379,46 @@ class EpisodeEngine:
             following = following.in_new_sequence(prompt)
         limit = self._reached(following, 0 if begun is None else len(begun.token_ids))
         if limit is None:
+            self._live[following.name] = following
             self._submit(following, begun)
         return limit
+
+    def _end(self, play: _Play, finish: Finish, limit: Limit | None = None) -> None:
+        """End an episode with what it has sampled. ``limit`` has truncated it."""
+        self._leave(play, self._finished(play, finish, limit))
+
+    def _leave(self, play: _Play, completion: Completion) -> None:
+        """Deliver the completion of an episode that has ended, and end its environment."""
+        if self._live.pop(play.name, None) is not None:
+            self._left.append(play.name)
+        self._undelivered.append(completion)
+
+    def _end_environments(self) -> None:
+        """End the environments of episodes that have ended."""
+        names, self._left = self._left, []
+        if names:
+            self._environments.end(names, waits=not self._is_free)
+
+    def _names_of(self, request_id: str) -> set[str]:
+        """Return the names of the engine's requests for turns of a request's episodes."""
+        return {key[0] for key, p in self._sampling.items() if p.request.request_id == request_id}
+
+    def turns_of(self, request_id: str) -> tuple[Turn, ...]:
+        """Return the turns of an unfinished episode, the first one of a request, that its
+        environment has answered."""
+        plays = (play for play in self._live.values() if play.request.request_id == request_id)
+        play = next(plays, None)
+        if play is None:
+            return ()
+        return tuple(play.turns if play.turn is None else play.turns[:-1])
+
+    def _tell_turn(self, doing: str = "") -> None:
+        """Display the turns that live episodes take, and ``doing``, what the policy waits for."""
+        numbers = [len(play.turns) + (play.turn is None) for play in self._live.values()]
+        if numbers:
+            first, last = min(numbers), max(numbers)
+            own = f"turn {last}" if first == last else f"turns {first} to {last}"
+            tell_turn(f"{own} of {self._limits.turns}{doing}")
 
     def _submit(self, play: _Play, begun: Completion | None) -> None:
         """Submit the next turn of an episode, which continues ``begun``, or the first turn of a
@@ -334,13 +432,14 @@ class EpisodeEngine:
             params=self._turn_params(play, play.start),
             episode=None,
             begun=begun,
+            continues=True,
             first=play.request.first + play.sample,
             turn=play.start,
             position=play.position,
         )
-        self._engine.submit(request)
+        self.engine.submit(request)
         play.turn = None
-        self._plays[request.request_id, 0] = play
+        self._sampling[request.request_id, 0] = play
 
     def _turn_params(self, play: _Play, start: int) -> SamplingParams:
         """Return the sampling parameters of a turn that begins after ``start`` tokens of its
@@ -422,13 +521,13 @@ class EpisodeEngine:
 
     def _finished(self, play: _Play, finish: Finish, limit: Limit | None = None) -> Completion:
         """Build the completion of an episode. ``limit`` has truncated it."""
-        assert play.turn is not None
-        parts = [*play.earlier, play.turn]
+        last = play.turn or self._nothing(play)
+        parts = [*play.earlier, last]
         streams: dict[str, Any] = {
             name: np.concatenate([getattr(c, name) for c in parts]) for name in STREAMS
         }
         return replace(
-            play.turn,
+            last,
             **streams,
             request_id=play.request.request_id,
             sample_index=play.sample,
@@ -443,6 +542,10 @@ class EpisodeEngine:
 
     def _failed(self, play: _Play, error: str) -> Completion:
         """Build the completion of an episode whose environment did not start."""
+        return replace(self._nothing(play), turns=(Turn(0, 0, "", (), None, {}, error),))
+
+    def _nothing(self, play: _Play) -> Completion:
+        """Return the completion of an episode without tokens."""
         request, nothing = play.request, np.zeros(0, np.int32)
         return Completion(
             request.request_id,
@@ -455,10 +558,21 @@ class EpisodeEngine:
             finish=Finish.STOP,
             stop=None,
             text="",
-            turns=(Turn(0, 0, "", (), None, {}, error),),
         )
 
 
 def _play(request: Request, sample: int) -> _Play:
     assert request.episode is not None
     return _Play(request, sample, request.prompt, request.episode.opening)
+
+
+def _start_of(play: _Play) -> tuple[str, Mapping[str, Any], int]:
+    """Return the name of an episode's environment, and what it is reset with."""
+    start = play.request.episode
+    assert start is not None
+    return play.name, start.row, start.seed
+
+
+def _action(play: _Play) -> dict[str, str]:
+    """Return the message of an episode's last turn."""
+    return {"role": "assistant", "content": play.turns[-1].text}

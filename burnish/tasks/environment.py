@@ -72,9 +72,7 @@ class EpisodeTask:
         """``grader`` grades episodes whose environment gives no reward; None if the recipe has no
         reward. The ``environments`` have started."""
         self.config, self.environments, self.grader = config, environments, grader
-        self.conversation = ConversationFormat(
-            tokenizer, environments.schemas, calls=config.tool_format, now=TODAY
-        )
+        self.conversation = conversation_of(config, environments, tokenizer)
         self._tokenizer, self._train, self._seed = tokenizer, train, seed
         self._nothing = np.array([self.conversation.end_id], np.int32)
         own = partial(environment_seed, HELD_OUT_SEED, Purpose.HELD_OUT_ENVIRONMENT)
@@ -168,16 +166,13 @@ def make_environment(
     train, held_out = load_starts(config, seed)
     check_trainable(train, held_out)
     tell_split(train, held_out, config.validation_rows)
-    calls = config.tool_format
-    if config.tools and calls is None:
-        calls = default_call_format(tokenizer, now=TODAY)
     grader = None if config.reward is None else make_grader(config.reward, reward_limits(config))
     return EpisodeTask(
         config,
         train=train,
         held_out=held_out,
         tokenizer=tokenizer,
-        environments=open_environments(config, calls).start(),
+        environments=start_environments(config, tokenizer),
         grader=grader,
         seed=seed,
     )
@@ -244,6 +239,23 @@ def reward_limits(config: EnvironmentTask) -> GraderLimits:
 def _name(config: EnvironmentTask) -> str:
     """Return the setting that an error of an environment names."""
     return config.environment or "task.tools"
+
+
+def start_environments(config: EnvironmentTask, tokenizer: Tokenizer) -> EnvironmentPool:
+    """Start the environments of a task whose tools the model calls in the recipe's format, or in
+    the tokenizer's own."""
+    calls = config.tool_format
+    if config.tools and calls is None:
+        calls = default_call_format(tokenizer, now=TODAY)
+    return open_environments(config, calls).start()
+
+
+def conversation_of(
+    config: EnvironmentTask, environments: EnvironmentPool, tokenizer: Tokenizer
+) -> ConversationFormat:
+    """Return the format in which a model reads an episode's messages. The ``environments`` have
+    started."""
+    return ConversationFormat(tokenizer, environments.schemas, calls=config.tool_format, now=TODAY)
 
 
 def check_start(row: Any, where: str) -> DataRow:

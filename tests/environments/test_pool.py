@@ -18,6 +18,7 @@ from burnish.errors import DataError
 from tests.environments.conftest import (
     GAMES,
     QUICK,
+    alive,
     descendants,
     gone,
     processes_of,
@@ -402,6 +403,90 @@ def test_an_interrupted_call_is_not_answered_by_the_next_one(pool, monkeypatch):
     pool.end(["a"])
     assert texts(pool.reset([("a", {}, 1)])) == ["begin 0 1"]
     assert texts([one(pool, "a", "one")]) == ["1 one"]
+
+
+@pytest.fixture
+def patient():
+    limits = dataclasses.replace(QUICK, wall_seconds=60.0)
+    with closing(EnvironmentPool(f"{GAMES}:Echo", limits)) as pool:
+        yield pool
+
+
+def polled(pool, count, seconds=20.0):
+    """The next observations of ``count`` episodes, in the order in which they arrive."""
+    found, end = {}, time.monotonic() + seconds
+    while len(found) < count:
+        found |= pool.poll(1.0)
+        assert time.monotonic() < end
+    return {name: one.error or texts([one])[0] for name, one in found.items()}
+
+
+def test_calls_without_waiting_do_not_wait_for_each_other(patient):
+    pool, names = patient, "abcd"
+    pool.begin_reset([(name, {"n": name}, 1) for name in names])
+    assert polled(pool, 4) == {name: f"begin {name} 1" for name in names}
+    pool.begin_step([("a", say("sleep 4"))])
+    pool.begin_step([("b", say("one"))])
+    assert polled(pool, 1) == {"b": "1 one"}
+    assert pool.poll() == {}
+    with pytest.raises(ValueError, match="'a' has not answered the last one"):
+        pool.begin_step([("a", say("x"))])
+    assert texts(pool.step([("c", say("one")), ("d", say("one"))])) == ["1 one", "1 one"]
+    pool.begin_step([("b", say("exit 3")), ("c", say("two"))])
+    assert polled(pool, 2) == {
+        "b": "the environment's process exited with 3 during step",
+        "c": "2 two",
+    }
+    assert polled(pool, 1) == {"a": "slept"}
+    assert pool.poll(0.1) == {}
+    pool.begin_step([("b", say("y"))])
+    assert "exited with 3" in polled(pool, 1)["b"]
+
+
+@pytest.mark.parametrize("victim", ["process", "supervisor"])
+def test_calls_without_waiting_are_replayed(pool, victim):
+    pool.begin_reset([("a", {}, 3), ("b", {}, 4)])
+    assert len(polled(pool, 2)) == 2
+    pool.begin_step([("a", say("one")), ("b", say("one"))])
+    assert len(polled(pool, 2)) == 2
+    pool.begin_step([("a", say("sleep 0.7")), ("b", say("two"))])
+    assert polled(pool, 1) == {"b": "2 two"}
+    kill(processes_of(pool)[0] if victim == "process" else supervisor_of(pool))
+    assert polled(pool, 1) == {"a": "slept"}
+    pool.begin_step([("b", say("three")), ("a", say("three"))])
+    assert polled(pool, 2) == {"a": "3 three", "b": "3 three"}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_episode_that_is_ended_during_its_call(patient, waits):
+    pool = patient
+    pool.begin_reset([("a", {}, 3), ("b", {}, 4)])
+    assert len(polled(pool, 2)) == 2
+    (first, second), began = processes_of(pool), time.monotonic()
+    pool.begin_step([("a", say("sleep 60")), ("b", say("one"))])
+    pool.end(["a"], waits=waits)
+    assert gone(first)
+    assert time.monotonic() - began < 30
+    assert alive(second)
+    assert polled(pool, 1) == {"b": "1 one"}
+    pool.begin_reset([("a", {}, 5)])
+    assert polled(pool, 1) == {"a": "begin 0 5"}
+    pool.end("ab", waits=waits)
+    assert gone(second)
+    assert pool.poll(0.1) == {}
+
+
+def test_long_calls_and_replies_at_the_same_time():
+    """Neither side waits for the other to read."""
+    names = [f"{number}" for number in range(6)]
+    limits = dataclasses.replace(QUICK, wall_seconds=20.0, cpu_seconds=20.0, memory_bytes=1 << 30)
+    with closing(EnvironmentPool(f"{GAMES}:Echo", limits)) as pool:
+        pool.begin_reset([(name, {"reset": "long 8"}, 1) for name in names[:3]])
+        time.sleep(1.0)
+        row = {"reset": "long 1", "ballast": "x" * (1 << 22)}
+        pool.begin_reset([(name, row, 1) for name in names[3:]])
+        found = {name: len(text) for name, text in polled(pool, 6, 60).items()}
+        assert found == {name: (8 if name < "3" else 1) << 20 for name in names}
 
 
 def test_the_defaults_of_the_limits():

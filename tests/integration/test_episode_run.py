@@ -1,6 +1,7 @@
 """Runs of multi-turn episodes: exact tokens, no gradient of inserted ones, resumption, failures."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,11 +16,13 @@ from burnish import api
 from burnish.errors import ConfigError, GraderError
 from burnish.launch.local import build_local, look_at_prompts
 from burnish.launch.resolve import resolve, survey
+from burnish.machine import hardware
 from burnish.model.tokenizer import Tokenizer
 from burnish.recipe.load import load_recipe
 from burnish.recipe.plan import make_plan
 from burnish.runs.metrics import Timers
 from burnish.runs.report import write_report
+from tests.environments.conftest import descendants, gone
 from tests.loops.test_recorder import fingerprint, stopper
 from tests.runs.test_report import data_of
 
@@ -85,8 +88,22 @@ def recorded(run):
         ],
         ["objective.kl.name=k1", "objective.kl.where=reward", "objective.reduction=sequence_mean"],
         ["rollout.stop=['a','e','i']", "rollout.min_tokens=2"],
+        ["task.live=3"],
+        ["task.pace=free", "task.live=5"],
+        ["selection.dead_groups=active", "selection.on_bound=learn", "task.live=6"],
     ],
-    ids=["plain", "critic", "sequence ratio", "masked", "dynamic", "kl in reward", "stop"],
+    ids=[
+        "plain",
+        "critic",
+        "sequence ratio",
+        "masked",
+        "dynamic",
+        "kl in reward",
+        "stop",
+        "live",
+        "free",
+        "active",
+    ],
 )
 def test_sampled_tokens_have_the_learners_log_probabilities(folder, more):
     """What the learner computes for each sampled token, in its recorded context, is what it was
@@ -253,11 +270,45 @@ def test_inserted_tokens_have_no_gradient(folder):
     assert all(torch.equal(steps[0][name], steps[1][name]) for name in steps[0])
 
 
-def test_a_run_repeats_and_resumes_bit_for_bit(folder):
-    api.train("keywords", overrides=EPISODES, out=folder / "a" / "run")
-    api.train("keywords", overrides=EPISODES, out=folder / "b" / "run", stop=stopper(1))
+STALE = ["objective.proximal=behavior"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["task.live=3"],
+        [*STALE, "loop.lag=2"],
+        [*STALE, "loop.lag=1", "buffer.capacity=4", "buffer.max_uses=2", "rollout.max_tokens=32"],
+        ["selection.dead_groups=active", "selection.on_bound=learn", "loop.lag=1", *STALE],
+    ],
+    ids=["plain", "live", "lag", "buffer", "active"],
+)
+def test_a_run_repeats_and_resumes_bit_for_bit(folder, more):
+    settings = [*EPISODES, *more]
+    run = api.train("keywords", overrides=settings, out=folder / "a" / "run")
+    api.train("keywords", overrides=settings, out=folder / "b" / "run", stop=stopper(1))
     api.resume(folder / "b" / "run")
     assert fingerprint(folder / "a" / "run") == fingerprint(folder / "b" / "run")
+    name = "mismatch/logprob_mean"
+    found = [step[name] for step in run.metrics if name in step]
+    assert found
+    assert max(found) < 1e-5
+
+
+def test_the_plan_says_that_free_episodes_do_not_repeat(folder):
+    def lines(*more):
+        return dict(dict(make_plan(load_recipe("keywords", [*EPISODES, *more]), folder))["task"])
+
+    assert lines()["order"] == "all take a turn, then all environments step"
+    assert "a resumed or repeated run differs" in lines("task.pace=free")["order"]
+
+
+def test_more_environments_than_processes_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(hardware, "processes", lambda: 100)
+    with pytest.raises(ConfigError, match=r"task\.live = 256 exceeds .*; use task\.live = 36, or"):
+        api.train("keywords", overrides=EPISODES, out=folder / "run")
+    api.train("keywords", overrides=[*EPISODES, "task.live=36"], out=folder / "run")
 
 
 @pytest.mark.slow
@@ -281,6 +332,20 @@ def test_a_run_killed_in_the_middle_of_episodes_resumes_bit_for_bit(folder):
     for files in found:  # the command line is another one
         del files["environment.json"], files["report.html"]
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_learn_what_one_process_learns(folder):
+    sets = [word for setting in EPISODES for word in ("--set", setting)]
+    command = [sys.executable, "-m", "burnish", "train", "keywords", *sets, "--quiet"]
+    mesh = ["--runtime", "torchrun", "--set", "mesh.shard=2"]
+    found = []
+    for name, more in (("alone", []), ("mesh", mesh)):
+        subprocess.run([*command, *more, "--out", f"{name}/run"], check=True, timeout=300)
+        rows = [json.loads(x) for x in Path(name, "run/metrics.jsonl").read_text().splitlines()]
+        found.append([row["train/grad_norm"] for row in rows[1:]])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert max(row["mismatch/logprob_mean"] for row in rows[1:]) < 1e-5
 
 
 def test_an_environment_that_fails_is_counted_and_stops_the_run(folder):
@@ -342,10 +407,10 @@ def test_an_environment_is_tried_before_the_model_is_loaded(folder):
 
 def test_settings_that_do_not_go_with_episodes_are_refused_together(folder):
     with pytest.raises(ConfigError) as caught:
-        load_recipe("keywords", [*EPISODES, "loop.lag=1", "runtime=ray"])
+        load_recipe("keywords", [*EPISODES, "objective.advantage=remax"])
     assert str(caught.value) == (
-        "task.name = 'environment' can't be combined with runtime.name = 'ray', loop.lag = 1 yet; "
-        "use runtime.name = 'local' and loop.lag = 0"
+        "task.name = 'environment' can't be combined with objective.advantage.name = 'remax' yet; "
+        "use objective.advantage.name = 'group_mean'"
     )
 
 
@@ -364,6 +429,19 @@ def test_limits_of_a_turn_that_contradict_each_other(folder, wrong, message, rig
     with pytest.raises(ConfigError, match=message):
         load_recipe("keywords", [*EPISODES, wrong])
     load_recipe("keywords", [*EPISODES, right])
+
+
+def test_an_engine_in_another_process_plays_episodes(folder):
+    """It receives the tokens of each turn's beginning, and gives the learner's log-probabilities;
+    its process ends with the run."""
+    before = set(descendants(os.getpid()))
+    more = ["engine.name=hf", "task.live=5"]
+    own = [setting for setting in EPISODES if not setting.startswith("engine.kv_mb")]
+    run = api.train("keywords", overrides=[*own, *more], out=folder / "run")
+    for step in run.metrics[1:]:
+        assert step["mismatch/logprob_mean"] < 1e-5
+    assert {row["parts"]["turns"] for row in recorded(run)} == {3}
+    assert all(map(gone, set(descendants(os.getpid())) - before))
 
 
 def test_lengths_count_sampled_tokens(folder):

@@ -68,6 +68,23 @@ def test_what_a_container_grants(system):
     assert hardware.memory() == (1000 * 1024, 600 * 1024)
 
 
+def test_processes_that_may_be_started(system, monkeypatch):
+    limits = {hardware.resource.RLIMIT_NOFILE: (10, 4000), hardware.resource.RLIMIT_NPROC: (50, 60)}
+    monkeypatch.setattr(hardware.resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(hardware.os, "getuid", lambda: 0)
+    system({"proc/self/cgroup": "0::/a/b\n"})
+    assert hardware.processes() == 2000  # two files each
+    system({"proc/sys/kernel/pid_max": "1500\n", "proc/sys/kernel/threads-max": "9000\n"})
+    assert hardware.processes() == 1500
+    system({"sys/fs/cgroup/a/pids.max": "100\n", "sys/fs/cgroup/a/pids.current": "30\n"})
+    system({"sys/fs/cgroup/a/b/pids.max": "max\n", "sys/fs/cgroup/a/b/pids.current": "30\n"})
+    assert hardware.processes() == 70
+    monkeypatch.setattr(hardware.os, "getuid", os.getuid)
+    if os.getuid():
+        system({"proc/77/task/77/stat": "", "proc/77/task/78/stat": ""})
+        assert hardware.processes() == 48
+
+
 def test_a_machine_without_such_files_is_described_too(system):
     total, available = hardware.memory()
     assert total == available > 2**20

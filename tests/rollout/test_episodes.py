@@ -10,6 +10,7 @@ from burnish.console.progress import begin, showing
 from burnish.engine.native import sampler
 from burnish.engine.protocol import Request
 from burnish.environments.protocol import Observation
+from burnish.errors import EngineError
 from burnish.model.conversation import ConversationFormat
 from burnish.rollout.episodes import CUT, EpisodeEngine, EpisodeLimits
 from burnish.rollout.rollout import complete, describe
@@ -78,18 +79,57 @@ class Scripted:
         heard = {"heard": float(len(self.heard[name]))}
         return Observation(messages, 0.5 * done, done, heard, None, self.seconds)
 
-    def end(self, names):
+    def end(self, names, *, waits=True):
         for name in names:
             self.live.pop(name, None)
 
+    @property
+    def began(self):
+        return [names for call, names in self.calls if call == "reset"]
 
-def wrapped(environments, *, engine=None, chat=TEMPLATE, follows=False, **limits):
+
+class Slow(Scripted):
+    """Environments that answer after as many polls as ``delay`` says for their name."""
+
+    def __init__(self, delay=lambda name: 0, **script):
+        super().__init__(**script)
+        self.delay, self.left, self.answers = delay, {}, {}
+
+    def begin_reset(self, episodes):
+        self._expect([name for name, *_ in episodes], self.reset(episodes))
+
+    def begin_step(self, actions):
+        self._expect([name for name, _ in actions], self.step(actions))
+
+    def _expect(self, names, observations):
+        for name, observation in zip(names, observations, strict=True):
+            assert name not in self.left
+            self.left[name], self.answers[name] = self.delay(name), observation
+
+    def poll(self, seconds):
+        ready = [name for name, left in self.left.items() if left <= 0]
+        if not ready and seconds and self.left:  # it waits for the first one
+            ready = [min(self.left, key=self.left.get)]
+        self.left = {name: left - 1 for name, left in self.left.items() if name not in ready}
+        return {name: self.answers.pop(name) for name in ready}
+
+    def end(self, names, *, waits=False):
+        assert not waits
+        super().end(names)
+        for name in names:
+            self.left.pop(name, None)
+            self.answers.pop(name, None)
+
+
+def wrapped(environments, *, engine=None, chat=TEMPLATE, pace="lockstep", follows=False, **limits):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = chat
     conversation = ConversationFormat(tokenizer, now=datetime(2026, 1, 1))
     limits = EpisodeLimits(**{"context": 96, **limits})
     engine = engine or tiny.engine(text=True, own=tiny.model(context=limits.context))
-    made = EpisodeEngine(engine, environments, tokenizer, conversation, limits, follows=follows)
+    made = EpisodeEngine(
+        engine, environments, tokenizer, conversation, limits, pace, follows=follows
+    )
     return made, conversation
 
 
@@ -365,6 +405,124 @@ def test_a_template_without_end_tokens_gets_none_after_a_stop_string():
             assert completion.token_ids[turn.end : after.start].tolist() == inserted
 
 
+@pytest.mark.parametrize("live", [1, 2, 3, 5])
+def test_live_episodes_are_bounded_and_repeat(live):
+    requests = [("a", 3, 0), ("b", 3, 1), ("c", 1, 2)]
+    whole, _ = play(Scripted(last=2), requests, turn_tokens=6)
+    runs = []
+    for _ in range(2):
+        environments = Scripted(last=2)
+        most = []
+        original = environments.step
+
+        def step(actions, environments=environments, original=original, most=most):
+            most.append(len(environments.live))
+            return original(actions)
+
+        environments.step = step
+        found, _ = play(environments, requests, turn_tokens=6, live=live)
+        assert max(most) == live
+        runs.append((found, environments.calls))
+    (first, calls), (again, more) = runs
+    assert calls == more
+    for groups in (first, whole):
+        for a, b in zip(sum(groups, ()), sum(again, ()), strict=True):
+            assert (a.request_id, a.sample_index) == (b.request_id, b.sample_index)
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            if groups is first:
+                assert a.logprobs.tolist() == b.logprobs.tolist()
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=tiny.CLOSE)
+
+
+def test_queued_episodes_begin_as_others_end():
+    """Those that fail at once take no place."""
+    environments = Scripted(last=1, fails=[("reset", "a/0"), ("reset", "a/1"), ("reset", "b/0")])
+    found, _ = play(environments, [("a", 3, 0), ("b", 2, 1)], turn_tokens=4, live=2)
+    assert environments.began == [["a/0", "a/1"], ["a/2", "b/0"], ["b/1"]]
+    errors = [completion.turns[-1].error for group in found for completion in group]
+    assert errors == ["reset: no", "reset: no", None, "reset: no", None]
+
+
+def test_weights_that_are_loaded_between_turns():
+    """Tokens have the version that sampled them, in both turns; inserted tokens have the version
+    before them."""
+    other = tiny.model(seed=3)
+    engine, conversation = wrapped(Scripted(last=2), turn_tokens=6)
+    engine.submit(asked(conversation))
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+        turns = [len(play.turns) for play in engine._live.values()]
+        if turns == [1, 1, 1] and engine.version == 0:
+            engine.load(tiny.weights(other, 7))
+    models = {0: tiny.model(), 7: other}
+    for completion in done:
+        first, second = completion.turns
+        assert set(completion.versions[: first.end]) == {0}
+        assert set(completion.versions[second.start :]) == {7}
+        for version, turn in ((0, first), (7, second)):
+            expected = tiny.learner_logprobs(
+                models[version], conversation.open(START), completion.token_ids, 1.0
+            )
+            own = slice(turn.start, turn.end)
+            np.testing.assert_allclose(completion.logprobs[own], expected[own], atol=tiny.CLOSE)
+
+
+def test_an_engine_that_fails_ends_the_environments():
+    environments = Scripted(last=9)
+    engine, conversation = wrapped(environments)
+    engine.submit(asked(conversation))
+    engine.step()
+    assert len(environments.live) == 3
+
+    def fail():
+        raise EngineError("no more")
+
+    engine.engine.step = fail
+    with pytest.raises(EngineError, match="no more"):
+        engine.step()
+    assert environments.live == {}
+
+
+@pytest.mark.parametrize("live", [2, 256])
+def test_free_episodes_have_the_tokens_of_lockstep(live):
+    """Whatever the environments take: they wait for nobody, and slow ones delay nobody."""
+    requests = [("a", 3, 0), ("b", 2, 1)]
+    fails = [("reset", "a/1"), ("step", "b/1")]
+    settings = {"turn_tokens": 6, "params": {"temperature": 0.7}}
+    whole, _ = play(Scripted(last=3, fails=fails), requests, **settings)
+    delays = {"a/0": 25, "b/0": 3}
+    environments = Slow(lambda name: delays.get(name, 0), last=3, fails=fails)
+    found, _ = play(environments, requests, pace="free", live=live, **settings)
+    assert any(call == "step" and len(names) == 1 for call, names in environments.calls)
+    for a, b in zip(sum(whole, ()), sum(found, ()), strict=True):
+        assert (a.request_id, a.sample_index, a.turns) == (b.request_id, b.sample_index, b.turns)
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=tiny.CLOSE)
+
+
+def test_free_episodes_go_on_while_others_wait():
+    environments = Slow(lambda name: 1000 if name == "a/0" else 0, last=3)
+    engine, conversation = wrapped(environments, pace="free", turn_tokens=4)
+    engine.submit(asked(conversation, "a", 3))
+    done = []
+    while len(done) < 2:
+        done += engine.step()
+    assert {c.sample_index for c in done} == {1, 2}
+    assert environments.heard["a/0"] == []
+    assert engine.unfinished == 1
+    while engine.unfinished:  # the engine has no work: a step waits for the environment
+        done += engine.step()
+    assert len(done[-1].turns) == 3
+
+
+def test_a_minimum_beyond_a_turn_makes_turns_as_long_as_they_may_be():
+    found, _ = play(Scripted(last=9), params={"min_tokens": 50}, turn_tokens=4)
+    for completion in found[0]:
+        assert len(completion.token_ids) >= 50
+        assert {turn.end - turn.start for turn in completion.turns[:-1]} == {4}
+
+
 def test_long_messages_are_cut_with_a_marker():
     found, _ = play(Scripted(last=2, answer="0123456789"), turn_tokens=4, observation_tokens=4)
     for completion in found[0]:
@@ -545,21 +703,29 @@ def test_first_messages_that_differ_are_an_error():
     assert "draw all random choices from the seed" in found[0][0].turns[0].error
 
 
-def test_aborted_episodes_return_what_they_have():
-    environments = Scripted(last=9)
-    engine, conversation = wrapped(environments, turn_tokens=4)
+@pytest.mark.parametrize("pace", ["lockstep", "free"])
+@pytest.mark.parametrize("live", [1, 3, 256])
+@pytest.mark.parametrize("steps", range(0, 18, 2))
+def test_aborted_episodes_return_what_they_have(steps, live, pace):
+    """Before they begin, in the first turn, between two turns, in a later turn, while queued behind
+    others, and while their environments are called."""
+    environments = Scripted(last=9) if pace == "lockstep" else Slow(lambda name: 3, last=9)
+    engine, conversation = wrapped(environments, turn_tokens=4, live=live, pace=pace)
     for name in ("a", "b"):
         engine.submit(asked(conversation, name, 2))
-    done = []
-    for number in range(200):
-        if number == 12:
-            engine.abort("a")
-        done += engine.step()
-        if not engine.unfinished:
-            break
+    done = [completion for _ in range(steps) for completion in engine.step()]
+    assert done == []
+    engine.abort("a")
+    done = engine.step()
     aborted = [c for c in done if c.request_id == "a"]
-    assert [c.finish for c in aborted] == [Finish.ABORT] * 2
-    assert all(c.finish is not Finish.ABORT for c in done if c.request_id == "b")
+    assert sorted(c.sample_index for c in aborted) == [0, 1]
+    assert {c.finish for c in aborted} == {Finish.ABORT}
+    assert not [name for name in environments.live if name.startswith("a")]
+    while engine.unfinished:
+        done += engine.step()
+    others = [c for c in done if c.request_id == "b"]
+    assert len(others) == 2
+    assert all(c.finish is not Finish.ABORT for c in others)
     assert environments.live == {}
 
 

@@ -1,10 +1,12 @@
-"""Allocation of the KV cache's pages: reference counts, and names under which sequences with the
-same tokens find a page. This module uses no tensors.
+"""Allocation of the KV cache's pages: reference counts, names under which sequences with the same
+tokens find a page, and pages that are kept for the next turn of an episode. This module uses no
+tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import takewhile
 
 
@@ -14,6 +16,11 @@ class Pages:
     A page may have several holders while none of them writes to it: a writer makes a copy first. A
     page whose tokens are all computed may have a name (`RequestGroup.page_names`), by which other
     sequences find it while it has a holder.
+
+    Pages of a sequence that has ended may be kept under a key (`keep`). Without a holder they count
+    as free, and the least recently kept ones are allocated again when no other page is free. Only a
+    sequence with the same key finds them (`take`), so that other sequences share the same pages
+    whatever ran before.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -23,11 +30,21 @@ class Pages:
         """Number of holders of each page."""
         self._named: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
+        self._kept: OrderedDict[Hashable, list[tuple[bytes, int]]] = OrderedDict()
+        """The names and pages that are kept, by key; least recently kept first."""
+        self._keepers = [0] * count
+        """Number of keys under which each page is kept."""
+        self._idle = 0
+        """Number of pages that are kept and have no holder."""
 
     @property
     def free(self) -> int:
         """Number of pages without a holder."""
-        return len(self._free)
+        return len(self._free) + self._idle
+
+    def held(self, pages: Iterable[int]) -> int:
+        """Return how many of the pages have a holder."""
+        return sum(self.holders[page] > 0 for page in pages)
 
     def needed(self, tokens: int) -> int:
         """Return the number of pages that ``tokens`` tokens occupy."""
@@ -36,6 +53,11 @@ class Pages:
     def allocate(self) -> int:
         """Take a page that is free, with one holder, and return its index. At least one page must
         be free."""
+        while not self._free:
+            key, kept = next(iter(self._kept.items()))
+            self._let_go(kept.pop()[1])
+            if not kept:
+                del self._kept[key]
         page = self._free.pop()
         self.holders[page] = 1
         return page
@@ -53,7 +75,10 @@ class Pages:
             assert self.holders[page] > 0, f"page {page} was released twice"
             self.holders[page] -= 1
             if not self.holders[page]:
-                self._free.append(page)
+                if self._keepers[page]:
+                    self._idle += 1
+                else:
+                    self._free.append(page)
                 if page in self._names:
                     del self._named[self._names.pop(page)]
 
@@ -67,7 +92,44 @@ class Pages:
         `share` them to hold them."""
         return [self._named[name] for name in takewhile(self._named.__contains__, names)]
 
+    def keep(self, key: Hashable, names: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Keep pages, which have a holder and these names, under a key, in place of those that are
+        kept under it."""
+        self.drop(key)
+        if pages:
+            self._kept[key] = list(zip(names, pages, strict=True))
+        for page in pages:
+            assert self.holders[page] > 0, f"page {page} is free and can't be kept"
+            self._keepers[page] += 1
+
+    def kept(self, key: Hashable, names: Iterable[bytes]) -> list[int]:
+        """Return the pages that are kept under a key, up to the first whose name differs from the
+        given one."""
+        pairs = zip(self._kept.get(key, ()), names, strict=False)
+        return [page for (own, page), _ in takewhile(lambda pair: pair[0][0] == pair[1], pairs)]
+
+    def take(self, key: Hashable, pages: Sequence[int]) -> None:
+        """Add one holder to each of the pages, the first ones that are kept under a key, and keep
+        none under it any more."""
+        for page in pages:
+            self._idle -= not self.holders[page]
+            self.holders[page] += 1
+        self.drop(key)
+
+    def drop(self, key: Hashable) -> None:
+        """Keep no pages under a key any more."""
+        for _, page in self._kept.pop(key, ()):
+            self._let_go(page)
+
+    def _let_go(self, page: int) -> None:
+        self._keepers[page] -= 1
+        if not self._keepers[page] and not self.holders[page]:
+            self._idle -= 1
+            self._free.append(page)
+
     def forget_names(self) -> None:
-        """Forget all names, because new prompts must not reuse pages that older weights
-        computed."""
+        """Forget all names and keep no pages any more, because new prompts must not reuse pages
+        that older weights computed."""
         self._named, self._names = {}, {}
+        for key in list(self._kept):
+            self.drop(key)

@@ -11,8 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from burnish.engine.native.pages import Pages
-from burnish.engine.native.sequence import Prefix, RequestGroup, Sequence
+from burnish.engine.native.sequence import Prefix, RequestGroup, Sequence, names_of_pages
 from burnish.engine.settings import EngineSettings
+from burnish.types import Finish
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Scheduler:
         self.settings, self.pages = settings, Pages(pages, settings.page_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.preemptions = 0
+        self.preemptions = self.updates = 0
 
     def add(self, group: RequestGroup) -> None:
         """Queue all samples of a request."""
@@ -88,14 +89,20 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that is complete or aborted from the queue or the running ones, and
-        release its pages."""
+        release its pages; those of an episode's turn are kept for its next turn."""
         (self.waiting if sequence.waits else self.running).remove(sequence)
+        is_whole = sequence.finish is not None and sequence.finish is not Finish.ABORT
+        if sequence.group.request.continues and is_whole and sequence.update == self.updates:
+            size = self.pages.size
+            names = names_of_pages(sequence.tokens[: sequence.computed], size)
+            self.pages.keep(sequence.key, names, sequence.pages[: len(names)])
         self._evict(sequence)
 
     def update(self) -> None:
         """Adapt to new weights: new requests must not reuse pages of older weights, and samples in
         flight release their pages, to be recomputed, unless on_update is "keep"."""
         self.pages.forget_names()
+        self.updates += 1
         if self.settings.on_update == "keep":
             for sequence in self.running:
                 sequence.group.names = []
@@ -116,14 +123,19 @@ class Scheduler:
             slots -= 1
             if not sequence.pages:
                 names = sequence.group.page_names(self.pages.size)
-                found = self.pages.find(names)
+                kept = self._kept(sequence, names)
+                found = kept or self.pages.find(names)
                 if sequence.group.filler or not coming.isdisjoint(names[len(found) :][:1]):
                     continue  # its prompt, or a prefix of it, is being computed
-            if not self._fits(sequence, len(sequence.prefix.pages if sequence.prefix else found)):
+            shared = sequence.prefix.pages if sequence.prefix else found
+            if not self._fits(sequence, self.pages.held(shared)):
                 return
             if not sequence.pages:
-                sequence.group.filler = sequence
-                self.pages.share(found)
+                sequence.group.filler, sequence.update = sequence, self.updates
+                if kept:
+                    self.pages.take(sequence.key, kept)
+                else:
+                    self.pages.share(found)
                 sequence.pages, sequence.computed = found, len(found) * self.pages.size
                 coming.update(self._missing(sequence))
             self.waiting.remove(sequence)
@@ -137,12 +149,20 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, shared: int) -> bool:
         """Whether a waiting sequence may start. It may if nothing runs. Otherwise the free pages
-        must suffice for its tokens, of which the first ``shared`` pages exist already, plus one
-        page for each running sequence, up to a sixteenth of all pages."""
+        must suffice for its tokens, of which ``shared`` pages have a holder already, plus one page
+        for each running sequence, up to a sixteenth of all pages."""
         if not self.running:
             return True  # alone it always fits: `_make_room` evicts waiting sequences
         growth = min(len(self.running), self.pages.count // 16)
         return self.pages.free >= self.pages.needed(len(sequence.tokens)) - shared + growth
+
+    def _kept(self, sequence: Sequence, names: list[bytes]) -> list[int]:
+        """Return the pages that are kept from the episode's last turn; none if other sequences hold
+        as many pages with these names."""
+        if sequence.group.request.begun is None:
+            return []
+        kept = self.pages.kept(sequence.key, names)
+        return kept if len(kept) > len(self.pages.find(names)) else []
 
     def _missing(self, sequence: Sequence) -> list[bytes]:
         """Return the names of the full pages of a sequence's prompt that are not computed yet; an
@@ -175,6 +195,7 @@ class Scheduler:
             if sequence.waits and not sequence.pages:
                 self.pages.share(pages)
                 sequence.pages, sequence.computed = list(pages), length - 1
+                sequence.update = filler.update
                 sequence.prefix = filler.prefix = prefix
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from burnish.engine.protocol import Request, completed
+from burnish.randomness import Stream
 from burnish.types import Completion, Finish
 
 if TYPE_CHECKING:
@@ -99,12 +103,18 @@ class RequestGroup:
         no name, because that token is always computed.
         """
         if self.names is None:
-            self.names, name = [], b""
-            tokens = self.given.astype("int64")  # one width, so that equal tokens have equal bytes
-            for start in range(0, (self.prompt_length - 1) // size * size, size):
-                page = tokens[start : start + size].tobytes()
-                self.names.append(name := blake2b(name + page, digest_size=16).digest())
+            self.names = names_of_pages(self.given[: self.prompt_length - 1], size)
         return self.names
+
+
+def names_of_pages(tokens: npt.ArrayLike, size: int) -> list[bytes]:
+    """Return the names of the full pages of tokens: hashes of all tokens up to each page's end."""
+    names, name = list[bytes](), b""
+    whole = np.asarray(tokens, dtype=np.int64)  # one width, so that equal tokens have equal bytes
+    for start in range(0, len(whole) // size * size, size):
+        page = whole[start : start + size].tobytes()
+        names.append(name := blake2b(name + page, digest_size=16).digest())
+    return names
 
 
 class Sequence:
@@ -135,6 +145,8 @@ class Sequence:
         self.computed = 0
         """Number of tokens whose keys and values are in the cache."""
         self.pages: list[int] = []
+        self.update = 0
+        """Number of the scheduler's weight updates before the first of the pages was computed."""
         self.prefix: Prefix | None = None
         """The part of the prompt whose pages the sample shares with its group; None if it shares
         none."""
@@ -150,6 +162,12 @@ class Sequence:
     def pending(self) -> int:
         """Number of tokens to compute before the next one can be sampled; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def key(self) -> tuple[Stream, int, int]:
+        """The sample's place in the run, which all turns of an episode share."""
+        request = self.group.request
+        return request.stream, request.group, request.first + self.index
 
     @property
     def response(self) -> list[int]:

@@ -170,6 +170,7 @@ def pack_request(request: Request) -> Message:
         "first": request.first,
         "turn": request.turn,
         "position": request.position,
+        "continues": request.continues,
     }
     begun = [] if request.begun is None else [request.begun]
     rows, streams = pack_completions(begun)
@@ -200,6 +201,7 @@ def unpack_request(header: dict[str, Any], arrays: list[Array]) -> Request:
         first=header["first"],
         turn=header["turn"],
         position=header["position"],
+        continues=header["continues"],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,59 @@ def test_a_groups_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
     # The prompt once, its last token again for the five that join, then five decoding steps less
     # the last token, which nobody reads.
     assert sum(ran) == 40 + 5 + 6 * 4
+
+
+@pytest.mark.parametrize("change", ["", "pressure", "weights"])
+def test_a_turn_computes_what_the_last_one_has_not(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Unless its pages were needed in the meantime, or the weights are new. The
+    log-probabilities are the learner's in each case."""
+    model = tiny.model()
+    engine = tiny.engine(tokens=160)
+    ran: list[int] = []
+    hidden = engine._backend.hidden
+
+    def counting(runs: Any) -> torch.Tensor:
+        ran.append(sum(run.count for run in runs))
+        return hidden(runs)
+
+    monkeypatch.setattr(engine._backend, "hidden", counting)
+    monkeypatch.setattr(engine._backend, "sample_ahead", None)
+    first = replace(tiny.request("a", 20, n=2, max_tokens=13), continues=True)
+    turns = tiny.finish(engine, [first])
+    if change == "pressure":
+        tiny.finish(engine, [tiny.request("b", 60, n=4, max_tokens=30, min_tokens=30, group=1)])
+    elif change == "weights":
+        model = tiny.model(seed=5)
+        engine.load(tiny.weights(model, 1))
+    requests, kept = [], 0
+    for index in range(2):
+        last = turns["a", index]
+        begun = replace(
+            last,
+            token_ids=np.append(last.token_ids, np.int32([1, 2, 3])),
+            logprobs=np.append(last.logprobs, np.zeros(3, np.float32)),
+            versions=np.append(last.versions, np.zeros(3, np.int32)),
+            sampled=np.append(last.sampled, np.zeros(3, np.bool_)),
+        )
+        kept += (20 + len(last.token_ids) - 1) // 4 * 4  # full pages without the last token
+        params = replace(first.params, max_tokens=24)
+        name, given = f"a/{index}", {"n": 1, "begun": begun, "first": index, "params": params}
+        requests.append(replace(first, request_id=name, **given))
+    ran.clear()
+    found = tiny.finish(engine, requests)
+    if change:  # the second one waits for the prompt of the first one
+        assert ran[0] == len(requests[0].given)
+    else:
+        assert ran[0] == sum(len(request.given) for request in requests) - kept
+    for index, request in enumerate(requests):
+        completion, start = found[f"a/{index}", 0], len(request.given) - 20
+        expected = tiny.learner_logprobs(model, first.prompt, completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs[start:], expected[start:], atol=tiny.CLOSE)
+        fresh = tiny.engine(5 if change == "weights" else 0)
+        ((_, whole),) = tiny.finish(fresh, [request]).items()
+        assert whole.token_ids.tolist() == completion.token_ids.tolist()
 
 
 @pytest.mark.parametrize("settings", [{}, {"step_tokens": 7, "tokens": 100}])

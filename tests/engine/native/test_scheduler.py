@@ -16,6 +16,7 @@ from burnish.engine.native.scheduler import Scheduler
 from burnish.engine.native.sequence import RequestGroup, Sequence
 from burnish.engine.protocol import Request
 from burnish.engine.settings import EngineSettings
+from burnish.types import Completion, Finish
 
 
 @dataclass
@@ -26,15 +27,37 @@ class Simulation:
     version: int = 0
     groups: list[RequestGroup] = field(default_factory=list)
     lengths: dict[Sequence, int] = field(default_factory=dict)
+    ended: list[Sequence] = field(default_factory=list)
+    """Samples that have ended and were not continued."""
     slots: dict[tuple[int, int], tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
     def submit(self, prompt: int, n: int, length: int, common: int = 0) -> None:
         """Beyond the first `common` tokens no two groups share a value, so that a mix-up shows."""
         name = len(self.groups)
         ids = np.arange(prompt) + np.where(np.arange(prompt) < common, 0, 1000 * (name + 1))
-        group = RequestGroup(Request(str(name), ids, n))
+        group = RequestGroup(Request(str(name), ids, n, group=name, continues=True))
         self.groups.append(group)
         self.lengths |= dict.fromkeys(group.sequences, prompt + length)
+        self.scheduler.add(group)
+
+    def continue_one(self, which: int, more: int, length: int) -> None:
+        """Submit the next turn of a sample that has ended, after ``more`` inserted tokens."""
+        if not self.ended:
+            return
+        old = self.ended.pop(which % len(self.ended))
+        request = old.group.request
+        response = np.array([*old.response, *range(-more, 0)], np.int32)
+        begun = Completion(
+            "", 0, response, np.zeros(len(response), np.float32), response, response > 0,
+            request.params, Finish.STOP, None, "",
+        )  # fmt: skip
+        turn = Request(
+            f"{request.request_id}+", request.prompt, group=request.group, begun=begun,
+            first=request.first + old.index, continues=True,
+        )  # fmt: skip
+        group = RequestGroup(turn)
+        self.groups.append(group)
+        self.lengths[group.sequences[0]] = len(turn.given) + length
         self.scheduler.add(group)
 
     def step(self) -> None:
@@ -61,7 +84,9 @@ class Simulation:
             sequence.tokens.append(10**6 * (sequence.index + 1) + len(sequence.tokens))
             sequence.logprobs.append(0.0)
             if len(sequence.tokens) >= self.lengths[sequence]:
+                sequence.finish = Finish.STOP
                 self.finish(sequence)
+                self.ended.append(sequence)
         self.check()
 
     def update(self) -> None:
@@ -112,6 +137,7 @@ EVENTS = st.one_of(
         st.integers(0, 20),
     ),
     st.tuples(st.just("step"), st.integers(1, 4)),
+    st.tuples(st.just("continue"), st.integers(0, 30), st.integers(0, 5), st.integers(1, 12)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("update")),
 )
@@ -139,6 +165,9 @@ def test_random_schedules(
             case "step":
                 for _ in range(numbers[0]):
                     simulation.step()
+            case "continue":
+                if all(len(s.tokens) + 17 < 4 * pages for s in simulation.ended):
+                    simulation.continue_one(*numbers)
             case "abort":
                 simulation.abort(*numbers)
             case "update":
@@ -214,6 +243,31 @@ def test_prompts_that_begin_the_same_share_the_pages_of_that() -> None:
     assert all(s.pages[:2] == first.pages[:2] for s in others)
     assert len({s.pages[2] for s in (first, *others)}) == 3
     assert [simulation.scheduler.pages.holders[page] for page in first.pages[:3]] == [3, 3, 1]
+
+
+def test_a_turn_finds_the_pages_of_the_last_one() -> None:
+    """Also if other samples were computed in between, but not beyond the cache, and not under new
+    weights."""
+    cases = ((0, False, 24), (8, False, 24), (80, False, 0), (0, True, 0))
+    for between, updates, expected in cases:
+        simulation = simulated(pages=20, step_tokens=64)
+        simulation.submit(prompt=18, n=1, length=9)  # of 27 tokens, the last was not computed
+        for _ in range(12):
+            simulation.step()
+        assert simulation.scheduler.pages.free == 20
+        for _ in range(between // 8):
+            simulation.submit(prompt=12, n=1, length=2)
+            for _ in range(4):
+                simulation.step()
+        if updates:
+            simulation.update()
+        before = len(simulation.groups)
+        (place,) = (i for i, s in enumerate(simulation.ended) if s.group is simulation.groups[0])
+        simulation.continue_one(place, more=3, length=4)
+        plan = simulation.scheduler.plan()
+        (turn,) = simulation.groups[before].sequences
+        assert turn.computed == expected, (between, updates)
+        assert plan.counts == {turn: 30 - expected}
 
 
 def test_what_older_weights_computed_is_not_found_by_new_prompts() -> None:

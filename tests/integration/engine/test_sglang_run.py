@@ -83,6 +83,46 @@ def test_a_run_samples_by_sglang_and_learns_from_its_logprobs(
     assert server.key not in "".join(capfd.readouterr())
 
 
+GAME = """
+class Game:
+    deterministic = True
+
+    def reset(self, row, seed):
+        self.turns = 0
+        return "go"
+
+    def step(self, message):
+        self.turns += 1
+        done, text = self.turns == 3, message["content"]
+        return {"messages": "ok", "reward": float("e" in text), "done": done}
+"""
+
+
+@pytest.mark.parametrize("pace", ["lockstep", "free"])
+def test_episodes_on_an_sglang_server(server, tmp_path, pace):
+    """The server receives token ids, whose log-probabilities are the learner's; weights are
+    compared after each load, as without episodes."""
+    (tmp_path / "game.py").write_text(GAME)
+    run = burnish.train(
+        "keywords",
+        prompts=[{"n": n} for n in range(8)],
+        environment=f"{tmp_path / 'game.py'}:Game",
+        out=tmp_path / "run",
+        show=False,
+        **SMALL
+        | {"rollout": {"batch": 8, "group_size": 4, "max_tokens": 40}}
+        | {"task": {"turn_tokens": 4, "live": 6, "pace": pace, "validation_rows": 2}},
+        engine={"name": "sglang", "url": server.url, "precision": "fp32"},
+        overrides=["log.rollouts=8"],
+    )
+    gaps = [step["mismatch/logprob_mean"] for step in run.metrics[1:]]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-5
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert {row["parts"]["turns"] for row in rows} == {3.0}
+    assert all(row["forced"] for row in rows)
+
+
 def test_settings_of_sglang():
     recipe = load_recipe("keywords", ["engine.name=sglang", URL])
     assert dict(make_plan(recipe, Path("out")))["engine"] == [
