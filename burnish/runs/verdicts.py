@@ -137,7 +137,8 @@ def _ungraded(series: Series, settings: Settings, error: str | None) -> Finding:
         return f"{text} The engine aborted most of them.", [_slower(settings)]
     if error is not None:
         lines = error.strip().splitlines() or [error]
-        text += f" The most frequent error: {shorten(printable(lines[0]), LONGEST, placeholder=' …').rstrip('.')}."
+        said = shorten(printable(lines[0]), LONGEST, placeholder=" …").rstrip(".")
+        text += f" The most frequent error: {said}."
     graded_by = {"judged": "judge", "environment": "environment or its reward"}
     wrong = graded_by.get(str(settings.get("task.name")), "reward")
     strict = {"rollout.max_errors": RolloutConfig.model_fields["max_errors"].default}
