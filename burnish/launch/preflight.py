@@ -77,6 +77,7 @@ def find_problems(recipe: Recipe, out: Path | None = None) -> list[BurnishError]
     found += problem_of(check_files, tasks)
     for model in models:
         found += [*problem_of(check_model_extra, model), *problem_of(check_model, model)]
+    found += problem_of(check_chat, tasks, recipe.model)
     found += problem_of(check_adapter, recipe.model.adapter, recipe.train.learn)
     found += problem_of(check_engine, recipe.engine)
     found = list({str(problem): problem for problem in found}.values())
@@ -238,6 +239,22 @@ def check_model(model: Model) -> None:
         raise ModelError(f"{name} is a run that does not exist yet; make it with: {commands}")
     elif not path.exists():
         hub.resolve_model(name)  # its error lists the names that a model may have
+
+
+def check_chat(tasks: Mapping[str, Any], model: Model) -> None:
+    """Raise a ModelError if a task formats its prompts as chat messages and the model, if it is on
+    this machine, has no chat template. Episodes have a format for such models."""
+    from burnish.model import hub
+
+    chats = [key for key, task in tasks.items() if getattr(task, "chat", False)]
+    chats = [key for key in chats if not isinstance(tasks[key], EnvironmentTask)]
+    name = first_model(model).files
+    if chats and name and hub.has_chat_template(name) is False:
+        unset = " and ".join(f"{key}.chat = false" for key in chats)
+        raise ModelError(
+            f"{name} has no chat template, which {chats[0]}.chat = true needs; set {unset}, so "
+            "that prompts are plain texts, or name a model with a chat template"
+        )
 
 
 def check_adapter(adapter: str | None, learn: AnyLearning) -> None:
