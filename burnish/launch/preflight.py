@@ -322,13 +322,15 @@ def files_of_task(task: Any) -> dict[str, str | None]:
 def as_rows(prompts: Iterable[str | Mapping[str, Any]]) -> list[Any]:
     """Convert a script's prompts to rows that can be written to the run's JSONL file: a text
     becomes a row with this "prompt", a mapping is copied. Raise a DataError if ``prompts`` is a
-    single text or mapping, or if JSON can't represent a value."""
+    single text or mapping, if it is empty, or if JSON can't represent a value."""
     if isinstance(prompts, str | Mapping):
         raise DataError(
             f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
             f"prompts=[{prompts!r}], or give the name of a file as data"
         )
     rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+    if not rows:
+        raise DataError("prompts is empty; give at least one prompt or row")
     try:
         return [json.loads(json.dumps(row, default=dict)) for row in rows]
     except (TypeError, ValueError) as error:
