@@ -190,6 +190,18 @@ def ends(curve: Curve) -> dict[str, list[float]]:
     return {name: [_last(run, metric) for run in curve.runs] for name, metric in ENDS.items()}
 
 
+def describe_columns(curves: Sequence[Curve]) -> list[str]:
+    """Return a note that says which steps the KL in the table of the curves is from, if it has
+    one."""
+    if not any(
+        ENDS[name] in run for name in ENDS if "KL" in name for c in curves for run in c.runs
+    ):
+        return []
+    return [
+        "note: KL is in nats per token; reward and KL are means over the last steps of each run"
+    ]
+
+
 def tabulate(curves: Sequence[Curve]) -> list[list[str]]:
     """Return the rows of a table of the curves' final metrics: a heading, and for each curve its
     label, one row per run with its name and seed, and their mean and std. Columns without any value

@@ -85,8 +85,8 @@ def read_warnings(run: Path, *, is_over: bool | None = None) -> list[str]:
 def most_frequent_error(run: Path) -> str | None:
     """Return the most frequent message of a grader that rollouts.jsonl has; None if it has none."""
     found = (row.get("message") for row in iterate_rows(run / "rollouts.jsonl"))
-    (most, *_) = Counter(filter(None, found)).most_common(1) or [(None, 0)]
-    return most[0]
+    counts = Counter[str](message for message in found if message)
+    return max(counts, key=lambda message: counts[message], default=None)
 
 
 def find_warnings(
@@ -318,8 +318,8 @@ def _far(series: Series, settings: Settings) -> Finding:
     if value <= FAR:
         return None
     text = (
-        f"KL to the {_model_of(name)} reached {value:.3g} nats per token (step {step:g}): the "
-        "policy has probably lost other abilities."
+        f"KL to the {_model_of(name)} reached {value:.3g} nats per token (step {step:g}, {name}, a "
+        "single step): the policy has probably lost other abilities."
     )
     return text, [_closer(settings), _slower(settings)]
 

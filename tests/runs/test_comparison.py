@@ -169,6 +169,8 @@ def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
                 row |= {"validation/part_inclusion": 0.75, "validation/ended": 0.5}
             file.write(json.dumps(row) + "\n")
     (curve,) = comparison.group_by_settings([run])
+    (note,) = comparison.describe_columns([curve])
+    assert "reward and KL are means over the last steps" in note
     ends = {name: value for name, (value,) in comparison.ends(curve).items()}
     assert np.isnan(ends.pop("KL k3"))
     assert ends == {

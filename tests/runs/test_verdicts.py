@@ -247,8 +247,9 @@ def test_further_limits_of_episodes_are_named():
 def test_kl_that_is_too_large_or_not_finite():
     far = sampled(rising(12), kl__initial_k1=[0.1] * 11 + [0.9], kl__held_out_k1=[0.2, 1.3, 0.8])
     assert find_warnings(far, recipe()) == [
-        "KL to the initial model reached 1.3 nats per token (step 2): the policy has probably lost "
-        "other abilities. Likely remedies in a new run: a stronger KL penalty "
+        "KL to the initial model reached 1.3 nats per token (step 2, kl/held_out_k1, a single "
+        "step): the policy has probably lost other abilities. Likely remedies in a "
+        "new run: a stronger KL penalty "
         "(objective.kl.coefficient=0.15, now 0.05), or a lower learning rate "
         "(train.learning_rate=1e-05, now 4e-05)."
     ]
