@@ -264,7 +264,7 @@ def progress_display(show: ShowArgument, name: str) -> Iterator[None]:
     if show is None and is_notebook():
         display = NotebookDisplay(name)
     elif show is None:
-        display = Display(name, Console(stderr=True, highlight=False))
+        display = Display(name, Console(stderr=True, highlight=False, emoji=False))
     with display as callback, showing(callback):
         yield
 

@@ -139,6 +139,7 @@ def test_a_recipe_by_its_name_by_a_table_and_by_settings_is_the_same(tmp_path):
         ({"train": {"step": 3}}, r"unknown setting 'train\.step'; did you mean 'train\.steps'\?"),
         ({"steps": 3}, r"unknown setting 'steps'; did you mean 'train\.steps'\?"),
         ({"prompts": "hello world"}, r"write prompts=\['hello world'\]"),
+        ({"prompts": []}, "prompts is empty; give at least one prompt or row"),
         ({"prompts": {"prompt": "hello"}}, "prompts must be a list of texts or rows"),
     ):
         with pytest.raises(BurnishError, match=message):

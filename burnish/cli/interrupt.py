@@ -26,8 +26,9 @@ from burnish.runs import checkpoints, directory, report
 from burnish.runs.resuming import command_to_resume
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ONE_REQUEST_S = 1.0
-"""Signals within this time count as one request: `timeout` signals a process, then its group."""
+ONE_REQUEST_S = 0.2
+"""Signals within this time count as one request: `timeout` signals a process and, at
+once, its group. A second Ctrl-C takes longer."""
 GRACE_S = 1.5
 """Time limit for the main thread to stop by itself, in seconds."""
 OTHERS = (ActorError, EngineError, GraderError)

@@ -485,13 +485,21 @@ def compare_command(
     the last 10 steps, or over the last third of a short run; other columns are from the last
     validation.
     """
-    from burnish.runs.comparison import tabulate, write_comparison
+    from burnish.runs.comparison import (
+        describe_columns,
+        describe_lengths,
+        tabulate,
+        write_comparison,
+    )
     from burnish.runs.results import write_evaluation
 
     if all((run / "results.jsonl").exists() for run in runs):
         return print_text(f"report: {write_evaluation(runs, out)}")
-    print_table(map(escape, row) for row in tabulate(write_comparison(runs, out)))
-    return print_text(f"report: {out}")
+    curves = write_comparison(runs, out)
+    print_table(map(escape, row) for row in tabulate(curves))
+    return print_text(
+        "\n".join([*describe_columns(curves), *describe_lengths(curves), f"report: {out}"])
+    )
 
 
 @app.command("generate")

@@ -10,13 +10,13 @@ from rich.table import Table
 
 from burnish.recipe.plan import PlanSection
 
-out_console = Console(highlight=False)
-err_console = Console(highlight=False, stderr=True)
+out_console = Console(highlight=False, emoji=False)
+err_console = Console(highlight=False, emoji=False, stderr=True)
 
 
 def print_text(text: str) -> None:
     """Print text without markup and without wrapping."""
-    out_console.print(text, markup=False, emoji=False, soft_wrap=True)
+    out_console.print(text, markup=False, soft_wrap=True)
 
 
 def print_table(rows: Iterable[Iterable[str]]) -> None:

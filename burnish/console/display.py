@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Self
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from burnish.console.progress import STEP_PHASES, Progress
 
@@ -52,7 +52,7 @@ class Display:
         self._console, self._clock, self._is_quiet = console, clock, quiet
         self._began = self._written = self._reported = clock()
         self._now, self._figures = Progress("load", "starting"), ""
-        self._name = f"[bold]{escape(name)}[/]"
+        self._name = Text(name, style="bold")
         # CI may pretend to be a terminal.
         self._is_live = not quiet and console.is_terminal and console.file.isatty()
         self._status = console.status(self._name, refresh_per_second=REDRAWS)
@@ -90,7 +90,7 @@ class Display:
 
     def print_line(self, text: str) -> None:
         """Print a line, above the live status if there is one."""
-        self._console.print(text, soft_wrap=True, markup=False)
+        self._console.print(text, soft_wrap=True, markup=False, emoji=False)
 
     def _keep_moving(self) -> None:
         every = QUIET_EVERY if self._is_quiet else EVERY
@@ -102,7 +102,7 @@ class Display:
     def beat(self) -> None:
         """Display the last state, in the live status or as a line."""
         if self._is_live:
-            self._status.update(f"{self._name} {escape(self._line())}")
+            self._status.update(Text.assemble(self._name, " ", self._line()))
         else:
             self._write(self._line())
 

@@ -80,6 +80,7 @@ def find_problems(recipe: Recipe, out: Path | None = None) -> list[BurnishError]
     found += problem_of(check_files, tasks)
     for model in models:
         found += [*problem_of(check_model_extra, model), *problem_of(check_model, model)]
+    found += problem_of(check_chat, tasks, recipe.model)
     found += problem_of(check_adapter, recipe.model.adapter, recipe.train.learn)
     found += problem_of(check_engine, recipe.engine)
     found += problem_of(check_live, tasks)
@@ -258,6 +259,22 @@ def check_model(model: Model) -> None:
         hub.resolve_model(name)  # its error lists the names that a model may have
 
 
+def check_chat(tasks: Mapping[str, Any], model: Model) -> None:
+    """Raise a ModelError if a task formats its prompts as chat messages and the model, if it is on
+    this machine, has no chat template. Episodes have a format for such models."""
+    from burnish.model import hub
+
+    chats = [key for key, task in tasks.items() if getattr(task, "chat", False)]
+    chats = [key for key in chats if not isinstance(tasks[key], EnvironmentTask)]
+    name = first_model(model).files
+    if chats and name and hub.has_chat_template(name) is False:
+        unset = " and ".join(f"{key}.chat = false" for key in chats)
+        raise ModelError(
+            f"{name} has no chat template, which {chats[0]}.chat = true needs; set {unset}, so "
+            "that prompts are plain texts, or name a model with a chat template"
+        )
+
+
 def check_adapter(adapter: str | None, learn: AnyLearning) -> None:
     """Raise an error if ``adapter`` is not a directory in PEFT's layout, or if LoRA would continue
     to train it with another rank or alpha."""
@@ -323,13 +340,15 @@ def files_of_task(task: Any) -> dict[str, str | None]:
 def as_rows(prompts: Iterable[str | Mapping[str, Any]]) -> list[Any]:
     """Convert a script's prompts to rows that can be written to the run's JSONL file: a text
     becomes a row with this "prompt", a mapping is copied. Raise a DataError if ``prompts`` is a
-    single text or mapping, or if JSON can't represent a value."""
+    single text or mapping, if it is empty, or if JSON can't represent a value."""
     if isinstance(prompts, str | Mapping):
         raise DataError(
             f"prompts must be a list of texts or rows, got one, {prompts!r}; write "
             f"prompts=[{prompts!r}], or give the name of a file as data"
         )
     rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+    if not rows:
+        raise DataError("prompts is empty; give at least one prompt or row")
     try:
         return [json.loads(json.dumps(row, default=dict)) for row in rows]
     except (TypeError, ValueError) as error:

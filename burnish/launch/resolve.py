@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from burnish.console.progress import tell
 from burnish.errors import BurnishError, ModelError
-from burnish.launch.preflight import find_problems, problem_of, raise_problems
+from burnish.launch.preflight import check_chat, find_problems, problem_of, raise_problems
 from burnish.machine import hardware
 from burnish.recipe.costs import Room, Size, needs, prompt_room
 from burnish.recipe.models import AnyModel, LanguageConfig
@@ -83,6 +83,7 @@ def resolve(
     if model is None:
         return Resolved(recipe, device)
     if checks:
+        raise_problems(problem_of(check_chat, recipe.tasks, recipe.model))  # it was downloaded
         raise_problems(_model_problems(model, frozen, train, recipe.mesh.tensor))
     size = memory.measure_model(model, frozen, train, engine.precision, device)
     if checks and out is not None:

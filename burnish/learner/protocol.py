@@ -64,7 +64,7 @@ class Step(NamedTuple):
     """The learner's log-probabilities before its first gradient step, [C] per response; None if it
     did not score all responses."""
     failed: Sequence[Group] = ()
-    """The episodes whose environment failed, by group. They are recorded, and not learned from."""
+    """The responses that were not graded, by group. They are recorded, and not learned from."""
 
 
 class Program(Protocol):

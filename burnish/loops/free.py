@@ -23,7 +23,7 @@ from burnish.loops.lagged import note_dropped
 from burnish.recipe.runtime import FreeLoop
 from burnish.rollout.dead_groups import fill, is_lost
 from burnish.rollout.lag_bound import Pace
-from burnish.rollout.rollout import check_errors, describe
+from burnish.rollout.rollout import check_errors, describe, ungraded
 from burnish.rollout.settings import RolloutSettings
 from burnish.runs.metrics import Timers
 from burnish.tasks.stream import PromptStream
@@ -302,4 +302,5 @@ def train_free(
         metrics = describe(sampled, prompts.skipped - skipped) | filled.figures
         metrics |= prompts.note(sampled)
         run.dropped = 0
-        yield step._replace(metrics=metrics | step.metrics)
+        failed = ungraded(sampled)
+        yield step._replace(metrics=metrics | step.metrics, failed=failed)

@@ -30,7 +30,15 @@ from burnish.loops.sync import StepSettings, train_step
 from burnish.randomness import Stream
 from burnish.rollout.buffer import Buffer
 from burnish.rollout.dead_groups import Filled, fill, sample_actively, taking
-from burnish.rollout.rollout import Note, NumberedPrompts, describe, grade, ignore, sample
+from burnish.rollout.rollout import (
+    Note,
+    NumberedPrompts,
+    describe,
+    grade,
+    ignore,
+    sample,
+    ungraded,
+)
 from burnish.rollout.settings import RolloutSettings
 from burnish.rollout.step_values import Steps
 from burnish.runs.metrics import Timers
@@ -198,7 +206,8 @@ def train_lagged(
             learner.publish()
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
         rollout |= prompts.note(filled.sampled)
-        yield step._replace(metrics=rollout | step.metrics)
+        failed = ungraded(filled.sampled)
+        yield step._replace(metrics=rollout | step.metrics, failed=failed)
 
 
 def replay(

@@ -30,7 +30,7 @@ from burnish.randomness import Stream
 from burnish.rl.sequences import sequence_lengths, sequence_sum
 from burnish.rollout.dead_groups import fill, sample_actively
 from burnish.rollout.packing import pack, train_batches
-from burnish.rollout.rollout import describe, failed_episodes, grade, sample
+from burnish.rollout.rollout import describe, grade, sample, ungraded
 from burnish.rollout.settings import RolloutSettings
 from burnish.rollout.step_values import Steps
 from burnish.runs.metrics import Timers, combine
@@ -104,7 +104,7 @@ def train_sync(
             engine.load(learner.weights())
         rollout = describe(filled.sampled, prompts.skipped - skipped) | filled.figures
         rollout |= prompts.note(filled.sampled)
-        failed = failed_episodes(filled.sampled)
+        failed = ungraded(filled.sampled)
         yield step._replace(metrics=rollout | step.metrics, failed=failed)
 
 

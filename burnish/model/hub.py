@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -82,6 +83,25 @@ def find_local(name: str) -> Path | None:
         return Path(snapshot_download(name.removeprefix("hf:"), local_files_only=True))
     except (ImportError, OSError, ValueError):
         return None
+
+
+def has_chat_template(name: str) -> bool | None:
+    """Return whether a model has a chat template; None if the model is not on this machine. For
+    ``name`` see `resolve_model`."""
+    if name == BYTES:
+        return False
+    if not name.startswith("hf:") and name != DEFAULT and not Path(name).expanduser().is_dir():
+        return None
+    directory = find_local(name)
+    if directory is None:
+        return None
+    if (directory / "chat_template.jinja").exists():
+        return True
+    try:
+        settings = json.loads((directory / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):  # reading the tokenizer names an invalid file
+        return False
+    return settings.get("chat_template") is not None
 
 
 def as_setting(model: Any) -> Any:

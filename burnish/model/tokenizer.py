@@ -131,8 +131,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ModelError(
-                "this model has no chat template; give the prompt as plain text, as a recipe does "
-                "with task.chat = false"
+                "this model has no chat template; set task.chat = false, and give prompts as plain "
+                "texts"
             )
         try:
             return _compiled(self.chat_template).render(

@@ -263,12 +263,14 @@ def drop_errors(
     return kept, found
 
 
-def failed_episodes(groups: Sequence[Group]) -> list[Group]:
-    """Return the episodes without a grade, such as those whose environment failed: the groups that
-    have such episodes, without their other responses."""
+def ungraded(groups: Sequence[Group]) -> list[Group]:
+    """Return the responses without a grade, because grading failed or the environment did: the
+    groups that have such responses, without their other responses. A sample that the engine
+    aborted is not a response, unless it is an episode."""
     found = []
     for group in groups:
-        failed = [pair for pair in group.graded if pair[0].turns and pair[1].is_error]
+        errors = [pair for pair in group.graded if pair[1].is_error]
+        failed = [pair for pair in errors if pair[0].turns or not is_aborted(pair[0])]
         if failed:
             completions, grades = zip(*failed, strict=True)
             found.append(replace(group, completions=completions, grades=grades))

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
+from burnish.console.text import counted
 from burnish.errors import RunError
 from burnish.recipe.load import flatten
 from burnish.runs import pages
@@ -77,7 +78,7 @@ def write_comparison(
     metrics = dict.fromkeys(name for curve in curves for run in curve.runs for name in run)
     data = {
         "title": title,
-        "about": about,
+        "about": ". ".join(filter(None, [about, *describe_lengths(curves)])),
         "labels": [curve.label for curve in curves],
         "seeds": [len(curve.seeds) for curve in curves],
         "runs": [_links(curve, page) for curve in curves],
@@ -85,6 +86,27 @@ def write_comparison(
     }
     replace_file(page, pages.render("comparison", data=pages.to_script_json(data)))
     return curves
+
+
+def describe_lengths(curves: Sequence[Curve]) -> list[str]:
+    """Return a note for each run that has not finished, and for each run that has fewer steps than
+    the longest one: its final metrics are those of another step."""
+    steps = {
+        path: int(run["train/version"][-1][0])
+        for curve in curves
+        for path, run in zip(curve.paths, curve.runs, strict=True)
+    }
+    most, notes = max(steps.values(), default=0), []
+    for path, done in steps.items():
+        planned = flatten(read_recipe(path)).get("train.steps")
+        of = f" of {planned}" if isinstance(planned, int) and planned >= done else ""
+        fewer = f"; the longest run has {most}" if done < most else ""
+        count = f"{done}{of} steps" if of else counted(done, "step")
+        if not (path / "summary.json").exists():
+            notes.append(f"note: {path.resolve().name} did not finish: it has {count}{fewer}")
+        elif fewer:
+            notes.append(f"note: {path.resolve().name} has {count}{fewer}")
+    return notes
 
 
 def group_by_settings(paths: Sequence[Path]) -> list[Curve]:
@@ -166,6 +188,18 @@ def ends(curve: Curve) -> dict[str, list[float]]:
     """Return a curve's final metrics: for each column of ``ENDS`` one value per run; NaN where a
     metric was not measured."""
     return {name: [_last(run, metric) for run in curve.runs] for name, metric in ENDS.items()}
+
+
+def describe_columns(curves: Sequence[Curve]) -> list[str]:
+    """Return a note that says which steps the KL in the table of the curves is from, if it has
+    one."""
+    if not any(
+        ENDS[name] in run for name in ENDS if "KL" in name for c in curves for run in c.runs
+    ):
+        return []
+    return [
+        "note: KL is in nats per token; reward and KL are means over the last steps of each run"
+    ]
 
 
 def tabulate(curves: Sequence[Curve]) -> list[list[str]]:

@@ -65,7 +65,7 @@ def read_mismatch(mean: Points, largest: Points, *, rounded: bool = False) -> li
 
 def _growth(steps: Array, kl: Array) -> str:
     first, last, peak = kl[0].round(5), kl[-1], kl.max()
-    subject = "KL to the initial model"
+    subject = "KL to the initial model, averaged over neighbouring steps,"
     if peak < 1e-3:
         return f"{subject} stayed below {_format(peak)} {UNIT}: the policy hardly moved."
     if last < 0.7 * peak:

@@ -77,6 +77,7 @@ def rows(
             "reward": _finite(grade.reward),
             "parts": {name: _finite(value) for name, value in grade.parts.items()},
             "status": str(grade.status),
+            **({"message": grade.message} if grade.is_error else {}),
             "correct": grade.correct,
             "advantage": None if advantages is None else _finite(advantages[place]),
             "finish": str(completion.finish),
@@ -208,7 +209,8 @@ def format_log(rows: Sequence[ResponseRow]) -> str:
 def _line(row: ResponseRow) -> str:
     figures = {"reward": row["reward"], **row["parts"], "advantage": row["advantage"]}
     text = ", ".join(f"{name} {value:z.4g}" for name, value in figures.items() if value is not None)
-    note = "" if row["status"] == "scored" else f"  [{row['status']}]"
+    why = f": {row['message']}" if row.get("message") else ""
+    note = "" if row["status"] == "scored" else f"  [{row['status']}{why}]"
     return f"{row['response']!r}  {text}{note}"
 
 

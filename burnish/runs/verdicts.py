@@ -1,5 +1,6 @@
 """Warnings about a run that has finished and probably has not learned, each with two remedies.
 
+    not graded              grading failed for at least 95% of the responses
     nothing to learn from   at least 95% of the groups were dead
     truncated               at least 95% of the responses reached the length limit
     nothing learned         the reward (or the loss) moved by less than two standard errors
@@ -13,14 +14,17 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from burnish.console.text import printable
 from burnish.errors import BurnishError
 from burnish.recipe.load import flatten, format_toml, load_recipe
-from burnish.recipe.recipe import Recipe
+from burnish.recipe.recipe import Recipe, RolloutConfig
 from burnish.runs.directory import read_recipe
 from burnish.runs.metrics import Series, collect, iterate_rows, window
 
@@ -37,6 +41,8 @@ none of the former. The estimator k3 can be dominated by a single token, so it i
 MOVED = 0.1
 """KL in nats per token from which on the learning rate is not the reason that nothing was
 learned."""
+LONGEST = 300
+"""Maximum number of characters of a quoted error."""
 Points = Sequence[tuple[float, float]]
 Settings = Mapping[str, Any]
 """Settings of a recipe by their full names."""
@@ -71,19 +77,32 @@ def read_warnings(run: Path, *, is_over: bool | None = None) -> list[str]:
     """
     rows = iterate_rows(run / "metrics.jsonl")
     is_over = (run / "summary.json").exists() if is_over is None else is_over
-    return find_warnings(collect(rows, finite=False), read_recipe(run), is_over=is_over)
+    series = collect(rows, finite=False)
+    error = most_frequent_error(run) if _is_ungraded(series) else None
+    return find_warnings(series, read_recipe(run), is_over=is_over, error=error)
 
 
-def find_warnings(series: Series, recipe: Mapping[str, Any], *, is_over: bool = True) -> list[str]:
+def most_frequent_error(run: Path) -> str | None:
+    """Return the most frequent message of a grader that rollouts.jsonl has; None if it has none."""
+    found = (row.get("message") for row in iterate_rows(run / "rollouts.jsonl"))
+    counts = Counter[str](message for message in found if message)
+    return max(counts, key=lambda message: counts[message], default=None)
+
+
+def find_warnings(
+    series: Series, recipe: Mapping[str, Any], *, is_over: bool = True, error: str | None = None
+) -> list[str]:
     """Return sentences about what went wrong in a run, with remedies; an empty list if nothing was
     found.
 
     ``series`` are the metrics, including values that are not finite. ``recipe`` is the content of
     recipe.toml. Whether the reward moved is judged only if the run ``is_over``: all steps are done.
+    ``error`` is the most frequent message of the grader.
     """
     settings = _settings(recipe)
-    found = [_dead(series, settings), _truncated(series, settings)]
-    if found[0] is None and is_over:
+    lost = _ungraded(series, settings, error) or _dead(series, settings)
+    found = [lost, _truncated(series, settings)]
+    if lost is None and is_over:
         found.append(_unmoved(series, settings))
     found.append(_far(series, settings))
     warnings = []
@@ -100,10 +119,38 @@ Finding = tuple[str, list[Remedy]] | None
 """A sentence and its remedies, the likeliest first."""
 
 
+def _is_ungraded(series: Series) -> bool:
+    return (_mean(_finite(series, "rollout/grades_error")) or 0.0) >= NEARLY_ALL
+
+
+def _ungraded(series: Series, settings: Settings, error: str | None) -> Finding:
+    """Name the error because of which nearly all responses have no grade."""
+    if not _is_ungraded(series):
+        return None
+    failed, aborted = (
+        _mean(_finite(series, f"rollout/{name}")) or 0.0 for name in ("grades_error", "aborted")
+    )
+    text = f"{_percent(failed)} of the responses were not graded, so next to nothing was learned."
+    if failed == 1:
+        text = "No response was graded, so nothing was learned."
+    if aborted > failed / 2:
+        return f"{text} The engine aborted most of them.", [_slower(settings)]
+    if error is not None:
+        lines = error.strip().splitlines() or [error]
+        said = shorten(printable(lines[0]), LONGEST, placeholder=" …").rstrip(".")
+        text += f" The most frequent error: {said}."
+    graded_by = {"judged": "judge", "environment": "environment or its reward"}
+    wrong = graded_by.get(str(settings.get("task.name")), "reward")
+    strict = {"rollout.max_errors": RolloutConfig.model_fields["max_errors"].default}
+    return text, [Remedy(f"a corrected {wrong}"), Remedy("a limit that ends such a run", strict)]
+
+
 def _dead(series: Series, settings: Settings) -> Finding:
     share = _mean(_finite(series, "rollout/dead_groups"))
     if share is None or share < NEARLY_ALL:
         return None
+    least, most = (_finite(series, f"rollout/reward_{end}") for end in ("min", "max"))
+    rewards = {value for points in (least, most) for _, value in points}
     level, lowest, highest = (
         _mean(_finite(series, f"rollout/{name}")) for name in ("reward", "reward_min", "reward_max")
     )
@@ -114,7 +161,13 @@ def _dead(series: Series, settings: Settings) -> Finding:
     if settings.get("selection.dead_by") == "correct":
         same = "none or all responses to a prompt were correct"
     text = f"{_percent(share)} of the groups were dead ({same}), so there was little to learn from."
-    return text, [*(_harder(settings) if is_easy else _easier(settings))]
+    remedies = [*(_harder(settings) if is_easy else _easier(settings))]
+    if share == 1 and len(rewards) == 1:
+        text = (
+            f"Every response earned exactly {rewards.pop():z.6g}, so nothing was learned from it."
+        )
+        remedies.insert(0, Remedy("a corrected reward, if it should tell responses apart"))
+    return text, remedies
 
 
 def _harder(settings: Settings) -> Iterable[Remedy]:
@@ -265,8 +318,8 @@ def _far(series: Series, settings: Settings) -> Finding:
     if value <= FAR:
         return None
     text = (
-        f"KL to the {_model_of(name)} reached {value:.3g} nats per token (step {step:g}): the "
-        "policy has probably lost other abilities."
+        f"KL to the {_model_of(name)} reached {value:.3g} nats per token (step {step:g}, {name}, a "
+        "single step): the policy has probably lost other abilities."
     )
     return text, [_closer(settings), _slower(settings)]
 

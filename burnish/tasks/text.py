@@ -195,7 +195,7 @@ def check_system(tokenizer: Tokenizer, system: str | None) -> None:
         text = tokenizer.chat([{"role": "system", "content": system}, asked], now=TODAY)
         reason = None if system.strip() in text else "its chat template leaves the message out"
     except ModelError as error:
-        reason = str(error).partition("; give")[0]
+        reason = str(error).partition(";")[0]
     if reason is not None:
         raise ModelError(
             f"task.system needs a model whose chat template has a system message: {reason}; remove "

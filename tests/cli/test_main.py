@@ -295,3 +295,15 @@ def test_models_are_evaluated_side_by_side(burnish, smollm2, tmp_path):
     assert done.code == 0, done.err
     (made,) = (tmp_path / "runs").glob("eval-keywords-*/report.html")
     assert f"report: {made.relative_to(tmp_path)}" in done.out
+
+
+def test_the_consoles_take_no_text_for_an_emoji(monkeypatch):
+    text = "/tmp/rw.py:x: and :warning:"
+    for console in (tables.out_console, tables.err_console):
+        with console.capture() as printed:
+            console.print(text)
+        assert printed.get() == f"{text}\n"
+    with tables.out_console.capture() as printed:
+        tables.print_sections([("title", [("reward", text)])])
+        tables.print_text(text)
+    assert printed.get().count(text) == 2

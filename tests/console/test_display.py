@@ -9,6 +9,11 @@ from burnish.console.progress import Progress
 from tests.console.test_progress import Clock
 
 
+class Terminal(StringIO):
+    def isatty(self):
+        return True
+
+
 def lines(console):
     return console.file.getvalue().splitlines()
 
@@ -45,6 +50,19 @@ def test_lines_of_a_pipe(monkeypatch):
         "[0:00:05] saving a checkpoint  reward 0.500  held out 0.250",
         "[0:01:05] evaluating  reward 0.500  held out 0.250",
     ]
+
+
+def test_no_text_is_taken_for_an_emoji_or_markup():
+    for is_live in (True, False):
+        console = Console(file=Terminal(), width=200, force_terminal=is_live, no_color=True)
+        with Display("rw.py:x: [red]", console) as show:
+            show(Progress("load", "reading rw.py:x: and [red]"))
+            show.beat()
+            show.print_line("a note :warning:")
+        shown = console.file.getvalue()
+        assert "reading rw.py:x: and [red]" in shown
+        assert "a note :warning:" in shown
+        assert not is_live or "rw.py:x: [red]" in shown
 
 
 def test_responses_that_got_no_grade_or_ran_late_are_shown():

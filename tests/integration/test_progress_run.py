@@ -275,7 +275,7 @@ def test_ctrl_c_twice_says_what_was_saved(tmp_path):
     watched.read(until="step 1/100  reward")
     watched.process.send_signal(signal.SIGINT)
     watched.read(until="once more to stop at once")
-    time.sleep(1.2)  # what comes sooner is the same request
+    time.sleep(0.4)  # what comes sooner is the same request
     watched.process.send_signal(signal.SIGINT)
     asked = time.monotonic()
     assert watched.end() == 130

@@ -202,3 +202,36 @@ def test_a_pretrained_model_has_no_default_learning_rate(tmp_path):
         assert problems(load_recipe(load_recipe(recipe | more), ["name=other"])) == [said]
         assert problems(load_recipe(recipe | more), None) == []  # an evaluation
     assert problems(load_recipe(recipe | {"model": {"name": "scratch"}})) == []
+
+
+def test_a_model_without_a_chat_template_needs_plain_prompts(tmp_path):
+    (tmp_path / "model").mkdir()
+    name = tmp_path / "model"
+    rows = [{"prompt": f"{i} + 1 =", "answer": "5"} for i in range(4)]
+    given = {"name": "pairs", "rows": rows}
+    model = {"name": str(name)}
+
+    def problems(**task):
+        recipe = load_recipe({"task": given | task, "model": model})
+        return [str(problem) for problem in preflight.find_problems(recipe)]
+
+    told = (
+        f"{name} has no chat template, which task.chat = true needs; set task.chat = false, so "
+        "that prompts are plain texts, or name a model with a chat template"
+    )
+    assert problems() == [told]
+    assert problems(chat=False) == []
+    (name / "tokenizer_config.json").write_text('{"chat_template": null}')
+    assert problems() == [told]
+    (name / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    assert problems() == []
+    (name / "tokenizer_config.json").unlink()
+    (name / "chat_template.jinja").write_text("x")
+    assert problems() == []
+    recipe = load_recipe("guess", [f"model.name={name}"])  # episodes have a plain format
+    (name / "chat_template.jinja").unlink()
+    preflight.check_chat(recipe.tasks, recipe.model)
+    bytes_of = {"name": "scratch", "tokenizer": "bytes"}
+    recipe = load_recipe({"task": given, "model": bytes_of})
+    with pytest.raises(ModelError, match=r"bytes has no chat template.*set task\.chat = false"):
+        preflight.check_chat(recipe.tasks, recipe.model)

@@ -30,6 +30,8 @@ from burnish.rollout.buffer import Buffer
 from burnish.runs import checkpoints
 from burnish.runs.report import write_report
 from burnish.runs.run import unsaved_best
+from burnish.tasks.sorting import Sorting
+from burnish.types import Grade, Status
 from tests.conftest import aborted
 
 SAME = ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "log.txt")
@@ -602,6 +604,21 @@ def test_ten_kills_at_random_moments_change_nothing(smollm2, tmp_path, monkeypat
         victim.join()
     assert kills >= 10
     assert fingerprint(path) == fingerprint(whole)
+
+
+def test_a_run_whose_reward_always_fails_names_the_error(tmp_path, monkeypatch):
+    failure = Grade(math.nan, status=Status.ERROR, message="ZeroDivisionError: division by zero")
+    monkeypatch.setattr(Sorting, "grade_all", lambda self, items: [failure for _ in items])
+    change = ["train.steps=2", "rollout.max_errors=1"]
+    run = api.train("sort", overrides=change, out=tmp_path / "run")
+    (warning,) = run.warnings
+    assert warning.startswith(
+        "No response was graded, so nothing was learned. The most frequent error: "
+        "ZeroDivisionError: division by zero."
+    )
+    rows = run.rollouts
+    assert {(row["status"], row["message"]) for row in rows} == {("error", failure.message)}
+    assert f"[error: {failure.message}]" in (run.path / "log.txt").read_text()
 
 
 def test_a_run_that_never_gets_a_grade_ends_with_readable_files(tmp_path, monkeypatch, capsys):

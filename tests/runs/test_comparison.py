@@ -169,6 +169,8 @@ def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
                 row |= {"validation/part_inclusion": 0.75, "validation/ended": 0.5}
             file.write(json.dumps(row) + "\n")
     (curve,) = comparison.group_by_settings([run])
+    (note,) = comparison.describe_columns([curve])
+    assert "reward and KL are means over the last steps" in note
     ends = {name: value for name, (value,) in comparison.ends(curve).items()}
     assert np.isnan(ends.pop("KL k3"))
     assert ends == {
@@ -178,6 +180,25 @@ def test_what_runs_came_to_is_read_from_their_last_rows(tmp_path):
         "ended": 0.5,
         "KL k1": pytest.approx(0.175),
     }
+
+
+def test_runs_that_did_not_finish_or_have_fewer_steps_are_named(tmp_path):
+    planned = [[f"train.steps={steps}"] for steps in (9, 9, 4)]
+    lengths = {"full": 10, "stopped": 4, "short": 5}
+    runs = [
+        make_run(tmp_path / name, [1.0] * rows, *change)
+        for (name, rows), change in zip(lengths.items(), planned, strict=True)
+    ]
+    for run in (runs[0], runs[2]):
+        (run / "summary.json").write_text("{}")
+    page = tmp_path / "out.html"
+    told = comparison.describe_lengths(comparison.write_comparison(runs, page, about="Seeds"))
+    assert told == [
+        "note: stopped did not finish: it has 3 of 9 steps; the longest run has 9",
+        "note: short has 4 of 4 steps; the longest run has 9",
+    ]
+    assert data_of(page)["about"] == ". ".join(["Seeds", *told])
+    assert comparison.describe_lengths(comparison.group_by_settings([runs[0], runs[0]])) == []
 
 
 def test_a_run_without_steps_cannot_be_compared(tmp_path):

@@ -16,7 +16,10 @@ def test_reward_that_follows_kl():
         line([0.1 + 0.02 * s for s in range(40)]),
         line([-1.4e-7, *(0.01 * s for s in range(1, 40))]),  # rounding is no KL
     )
-    assert growth == ("KL to the initial model went from 0 to 0.39 nats per token by step 39.")
+    assert growth == (
+        "KL to the initial model, averaged over neighbouring steps, went from 0 to 0.39 "
+        "nats per token by step 39."
+    )
     assert company == ("The reward followed, from 0.1 to 0.86 by step 38, and ended at 0.88.")
 
 

@@ -115,7 +115,9 @@ def test_the_data_of_a_page(tmp_path):
     assert len(data["series"]["train/loss"]["points"]) == 11  # one was not finite
     assert data["series"]["rollout/reward"]["ends"] == [0.15, 0.95]  # four steps each
     assert data["clocks"]["time/generate"]["sum"] == 24
-    assert data["reading"][0].startswith("KL to the initial model went from 0 to 0.11 nats per")
+    assert data["reading"][0].startswith(
+        "KL to the initial model, averaged over neighbouring steps, went from 0 to 0.11 nats per"
+    )
 
 
 def test_the_state_is_told_from_the_files(tmp_path):
@@ -254,7 +256,7 @@ def test_curves_stand_together_and_heads_and_legends_agree(browser, tmp_path):
     assert tiles == [
         ["reward, last 4 steps", "0.95", "from 0.15"],
         ["held-out reward", "0.9", "from 0; best 0.9 at step 9"],
-        ["KL to the initial model, k1", "0.11", "nats per token; from 0"],
+        ["KL to the initial model, k1, last step", "0.11", "nats per token; from 0"],
         ["ended, last 4 steps", "0.595", "from 0.515"],
         ["responses", "360", "sampled for training"],
         ["time", "36 s", "wall clock of the steps"],

@@ -140,6 +140,50 @@ def test_dead_groups(reward, lowest, highest, told):
     assert not any("dead" in text for text in find_warnings(series, recipe()))
 
 
+def test_the_same_reward_for_every_response_of_the_run():
+    series = sampled([0.5] * 5)
+    for name, value in {"dead_groups": 1.0, "reward_min": 0.5, "reward_max": 0.5}.items():
+        series[f"rollout/{name}"] = line([value] * 5)
+    (warning,) = find_warnings(series, recipe())
+    assert warning.startswith(
+        "Every response earned exactly 0.5, so nothing was learned from it. Likely remedies in a "
+        "new run: a corrected reward, if it should tell responses apart, or "
+    )
+    for end in ("min", "max"):  # each step has one reward, but not the same
+        series[f"rollout/reward_{end}"] = line([0.5, 0.5, 0.4, 0.5, 0.5])
+    (warning,) = find_warnings(series, recipe())
+    assert warning.startswith("All of the groups were dead")
+
+
+def test_responses_without_a_grade(tmp_path):
+    series = {"rollout/responses": line([8.0] * 4), "rollout/grades_error": line([1.0] * 4)}
+    (warning,) = find_warnings(series, recipe("keywords", "rollout.max_errors=1"), error="a.\nb")
+    assert warning == (
+        "No response was graded, so nothing was learned. The most frequent error: a. Likely "
+        "remedies in a new run: a corrected reward, or a limit that ends such a run "
+        "(rollout.max_errors=0.1, now 1.0)."
+    )
+    (warning,) = find_warnings(series | {"rollout/aborted": line([1.0] * 4)}, recipe())
+    assert "The engine aborted most of them. Likely remedies in a new run: a lower" in warning
+    series["rollout/grades_error"] = line([1.0, 0.9, 0.9, 1.0])
+    (warning,) = find_warnings(series, recipe(), error="a")
+    assert warning.startswith("95% of the responses were not graded, so next to nothing was")
+    series["rollout/grades_error"] = line([1.0, 0.9, 0.89, 1.0])
+    assert find_warnings(series, recipe(), error="a") == []
+
+
+def test_the_most_frequent_error_of_a_run(tmp_path):
+    metrics = [{"step": 1, "rollout/responses": 3, "rollout/grades_error": 1.0}]
+    rows = [{"message": text} for text in ("rare", "often", "often", None)] + [{}]
+    with RunDirectory(tmp_path, recipe_to_toml(load_recipe("keywords"))):
+        (tmp_path / "metrics.jsonl").write_text(to_jsonl(metrics))
+        (told,) = read_warnings(tmp_path)
+        assert "error" not in told.partition("Likely")[0]
+        (tmp_path / "rollouts.jsonl").write_text(to_jsonl(rows))
+        (told,) = read_warnings(tmp_path)
+    assert "The most frequent error: often." in told
+
+
 def test_dead_groups_of_the_sorting_model():
     series = sampled([5.0] * 9) | {"rollout/dead_groups": line([1.0] * 9)}
     (easy,) = find_warnings(series, recipe("sort"))
@@ -203,8 +247,9 @@ def test_further_limits_of_episodes_are_named():
 def test_kl_that_is_too_large_or_not_finite():
     far = sampled(rising(12), kl__initial_k1=[0.1] * 11 + [0.9], kl__held_out_k1=[0.2, 1.3, 0.8])
     assert find_warnings(far, recipe()) == [
-        "KL to the initial model reached 1.3 nats per token (step 2): the policy has probably lost "
-        "other abilities. Likely remedies in a new run: a stronger KL penalty "
+        "KL to the initial model reached 1.3 nats per token (step 2, kl/held_out_k1, a single "
+        "step): the policy has probably lost other abilities. Likely remedies in a "
+        "new run: a stronger KL penalty "
         "(objective.kl.coefficient=0.15, now 0.05), or a lower learning rate "
         "(train.learning_rate=1e-05, now 4e-05)."
     ]

@@ -331,7 +331,7 @@ function headlines({ series }) {
   add("validation/reward", "held-out reward");
   if (!series["rollout/reward"]) add("train/loss", "loss", { averaged: true });
   add("validation/loss", "held-out loss");
-  add(KL, "KL to the initial model, k1", { unit: "nats per token" });
+  add(KL, "KL to the initial model, k1, last step", { unit: "nats per token" });
   add("rollout/ended", "ended", { averaged: true });
   return found;
 }
@@ -367,7 +367,7 @@ function frontierOf({ series }) {
     const at = drift.points.find(p => p[0] >= step);
     if (at && at[0] - step < stride) points.push([step, at[1], reward]);
   }
-  return points.length > 2 ? { x: `${KL} (nats per token)`, y: name, points } : null;
+  return points.length > 2 ? { x: "KL to the initial model (k1), nats per token", y: name, points } : null;
 }
 
 /* Seconds per phase, the largest first: in total and for each step. */
