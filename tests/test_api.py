@@ -492,7 +492,9 @@ def test_objects_stand_for_a_model_and_for_a_tokenizer(smollm2, tmp_path, monkey
     tokenizer, shape = Tokenizer.load(smollm2), {"n_layers": 1, "d_model": 32, "n_heads": 4}
     config = ModelConfig(vocab_size=tokenizer.vocab_size, d_ff=48, context=128, **shape)
     model = Transformer(config).init_weights(0)
-    mine = small(smollm2, model=(model, tokenizer), train={"steps": 1, "batch": 8})
+    mine = small(
+        smollm2, model=(model, tokenizer), train={"steps": 1, "batch": 8, "schedule": "constant"}
+    )
     run = burnish.train("keywords", out=tmp_path / "run", **mine)
     written = Path(run.recipe.model.name)
     assert torch.equal(checkpoint.load_model(written).embed.weight, model.embed.weight)

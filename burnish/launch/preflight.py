@@ -260,12 +260,12 @@ def check_model(model: Model) -> None:
 
 
 def check_chat(tasks: Mapping[str, Any], model: Model) -> None:
-    """Raise a ModelError if a task formats its prompts as chat messages and the model, if it is on
-    this machine, has no chat template. Episodes have a format for such models."""
+    """Raise a ModelError if a task formats the prompts of its rows as chat messages and the model,
+    if it is on this machine, has no chat template."""
     from burnish.model import hub
 
-    chats = [key for key, task in tasks.items() if getattr(task, "chat", False)]
-    chats = [key for key in chats if not isinstance(tasks[key], EnvironmentTask)]
+    graded = {key: one for key, one in tasks.items() if isinstance(one, FilesTask | JudgedTask)}
+    chats = [key for key, task in graded.items() if task.chat]
     name = first_model(model).files
     if chats and name and hub.has_chat_template(name) is False:
         unset = " and ".join(f"{key}.chat = false" for key in chats)

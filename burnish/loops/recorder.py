@@ -423,6 +423,7 @@ class _Recorder:
             score=score,
             keep=keep,
             every=every,
+            ends=self.is_done,
         )
         if write is None:
             self.parts.in_background(save)

@@ -98,11 +98,12 @@ def _row(group: Group) -> dict[str, Any]:
 
 def _episode(c: Completion) -> dict[str, Any]:
     """Return the fields of an episode as the entry "episode" of a row; an empty dict for other
-    responses."""
+    responses. The seconds of turns are left out, so that checkpoints of equal runs are equal."""
     if not c.turns:
         return {}
     sequences = [(one.start, one.prompt.tolist()) for one in c.sequences]
-    fields = {"turns": [turn._asdict() for turn in c.turns], "sequences": sequences}
+    turns = [turn._replace(seconds=0.0)._asdict() for turn in c.turns]
+    fields = {"turns": turns, "sequences": sequences}
     return {"episode": fields | {"limit": c.limit and str(c.limit), "first": c.first_messages}}
 
 

@@ -38,6 +38,9 @@ class CheckpointInfo(NamedTuple):
     """Value of the recipe's validation metric (by default the reward on held-out prompts, or the
     loss), negative if lower values are better; None if the step was not validated."""
     path: Path
+    is_kept: bool = True
+    """Whether later checkpoints keep it if it has the highest score: if its step was scheduled, or
+    if the run had ended with it."""
 
 
 def save_checkpoint(
@@ -49,18 +52,19 @@ def save_checkpoint(
     score: float | None = None,
     keep: int = 2,
     every: int = 1,
+    ends: bool = False,
     write: Callable[[Path], None] | None = None,
 ) -> Path:
     """Save a checkpoint of the run in the directory ``run`` and return its path; then delete all
     but the last ``keep`` checkpoints and the one with the highest score.
 
     ``state`` is stored as JSON. ``score`` is None, or not finite, if the step has none. A
-    checkpoint of a step that is not a multiple of ``every`` was saved because the run stopped,
-    failed or ended. It is deleted when the next checkpoint is saved, unless it has the highest
-    score. So a run that is resumed keeps the checkpoints that an uninterrupted run keeps, and the
-    best one. ``write`` makes the ranks write their shards into
-    a directory; None if ``tensors`` is the complete checkpoint. If a file can't be written, raise a
-    RunError; earlier checkpoints are intact.
+    checkpoint of a step that is not a multiple of ``every`` was saved because the run stopped or
+    failed, or because it ``ends``. It is deleted when the next checkpoint is saved, so that a run
+    that is interrupted and resumed keeps the checkpoints of an uninterrupted run. If the run had
+    ended with it, and is extended, it is kept as long as it has the highest score. ``write`` makes
+    the ranks write their shards into a directory; None if ``tensors`` is the complete checkpoint.
+    If a file can't be written, raise a RunError; earlier checkpoints are intact.
     """
     from safetensors import SafetensorError
 
@@ -68,6 +72,8 @@ def save_checkpoint(
     final, temporary = folder / f"step-{step:08d}", folder / f".step-{step:08d}.new"
     finite = None if score is None or not math.isfinite(score) else score
     about = {"score": json.dumps(finite), "state": json.dumps(state)}
+    if step % every and not ends:
+        about["is_kept"] = "false"
     unshared = {name: _own_storage(tensor) for name, tensor in tensors.items()}
     try:
         folder.mkdir(exist_ok=True)
@@ -135,10 +141,11 @@ def read_info(path: Path) -> CheckpointInfo:
 
     try:
         with safe_open(_main(path), "numpy") as file:
-            score = json.loads(file.metadata()["score"])
+            about = file.metadata()
     except (OSError, SafetensorError):
-        score = None
-    return CheckpointInfo(path.name, step_of(path), score, path)
+        about = {"score": "null"}
+    score, is_kept = json.loads(about["score"]), json.loads(about.get("is_kept", "true"))
+    return CheckpointInfo(path.name, step_of(path), score, path, is_kept)
 
 
 def load_checkpoint(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
@@ -168,8 +175,8 @@ def return_to(run: Path, path: Path, *, keep: int = 2, every: int = 1) -> None:
 
     Delete the checkpoints of later steps and all incomplete files. Of the others, keep the newest
     ``keep`` and the one with the highest score, as ``save_checkpoint`` does. ``every`` is the
-    interval of scheduled checkpoints; one of any other step is kept only if it is the newest or
-    the best.
+    interval of scheduled checkpoints; one of any other step is kept only if it is the newest, or
+    the best and the run had ended with it.
     """
     for later in list_checkpoints(run):
         if step_of(later) > step_of(path):
@@ -194,13 +201,14 @@ def _best(found: Iterable[CheckpointInfo]) -> Path | None:
 
 
 def _prune(run: Path, keep: int, every: int) -> None:
-    """Delete unfinished files and all checkpoints except the one with the highest score, the
-    scheduled one with the highest score, and the last ``keep`` of the scheduled ones and the
-    newest. There must be a checkpoint."""
+    """Delete unfinished files and all checkpoints except the one with the highest score among those
+    that may be kept, the scheduled one with the highest score, and the last ``keep`` of the
+    scheduled ones and the newest. There must be a checkpoint."""
     paths = list_checkpoints(run)
     planned = [path for path in paths if step_of(path) % every == 0]
     newest = planned if paths[-1] in planned else [*planned, paths[-1]]
-    kept = {_best(map(read_info, paths)), _best(map(read_info, planned)), *newest[-keep:]}
+    lasting = (saved for saved in map(read_info, paths) if saved.is_kept)
+    kept = {_best(lasting), _best(map(read_info, planned)), *newest[-keep:]}
     unfinished = (run / "checkpoints").glob(".*")  # temporary files, also those of safetensors
     for path in (*unfinished, *paths):
         if path not in kept:

@@ -40,7 +40,12 @@ def test_a_scorer_whose_node_lacks_a_key_does_not_start(
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 3)
     judge = {"url": "http://127.0.0.1:1/v1", "model": "m", "key": "NO_SUCH_KEY"}
-    task = {"name": "judged", "train": tmp_path / "rows.jsonl", "rubric": [["Short.", 1]]}
+    task = {
+        "name": "judged",
+        "train": tmp_path / "rows.jsonl",
+        "rubric": [["Short.", 1]],
+        "chat": False,
+    }
     model = {"name": "scratch", "tokenizer": "bytes"}
     recipe = load_recipe({"task": task | {"judge": judge}, "model": model, "runtime": "ray"})
     with pytest.raises(ConfigError, match="'NO_SUCH_KEY' is not set in the environment"):

@@ -43,6 +43,7 @@ def taught(tmp_path, teacher):
         f"teacher.model={teacher}", "task.validation_prompts=2", "rollout.max_tokens=6",
         "rollout.batch=8", "rollout.group_size=1", "train.batch=8", "train.steps=4",
         "train.learning_rate=1e-2", "checkpoint.every=2", "validation.every=3",
+        "train.schedule=constant",
     ]  # fmt: skip
 
 

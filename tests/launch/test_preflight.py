@@ -208,7 +208,7 @@ def test_a_model_without_a_chat_template_needs_plain_prompts(tmp_path):
     (tmp_path / "model").mkdir()
     name = tmp_path / "model"
     rows = [{"prompt": f"{i} + 1 =", "answer": "5"} for i in range(4)]
-    given = {"name": "pairs", "rows": rows}
+    given = {"name": "files", "rows": rows, "reward": "inclusion"}
     model = {"name": str(name)}
 
     def problems(**task):

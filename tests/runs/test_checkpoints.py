@@ -31,7 +31,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     path = checkpoints.save_checkpoint(tmp_path, 40, tensors, state, score=0.5)
     assert path == checkpoints.latest(tmp_path) == checkpoints.best(tmp_path)
     assert names(tmp_path) == ["step-00000040"]
-    assert checkpoints.read_info(path) == (path.name, 40, 0.5, path)
+    assert checkpoints.read_info(path) == (path.name, 40, 0.5, path, True)
     loaded, found = checkpoints.load_checkpoint(path)
     assert found == state
     assert loaded.keys() == tensors.keys()
@@ -70,9 +70,21 @@ def test_what_a_killed_process_had_no_time_to_delete_goes_when_the_run_resumes(t
     assert names(tmp_path) == ["step-00000003"]
 
 
-def test_one_that_was_not_planned_goes_with_the_next_unless_it_is_the_best(tmp_path):
-    def save(step, score):
+def test_one_that_was_not_planned_goes_with_the_next(tmp_path):
+    """Here of highest score: until the next is saved it is the best."""
+    for step, score in ((10, 0.5), (20, 0.1), (25, 0.9)):
         checkpoints.save_checkpoint(tmp_path, step, TENSORS, {}, score=score, keep=1, every=10)
+    assert names(tmp_path) == ["step-00000010", "step-00000025"]
+    assert checkpoints.best(tmp_path).name == "step-00000025"
+    checkpoints.save_checkpoint(tmp_path, 30, TENSORS, {}, keep=1, every=10)
+    assert names(tmp_path) == ["step-00000010", "step-00000030"]
+
+
+def test_the_last_one_of_a_run_that_is_extended_stays_if_it_is_the_best(tmp_path):
+    def save(step, score, ends=True):
+        checkpoints.save_checkpoint(
+            tmp_path, step, TENSORS, {}, score=score, keep=1, every=10, ends=ends
+        )
         return [int(name.removeprefix("step-")) for name in names(tmp_path)]
 
     assert [save(*one) for one in ((10, 0.5), (20, 0.1), (23, None))][-1] == [10, 23]
