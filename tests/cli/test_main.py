@@ -280,6 +280,7 @@ def test_a_warm_start_is_trained_on(burnish, smollm2, tmp_path):
     assert "1 × the rows, 4 at a time" in done.out, done.err
 
 
+@pytest.mark.slow
 def test_models_are_evaluated_side_by_side(burnish, smollm2, tmp_path):
     few = flags(["task.validation_prompts=2", "validation.max_tokens=2", "device=cpu"])
     both = ["--model", smollm2, "--model", "smollm2-135m", "-n", 2]

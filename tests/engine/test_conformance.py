@@ -202,6 +202,7 @@ def test_a_cache_of_older_weights_is_seen(spoil: Any, mode: str, model: Path) ->
         assert set(examined(engine, model, names, mode).values()) == {FAIL}
 
 
+@pytest.mark.slow
 def test_the_command_checks_both_modes(model: Path) -> None:
     tiny.tokenizer().save(model)
     given = [str(model), "--set", "engine.kv_mb=8", "--set", "engine.precision=fp32"]

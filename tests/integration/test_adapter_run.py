@@ -72,6 +72,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, base, tmp_path):
     assert 0 < run.metrics[1]["mismatch/logprob_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_its_model_is_the_base_with_the_adapter(run, base, tmp_path):
     """Exported whole, exported as an adapter beside its base, and opened as a run: one model."""
     api.export(run, tmp_path / "whole")

@@ -66,6 +66,7 @@ def settings(smollm2, tmp_path, *more):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_parquet_run_resumes_bit_for_bit(smollm2, tmp_path, data):
     given = settings(smollm2, tmp_path)
     notes = []
@@ -200,6 +201,7 @@ def test_a_run_of_one_row_has_no_validation(smollm2, tmp_path):
     run.report()
 
 
+@pytest.mark.slow
 def test_a_run_without_validation(smollm2, tmp_path):
     """It trains on all rows, samples no held-out response, stops and resumes bit for bit, and has a
     report and a last checkpoint to export; `eval` says what it needs."""

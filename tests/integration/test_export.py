@@ -95,6 +95,7 @@ def test_a_type_that_can_not_hold_the_weights_is_refused(runs, tmp_path, monkeyp
     export(runs, "model", tmp_path / "out", "bf16")
 
 
+@pytest.mark.slow
 def test_the_export_answers_as_the_run(runs, tmp_path):
     export(runs, "model", tmp_path / "out")
     how = {"max_tokens": 8, "temperature": 0, "precision": "fp32", "show": False}

@@ -217,6 +217,7 @@ def watch_slow(
     return Watched([sys.executable, str(file), *numbers], tmp_path, terminal=terminal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("terminal", "most"), [(True, 5.0), (False, 20.0)])
 def test_it_moves_while_a_phase_says_nothing(terminal, most, tmp_path):
     """Each phase takes longer than what the display's intervals are cut to, without a report."""
@@ -267,6 +268,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once(moment, terminal, tmp_path):
 IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9) if len(calls) > 5 else time.sleep(pause)"
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_says_what_was_saved(tmp_path):
     """The second step is in a call that Python's own signal handling waits for."""
     script = SLOW.replace("time.sleep(pause)", IN_C).replace("import sys", "import hashlib, sys")
@@ -296,6 +298,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_process_that_compiles_a_kernel(smollm2, tmp_path):
     (tmp_path / "compiler.sh").write_text("#!/bin/sh\necho $$ > pid\nexec sleep 60\n")
     (tmp_path / "compiler.sh").chmod(0o755)

@@ -43,6 +43,7 @@ def vowels(text, row):
     return float(sum(letter in "aeiou" for letter in text))
 
 
+@pytest.mark.slow
 def test_a_run_whose_engine_dies_is_resumed_to_the_same_bits(tmp_path, monkeypatch):
     """The native engine in another process, killed after step 1, against one that lives here."""
     given = SMALL | {"reward": vowels, "show": False}

@@ -369,6 +369,7 @@ def test_what_bits_depend_on_is_recorded(sorted_run):
     assert found["started"].keys() == {"command", "directory", "host", "commit", "modified"}
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_model_other_rows_or_another_reward(smollm2, tmp_path):
     names = ("tokenizer.json", "tokenizer_config.json", "config.json")
     (tmp_path / "tokenizer").mkdir()
@@ -397,6 +398,7 @@ def test_a_run_does_not_go_on_with_another_model_other_rows_or_another_reward(sm
     assert api.resume(path).metrics[-1]["step"] == 4
 
 
+@pytest.mark.slow
 def test_a_run_of_a_model_that_a_run_learned_does_not_go_on_with_another(smollm2, tmp_path):
     """That run has gone on, and its best checkpoint is another one by now."""
     short = tiny(smollm2, "train.steps=2", "train.schedule=constant")

@@ -249,6 +249,7 @@ def test_the_recipe_has_the_customary_settings(tmp_path):
     assert rollout_settings(boxed).params.stop == ("\n\n",)
 
 
+@pytest.mark.slow
 def test_the_recipe_runs_on_a_tiny_model_of_its_family(tmp_path):
     """Qwen2 with random weights and bytes for tokens."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "model"))

@@ -105,6 +105,7 @@ def check_all(seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> list[Res
     return [check(seed, monkeypatch) for seed in seeds]
 
 
+@pytest.mark.slow
 def test_random_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_all(range(QUICK), monkeypatch)
     killed = Counter(name.partition("-")[0] for one in found for name in one.ray.killed)
@@ -144,6 +145,7 @@ def test_calls_that_outlive_their_incarnation_are_found(monkeypatch: pytest.Monk
         check_all(range(QUICK), monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_lagged_run_learns_the_same_whoever_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = 0
     for seed in range(QUICK):
@@ -220,6 +222,7 @@ ACTIVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("more", [{}, {"selection.leave_at": 0.5, "selection.target": 0.3}])
 def test_active_sampling_by_one_generator_is_the_same_as_in_one_process(

@@ -266,6 +266,7 @@ def test_weights_are_gathered_once_a_step():
     run_ranks(2, check_gathers, (1, 2, 1))
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_own_part_of_a_checkpoint(tmp_path):
     run_ranks(2, check_reads, tmp_path, (1, 2, 1), [(1, 2, 1), (1, 1, 2), (2, 1, 1)])
 
