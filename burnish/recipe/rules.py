@@ -8,7 +8,7 @@ one section is a validator of that section.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -106,10 +106,10 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         yield partial(check_patience, recipe.validation, train.steps)
     if isinstance(task, SortTask) == model.is_language:
         return
-    if isinstance(task, EnvironmentTask) and (conflicts := environment_conflicts(recipe)):
-        yield partial(check_environment_rules, conflicts)
-        return
     if isinstance(task, EnvironmentTask):
+        if isinstance(advantage, Remax | Vine):  # their own rules would give other remedies
+            yield partial(check_environment_rules, advantage.name)
+            return
         yield partial(check_turn_rules, task, rollout)
     if recipe.on_mesh:
         yield partial(check_mesh_rules, runtime, model, task, train.learn, device)
@@ -158,12 +158,12 @@ def check_task_rules(task: Section, model: AnyModel, train: TrainConfig) -> None
         )
 
 
-def check_environment_rules(conflicts: Sequence[tuple[str, str]]) -> None:
-    """Raise a ConfigError that lists the settings in conflict with multi-turn episodes."""
-    settings, remedies = zip(*conflicts, strict=True)
+def check_environment_rules(advantage: str) -> None:
+    """Raise a ConfigError: an advantage that samples further responses, to prompts or from inside
+    of responses, does not work with multi-turn episodes yet."""
     raise ConfigError(
-        f"task.name = 'environment' can't be combined with {', '.join(settings)} yet; use "
-        f"{' and '.join(remedies)}"
+        f"task.name = 'environment' can't be combined with objective.advantage.name = "
+        f"'{advantage}' yet; use objective.advantage.name = 'group_mean'"
     )
 
 
@@ -184,18 +184,6 @@ def check_turn_rules(task: EnvironmentTask, rollout: RolloutConfig) -> None:
             f"rollout.think.tokens = {rollout.think.tokens} leaves no room for an answer within "
             f"task.turn_tokens = {most}; {remedy if most > 1 else 'raise task.turn_tokens'}"
         )
-
-
-def environment_conflicts(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the settings that do not work with multi-turn episodes yet, each with a remedy."""
-    advantage = recipe.objective.advantage
-    rules = {
-        (
-            f"objective.advantage.name = '{advantage.name}'",
-            "objective.advantage.name = 'group_mean'",
-        ): isinstance(advantage, Remax | Vine),
-    }
-    return [pair for pair, is_broken in rules.items() if is_broken]
 
 
 def check_target_rules(validation: ValidationConfig, task: Section, target: str | None) -> None:
