@@ -326,6 +326,10 @@ class PackedBatch:
     values: Tensor | None = None
     """[N] float, scaled: estimated value before each token that begins a step, NaN before other
     tokens; None if the recipe does not estimate step values."""
+    turn_rewards: Tensor | None = None
+    """[N] float, scaled: reward of the turn that ends with this token, NaN for all other tokens.
+    The rewards of a sample's turns add up to the sample's reward. Samples that are not in the loss
+    have them, too. None if no sample of the batch is an episode."""
 
     @property
     def last_segments(self) -> Tensor:

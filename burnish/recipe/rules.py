@@ -119,6 +119,7 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         return
     yield partial(check_batch_rules, rollout.batch, rollout.group_size, train.batch, ranks)
     yield partial(check_group_rules, rollout.group_size, train.batch, advantage)
+    yield partial(check_turn_credit, advantage, task)
     group_size, tasks = rollout.group_size, recipe.tasks
     yield partial(check_selection_rules, selection, recipe.objective, length, group_size, tasks)
     yield partial(check_advantage_rules, advantage, model, rollout, selection, length, loop)
@@ -184,6 +185,19 @@ def check_turn_rules(task: EnvironmentTask, rollout: RolloutConfig) -> None:
             f"rollout.think.tokens = {rollout.think.tokens} leaves no room for an answer within "
             f"task.turn_tokens = {most}; {remedy if most > 1 else 'raise task.turn_tokens'}"
         )
+
+
+def check_turn_credit(advantage: Advantage, task: AnyTask) -> None:
+    """Raise a ConfigError if an advantage of turns is combined with a task without turns."""
+    if not advantage.reads_turns or isinstance(task, EnvironmentTask):
+        return
+    setting, other = f"objective.advantage = '{advantage.name}'", "group_mean"
+    if isinstance(advantage, Gae):
+        setting, other = f"objective.advantage.over = '{advantage.over}'", "gae"
+    raise ConfigError(
+        f"{setting} needs the turns of episodes, which task.name = '{task.name}' does not have; "
+        f"use objective.advantage = '{other}'"
+    )
 
 
 def check_target_rules(validation: ValidationConfig, task: Section, target: str | None) -> None:

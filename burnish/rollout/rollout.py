@@ -18,7 +18,7 @@ from burnish.graders.tally import name_failures
 from burnish.randomness import Stream
 from burnish.recipe.length import Overlong
 from burnish.recipe.recipe import RolloutConfig
-from burnish.rollout.episode_metrics import episode_columns
+from burnish.rollout.episode_metrics import episode_columns, lone_turns
 from burnish.rollout.greedy_baseline import set_apart
 from burnish.rollout.length import Shape, is_counted, is_cut, mask_cut, unshaped
 from burnish.rollout.step_values import Steps, describe_steps, valued
@@ -301,7 +301,7 @@ def describe(groups: Sequence[Group], skipped_prompts: int = 0) -> dict[str, flo
     ]
     by_group = [[g.reward for g in group.grades if not g.is_error] for group in groups]
     scored = [own for own in by_group if own]
-    figures = averages(responses) | describe_steps(groups)
+    figures = averages(responses) | lone_turns(groups) | describe_steps(groups)
     sampled = [completion.sampled for group in groups for completion in group.completions]
     figures["tokens_sampled"] = float(sum(map(np.count_nonzero, sampled)))
     figures["tokens_sampled"] += figures.get("continuation_tokens", 0.0)
