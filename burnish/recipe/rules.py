@@ -107,7 +107,7 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if isinstance(task, SortTask) == model.is_language:
         return
     if isinstance(task, EnvironmentTask):
-        if isinstance(advantage, Remax | Vine):  # their own rules would give other remedies
+        if isinstance(advantage, Vine):  # its own rules would give other remedies
             yield partial(check_environment_rules, advantage.name)
             return
         yield partial(check_turn_rules, task, rollout)
@@ -652,8 +652,11 @@ def unread_settings(recipe: Recipe) -> dict[str, list[str]]:
         for path, task in recipe.tasks.items()
         if getattr(task, "train_prompts", 1) is None
     ]
-    tools = None if not isinstance(recipe.task, EnvironmentTask) else recipe.task.tools
+    task = recipe.task if isinstance(recipe.task, EnvironmentTask) else None
+    tools = None if task is None else task.tools
+    by_turn = task is not None and task.turn_temperatures is not None
     rules: list[tuple[str, bool, list[str]]] = [
+        ("task.turn_temperatures", by_turn, ["rollout.temperature"]),
         ("task.tools", tools == [], ["task.tool_format", "task.tool_seconds"]),
         ("task.tools", tools is not None and "python" not in tools, ["task.sandbox"]),
         ("log.trackers", not recipe.log.follows, ["log.project", "log.group", "log.samples"]),

@@ -159,6 +159,8 @@ def _prompt_streams(tokens: IntArray) -> tuple[np.ndarray, ...]:
 def _response_streams(group: Group, c: Completion, grade: Grade) -> tuple[np.ndarray, ...]:
     """Return the arrays of `STREAMS` of a completion."""
     temperature = np.full(len(c.token_ids), c.params.temperature)
+    for number, turn in enumerate(c.turns):
+        temperature[turn.start : turn.end] = c.params.temperature_of(number)
     action = c.sampled & c.in_loss
     logprobs = np.where(action, c.logprobs, 0)
     values = np.full(len(c.token_ids), np.nan)

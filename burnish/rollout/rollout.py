@@ -156,8 +156,8 @@ def _answers(
 
 
 def sampling_params(rollout: RolloutConfig, stop: tuple[str, ...], seed: int) -> SamplingParams:
-    """Build the sampling parameters of training from a recipe. The sorting model uses only the
-    temperature and the seed."""
+    """Build the sampling parameters of training from a recipe, without temperatures of turns. The
+    sorting model uses only the temperature and the seed."""
     names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
     settings = rollout.model_dump(include=names | {"max_tokens", "min_tokens"})
     if rollout.think is not None:

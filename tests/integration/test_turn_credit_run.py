@@ -113,6 +113,33 @@ def test_turns_in_several_sequences(folder, forgetful, credit):
     assert fingerprint(folder / "a" / "run") == fingerprint(folder / "b" / "run")
 
 
+REMAX = ["objective.advantage=remax"]
+
+
+@pytest.mark.parametrize(
+    "more", [[], slow("rollout.temperature=0.7", "task.live=3", *STALE, "loop.lag=1")]
+)
+def test_the_greedy_episode_is_the_baseline_of_its_group(folder, more):
+    """It has the same row and seed, is not learned, and a resumed run plays it again."""
+    game = folder / "game.py"
+    game.write_text(game.read_text().replace("/ 10,", "/ 10 + self.row['n'],"))
+    settings = [*EPISODES, *REMAX, *more]
+    run = api.train("keywords", overrides=settings, out=folder / "a" / "run")
+    rows = recorded(run)
+    for row in rows:
+        greedy = row["parts"]["greedy"]
+        assert row["advantage"] == pytest.approx(row["reward"] - greedy, abs=1e-5)
+    of_group = {(row["step"], row["group"]): row["parts"]["greedy"] for row in rows}
+    assert len({round(greedy) for greedy in of_group.values()}) > 1  # by the row
+    assert all(row["parts"]["greedy"] == of_group[row["step"], row["group"]] for row in rows)
+    for step in run.metrics[1:]:
+        assert step["rollout/responses"] == 8
+        assert 0 < step["rollout/continuation_tokens"] <= 2 * 15
+    api.train("keywords", overrides=settings, out=folder / "b" / "run", stop=stopper(1))
+    api.resume(folder / "b" / "run")
+    assert fingerprint(folder / "a" / "run") == fingerprint(folder / "b" / "run")
+
+
 @pytest.mark.parametrize(
     ("settings", "other"),
     [

@@ -6,7 +6,7 @@ import torch
 
 from burnish.errors import ConfigError
 from burnish.rollout.packing import cut, pack, take, take_streams, train_batches
-from burnish.types import LearnBatch, PackedBatch, Turn
+from burnish.types import LearnBatch, PackedBatch, SamplingParams, Turn
 from tests.conftest import make_group
 
 
@@ -82,6 +82,12 @@ def test_rewards_of_turns_are_on_their_last_sampled_tokens():
     want = [nan, nan, 1, nan, 2, nan, 2, nan, 1.5, -0.5, nan, nan, -6]
     assert_equal(batch.turn_rewards, torch.tensor(want))
     assert not batch.is_action[batch.sample_ids == 1].any()
+    heats = SamplingParams(temperature=3.0, turn_temperatures=(0.5, 2.0))
+    heated = tuple(dataclasses.replace(c, params=heats) for c in completions)
+    heat = pack([dataclasses.replace(group, completions=heated)]).temperature
+    want = [1, 0.5, 0.5, 0.5, 2, 2, 0.5, 0.5, 0.5, 2, 2, 3, 3]  # one response has no turns
+    assert_equal(heat, torch.tensor(want))
+    assert [heats.temperature_of(n) for n in range(4)] == [0.5, 2.0, 2.0, 2.0]
     sums = torch.zeros(4).index_add(0, batch.sample_ids, batch.turn_rewards.nan_to_num())
     assert_equal(sums, batch.rewards)
     assert pack([dataclasses.replace(group, completions=(d,) * 4)]).turn_rewards is None
