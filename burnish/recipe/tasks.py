@@ -283,6 +283,7 @@ class JudgedTask(PromptsTask):
     )
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ToolName = Annotated[str, Field(pattern=r"^(calculator|python|search:.+|.+\.py:\w+)$")]
 
 
@@ -319,6 +320,12 @@ class EnvironmentTask(RowsTask):
     turn_tokens: int | None = Field(
         None, ge=1, description="maximum length of a turn; None: only that of the response"
     )
+    turn_temperatures: list[Positive] | None = Field(
+        None,
+        min_length=1,
+        description="temperatures of the first, second, … turn in training, of which the last one "
+        "holds for all further turns; None: rollout.temperature",
+    )
     observation_tokens: int | None = Field(
         1024, ge=1, description="length at which a message of the environment is cut; None: never"
     )
@@ -354,6 +361,13 @@ class EnvironmentTask(RowsTask):
                 "needs a reward for the last message, because no environment gives one; set "
                 "task.reward = 'FILE.py:NAME'"
             )
+        given = self.turn_temperatures or []
+        if len(given) > self.turns:
+            raise ValueError(
+                f"has {len(given)} turn_temperatures, and an episode has at most turns = "
+                f"{self.turns}; remove the last {len(given) - self.turns}, or set task.turns = "
+                f"{len(given)}"
+            )
         return self
 
 
@@ -380,7 +394,6 @@ class PairsTask(SupervisedTask):
 
 Part = KeywordsTask | FilesTask | MathTask | GymTask | JudgedTask
 AnyPart = Annotated[Part, BY_NAME]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class MixtureTask(Section):
