@@ -659,6 +659,11 @@ def test_a_page_says_why_a_run_failed_and_how_it_goes_on(browser, tmp_path):
         lines = [text for text in shown if text]
         assert lines[:3] == ["Failed: disk full", "can't write a:", HOSTILE[1]]
         assert lines[3:] == ["Remedy: free space", "Continue with: burnish resume a"]
+    again = FAILED._replace(remedy="", command="", lead="correct the recipe")
+    report.write_failure(run, again, now=NOW)
+    check_page(browser, write_report(run))
+    shown = browser.evaluate("document.querySelector('#trouble').innerText")
+    assert shown.endswith("Correct the recipe.")
     assert browser.evaluate("window.hacked") is None
     write_status(run)  # its process was killed long ago
     check_page(browser, write_report(run))
