@@ -267,6 +267,9 @@ def test_curves_stand_together_and_heads_and_legends_agree(browser, tmp_path):
     for label, value, _ in tiles[:4]:
         assert f"{label} {value}" in legends
     assert not re.search(r"[-−]0(\.0+)?(?![.\d])", browser.evaluate("page.innerText"))
+    assert browser.evaluate("labels([0, 0.2, 0.4])") == ["0", "0.2", "0.4"]
+    close = browser.evaluate("labels([0.99995, 0.999975, 1, 1.000025])")  # of importance ratios
+    assert close == ["0.999950", "0.999975", "1.000000", "1.000025"]
 
 
 def overlapping(path):
