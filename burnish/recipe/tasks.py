@@ -121,6 +121,20 @@ class PromptsTask(RowsTask):
     """Base class of tasks whose rows have prompts, texts or chat messages."""
 
     chat: bool = Field(True, description="whether a text is formatted as a chat message")
+    special_tokens: Literal["text", "control"] = Field(
+        "text",
+        description="special tokens such as <|im_end|> in the texts of rows: plain text, or, with "
+        "chat = false, control tokens; choose control if a chat template has written the texts",
+    )
+
+    @model_validator(mode="after")
+    def _check_special(self) -> Self:
+        if self.special_tokens == "control" and self.chat:
+            raise ValueError(
+                "special_tokens = 'control' is for texts that are used unchanged; set chat = "
+                "false, or leave special_tokens at 'text'"
+            )
+        return self
 
 
 class WeightedReward(Section):
