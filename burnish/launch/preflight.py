@@ -235,7 +235,7 @@ def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: b
                 trial.try_reward(task.reward, environment.reward_limits(task), tried, max_errors)
         if isinstance(task, RowsTask) and trains:
             rows.check_trainable(*loaded)
-        if isinstance(task, JudgedTask):
+        if isinstance(task, JudgedTask | EnvironmentTask) and task.judge is not None:
             judge.Judge(task.judge).check()
 
 

@@ -213,7 +213,7 @@ def _judge_lines(
     task."""
     lines = list[tuple[str, str]]()
     for name, part in tasks.items():
-        if not isinstance(part, JudgedTask):
+        if not isinstance(part, JudgedTask | EnvironmentTask) or part.judge is None:
             continue
         judge, evolve, of = part.judge, part.evolve, f" of {name}" if name else ""
         criteria = [f"{weight:+g} {text!r}" for text, weight in part.rubric or ()]

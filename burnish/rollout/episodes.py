@@ -502,7 +502,7 @@ class EpisodeEngine:
         most = self._limits.observation_tokens
         if most is None or len(text) <= most:  # a token has at least one character
             return text
-        ids = self._tokenizer.encode(text, add_special=False)
+        ids = self._tokenizer.encode(self._tokenizer.mask(text), add_special=False)
         return text if len(ids) <= most else self._tokenizer.decode(ids[:most]) + CUT
 
     def _extended(self, turn: Completion, messages: Sequence[Mapping[str, str]]) -> Completion:
