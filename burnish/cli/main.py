@@ -72,6 +72,10 @@ EnvironmentOption = Annotated[
     str | None,
     Option("--environment", help="your own environment for multi-turn episodes, FILE.py:NAME"),
 ]
+AgentOption = Annotated[
+    str | None,
+    Option("--agent", help="your own agent, which calls the policy as an API, FILE.py:NAME"),
+]
 RunPath = Annotated[Path, Argument(help="a run directory")]
 Runtime = Annotated[str | None, Option(help="local, ray or torchrun")]
 Address = Annotated[str | None, Option(help="a Ray cluster to join, such as auto or HOST:PORT")]
@@ -134,12 +138,12 @@ def plan_command(
     data: Data = None,
     reward: RewardOption = None,
     environment: EnvironmentOption = None,
+    agent: AgentOption = None,
 ) -> None:
     """Print what a recipe will compute, its estimated duration, and its missing requirements."""
     changes = _changes(overrides, seed=seed)
-    loaded = api.recipe_of(
-        recipe, changes, data=data, reward=_one_or_all(reward), environment=environment
-    )
+    given: dict[str, Any] = {"data": data, "reward": _one_or_all(reward)}
+    loaded = api.recipe_of(recipe, changes, environment=environment, agent=agent, **given)
     rates = None
     with directory.claimed(out, loaded.name) as where, api.progress_display(None, loaded.name):
         tell("load", "loading torch to measure the model and the machine")
@@ -202,6 +206,7 @@ def train_command(
     data: Data = None,
     reward: RewardOption = None,
     environment: EnvironmentOption = None,
+    agent: AgentOption = None,
     runtime: Runtime = None,
     address: Address = None,
     note: NoteOption = None,
@@ -210,9 +215,8 @@ def train_command(
 ) -> None:
     """Run a recipe: sample, grade and learn, and record everything in a run directory."""
     changes = _changes(overrides, seed=seed, runtime=_runtime(runtime, address))
-    loaded = api.recipe_of(
-        recipe, changes, data=data, reward=_one_or_all(reward), environment=environment
-    )
+    given: dict[str, Any] = {"data": data, "reward": _one_or_all(reward)}
+    loaded = api.recipe_of(recipe, changes, environment=environment, agent=agent, **given)
     _run(loaded, out, quiet=quiet, note=note, tags=tags or ())
 
 
@@ -442,6 +446,7 @@ def evaluate_command(
     environment: Annotated[
         str | None, Option(help="another environment for its episodes, FILE.py:NAME")
     ] = None,
+    agent: Annotated[str | None, Option(help="another agent, FILE.py:NAME")] = None,
     overrides: Overrides = None,
     seed: Seed = None,
     out: Annotated[Path | None, Option(help="a directory for the responses")] = None,
@@ -451,7 +456,8 @@ def evaluate_command(
     named = {f"validation.{key}": value for key, value in sampling.items()}
     changes = _changes(overrides, seed=seed, **named)
     chosen = [
-        api.evaluation_recipe(recipe, name, changes, environment) for name in model or (None,)
+        api.evaluation_recipe(recipe, name, changes, environment, agent)
+        for name in model or (None,)
     ]
     for one in chosen:  # check all of them before the first one runs
         raise_problems(find_problems(one))

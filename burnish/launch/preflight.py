@@ -27,6 +27,8 @@ from burnish.recipe.models import AnyModel, LanguageConfig, ScratchConfig, Sorte
 from burnish.recipe.objective.objective import check_functions
 from burnish.recipe.recipe import Recipe, TrainConfig
 from burnish.recipe.tasks import (
+    AgentsTask,
+    AgentTask,
     EnvironmentTask,
     FilesTask,
     GymTask,
@@ -191,7 +193,7 @@ def check_live(tasks: Mapping[str, Any]) -> None:
     """Raise a ConfigError if a task may run more environments at once than this machine allows
     processes."""
     for key, task in tasks.items():
-        if isinstance(task, EnvironmentTask):
+        if isinstance(task, EnvironmentTask | AgentsTask):
             most = hardware.processes() - SPARE_PROCESSES
             if task.live > most:
                 raise ConfigError(
@@ -206,7 +208,7 @@ def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: b
     fails for made-up responses (see ``trial.try_reward``), if an environment can't be loaded or
     reset, or if a judge does not answer a test request. ``trains``: also if no training row is
     left."""
-    from burnish.tasks import environment, judged, math, pairs, rows, text
+    from burnish.tasks import agent, environment, judged, math, pairs, rows, text
 
     for task in tasks.values():
         if isinstance(task, FilesTask):
@@ -233,6 +235,9 @@ def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: b
             if task.reward is not None and task.environment is None:
                 tried = environment.row_with_messages(row["row"])
                 trial.try_reward(task.reward, environment.reward_limits(task), tried, max_errors)
+        if isinstance(task, AgentTask):
+            loaded = agent.load_agent_rows(task, seed)
+            agent.try_agent(task)
         if isinstance(task, RowsTask) and trains:
             rows.check_trainable(*loaded)
         if isinstance(task, JudgedTask):

@@ -72,9 +72,9 @@ class AgentLimits:
     total: int | None = None
     """Maximum number of tokens of all sequences of an episode together, with their prompts; None:
     unlimited."""
-    requests: int = 64
+    turns: int = 64
     """Maximum number of requests that are answered in an episode."""
-    answer_tokens: int | None = None
+    turn_tokens: int | None = None
     """Maximum number of tokens of an answer; None: no own limit."""
     live: int = 64
     """Maximum number of episodes that run at the same time; the others are queued."""
@@ -401,8 +401,8 @@ class AgentEngine:
         """Return the engine's request for the next choice of an agent's request; None if it was
         refused, or waits for answers that are being sampled."""
         choice, most = asked.waiting[0], play.request.params.max_tokens
-        if choice == 0 and sum(play.record.kinds.values()) >= self._limits.requests:
-            self._reach(asked, Limit.TURNS, f"{self._limits.requests} requests (task.requests)")
+        if choice == 0 and sum(play.record.kinds.values()) >= self._limits.turns:
+            self._reach(asked, Limit.TURNS, f"{self._limits.turns} requests (task.turns)")
             return None
         try:
             draft = self._answers.draft(play.record, asked.fields, choice)
@@ -429,7 +429,7 @@ class AgentEngine:
             self._reach(asked, limit, full)
             return None
         longest = min(room, max(1, free // len(asked.waiting)))
-        for own in (limits.answer_tokens, self._answers.most_tokens(asked.fields)):
+        for own in (limits.turn_tokens, self._answers.most_tokens(asked.fields)):
             longest = longest if own is None else min(longest, own)
         asked.waiting.popleft()
         play.reserved += longest + inserted

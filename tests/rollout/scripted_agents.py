@@ -8,7 +8,6 @@ import numpy as np
 
 from burnish.engine.protocol import Request
 from burnish.environments.protocol import Observation
-from burnish.model.conversation import ConversationFormat
 from burnish.rollout.agent_answers import AgentAnswers
 from burnish.rollout.agents import AgentEngine, AgentLimits
 from burnish.rollout.rollout import complete
@@ -73,7 +72,9 @@ class ScriptedAgents:
             sample = int(session.rpartition("-")[0].rpartition(".")[2])
             self.begun.append(session)
             self.agents[session] = {"run": self.agent(row, sample), "replies": {}, "count": 0}
-            self.results[session] = Observation([{"role": "user", "content": "begin"}], None, False, {})
+            self.results[session] = Observation(
+                [{"role": "user", "content": "begin"}], None, False, {}
+            )
 
     def begin_step(self, actions):
         for session, message in actions:
@@ -152,7 +153,7 @@ def wrapped(
 ):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template
-    limits = AgentLimits(**{"context": 512, "requests": most, **limits})
+    limits = AgentLimits(**{"context": 512, "turns": most, **limits})
     engine = engine or tiny.engine(
         text=True, own=tiny.model(context=limits.context), tokens=1 << 16, max_running=64
     )
@@ -179,7 +180,9 @@ def run(agents, requests=(("r", 3, 0),), params=None, **how):
 def sequences_of(completion):
     """The sequences of an episode: pairs of the prompt and the slice of the response."""
     ends = [*(one.start for one in completion.sequences[1:]), len(completion.token_ids)]
-    return [(s.prompt, slice(s.start, end)) for s, end in zip(completion.sequences, ends, strict=True)]
+    return [
+        (s.prompt, slice(s.start, end)) for s, end in zip(completion.sequences, ends, strict=True)
+    ]
 
 
 def check_rescored(model, completion, temperature=1.0):

@@ -10,7 +10,6 @@ from burnish.rollout.histories import canonical
 from burnish.types import Finish, Limit
 from tests.engine import tiny
 from tests.rollout.scripted_agents import (
-    Failed,
     ScriptedAgents,
     chat,
     check_rescored,
@@ -19,7 +18,7 @@ from tests.rollout.scripted_agents import (
     text_of,
 )
 
-SHORT = {"answer_tokens": 6}
+SHORT = {"turn_tokens": 6}
 
 
 def talk(turns, reward=1.0):
@@ -163,7 +162,11 @@ def read(messages):
 def test_rewritten_histories_never_put_tokens_into_another_context(seed):
     agents = ScriptedAgents(rewriting(seed))
     (found,), engine, answers = run(
-        agents, [("r", 6, seed)], context=2048, most=100, answer_tokens=4,
+        agents,
+        [("r", 6, seed)],
+        context=2048,
+        most=100,
+        turn_tokens=4,
         params={"max_tokens": 4000},
     )
     assert all(completion.turns[-1].error is None for completion in found)
@@ -189,7 +192,11 @@ def test_rewritten_histories_never_put_tokens_into_another_context(seed):
 
 
 def test_equal_messages_are_compared_by_value():
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'},
+    }
     same = {"id": "2", "function": {"arguments": '{"b":2,"a":1}', "name": "f"}}
     other = {"id": "1", "function": {"name": "f", "arguments": '{"a": 2}'}}
     one, two, three = (
@@ -204,8 +211,8 @@ def test_equal_messages_are_compared_by_value():
     [
         ({"most": 2, **SHORT}, {}, Limit.TURNS),
         ({"context": 40, **SHORT}, {}, Limit.CONTEXT),
-        ({"answer_tokens": 8}, {"max_tokens": 17, "min_tokens": 8}, Limit.TOKENS),
-        ({"total": 30, "answer_tokens": 8}, {"min_tokens": 8}, Limit.TOKENS),
+        ({"turn_tokens": 8}, {"max_tokens": 17, "min_tokens": 8}, Limit.TOKENS),
+        ({"total": 30, "turn_tokens": 8}, {"min_tokens": 8}, Limit.TOKENS),
     ],
 )
 def test_a_limit_truncates_an_episode(limits, params, limit):
