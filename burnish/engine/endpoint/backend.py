@@ -42,8 +42,11 @@ class Asked:
     digest: str
     """Hash of the body as it was sent, which names the response."""
     session: str | None = None
-    """The session that the request belongs to, from its header X-Session-ID or from its path
-    /session/NAME/v1; None if it has none."""
+    """Name of the session that the request belongs to, from its path /session/NAME/v1, or else from
+    its header X-Session-ID; None if it has none."""
+    trace: str | None = None
+    """The header X-Session-ID if the path names the session: a part of the session, such as one of
+    several agents; None if it has none."""
     retry_key: str | None = None
     """The header Idempotency-Key, which all tries of a request share; None if it has none."""
     retry: int = 0

@@ -97,6 +97,11 @@ class SamplingFields(Section):
         )
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether the response has the log-probabilities of its tokens."""
+        return getattr(self, "logprobs", None) not in (None, False)
+
+    @property
     def has_usage(self) -> bool:
         """Whether the last chunk of a stream has the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -119,7 +124,7 @@ class ChatRequest(SamplingFields):
         if given not in ("auto", "none"):
             raise PydanticCustomError(
                 "tool_choice",
-                'must be "auto" or "none", because the model decides itself whether it calls a tool',
+                'must be "auto" or "none"; other choices would need constrained sampling',
             )
         return given
 
