@@ -1,5 +1,5 @@
-"""Agents: each sampled token is in one sequence, in the context in which it was sampled, whatever an
-agent does with its histories."""
+"""Agents: each sampled token is in one sequence, in the context in which it was sampled, whatever
+an agent does with its histories."""
 
 import random
 
@@ -158,7 +158,7 @@ def read(messages):
     return "".join(m["role"][0] + (m["content"] or "") for m in messages) + "a"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_rewritten_histories_never_put_tokens_into_another_context(seed):
     agents = ScriptedAgents(rewriting(seed))
     (found,), engine, answers = run(
@@ -172,7 +172,7 @@ def test_rewritten_histories_never_put_tokens_into_another_context(seed):
     assert all(completion.turns[-1].error is None for completion in found)
     decode = tiny.tokenizer().decode
     contexts = set()
-    for fields, ids, draft in answers.drafts:
+    for fields, ids, _ in answers.drafts:
         if not fields["tools"]:
             assert decode(ids, skip_special=True) == read(fields["messages"])
         contexts.add(ids.tobytes())
