@@ -119,7 +119,8 @@ def _parts(group: Group, names: Sequence[str]) -> FloatArray:
 def _segments(group: Group, first: int) -> Iterator[_Segment]:
     """Yield the segments of a group, whose first sample has the number ``first`` in the batch: the
     prompt, the responses that follow it, and then each prompt of a sequence's own with its
-    response. The group's prompt is left out if no response follows it."""
+    response. The group's prompt is left out if no response follows it. Samples that begin with
+    equal prompts of their own share one segment, as the first conversations of agents do."""
     samples = list(enumerate(group.completions, first))
     shared = [(n, c) for n, c in samples if not c.sequences or c.sequences[0].start]
     if shared:
@@ -127,11 +128,21 @@ def _segments(group: Group, first: int) -> Iterator[_Segment]:
     for number, c in shared:
         end = c.sequences[0].start if c.sequences else None
         yield _Segment(number, _response_streams(group, c, slice(end)))
+    alike: dict[bytes, list[tuple[int, Completion]]] = {}
+    for number, c in samples:
+        if c.sequences and not c.sequences[0].start:
+            alike.setdefault(c.sequences[0].prompt.tobytes(), []).append((number, c))
+    for own in alike.values():
+        yield _Segment(None, _prompt_streams(own[0][1].sequences[0].prompt))
+        for number, c in own:
+            end = c.sequences[1].start if len(c.sequences) > 1 else None
+            yield _Segment(number, _response_streams(group, c, slice(end)))
     for number, c in samples:
         ends = [*(one.start for one in c.sequences[1:]), None]
         for one, end in zip(c.sequences, ends, strict=False):
-            yield _Segment(None, _prompt_streams(one.prompt))
-            yield _Segment(number, _response_streams(group, c, slice(one.start, end)))
+            if one.start:
+                yield _Segment(None, _prompt_streams(one.prompt))
+                yield _Segment(number, _response_streams(group, c, slice(one.start, end)))
 
 
 def _prompt_streams(tokens: IntArray) -> tuple[np.ndarray, ...]:
