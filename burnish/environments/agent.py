@@ -11,6 +11,7 @@ is a list of traces (values of the header X-Session-ID) whose answers are not le
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,13 @@ from functools import partial
 from typing import Any
 
 from burnish.environments.loading import LoadedEnvironment, execute_file, split_spec
+from burnish.environments.protocol import InvalidResult
 from burnish.errors import DataError
 
 MODULE = "burnish_agent"
 """Module name of an agent's file in a worker."""
+IMPORTED = ("openai", "openai.resources.chat", "httpcore", "anyio._backends._asyncio")
+"""Modules that every episode needs. Clients import most of them with the first request."""
 UNLEARNED = "unlearned"
 """Key of a result that lists traces which are not learned."""
 BEGIN = "begin"
@@ -33,8 +37,9 @@ BEGIN = "begin"
 class AgentSettings:
     """Settings of an agent's client."""
 
-    timeout: float = 600.0
-    """Seconds that the client waits for an answer."""
+    timeout: float = 86_400.0
+    """Seconds that the client waits for an answer. The answers of an episode may wait for all
+    others, so the time for which an agent waits has no limit of its own."""
     given: Mapping[str, Any] | None = None
     """Argument with which the named function is called once, before the first episode, to return
     the agent's function; None if the named function is the agent's."""
@@ -46,7 +51,9 @@ def load_agent(spec: str, settings: AgentSettings, *, is_script: bool) -> Loaded
     DataError if the file can't be loaded or does not define such a function."""
     path, name = split_spec(spec, "agent")
     try:
-        import openai  # noqa: F401 here, so that each episode does not import it again
+        # Here, so that the processes of the episodes do not import them again.
+        for name_of_module in IMPORTED:
+            importlib.import_module(name_of_module)
     except ImportError:
         raise DataError(f"agent {spec} needs the package openai; install burnish[agents]") from None
     module = execute_file(path, name, MODULE, spec=f"agent {spec}", is_script=is_script)
@@ -101,17 +108,17 @@ def open_client(base_url: str, timeout: float) -> Any:
 
 def read_result(value: Any) -> dict[str, Any]:
     """Return an agent's result as the result of an environment's step, which the caller checks.
-    Raise a ValueError if it is neither a number nor a dict with a reward."""
+    Raise an InvalidResult if it is neither a number nor a dict with a reward."""
     if not isinstance(value, Mapping):
         if isinstance(value, str | bytes) or value is None:
             kind = "nothing" if value is None else type(value).__name__
-            raise ValueError(
+            raise InvalidResult(
                 f"the agent must return a number, or a dict with 'reward', and returned {kind}"
             )
         return {"reward": value, "done": True}
     if value.get("reward") is None:
         known = ", ".join(map(str, value)) or "no key"
-        raise ValueError(f"the agent's dict must have a 'reward', and has {known}")
+        raise InvalidResult(f"the agent's dict must have a 'reward', and has {known}")
     others = {k: v for k, v in value.items() if k not in ("reward", UNLEARNED)}
     found = {"reward": value["reward"], "metrics": others, "done": True}
     if UNLEARNED not in value:

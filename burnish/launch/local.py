@@ -289,6 +289,7 @@ def with_agents(
         turns=config.turns,
         turn_tokens=config.turn_tokens,
         total=total,
+        seconds=config.wall_seconds,
         live=config.live,
     )
     return AgentEngine(

@@ -381,7 +381,7 @@ class AgentsTask(RowsTask):
     )
     cpu_seconds: float = Field(60.0, gt=0, description="CPU time limit per episode")
     wall_seconds: float = Field(
-        300.0, gt=0, description="wall time limit per episode, waiting for the policy included"
+        300.0, gt=0, description="wall time limit per episode, without the time of the policy"
     )
     memory_mb: int = Field(
         1024, ge=1, description="memory limit per episode, beyond what the agent's file loads"

@@ -76,6 +76,8 @@ class AgentLimits:
     """Maximum number of requests that are answered in an episode."""
     turn_tokens: int | None = None
     """Maximum number of tokens of an answer; None: no own limit."""
+    seconds: float = 300.0
+    """Maximum time for which an agent works, without the time in which it waits for answers."""
     live: int = 64
     """Maximum number of episodes that run at the same time; the others are queued."""
 
@@ -118,6 +120,10 @@ class _Play:
     limit: Limit | None = None
     """The limit because of which a request was refused; None if none was."""
     is_aborted: bool = False
+    worked: float = 0.0
+    """Seconds for which the agent has worked, up to ``working_since``."""
+    working_since: float | None = None
+    """Time since which the agent works; None while it waits for an answer."""
 
     @property
     def is_over(self) -> bool:
@@ -282,6 +288,7 @@ class AgentEngine:
             name = play.request.request_id
             play.session = f"{name}.{play.sample}-{secrets.token_hex(12)}"
             play.starts += 1
+            play.working_since = time.monotonic()
         self._live |= {play.session: play for play in plays}
         episodes = [(play, play.request.episode) for play in plays]
         self._agents.begin_reset([(p.session, e.row, e.seed) for p, e in episodes if e is not None])
@@ -307,6 +314,17 @@ class AgentEngine:
                 continue
             play.result = observation
             self._stop_sampling(play)
+        self._expire(time.monotonic())
+
+    def _expire(self, now: float) -> None:
+        """End the episodes whose agents have worked for too long."""
+        seconds = self._limits.seconds
+        for play in self._live.values():
+            since = play.working_since
+            if not play.is_over and since is not None and play.worked + now - since > seconds:
+                late = f"the agent took more than {seconds:g} s of its own (task.wall_seconds)"
+                play.result = Observation([], None, True, {}, late)
+                self._stop_sampling(play)
 
     def _begin_again(self) -> None:
         """Begin the live episodes again after the server has died, because their agents may have
@@ -365,6 +383,9 @@ class AgentEngine:
         asked = _Asked(play, fields, [call], deque(range(self._answers.choices(fields))))
         play.answered[body] = asked
         play.asked.append(asked)
+        if play.working_since is not None:
+            play.worked += time.monotonic() - play.working_since
+            play.working_since = None
         self._note_overrides(fields)
 
     def _note_overrides(self, fields: Mapping[str, Any]) -> None:
@@ -544,6 +565,8 @@ class AgentEngine:
         asked.reply = reply
         if asked in asked.play.asked:
             asked.play.asked.remove(asked)
+        if not asked.play.asked:
+            asked.play.working_since = time.monotonic()
         for call in asked.recipients:
             self.server.answer(*call, reply)
 

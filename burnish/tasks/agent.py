@@ -40,6 +40,9 @@ from burnish.tasks.rows import (
 from burnish.tasks.text import plain_text
 from burnish.types import Completion, Episode, Finish, Grade, Prompt, Status
 
+LONGEST_SECONDS = 86_400.0
+"""Wall time of an episode, with all waiting, after which its process is ended."""
+
 
 class AgentEpisodes:
     """Rows as the starts of agents, and the grades of their episodes."""
@@ -149,14 +152,15 @@ def load_agent_rows(config: AgentsTask, seed: int) -> tuple[Rows, Rows]:
 
 def open_agents(config: AgentTask) -> EnvironmentPool:
     """Return the processes of a task's agents; they start with the first episode."""
-    return EnvironmentPool(config.agent, agent_limits(config), AgentSettings(config.wall_seconds))
+    return EnvironmentPool(config.agent, agent_limits(config), AgentSettings())
 
 
 def agent_limits(config: AgentsTask) -> EnvironmentLimits:
-    """Return the limits of an episode's process."""
+    """Return the limits of an episode's process. `AgentEngine` enforces task.wall_seconds, because
+    the time for which an agent waits for answers does not count."""
     return EnvironmentLimits(
         cpu_seconds=config.cpu_seconds,
-        wall_seconds=config.wall_seconds,
+        wall_seconds=LONGEST_SECONDS,
         memory_bytes=config.memory_mb * 2**20,
     )
 
