@@ -528,15 +528,17 @@ def generate_command(
     environment: Annotated[
         str | None, Option(help="play one episode with FILE.py:NAME, turn by turn")
     ] = None,
+    agent: Annotated[str | None, Option(help="run one episode of an agent, FILE.py:NAME")] = None,
     row: Annotated[str | None, Option(help="the episode's row, a JSON object")] = None,
     data: Annotated[str | None, Option(help="rows, of which the seed selects one")] = None,
     turns: Annotated[
         int | None, Option(min=1, help="limit of the episode", show_default="its run's, or 16")
     ] = None,
 ) -> None:
-    """Sample responses from a model and print them, or play one episode with an environment."""
+    """Sample responses from a model and print them, or play one episode with an environment or an
+    agent."""
     words = prompt or []
-    if environment is not None:
+    if environment is not None or agent is not None:
         from burnish.cli import episode
 
         chosen = [*words, *([model] if model else [])]
@@ -546,7 +548,7 @@ def generate_command(
                 "write `burnish generate MODEL --environment FILE.py:NAME`"
             )
         given: dict[str, Any] = {"adapter": adapter, "row": row, "data": data, "seed": seed}
-        given |= {"max_tokens": max_tokens, "turns": turns}
+        given |= {"max_tokens": max_tokens, "turns": turns, "agent": agent}
         recipe = episode.episode_recipe(chosen[0], environment, **given)
         raise typer.Exit(0 if episode.play_episode(recipe, temperature) else 1)
     if not words or (row, data, turns) != (None, None, None):

@@ -52,6 +52,7 @@ EXTRAS = {
     "mlflow": ("mlflow", "the tracker MLflow (log.trackers)"),
     "trackio": ("trackio", "the tracker Trackio (log.trackers)"),
     "serve": ("uvicorn", "the endpoint of `burnish serve`"),
+    "agents": ("openai", "the client that agents call the policy with"),
     "ray": ("ray", "sampling and learning in processes of their own (--runtime ray)"),
 }
 """Optional dependencies: for each extra, a module that it installs, and the extra's purpose."""
@@ -155,6 +156,9 @@ def check_task_extras(tasks: Mapping[str, Any]) -> None:
             require_extra("math", "task.name = 'math'")
         if isinstance(task, GymTask):
             require_extra("gym", f"the generator {task.generator}")
+        if isinstance(task, AgentsTask):
+            require_extra("serve", f"task.name = '{task.name}'")
+            require_extra("agents", f"task.name = '{task.name}'")
         for key, name in files_of_task(task).items():
             if name is not None and parse_data_name(name).is_table:
                 require_extra("data", f"task.{key} = {name!r}")

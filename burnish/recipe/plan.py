@@ -184,7 +184,8 @@ def _agent_lines(task: AgentsTask, rollout: RolloutConfig) -> Lines:
     """Return lines on the episodes of agents: their limits, their reward and their order."""
     own = "" if task.turn_tokens is None else f" of at most {task.turn_tokens:,} tokens"
     episode = f"at most {counted(task.turns, 'answered request')}{own}"
-    limits = f"{task.wall_seconds:g} s of its own, {task.cpu_seconds:g} s of CPU time, {task.memory_mb:,} MB"
+    limits = f"{task.wall_seconds:g} s of its own, {task.cpu_seconds:g} s of CPU time"
+    limits = f"{limits}, {task.memory_mb:,} MB"
     order = (
         "requests wait until every episode has one; parallel requests of one episode arrive in any "
         "order, so a run that has them does not repeat bit for bit"
