@@ -209,7 +209,7 @@ def test_a_killed_server_is_replaced_on_the_same_port():
 
 
 def test_the_server_loads_no_torch():
-    code = "import sys, burnish.engine.endpoint.channel; assert not {'torch', 'numba'} & {*sys.modules}"
+    code = "import sys, burnish.engine.endpoint.channel; assert 'torch' not in sys.modules"
     path = {"PYTHONPATH": str(Path(burnish.__file__).parents[1])}
     with closing(ChildProcess([sys.executable, "-P", "-c", code], name="python", env=path)) as one:
         assert one.wait(60) == 0

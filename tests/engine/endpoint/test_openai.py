@@ -5,11 +5,11 @@ import json
 
 import pytest
 import tiny
-from tests.engine.endpoint.scripted import HERMES, Script
 
 from burnish.calls import CALL_FORMATS, ToolCall
 from burnish.engine.native.engine import NativeEngine
 from burnish.engine.settings import EngineSettings
+from tests.engine.endpoint.scripted import HERMES, Script
 from tests.served import serving
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
@@ -349,9 +349,9 @@ def test_a_session_is_a_part_of_the_path(served):
         with client(served, base_url=served.url.removesuffix("/v1") + url) as own:
             assert own.chat.completions.create(**ASKED).choices == plain.choices
             assert own.models.list().data
-    with client(served, default_headers={"X-Session-ID": "x" * 201}) as own:
-        with pytest.raises(openai.BadRequestError, match="at most 200 characters, got 201"):
-            own.chat.completions.create(**ASKED)
+    error = pytest.raises(openai.BadRequestError, match="at most 200 characters, got 201")
+    with client(served, default_headers={"X-Session-ID": "x" * 201}) as own, error:
+        own.chat.completions.create(**ASKED)
 
 
 def test_a_stream_that_is_closed_aborts_its_request(served):
