@@ -74,8 +74,8 @@ def text_before_calls(message: str, name: CallFormatName, *, complete: bool) -> 
     """Return the length of the text before the calls in an assistant's message, without white space
     at its end. If the message is not ``complete``, this text stays the same whatever follows."""
     begin = message.rfind("</think>") + len("</think>") if "</think>" in message else 0
-    said = message[begin:].partition("<think>")[0]
-    place = CALL_FORMATS[name].begin(said, complete)
+    said, thought, _ = message[begin:].partition("<think>")
+    place = CALL_FORMATS[name].begin(said, complete or bool(thought))
     if place == len(said):  # thoughts may follow
         return len(message if complete else message.rstrip())
     return len(message[: begin + place].rstrip())
@@ -209,10 +209,9 @@ def _begin_llama(text: str, complete: bool) -> int:
 def _begin_plain(text: str, complete: bool) -> int:
     place = 0
     for line in text.split("\n"):
-        said, is_last = line.strip(), place + len(line) == len(text)
-        if said.startswith(WORD) or (said == WORD.strip() and (complete or not is_last)):
-            return place
-        if is_last and not complete and WORD.startswith(line.lstrip()):
+        is_last = place + len(line) == len(text)
+        may_become_one = is_last and not complete and WORD.startswith(line.lstrip())
+        if line.strip().startswith(WORD) or may_become_one:
             return place
         place += len(line) + 1
     return len(text)

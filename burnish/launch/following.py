@@ -80,12 +80,15 @@ class RunFollower:
         transformer, _ = open_run(self._source, newest)
         lora.fold(transformer).learn().to(self._dtype)
         self._load(Weights(step, 0, dict(transformer.exchange()))).result()
-        self._tell(f"loaded {newest.name} of {self._path}")
+        self._tell(f"loaded step {step} of {self._path}")
 
 
 def _find_source(run: Path) -> RunSource:
+    if not (run / "recipe.toml").is_file():
+        raise ConfigError(
+            f"a server follows the directory of a run, and {str(run)!r} has no recipe.toml"
+        )
     recipe = load_recipe({"task": "keywords", "model": {"name": str(run)}})
     source = resolve(recipe, checks=False).source.run
-    if source is None:
-        raise ConfigError(f"--follow needs the directory of a run, got {str(run)!r}")
+    assert source is not None
     return source

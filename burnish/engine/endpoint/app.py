@@ -146,6 +146,13 @@ class EventStream(Response):
         self._answer, self._first, self._pieces = answer, first, pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A client that has disconnected or does not read ends the stream.
+        with suppress(ClientDisconnect, OSError):
+            await self._send_all(send)
+
+    async def _send_all(self, send: Send) -> None:
+        """Send all events. Raise ClientDisconnect, or an OSError such as TimeoutError, if the
+        client does not take them."""
         async with aclosing(self._pieces), asyncio.timeout(None) as limit:
 
             async def write(content: bytes, *, more: bool = True) -> None:
@@ -156,18 +163,16 @@ class EventStream(Response):
 
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            # A client that has disconnected or does not read ends the stream.
-            with suppress(ClientDisconnect, OSError):
-                await write(self._events(self._first))
-                ending = DONE
-                try:
-                    async for piece in self._pieces:
-                        await write(self._events(piece))
-                    if chunk := self._answer.last_chunk():
-                        await write(event(chunk))
-                except (RequestRefused, BurnishError) as error:
-                    ending = event(error_fields(refusal_of(error)))
-                await write(ending, more=False)
+            await write(self._events(self._first))
+            ending = DONE
+            try:
+                async for piece in self._pieces:
+                    await write(self._events(piece))
+                if chunk := self._answer.last_chunk():
+                    await write(event(chunk))
+            except (RequestRefused, BurnishError) as error:
+                ending = event(error_fields(refusal_of(error)))
+            await write(ending, more=False)
 
     def _events(self, piece: Piece) -> bytes:
         return b"".join(map(event, self._answer.chunks(piece)))

@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from burnish.calls import CallFormatName
@@ -195,7 +196,7 @@ class _Sample:
         if not self._has_logprobs:
             return ()
         texts = [self._tokenizer.decode([token]) for token in tokens]
-        return tuple(map(TokenLogprob, texts, logprobs))
+        return tuple(map(TokenLogprob, texts, np.asarray(logprobs, np.float32).tolist()))
 
 
 def text_of(completion: Completion) -> str:

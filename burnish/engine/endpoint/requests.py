@@ -99,7 +99,8 @@ class SamplingFields(Section):
     @property
     def has_logprobs(self) -> bool:
         """Whether the response has the log-probabilities of its tokens."""
-        return getattr(self, "logprobs", None) not in (None, False)
+        given = getattr(self, "logprobs", None)
+        return given is not None and given is not False  # 0 is the value of /v1/completions
 
     @property
     def has_usage(self) -> bool:

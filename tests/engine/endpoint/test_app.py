@@ -1,5 +1,6 @@
 """The endpoint by real HTTP: its answers are the engine's, and no client harms another."""
 
+import asyncio
 import http.client
 import socket
 import threading
@@ -10,6 +11,9 @@ import pytest
 import tiny
 
 from burnish.engine.endpoint import access, app
+from burnish.engine.endpoint.answers import Answer
+from burnish.engine.endpoint.backend import Asked, Piece
+from burnish.engine.endpoint.requests import CompletionRequest
 from burnish.engine.native.engine import NativeEngine
 from burnish.engine.protocol import Request
 from burnish.engine.settings import EngineSettings
@@ -220,6 +224,28 @@ def test_a_client_that_disconnects_aborts_its_request(client):
     connection.close()
     until(lambda: client.thread.unfinished == 0)
     assert client.ask(PROMPT)[0] == 200
+
+
+def test_a_client_that_does_not_read_loses_its_stream(monkeypatch):
+    monkeypatch.setattr(app, "PATIENCE", 0.1)
+    sent, ended = [], []
+
+    async def pieces():
+        try:
+            while True:
+                yield Piece(0, "b")
+        finally:
+            ended.append(True)
+
+    async def send(message):
+        sent.append(message)
+        if len(sent) > 3:
+            await asyncio.sleep(60)
+
+    body = CompletionRequest(**PROMPT, stream=True)
+    stream = app.EventStream(Answer(Asked(0, body, "x"), "m"), Piece(0, "a"), pieces())
+    asyncio.run(asyncio.wait_for(stream({}, None, send), 10))
+    assert (len(sent), ended) == (4, [True])
 
 
 def test_a_refused_prompt_aborts_the_others_of_its_request(client):
