@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,48 @@ async def fails(client, row):
         time.sleep(100)
     return 1.0
 
+async def crowd(client, row):
+    import asyncio, zlib
+    import openai
+    found = {}
+
+    async def ask(i):
+        messages = [{"role": "user", "content": f"{row['n']} {i}"}]
+        body = {"model": "m", "messages": messages, "max_tokens": 4 + i % 5}
+        kind = i % 5
+        if kind == 0:
+            reply = await client.chat.completions.create(**body)
+            text = reply.choices[0].message.content
+            assert reply.usage.completion_tokens <= 4 + i % 5
+        elif kind == 1:
+            text = ""
+            async for chunk in await client.chat.completions.create(**body, stream=True):
+                text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+        elif kind == 2:
+            try:
+                await asyncio.wait_for(client.chat.completions.create(**body), 0.05)
+            except (asyncio.TimeoutError, openai.APIError):
+                pass
+            return
+        elif kind == 3:
+            for wrong in ({"tool_choice": "required"}, {"n": 0}, {"messages": []}):
+                try:
+                    await client.chat.completions.create(**{**body, **wrong})
+                    assert False
+                except openai.BadRequestError:
+                    pass
+            return
+        else:
+            again = {"x-stainless-retry-count": "1"}
+            first, second = await asyncio.gather(
+                client.chat.completions.create(**body),
+                client.chat.completions.create(**body, extra_headers=again),
+            )
+            text = first.choices[0].message.content
+        found[f"text_{i}"] = zlib.crc32(text.encode())
+    await asyncio.gather(*(ask(i) for i in range(25)))
+    return {"reward": 1.0, **found}
+
 def plain(client, row):
     return 1.0
 """
@@ -130,14 +173,14 @@ def test_a_run_repeats_and_resumes_bit_for_bit(folder):
     assert fingerprint(folder / "a/run") == fingerprint(folder / "b/run")
 
 
-def sampled(agent, *more, count=4, size=2, during=lambda engine: None):
+def sampled(agent, *more, count=4, size=2, tokens=100, during=lambda engine: None):
     """Run an agent on the first rows; return the completions, their grades, and the engine."""
     given = [*AGENTS, *more, "model.context=512", f"task.agent=game.py:{agent}", "task.name=agent"]
     resolved = resolve(load_recipe("keywords", given))
     task, engine, _ = local.build_sampler(resolved)
     try:
         numbered = [(i, task.prompt(i)) for i in range(count)]
-        params = SamplingParams(max_tokens=100, seed=1)
+        params = SamplingParams(max_tokens=tokens, seed=1)
         requests = requests_of(numbered, size, params, 0)
         during(engine)
         found = complete(engine, requests)
@@ -157,6 +200,31 @@ def test_two_conversations_per_episode(folder):
             assert len(completion.sequences) == len(completion.turns) == 5
             assert grade.parts["requests"] == 3
         assert engine.sampled == sum(int(c.sampled.sum()) for _, c, _ in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pace", ["lockstep", "free"])
+def test_200_clients_at_once(folder, pace):
+    """Streams, cancelled requests, retries and malformed requests of eight episodes: no answer is
+    lost or goes to another episode."""
+    held = "task.validation=held.jsonl"
+    (folder / "held.jsonl").write_text('{"n": 8}\n{"n": 9}\n')
+    more = ["task.wall_seconds=200", "task.turns=100", held, f"task.pace={pace}"]
+    found, engine = sampled("crowd", *more, count=8, size=1, tokens=5000)
+    for prompt, completion, grade in found:
+        assert not grade.is_error, grade.message
+        ends = [*(one.start for one in completion.sequences[1:]), len(completion.token_ids)]
+        assert [turn.start for turn in completion.turns] == [s.start for s in completion.sequences]
+        assert [turn.end for turn in completion.turns] == ends
+        texts = {}
+        for one, turn in zip(completion.sequences, completion.turns, strict=True):
+            n, i = one.messages[0]["content"].split()
+            assert int(n) == prompt.reference["n"]
+            texts.setdefault(f"text_{i}", []).append(zlib.crc32(turn.text.encode()))
+        given = {name: value for name, value in grade.parts.items() if name.startswith("text_")}
+        assert len(given) == 15
+        assert all(value in texts[name] for name, value in given.items())
+    assert engine.sampled == sum(int(c.sampled.sum()) for _, c, _ in found)
 
 
 def test_failures_are_counted_and_never_a_reward(folder):

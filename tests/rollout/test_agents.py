@@ -1,21 +1,27 @@
 """Agents: each sampled token is in one sequence, in the context in which it was sampled, whatever
 an agent does with its histories."""
 
+import json
 import random
 
 import numpy as np
 import pytest
 
 from burnish.rollout.histories import canonical
-from burnish.types import Finish, Limit
+from burnish.rollout.packing import pack
+from burnish.rollout.saved_groups import load_held, save_held
+from burnish.runs.responses import rows
+from burnish.types import Episode, Finish, Grade, Group, Limit, Prompt
 from tests.engine import tiny
 from tests.rollout.scripted_agents import (
     ScriptedAgents,
+    asked,
     chat,
     check_rescored,
     run,
     sequences_of,
     text_of,
+    wrapped,
 )
 
 SHORT = {"turn_tokens": 6}
@@ -240,3 +246,164 @@ def test_an_agent_may_go_on_after_a_limit():
     for completion in found:
         assert completion.turns[-1].reward == 0.25
         assert completion.limit is Limit.TURNS
+
+
+class Dying(ScriptedAgents):
+    """A server that dies at the given numbers of answers."""
+
+    def __init__(self, agent, at):
+        super().__init__(agent)
+        self.at, self.answered = list(at), 0
+
+    def answer(self, generation, call, reply):
+        self.answered += 1
+        if self.at and self.answered >= self.at[0]:
+            self.at.pop(0)
+            self.die()
+        super().answer(generation, call, reply)
+
+
+@pytest.mark.parametrize("pace", ["lockstep", "free"])
+def test_episodes_begin_again_when_the_server_dies(pace):
+    (calm,), *_ = run(ScriptedAgents(talk(3)), **SHORT)
+    agents = Dying(talk(3), [5])
+    (found,), *_ = run(agents, pace=pace, **SHORT)
+    assert len(agents.begun) == 6
+    for one, two in zip(calm, found, strict=True):
+        assert metrics(two)["restarts"] == 1
+        assert metrics(two)["requests"] == 3
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+
+
+def test_an_episode_whose_server_dies_twice_is_an_error():
+    (found,), *_ = run(Dying(talk(3), [3, 6]), **SHORT)
+    for completion in found:
+        assert "killed twice" in completion.turns[-1].error
+        assert completion.turns[-1].reward is None
+
+
+def test_traces_are_apart_and_some_are_not_learned():
+    def agent(row, sample):
+        messages = [{"role": "user", "content": "go"}]
+        (one,) = yield [chat(*messages, trace="a")]
+        messages += [text_of(one), {"role": "user", "content": "on"}]
+        yield [chat(*messages, trace="a")]
+        yield [chat(*messages, trace="b")]  # not b's history
+        return {"reward": 1.0, "unlearned": ["b"]}
+
+    (found,), engine, _ = run(ScriptedAgents(agent), **SHORT)
+    for completion in found:
+        assert len(completion.sequences) == 1
+        assert len(completion.turns) == 2
+        assert metrics(completion)["sequences"] == 2
+        assert metrics(completion)["rewritten"] == 1
+        check_rescored(model(), completion)
+    assert engine.engine.sampled > sum(int(c.sampled.sum()) for c in found)
+
+
+def test_a_request_that_nobody_awaits_is_learned_if_it_was_sampled():
+    def agent(row, sample):
+        yield [chat(("user", "plan")), None]
+        (reply,) = yield [chat(("user", "go"))]
+        return len(text_of(reply)["content"]) / 10
+
+    for pace in ("lockstep", "free"):
+        (found,), engine, _ = run(ScriptedAgents(agent), pace=pace, **SHORT)
+        for completion in found:
+            assert completion.turns[-1].error is None
+            check_rescored(model(), completion)
+        assert engine.engine.sampled == sum(int(c.sampled.sum()) for c in found)
+
+
+def test_an_agent_that_asks_nothing_or_only_wrongly_is_an_error():
+    def silent(row, sample):
+        return 1.0
+        yield
+
+    def unknown(row, sample):
+        (reply,) = yield [chat(("user", "go"), session="other")]
+        assert reply["error"]["status"] == 403
+        return 1.0
+
+    for agent in (silent, unknown):
+        (found,), *_ = run(ScriptedAgents(agent), **SHORT)
+        for completion in found:
+            assert "without an answered request" in completion.turns[-1].error
+            assert completion.turns[-1].reward is None
+
+
+def test_an_aborted_group_ends_with_what_was_sampled():
+    engine, _ = wrapped(ScriptedAgents(talk(9)), **SHORT)
+    engine.submit(asked("a", 2))
+    engine.submit(asked("b", 2, 1))
+    done = []
+    for step in range(4000):
+        if step == 12:
+            engine.abort("a")
+        done += engine.step()
+        if not engine.unfinished:
+            break
+    found = {(c.request_id, c.sample_index): c for c in done}
+    assert [found["a", i].finish for i in range(2)] == [Finish.ABORT] * 2
+    assert [found["b", i].finish for i in range(2)] == [Finish.STOP] * 2
+    assert all(found["b", i].turns[-1].reward == 1.0 for i in range(2))
+    for completion in found.values():
+        check_rescored(model(), completion)
+
+
+def test_an_agent_that_works_for_too_long_is_an_error_alone():
+    class Slow(ScriptedAgents):
+        def _go_on(self, session, replies):
+            if "r.1-" in session and replies is not None:
+                return  # it never comes back
+            super()._go_on(session, replies)
+
+    (found,), *_ = run(Slow(talk(2)), seconds=0.3, **SHORT)
+    errors = [completion.turns[-1].error for completion in found]
+    assert errors[0] is errors[2] is None
+    assert "more than 0.3 s of its own (task.wall_seconds)" in errors[1]
+
+
+REWRITING = (
+    "{% for m in messages %}<|a|>{{ m.role[0] }}"
+    "{{ m.content }}{% if m.role == 'assistant' and not loop.last %}?{% endif %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|a|>a{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("follows", "count"), [(False, 1), (True, 3)])
+def test_a_template_that_rewrites_begins_sequences_if_the_recipe_says_so(follows, count):
+    (found,), *_ = run(ScriptedAgents(talk(3)), template=REWRITING, follows=follows, **SHORT)
+    for completion in found:
+        assert len(completion.sequences) == count
+        assert metrics(completion)["rewritten"] == 0
+        check_rescored(model(), completion)
+
+
+def test_episodes_of_agents_are_saved_and_packed():
+    (found,), *_ = run(ScriptedAgents(planner), **SHORT)
+    prompt = Prompt("p", "", np.array([tiny.END], np.int32), "agent", episode=Episode({}, 5, ()))
+    group = Group(0, prompt, found, tuple(Grade(float(i)) for i in range(3)))
+    tensors, saved = save_held([[group]])
+    ((again,),) = load_held(tensors, json.loads(json.dumps(saved)), lambda index: prompt)
+    for one, two in zip(group.completions, again.completions, strict=True):
+        assert [s.messages for s in one.sequences] == [s.messages for s in two.sequences]
+        assert [s.start for s in one.sequences] == [s.start for s in two.sequences]
+    batch = pack([group])
+    # The first conversations share a prompt; all others have their own.
+    assert int(batch.segment_is_prompt.sum()) == 1 + sum(len(c.sequences) - 1 for c in found)
+    assert int(batch.is_action.sum()) == sum(int(c.sampled.sum()) for c in found)
+    for number, completion in enumerate(found):
+        own = batch.behavior_logprobs[batch.is_action & (batch.sample_ids == number)]
+        assert own.tolist() == completion.logprobs[completion.sampled].tolist()
+
+
+def test_rows_show_the_messages_of_each_conversation():
+    (found,), *_ = run(ScriptedAgents(planner), [("r", 1, 0)], **SHORT)
+    prompt = Prompt("p", "", np.array([tiny.END], np.int32), "agent", episode=Episode({}, 5, ()))
+    group = Group(0, prompt, found, (Grade(1.0, metrics(found[0])),))
+    decode = tiny.tokenizer().decode
+    (row,) = rows(0, [group], decode=lambda ids: [decode([i]) for i in ids])
+    first = [one["messages"][0]["content"] for one in row["sequences"]]
+    assert first[:4] == ["plan", "solve", "solve", "solve"]
+    assert row["first_messages"] == []
