@@ -27,6 +27,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 WORD = "call "
 """Beginning of a call's line in the format plain."""
+_LLAMA_BEGIN = re.compile(r'\{\s*("\w*)?')
 _LLAMA_CALL = re.compile(r'\{\s*"(name|parameters|arguments|type|function)"')
 
 
@@ -49,12 +50,35 @@ class CallFormat(NamedTuple):
     """Return a system message that lists tools, given by their schemas, and explains the format."""
     result: str
     """Template of a tool's result in a user message, for models whose template writes no tools."""
+    begin: Callable[[str, bool], int]
+    """Return the place in a message without thoughts before which no character belongs to a call;
+    with False, the message may continue."""
 
 
 def read_calls(message: str, name: CallFormatName) -> list[ToolCall]:
     """Return the calls in an assistant's message, in their order. Malformed ones have an error."""
     said = message.rpartition("</think>")[2].partition("<think>")[0]
     return CALL_FORMATS[name].read(said)
+
+
+def split_calls(message: str, name: CallFormatName) -> tuple[str, list[ToolCall]]:
+    """Return the text before the calls in an assistant's message, and the calls. If one of the
+    calls is malformed, the message has none: the whole message is text."""
+    calls = read_calls(message, name)
+    if not calls or any(call.error is not None for call in calls):
+        return message, []
+    return message[: text_before_calls(message, name, complete=True)], calls
+
+
+def text_before_calls(message: str, name: CallFormatName, *, complete: bool) -> int:
+    """Return the length of the text before the calls in an assistant's message, without white space
+    at its end. If the message is not ``complete``, this text stays the same whatever follows."""
+    begin = message.rfind("</think>") + len("</think>") if "</think>" in message else 0
+    said, thought, _ = message[begin:].partition("<think>")
+    place = CALL_FORMATS[name].begin(said, complete or bool(thought))
+    if place == len(said):  # thoughts may follow
+        return len(message if complete else message.rstrip())
+    return len(message[: begin + place].rstrip())
 
 
 def calls_of(message: Mapping[str, Any]) -> list[ToolCall]:
@@ -167,6 +191,39 @@ def _malformed(error: str, text: str) -> ToolCall:
     return ToolCall("", {}, f"{error}; got: {quote or 'nothing'}")
 
 
+def _begin_hermes(text: str, complete: bool) -> int:
+    place = text.find(OPEN)
+    if place >= 0:
+        return place
+    return len(text) if complete else len(text) - overlap(text, OPEN)
+
+
+def _begin_llama(text: str, complete: bool) -> int:
+    said = text.lstrip()
+    is_call = said.startswith(PYTHON_TAG) or _LLAMA_CALL.match(said)
+    if not is_call and not complete:
+        is_call = PYTHON_TAG.startswith(said) or _LLAMA_BEGIN.fullmatch(said)
+    return len(text) - len(said) if is_call else len(text)
+
+
+def _begin_plain(text: str, complete: bool) -> int:
+    place = 0
+    for line in text.split("\n"):
+        is_last = place + len(line) == len(text)
+        may_become_one = is_last and not complete and WORD.startswith(line.lstrip())
+        if line.strip().startswith(WORD) or may_become_one:
+            return place
+        place += len(line) + 1
+    return len(text)
+
+
+def overlap(text: str, sought: str) -> int:
+    """Return the length of the longest end of a text with which a proper part of ``sought``
+    begins."""
+    longest = min(len(text), len(sought) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(sought[:n])), 0)
+
+
 def _json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
@@ -229,9 +286,13 @@ def _kind(field: Mapping[str, Any]) -> str:
 
 CALL_FORMATS: Mapping[CallFormatName, CallFormat] = {
     "hermes": CallFormat(
-        _read_hermes, _write_hermes, _explain_hermes, "<tool_response>\n{}\n</tool_response>"
+        _read_hermes,
+        _write_hermes,
+        _explain_hermes,
+        "<tool_response>\n{}\n</tool_response>",
+        _begin_hermes,
     ),
-    "llama": CallFormat(_read_llama, _write_llama, _explain_llama, "{}"),
-    "plain": CallFormat(_read_plain, _write_plain, _explain_plain, "{}"),
+    "llama": CallFormat(_read_llama, _write_llama, _explain_llama, "{}", _begin_llama),
+    "plain": CallFormat(_read_plain, _write_plain, _explain_plain, "{}", _begin_plain),
 }
 """The formats by their names."""

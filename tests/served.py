@@ -8,9 +8,12 @@ from functools import partial
 from http.client import HTTPConnection
 
 from burnish.engine.endpoint.app import Endpoint, make_app
+from burnish.engine.endpoint.backend import ModelCard
+from burnish.engine.endpoint.engine_backend import EngineBackend
+from burnish.engine.endpoint.prompts import ChatPrompts
 from burnish.engine.endpoint.server import listen, make_server, run_server
 from burnish.engine.endpoint.thread import EngineThread
-from burnish.tasks.text import encode_chat
+from burnish.tasks.text import TODAY, encode_chat
 
 JSON = {"Content-Type": "application/json"}
 
@@ -35,12 +38,14 @@ class Client:
 
 
 @contextmanager
-def serving(engine, tokenizer, model="m", capacity=1024, hosts=()):
+def serving(engine, tokenizer, model="m", capacity=1024, hosts=(), key=None, context=100_000):
     """A server in a thread of its own; at the end it must stop in time."""
     with EngineThread(engine, capacity) as thread:
-        chat = partial(encode_chat, tokenizer)
-        endpoint = Endpoint(model, thread, encode=tokenizer.encode, encode_chat=chat)
-        server, listener = make_server(make_app(endpoint, hosts)), listen("127.0.0.1", 0)
+        prompts = ChatPrompts(tokenizer, partial(encode_chat, tokenizer), now=TODAY)
+        card = ModelCard(model, context)
+        backend = EngineBackend(thread, tokenizer, prompts, lambda: card)
+        app = make_app(Endpoint(backend), hosts, key)
+        server, listener = make_server(app), listen("127.0.0.1", 0)
         port, failed = listener.getsockname()[1], []
 
         def run():

@@ -129,6 +129,20 @@ class Engine(Sampler, Protocol):
         unfinished."""
 
 
+OnTokens = Callable[[str, int, list[int], list[float]], None]
+"""Callback for tokens that were sampled: the request's id, the index of the sample, the tokens, and
+their log-probabilities."""
+
+
+@runtime_checkable
+class TokenSource(Protocol):
+    """An engine that hands out tokens as soon as they are sampled."""
+
+    on_tokens: OnTokens | None
+    """Called during `step` with the new tokens of each sample, including its end token; None for no
+    callback."""
+
+
 @runtime_checkable
 class Sleeper(Protocol):
     """An engine that can release its GPU memory."""

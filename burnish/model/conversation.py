@@ -104,9 +104,9 @@ class ConversationFormat:
         self.inserted_end = np.array([self.end_id] if self._end else [], np.int32)
 
     def open(self, messages: Sequence[Message]) -> IntArray:
-        """Return the token ids of the messages before the first turn, with the generation
-        prompt."""
-        messages = self._with_listing(messages)
+        """Return the token ids of the messages before the first turn, with the generation prompt.
+        They may include turns that were not sampled here, with calls of tools and their results."""
+        messages = self._with_listing(self._with_calls(messages))
         if self._tokenizer.chat_template is None:
             return self._tokenizer.encode(self._plain(messages))
         return self._encode(self._write(messages))
@@ -114,10 +114,8 @@ class ConversationFormat:
     def turn(self, message: Message) -> IntArray:
         """Return the token ids of an assistant's message, as the model would have sampled them
         after the generation prompt, with the end token."""
-        if self._calls is not None and message.get("tool_calls"):
-            written = CALL_FORMATS[self._calls].write(calls_of(_parsed(message)))
-            parts = [part for part in (message.get("content"), written) if part]
-            message = {"role": message["role"], "content": "\n".join(parts)}
+        if self._calls is not None:
+            message = _written(message, self._calls)
         if self._tokenizer.chat_template is None:
             return self._ended(self._encode(self._tokenizer.mask(message["content"])))
         text = self._write([USER, message], generate=False)
@@ -133,7 +131,7 @@ class ConversationFormat:
     def between(self, messages: Sequence[Message]) -> IntArray:
         """Return the token ids that follow the end token of a turn: the messages of one step and
         the next generation prompt."""
-        messages = self._with_results(messages)
+        messages = self._with_results(messages, self._calls)
         if self._tokenizer.chat_template is None:
             return self._encode(self._plain(messages))
         text = self._write([USER, ANSWER, *messages])
@@ -157,8 +155,8 @@ class ConversationFormat:
         if self._tokenizer.chat_template is None:
             return True
         *before, turn = messages
-        before = list(self._with_results(self._with_listing(before)))
-        messages, following = [*before, turn], self._with_results(following)
+        before = list(self._with_results(self._with_listing(before), self._calls))
+        messages, following = [*before, turn], self._with_results(following, self._calls)
         context, whole = self._write(before), self._write([*messages, *following])
         spoken = self._tokenizer.mask(turn.get("content") or "")
         if whole.startswith(f"{context}{spoken}{self._end}"):
@@ -168,7 +166,7 @@ class ConversationFormat:
 
     def _rewrites(self, message: Message) -> bool:
         for answer in (ANSWER, THOUGHT):
-            further = [answer, *self._with_results([message])]
+            further = [answer, *self._with_results([message], self._calls)]
             messages = [*self._with_listing([USER]), *further, *further]
             try:
                 whole = self._encode(self._write(messages))
@@ -200,12 +198,23 @@ class ConversationFormat:
             is_written = False
         return [system, *messages] if is_written else [joined, *rest]
 
-    def _with_results(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _with_calls(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Write calls of tools and their results as texts, unless the template writes them."""
+        calls = self._calls
+        if not self._tools and any({"tool_calls", "tool_call_id"} & {*m} for m in messages):
+            calls = calls or _format_beside(self._tokenizer, self._now)
+        if calls is not None:
+            messages = [_written(message, calls) for message in messages]
+        return self._with_results(messages, calls)
+
+    def _with_results(
+        self, messages: Sequence[Message], calls: CallFormatName | None
+    ) -> Sequence[Message]:
         """Write successive results of tools into one message of the user, for a template that does
-        not write tools."""
-        if self._calls is None or self._tokenizer.chat_template is None:
+        not write tools. ``calls``: format of the calls; None if the template writes them."""
+        if calls is None or self._tokenizer.chat_template is None:
             return messages
-        result, written = CALL_FORMATS[self._calls].result, list[Message]()
+        result, written = CALL_FORMATS[calls].result, list[Message]()
         for is_tool, run in groupby(messages, key=lambda message: message["role"] == "tool"):
             if is_tool:
                 text = "\n".join(result.format(message["content"]) for message in run)
@@ -253,6 +262,23 @@ def default_call_format(tokenizer: Tokenizer, *, now: datetime) -> CallFormatNam
         "the model's chat template writes tool calls in a format that burnish can't read; set "
         "task.tool_format = 'hermes': the first message then explains that format"
     )
+
+
+def _format_beside(tokenizer: Tokenizer, now: datetime) -> CallFormatName | None:
+    """Return the format of calls that the model's chat template does not write; None if it writes
+    them."""
+    if _writes_tools(tokenizer, now):
+        return None
+    return default_call_format(tokenizer, now=now)
+
+
+def _written(message: Message, calls: CallFormatName) -> Message:
+    """Return a message whose tool calls, if it has any, are a part of its text."""
+    if not message.get("tool_calls"):
+        return message
+    written = CALL_FORMATS[calls].write(calls_of(_parsed(message)))
+    parts = [part for part in (message.get("content"), written) if part]
+    return {"role": message["role"], "content": "\n".join(parts)}
 
 
 def _writes_tools(tokenizer: Tokenizer, now: datetime) -> bool:

@@ -2,238 +2,202 @@
 
     POST /v1/chat/completions    complete a conversation
     POST /v1/completions         continue texts
-    GET  /v1/models              the name of the model
-    GET  /health                 the number of unfinished samples
+    GET  /v1/models              the name of the model and its context length
+    GET  /health                 the state of the server
 
-A page in a browser can't use the endpoint: a request must have the content type of JSON, which a
-page of another origin can't send without a CORS preflight request, and its Host header must not be
-a foreign name, which prevents DNS rebinding. A response depends only on its request, up to the
-rounding of logits, which depends on the other samples in the engine's batch.
+The paths below /v1 also exist below /session/NAME/v1, which assigns requests to a session, as does
+the header X-Session-ID. A `Backend` answers the requests; `access.py` says who may send them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing, suppress
 from hashlib import blake2b
-from ipaddress import ip_address
 from itertools import count
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from burnish.engine.endpoint.access import check_access, known_hosts
+from burnish.engine.endpoint.answers import DONE, Answer, error_fields, error_response, event
+from burnish.engine.endpoint.backend import Asked, Backend, Piece, RequestRefused
 from burnish.engine.endpoint.requests import (
-    MOST_SAMPLES,
     ChatRequest,
     CompletionRequest,
     SamplingFields,
     explain_request_errors,
+    wrong_field,
 )
-from burnish.engine.endpoint.thread import Completions, EngineThread, QueueFull, Stopped
-from burnish.engine.protocol import Request
+from burnish.engine.endpoint.thread import QueueFull, Stopped
 from burnish.errors import BurnishError
-from burnish.randomness import Stream
-from burnish.types import Completion, Finish, IntArray, SamplingParams
 
 JSON = "application/json"
 LARGEST, PATIENCE = 10_000_000, 60.0
-"""Maximum size of a request in bytes, and the seconds within which it must arrive."""
+"""Maximum size of a request in bytes, and the seconds within which it must arrive, and within which
+a client must read each event of a stream."""
 PLACES = ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /health")
+LONGEST_SESSION = 200
+"""Maximum number of characters of a session's name."""
 STATUS: dict[type[Exception], int] = {QueueFull: 429, Stopped: 503}
 """HTTP status of errors of the engine; 400 for all others, which concern the request."""
-Messages = Sequence[Mapping[str, Any]]
-AnyFields = TypeVar("AnyFields", bound=SamplingFields)
-
-
-class RequestRefused(Exception):
-    """Raised for a request that the endpoint refuses. ``status``: HTTP status of the response;
-    ``message``: its error message."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(status, message)
-        self.status, self.message = status, message
 
 
 class Endpoint:
     """Answers HTTP requests for one model. Each method answers one of `PLACES`; `make_app` adds the
     routes and turns exceptions into error responses."""
 
-    def __init__(
-        self,
-        model: str,
-        engine: EngineThread,
-        *,
-        encode: Callable[[str], IntArray],
-        encode_chat: Callable[[Messages], IntArray],
-    ) -> None:
-        """``model`` is the name that requests must give. ``encode`` and ``encode_chat`` return the
-        token ids of a text and of a conversation."""
-        self._model, self._engine = model, engine
-        self._encode, self._encode_chat = encode, encode_chat
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._numbers = count()
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer POST /v1/chat/completions: sample answers to a conversation."""
-        asked, name = await self._read(http, ChatRequest)
-        messages = [message.model_dump() for message in asked.messages]
-        prompt = await run_in_threadpool(self._encode_chat, messages)
-        (answers,) = await self._sample(http, [prompt], asked.n, asked.params)
-        choices = [
-            {"message": {"role": "assistant", "content": text_of(answer)}} | ending(answer)
-            for answer in answers
-        ]
-        return self._respond(f"chatcmpl-{name}", "chat.completion", choices, [prompt], [answers])
+        return await self._respond(http, await self._read(http, ChatRequest))
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer POST /v1/completions: sample continuations of one or several texts."""
-        asked, name = await self._read(http, CompletionRequest)
-        if len(asked.prompt) * asked.n > MOST_SAMPLES:
-            raise RequestRefused(
-                400,
-                f"one request may have {MOST_SAMPLES} responses, got {len(asked.prompt)} prompts "
-                f"with n = {asked.n}; send several requests",
-            )
-        prompts = [await run_in_threadpool(self._encode, text) for text in asked.prompt]
-        answers = await self._sample(http, prompts, asked.n, asked.params)
-        choices = [{"text": text_of(one)} | ending(one) for each in answers for one in each]
-        return self._respond(f"cmpl-{name}", "text_completion", choices, prompts, answers)
+        return await self._respond(http, await self._read(http, CompletionRequest))
 
     async def models(self, http: HttpRequest) -> Response:
         """Answer GET /v1/models: the list with the one model."""
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "burnish"}
+        card = self._backend.card()
+        model = {"id": card.name, "object": "model", "created": 0, "owned_by": "burnish"}
+        model["max_model_len"] = card.context
+        if card.version is not None:
+            model["version"] = card.version
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(self, http: HttpRequest) -> Response:
-        """Answer GET /health: the number of unfinished samples. The status is always ok."""
-        return JSONResponse({"status": "ok", "unfinished": self._engine.unfinished})
+        """Answer GET /health. The status is always ok."""
+        version = self._backend.card().version
+        fields = {} if version is None else {"version": version}
+        return JSONResponse({"status": "ok"} | self._backend.health() | fields)
 
-    async def _read(self, http: HttpRequest, kind: type[AnyFields]) -> tuple[AnyFields, str]:
-        """Read and check the body of a request; return the body's fields, and its hash, which names
-        the response. Raise RequestRefused if the body is invalid or names another model."""
+    async def _read(self, http: HttpRequest, kind: type[ChatRequest | CompletionRequest]) -> Asked:
+        """Read and check a request. Raise RequestRefused if its body is invalid or names another
+        model."""
         body = await read_body(http)
         try:
-            asked = kind.model_validate_json(body, strict=True)
+            fields = kind.model_validate_json(body, strict=True)
         except ValidationError as error:
-            fields = [*kind.model_fields]
-            raise RequestRefused(400, explain_request_errors(error, fields)) from error
-        if asked.model != self._model:
-            message = f"this server has the model {self._model!r}, not {asked.model[:200]!r}"
-            raise RequestRefused(404, message)
-        return asked, blake2b(body, digest_size=12).hexdigest()
+            explained = explain_request_errors(error, [*kind.model_fields])
+            raise RequestRefused(400, explained, param=wrong_field(error)) from error
+        self._check_model(fields)
+        path, header = http.path_params.get("session"), http.headers.get("x-session-id")
+        session, trace = (header, None) if path is None else (path, header)
+        longest = max(len(session or ""), len(trace or ""))
+        if longest > LONGEST_SESSION:
+            rule = f"the name of a session has at most {LONGEST_SESSION} characters"
+            raise RequestRefused(400, f"{rule}, got {longest}")
+        retry = http.headers.get("x-stainless-retry-count", "")
+        return Asked(
+            next(self._numbers),
+            fields,
+            blake2b(body, digest_size=12).hexdigest(),
+            session,
+            trace,
+            http.headers.get("idempotency-key"),
+            int(retry) if retry.isdecimal() and len(retry) < 4 else 0,
+        )
 
-    async def _sample(
-        self, http: HttpRequest, prompts: Sequence[IntArray], n: int, params: SamplingParams
-    ) -> list[Completions]:
-        """Sample ``n`` responses to each prompt; return the completions of each. If the client
-        disconnects, or if sampling fails for one of the prompts, abort all requests and raise.
-        Raise RequestRefused if a log-probability was not finite."""
-        gone: asyncio.Future[Any] = asyncio.ensure_future(disconnected(http))
-        futures: list[asyncio.Future[Any]] = []
-        try:
-            for index, prompt in enumerate(prompts):
-                name = f"served-{next(self._numbers)}"
-                request = Request(name, prompt, n, params, index, Stream.GENERATE)
-                futures.append(asyncio.wrap_future(self._engine.submit(request)))
-            while waiting := [future for future in futures if not future.done()]:
-                await asyncio.wait([gone, *waiting], return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    raise ClientDisconnect
-                _ = [future.result() for future in futures if future.done()]
-            found: list[Completions] = [future.result() for future in futures]
-        finally:
-            for future in (gone, *futures):
-                if not future.cancel() and not future.cancelled():
-                    future.exception()  # asyncio would log an exception that nobody reads
-        if any(one.finish is Finish.ABORT for completions in found for one in completions):
+    def _check_model(self, asked: SamplingFields) -> None:
+        card = self._backend.card()
+        if not card.any_name and asked.model != card.name:
             raise RequestRefused(
-                500,
-                "the model's log-probabilities were not finite: the temperature is too low (use 0, "
-                "or at least 0.01), or the model's weights overflow",
+                404,
+                f"this server has the model {card.name!r}, not {asked.model[:200]!r}",
+                code="model_not_found",
+                param="model",
             )
-        return found
 
-    def _respond(
-        self,
-        name: str,
-        kind: str,
-        choices: Sequence[dict[str, Any]],
-        prompts: Sequence[IntArray],
-        answers: Sequence[Completions],
-    ) -> Response:
-        used = {
-            "prompt_tokens": sum(map(len, prompts)),
-            "completion_tokens": sum(len(one.token_ids) for each in answers for one in each),
-        }
-        used["total_tokens"] = sum(used.values())
-        fixed = {"id": name, "object": kind, "created": 0, "model": self._model}
-        numbered = [{"index": index} | choice for index, choice in enumerate(choices)]
-        return JSONResponse(fixed | {"choices": numbered, "usage": used})
+    async def _respond(self, http: HttpRequest, asked: Asked) -> Response:
+        """Sample the response to a request, or the first piece of a stream. If the client
+        disconnects, abort the request and raise ClientDisconnect."""
+        card = self._backend.card()
+        answer = Answer(asked, asked.body.model if card.any_name else card.name)
+        pieces = until_disconnected(http, self._backend.answer(asked))
+        if not asked.body.stream:
+            async with aclosing(pieces):
+                return JSONResponse(answer.whole([piece async for piece in pieces]))
+        try:
+            first = await anext(pieces)  # its error has a status; later ones are events
+        except BaseException:
+            await pieces.aclose()
+            raise
+        return EventStream(answer, first, pieces)
 
 
-def make_app(endpoint: Endpoint, hosts: Iterable[str] = ()) -> Starlette:
+class EventStream(Response):
+    """A stream of server-sent events, which ends the backend's work in any case."""
+
+    def __init__(self, answer: Answer, first: Piece, pieces: AsyncGenerator[Piece, None]) -> None:
+        """``pieces`` are those that follow the ``first`` one."""
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self._answer, self._first, self._pieces = answer, first, pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A client that has disconnected or does not read ends the stream.
+        with suppress(ClientDisconnect, OSError):
+            await self._send_all(send)
+
+    async def _send_all(self, send: Send) -> None:
+        """Send all events. Raise ClientDisconnect, or an OSError such as TimeoutError, if the
+        client does not take them."""
+        async with aclosing(self._pieces), asyncio.timeout(None) as limit:
+
+            async def write(content: bytes, *, more: bool = True) -> None:
+                limit.reschedule(asyncio.get_running_loop().time() + PATIENCE)
+                message = {"type": "http.response.body", "body": content, "more_body": more}
+                await send(message)
+                limit.reschedule(None)
+
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await write(self._events(self._first))
+            ending = DONE
+            try:
+                async for piece in self._pieces:
+                    await write(self._events(piece))
+                if chunk := self._answer.last_chunk():
+                    await write(event(chunk))
+            except (RequestRefused, BurnishError) as error:
+                ending = event(error_fields(refusal_of(error)))
+            await write(ending, more=False)
+
+    def _events(self, piece: Piece) -> bytes:
+        return b"".join(map(event, self._answer.chunks(piece)))
+
+
+def make_app(endpoint: Endpoint, hosts: Iterable[str] = (), key: str | None = None) -> Starlette:
     """Return the ASGI application that routes requests to ``endpoint``. ``hosts`` are the names
     that a request's Host header may have beside IP addresses, localhost and this machine's own
-    name."""
+    name; ``key`` is the key that a request must have, None for no key."""
     answers = (endpoint.chat, endpoint.complete, endpoint.models, endpoint.health)
     routes = [
-        Route(place.partition(" ")[2], answer, methods=[place.partition(" ")[0]])
+        Route(prefix + place.partition(" ")[2], answer, methods=[place.partition(" ")[0]])
         for place, answer in zip(PLACES, answers, strict=True)
+        for prefix in ("", "/session/{session}")
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(check_host, names=known_hosts(hosts))],
+        middleware=[Middleware(check_access, names=known_hosts(hosts), key=key)],
         exception_handlers={
             HTTPException: _on_no_route,
-            RequestRefused: _on_refusal,
-            BurnishError: _on_engine_error,
+            RequestRefused: _on_error,
+            BurnishError: _on_error,
             ClientDisconnect: _on_disconnect,
         },
     )
-
-
-def known_hosts(hosts: Iterable[str] = ()) -> frozenset[str]:
-    """Return the names of this server in lower case: localhost, this machine's name and
-    ``hosts``."""
-    return frozenset({"localhost", socket.gethostname().lower(), *map(str.lower, hosts)})
-
-
-def check_host(app: ASGIApp, names: Collection[str]) -> ASGIApp:
-    """Return an application that refuses requests, with status 403, if their Host header is neither
-    an IP address nor one of ``names``, and passes all others to ``app``."""
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            hosts = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
-            if [is_known(host, names) for host in hosts] != [True]:
-                message = (
-                    f"the Host header {', '.join(hosts)[:200]!r} is not a name of this server; use "
-                    "its IP address, or start it with --allow-host NAME"
-                )
-                return await error_response(403, message)(scope, receive, send)
-        return await app(scope, receive, send)
-
-    return checked
-
-
-def is_known(host: str, names: Collection[str]) -> bool:
-    """Return whether a Host header is an IP address or one of ``names``, which are in lower case. A
-    port may follow; an invalid header is not known."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name in names or bool(ip_address(name))
-    except ValueError:
-        return False
 
 
 async def read_body(http: HttpRequest) -> bytes:
@@ -259,42 +223,55 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
+async def until_disconnected(
+    http: HttpRequest, pieces: AsyncGenerator[Piece, None]
+) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces until the client has disconnected, which raises ClientDisconnect. Close
+    ``pieces`` in any case. The request's body must have been read."""
+    gone = asyncio.ensure_future(disconnected(http))
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(pieces, None))
+            try:
+                await asyncio.wait([gone, following], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not following.done():
+                    following.cancel()
+                    await asyncio.wait([following])
+            if following.cancelled():
+                raise ClientDisconnect
+            piece = following.result()
+            if piece is None:
+                return
+            yield piece
+    finally:
+        gone.cancel()
+        await pieces.aclose()
+
+
 async def disconnected(http: HttpRequest) -> None:
     """Wait until the client has disconnected. The request's body must have been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
-def text_of(completion: Completion) -> str:
-    """Return the text of a response, without the stop string if one ended it."""
-    stop = completion.stop
-    return completion.text.removesuffix(stop) if isinstance(stop, str) else completion.text
-
-
-def ending(completion: Completion) -> dict[str, Any]:
-    """Return the fields of a choice that say how its response ended."""
-    return {"finish_reason": str(completion.finish), "logprobs": None}
-
-
-def error_response(status: int, message: str) -> JSONResponse:
-    """Return an error response with an HTTP status, in the form of the OpenAI API."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind}}, status)
+def refusal_of(error: Exception) -> RequestRefused:
+    """Return the refusal that an error means to the client."""
+    if isinstance(error, RequestRefused):
+        return error
+    code = "rate_limit_exceeded" if isinstance(error, QueueFull) else None
+    return RequestRefused(STATUS.get(type(error), 400), str(error), code=code)
 
 
 async def _on_no_route(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     asked = f"{http.method} {http.url.path[:200]!r}"
-    return error_response(error.status_code, f"there is no {asked}; use {', '.join(PLACES)}")
+    message = f"there is no {asked}; use {', '.join(PLACES)}"
+    return error_response(RequestRefused(error.status_code, message))
 
 
-async def _on_refusal(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, RequestRefused)
-    return error_response(error.status, error.message)
-
-
-async def _on_engine_error(http: HttpRequest, error: Exception) -> Response:
-    return error_response(STATUS.get(type(error), 400), str(error))
+async def _on_error(http: HttpRequest, error: Exception) -> Response:
+    return error_response(refusal_of(error))
 
 
 async def _on_disconnect(http: HttpRequest, error: Exception) -> Response:

@@ -13,6 +13,9 @@ from burnish.errors import EngineError, RunError
 
 CONNECTIONS, GRACE = 1000, 5
 """Maximum number of connections, and the seconds in which they must end when the server stops."""
+KEEP_ALIVE = 75
+"""Seconds for which an idle connection stays open. Clients close theirs earlier (OpenAI's after 5
+s), so that no request is sent to a connection that the server is closing."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -41,6 +44,7 @@ def make_server(app: Starlette) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=GRACE,
     )
     return uvicorn.Server(config)

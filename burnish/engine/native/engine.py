@@ -18,7 +18,7 @@ from burnish.engine.native.cache import Cache, TokenRun
 from burnish.engine.native.plain import Backend, Plain
 from burnish.engine.native.scheduler import Plan, Scheduler
 from burnish.engine.native.sequence import ANY, GREEDY, RequestGroup, Sequence
-from burnish.engine.protocol import Capabilities, Request
+from burnish.engine.protocol import Capabilities, OnTokens, Request
 from burnish.engine.settings import EngineSettings
 from burnish.errors import EngineError, ModelError
 from burnish.model.checkpoint import load_hf_state
@@ -57,6 +57,7 @@ class NativeEngine:
         self._loaded: set[str] = set()
         """Names of the tensors that any load has changed."""
         self.probe = model.probe
+        self.on_tokens: OnTokens | None = None
 
     @property
     def unfinished(self) -> int:
@@ -173,6 +174,9 @@ class NativeEngine:
             sound = next(i for i, logprob in enumerate(logprobs) if math.isnan(logprob))
         drawn = sequence.forced is None
         taken = sequence.take(tokens[:sound], logprobs, self.version)
+        if self.on_tokens is not None and taken:
+            own = sequence.group.request.request_id, sequence.index
+            self.on_tokens(*own, tokens[:taken], logprobs[:taken])
         if sound < len(tokens) and sequence.finish is None:
             # Finite weights can still overflow. Only this sample is lost. Its pages are cleared,
             # because NaN would spread to their next holder even from masked slots.

@@ -1,5 +1,6 @@
 """The endpoint by real HTTP: its answers are the engine's, and no client harms another."""
 
+import asyncio
 import http.client
 import socket
 import threading
@@ -9,7 +10,10 @@ from contextlib import closing, contextmanager
 import pytest
 import tiny
 
-from burnish.engine.endpoint import app
+from burnish.engine.endpoint import access, app
+from burnish.engine.endpoint.answers import Answer
+from burnish.engine.endpoint.backend import Asked, Piece
+from burnish.engine.endpoint.requests import CompletionRequest
 from burnish.engine.native.engine import NativeEngine
 from burnish.engine.protocol import Request
 from burnish.engine.settings import EngineSettings
@@ -133,10 +137,12 @@ def test_the_server_names_its_model(client):
 @pytest.mark.parametrize(
     ("change", "how", "status", "message"),
     [
-        ({"logprobs": True}, {}, 400, "unsupported field 'logprobs'; the fields are model, temp"),
+        ({"echo": True}, {}, 400, "unsupported field 'echo'; the fields are model, temp"),
+        ({"logprobs": True}, {}, 400, "logprobs must be a valid integer, got True"),
         ({"max_tokns": 1}, {}, 400, "unsupported field 'max_tokns'; did you mean 'max_tokens'?"),
-        ({"logprobs": 1}, {}, 400, "prompt, max_completion_tokens"),
-        ({"stream": True}, {}, 400, "stream must be false, got true: streaming is not supported"),
+        ({"logprobs": 1}, {}, 400, "logprobs must be 0, which returns the sampled tokens without"),
+        ({"suffix": "x"}, {}, 400, "prompt, logprobs, max_completion_tokens"),
+        ({"stream_options": {}}, {}, 400, "stream_options needs stream = true"),
         ({"presence_penalty": 0.5}, {}, 400, "presence_penalty must be 0: other values are not"),
         ({"logit_bias": {"5": 1}}, {}, 400, "supported; leave the field out, got {'5': 1}"),
         ({"prompt": []}, {}, 400, "prompt List must have at least 1 item"),
@@ -174,7 +180,7 @@ def test_bodies_that_are_no_request_are_refused(client, body):
 
 @pytest.mark.parametrize(
     ("role", "message"),
-    [("root", "messages.0.role must be 'system', 'user' or 'assistant'"), ("user", "")],
+    [("root", "messages.0.role must be 'system', 'user', 'assistant' or 'tool'"), ("user", "")],
 )
 def test_roles_are_checked(client, role, message):
     messages = [{"role": role, "content": "Hi"}]
@@ -193,7 +199,7 @@ def test_roles_are_checked(client, role, message):
     ],
 )
 def test_a_foreign_host_header_is_refused(host, is_accepted):
-    assert app.is_known(host, app.known_hosts(["GPU-box.example"])) == is_accepted
+    assert access.is_known(host, access.known_hosts(["GPU-box.example"])) == is_accepted
 
 
 def test_dns_rebinding_reaches_no_route(client):
@@ -218,6 +224,28 @@ def test_a_client_that_disconnects_aborts_its_request(client):
     connection.close()
     until(lambda: client.thread.unfinished == 0)
     assert client.ask(PROMPT)[0] == 200
+
+
+def test_a_client_that_does_not_read_loses_its_stream(monkeypatch):
+    monkeypatch.setattr(app, "PATIENCE", 0.1)
+    sent, ended = [], []
+
+    async def pieces():
+        try:
+            while True:
+                yield Piece(0, "b")
+        finally:
+            ended.append(True)
+
+    async def send(message):
+        sent.append(message)
+        if len(sent) > 3:
+            await asyncio.sleep(60)
+
+    body = CompletionRequest(**PROMPT, stream=True)
+    stream = app.EventStream(Answer(Asked(0, body, "x"), "m"), Piece(0, "a"), pieces())
+    asyncio.run(asyncio.wait_for(stream({}, None, send), 10))
+    assert (len(sent), ended) == (4, [True])
 
 
 def test_a_refused_prompt_aborts_the_others_of_its_request(client):

@@ -5,10 +5,11 @@ import time
 from concurrent.futures import CancelledError
 from concurrent.futures import wait as wait_for
 
+import numpy as np
 import pytest
 import tiny
 
-from burnish.engine.endpoint.thread import EngineThread, QueueFull, Stopped
+from burnish.engine.endpoint.thread import EngineThread, NewTokens, QueueFull, Stopped
 from burnish.errors import EngineError
 
 
@@ -132,3 +133,42 @@ def test_closing_fails_what_is_not_complete():
     assert wait_for([future], 1).done
     with pytest.raises(Stopped, match="the server is stopping"):
         future.result()
+
+
+def test_tokens_and_completions_are_told_as_they_come():
+    engine, told = tiny.engine(), []
+    with EngineThread(engine) as thread:
+        future = thread.submit(tiny.request("r", n=3), told.append)
+        done = future.result(60)
+    new = [each for each in told if isinstance(each, NewTokens)]
+    assert len(told) == len(new) + 3
+    for one in done:
+        assert any(each is one for each in told)
+        own = [each for each in new if each.sample == one.sample_index]
+        assert [token for each in own for token in each.tokens] == one.token_ids.tolist()
+        logprobs = np.float32([logprob for each in own for logprob in each.logprobs])
+        assert logprobs.tolist() == one.logprobs.tolist()
+
+
+def test_weights_are_loaded_between_steps():
+    engine, new = Gated(), tiny.weights(tiny.model(1), 7)
+    engine.load = engine.engine.load
+    with EngineThread(engine) as thread:
+        before = thread.submit(tiny.request("before", max_tokens=40))
+        until(lambda: engine.engine.unfinished)
+        replaced, loaded = thread.load(tiny.weights(tiny.model(2), 6)), thread.load(new)
+        engine.gate.set()
+        loaded.result(60)
+        assert replaced.cancelled()
+        assert {*before.result(60)[0].versions.tolist()} == {0, 7}
+        (after,) = thread.submit(tiny.request("after")).result(60)
+        assert {*after.versions.tolist()} == {7}
+        bad = tiny.weights(tiny.model(1), 8)
+        next(iter(bad.tensors.values())).fill_(float("nan"))
+        with pytest.raises(EngineError, match="version 7 stays loaded"):
+            thread.load(bad).result(60)
+        assert len(thread.submit(tiny.request("again")).result(60)) == 1
+    alone = tiny.finish(tiny.engine(1), [tiny.request("after")])
+    assert after.token_ids.tolist() == alone["after", 0].token_ids.tolist()
+    with pytest.raises(Stopped):
+        thread.load(new)
