@@ -128,10 +128,13 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if not isinstance(advantage, Remax | Vine):  # their own rule replaces the free loop
         yield partial(check_loop_rules, loop, runtime)
     yield partial(check_buffer_rules, loop, recipe.buffer)
-    if rollout.batch % train.batch == 0 and train.batch % group_size == 0:
-        if not isinstance(advantage, Remax | Vine):
-            yield partial(check_window_rules, loop, rollout.prompts)
-        yield partial(check_buffer_size, loop, recipe.buffer, rollout.prompts)
+    fitting = fitting_batches(rollout.batch, group_size, train.batch, ranks)
+    # With a wrong batch the largest rollout that its remedies suggest counts.
+    largest = max(sizes.get("rollout.batch", rollout.batch) for sizes in fitting or [{}])
+    groups = largest // group_size
+    if not isinstance(advantage, Remax | Vine):
+        yield partial(check_window_rules, loop, groups)
+    yield partial(check_buffer_size, loop, recipe.buffer, groups)
     if recipe.is_stale:
         yield partial(check_stale_rules, recipe.objective)
     if advantage.reads_critic:
@@ -196,8 +199,8 @@ def check_turn_credit(advantage: Advantage, task: AnyTask) -> None:
     if isinstance(advantage, Gae):
         setting, other = f"objective.advantage.over = '{advantage.over}'", "gae"
     raise ConfigError(
-        f"{setting} needs the turns of an environment, which task.name = '{task.name}' does not have; "
-        f"use objective.advantage = '{other}'"
+        f"{setting} needs the turns of an environment, which task.name = '{task.name}' does not "
+        f"have; use objective.advantage = '{other}'"
     )
 
 
@@ -288,7 +291,6 @@ def check_batch_rules(rollout_batch: int | None, group: int, batch: int, ranks: 
     size, all in responses. ``rollout_batch`` is None for supervised runs. The error suggests sizes
     that fit together.
     """
-    unit = math.lcm(group, ranks)
     if rollout_batch is not None and rollout_batch % batch:
         rule = f"rollout.batch = {rollout_batch} must be a multiple of train.batch = {batch}"
     elif batch % group:
@@ -297,16 +299,30 @@ def check_batch_rules(rollout_batch: int | None, group: int, batch: int, ranks: 
         rule = f"train.batch = {batch} must be a multiple of mesh.replicate × mesh.shard = {ranks}"
     else:
         return
-    enough = -(-batch // unit) * unit
-    remedies = [f"train.batch = {enough}"]
-    if rollout_batch is not None:
-        fits = [n for n in range(unit, rollout_batch + 1, unit) if rollout_batch % n == 0]
-        remedies = [f"train.batch = {min(fits, key=lambda n: abs(n - batch))}"] if fits else []
-        if batch == enough or not fits:
-            larger = f"rollout.batch = {-(-rollout_batch // enough) * enough}"
-            both = larger if batch == enough else f"train.batch = {enough} and {larger}"
-            remedies.append(both)
+    remedies = [
+        " and ".join(f"{name} = {size}" for name, size in sizes.items())
+        for sizes in fitting_batches(rollout_batch, group, batch, ranks)
+    ]
     raise ConfigError(f"{rule}; use {', or '.join(remedies)}")
+
+
+def fitting_batches(
+    rollout_batch: int | None, group: int, batch: int, ranks: int
+) -> list[dict[str, int]]:
+    """Return the remedies for batch sizes that do not fit together, each as new sizes by setting;
+    an empty list if they fit. Arguments as in `check_batch_rules`."""
+    unit = math.lcm(group, ranks)
+    if not (batch % unit or (rollout_batch or batch) % batch):
+        return []
+    enough = -(-batch // unit) * unit
+    if rollout_batch is None:
+        return [{"train.batch": enough}]
+    fits = [n for n in range(unit, rollout_batch + 1, unit) if rollout_batch % n == 0]
+    found = [{"train.batch": min(fits, key=lambda n: abs(n - batch))}] if fits else []
+    if batch == enough or not fits:
+        changed = {} if batch == enough else {"train.batch": enough}
+        found.append(changed | {"rollout.batch": -(-rollout_batch // enough) * enough})
+    return found
 
 
 def check_group_rules(group: int, train_batch: int, advantage: Advantage) -> None:
