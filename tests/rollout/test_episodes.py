@@ -50,7 +50,8 @@ class Scripted:
         self.seconds, self.roles, self.deterministic = seconds, roles, deterministic
         self.live, self.heard, self.calls = {}, {}, []
 
-    def reset(self, episodes):
+    def reset(self, episodes, replayed):
+        assert not replayed
         self.calls.append(("reset", [name for name, *_ in episodes]))
         found = []
         for name, row, seed in episodes:
@@ -95,8 +96,8 @@ class Slow(Scripted):
         super().__init__(**script)
         self.delay, self.left, self.answers = delay, {}, {}
 
-    def begin_reset(self, episodes):
-        self._expect([name for name, *_ in episodes], self.reset(episodes))
+    def begin_reset(self, episodes, replayed):
+        self._expect([name for name, *_ in episodes], self.reset(episodes, replayed))
 
     def begin_step(self, actions):
         self._expect([name for name, _ in actions], self.step(actions))
