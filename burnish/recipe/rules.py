@@ -165,7 +165,7 @@ def check_agent_rules(advantage: str) -> None:
     """Raise a ConfigError: an advantage that samples further responses, to prompts or from inside
     of responses, does not work with agents, which begin their conversations themselves."""
     raise ConfigError(
-        f"task.name = 'agents' can't be combined with objective.advantage.name = '{advantage}' "
+        f"task.name = 'agent' can't be combined with objective.advantage.name = '{advantage}' "
         "yet; use objective.advantage.name = 'group_mean'"
     )
 
