@@ -498,8 +498,8 @@ class Vine(Advantage):
         if steps in ("lines", "sentences", "turns") or (type(steps) is int and steps >= 1):
             return steps
         raise ValueError(
-            "must be 'lines', 'sentences' or a number of tokens of at least 1, or 'turns' for "
-            f"episodes, got {steps!r}"
+            "must be 'lines', 'sentences', 'turns' (of episodes) or a number of tokens of at least "
+            f"1, got {steps!r}"
         )
 
     @property
