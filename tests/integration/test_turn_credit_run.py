@@ -178,7 +178,9 @@ def test_a_reward_model_scores_episodes(folder):
     ],
 )
 def test_turns_need_episodes(settings, other):
-    with pytest.raises(ConfigError, match=f"needs the turns of episodes.*'keywords'.*{other}$"):
+    with pytest.raises(
+        ConfigError, match=f"needs the turns of an environment.*'keywords'.*{other}$"
+    ):
         load_recipe("keywords", settings)
 
 

@@ -124,7 +124,9 @@ def test_only_deterministic_environments_can_be_replayed(folder):
 def test_steps_and_tasks_that_do_not_go_together(folder):
     with pytest.raises(ConfigError, match=r"steps = 'lines' divides .*; use .*steps = 'turns'$"):
         load_recipe("keywords", [*EPISODES, "objective.advantage=vine"])
-    with pytest.raises(ConfigError, match=r"needs the turns of episodes.*; use .*steps = 'lines'$"):
+    with pytest.raises(
+        ConfigError, match=r"needs the turns of an environment.*; use .*steps = 'lines'$"
+    ):
         load_recipe("keywords", VINE)
     for wrong in (
         "rollout.overlong=drop",
