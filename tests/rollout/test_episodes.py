@@ -684,7 +684,7 @@ def test_other_first_messages_have_a_prompt_of_their_own():
         if i == 1:
             assert (completion.sequences, completion.first_messages) == ((), None)
             continue
-        ((start, prompt),) = completion.sequences
+        ((start, prompt, _),) = completion.sequences
         assert (start, completion.first_messages) == (0, starts(f"a/{i}"))
         assert prompt.tolist() == conversation.open(starts(f"a/{i}")).tolist()
     shared, _ = play(Scripted(last=3), [("a", 3, 0)], turn_tokens=6)
