@@ -188,26 +188,49 @@ class EnvironmentPool:
                 self._load()
         return self
 
-    def reset(self, episodes: Sequence[tuple[str, Mapping[str, Any], int]]) -> list[Observation]:
+    def reset(
+        self,
+        episodes: Sequence[tuple[str, Mapping[str, Any], int]],
+        replayed: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    ) -> list[Observation]:
         """Begin episodes, each given by its name, its data row and its seed; return their first
         observations in the same order.
 
-        A running episode of the same name is ended first.
+        ``replayed`` has the messages of the model with which episodes begin, by name: the
+        environment steps with each of them, and the last observation is returned (`observed`
+        returns all); None if all episodes begin with their first turn. A running episode of the
+        same name is ended first.
         """
         with self._lock:
-            self._wait(records := self._reset(episodes))
+            self._wait(records := self._reset(episodes, replayed or {}))
             return [record.latest for record in records]
 
-    def begin_reset(self, episodes: Sequence[tuple[str, Mapping[str, Any], int]]) -> None:
+    def begin_reset(
+        self,
+        episodes: Sequence[tuple[str, Mapping[str, Any], int]],
+        replayed: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    ) -> None:
         """Like `reset`, without waiting: `poll` returns the observations."""
         with self._lock:
-            self._reset(episodes)
+            self._reset(episodes, replayed or {})
 
-    def _reset(self, episodes: Sequence[tuple[str, Mapping[str, Any], int]]) -> list[_Record]:
+    def observed(self, name: str) -> list[Observation]:
+        """Return all observations of an episode so far, the one of ``reset`` first."""
+        with self._lock:
+            return list(self._episodes[name].observed)
+
+    def _reset(
+        self,
+        episodes: Sequence[tuple[str, Mapping[str, Any], int]],
+        replayed: Mapping[str, Sequence[Mapping[str, Any]]],
+    ) -> list[_Record]:
         self.start()
         _check_distinct([name for name, _, _ in episodes])
         self.end([name for name, _, _ in episodes])
-        records = [_Record(*episode) for episode in episodes]
+        records = [
+            _Record(name, row, seed, [dict(action) for action in replayed.get(name, ())])
+            for name, row, seed in episodes
+        ]
         self._episodes |= {record.name: record for record in records}
         self._begin(records)
         return records

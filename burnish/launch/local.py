@@ -251,25 +251,26 @@ def build_sampler(resolved: Resolved) -> tuple[Task, Engine, Decode]:
     engine = engines.build_engine(resolved)
     tell("load", "reading the prompts")
     task, decode = build_task(resolved)
-    if isinstance(task, environment.EpisodeTask):
+    episodes = _inner_task(task)
+    if isinstance(episodes, environment.EpisodeTask):
         engine = with_environments(
             resolved.source,
             engine,
-            task.config,
-            task.environments,
+            episodes.config,
+            episodes.environments,
             history=resolved.recipe.rollout.history,
             total=resolved.recipe.train.micro_tokens,
         )
-    if isinstance(task, agent.AgentEpisodes):
+    if isinstance(episodes, agent.AgentEpisodes):
         engine = with_agents(
             resolved.source,
             engine,
-            task.config,
-            task.agents,
+            episodes.config,
+            episodes.agents,
             history=resolved.recipe.rollout.history,
             total=resolved.recipe.train.micro_tokens,
         )
-        task.closing.callback(engine.server.close)
+        episodes.closing.callback(engine.server.close)
     return task, engine, decode
 
 
@@ -351,13 +352,19 @@ def with_environments(
 def _waiting_time(task: Task) -> Callable[[], float] | None:
     """Return a function that returns the seconds for which a task's environments or agents were
     waited for so far; None if the task has none."""
-    if isinstance(task, agent.AgentEpisodes):
-        pool = task.agents
-    elif isinstance(task, environment.EpisodeTask):
-        pool = task.environments
+    inner = _inner_task(task)
+    if isinstance(inner, agent.AgentEpisodes):
+        pool = inner.agents
+    elif isinstance(inner, environment.EpisodeTask):
+        pool = inner.environments
     else:
         return None
     return lambda: pool.waited
+
+
+def _inner_task(task: Task) -> Task:
+    """Return the task whose grades a reward model changes; the task itself without one."""
+    return task.task if isinstance(task, LearnedReward) else task
 
 
 def build_task(resolved: Resolved) -> tuple[Task, Decode]:

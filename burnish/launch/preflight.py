@@ -24,6 +24,7 @@ from burnish.machine import hardware
 from burnish.recipe.engine import AnyEngine
 from burnish.recipe.load import list_recipes, load_recipe
 from burnish.recipe.models import AnyModel, LanguageConfig, ScratchConfig, SorterConfig
+from burnish.recipe.objective.advantages import Vine
 from burnish.recipe.objective.objective import check_functions
 from burnish.recipe.recipe import Recipe, TrainConfig
 from burnish.recipe.tasks import (
@@ -89,8 +90,9 @@ def find_problems(recipe: Recipe, out: Path | None = None) -> list[BurnishError]
     found += problem_of(check_live, tasks)
     found = list({str(problem): problem for problem in found}.values())
     # Rows may need a package that is missing.
+    replays = isinstance(recipe.objective.advantage, Vine)
     return found or problem_of(
-        check_rows, tasks, recipe.seed, recipe.rollout.max_errors, out is not None
+        check_rows, tasks, recipe.seed, recipe.rollout.max_errors, out is not None, replays
     )
 
 
@@ -207,11 +209,17 @@ def check_live(tasks: Mapping[str, Any]) -> None:
                 )
 
 
-def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: bool = True) -> None:
+def check_rows(
+    tasks: Mapping[str, Any],
+    seed: int,
+    max_errors: float,
+    trains: bool = True,
+    must_replay: bool = False,
+) -> None:
     """Raise an error if a row lacks a field that its task needs, if a reward can't be found or
     fails for made-up responses (see ``trial.try_reward``), if an environment can't be loaded or
     reset, or if a judge does not answer a test request. ``trains``: also if no training row is
-    left."""
+    left. ``must_replay``: also if an environment can't be replayed."""
     from burnish.tasks import agent, environment, judged, math, pairs, rows, text
 
     for task in tasks.values():
@@ -233,7 +241,7 @@ def check_rows(tasks: Mapping[str, Any], seed: int, max_errors: float, trains: b
         if isinstance(task, EnvironmentTask):
             loaded = environment.load_starts(task, seed)
             row = next(row for part in loaded for row in part)
-            environment.try_environment(task, row)
+            environment.try_environment(task, row, must_replay=must_replay)
             if task.reward is not None:
                 rewards.check_reward_source(task.reward)
             if task.reward is not None and task.environment is None:

@@ -106,11 +106,12 @@ def rule_checks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         yield partial(check_patience, recipe.validation, train.steps)
     if isinstance(task, SortTask) == model.is_language:
         return
+    if isinstance(task, AgentsTask) and isinstance(advantage, Vine | Remax):
+        yield partial(check_agent_rules, advantage.name)  # their own rules have other remedies
+        return
+    if isinstance(task, EnvironmentTask):
+        yield partial(check_step_rules, advantage)
     if isinstance(task, EnvironmentTask | AgentsTask):
-        refused = Vine if isinstance(task, EnvironmentTask) else Vine | Remax
-        if isinstance(advantage, refused):  # its own rules would give other remedies
-            yield partial(check_environment_rules, task.name, advantage.name)
-            return
         yield partial(check_turn_rules, task, rollout)
     if recipe.on_mesh:
         yield partial(check_mesh_rules, runtime, model, task, train.learn, device)
@@ -163,13 +164,23 @@ def check_task_rules(task: Section, model: AnyModel, train: TrainConfig) -> None
         )
 
 
-def check_environment_rules(task: str, advantage: str) -> None:
+def check_agent_rules(advantage: str) -> None:
     """Raise a ConfigError: an advantage that samples further responses, to prompts or from inside
-    of responses, does not work with multi-turn episodes yet."""
+    of responses, does not work with agents, which begin their conversations themselves."""
     raise ConfigError(
-        f"task.name = '{task}' can't be combined with objective.advantage.name = "
-        f"'{advantage}' yet; use objective.advantage.name = 'group_mean'"
+        f"task.name = 'agent' can't be combined with objective.advantage.name = '{advantage}' "
+        "yet; use objective.advantage.name = 'group_mean'"
     )
+
+
+def check_step_rules(advantage: Advantage) -> None:
+    """Raise a ConfigError if VinePPO would divide the turns of episodes into steps."""
+    if isinstance(advantage, Vine) and not advantage.reads_turns:
+        raise ConfigError(
+            f"objective.advantage.steps = '{advantage.steps}' divides single responses, and "
+            "task.name = 'environment' continues episodes from turns; use "
+            "objective.advantage.steps = 'turns'"
+        )
 
 
 def check_turn_rules(task: EnvironmentTask | AgentsTask, rollout: RolloutConfig) -> None:
@@ -195,12 +206,17 @@ def check_turn_credit(advantage: Advantage, task: AnyTask) -> None:
     """Raise a ConfigError if an advantage of turns is combined with a task without turns."""
     if not advantage.reads_turns or isinstance(task, EnvironmentTask):
         return
-    setting, other = f"objective.advantage = '{advantage.name}'", "group_mean"
+    setting = f"objective.advantage = '{advantage.name}'"
+    remedy = "objective.advantage = 'group_mean'"
     if isinstance(advantage, Gae):
-        setting, other = f"objective.advantage.over = '{advantage.over}'", "gae"
+        over = "objective.advantage.over"
+        setting, remedy = f"{over} = 'turns'", f"{over} = 'tokens'"
+    if isinstance(advantage, Vine):
+        steps = "objective.advantage.steps"
+        setting, remedy = f"{steps} = 'turns'", f"{steps} = 'lines'"
     raise ConfigError(
         f"{setting} needs the turns of an environment, which task.name = '{task.name}' does not "
-        f"have; use objective.advantage = '{other}'"
+        f"have; use {remedy}"
     )
 
 

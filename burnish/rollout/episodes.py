@@ -110,6 +110,9 @@ class _Play:
     """Sequences that do not follow the prompt of the request."""
     first_messages: tuple[Mapping[str, str], ...] | None = None
     """First messages, if they differ from those in the prompt of the request."""
+    begun: Completion | None = None
+    """The current sequence up to the beginning of the first turn to sample; None if it has no
+    tokens before that turn."""
 
     @property
     def name(self) -> str:
@@ -245,10 +248,12 @@ class EpisodeEngine:
             plays = [self._queue.popleft() for _ in range(count)]
             self._live |= {play.name: play for play in plays}
             starts = list(map(_start_of, plays))
+            replayed = {p.name: [_message(turn) for turn in p.turns] for p in plays if p.turns}
             if self._is_free:
-                self._environments.begin_reset(starts)
+                self._environments.begin_reset(starts, replayed)
             else:
-                self._start(zip(plays, self._environments.reset(starts), strict=True))
+                found = self._environments.reset(starts, replayed)
+                self._start(zip(plays, found, strict=True))
 
     def _start(self, found: Iterable[tuple[_Play, Observation]]) -> None:
         """Submit the first turns of episodes whose environments were reset, and end those that
@@ -267,6 +272,9 @@ class EpisodeEngine:
     def _opened(self, play: _Play, found: Observation) -> _Play:
         """Return an episode whose environment was reset. If its first messages are not those in its
         request's prompt, it gets a prompt of its own."""
+        if play.turns:
+            calls = self._environments.observed(play.name)
+            return replace(play, seconds=sum(observed.seconds for observed in calls))
         play, episode = replace(play, seconds=found.seconds), play.request.episode
         assert episode is not None
         if found.error is not None or tuple(found.messages) == episode.messages:
@@ -276,7 +284,10 @@ class EpisodeEngine:
         return play.in_new_sequence(self._conversation.open(play.messages))
 
     def _opening_error(self, play: _Play) -> str | None:
-        """Return why an episode with a prompt of its own can't begin; None if it can."""
+        """Return why an episode with a prompt of its own, or one that continues recorded turns,
+        can't begin; None if it can."""
+        if play.turns:
+            return self._replay_error(play)
         if not play.sequences:
             return None
         if self._environments.deterministic:
@@ -291,17 +302,36 @@ class EpisodeEngine:
             )
         return None
 
+    def _replay_error(self, play: _Play) -> str | None:
+        """Return why an environment that has replayed the recorded turns of its episode differs
+        from them; None if it does not."""
+        episode = play.request.episode
+        assert episode is not None
+        first, *others = self._environments.observed(play.name)
+        same = [tuple(first.messages) == episode.messages]
+        for turn, found in zip(play.turns, others, strict=True):
+            again = self._answered(turn, found)
+            same.append(not found.done and _timeless(again) == _timeless(turn))
+        if all(same):
+            return None
+        call = f"step {same.index(False)}" if same[0] else "reset"
+        return (
+            "the environment was replayed from its seed and the recorded actions, but the "
+            f"observation of {call} differs; use the seed for all randomness, or set deterministic "
+            "= False and use another advantage than 'vine'"
+        )
+
     def _submit_first(self, plays: Iterable[_Play]) -> None:
         """Submit the first turns of episodes: those of consecutive samples as one request, so that
         decoding reads their prompt once. An episode with a prompt of its own has its own
-        request."""
+        request, and so has one that continues recorded turns."""
         numbered = enumerate(plays)
         for _, run in groupby(numbered, lambda one: (one[1].request, one[1].sample - one[0])):
             own = [play for _, play in run]
             request, first, count = own[0].request, own[0].sample, len(own)
-            if count == 1 < request.n or any(play.sequences for play in own):
+            if count == 1 < request.n or any(play.turns or play.sequences for play in own):
                 for play in own:
-                    self._submit(play, None)
+                    self._submit(play, play.begun)
                 continue
             name = request.request_id
             if count < request.n:
@@ -330,7 +360,7 @@ class EpisodeEngine:
         if plays:
             self._environments.begin_step([(play.name, _action(play)) for play in plays])
         found = [(self._live[name], o) for name, o in self._environments.poll(seconds).items()]
-        self._start((play, answer) for play, answer in found if not play.turns)
+        self._start((play, answer) for play, answer in found if play.turn is None)
         for play, answer in found:
             if play.turn is not None:
                 self._go_on(play, answer)
@@ -527,8 +557,35 @@ def _nothing(play: _Play) -> Completion:
 
 
 def _play(request: Request, sample: int) -> _Play:
-    assert request.episode is not None
-    return _Play(request, sample, request.prompt, request.episode.opening)
+    """Return an episode that has not begun. If its request continues an episode, it begins with the
+    turns of that episode."""
+    episode, given = request.episode, request.begun
+    assert episode is not None
+    play = _Play(request, sample, request.prompt, episode.opening)
+    if given is None:
+        return play
+    for turn in given.turns:
+        play.messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+    play.turns, play.sequences = list(given.turns), given.sequences
+    for sequence in given.sequences:
+        length = sequence.start - play.position
+        play.used += len(play.prompt) + length if length else 0
+        play.prompt, play.position = sequence.prompt, sequence.start
+    if play.position:
+        play.earlier = (_part(given, slice(play.position)),)
+    if len(given.token_ids) > play.position:
+        play.begun = _part(given, slice(play.position, None))
+    return play
+
+
+def _part(completion: Completion, tokens: slice) -> Completion:
+    """Return a part of a completion, with empty text."""
+    streams: dict[str, Any] = {name: getattr(completion, name)[tokens] for name in STREAMS}
+    return replace(completion, **streams, text="", turns=(), sequences=())
+
+
+def _timeless(turn: Turn) -> Turn:
+    return turn._replace(seconds=0.0)
 
 
 def _start_of(play: _Play) -> tuple[str, Mapping[str, Any], int]:
@@ -540,4 +597,8 @@ def _start_of(play: _Play) -> tuple[str, Mapping[str, Any], int]:
 
 def _action(play: _Play) -> dict[str, str]:
     """Return the message of an episode's last turn."""
-    return {"role": "assistant", "content": play.turns[-1].text}
+    return _message(play.turns[-1])
+
+
+def _message(turn: Turn) -> dict[str, str]:
+    return {"role": "assistant", "content": turn.text}

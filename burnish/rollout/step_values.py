@@ -1,10 +1,15 @@
 """Step values of VinePPO: the value before a step of a response is the mean reward of continuations
 that are sampled from there.
 
-A response is divided into steps. From the beginning of each step except the first, the engine
-samples K continuations. The value before the step is the mean reward of the K complete responses,
-which the task grades like all others. The value before the first step is the mean reward of the
-group's other responses: they are samples from the prompt, too, and cost nothing.
+A response is divided into steps; those of a multi-turn episode are its turns. From the beginning of
+each step except the first, the engine samples K continuations. The value before the step is the
+mean reward of the K complete responses, which the task grades like all others. The value before the
+first step is the mean reward of the group's other responses: they are samples from the prompt, too,
+and cost nothing.
+
+A continuation of an episode has an environment of its own, in a new process: it is reset with the
+row and the seed of the episode, and takes the recorded actions, before the policy plays on. So only
+deterministic environments can be used.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +46,7 @@ class Branching:
     """Samples continuations from the beginning of each step of a response."""
 
     steps: int | str
-    """Number of tokens of a step, or a key of `BREAKS`."""
+    """Number of tokens of a step, a key of `BREAKS`, or "turns" for the turns of episodes."""
     continuations: int
     """Number of continuations of each step."""
     group_size: int
@@ -82,10 +88,13 @@ class Branching:
         ]
 
     def starts(self, completion: Completion) -> list[int]:
-        """Return the index of the first token of each step except the first. A step begins with a
-        sampled token: if its first token was inserted, with the next sampled one."""
-        if completion.finish is Finish.ABORT:
+        """Return the index of the first token of each step except the first; an empty list for
+        responses that will have no grade. A step begins with a sampled token: if its first token
+        was inserted, with the next sampled one."""
+        if completion.finish is Finish.ABORT or (completion.turns and completion.turns[-1].error):
             return []
+        if self.steps == "turns":
+            return [turn.start for turn in completion.turns[1:]]
         texts = self.decode(completion.token_ids)
         if isinstance(completion.stop, int):
             texts[-1] = ""  # the end token is part of the last step
@@ -94,10 +103,14 @@ class Branching:
         return [int(actions[place]) for place in np.unique(places) if 0 < place < len(actions)]
 
     def _request(self, request: Request, completion: Completion, start: int) -> Request:
-        """Build the request for the continuations of a response from token ``start``. Their random
-        draws differ from the draws of all other samples, steps and groups."""
+        """Build the request for the continuations of a response from token ``start``; those of an
+        episode begin with its turns before this token. Their random draws differ from the draws of
+        all other samples, steps and groups."""
         kept = ("token_ids", "logprobs", "versions", "sampled")
-        begun = replace(completion, **{name: getattr(completion, name)[:start] for name in kept})
+        streams: dict[str, Any] = {name: getattr(completion, name)[:start] for name in kept}
+        turns = tuple(turn for turn in completion.turns if turn.start < start)
+        sequences = tuple(one for one in completion.sequences if one.start <= start)
+        begun = replace(completion, **streams, turns=turns, sequences=sequences, limit=None)
         sample = start * self.group_size + completion.sample_index
         return replace(
             request,

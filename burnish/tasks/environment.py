@@ -204,11 +204,17 @@ def load_starts(config: EnvironmentTask, seed: int) -> tuple[Rows, Rows]:
     return loaded
 
 
-def try_environment(config: EnvironmentTask, row: DataRow) -> None:
+def try_environment(config: EnvironmentTask, row: DataRow, *, must_replay: bool = False) -> None:
     """Load the environment and reset it once with a row. Raise a DataError if it can't be loaded or
-    fails."""
+    fails or, with ``must_replay``, if it is not deterministic."""
     with closing(open_environments(config)) as environments:
         (found,) = environments.reset([("trial", row["row"], 0)])
+        if must_replay and not environments.deterministic:
+            raise DataError(
+                "objective.advantage = 'vine' replays episodes up to a turn, which needs "
+                f"deterministic = True in {_name(config)} and in all tools; set it if row, seed "
+                "and actions determine all observations, or use objective.advantage = 'turn_mean'"
+            )
     if found.error is not None:
         raise DataError(f"{row.where}: {_name(config)}: {found.error}")
 

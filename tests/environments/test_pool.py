@@ -73,6 +73,22 @@ def test_results_are_in_the_order_of_the_arguments(pool):
     assert pool.deterministic
 
 
+def test_episodes_begin_with_messages_that_are_replayed(pool):
+    """Beside others; all observations can be read. A fault in a replay ends its episode alone."""
+    starts = [(name, {"n": 3}, 7) for name in ("plain", "replayed", "broken")]
+    spoken = {"replayed": [say("a"), say("b")], "broken": [say("value 1 / 0"), say("b")]}
+    plain, replayed, broken = pool.reset(starts, spoken)
+    assert texts([plain, replayed]) == ["begin 3 7", "2 b"]
+    assert texts(pool.observed("replayed")) == ["begin 3 7", "1 a", "2 b"]
+    assert "ZeroDivisionError" in broken.error
+    assert texts(pool.step([("replayed", say("c")), ("plain", say("c"))])) == ["3 c", "1 c"]
+    pool.begin_reset(starts[:2], spoken)
+    found = {}
+    while len(found) < 2:
+        found |= pool.poll(5.0)
+    assert texts([found["plain"], found["replayed"]]) == ["begin 3 7", "2 b"]
+
+
 def test_calls_run_at_the_same_time_and_report_their_duration(pool):
     names = [f"e{i}" for i in range(8)]
     pool.reset([(name, {}, 0) for name in names])

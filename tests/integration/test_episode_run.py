@@ -405,15 +405,6 @@ def test_an_environment_is_tried_before_the_model_is_loaded(folder):
     assert not (folder / "run").exists()
 
 
-def test_settings_that_do_not_go_with_episodes_are_refused_together(folder):
-    with pytest.raises(ConfigError) as caught:
-        load_recipe("keywords", [*EPISODES, "objective.advantage=vine"])
-    assert str(caught.value) == (
-        "task.name = 'environment' can't be combined with objective.advantage.name = 'vine' yet; "
-        "use objective.advantage.name = 'group_mean'"
-    )
-
-
 @pytest.mark.parametrize(
     ("wrong", "message", "right"),
     [

@@ -3,9 +3,14 @@ and runs resume bit for bit."""
 
 import numpy as np
 import pytest
+import torch
 
 from burnish import api
 from burnish.errors import ConfigError
+from burnish.model.checkpoint import save_model
+from burnish.model.reward import RewardModel
+from burnish.model.tokenizer import Tokenizer
+from burnish.model.transformer import ModelConfig, Transformer
 from burnish.recipe.load import load_recipe
 from tests.integration.test_episode_run import (
     CRITIC,
@@ -140,15 +145,42 @@ def test_the_greedy_episode_is_the_baseline_of_its_group(folder, more):
     assert fingerprint(folder / "a" / "run") == fingerprint(folder / "b" / "run")
 
 
+def test_a_reward_model_scores_episodes(folder):
+    """Its reward counts in the last turn."""
+    tokenizer = Tokenizer.of_bytes()
+    shape = ModelConfig(tokenizer.vocab_size, n_layers=1, d_model=16, n_heads=2, d_ff=24)
+    body = Transformer(shape).init_weights(1)
+    save_model(body, folder / "base")
+    tokenizer.save(folder / "base")
+    scorer = RewardModel(body, None)
+    scorer.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    scorer.save(folder / "learned", source=folder / "base")
+    more = ["reward_model.name=learned", "reward_model.task=0.5", "train.steps=1"]
+    run = api.train("keywords", overrides=[*EPISODES, *TURN_MEAN, *more], out=folder / "run")
+    rows = recorded(run)
+    groups = {row["group"]: [r for r in rows if r["group"] == row["group"]] for row in rows}
+    for row in rows:
+        own = sum(turn["reward"] for turn in row["turns"])
+        assert row["reward"] == pytest.approx(row["parts"]["learned"] + 0.5 * own, abs=1e-5)
+    for same in groups.values():
+        wanted = expected_advantages(same, 0.5)
+        assert [row["advantage"] for row in same] == pytest.approx(wanted, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("settings", "other"),
     [
-        (["objective.advantage=turn_mean"], "group_mean"),
-        (["objective.advantage=gae", "critic.clip=0.3", "objective.advantage.over=turns"], "gae"),
+        (["objective.advantage=turn_mean"], "objective.advantage = 'group_mean'"),
+        (
+            ["objective.advantage=gae", "critic.clip=0.3", "objective.advantage.over=turns"],
+            "objective.advantage.over = 'tokens'",
+        ),
     ],
 )
 def test_turns_need_episodes(settings, other):
-    with pytest.raises(ConfigError, match=f"needs the turns of episodes.*'keywords'.*'{other}'$"):
+    with pytest.raises(
+        ConfigError, match=f"needs the turns of an environment.*'keywords'.*{other}$"
+    ):
         load_recipe("keywords", settings)
 
 

@@ -50,7 +50,8 @@ class Scripted:
         self.seconds, self.roles, self.deterministic = seconds, roles, deterministic
         self.live, self.heard, self.calls = {}, {}, []
 
-    def reset(self, episodes):
+    def reset(self, episodes, replayed):
+        assert not replayed
         self.calls.append(("reset", [name for name, *_ in episodes]))
         found = []
         for name, row, seed in episodes:
@@ -95,8 +96,8 @@ class Slow(Scripted):
         super().__init__(**script)
         self.delay, self.left, self.answers = delay, {}, {}
 
-    def begin_reset(self, episodes):
-        self._expect([name for name, *_ in episodes], self.reset(episodes))
+    def begin_reset(self, episodes, replayed):
+        self._expect([name for name, *_ in episodes], self.reset(episodes, replayed))
 
     def begin_step(self, actions):
         self._expect([name for name, _ in actions], self.step(actions))
@@ -683,7 +684,7 @@ def test_other_first_messages_have_a_prompt_of_their_own():
         if i == 1:
             assert (completion.sequences, completion.first_messages) == ((), None)
             continue
-        ((start, prompt),) = completion.sequences
+        ((start, prompt, _),) = completion.sequences
         assert (start, completion.first_messages) == (0, starts(f"a/{i}"))
         assert prompt.tolist() == conversation.open(starts(f"a/{i}")).tolist()
     shared, _ = play(Scripted(last=3), [("a", 3, 0)], turn_tokens=6)

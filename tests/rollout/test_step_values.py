@@ -207,7 +207,7 @@ VINE = "objective.advantage=vine"
     [
         ("keywords", ["objective.advantage.continuations=0"], "continuations must be greater"),
         ("keywords", ["objective.advantage.steps=0"], "a number of tokens of at least 1, got 0"),
-        ("keywords", ["objective.advantage.steps=words"], "'lines', 'sentences' or .* got 'words'"),
+        ("keywords", ["objective.advantage.steps=words"], "'lines', 'sentences', .* got 'words'"),
         ("keywords", ["rollout.group_size=1"], "group_size must be at least 2"),
         ("keywords", ["length.name=overlong", "length.buffer=8"], "got 'overlong'"),
         ("keywords", ["rollout.overlong=drop"], "overlong = 'mask'"),

@@ -487,17 +487,24 @@ class Vine(Advantage):
     name: Literal["vine"] = "vine"
     paper: ClassVar[str] = f"VinePPO, {arxiv('2410.01679')}"
     over_time: ClassVar[bool] = True
-    steps: int | str = Field("lines", description="lines, sentences, or the tokens of a step")
+    steps: int | str = Field(
+        "lines", description="lines, sentences, the tokens of a step, or turns for episodes"
+    )
     continuations: int = Field(9, ge=1, description="samples from the beginning of each step")
 
     @field_validator("steps", mode="before")
     @classmethod
     def _check_steps(cls, steps: Any) -> Any:
-        if steps in ("lines", "sentences") or (type(steps) is int and steps >= 1):
+        if steps in ("lines", "sentences", "turns") or (type(steps) is int and steps >= 1):
             return steps
         raise ValueError(
-            f"must be 'lines', 'sentences' or a number of tokens of at least 1, got {steps!r}"
+            "must be 'lines', 'sentences', 'turns' (of episodes) or a number of tokens of at least "
+            f"1, got {steps!r}"
         )
+
+    @property
+    def reads_turns(self) -> bool:
+        return self.steps == "turns"
 
     def formula(self) -> str:
         cut = f"{self.steps} tokens" if isinstance(self.steps, int) else f"a {self.steps[:-1]}"

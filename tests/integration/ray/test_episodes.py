@@ -24,6 +24,10 @@ pytestmark = pytest.mark.slow
 
 LAG = [*STALE, "loop.lag=1"]
 TURNS = ["objective.advantage=turn_mean", "task.turn_temperatures=[1.5,0.7]"]
+VINE = [
+    *("objective.advantage=vine", "objective.advantage.steps=turns"),
+    "objective.advantage.continuations=2",
+]
 APART = ["runtime=ray", "runtime.generator.cpus=0", "runtime.learner.cpus=0"]
 SAME = ("metrics.jsonl", "rollouts.jsonl", "checkpoints/step-00000003")
 MARKED = GAME.replace(
@@ -69,8 +73,9 @@ def train(folder: Path, name: str, *more: str, **given: object) -> burnish.Run:
         ["selection.dead_groups=active", "selection.on_bound=learn", *LAG],
         [*TURNS, "selection.dead_groups=drop", *LAG],
         ["objective.advantage=remax", "task.live=5", *LAG],
+        [*VINE, *LAG],
     ],
-    ids=["sync", "lag", "active", "turns", "remax"],
+    ids=["sync", "lag", "active", "turns", "remax", "vine"],
 )
 @pytest.mark.usefixtures("cluster")
 def test_the_same_bytes_as_in_one_process(folder: Path, more: list[str]) -> None:
