@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from burnish.cli import main, tables
+from tests.cli.test_serve import tiny as tiny_model
 
 BURNISH = str(Path(sys.executable).with_name("burnish"))
 SHORT = ["--set", "train.steps=2", "--set", "train.epochs=1"]
@@ -245,8 +246,8 @@ def test_importing_the_command_line_is_light():
     assert done.stdout.strip() == "[]"
 
 
-def test_generate_prints_every_answer(burnish, smollm2):
-    few = ["-n", 2, "--max-tokens", 4, "--model", smollm2]
+def test_generate_prints_every_answer(burnish, tmp_path):
+    few = ["-n", 2, "--max-tokens", 4, "--model", tiny_model(tmp_path / "model")]
     done = burnish("generate", "Hello", "What is 2 + 2?", *few)
     assert done.code == 0, done.err
     assert "── prompt 1, sample 1 ──" in done.out

@@ -115,6 +115,7 @@ def start(job, **settings):
     return api.train(job.recipe, out=job.path, show=False, **settings)
 
 
+@pytest.mark.slow
 def test_finished_runs_are_kept_and_stopped_ones_resumed(tmp_path):
     file, out, said = write(tmp_path, HEAD), tmp_path / "out", []
     finished, stopped = plan(file, out)

@@ -61,6 +61,7 @@ def other(path):
     return path
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(run, base, tmp_path):
     path = tmp_path / "run"
     api.train("keywords", overrides=sets(base, REFRESH), out=path, stop=stopper(1))
@@ -142,7 +143,13 @@ def opened(name, adapter=None):
     return models.open_model(resolve(recipe).source).exchange()
 
 
-@pytest.mark.parametrize("origin", ["directory", "lora", "full", "scratch"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "directory",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("lora", "full", "scratch")),
+    ],
+)
 def test_an_exported_adapter_names_a_base_that_others_load(run, base, tmp_path, origin, smollm2):
     """Of a run from a model directory, from a run with LoRA, from a run that learned all weights,
     and from random weights: the base that adapter_config.json names is a directory in Hugging

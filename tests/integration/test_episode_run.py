@@ -70,6 +70,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def proof(more):
+    """Settings of a test that only `make proofs` runs."""
+    return pytest.param(more, marks=pytest.mark.slow)
+
+
 def recorded(run):
     return [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
 
@@ -79,18 +84,26 @@ def recorded(run):
     [
         [],
         [*CRITIC, "train.epochs=2"],
-        ["objective.ratio=sequence", "objective.loss=clip", "train.epochs=2"],
-        ["objective.kl=k3", "rollout.overlong=mask", "rollout.max_tokens=32"],
-        [
-            "objective.advantage=group_zscore",
-            "selection.dead_groups=dynamic",
-            "rollout.temperature=0.7",
-        ],
-        ["objective.kl.name=k1", "objective.kl.where=reward", "objective.reduction=sequence_mean"],
-        ["rollout.stop=['a','e','i']", "rollout.min_tokens=2"],
+        proof(["objective.ratio=sequence", "objective.loss=clip", "train.epochs=2"]),
+        proof(["objective.kl=k3", "rollout.overlong=mask", "rollout.max_tokens=32"]),
+        proof(
+            [
+                "objective.advantage=group_zscore",
+                "selection.dead_groups=dynamic",
+                "rollout.temperature=0.7",
+            ]
+        ),
+        proof(
+            [
+                "objective.kl.name=k1",
+                "objective.kl.where=reward",
+                "objective.reduction=sequence_mean",
+            ]
+        ),
+        proof(["rollout.stop=['a','e','i']", "rollout.min_tokens=2"]),
         ["task.live=3"],
-        ["task.pace=free", "task.live=5"],
-        ["selection.dead_groups=active", "selection.on_bound=learn", "task.live=6"],
+        proof(["task.pace=free", "task.live=5"]),
+        proof(["selection.dead_groups=active", "selection.on_bound=learn", "task.live=6"]),
     ],
     ids=[
         "plain",
@@ -153,16 +166,18 @@ TEMPLATE = ["rollout.history=template"]
     [
         [],
         [*CRITIC, "train.epochs=2", "train.micro_tokens=400"],
-        ["objective.ratio=sequence", "objective.loss=clip", "train.batch=4"],
-        [
-            "objective.kl=k3",
-            "rollout.overlong=mask",
-            "train.micro_sequences=2",
-            f"rollout.stop={list('abcdefghijklmnopqrstuvwxyz')}",
-            "rollout.max_tokens=14",
-        ],
-        ["objective.kl.name=k1", "objective.kl.where=reward", "rollout.temperature=0.7"],
-        ["selection.dead_groups=dynamic", "objective.advantage=opo"],
+        proof(["objective.ratio=sequence", "objective.loss=clip", "train.batch=4"]),
+        proof(
+            [
+                "objective.kl=k3",
+                "rollout.overlong=mask",
+                "train.micro_sequences=2",
+                f"rollout.stop={list('abcdefghijklmnopqrstuvwxyz')}",
+                "rollout.max_tokens=14",
+            ]
+        ),
+        proof(["objective.kl.name=k1", "objective.kl.where=reward", "rollout.temperature=0.7"]),
+        proof(["selection.dead_groups=dynamic", "objective.advantage=opo"]),
     ],
     ids=["plain", "critic", "sequence ratio", "masked", "kl in reward", "dynamic"],
 )
@@ -187,6 +202,7 @@ def test_a_rewritten_history_makes_several_sequences(folder, forgetful, more):
     assert sum(len(row.get("sequences", [])) for row in rows) > len(rows) / 2
 
 
+@pytest.mark.slow
 def test_several_sequences_resume_bit_for_bit(folder, forgetful):
     many = [*forgetful, *TEMPLATE, *CRITIC, "train.epochs=2"]
     api.train("keywords", overrides=many, out=folder / "a" / "run")
@@ -212,6 +228,7 @@ def test_a_template_that_rewrites_history_is_reported_once(folder, forgetful, ca
         load_recipe("keywords", ["rollout.history=template"])
 
 
+@pytest.mark.slow
 def test_first_messages_of_a_group_may_differ(folder):
     """Of an environment that is not deterministic: each episode has its own prompt, and all of a
     group share their baseline."""
@@ -277,10 +294,18 @@ STALE = ["objective.proximal=behavior"]
     "more",
     [
         [],
-        ["task.live=3"],
-        [*STALE, "loop.lag=2"],
-        [*STALE, "loop.lag=1", "buffer.capacity=4", "buffer.max_uses=2", "rollout.max_tokens=32"],
-        ["selection.dead_groups=active", "selection.on_bound=learn", "loop.lag=1", *STALE],
+        proof(["task.live=3"]),
+        proof([*STALE, "loop.lag=2"]),
+        proof(
+            [
+                *STALE,
+                "loop.lag=1",
+                "buffer.capacity=4",
+                "buffer.max_uses=2",
+                "rollout.max_tokens=32",
+            ]
+        ),
+        proof(["selection.dead_groups=active", "selection.on_bound=learn", "loop.lag=1", *STALE]),
     ],
     ids=["plain", "live", "lag", "buffer", "active"],
 )
