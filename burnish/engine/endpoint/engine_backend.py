@@ -52,6 +52,7 @@ class EngineBackend:
         self._thread, self._tokenizer, self._prompts = thread, tokenizer, prompts
         self.card = card
         self._numbers = count()
+        tokenizer.encode("")  # its first use prepares it, and must not be in two threads
 
     def health(self) -> dict[str, Any]:
         return {"unfinished": self._thread.unfinished}
